@@ -1,0 +1,36 @@
+# make demo | demo-kafka | test | install | format | lint
+PYTHON ?= python3
+BIN := .venv/bin
+.PHONY: install demo demo-kafka test format lint clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { \
+	  rm -rf .venv; echo "penstock: python3 cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "penstock: needs Python 3.11 or newer; try: make PYTHON=python3.11 install" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
+	@$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[worker,embedded,dev]'
+	@touch $@
+
+demo: install
+	@$(BIN)/penstock demo
+
+demo-kafka: install
+	@$(BIN)/penstock demo --kafka
+
+test: install
+	$(BIN)/python -m pytest
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache

@@ -1,0 +1,116 @@
+"""What a bus is: publish, poll, and settle. `KafkaBus` and `StreamsBus` keep this contract; one test suite holds both to it.
+
+A *delivery* is a message handed to one member of a stage's group. It stays with that member until it is settled, or until
+the bus takes it away (the member died, or the group was rebalanced) and redelivers it to another.
+
+`settle` publishes the outputs and finishes the deliveries together: after a crash either all of it happened or none.
+Work finishes out of order; a restart repeats no finished work.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+from penstock.names import ATTEMPT, PriorityClass, Stage
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A message to publish."""
+
+    topic: str
+    value: bytes
+    key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A message as a member holds it. `position` names it within its topic (`<partition>:<offset>` or a stream id)."""
+
+    topic: str
+    position: str
+    value: bytes
+    key: str | None
+    headers: Mapping[str, str]
+    klass: PriorityClass
+    timestamp_s: float
+    """When the message was published, seconds since the epoch."""
+
+    @property
+    def attempt(self) -> int:
+        """How often this message was tried before, by the retry topic's count (0 for a fresh one)."""
+        text = self.headers.get(ATTEMPT, "0")
+        return int(text) if text.isdecimal() and len(text) < 10 else 0
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """One delivery that is done, and what it brings forth."""
+
+    delivery: Delivery
+    outputs: Sequence[Outgoing] = ()
+
+
+class Publisher(Protocol):
+    """The producing side. Thread-safe."""
+
+    def publish(self, messages: Sequence[Outgoing]) -> None:
+        """Write the messages; when this returns they are durable. Raises `BusUnavailable`, or `RequestTooLarge`."""
+
+    def close(self) -> None:
+        """Send what is left and free the connection."""
+
+
+class Member(Protocol):
+    """One member of a stage's group. `poll` belongs to one thread; `settle`, `retry` and `dead` may be called from any."""
+
+    def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """At most `room[klass]` deliveries of each class, interactive first; waits up to `timeout_s` for the first.
+
+        A class without room is paused, and the assignment kept. Messages of the retry topic that came from this
+        stage are delivered, under their original topic and class, once their not-before has passed.
+        """
+
+    def settle(self, settlements: Sequence[Settlement]) -> None:
+        """Publish all outputs and finish all deliveries, together.
+
+        Raises `DeliveryLost` (naming the lost ones; nothing was done), `BusUnavailable` (unknown whether it was done:
+        settling the same again is safe), or `MemberFenced`.
+        """
+
+    def retry(self, delivery: Delivery, reason: str, delay_s: float) -> None:
+        """Settle the delivery into the retry topic: attempt + 1, not before `delay_s` from now."""
+
+    def dead(self, delivery: Delivery, reason: str, outputs: Sequence[Outgoing] = ()) -> None:
+        """Settle the delivery into the dead-letter topic with the reason, together with `outputs`."""
+
+    def held(self) -> int:
+        """How many deliveries this member holds unsettled."""
+
+    def close(self) -> None:
+        """Leave the group: unsettled deliveries go to other members at once."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+class Bus(Protocol):
+    """A way into the topics of one pipeline."""
+
+    def create_topics(self) -> list[str]:
+        """Make the pipeline's topics where they are missing; returns those made."""
+
+    def publisher(self) -> Publisher:
+        """A producing side of its own."""
+
+    def member(self, stage: Stage, name: str) -> Member:
+        """Join a stage's group under a stable name (its transactional id, its consumer name)."""
+
+    def read_all(self, topic: str) -> list[Outgoing]:
+        """Every message now visible in a topic, from its beginning, outside any group: for tools and tests."""
+
+    def check(self) -> str:
+        """One line about the server reached; raises `BusUnavailable`."""

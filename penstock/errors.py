@@ -1,0 +1,165 @@
+"""Every error Penstock raises on purpose.
+
+    PenstockError
+    ├── RequestError             a request cannot be answered; becomes its one result (`code` goes on the wire)
+    │   ├── InvalidRequest         not JSON, not UTF-8, unknown field, bad value, empty prompt
+    │   ├── UnsupportedVersion     a message version this build does not know
+    │   ├── UnknownModel           the pipeline does not serve that model
+    │   ├── PromptTooLong          the prompt does not fit the model's context
+    │   ├── RequestTooLarge        the message has more bytes than a request may have
+    │   ├── IdConflict             the id was used before with another body
+    │   ├── DeadlineExceeded       its deadline passed
+    │   ├── Cancelled              somebody asked for it to stop
+    │   ├── AttemptsExhausted      it was tried too often without progress
+    │   └── InternalError          a bug or a fault of the machine; the message says what is known
+    ├── StreamError              reading a token stream
+    │   ├── StreamDiverged         the log says something else than the reader saw
+    │   ├── StreamExpired          the log is gone: its time was over, or the id was never used
+    │   └── StreamTimeout          nothing came within the reader's patience
+    ├── BusError                 Kafka or Redis Streams
+    │   ├── BusUnavailable         not reachable now; trying again may help
+    │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
+    │   └── MemberFenced           this member was replaced by a newer one of its name; it must end
+    ├── Fenced                   a claim was lost: another worker holds the request (`record`)
+    ├── ModelLoadError           a model cannot be loaded; the message says why
+    │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
+    ├── SettingsError            an unknown or bad setting
+    ├── InvalidName              a pipeline, request or event id that cannot be one
+    └── DependencyMissing        a program or package that is not installed; the message says what to install
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+
+class PenstockError(Exception):
+    """The root of the tree."""
+
+
+class RequestError(PenstockError):
+    """A request that cannot be answered. The class's `code` is what clients see."""
+
+    code: ClassVar[str] = "request_error"
+
+
+class InvalidRequest(RequestError):
+    """The message is not a valid request."""
+
+    code = "invalid_request"
+
+
+class UnsupportedVersion(RequestError):
+    """The message's version is not one this build reads."""
+
+    code = "unsupported_version"
+
+
+class UnknownModel(RequestError):
+    """The pipeline serves another model."""
+
+    code = "unknown_model"
+
+
+class PromptTooLong(RequestError):
+    """Prompt, or prompt plus max_tokens, is over the model's context."""
+
+    code = "prompt_too_long"
+
+
+class RequestTooLarge(RequestError):
+    """The message has more bytes than a request may have."""
+
+    code = "request_too_large"
+
+
+class IdConflict(RequestError):
+    """The id belongs to a request with another body."""
+
+    code = "id_conflict"
+
+
+class DeadlineExceeded(RequestError):
+    """The deadline passed before the answer was complete."""
+
+    code = "deadline_exceeded"
+
+
+class Cancelled(RequestError):
+    """The request was cancelled."""
+
+    code = "cancelled"
+
+
+class AttemptsExhausted(RequestError):
+    """The request was tried too often without progress."""
+
+    code = "attempts_exhausted"
+
+
+class InternalError(RequestError):
+    """A bug, or a fault of the machine."""
+
+    code = "internal_error"
+
+
+REQUEST_ERRORS: dict[str, type[RequestError]] = {cls.code: cls for cls in RequestError.__subclasses__()}
+
+
+class StreamError(PenstockError):
+    """A token stream cannot be read on."""
+
+
+class StreamDiverged(StreamError):
+    """The log holds other tokens than the reader has seen."""
+
+
+class StreamExpired(StreamError):
+    """There is no log (any more) for this id."""
+
+
+class StreamTimeout(StreamError):
+    """Nothing came within the reader's patience."""
+
+
+class BusError(PenstockError):
+    """The bus could not do what was asked."""
+
+
+class BusUnavailable(BusError):
+    """The bus cannot be reached now."""
+
+
+class DeliveryLost(BusError):
+    """Some deliveries were given to another member; nothing of the settlement was done."""
+
+    def __init__(self, deliveries: Sequence[Any]) -> None:
+        super().__init__(f"{len(deliveries)} deliveries belong to another member now")
+        self.deliveries = list(deliveries)
+
+
+class MemberFenced(BusError):
+    """A newer member of the same name has taken this one's place."""
+
+
+class Fenced(PenstockError):
+    """The claim's epoch is over: another worker holds the request."""
+
+
+class ModelLoadError(PenstockError):
+    """The model cannot be loaded."""
+
+
+class EngineCheckFailed(ModelLoadError):
+    """The engine's tokens differ from `generate()`'s."""
+
+
+class SettingsError(PenstockError):
+    """An unknown or bad setting."""
+
+
+class InvalidName(PenstockError):
+    """A name or id of the wrong form."""
+
+
+class DependencyMissing(PenstockError):
+    """Something is not installed."""

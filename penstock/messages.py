@@ -1,0 +1,231 @@
+"""All messages on the wire: JSON, versioned, validated on the way in and out.
+
+`Request` → requests topic; `Job` → jobs topic; `Result` → results topic. `TokenEvent` and `EndEvent` are the entries of
+the token log in Redis and the payloads of its pub/sub channel. `ErrorInfo` is part of the last three.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from penstock.errors import REQUEST_ERRORS, InternalError, InvalidRequest, RequestError, RequestTooLarge, UnsupportedVersion
+from penstock.names import MAX_ID_CHARS, PriorityClass, event_id, is_request_id
+
+VERSION = 1
+MAX_REQUEST_BYTES = 8 * 2**20
+"""A larger request is answered with `request_too_large`. Topics take twice this, so that the answer can be given."""
+
+Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+RequestId = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Wire(BaseModel):
+    """What all wire models share: exact types, no unknown fields, finite numbers, immutable."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+    def encode(self) -> bytes:
+        """The JSON that goes on the wire."""
+        return self.model_dump_json(by_alias=True, exclude_none=True).encode()
+
+
+class ErrorInfo(Wire):
+    """A typed error: `code` is one of `penstock.errors.REQUEST_ERRORS`, `message` is for people."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: RequestError) -> Self:
+        return cls(code=error.code, message=str(error))
+
+    def exception(self) -> RequestError:
+        """The exception this stands for."""
+        return REQUEST_ERRORS.get(self.code, InternalError)(self.message)
+
+
+class ChatMessage(Wire):
+    """One turn of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Sampling(Wire):
+    """How tokens are chosen. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Same seed, same prompt, same tokens. Without one it is derived from the request's id."""
+    stop: list[Annotated[str, StringConstraints(min_length=1, max_length=256)]] = Field(default=[], max_length=16)
+    """The answer ends before the first of these strings."""
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
+    """The answer ends with the first of these tokens."""
+    max_tokens: int = Field(default=256, ge=1)
+    ignore_eos: bool = False
+    """Go on to `max_tokens` whatever the model says: for load tests."""
+
+
+class Request(Wire):
+    """A prompt, as text, chat messages or token ids, and how to answer it."""
+
+    v: Literal[1] = VERSION
+    id: RequestId
+    """Chosen by the producer; the key of everything that follows. Also the Kafka key."""
+    model: str | None = None
+    """The model expected; any other is refused. Without it, the pipeline's."""
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    token_ids: list[TokenId] | None = None
+    sampling: Sampling = Sampling()
+    klass: PriorityClass | None = Field(default=None, alias="class")
+    """Must agree with the topic's class when given."""
+    tenant: Tenant = "default"
+    deadline: float | None = Field(default=None, gt=0)
+    """Seconds since the epoch; an answer not complete by then ends with `deadline_exceeded`."""
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        given = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of prompt, messages and token_ids must be given, not {given or 'none'}")
+        if not getattr(self, given[0]):
+            raise ValueError(f"{given[0]} is empty")
+        return self
+
+
+class Usage(Wire):
+    """Token counts. `cached_tokens` is the part of the prompt whose KV was found, not computed."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Timings(Wire):
+    """The stages of a request's life, each stamped once, in seconds since the epoch (0: not reached)."""
+
+    published: float = 0.0
+    prefill_started: float = 0.0
+    first_token: float = 0.0
+    handed_off: float = 0.0
+    decode_started: float = 0.0
+    finished: float = 0.0
+
+
+class Job(Wire):
+    """The reference a prefill worker leaves for decode. Carries token ids and the last block's key, never tensors.
+
+    With `error` set the request ended in prefill, and decode only makes that its result.
+    """
+
+    v: Literal[1] = VERSION
+    id: RequestId
+    job: str
+    """Names this hand-off; the first one claimed is bound to the request and settles its result."""
+    token_ids: list[TokenId] = []
+    """The prompt."""
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    tenant: Tenant = "default"
+    klass: PriorityClass = Field(default="interactive", alias="class")
+    deadline: float | None = None
+    fingerprint: str = ""
+    """Of the model whose KV was stored."""
+    last_block: str = ""
+    """Hex key of the prompt's last KV block: a chain over all tokens before it, so the other keys follow from the tokens."""
+    cached_tokens: int = 0
+    timings: Timings = Timings()
+    error: ErrorInfo | None = None
+
+
+class Result(Wire):
+    """The one visible end of a request."""
+
+    v: Literal[1] = VERSION
+    id: RequestId
+    tenant: Tenant = "default"
+    klass: PriorityClass = Field(default="interactive", alias="class")
+    model: str = ""
+    finish_reason: FinishReason
+    text: str = ""
+    token_ids: list[TokenId] = []
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    error: ErrorInfo | None = None
+
+
+class TokenEvent(Wire):
+    """One token of a stream."""
+
+    kind: ClassVar[str] = "token"
+    id: str
+    """Event id: position and rolling hash (`names.event_id`)."""
+    token: TokenId
+    text: str
+    """What this token adds; empty while a character or a stop string is incomplete."""
+
+    @classmethod
+    def at(cls, position: int, rolling_hash: str, token: int, text: str) -> Self:
+        return cls(id=event_id(position, rolling_hash), token=token, text=text)
+
+
+class EndEvent(Wire):
+    """The end of a stream, after `usage.completion_tokens` tokens."""
+
+    kind: ClassVar[str] = "end"
+    finish_reason: FinishReason
+    text: str = ""
+    """Text that was held back when the stream was cut short."""
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    error: ErrorInfo | None = None
+
+
+M = TypeVar("M", bound=Wire)
+
+
+def decode(kind: type[M], value: bytes) -> M:
+    """A message of `kind` from its JSON. Raises `RequestTooLarge`, `UnsupportedVersion` or `InvalidRequest`."""
+    if len(value) > MAX_REQUEST_BYTES and kind is Request:
+        raise RequestTooLarge(f"{len(value):,} bytes; a request may have {MAX_REQUEST_BYTES:,}")
+    try:
+        return kind.model_validate_json(value)
+    except ValidationError as error:
+        if any(line["loc"] == ("v",) and line["type"] == "literal_error" for line in error.errors(include_url=False)):
+            raise UnsupportedVersion(f"this build reads message version {VERSION}") from None
+        raise InvalidRequest(_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    lines = [_explain_line(dict(line)) for line in error.errors(include_url=False, include_input=False)[:5]]
+    return "; ".join(lines)
+
+
+def _explain_line(line: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in line["loc"])
+    return f"{where}: {line['msg']}" if where else str(line["msg"])
+
+
+def readable_id(value: bytes, key: str | None) -> str | None:
+    """The request id of a message that may not be valid otherwise: its JSON's `id`, else its Kafka key, else None."""
+    try:
+        body = json.loads(value)
+    except (ValueError, RecursionError):
+        body = None
+    for candidate in (body.get("id") if isinstance(body, dict) else None, key):
+        if isinstance(candidate, str) and is_request_id(candidate):
+            return candidate
+    return None
+
+
+def now_s() -> float:
+    """Seconds since the epoch, as all messages give time."""
+    return time.time()

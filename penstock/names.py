@@ -1,0 +1,146 @@
+"""Every topic, Redis key and event id of Penstock is built here and nowhere else.
+
+Topics (one set a pipeline, `penstock.<pipeline>.…`):
+
+| Topic                    | Written by          | Read by         | Message      |
+|--------------------------|---------------------|-----------------|--------------|
+| `.requests.<class>`      | clients, gateway    | prefill workers | `Request`    |
+| `.jobs.<class>`          | prefill workers     | decode workers  | `Job`        |
+| `.retries`               | both workers        | both workers    | as it came   |
+| `.results`               | decode workers      | backends        | `Result`     |
+| `.dead`                  | both workers        | operators       | as it came   |
+
+Redis keys (the braces are Redis Cluster hash tags: one request's keys share a slot):
+
+| Key                                    | Type   | Lives                                     | Owner          |
+|----------------------------------------|--------|-------------------------------------------|----------------|
+| `penstock:<pipeline>:{<id>}:record`    | hash   | a set time after the last change          | `record`       |
+| `penstock:<pipeline>:{<id>}:log`       | stream | as the record                             | `record`       |
+| `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
+| `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
+| `penstock:kv:<block key, hex>`         | string | until evicted or its time is over         | `kvstore`      |
+| `penstock:bus:{<pipeline>}:<topic>`    | stream | trimmed as deliveries are settled         | `StreamsBus`   |
+| `penstock:bus:{<pipeline>}:member:<group>:<name>` | string | the bus's session timeout      | `StreamsBus`   |
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import InvalidName
+
+PriorityClass = Literal["interactive", "batch"]
+CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
+Stage = Literal["prefill", "decode"]
+
+MAX_ID_CHARS = 128
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}")
+
+# Message headers.
+VERSION = "penstock-version"
+TENANT = "penstock-tenant"
+CLASS = "penstock-class"
+DEADLINE = "penstock-deadline"
+ATTEMPT = "penstock-attempt"
+NOT_BEFORE = "penstock-not-before"
+ORIGIN = "penstock-origin"
+REASON = "penstock-reason"
+
+
+def is_request_id(text: str) -> bool:
+    """Whether `text` may name a request: 1 to 128 of `A-Z a-z 0-9 . _ : -`, beginning with a letter or digit."""
+    return _ID.fullmatch(text) is not None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The names of one pipeline: one model served through one set of topics."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if _NAME.fullmatch(self.name) is None:
+            raise InvalidName(f"{self.name!r} cannot name a pipeline: letters, digits, '-' and '_', at most 64")
+
+    def requests(self, klass: PriorityClass) -> str:
+        return f"penstock.{self.name}.requests.{klass}"
+
+    def jobs(self, klass: PriorityClass) -> str:
+        return f"penstock.{self.name}.jobs.{klass}"
+
+    @property
+    def retries(self) -> str:
+        return f"penstock.{self.name}.retries"
+
+    @property
+    def results(self) -> str:
+        return f"penstock.{self.name}.results"
+
+    @property
+    def dead(self) -> str:
+        return f"penstock.{self.name}.dead"
+
+    def inputs(self, stage: Stage) -> dict[PriorityClass, str]:
+        """The topics a stage works off, by class."""
+        return {klass: self.requests(klass) if stage == "prefill" else self.jobs(klass) for klass in CLASSES}
+
+    def topics(self) -> list[str]:
+        """All topics, in the order of the diagram."""
+        work = [topic for stage in ("prefill", "decode") for topic in self.inputs(stage).values()]  # type: ignore[arg-type]
+        return [*work, self.retries, self.results, self.dead]
+
+    def group(self, stage: Stage) -> str:
+        """The consumer group of a stage's workers."""
+        return f"penstock.{self.name}.{stage}"
+
+    def record_key(self, request_id: str) -> str:
+        return f"penstock:{self.name}:{{{request_id}}}:record"
+
+    def log_key(self, request_id: str) -> str:
+        return f"penstock:{self.name}:{{{request_id}}}:log"
+
+    def live_channel(self, request_id: str) -> str:
+        return f"penstock:{self.name}:{{{request_id}}}:live"
+
+    def worker_key(self, stage: str, name: str) -> str:
+        return f"penstock:{self.name}:worker:{stage}:{name}"
+
+    def stream_key(self, topic: str) -> str:
+        return f"penstock:bus:{{{self.name}}}:{topic}"
+
+    def member_key(self, group: str, member: str) -> str:
+        return f"penstock:bus:{{{self.name}}}:member:{group}:{member}"
+
+
+def kv_key(block_key: bytes) -> str:
+    """The Redis key of a stored KV block."""
+    return f"penstock:kv:{block_key.hex()}"
+
+
+# Event ids: `<position>-<rolling hash>`. The hash covers every token id up to and including the position, so a
+# reader that resumes names what it has seen, and a log that says something else is noticed.
+
+START_HASH = "0" * 16
+
+
+def roll(previous: str, token_id: int) -> str:
+    """The rolling hash after `token_id`: 16 hex digits over the hash before it and the token (4 bytes, big endian)."""
+    return hashlib.sha256(bytes.fromhex(previous) + token_id.to_bytes(4, "big")).hexdigest()[:16]
+
+
+def event_id(position: int, rolling_hash: str) -> str:
+    """The event id of the token at `position` (from 0)."""
+    return f"{position}-{rolling_hash}"
+
+
+_EVENT_ID = re.compile(r"(\d{1,9})-([0-9a-f]{16})")
+
+
+def parse_event_id(text: str) -> tuple[int, str]:
+    """Position and rolling hash of an event id; raises `InvalidName` for anything else."""
+    match = _EVENT_ID.fullmatch(text)
+    if match is None:
+        raise InvalidName(f"{text!r} is not an event id (<position>-<16 hex digits>)")
+    return int(match[1]), match[2]

@@ -1,0 +1,144 @@
+"""Settings: one small class per part, read from `PENSTOCK_…` once, at the entry point.
+
+An unknown `PENSTOCK_` variable is an error that names the nearest known one; so is a bad value.
+"""
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from penstock.errors import SettingsError
+
+
+class Addresses(BaseSettings):
+    """Where things are. Without a Kafka address the bus is Redis Streams on `stream_url`."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid")
+
+    pipeline: str = "demo"
+    kafka: str = ""
+    """Kafka bootstrap servers, `host:port,…`."""
+    stream_url: str = "redis://127.0.0.1:6379/0"
+    """Redis for logs and claims: persistent, never evicts."""
+    kv_url: str = ""
+    """Redis for KV blocks: a cache. Empty: the same server as `stream_url`."""
+
+
+class BusSettings(BaseSettings):
+    """How the bus behaves."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_BUS_", extra="forbid")
+
+    partitions: int = Field(default=4, ge=1)
+    replication: int = Field(default=1, ge=1)
+    session_timeout_s: float = Field(default=3.0, ge=0.5)
+    """Redis Streams: a member silent for this long loses its deliveries. (Kafka: the broker's own setting.)"""
+    transaction_timeout_s: float = Field(default=5.0, ge=1)
+    """Kafka: how long a dead member's open transaction may hold up readers."""
+
+
+class RecordSettings(BaseSettings):
+    """Claims and token logs."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_RECORD_", extra="forbid")
+
+    lease_s: float = Field(default=1.5, ge=0.2)
+    """A claim not renewed for this long may be taken over."""
+    keep_s: float = Field(default=3600.0, ge=1)
+    """How long an ended stream can be read and its id is remembered."""
+    pending_keep_s: float = Field(default=7 * 86400.0, ge=60)
+    """How long the record of an unfinished request is kept after its last change."""
+    max_attempts: int = Field(default=8, ge=1)
+    """Claims without a new token in between, after which a request ends with `attempts_exhausted`."""
+
+
+class KVSettings(BaseSettings):
+    """The KV store."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_KV_STORE_", extra="forbid")
+
+    salt_secret: str = "penstock"
+    """Tenant salts are HMACs under this secret; the same on all workers of a pipeline."""
+    memory_mb: int = Field(default=64, ge=0)
+    """Budget of the in-process tier."""
+    keep_s: float = Field(default=900.0, ge=1)
+    """How long a block stays in Redis after it was last written."""
+
+
+class EngineSettings(BaseSettings):
+    """The model and how it is run."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENGINE_", extra="forbid")
+
+    model: str = "demo"
+    """`demo`, a directory, or a hub name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto`: float32 on a CPU, the model's own on a GPU."""
+    device: str = "auto"
+    threads: int = Field(default=1, ge=1)
+    block_size: int = Field(default=16, ge=1, le=1024)
+    pool_mb: int = Field(default=256, ge=1)
+    """Memory for KV blocks."""
+    max_batch: int = Field(default=32, ge=1)
+    """Sequences that run at once."""
+    max_step_tokens: int = Field(default=256, ge=1)
+    """Token budget of one step; longer prompts are prefilled in chunks."""
+
+
+class WorkerSettings(BaseSettings):
+    """One worker process."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_", extra="forbid")
+
+    name: str = ""
+    """Stable name of this slot (its transactional id). Empty: host and process id."""
+    cores: str = ""
+    """CPU cores to stay on, `0` or `0,1`. Empty: all."""
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    drain_s: float = Field(default=20.0, ge=0)
+    """How long a stopping worker may finish what it runs before it hands the rest back."""
+
+
+class TraceSettings(BaseSettings):
+    """Where spans go."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_TRACE_", extra="forbid")
+
+    file: str = ""
+    """Append finished spans to this file, one JSON object a line. Empty: spans are not recorded."""
+
+
+PARTS: tuple[type[BaseSettings], ...] = (
+    Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, WorkerSettings, TraceSettings,
+)  # fmt: skip
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+def known_variables(parts: Iterable[type[BaseSettings]] = PARTS) -> list[str]:
+    """Every environment variable Penstock reads."""
+    return [f"{part.model_config['env_prefix']}{name}".upper() for part in parts for name in part.model_fields]
+
+
+def check_environment(environment: Mapping[str, str] | None = None) -> None:
+    """Raise `SettingsError` for a `PENSTOCK_` variable that nothing reads, naming the nearest that something does."""
+    known = known_variables()
+    for variable in sorted(os.environ if environment is None else environment):
+        if variable.startswith("PENSTOCK_") and variable not in known:
+            near = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)
+            raise SettingsError(f"{variable} is not a setting; the nearest is {near[0]}")
+
+
+def load(part: type[S], **given: object) -> S:
+    """One part's settings from the environment, `given` values first. Raises `SettingsError`."""
+    check_environment()
+    try:
+        return part(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        line = error.errors(include_url=False)[0]
+        name = f"{part.model_config['env_prefix']}{'.'.join(map(str, line['loc']))}".upper()
+        raise SettingsError(f"{name}: {line['msg']} (given: {line['input']!r})") from None
