@@ -14,11 +14,13 @@ install: .venv/installed
 	@$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[worker,embedded,dev]'
 	@touch $@
 
+STARTED := $(shell date +%s)
+
 demo: install
-	@$(BIN)/penstock demo
+	@$(BIN)/penstock demo --since $(STARTED)
 
 demo-kafka: install
-	@$(BIN)/penstock demo --kafka
+	@$(BIN)/penstock demo --kafka --since $(STARTED)
 
 test: install
 	$(BIN)/python -m pytest

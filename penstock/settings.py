@@ -22,8 +22,8 @@ class Addresses(BaseSettings):
     pipeline: str = "demo"
     kafka: str = ""
     """Kafka bootstrap servers, `host:port,…`."""
-    stream_url: str = "redis://127.0.0.1:6379/0"
-    """Redis for logs and claims: persistent, never evicts."""
+    stream_url: str = "redis://127.0.0.1:7379/0"
+    """Redis for logs and claims: persistent, never evicts. The default is where `penstock up` starts one."""
     kv_url: str = ""
     """Redis for KV blocks: a cache. Empty: the same server as `stream_url`."""
 

@@ -1,0 +1,25 @@
+"""The record of a request in Redis: who holds it, which job settles it, and everything it has said.
+
+`Record` is the workers' side (claim, append, finish, …), `LeaseKeeper` keeps their leases, `Log` is the readers'
+side. Each change is one Lua script under `lua/`, which says what a crash around it costs.
+"""
+
+from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, body_hash
+from penstock.record.lease import LeaseKeeper
+from penstock.record.log import AsyncLog, Log, Status, parse_event
+from penstock.record.record import Record
+
+__all__ = [
+    "AppendOutcome",
+    "AsyncLog",
+    "Bound",
+    "Busy",
+    "Claim",
+    "Conflict",
+    "LeaseKeeper",
+    "Log",
+    "Record",
+    "Status",
+    "body_hash",
+    "parse_event",
+]

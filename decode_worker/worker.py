@@ -1,0 +1,277 @@
+"""The decode worker: job references in; token streams and results out.
+
+One turn of the loop, numbered as in the life of a request (docs/structure.md):
+
+    6  claim     epoch + 1 in Redis, the job bound if none is; the log is read, and the KV blocks
+    7  step      one token for each running request, appended at its position; the appends of a step travel while the
+                 next one is computed
+    8  end       finish reason, usage and timings are appended
+    9  settle    result out, job done, together
+
+What a crash costs: after 6 or 7, the next holder reads the log and goes on at its end, logged tokens are never sampled
+again; after 8, it only settles; a crash inside 9 leaves either nothing or all of it.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
+
+from decode_worker.emit import Emitter
+from decode_worker.result import outgoing_result, result_of
+from engine.engine import Engine, Sampled
+from engine.sequence import Sequence
+from engine.text import OutputState
+from kvstore.store import KVStore
+from penstock import tracing
+from penstock.bus.contract import Delivery, Member, Settlement
+from penstock.errors import AttemptsExhausted, Cancelled, DeadlineExceeded, InternalError, RequestError
+from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, TokenEvent, Usage, decode, now_s
+from penstock.names import Pipeline, PriorityClass
+from penstock.record import AppendOutcome, Bound, Busy, Claim, LeaseKeeper, Record
+from penstock.worker import IDLE_POLL_S, Settler, StopSignal, WaitingRoom
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Decode:
+    """A request whose answer is being written."""
+
+    delivery: Delivery
+    job: Job
+    claim: Claim
+    seq: Sequence
+    output: OutputState
+    span: Span
+    started_s: float = field(default_factory=now_s)
+    finish: FinishReason | None = None
+    """Set with the last token; the end is appended once that token is in the log."""
+    error: RequestError | None = None
+    tail: str = ""
+    context: Context = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.context = tracing.within(self.span)
+
+    def end_event(self) -> EndEvent:
+        """The end of the log, stamped now."""
+        usage = Usage(
+            prompt_tokens=len(self.job.token_ids),
+            cached_tokens=self.job.cached_tokens,
+            completion_tokens=self.claim.num_tokens,
+        )
+        timings = self.job.timings.model_copy(update={"decode_started": self.started_s, "finished": now_s()})
+        error = None if self.error is None else ErrorInfo.of(self.error)
+        return EndEvent(
+            finish_reason=self.finish or "error", text=self.tail, usage=usage, timings=timings, error=error
+        )
+
+
+class DecodeWorker:
+    """One decode worker over its engine, KV store, record and place in the group."""
+
+    def __init__(
+        self, pipeline: Pipeline, name: str, engine: Engine, store: KVStore, record: Record, member: Member
+    ) -> None:
+        self.pipeline, self.name = pipeline, name
+        self.engine, self.store, self.record, self.member = engine, store, record, member
+        self.settler, self.leases, self.emitter = Settler(member), LeaseKeeper(record), Emitter(record)
+        self.waiting = WaitingRoom()
+        self.running: dict[str, Decode] = {}
+
+    # The loop.
+
+    def run(self, stop: StopSignal, drain_s: float, draining: Callable[[], None] = lambda: None) -> None:
+        """Work until told to stop; then finish what is running, within `drain_s`, and hand back the rest."""
+        while not stop:
+            self.turn()
+        draining()
+        until = time.monotonic() + drain_s
+        while self.running and time.monotonic() < until:
+            self.turn(accept=False)
+        self.close()
+
+    def run_until_idle(self) -> None:
+        """Work until there is nothing to do (run by tests in the same process)."""
+        while self.turn() or self.running or self.waiting or len(self.settler):
+            pass
+
+    def turn(self, *, accept: bool = True) -> bool:
+        """One turn of the loop; whether it did anything."""
+        self.settler.check()
+        deliveries = self._poll() if accept else []
+        for delivery in deliveries:
+            self._admit(delivery)
+        sampled = self.engine.step() if self.engine.has_work() else []
+        self._confirm(self.emitter.collect())
+        self._expire()
+        self._emit(sampled)
+        return bool(deliveries or sampled)
+
+    def close(self) -> None:
+        """Hand back what is not finished, and leave the group."""
+        self._confirm(self.emitter.collect())
+        self.settler.wait(timeout_s=10.0)
+        for decoding in list(self.running.values()):
+            self._forget(decoding)
+            self.record.release(decoding.claim)
+        self.leases.close()
+        self.settler.close()
+        self.member.close()
+
+    def _poll(self) -> list[Delivery]:
+        free = max(0, self.engine.room() - len(self.waiting))
+        if not free:
+            return self.waiting.due()
+        room: dict[PriorityClass, int] = {"interactive": free, "batch": free - 1}
+        timeout_s = 0.0 if self.running else self.waiting.next_in_s(IDLE_POLL_S)
+        return self.waiting.due() + self.member.poll(timeout_s, room)
+
+    # 6 Claim.
+
+    def _admit(self, delivery: Delivery) -> None:
+        try:
+            job = decode(Job, delivery.value)
+        except RequestError as error:
+            self.member.dead(delivery, f"{error.code}: {error}")
+            return
+        claimed = self.record.claim_decode(job.id, self.name, job.job)
+        match claimed:
+            case Busy(wait_s=wait_s):
+                self.waiting.put(delivery, wait_s)
+            case Bound():
+                self.settler.settle(Settlement(delivery))
+            case Claim() if claimed.ended:
+                self._settle(delivery, job, claimed)
+            case Claim():
+                self._begin(delivery, job, claimed)
+
+    def _begin(self, delivery: Delivery, job: Job, claim: Claim) -> None:
+        parent = tracing.context_of(delivery.headers)
+        tracing.note("queue.wait", parent, delivery.timestamp_s, now_s(), topic=delivery.topic)
+        span = tracing.begin("decode", parent, attempt=claim.attempts)
+        said = [event for event in self.record.read_log(job.id) if isinstance(event, TokenEvent)]
+        seq, output = self._sequence(job, [event.token for event in said])
+        decoding = Decode(delivery, job, claim, seq, output, span)
+        self.running[job.id] = decoding
+        self.leases.add(claim)
+        for event in said:
+            decoding.finish = output.push(event.token)[1]
+        decoding.error = self._cause_to_end(decoding)
+        if decoding.error is None and decoding.finish is None:
+            try:
+                self._load(decoding)
+                self.engine.add(seq)
+            except RequestError as error:
+                decoding.error = error
+        if decoding.error is not None or decoding.finish is not None:
+            self._end(decoding)
+
+    def _sequence(self, job: Job, said: list[int]) -> tuple[Sequence, OutputState]:
+        model, sampling = self.engine.model, job.sampling
+        keys = self.store.keys(job.tenant, job.token_ids)
+        seq = Sequence(
+            job.id,
+            job.token_ids,
+            sampling=sampling,
+            seed=job.seed,
+            max_new=sampling.max_tokens,
+            given=said,
+            prefix_keys=keys[: len(job.token_ids) // self.store.layout.block_size],
+            klass=job.klass,
+        )
+        return seq, OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
+
+    def _load(self, decoding: Decode) -> None:
+        """Fetch the prompt's KV blocks that the pool does not hold. What is missing is computed again."""
+        job, seq = decoding.job, decoding.seq
+        keys = self.store.keys(job.tenant, job.token_ids)
+        if not keys or keys[-1].hex() != job.last_block:
+            log.warning("%s: its KV is of another model, computing it again", job.id)
+            return
+        begun_s = now_s()
+        held = self.engine.cached_blocks(seq.prefix_keys)
+        found = self.store.get_prefix(keys, len(job.token_ids), start=held)
+        seq.imported = [(held + n, payload) for n, payload in enumerate(found)]
+        tracing.note("kv.read", decoding.context, begun_s, now_s(), blocks=len(keys), held=held, found=len(found))
+
+    def _cause_to_end(self, decoding: Decode) -> RequestError | None:
+        job, claim = decoding.job, decoding.claim
+        if job.error is not None:
+            return job.error.exception()
+        if not job.token_ids:
+            return InternalError("the request's record was lost after it had ended in prefill")
+        if claim.cancelled:
+            return Cancelled("cancelled")
+        if claim.exhausted:
+            return AttemptsExhausted(f"tried {claim.attempts - 1} times without a new token")
+        if job.deadline is not None and now_s() > job.deadline:
+            return DeadlineExceeded("the deadline passed before the answer was complete")
+        return None
+
+    # 7 Step.
+
+    def _emit(self, sampled: list[Sampled]) -> None:
+        entries = []
+        for item in sampled:
+            decoding = self.running.get(item.seq.id)
+            if decoding is None or decoding.seq is not item.seq:
+                continue
+            text, decoding.finish = decoding.output.push(item.token_id)
+            entries.append((decoding.claim, decoding.claim.next_event(item.token_id, text)))
+            if decoding.finish is not None:
+                self.engine.remove(decoding.seq)
+        self.emitter.send(entries)
+
+    def _confirm(self, outcomes: dict[str, AppendOutcome]) -> None:
+        """Act on what became of the last step's tokens."""
+        for request_id, outcome in outcomes.items():
+            decoding = self.running.get(request_id)
+            if decoding is None:
+                continue
+            if outcome is AppendOutcome.FENCED:
+                self._forget(decoding)
+                self.waiting.put(decoding.delivery, 0.0)
+            elif decoding.finish is not None:
+                self._end(decoding)
+            elif outcome is AppendOutcome.CANCELLED:
+                decoding.error = Cancelled("cancelled while it was decoded")
+                self._end(decoding)
+
+    def _expire(self) -> None:
+        late = [d for d in self.running.values() if d.job.deadline is not None and now_s() > d.job.deadline]
+        for decoding in late:
+            decoding.error = DeadlineExceeded("the deadline passed before the answer was complete")
+            self._end(decoding)
+
+    # 8 End.
+
+    def _end(self, decoding: Decode) -> None:
+        if decoding.error is not None:
+            decoding.finish = "cancelled" if isinstance(decoding.error, Cancelled) else "error"
+            decoding.tail = decoding.output.flush()
+        self._forget(decoding)
+        if self.record.finish(decoding.claim, decoding.end_event()):
+            self._settle(decoding.delivery, decoding.job, decoding.claim)
+        else:
+            self.waiting.put(decoding.delivery, 0.0)
+
+    def _forget(self, decoding: Decode) -> None:
+        decoding.span.end()
+        del self.running[decoding.job.id]
+        self.leases.drop(decoding.claim)
+        self.engine.remove(decoding.seq)
+
+    # 9 Settle.
+
+    def _settle(self, delivery: Delivery, job: Job, claim: Claim) -> None:
+        result = result_of(job, self.engine.model.name, self.record.read_log(job.id))
+        if result is None:
+            self.waiting.put(delivery, 0.0)
+            return
+        context = tracing.headers_of(tracing.context_of(delivery.headers))
+        self.settler.settle(Settlement(delivery, [outgoing_result(self.pipeline, result, context)]))

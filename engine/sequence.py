@@ -1,0 +1,102 @@
+"""One request inside the engine: its tokens, how far their KV is computed, and its block table."""
+
+from collections.abc import Iterable
+from enum import Enum
+
+from penstock.messages import Sampling
+from penstock.names import PriorityClass
+
+Payload = bytes | bytearray | memoryview
+"""The KV of one block, all layers, `block_bytes` long."""
+
+
+class State(Enum):
+    """Where a sequence is. It moves forward only."""
+
+    WAITING = "waiting"
+    """Not admitted: holds no blocks."""
+    RUNNING = "running"
+    """Admitted: holds all the blocks it can ever need."""
+    DONE = "done"
+    """Has `max_new` output tokens, or was removed."""
+
+
+_NEXT = {State.WAITING: (State.RUNNING, State.DONE), State.RUNNING: (State.DONE,), State.DONE: ()}
+
+
+class Sequence:
+    """Prompt, said tokens and generated tokens of one request.
+
+    `given` are output tokens that were said before, by this worker or another: their KV is computed where it is
+    missing, but they are never sampled again. `max_new` counts given and generated tokens together.
+
+    `prefix_keys[i]` names the content of the prompt's i-th full block and of all before it; equal keys mean equal KV.
+    `imported` holds (block index, payload) pairs of the prompt's KV that the worker fetched; it is consumed when the
+    sequence is admitted.
+    """
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002
+        prompt: list[int],
+        *,
+        sampling: Sampling,
+        seed: int,
+        max_new: int,
+        given: Iterable[int] = (),
+        prefix_keys: Iterable[bytes] = (),
+        klass: PriorityClass = "interactive",
+    ) -> None:
+        self.id = id
+        self.sampling = sampling
+        self.seed = seed
+        self.max_new = max_new
+        self.klass = klass
+        self.prefix_keys = list(prefix_keys)
+        self.token_ids = [*prompt, *given]
+        self.num_prompt = len(prompt)
+        self.num_computed = 0
+        """Leading tokens whose KV is in the pool."""
+        self.num_cached = 0
+        """Prompt tokens whose KV was found in the pool or imported, not computed."""
+        self.blocks: list[int] = []
+        """Block table: block i holds tokens `i * block_size` and following."""
+        self.imported: list[tuple[int, Payload]] = []
+        self.state = State.WAITING
+        assert self.num_prompt >= 1, "an empty prompt"
+        assert self.num_output < max_new, "nothing left to generate"
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.id!r}, {self.state.value}, {self.num_computed}/{len(self.token_ids)} tokens)"
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far, given ones included; also the position of the next one."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def output(self) -> list[int]:
+        """The output tokens so far, given ones included."""
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is still to be computed; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    def blocks_needed(self, block_size: int) -> int:
+        """Blocks for every token but the last, whose KV nothing reads."""
+        return -(-(self.num_prompt + self.max_new - 1) // block_size)
+
+    def move_to(self, state: State) -> None:
+        """Change state; going back is a bug."""
+        assert state in _NEXT[self.state], f"{self.id}: {self.state.value} -> {state.value}"
+        self.state = state
+
+    def append(self, token_id: int) -> None:
+        """Take the sampled token; the sequence is done when it was the last one allowed."""
+        assert self.state is State.RUNNING
+        assert self.num_pending == 0
+        self.token_ids.append(token_id)
+        if self.num_output == self.max_new:
+            self.move_to(State.DONE)

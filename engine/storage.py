@@ -1,0 +1,90 @@
+"""The KV blocks themselves: one tensor, a row a block, so that a block's bytes of all layers lie side by side.
+
+Within a row the layers follow each other, K before V; within K and V the block's tokens. Each layer sees its part
+through a strided view, so nothing is copied between the form the model writes and the form that travels.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.sequence import Payload
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches of one token: `k_shape` and `v_shape` are (heads, size of a head)."""
+
+    layer: int
+    k_shape: tuple[int, int]
+    v_shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The form of a block: it follows from the model, the dtype and the block size."""
+
+    layers: tuple[LayerShape, ...]
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_elements(self) -> int:
+        """Numbers in a block."""
+        per_token = sum(h * d for shape in self.layers for h, d in (shape.k_shape, shape.v_shape))
+        return per_token * self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes in a block."""
+        return self.block_elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        layers = ";".join(f"{s.layer}:{s.k_shape}:{s.v_shape}" for s in self.layers)
+        return f"{self.dtype}|{self.block_size}|{layers}"
+
+
+class KVStorage:
+    """`num_blocks` blocks of the given layout, zero at first."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.data = torch.zeros(num_blocks, layout.block_elements, dtype=layout.dtype, device=device)
+        self._bytes = self.data.view(torch.uint8).numpy() if device.type == "cpu" else None
+        self._parts: list[tuple[int, int]] = []  # (offset, elements of a token) of each K and V in a row
+        self.keys: dict[int, Tensor] = {}
+        """By layer: [num_blocks, block_size, heads, size]."""
+        self.values: dict[int, Tensor] = {}
+        offset = 0
+        for shape in layout.layers:
+            for views, (heads, size) in ((self.keys, shape.k_shape), (self.values, shape.v_shape)):
+                strides = (layout.block_elements, heads * size, size, 1)
+                views[shape.layer] = self.data.as_strided(
+                    (num_blocks, layout.block_size, heads, size), strides, offset
+                )
+                self._parts.append((offset, heads * size))
+                offset += heads * size * layout.block_size
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zero the blocks, so that what a previous owner left cannot be met, not even behind a mask."""
+        self.data.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
+
+    def write(self, block: int, payload: Payload) -> None:
+        """Fill a block from `block_bytes` bytes."""
+        content = np.frombuffer(payload, dtype=np.uint8)
+        if self._bytes is not None:
+            self._bytes[block] = content
+            return
+        staging = torch.empty(self.layout.block_bytes, dtype=torch.uint8)
+        staging.numpy()[:] = content
+        self.data[block].copy_(staging.view(self.layout.dtype))
+
+    def read(self, block: int, num_rows: int) -> memoryview:
+        """A copy of a block's bytes; rows (tokens) from `num_rows` on are zero."""
+        copy = self.data[block].to("cpu", copy=True)
+        if num_rows < self.layout.block_size:
+            for offset, width in self._parts:
+                copy[offset + num_rows * width : offset + self.layout.block_size * width] = 0
+        return memoryview(copy.view(torch.uint8).numpy())

@@ -1,0 +1,40 @@
+"""`penstock`: up, generate, worker, topics, doctor, demo."""
+
+import logging
+import sys
+
+import typer
+
+from penstock.cli import demo, doctor, generate, topics, up, worker
+from penstock.errors import PenstockError, RequestError
+from penstock.settings import check_environment
+
+app = typer.Typer(
+    name="penstock",
+    help="Durable, disaggregated LLM inference. Settings come from PENSTOCK_… variables (docs/settings.md).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("up")(up.up)
+app.command("generate")(generate.generate)
+app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
+app.add_typer(worker.app, name="worker")
+app.add_typer(topics.app, name="topics")
+
+
+def main() -> None:
+    """Run a command; an error that is ours is one line and exit code 1, not a traceback."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        check_environment()
+        app()
+    except PenstockError as error:
+        code = f"{error.code}: " if isinstance(error, RequestError) else ""
+        print(f"penstock: {code}{error}", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

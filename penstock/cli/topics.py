@@ -1,0 +1,24 @@
+"""`penstock topics create`: the pipeline's topics, where they are missing."""
+
+import typer
+from rich.console import Console
+
+from penstock.bus import open_bus
+from penstock.settings import Addresses, BusSettings, load
+
+app = typer.Typer(help="The pipeline's topics.", no_args_is_help=True)
+
+
+@app.callback()
+def topics() -> None:
+    """The pipeline's topics."""
+
+
+@app.command()
+def create() -> None:
+    """Make the topics that are missing."""
+    made = open_bus(load(Addresses), load(BusSettings)).create_topics()
+    for topic in made:
+        Console().print(f"made {topic}", highlight=False)
+    if not made:
+        Console().print("all topics exist")

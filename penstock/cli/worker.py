@@ -1,0 +1,77 @@
+"""`penstock worker prefill | decode`: one worker process."""
+
+import contextlib
+import logging
+
+import redis
+import typer
+
+from penstock import tracing
+from penstock.bus import open_bus
+from penstock.errors import DependencyMissing
+from penstock.names import Pipeline, Stage
+from penstock.settings import (
+    Addresses,
+    BusSettings,
+    EngineSettings,
+    KVSettings,
+    RecordSettings,
+    TraceSettings,
+    WorkerSettings,
+    load,
+)
+from penstock.worker import Heartbeat, StopSignal, slot_name, stay_on
+
+app = typer.Typer(help="Run one worker until SIGTERM.", no_args_is_help=True)
+log = logging.getLogger(__name__)
+
+
+@app.command()
+def prefill() -> None:
+    """Turn requests into KV blocks, first tokens and job references."""
+    run("prefill")
+
+
+@app.command()
+def decode() -> None:
+    """Turn job references into token streams and results."""
+    run("decode")
+
+
+def run(stage: Stage) -> None:
+    """Read the settings, load the model, join the group, work until told to stop."""
+    addresses, settings = load(Addresses), load(WorkerSettings)
+    name, pipeline = slot_name(settings.name), Pipeline(addresses.pipeline)
+    stay_on(settings.cores)
+    stop = StopSignal().install()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing.recording(f"penstock-{stage}", load(TraceSettings).file))
+        beat = stack.enter_context(
+            Heartbeat(addresses.stream_url, pipeline, stage, name, settings.heartbeat_s)
+        )
+        _work(stage, name, addresses, beat, stop, settings.drain_s)
+
+
+def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, stop: StopSignal, drain_s: float) -> None:
+    try:
+        from decode_worker.worker import DecodeWorker
+        from engine.engine import Engine
+        from kvstore.store import KVStore, Layout
+        from prefill_worker.worker import PrefillWorker
+    except ImportError as error:
+        raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
+    from penstock.record import Record
+
+    engine = Engine.open(load(EngineSettings), beat.progress)
+    model, pipeline = engine.model, Pipeline(addresses.pipeline)
+    layout = Layout(model.fingerprint, engine.settings.block_size, engine.block_bytes)
+    store = KVStore.open(layout, load(KVSettings), addresses.kv_url or addresses.stream_url)
+    record = Record(redis.Redis.from_url(addresses.stream_url), pipeline, load(RecordSettings))
+    member = open_bus(addresses, load(BusSettings)).member(stage, name)
+    kind = PrefillWorker if stage == "prefill" else DecodeWorker
+    worker = kind(pipeline, name, engine, store, record, member)
+    beat.watch(lambda: {"running": len(worker.running), "waiting": engine.num_waiting})
+    beat.say(now=True, state="ready", progress=1.0, model=model.name)
+    log.info("%s serves %s as %s", name, pipeline.name, model.name)
+    worker.run(stop, drain_s, lambda: beat.say(now=True, state="draining"))
+    log.info("%s has left", name)

@@ -1,0 +1,247 @@
+"""A real Apache Kafka broker (KRaft, one node) from its Maven jars, for development and tests.
+
+Needs Java 17 or newer, and Maven once to fetch the jars; they are kept in `~/.cache/penstock`.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from penstock.errors import DependencyMissing
+from penstock.local.processes import (
+    Child,
+    container_engine_answers,
+    free_port,
+    start_child,
+    wait_until,
+    wait_until_serving,
+)
+from penstock.messages import MAX_REQUEST_BYTES
+
+VERSION = "4.3.1"
+IMAGE = f"apache/kafka:{VERSION}"
+MIN_JAVA = 17
+_MISSING = f"no Kafka: set PENSTOCK_KAFKA, or run Docker, or install Java {MIN_JAVA}+ and Maven"
+
+_POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
+  <modelVersion>4.0.0</modelVersion>
+  <groupId>penstock</groupId><artifactId>kafka-jars</artifactId><version>1</version><packaging>pom</packaging>
+  <dependencies>
+    <dependency><groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>{VERSION}</version></dependency>
+    <dependency><groupId>org.slf4j</groupId><artifactId>slf4j-simple</artifactId><version>1.7.36</version></dependency>
+  </dependencies>
+</project>
+"""
+
+BROKER_SETTINGS = {
+    "message.max.bytes": str(2 * MAX_REQUEST_BYTES + 2**20),
+    "replica.fetch.max.bytes": str(2 * MAX_REQUEST_BYTES + 2**20),
+    "auto.create.topics.enable": "false",
+    "group.initial.rebalance.delay.ms": "0",
+    # A dead member is noticed after three seconds instead of 45.
+    "group.min.session.timeout.ms": "1000",
+    "group.consumer.min.session.timeout.ms": "1000",
+    "group.consumer.session.timeout.ms": "3000",
+    "group.consumer.min.heartbeat.interval.ms": "100",
+    "group.consumer.heartbeat.interval.ms": "300",
+    # A broker that was killed may register again soon.
+    "broker.heartbeat.interval.ms": "500",
+    "broker.session.timeout.ms": "3000",
+    # One node: one replica of everything, and few internal partitions.
+    "offsets.topic.num.partitions": "4",
+    "offsets.topic.replication.factor": "1",
+    "transaction.state.log.num.partitions": "4",
+    "transaction.state.log.replication.factor": "1",
+    "transaction.state.log.min.isr": "1",
+    "share.coordinator.state.topic.num.partitions": "1",
+    "share.coordinator.state.topic.replication.factor": "1",
+    "share.coordinator.state.topic.min.isr": "1",
+    # How soon a transaction whose time is over is ended.
+    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
+    "log.cleaner.dedupe.buffer.size": "2097152",
+    "num.network.threads": "2",
+    "num.io.threads": "4",
+    "controlled.shutdown.enable": "false",
+}
+"""What both the broker from the jars and the one in a container are given."""
+
+_JVM = ("-Xms64m", "-Xmx320m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
+
+
+class KafkaServer:
+    """One broker with its data in `directory`; started again, it has the data it had."""
+
+    def __init__(self, directory: Path, port: int | None = None) -> None:
+        self.directory = directory
+        self.port = port or free_port()
+        self._controller_port = free_port()
+        self._child: Child | None = None
+
+    @property
+    def bootstrap(self) -> str:
+        """Where clients connect."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id while it runs."""
+        return self._child.pid if self._child else None
+
+    def start(self) -> Self:
+        """Format the storage if it is new, start, and wait until it answers; raises `DependencyMissing`."""
+        java, jars = find_java(), find_jars()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        config = self.directory / "server.properties"
+        if not config.exists():
+            config.write_text("".join(f"{name}={value}\n" for name, value in self._settings().items()))
+            self._format(java, jars, config)
+        log = self.directory / "kafka.log"
+        command = [java, *_JVM, *_java_logging("warn"), "-cp", f"{jars}/*", "kafka.Kafka", str(config)]
+        self._child = start_child(command, name="Kafka", log=log, directory=self.directory)
+        wait_until_serving(self._child, lambda: answers(self.bootstrap), 60.0)
+        return self
+
+    def stop(self) -> None:
+        """End in order."""
+        if self._child is not None:
+            self._child.stop(20.0)
+            self._child = None
+
+    def kill(self) -> None:
+        """End as a crash would."""
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+    def _settings(self) -> dict[str, str]:
+        return BROKER_SETTINGS | {
+            "process.roles": "broker,controller",
+            "node.id": "1",
+            "controller.quorum.bootstrap.servers": f"127.0.0.1:{self._controller_port}",
+            "controller.listener.names": "CONTROLLER",
+            "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{self._controller_port}",
+            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self.port}",
+            "log.dirs": str(self.directory / "data"),
+        }
+
+    def _format(self, java: str, jars: Path, config: Path) -> None:
+        tool = [java, *_JVM, *_java_logging("off"), "-cp", f"{jars}/*", "kafka.tools.StorageTool"]
+        cluster = _run([*tool, "random-uuid"]).strip().splitlines()[-1]
+        _run([*tool, "format", "--standalone", "-t", cluster, "-c", str(config)])
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def answers(bootstrap: str, timeout_s: float = 1.0) -> bool:
+    """Whether a broker that can hold topics answers there."""
+    try:
+        admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0, "socket.timeout.ms": 2000})
+        return len(admin.list_topics(timeout=timeout_s).brokers) > 0
+    except KafkaException:
+        return False
+
+
+def find_java() -> str:
+    """A Java of at least version 17; raises `DependencyMissing`."""
+    home = os.environ.get("JAVA_HOME", "")
+    for candidate in (f"{home}/bin/java" if home else "", shutil.which("java") or ""):
+        if candidate and Path(candidate).exists():
+            told = subprocess.run([candidate, "-version"], capture_output=True, text=True, check=False).stderr
+            match = re.search(r'version "(\d+)', told)
+            if match and int(match[1]) >= MIN_JAVA:
+                return candidate
+    raise DependencyMissing(_MISSING)
+
+
+def find_jars() -> Path:
+    """The folder of the broker's jars, fetched through Maven the first time; raises `DependencyMissing`."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    jars = cache / f"kafka-{VERSION}"
+    if jars.is_dir():
+        return jars
+    maven = shutil.which("mvn")
+    if maven is None:
+        raise DependencyMissing(_MISSING)
+    sys.stderr.write(f"penstock: fetching Apache Kafka {VERSION} through Maven (44 MB, once) ...\n")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        Path(scratch, "pom.xml").write_text(_POM)
+        out = Path(scratch, "jars")
+        goal = ["-q", "-B", "dependency:copy-dependencies", f"-DoutputDirectory={out}"]
+        _run([maven, *goal, "-f", f"{scratch}/pom.xml"], timeout_s=900)
+        # Whoever comes second finds the folder there: the same jars.
+        with contextlib.suppress(OSError):
+            out.rename(jars)
+    return jars
+
+
+def _run(command: list[str], timeout_s: float = 120) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise DependencyMissing(f"no Kafka: {command[0]} did not end within {timeout_s:g} s") from None
+    if done.returncode != 0:
+        raise DependencyMissing(
+            f"no Kafka: {command[0]} failed: {(done.stdout + done.stderr).strip()[-1500:]}"
+        )
+    return done.stdout
+
+
+def _java_logging(level: str) -> list[str]:
+    return [f"-Dorg.slf4j.simpleLogger.defaultLogLevel={level}", "-Dorg.slf4j.simpleLogger.showDateTime=true"]
+
+
+@contextlib.contextmanager
+def find_kafka(directory: Path, address: str | None = None) -> Iterator[str]:
+    """A Kafka's address: the one given (or `PENSTOCK_KAFKA`), else a container, else our own broker.
+
+    Raises `DependencyMissing` with one line that says what to install.
+    """
+    given = address or os.environ.get("PENSTOCK_KAFKA", "")
+    if given:
+        yield given
+    elif container_engine_answers():
+        with _container() as bootstrap:
+            yield bootstrap
+    else:
+        with KafkaServer(directory) as server:
+            yield server.bootstrap
+
+
+@contextlib.contextmanager
+def _container() -> Iterator[str]:
+    from testcontainers.core.container import DockerContainer
+
+    port = free_port()
+    settings = BROKER_SETTINGS | {
+        "process.roles": "broker,controller",
+        "node.id": "1",
+        "controller.quorum.voters": "1@localhost:9093",
+        "controller.listener.names": "CONTROLLER",
+        "listeners": "PLAINTEXT://:9092,CONTROLLER://:9093",
+        "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "inter.broker.listener.name": "PLAINTEXT",
+    }
+    container = DockerContainer(IMAGE)
+    container.ports["9092/tcp"] = ("127.0.0.1", port)  # type: ignore[assignment]
+    for name, value in settings.items():
+        container.with_env(f"KAFKA_{name.upper().replace('.', '_')}", value)
+    with container:
+        bootstrap = f"127.0.0.1:{port}"
+        wait_until(lambda: answers(bootstrap), 90.0, "the Kafka container answers")
+        yield bootstrap

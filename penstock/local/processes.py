@@ -1,0 +1,209 @@
+"""Child processes that end with their parent, free ports, and waiting for a condition.
+
+On Linux the kernel does the ending (`PR_SET_PDEATHSIG`), so it holds even when the parent is killed. The
+signal is tied to the *thread* that forked, so all children are forked by one thread that lives as long as the
+process. Elsewhere children end when the parent exits in an orderly way.
+"""
+
+import atexit
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from importlib.util import find_spec
+from pathlib import Path
+
+from penstock.errors import DependencyMissing
+
+# Runs in the child before the program: asks for the signal, and looks whether the parent died meanwhile.
+_LAUNCHER = """
+import ctypes, os, sys
+parent, death_signal = int(sys.argv[1]), int(sys.argv[2])
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, death_signal, 0, 0, 0)
+if os.getppid() == parent:
+    os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
+Fork = Callable[[], "subprocess.Popen[bytes]"]
+ForkQueue = queue.SimpleQueue["tuple[Future[subprocess.Popen[bytes]], Fork]"]
+
+_spawn_lock = threading.Lock()
+_spawn_queue: ForkQueue = queue.SimpleQueue()
+_spawner_pid = 0
+_children: "set[Child]" = set()
+
+
+class Child:
+    """A process we started, by its pid; its output is in `log`."""
+
+    def __init__(self, name: str, process: "subprocess.Popen[bytes]", log: Path | None) -> None:
+        self.name = name
+        self.log = log
+        self._process = process
+        self._owner = os.getpid()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, minus the signal's number for a signal, None while it runs."""
+        return self._process.poll()
+
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the end; raises `TimeoutError`."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self.name} (pid {self.pid}) still runs after {timeout_s:g} s") from None
+        _children.discard(self)
+        return code
+
+    def stop(self, timeout_s: float = 10.0) -> int:
+        """Ask it to end, wait, and kill it if it does not; returns the exit status."""
+        self._signal(signal.SIGTERM)
+        try:
+            return self.wait(timeout_s)
+        except TimeoutError:
+            return self.kill()
+
+    def kill(self) -> int:
+        """End it at once, as a crash would."""
+        self._signal(signal.SIGKILL)
+        return self.wait(30.0)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send any other signal (SIGSTOP and SIGCONT make a pause)."""
+        self._signal(number)
+
+    def tail(self, num_lines: int = 20) -> str:
+        """The last lines of its log, for an error message."""
+        if self.log is None or not self.log.exists():
+            return ""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+
+def start_child(
+    command: Sequence[str],
+    *,
+    name: str,
+    log: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    death_signal: signal.Signals = signal.SIGKILL,
+) -> Child:
+    """Start a program that gets `death_signal` when this process dies; its output is appended to `log`.
+
+    It runs in a session of its own: Ctrl-C reaches the parent alone, which ends its children in order.
+    """
+    full = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(int(death_signal)), *command]
+
+    def fork() -> "subprocess.Popen[bytes]":
+        with contextlib.ExitStack() as stack:
+            out = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
+            return subprocess.Popen(
+                full,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                env=None if environment is None else dict(environment),
+                start_new_session=True,
+            )
+
+    child = Child(name, _on_spawner_thread(fork), log)
+    _children.add(child)
+    return child
+
+
+def _on_spawner_thread(fork: Fork) -> "subprocess.Popen[bytes]":
+    global _spawner_pid, _spawn_queue  # noqa: PLW0603 - one thread a process, made when first needed
+    with _spawn_lock:
+        if _spawner_pid != os.getpid():
+            _spawn_queue = queue.SimpleQueue()
+            threading.Thread(target=_spawn_forever, args=(_spawn_queue,), name="spawner", daemon=True).start()
+            _spawner_pid = os.getpid()
+    done: Future[subprocess.Popen[bytes]] = Future()
+    _spawn_queue.put((done, fork))
+    return done.result()
+
+
+def _spawn_forever(work: ForkQueue) -> None:
+    while True:
+        done, fork = work.get()
+        try:
+            done.set_result(fork())
+        except BaseException as error:  # handed to the caller
+            done.set_exception(error)
+        del done, fork
+
+
+@atexit.register
+def _stop_children() -> None:
+    for child in [child for child in _children if child._owner == os.getpid()]:  # noqa: SLF001
+        with contextlib.suppress(TimeoutError):
+            child.kill()
+
+
+def free_port() -> int:
+    """A TCP port that is free on this machine now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str, every_s: float = 0.01) -> None:
+    """Wait until `condition()` is true; raises `TimeoutError` that says `what` did not happen."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(every_s)
+
+
+def wait_until_serving(child: Child, condition: Callable[[], object], timeout_s: float) -> None:
+    """Wait until a server we started answers; raises `DependencyMissing` if it cannot run here."""
+    with contextlib.suppress(TimeoutError):
+        wait_until(lambda: not child.alive() or condition(), timeout_s, child.name, every_s=0.02)
+        if child.alive():
+            return
+    state = "does not answer" if child.alive() else f"ended with status {child.returncode}"
+    tail = child.tail()
+    child.kill()
+    raise DependencyMissing(f"{child.name} {state}; its log ends:\n{tail}")
+
+
+def container_engine_answers() -> bool:
+    """Whether containers can be started here: `testcontainers` is installed and an engine answers a ping."""
+    if find_spec("testcontainers") is None:
+        return False
+    kind, _, where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").partition("://")
+    host, _, port = where.partition(":")
+    with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
+        if kind == "unix":
+            engine = stack.enter_context(socket.socket(socket.AF_UNIX))
+            engine.settimeout(2.0)
+            engine.connect(where)
+        else:
+            engine = stack.enter_context(socket.create_connection((host, int(port)), 2.0))
+        engine.sendall(b"GET /_ping HTTP/1.0\r\nHost: engine\r\n\r\n")
+        return b" 200 " in engine.recv(64)
+    return False

@@ -1,0 +1,162 @@
+"""The embedded stack: a Valkey server where no Redis is given, and worker processes that are started again when they die."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from penstock.bus import open_bus
+from penstock.errors import PenstockError
+from penstock.local.processes import Child, start_child
+from penstock.local.valkey import ValkeyServer
+from penstock.names import Stage
+from penstock.settings import Addresses, BusSettings, load
+from penstock.status import worker_status
+
+DEFAULT_PORT = 7379
+RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
+"""Before a worker that died is started again: longer the more often it died without ever being ready."""
+
+
+@dataclass
+class Worker:
+    """One worker's slot and the process that fills it now."""
+
+    stage: Stage
+    name: str
+    child: Child | None = None
+    failures: int = 0
+    start_at: float = 0.0
+    was_ready: bool = field(default=False)
+
+
+class Stack:
+    """Everything one machine needs to serve a pipeline. Use as a context manager.
+
+    With `kafka` the bus is that Kafka, otherwise Redis Streams; with `redis` no server is started.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        pipeline: str = "demo",
+        kafka: str = "",
+        redis: str = "",
+        port: int | None = None,
+        prefill: int = 1,
+        decode: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.directory = directory
+        self._server = None if redis else ValkeyServer(directory / "valkey", port)
+        url = redis or (self._server.url if self._server else "")
+        self.addresses = load(Addresses, pipeline=pipeline, kafka=kafka, stream_url=url)
+        self._environment = dict(environment or {})
+        slots: list[tuple[Stage, int]] = [("prefill", prefill), ("decode", decode)]
+        self.workers = [Worker(stage, f"{stage}-{n}") for stage, count in slots for n in range(count)]
+
+    def start(self) -> Self:
+        """Start the server, make the topics, start the workers."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self._server is not None:
+            self._server.start()
+        open_bus(self.addresses, load(BusSettings)).create_topics()
+        for worker in self.workers:
+            self._start(worker)
+        return self
+
+    def stop(self) -> None:
+        """End the workers in order, then the server."""
+        children = [worker.child for worker in self.workers if worker.child is not None]
+        for child in children:
+            child.send(signal.SIGTERM)
+        for worker, child in zip(self.workers, children, strict=False):
+            child.stop(timeout_s=30.0)
+            worker.child = None
+        if self._server is not None:
+            self._server.stop()
+
+    def tend(self) -> None:
+        """Start again what died. To be called now and then."""
+        for worker in self.workers:
+            if worker.child is not None and not worker.child.alive():
+                worker.failures = 0 if worker.was_ready else worker.failures + 1
+                delay_s = RESTART_DELAYS_S[min(worker.failures, len(RESTART_DELAYS_S) - 1)]
+                worker.child, worker.start_at = None, time.monotonic() + delay_s
+            if worker.child is None and time.monotonic() >= worker.start_at:
+                self._start(worker)
+
+    def wait_ready(self, timeout_s: float, progress: Callable[[str], None] = lambda line: None) -> None:
+        """Until every worker serves; `progress` gets a line whenever the picture changes.
+
+        Raises `PenstockError` with the end of its log when a worker cannot start.
+        """
+        end, said = time.monotonic() + timeout_s, ""
+        while not all(worker.was_ready for worker in self.workers):
+            line = self._look()
+            if line != said:
+                progress(line)
+                said = line
+            self.tend()
+            failed = next((worker for worker in self.workers if worker.failures >= 2), None)
+            if failed is not None:
+                raise PenstockError(f"{failed.name} does not start; its log ends:\n{self.log_tail(failed)}")
+            if time.monotonic() > end:
+                raise PenstockError(f"not ready within {timeout_s:g} s: {line}")
+            time.sleep(0.02)
+
+    def log_tail(self, worker: Worker, num_lines: int = 15) -> str:
+        """The last lines a worker wrote."""
+        file = self._log(worker)
+        return "\n".join(file.read_text(errors="replace").splitlines()[-num_lines:]) if file.exists() else ""
+
+    def _look(self) -> str:
+        """Each worker's state in one line; marks those that are ready."""
+        states = {status["name"]: status for status in worker_status(self.addresses)}
+        parts = []
+        for worker in self.workers:
+            status = states.get(worker.name, {})
+            mine = worker.child is not None and status.get("pid") == worker.child.pid
+            state = str(status.get("state")) if mine else "starting"
+            worker.was_ready = worker.was_ready or state == "ready"
+            share = f" {status.get('doing', '')} {float(str(status.get('progress', 0))):.0%}" if state == "loading" else ""
+            parts.append(f"{worker.name} {state}{share}")
+        return ", ".join(parts)
+
+    def _start(self, worker: Worker) -> None:
+        addresses = self.addresses
+        environment = {
+            **os.environ,
+            "PENSTOCK_PIPELINE": addresses.pipeline,
+            "PENSTOCK_KAFKA": addresses.kafka,
+            "PENSTOCK_STREAM_URL": addresses.stream_url,
+            "PENSTOCK_KV_URL": addresses.kv_url,
+            "PENSTOCK_WORKER_NAME": worker.name,
+            **self._environment,
+        }
+        command = [sys.executable, "-m", "penstock.cli.main", "worker", worker.stage]
+        worker.was_ready = False
+        worker.child = start_child(command, name=worker.name, log=self._log(worker), environment=environment)
+
+    def _log(self, worker: Worker) -> Path:
+        return self.directory / f"{worker.name}.log"
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+

@@ -1,0 +1,86 @@
+"""Tokens on their way to their logs: sent in batches, their outcomes collected later."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import redis
+from redis.exceptions import NoScriptError
+
+from penstock.messages import TokenEvent
+from penstock.names import parse_event_id
+from penstock.record import scripts
+from penstock.record.claim import AppendOutcome, Claim
+from penstock.record.link import Link, bulk
+
+_GONE = (redis.ConnectionError, redis.TimeoutError, NoScriptError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    claim: Claim
+    position: int
+    hash_before: str
+    packed: bytes
+
+
+class Appends:
+    """Runs `append.lua` for batches of tokens over one connection. Belongs to one thread."""
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self._link = Link(client, scripts.APPEND)
+        self._in_flight: list[_Sent] = []
+        self._outcomes: list[AppendOutcome] = []
+        self._broken = False
+
+    def send(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
+        """Write the batch and return. A connection that fails here is mended by `collect`."""
+        batch = []
+        for claim, event in entries:
+            position, rolled = parse_event_id(event.id)
+            packed = claim.append_head + bulk(b"%d" % position, rolled.encode(), event.encode())
+            batch.append(_Sent(claim, position, claim.hash, packed))
+            claim.num_tokens, claim.hash = position + 1, rolled
+        self._in_flight += batch
+        if batch and not self._broken:
+            try:
+                self._link.send(b"".join(sent.packed for sent in batch))
+            except _GONE:
+                self._broken = True
+
+    def collect(self) -> list[AppendOutcome]:
+        """The outcomes of everything sent since the last call, in that order; mends the connection once."""
+        try:
+            self._read_replies()
+        except _GONE:
+            self._read_replies()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def close(self) -> None:
+        """Free the connection."""
+        self._link.close()
+
+    def _read_replies(self) -> None:
+        if self._broken:
+            self._link.close()
+            self._link.send(b"".join(sent.packed for sent in self._in_flight))
+        self._broken = True  # until every reply is read
+        num_read = 0
+        try:
+            for sent in self._in_flight:
+                self._note(sent, AppendOutcome(self._link.read()))
+                num_read += 1
+        finally:
+            del self._in_flight[:num_read]
+        self._broken = False
+
+    def _note(self, sent: _Sent, outcome: AppendOutcome) -> None:
+        self._outcomes.append(outcome)
+        if outcome is AppendOutcome.CANCELLED and sent.position < sent.claim.num_tokens:
+            sent.claim.num_tokens, sent.claim.hash = sent.position, sent.hash_before
+
+
+def append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int) -> bytes:
+    """The wire bytes of a claim's appends, up to the arguments that differ: position, hash and event."""
+    fixed = ["EVALSHA", scripts.APPEND.sha, len(keys), *keys, channel, pending_ms, epoch]
+    return b"*%d\r\n" % (len(fixed) + 3) + bulk(*(str(value).encode() for value in fixed))

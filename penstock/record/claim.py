@@ -1,0 +1,73 @@
+"""What a worker gets when it asks for a request: the claim, or the reason why not."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from penstock.messages import Request, TokenEvent
+from penstock.names import event_id, roll
+
+
+@dataclass(eq=False)
+class Claim:
+    """A request held by this worker, until a claim with a later epoch.
+
+    `num_tokens` and `hash` say where the log is: as it was found, moved on by each token sent.
+    """
+
+    id: str
+    epoch: int
+    num_tokens: int
+    hash: str
+    ended: bool
+    """The log has its end: prefill hands off, decode settles the result from the log. Nothing is leased."""
+    cancelled: bool
+    attempts: int
+    """Claims since the last new token, this one included."""
+    exhausted: bool
+    """Too many attempts: append the end (`attempts_exhausted`) instead of trying again."""
+    append_head: bytes = field(repr=False, default=b"")
+    """The part of an append's wire bytes that does not change (`Record.send_append`)."""
+
+    def next_event(self, token_id: int, text: str) -> TokenEvent:
+        """The event of the next token: at the next position, with the hash rolled on."""
+        rolled = roll(self.hash, token_id)
+        return TokenEvent(id=event_id(self.num_tokens, rolled), token=token_id, text=text)
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Another worker holds the request; its lease runs for `wait_s` more unless renewed or given back."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Another message settles the request and is durable: this delivery is settled without output."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """The id belongs to a request with another body."""
+
+
+class AppendOutcome(IntEnum):
+    """What became of one appended token. Values are the replies of `append.lua`."""
+
+    FENCED = 0
+    """Not written: another worker holds the request now. Forget the claim."""
+    OK = 1
+    CANCELLED = 2
+    """Not written: somebody asked for the end. The claim holds; finish it."""
+
+
+def body_hash(request: Request) -> str:
+    """SHA-256 (hex) of what a request asks.
+
+    Not of how soon: sent again under its id, it may come with a new deadline or in the other class.
+    """
+    body = request.model_dump(mode="json", by_alias=True, exclude={"deadline", "klass"})
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

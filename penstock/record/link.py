@@ -1,0 +1,51 @@
+"""One Redis connection of one's own, with its two halves apart: send now, read the replies later."""
+
+from typing import Any
+
+import redis
+
+from penstock.record.scripts import Script
+
+
+class Link:
+    """A connection that knows one script. Belongs to one thread."""
+
+    def __init__(self, client: "redis.Redis", script: Script) -> None:
+        self._pool = client.connection_pool
+        self._script = script
+        self._connection: Any = None
+
+    def send(self, packed: bytes) -> None:
+        """Write commands and leave their replies. Raises `redis.ConnectionError` or `redis.TimeoutError`."""
+        connection = self._connection or self._open()
+        connection.send_packed_command([packed], check_health=False)
+
+    def read(self) -> Any:
+        """The next reply. Raises as `send` does, or `redis.ResponseError` when the reply is an error."""
+        if self._connection is None:
+            raise redis.ConnectionError("the connection was closed with replies outstanding")
+        return self._connection.read_response()
+
+    def close(self) -> None:
+        """Drop the connection; the next `send` opens it anew."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.disconnect()
+            self._pool.release(connection)
+
+    def _open(self) -> Any:
+        connection: Any = self._pool.get_connection()
+        try:
+            connection.send_command("SCRIPT", "LOAD", self._script.text)
+            connection.read_response()
+        except BaseException:
+            connection.disconnect()
+            self._pool.release(connection)
+            raise
+        self._connection = connection
+        return connection
+
+
+def bulk(*values: bytes) -> bytes:
+    """`values` as RESP bulk strings, one after the other."""
+    return b"".join(b"$%d\r\n%b\r\n" % (len(value), value) for value in values)

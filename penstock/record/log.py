@@ -1,0 +1,104 @@
+"""The readers' side of the record: the log, the status, the wish to cancel; plain, and the same for asyncio."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
+
+import redis
+import redis.asyncio
+from pydantic import Field, TypeAdapter
+from redis.exceptions import NoScriptError
+
+from penstock.messages import EndEvent, TokenEvent
+from penstock.names import Pipeline
+from penstock.record import scripts
+from penstock.settings import RecordSettings
+
+RecordStage = Literal["new", "prefill", "handed", "decode", "end"]
+_FIELDS = ["epoch", "owner", "stage", "bound", "body", "tokens", "attempts", "cancelled"]
+_EVENT: TypeAdapter[TokenEvent | EndEvent] = TypeAdapter(
+    Annotated[TokenEvent | EndEvent, Field(union_mode="left_to_right")]
+)
+
+
+def parse_event(payload: bytes) -> TokenEvent | EndEvent:
+    """An entry of the log, or a message of the live channel: both are the event's JSON."""
+    return _EVENT.validate_json(payload)
+
+
+@dataclass(frozen=True)
+class Status:
+    """A request's record. Empty strings: nobody holds it, no job is bound, its body was not seen."""
+
+    epoch: int
+    owner: str
+    stage: RecordStage
+    bound: str
+    body: str
+    num_tokens: int
+    attempts: int
+    cancelled: bool
+
+
+class Log:
+    """Reading what requests have said, with a `redis.Redis` that does not decode."""
+
+    def __init__(self, client: "redis.Redis", pipeline: Pipeline, settings: RecordSettings) -> None:
+        self._client = client
+        self._pipeline = pipeline
+        self._pending_ms = round(settings.pending_keep_s * 1000)
+
+    def read(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
+        """The events after the token at `after_position`, in order; the end is the last."""
+        entries = self._client.xrange(self._pipeline.log_key(request_id), min=f"{after_position + 1}-0")
+        return _events(entries)
+
+    def status(self, request_id: str) -> Status | None:
+        """What is known about a request; None when nothing is."""
+        return _status(self._client.hmget(self._pipeline.record_key(request_id), _FIELDS))
+
+    def cancel(self, request_id: str) -> bool:
+        """Ask for a request's end, also before any worker saw it; False when it has ended already."""
+        key = self._pipeline.record_key(request_id)
+        return bool(scripts.CANCEL.run(self._client, [key], [self._pending_ms]))
+
+
+class AsyncLog:
+    """`Log` for asyncio."""
+
+    def __init__(self, client: "redis.asyncio.Redis", pipeline: Pipeline, settings: RecordSettings) -> None:
+        self._client = client
+        self._pipeline = pipeline
+        self._pending_ms = round(settings.pending_keep_s * 1000)
+
+    async def read(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
+        """The events after the token at `after_position`, in order; the end is the last."""
+        key = self._pipeline.log_key(request_id)
+        return _events(await self._client.xrange(key, min=f"{after_position + 1}-0"))
+
+    async def status(self, request_id: str) -> Status | None:
+        """What is known about a request; None when nothing is."""
+        return _status(await cast(Any, self._client.hmget(self._pipeline.record_key(request_id), _FIELDS)))
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ask for a request's end, also before any worker saw it; False when it has ended already."""
+        key, keep = self._pipeline.record_key(request_id), str(self._pending_ms)
+        try:
+            return bool(await cast(Any, self._client.evalsha(scripts.CANCEL.sha, 1, key, keep)))
+        except NoScriptError:
+            return bool(await cast(Any, self._client.eval(scripts.CANCEL.text, 1, key, keep)))
+
+
+def _events(entries: Any) -> list[TokenEvent | EndEvent]:
+    return [parse_event(fields[b"e"]) for _, fields in entries or ()]
+
+
+def _status(values: Any) -> Status | None:
+    if all(value is None for value in values):
+        return None
+    epoch, owner, stage, bound, body, tokens, attempts, cancelled = (
+        "" if value is None else value.decode() for value in values
+    )
+    return Status(
+        epoch=int(epoch or 0), owner=owner, stage=cast(RecordStage, stage or "new"), bound=bound, body=body,
+        num_tokens=int(tokens or 0), attempts=int(attempts or 0), cancelled=cancelled == "1",
+    )  # fmt: skip

@@ -1,0 +1,54 @@
+-- A worker asks for a request, with the delivery it holds.
+--
+-- KEYS[1]  record   hash
+-- KEYS[2]  log      stream
+-- ARGV     stage ('prefill' or 'decode'), owner, job ('' in prefill), body hash ('' in decode),
+--          lease in ms, keep of a pending record in ms, hash before the first token
+--
+-- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts}
+--          {'busy', ms}     another holds the lease for that long at most
+--          {'bound'}        another message settles this request, and is durable
+--          {'conflict'}     the id was used for another body
+--
+-- Crash    before: nothing happened. After: the lease runs out, and the next claim gets the next epoch. A decode claim
+--          has bound its job, which is durable and comes back to some worker.
+--
+-- An epoch is the server's clock in ms, or one more than the last: a server that forgot its last writes, or all of
+-- them, does not give one out a second time.
+
+local stage, owner, job, body = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local prefill = stage == 'prefill'
+local r = redis.call('HMGET', KEYS[1], 'epoch', 'lease', 'stage', 'bound', 'body', 'tokens', 'hash', 'attempts', 'cancelled')
+local epoch, lease, was, bound = tonumber(r[1] or 0), tonumber(r[2] or 0), r[3] or 'new', r[4] or ''
+local tokens, hash, attempts, cancelled = tonumber(r[6] or 0), r[7] or ARGV[7], tonumber(r[8] or 0), r[9] and 1 or 0
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+-- 1. The same id with another body is another request.
+if prefill and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} end
+
+-- 2. Binding: one job settles the result, and it never changes.
+if bound ~= '' and bound ~= job then return {'bound'} end
+
+-- 3. Ended. Prefill hands off (again); decode settles the result from the log.
+if was == 'end' then
+  if prefill then
+    epoch = math.max(epoch + 1, now)
+    redis.call('HSET', KEYS[1], 'epoch', epoch)
+  else
+    redis.call('HSET', KEYS[1], 'bound', job)
+  end
+  return {'claim', epoch, tokens, hash, 1, cancelled, attempts}
+end
+
+-- 4. Somebody works on it. A job in hand proves that prefill is done with it, so decode does not wait for prefill's lease.
+if lease > now and (prefill or was ~= 'prefill') then return {'busy', lease - now} end
+
+-- 5. It is ours.
+epoch, attempts = math.max(epoch + 1, now), attempts + 1
+redis.call('HSET', KEYS[1], 'epoch', epoch, 'owner', owner, 'lease', now + ARGV[5], 'stage', stage, 'attempts', attempts,
+  'tokens', tokens, 'hash', hash)
+if prefill then redis.call('HSET', KEYS[1], 'body', body) else redis.call('HSET', KEYS[1], 'bound', job) end
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+redis.call('PEXPIRE', KEYS[2], ARGV[6])
+return {'claim', epoch, tokens, hash, 0, cancelled, attempts}

@@ -1,0 +1,149 @@
+"""The workers' side of the record: each method is one of its scripts; `lua/` says what a crash around each costs."""
+
+from collections.abc import Sequence
+
+import redis
+from redis.exceptions import NoScriptError
+
+from penstock.messages import EndEvent, TokenEvent
+from penstock.names import START_HASH, Pipeline
+from penstock.record import scripts
+from penstock.record.append import Appends, append_head
+from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict
+from penstock.record.log import Log, Status
+from penstock.settings import RecordSettings
+
+
+class Record:
+    """The records of one pipeline's requests. `client` is a `redis.Redis` without `decode_responses`.
+
+    Thread-safe, except that `append`, `send_append` and `collect` belong to one thread: they share a connection.
+    """
+
+    def __init__(self, client: "redis.Redis", pipeline: Pipeline, settings: RecordSettings) -> None:
+        self._client = client
+        self._pipeline = pipeline
+        self._settings = settings
+        self._lease_ms = round(settings.lease_s * 1000)
+        self._keep_ms = round(settings.keep_s * 1000)
+        self._pending_ms = round(settings.pending_keep_s * 1000)
+        self._appends = Appends(client)
+        self._log = Log(client, pipeline, settings)
+
+    @property
+    def lease_s(self) -> float:
+        """How long a claim lasts without being renewed."""
+        return self._settings.lease_s
+
+    def claim_prefill(self, request_id: str, owner: str, body: str) -> Claim | Busy | Bound | Conflict:
+        """Claim a request for prefill. `body` is its `body_hash`, `owner` a name for people."""
+        return self._claim(request_id, ["prefill", owner, "", body])
+
+    def claim_decode(self, request_id: str, owner: str, job: str) -> Claim | Busy | Bound:
+        """Claim a request for decode with its job, which is bound to it if none is."""
+        outcome = self._claim(request_id, ["decode", owner, job, ""])
+        assert not isinstance(outcome, Conflict), "a job carries no body to compare"
+        return outcome
+
+    def _claim(self, request_id: str, who: list[str]) -> Claim | Busy | Bound | Conflict:
+        keys = self._keys(request_id)
+        reply = scripts.CLAIM.run(self._client, keys, [*who, self._lease_ms, self._pending_ms, START_HASH])
+        match reply[0]:
+            case b"busy":
+                return Busy(reply[1] / 1000)
+            case b"bound":
+                return Bound()
+            case b"conflict":
+                return Conflict()
+        _, epoch, num_tokens, rolled, ended, cancelled, attempts = reply
+        return Claim(
+            id=request_id,
+            epoch=epoch,
+            num_tokens=num_tokens,
+            hash=rolled.decode(),
+            ended=bool(ended),
+            cancelled=bool(cancelled),
+            attempts=attempts,
+            exhausted=attempts > self._settings.max_attempts,
+            append_head=append_head(keys, self._pipeline.live_channel(request_id), self._pending_ms, epoch),
+        )
+
+    def append(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> list[AppendOutcome]:
+        """Append one token to each claim's log, in one round trip; the outcomes in the order of the entries."""
+        self.send_append(entries)
+        return self.collect()
+
+    def send_append(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
+        """Send tokens on their way and return at once; their claims move on.
+
+        May be called again before `collect`, also for the same claims.
+        """
+        self._appends.send(entries)
+
+    def collect(self) -> list[AppendOutcome]:
+        """The outcomes of everything sent since the last `collect`, in that order.
+
+        A lost connection is opened again, and what has no reply is sent again: a token that was written is
+        recognised. If that fails too, `redis.ConnectionError` or `redis.TimeoutError` is raised and nothing is
+        forgotten: call `collect` again.
+        """
+        return self._appends.collect()
+
+    def finish(self, claim: Claim, end: EndEvent) -> bool:
+        """Append the end; False when fenced. Collect the claim's tokens first. May be repeated.
+
+        The number of tokens in the log becomes the usage's `completion_tokens`: readers rely on it.
+        """
+        usage = end.usage.model_copy(update={"completion_tokens": claim.num_tokens})
+        event = end.model_copy(update={"usage": usage}).encode()
+        channel = self._pipeline.live_channel(claim.id)
+        args = [channel, claim.epoch, claim.num_tokens, event, self._keep_ms]
+        return bool(scripts.FINISH.run(self._client, self._keys(claim.id), args))
+
+    def handed(self, claim: Claim) -> bool:
+        """The hand-off is durable: give the lease back. False when the request has gone on, which is fine."""
+        return bool(scripts.HANDED.run(self._client, self._keys(claim.id)[:1], [claim.epoch]))
+
+    def release(self, claim: Claim, *, failed: bool = False) -> bool:
+        """Give an unfinished request back: the next claim need not wait. False when it was lost before.
+
+        With `failed` the attempt counts; without, the worker was merely told to stop.
+        """
+        return bool(scripts.RELEASE.run(self._client, self._keys(claim.id)[:1], [claim.epoch, int(failed)]))
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Renew the leases of all claims in one round trip; returns those that are fenced."""
+        if not claims:
+            return []
+        try:
+            replies = self._renew(claims)
+        except NoScriptError:
+            self._client.script_load(scripts.RENEW.text)
+            replies = self._renew(claims)
+        return [claim for claim, reply in zip(claims, replies, strict=True) if reply == 0]
+
+    def _renew(self, claims: Sequence[Claim]) -> list[int]:
+        with self._client.pipeline(transaction=False) as pipe:
+            for claim in claims:
+                key = self._pipeline.record_key(claim.id)
+                pipe.evalsha(scripts.RENEW.sha, 1, key, str(claim.epoch), str(self._lease_ms))
+            return pipe.execute()
+
+    def cancel(self, request_id: str) -> bool:
+        """Ask for a request's end, also before any worker saw it; False when it has ended already."""
+        return self._log.cancel(request_id)
+
+    def read_log(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
+        """What the log holds after the token at `after_position` (-1: from the beginning)."""
+        return self._log.read(request_id, after_position)
+
+    def status(self, request_id: str) -> Status | None:
+        """What is known about a request; None when nothing is."""
+        return self._log.status(request_id)
+
+    def close(self) -> None:
+        """Free the connection of the appends. The client stays the caller's."""
+        self._appends.close()
+
+    def _keys(self, request_id: str) -> list[str]:
+        return [self._pipeline.record_key(request_id), self._pipeline.log_key(request_id)]

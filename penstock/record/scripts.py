@@ -1,0 +1,41 @@
+"""The Lua scripts of the record, called by their hash."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, cast
+
+import redis
+from redis.exceptions import NoScriptError
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script's text, and the hash a server that has seen it knows it by."""
+
+    text: str
+    sha: str
+
+    def run(self, client: "redis.Redis", keys: Sequence[str], args: Sequence[str | int | bytes]) -> Any:
+        """The script's reply. A server that does not know the script gets its text."""
+        values = cast("list[str]", [*keys, *args])
+        try:
+            return client.evalsha(self.sha, len(keys), *values)
+        except NoScriptError:
+            return client.eval(self.text, len(keys), *values)
+
+
+def load(name: str) -> Script:
+    """The script `lua/<name>.lua`."""
+    text = (resources.files("penstock.record") / "lua" / f"{name}.lua").read_text("utf-8")
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+CLAIM = load("claim")
+APPEND = load("append")
+FINISH = load("finish")
+HANDED = load("handed")
+RELEASE = load("release")
+RENEW = load("renew")
+CANCEL = load("cancel")

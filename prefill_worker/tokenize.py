@@ -1,0 +1,55 @@
+"""From a request's prompt to token ids, and everything a model can refuse about it."""
+
+from engine.model import LoadedModel
+from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
+from penstock.messages import Request
+
+
+class PromptReader:
+    """Turns requests into token ids for one model."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._longest_token = max(map(len, model.tokenizer.get_vocab()), default=1)
+
+    def read(self, request: Request) -> list[int]:
+        """The prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`."""
+        if request.model not in (None, self._model.name):
+            raise UnknownModel(f"this pipeline serves {self._model.name!r}, not {request.model!r}")
+        token_ids = self._given(request) if request.token_ids is not None else self._encode(self._text(request))
+        if not token_ids:
+            raise InvalidRequest("the prompt has no tokens")
+        self._check_length(len(token_ids), request.sampling.max_tokens)
+        return token_ids
+
+    def _given(self, request: Request) -> list[int]:
+        token_ids = list(request.token_ids or ())
+        vocab_size = self._model.config.get_text_config().vocab_size
+        if max(token_ids) >= vocab_size:
+            raise InvalidRequest(f"token id {max(token_ids)}: the vocabulary has {vocab_size}")
+        return token_ids
+
+    def _text(self, request: Request) -> str:
+        if request.prompt is not None:
+            return request.prompt
+        turns = [turn.model_dump() for turn in request.messages or ()]
+        if not self._model.tokenizer.chat_template:
+            raise InvalidRequest(f"{self._model.name!r} has no chat template; send a prompt instead of messages")
+        try:
+            text = self._model.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template may raise anything about what it is given
+            raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
+        return str(text)
+
+    def _encode(self, text: str) -> list[int]:
+        # No token is longer than the longest one: a text that cannot fit is refused without tokenizing megabytes of it.
+        self._check_length(len(text) // self._longest_token, 1)
+        encoded: list[int] = self._model.tokenizer(text, verbose=False)["input_ids"]
+        return encoded
+
+    def _check_length(self, num_prompt: int, max_tokens: int) -> None:
+        context = self._model.context_length
+        if num_prompt + max_tokens > context:
+            raise PromptTooLong(
+                f"prompt of {num_prompt:,} tokens or more and max_tokens {max_tokens:,}: the context is {context:,}"
+            )

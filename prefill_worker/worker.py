@@ -1,0 +1,326 @@
+"""The prefill worker: requests in; KV blocks, first tokens and job references out.
+
+One turn of the loop, numbered as in the life of a request (docs/structure.md):
+
+    1  poll      take deliveries while there is room
+    2  claim     epoch + 1 in Redis; what cannot be answered ends here, and goes on at 5
+    3  compute   one step of the engine; full blocks go to the KV store as they are done
+    4  emit      token 0 is appended to the log; the blocks of the last chunk follow, nobody waits for them
+    5  settle    job reference out, request done, together; then the claim is given up
+
+What a crash costs: after 2 or 3, the next attempt finds the blocks that were stored; after 4, it finds token 0 in the log
+and keeps it; after 5, the job is in the topic, exactly once. A crash inside 5 leaves either nothing or all of it.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
+
+from engine.engine import Engine, Sampled
+from engine.sequence import Sequence
+from engine.text import OutputState
+from kvstore.store import KVStore
+from penstock import tracing
+from penstock.bus.contract import Delivery, Member, Settlement
+from penstock.errors import (
+    AttemptsExhausted,
+    Cancelled,
+    DeadlineExceeded,
+    IdConflict,
+    InternalError,
+    InvalidRequest,
+    RequestError,
+)
+from penstock.messages import EndEvent, ErrorInfo, FinishReason, Request, TokenEvent, Usage, decode, now_s, readable_id
+from penstock.names import Pipeline, PriorityClass
+from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record, body_hash
+from penstock.worker import IDLE_POLL_S, Settler, StopSignal, WaitingRoom
+from prefill_worker.handoff import Intake, outgoing_job, seed_of
+from prefill_worker.tokenize import PromptReader
+
+log = logging.getLogger(__name__)
+
+MAX_RETRIES = 3
+RETRY_DELAY_S = 1.0
+
+
+@dataclass
+class Prefill:
+    """A request whose prompt is being computed."""
+
+    intake: Intake
+    claim: Claim
+    seq: Sequence
+    keys: list[bytes]
+    unstored: list[int]
+    """Blocks that the KV store does not have yet, in order."""
+    span: Span
+    lost: bool = False
+    """Another worker holds the request now."""
+    context: Context = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.context = tracing.within(self.span)
+
+
+class PrefillWorker:
+    """One prefill worker over its engine, KV store, record and place in the group."""
+
+    def __init__(
+        self, pipeline: Pipeline, name: str, engine: Engine, store: KVStore, record: Record, member: Member
+    ) -> None:
+        self.pipeline, self.name = pipeline, name
+        self.engine, self.store, self.record, self.member = engine, store, record, member
+        self.prompts = PromptReader(engine.model)
+        self.settler, self.leases = Settler(member), LeaseKeeper(record)
+        self.waiting = WaitingRoom()
+        self.running: dict[str, Prefill] = {}
+
+    # The loop.
+
+    def run(self, stop: StopSignal, drain_s: float, draining: Callable[[], None] = lambda: None) -> None:
+        """Work until told to stop; then finish what is running, within `drain_s`, and hand back the rest."""
+        while not stop:
+            self.turn()
+        draining()
+        until = time.monotonic() + drain_s
+        while self.running and time.monotonic() < until:
+            self.turn(accept=False)
+        self.close()
+
+    def run_until_idle(self) -> None:
+        """Work until there is nothing to do (run by tests in the same process)."""
+        while self.turn() or self.running or self.waiting or len(self.settler):
+            pass
+
+    def turn(self, *, accept: bool = True) -> bool:
+        """One turn of the loop; whether it did anything."""
+        self.settler.check()
+        deliveries = self._poll() if accept else []
+        for delivery in deliveries:
+            self._admit(delivery)
+        sampled = self.engine.step() if self.engine.has_work() else []
+        firsts = [(self.running[item.seq.id], item) for item in sampled]
+        self._store_chunks([prefill for prefill, _ in firsts])
+        self._emit(firsts)
+        for prefill, _ in firsts:
+            self._hand_off(prefill)
+        return bool(deliveries or sampled)
+
+    def close(self) -> None:
+        """Hand back what is not finished, and leave the group."""
+        self.settler.wait(timeout_s=10.0)
+        for prefill in list(self.running.values()):
+            self._forget(prefill)
+            self.record.release(prefill.claim)
+        self.leases.close()
+        self.settler.close()
+        self.member.close()
+
+    # 1 Poll.
+
+    def _poll(self) -> list[Delivery]:
+        free = max(0, self.engine.room() - len(self.waiting))
+        busy_interactive = any(p.intake.delivery.klass == "interactive" for p in self.running.values())
+        room: dict[PriorityClass, int] = {"interactive": free, "batch": 0 if busy_interactive and free < 2 else free}
+        idle = not self.engine.has_work()
+        timeout_s = self.waiting.next_in_s(IDLE_POLL_S) if idle else 0.0
+        if not free:
+            return self.waiting.due()
+        return self.waiting.due() + self.member.poll(timeout_s, room)
+
+    # 2 Claim.
+
+    def _admit(self, delivery: Delivery) -> None:
+        request_id = readable_id(delivery.value, delivery.key) if delivery.value else delivery.key
+        if request_id is None:
+            self.member.dead(delivery, "invalid_request: no request id can be read, in the message or its key")
+            return
+        intake = Intake(delivery, request_id)
+        body = self._read(intake)
+        if isinstance(intake.error, InternalError) and delivery.attempt < MAX_RETRIES:
+            self.member.retry(delivery, f"{intake.error.code}: {intake.error}", RETRY_DELAY_S)
+            return
+        claimed = self.record.claim_prefill(intake.id, self.name, body)
+        match claimed:
+            case Busy(wait_s=wait_s):
+                self.waiting.put(delivery, wait_s)
+            case Bound():
+                self.settler.settle(Settlement(delivery))
+            case Conflict():
+                error = IdConflict(f"the id {intake.id!r} belongs to a request with another body")
+                self.member.dead(delivery, f"{error.code}: {error}")
+            case Claim():
+                self._begin(intake, claimed)
+
+    def _read(self, intake: Intake) -> str:
+        """Fill in the request and its token ids, or the error; returns the body's hash."""
+        delivery = intake.delivery
+        parent = tracing.context_of(delivery.headers)
+        tracing.note("queue.wait", parent, delivery.timestamp_s, intake.started_s, topic=delivery.topic)
+        intake.context = parent
+        body = hashlib.sha256(delivery.value).hexdigest()
+        try:
+            request = intake.request = decode(Request, delivery.value)
+            body = body_hash(request)
+            if request.klass not in (None, delivery.klass):
+                raise InvalidRequest(f"class {request.klass!r} in the topic of class {delivery.klass!r}")
+            intake.token_ids = self.prompts.read(request)
+        except RequestError as error:
+            intake.error = error
+        except Exception as error:
+            log.exception("request %s", intake.id)
+            intake.error = InternalError(f"{type(error).__name__}: {error}")
+        return body
+
+    def _begin(self, intake: Intake, claim: Claim) -> None:
+        if intake.error is None:
+            intake.error = self._cause_to_end(intake, claim)
+        if claim.ended or intake.error is not None:
+            self._end(intake, claim)
+            return
+        try:
+            prefill = self._start(intake, claim)
+            self.engine.add(prefill.seq)
+        except RequestError as error:
+            intake.error = error
+            self._end(intake, claim)
+        else:
+            self.running[prefill.seq.id] = prefill
+            self.leases.add(claim)
+
+    def _cause_to_end(self, intake: Intake, claim: Claim) -> RequestError | None:
+        if claim.cancelled:
+            return Cancelled("cancelled before it began")
+        if claim.exhausted:
+            return AttemptsExhausted(f"tried {claim.attempts - 1} times without a new token")
+        deadline = intake.request.deadline if intake.request else None
+        if deadline is not None and now_s() > deadline:
+            return DeadlineExceeded("the deadline passed before the prompt was computed")
+        return None
+
+    # 3 Compute.
+
+    def _start(self, intake: Intake, claim: Claim) -> Prefill:
+        request = intake.request
+        assert request is not None
+        span = tracing.begin("prefill", intake.context, prompt_tokens=len(intake.token_ids), attempt=claim.attempts)
+        keys = self.store.keys(request.tenant, intake.token_ids)
+        full = keys[: len(intake.token_ids) // self.store.layout.block_size]
+        held = self.engine.cached_blocks(full)
+        found = self.store.get_prefix(full, len(intake.token_ids), start=held)
+        seq = Sequence(
+            intake.id,
+            intake.token_ids,
+            sampling=request.sampling,
+            seed=seed_of(request),
+            max_new=1,
+            prefix_keys=full,
+            klass=intake.delivery.klass,
+        )
+        seq.imported = [(held + n, payload) for n, payload in enumerate(found)]
+        absent = self.store.absent(keys, range(held))
+        unstored = absent + list(range(held + len(found), len(keys)))
+        intake.last_block = keys[-1].hex()
+        return Prefill(intake, claim, seq, keys, unstored, span)
+
+    def _store_chunks(self, finishing: list[Prefill]) -> None:
+        """Ship the blocks of prompts that go on; the finishing ones emit their token first."""
+        last = {prefill.seq.id for prefill in finishing}
+        for prefill in self.running.values():
+            if prefill.seq.id not in last:
+                self._store(prefill, self.engine.completed_blocks(prefill.seq))
+
+    def _store(self, prefill: Prefill, upto: int) -> None:
+        ready = [index for index in prefill.unstored if index < upto]
+        if not ready:
+            return
+        begun_s = now_s()
+        payloads = [(index, self.engine.export_block(prefill.seq, index)) for index in ready]
+        self.store.put(prefill.keys, prefill.seq.num_prompt, payloads)
+        prefill.unstored = [index for index in prefill.unstored if index >= upto]
+        tracing.note("kv.write", prefill.context, begun_s, now_s(), blocks=len(ready))
+
+    # 4 Emit.
+
+    def _emit(self, firsts: list[tuple[Prefill, Sampled]]) -> None:
+        """Append token 0 where the log has none yet, in one round trip."""
+        events: list[tuple[Prefill, TokenEvent, FinishReason | None]] = []
+        for prefill, sampled in firsts:
+            prefill.intake.cached_tokens = prefill.seq.num_cached
+            if prefill.claim.num_tokens == 0:
+                request = prefill.intake.request
+                assert request is not None
+                model = self.engine.model
+                state = OutputState(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
+                text, finish = state.push(sampled.token_id)
+                events.append((prefill, prefill.claim.next_event(sampled.token_id, text), finish))
+        outcomes = self.record.append([(prefill.claim, event) for prefill, event, _ in events])
+        for (prefill, _, finish), outcome in zip(events, outcomes, strict=True):
+            prefill.intake.first_token_s = now_s()
+            if outcome is AppendOutcome.FENCED:
+                prefill.lost = True
+            elif outcome is AppendOutcome.CANCELLED:
+                prefill.intake.error = Cancelled("cancelled in prefill")
+                prefill.lost = not self._append_end(prefill.intake, prefill.claim)
+            elif finish is not None:
+                prefill.lost = not self._append_end(prefill.intake, prefill.claim, finish)
+
+    # 5 Settle.
+
+    def _hand_off(self, prefill: Prefill) -> None:
+        if prefill.lost:
+            self._forget(prefill)
+            self.waiting.put(prefill.intake.delivery, 0.0)
+            return
+        self._store(prefill, len(prefill.keys))
+        self._forget(prefill, keep_lease=True)
+        self._settle_job(prefill.intake, prefill.claim)
+
+    def _settle_job(self, intake: Intake, claim: Claim) -> None:
+        job = intake.job(self.store.layout.fingerprint)
+        span = tracing.begin("hand_off", intake.context, job=job.job)
+        output = outgoing_job(self.pipeline, job, intake.context)
+
+        def done(settled: bool) -> None:
+            span.end()
+            self.leases.drop(claim)
+            if settled:
+                self.record.handed(claim)
+            else:
+                self.record.release(claim)
+
+        self.leases.add(claim)
+        self.settler.settle(Settlement(intake.delivery, [output]), done)
+
+    def _end(self, intake: Intake, claim: Claim) -> None:
+        """The request ends here: append the end, then let the jobs topic carry it, so that one job settles the result."""
+        if not claim.ended and not self._append_end(intake, claim):
+            self.waiting.put(intake.delivery, 0.0)
+            return
+        self._settle_job(intake, claim)
+
+    def _append_end(self, intake: Intake, claim: Claim, finish: FinishReason | None = None) -> bool:
+        error = None if intake.error is None else ErrorInfo.of(intake.error)
+        reason: FinishReason = finish or ("cancelled" if isinstance(intake.error, Cancelled) else "error")
+        usage = Usage(
+            prompt_tokens=len(intake.token_ids),
+            cached_tokens=intake.cached_tokens,
+            completion_tokens=claim.num_tokens,
+        )
+        timings = intake.job("").timings.model_copy(update={"finished": now_s()})
+        return self.record.finish(
+            claim, EndEvent(finish_reason=reason, usage=usage, timings=timings, error=error)
+        )
+
+    def _forget(self, prefill: Prefill, *, keep_lease: bool = False) -> None:
+        prefill.span.end()
+        del self.running[prefill.seq.id]
+        self.engine.remove(prefill.seq)
+        if not keep_lease:
+            self.leases.drop(prefill.claim)

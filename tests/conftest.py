@@ -1,0 +1,29 @@
+"""Fixtures every test may use."""
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.local.kafka import find_kafka
+from penstock.local.valkey import find_redis
+from penstock.names import Pipeline
+from tests.servers import served
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The bootstrap address of a real Kafka."""
+    yield from served(find_kafka(tmp_path_factory.mktemp("kafka")))
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The url of a real Redis. It is shared: tests keep apart by their pipeline's name."""
+    yield from served(find_redis(tmp_path_factory.mktemp("redis")))
+
+
+@pytest.fixture
+def pipeline() -> Pipeline:
+    """A pipeline no other test uses."""
+    return Pipeline(f"t-{uuid.uuid4().hex[:12]}")
