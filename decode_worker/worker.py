@@ -44,9 +44,10 @@ class Decode:
     delivery: Delivery
     job: Job
     claim: Claim
-    seq: Sequence
     output: OutputState
     span: Span
+    seq: Sequence | None = None
+    """None until the engine has it."""
     started_s: float = field(default_factory=now_s)
     finish: FinishReason | None = None
     """Set with the last token; the end is appended once that token is in the log."""
@@ -154,50 +155,48 @@ class DecodeWorker:
         parent = tracing.context_of(delivery.headers)
         tracing.note("queue.wait", parent, delivery.timestamp_s, now_s(), topic=delivery.topic)
         span = tracing.begin("decode", parent, attempt=claim.attempts)
-        said = [event for event in self.record.read_log(job.id) if isinstance(event, TokenEvent)]
-        seq, output = self._sequence(job, [event.token for event in said])
-        decoding = Decode(delivery, job, claim, seq, output, span)
-        self.running[job.id] = decoding
+        model, sampling = self.engine.model, job.sampling
+        output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
+        decoding = self.running[job.id] = Decode(delivery, job, claim, output, span)
         self.leases.add(claim)
-        for event in said:
-            decoding.finish = output.push(event.token)[1]
+        said = [event.token for event in self.record.read_log(job.id) if isinstance(event, TokenEvent)]
+        for token_id in said:
+            decoding.finish = output.push(token_id)[1]
         decoding.error = self._cause_to_end(decoding)
         if decoding.error is None and decoding.finish is None:
             try:
-                self._load(decoding)
-                self.engine.add(seq)
+                self.engine.add(self._sequence(decoding, said))
             except RequestError as error:
                 decoding.error = error
         if decoding.error is not None or decoding.finish is not None:
             self._end(decoding)
 
-    def _sequence(self, job: Job, said: list[int]) -> tuple[Sequence, OutputState]:
-        model, sampling = self.engine.model, job.sampling
+    def _sequence(self, decoding: Decode, said: list[int]) -> Sequence:
+        """The request as the engine takes it, with the prompt's KV blocks that could be had.
+
+        Only blocks that the pool does not hold are fetched; what is missing is computed again.
+        """
+        job, block_size = decoding.job, self.store.layout.block_size
         keys = self.store.keys(job.tenant, job.token_ids)
-        seq = Sequence(
+        seq = decoding.seq = Sequence(
             job.id,
             job.token_ids,
-            sampling=sampling,
+            sampling=job.sampling,
             seed=job.seed,
-            max_new=sampling.max_tokens,
+            max_new=job.sampling.max_tokens,
             given=said,
-            prefix_keys=keys[: len(job.token_ids) // self.store.layout.block_size],
+            prefix_keys=keys[: len(job.token_ids) // block_size],
             klass=job.klass,
         )
-        return seq, OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
-
-    def _load(self, decoding: Decode) -> None:
-        """Fetch the prompt's KV blocks that the pool does not hold. What is missing is computed again."""
-        job, seq = decoding.job, decoding.seq
-        keys = self.store.keys(job.tenant, job.token_ids)
-        if not keys or keys[-1].hex() != job.last_block:
-            log.warning("%s: its KV is of another model, computing it again", job.id)
-            return
+        if keys[-1].hex() != job.last_block:
+            log.warning("%s: its KV is of another model or secret, computing it again", job.id)
+            return seq
         begun_s = now_s()
         held = self.engine.cached_blocks(seq.prefix_keys)
         found = self.store.get_prefix(keys, len(job.token_ids), start=held)
         seq.imported = [(held + n, payload) for n, payload in enumerate(found)]
         tracing.note("kv.read", decoding.context, begun_s, now_s(), blocks=len(keys), held=held, found=len(found))
+        return seq
 
     def _cause_to_end(self, decoding: Decode) -> RequestError | None:
         job, claim = decoding.job, decoding.claim
@@ -224,7 +223,7 @@ class DecodeWorker:
             text, decoding.finish = decoding.output.push(item.token_id)
             entries.append((decoding.claim, decoding.claim.next_event(item.token_id, text)))
             if decoding.finish is not None:
-                self.engine.remove(decoding.seq)
+                self.engine.remove(item.seq)
         self.emitter.send(entries)
 
     def _confirm(self, outcomes: dict[str, AppendOutcome]) -> None:
@@ -264,7 +263,8 @@ class DecodeWorker:
         decoding.span.end()
         del self.running[decoding.job.id]
         self.leases.drop(decoding.claim)
-        self.engine.remove(decoding.seq)
+        if decoding.seq is not None:
+            self.engine.remove(decoding.seq)
 
     # 9 Settle.
 

@@ -1,4 +1,5 @@
-"""One step's batch as tensors: token ids, positions, where new KV goes, which rows are attended to, and the masks.
+"""One step's batch as tensors: token ids, positions, where new KV goes, which rows are attended to, and the
+masks.
 
 Made once a step, before the forward pass; the layers only use it.
 """
@@ -12,7 +13,9 @@ from torch import Tensor
 from engine.scheduler import Plan
 
 Visible = Callable[[Tensor, Tensor], Tensor]
-"""(query positions, key positions) -> bool: which keys a layer lets a query see, besides being causal. Broadcasts."""
+"""(query positions, key positions) -> bool: which keys a layer lets a query see, besides being causal.
+Broadcasts.
+"""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,9 @@ class Batch:
     def masks(self, visible: Visible | None, dtype: torch.dtype) -> Masks:
         """The masks for layers that see what `visible` says, or all that came before (made once)."""
         if visible is not None:
-            return Masks(self._single_mask(visible, dtype), [self._chunk_mask(c, visible, dtype) for c in self.chunks])
+            return Masks(
+                self._single_mask(visible, dtype), [self._chunk_mask(c, visible, dtype) for c in self.chunks]
+            )
         if dtype not in self._plain:
             chunks = [self._chunk_mask(chunk, None, dtype) for chunk in self.chunks]
             self._plain[dtype] = Masks(self._single_mask(None, dtype), chunks)
@@ -117,7 +122,9 @@ class Batch:
         key = torch.arange(self.single_len, device=self._device)[None]
         return _additive(query, key, visible, dtype)[:, None, None]
 
-    def _chunk_mask(self, chunk: Chunk, visible: Visible | None, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
+    def _chunk_mask(
+        self, chunk: Chunk, visible: Visible | None, dtype: torch.dtype
+    ) -> tuple[Tensor | None, bool]:
         if visible is None and chunk.start == 0:
             return None, True
         query = torch.arange(chunk.start, chunk.end, device=self._device)[:, None]

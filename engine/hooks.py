@@ -1,11 +1,13 @@
 """The two places where the engine hooks into a transformers model.
 
-1. `PagedCache.update()` writes the step's new K and V into the block pool and returns all the rows the step attends to.
-2. `paged_attention`, registered with `AttentionInterface`, runs over the flat batch of all sequences of the step.
-
-The model itself sees one sequence of T tokens, shape [1, T]; who belongs to whom is in the `Batch`. Its rows are ordered:
-`num_single` sequences with one new token (decodes), attended to in one call over padded block tables, then the chunks
-of prompts, one call each. The gathered rows have the same order: `num_single` x `single_len` rows, then each chunk's.
+1. `PagedCache.update()` writes the step's new K and V into the block pool and returns all the rows the step
+   attends to.
+2. `paged_attention`, registered with `AttentionInterface`, runs over the flat batch of all sequences of the
+   step.
+ The model itself sees one sequence of T tokens, shape [1, T]; who belongs to whom is in the `Batch`. Its rows
+are ordered: `num_single` sequences with one new token (decodes), attended to in one call over padded block
+tables, then the chunks of prompts, one call each. The gathered rows have the same order: `num_single` x
+`single_len` rows, then each chunk's.
 """
 
 from collections.abc import Callable
@@ -103,7 +105,9 @@ class MaskRule:
         return self._masks
 
 
-def _mask_rule(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> MaskRule:
+def _mask_rule(
+    *args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
+) -> MaskRule:
     return MaskRule(mask_function)
 
 
@@ -133,7 +137,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Attention of the current batch: query [1, heads, T, size], key and value [1, kv heads, rows, size].
 
-    Returns [1, T, heads, size]. `softcap` bounds the scores; `s_aux` holds a learned extra score a head (a "sink").
+    Returns [1, T, heads, size]. `softcap` bounds the scores; `s_aux` holds a learned extra score a head (a
+    "sink").
     """
     batch = current_batch.get()
     if key.shape[2] != batch.num_rows:
@@ -164,7 +169,9 @@ def _attend_single(
     """
     kv_heads, num, padded = key.shape[1], batch.num_single, batch.single_padded
     q = query[0, :, :num].transpose(0, 1).unflatten(1, (kv_heads, -1))
-    k, v = (x[0, :, : num * padded].unflatten(1, (num, padded))[:, :, : batch.single_len] for x in (key, value))
+    k, v = (
+        x[0, :, : num * padded].unflatten(1, (num, padded))[:, :, : batch.single_len] for x in (key, value)
+    )
     k, v = k.transpose(0, 1), v.transpose(0, 1)
     if sinks is not None:
         sinks = sinks.reshape(kv_heads, -1)
@@ -175,7 +182,9 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """[B, heads, T, size] x [B, kv heads, L, size] -> [B, heads, T, size of v]; `mask` is added to the scores."""
+    """[B, heads, T, size] x [B, kv heads, L, size] -> [B, heads, T, size of v]; `mask` is added to the
+    scores.
+    """
     if not softcap and sinks is None:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -189,7 +198,8 @@ def _attend(
     elif mask is not None:
         scores = scores + mask
     if sinks is not None:
-        # A sink takes its share of the probability and gives nothing. One a head; for single tokens one a row.
+        # A sink takes its share of the probability and gives nothing. One a head; for single tokens one a
+        # row.
         sink = sinks.reshape(1, q.shape[1], -1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink.to(scores.dtype)], -1)
     probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]

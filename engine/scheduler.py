@@ -1,6 +1,6 @@
 """Which sequences take part in the next step, and with how many tokens. Plain Python, no tensors.
-
-A sequence is admitted only when all the blocks it can ever need are free, so nothing that runs is ever put back.
+ A sequence is admitted only when all the blocks it can ever need are free, so nothing that runs is ever put
+back.
 """
 
 from collections import deque
@@ -25,6 +25,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences not admitted yet."""
         return sum(map(len, self.waiting.values()))
+
+    @property
+    def num_running(self) -> int:
+        """Admitted sequences that are not done."""
+        return sum(seq.state is State.RUNNING for seq in self.running)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind those of its class."""
@@ -80,8 +85,8 @@ class Scheduler:
     def _shareable(self, seq: Sequence) -> list[bytes]:
         """Keys of the prompt's blocks that may be taken from the cache if they are there.
 
-        The last token is always computed, for its logits, and a cached block is never written: so the block it
-        falls in is not among them.
+        The last token is always computed, for its logits, and a cached block is never written: so the block
+        it falls in is not among them.
         """
         return seq.prefix_keys[: (len(seq.token_ids) - 1) // self.pool.block_size]
 

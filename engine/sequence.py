@@ -27,12 +27,12 @@ _NEXT = {State.WAITING: (State.RUNNING, State.DONE), State.RUNNING: (State.DONE,
 class Sequence:
     """Prompt, said tokens and generated tokens of one request.
 
-    `given` are output tokens that were said before, by this worker or another: their KV is computed where it is
-    missing, but they are never sampled again. `max_new` counts given and generated tokens together.
+    `given` are output tokens that were said before, by this worker or another: their KV is computed where it
+    is missing, but they are never sampled again. `max_new` counts given and generated tokens together.
 
-    `prefix_keys[i]` names the content of the prompt's i-th full block and of all before it; equal keys mean equal KV.
-    `imported` holds (block index, payload) pairs of the prompt's KV that the worker fetched; it is consumed when the
-    sequence is admitted.
+    `prefix_keys[i]` names the content of the prompt's i-th full block and of all before it; equal keys mean
+    equal KV. `imported` holds (block index, payload) pairs of the prompt's KV that the worker fetched; it is
+    consumed when the sequence is admitted.
     """
 
     def __init__(

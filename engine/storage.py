@@ -1,7 +1,7 @@
-"""The KV blocks themselves: one tensor, a row a block, so that a block's bytes of all layers lie side by side.
-
-Within a row the layers follow each other, K before V; within K and V the block's tokens. Each layer sees its part
-through a strided view, so nothing is copied between the form the model writes and the form that travels.
+"""The KV blocks themselves: one tensor, a row a block, so that a block's bytes of all layers lie side by
+side.
+ Within a row the layers follow each other, K before V; within K and V the block's tokens. Each layer sees its
+part through a strided view, so nothing is copied between the form the model writes and the form that travels.
 """
 
 from dataclasses import dataclass

@@ -197,11 +197,14 @@ def decode(kind: type[M], value: bytes) -> M:
     if len(value) > MAX_REQUEST_BYTES and kind is Request:
         raise RequestTooLarge(f"{len(value):,} bytes; a request may have {MAX_REQUEST_BYTES:,}")
     try:
-        return kind.model_validate_json(value)
+        message = kind.model_validate_json(value)
     except ValidationError as error:
         if any(line["loc"] == ("v",) and line["type"] == "literal_error" for line in error.errors(include_url=False)):
             raise UnsupportedVersion(f"this build reads message version {VERSION}") from None
         raise InvalidRequest(_explain(error)) from None
+    if "v" in kind.model_fields and "v" not in message.model_fields_set:
+        raise InvalidRequest(f"v: the message does not say its version ({VERSION})")
+    return message
 
 
 def _explain(error: ValidationError) -> str:

@@ -1,4 +1,4 @@
-"""The bus: `contract` says what it is, `kafka` and `streams` are it."""
+"""The bus: durable topics between the stages. `contract` says what it does; Kafka and Redis Streams do it."""
 
 from penstock.bus.contract import Bus
 from penstock.names import Pipeline

@@ -1,18 +1,24 @@
-"""What a bus is: publish, poll, and settle. `KafkaBus` and `StreamsBus` keep this contract; one test suite holds both to it.
+"""What a bus is: publish, poll, and settle.
 
-A *delivery* is a message handed to one member of a stage's group. It stays with that member until it is settled, or until
-the bus takes it away (the member died, or the group was rebalanced) and redelivers it to another.
+`KafkaBus` and `StreamsBus` keep this contract; one test suite holds both to it.
 
-`settle` publishes the outputs and finishes the deliveries together: after a crash either all of it happened or none.
-Work finishes out of order; a restart repeats no finished work.
+A *delivery* is a message handed to one member of a stage's group. It stays with that member until it is settled, or
+until the bus takes it away (the member died, or the group was rebalanced) and redelivers it to another.
+
+`settle` publishes the outputs and finishes the deliveries together: after a crash either all of it happened or
+none. Work finishes out of order; a restart repeats no finished work.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, Self
 
+from penstock.errors import RequestTooLarge
+from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import ATTEMPT, PriorityClass, Stage
+
+MAX_MESSAGE_BYTES = 2 * MAX_REQUEST_BYTES - 4096
+"""Value, key and headers together: twice a request, less what a broker puts around a message."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +30,29 @@ class Outgoing:
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def num_bytes(self) -> int:
+        """What counts against `MAX_MESSAGE_BYTES`."""
+        words = (self.key or "", *self.headers, *self.headers.values())
+        return len(self.value) + sum(len(word.encode()) for word in words)
+
+
+def check_size(messages: Iterable[Outgoing]) -> None:
+    """Raise `RequestTooLarge` for a message no topic takes."""
+    for message in messages:
+        if message.num_bytes > MAX_MESSAGE_BYTES:
+            raise RequestTooLarge(
+                f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit"
+            )
+
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message as a member holds it. `position` names it within its topic (`<partition>:<offset>` or a stream id)."""
+    """A message as a member holds it.
+
+    `position` names it within its topic: `<partition>:<offset>` or a stream id, after `retry:` if it came by
+    the retry topic. `topic` is then the one it was first in.
+    """
 
     topic: str
     position: str
@@ -57,27 +82,35 @@ class Publisher(Protocol):
     """The producing side. Thread-safe."""
 
     def publish(self, messages: Sequence[Outgoing]) -> None:
-        """Write the messages; when this returns they are durable. Raises `BusUnavailable`, or `RequestTooLarge`."""
+        """Write the messages; when this returns they are durable.
+
+        Raises `RequestTooLarge` (nothing was written), or `BusUnavailable` (some may have been).
+        """
 
     def close(self) -> None:
         """Send what is left and free the connection."""
 
 
 class Member(Protocol):
-    """One member of a stage's group. `poll` belongs to one thread; `settle`, `retry` and `dead` may be called from any."""
+    """One member of a stage's group.
+
+    `poll` and `close` belong to one thread; `settle`, `retry`, `dead` and `held` may be called from any.
+    """
 
     def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """At most `room[klass]` deliveries of each class, interactive first; waits up to `timeout_s` for the first.
+        """At most `room[klass]` deliveries of each class, interactive first; waits up to `timeout_s` for any.
 
-        A class without room is paused, and the assignment kept. Messages of the retry topic that came from this
-        stage are delivered, under their original topic and class, once their not-before has passed.
+        A class without room is paused, and the assignment kept. Messages of the retry topic that came from
+        this stage are delivered, under their original topic and class, once their not-before has passed.
+        Raises `BusUnavailable` (polling again is safe, nothing is lost) or `MemberFenced`.
         """
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish all outputs and finish all deliveries, together.
 
-        Raises `DeliveryLost` (naming the lost ones; nothing was done), `BusUnavailable` (unknown whether it was done:
-        settling the same again is safe), or `MemberFenced`.
+        Raises `DeliveryLost` (naming the lost ones; nothing was done), `RequestTooLarge` (nothing was done),
+        `MemberFenced`, or `BusUnavailable`: it is unknown whether it was done, and settling the same again is
+        safe. `DeliveryLost` then says that it was done, or that another member has the delivery.
         """
 
     def retry(self, delivery: Delivery, reason: str, delay_s: float) -> None:
@@ -94,7 +127,7 @@ class Member(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Bus(Protocol):
@@ -110,7 +143,7 @@ class Bus(Protocol):
         """Join a stage's group under a stable name (its transactional id, its consumer name)."""
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Every message now visible in a topic, from its beginning, outside any group: for tools and tests."""
+        """Every message now visible in a topic, outside any group: for tools and tests."""
 
     def check(self) -> str:
         """One line about the server reached; raises `BusUnavailable`."""

@@ -73,14 +73,19 @@ class Stack:
 
     def stop(self) -> None:
         """End the workers in order, then the server."""
+        self.stop_workers()
+        if self._server is not None:
+            self._server.stop()
+
+    def stop_workers(self) -> None:
+        """Let every worker finish or hand back what it has, and leave."""
         children = [worker.child for worker in self.workers if worker.child is not None]
         for child in children:
             child.send(signal.SIGTERM)
-        for worker, child in zip(self.workers, children, strict=False):
+        for child in children:
             child.stop(timeout_s=30.0)
+        for worker in self.workers:
             worker.child = None
-        if self._server is not None:
-            self._server.stop()
 
     def tend(self) -> None:
         """Start again what died. To be called now and then."""

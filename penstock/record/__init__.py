@@ -1,7 +1,7 @@
 """The record of a request in Redis: who holds it, which job settles it, and everything it has said.
 
-`Record` is the workers' side (claim, append, finish, …), `LeaseKeeper` keeps their leases, `Log` is the readers'
-side. Each change is one Lua script under `lua/`, which says what a crash around it costs.
+`Record` is the workers' side (claim, append, finish, …), `LeaseKeeper` keeps leases, `Log` is for readers.
+Each change is one Lua script under `lua/`, which says what a crash around it costs.
 """
 
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, body_hash

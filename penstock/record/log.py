@@ -1,4 +1,4 @@
-"""The readers' side of the record: the log, the status, the wish to cancel; plain, and the same for asyncio."""
+"""The readers' side of the record: the log, the status, the wish to cancel; also for asyncio."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast

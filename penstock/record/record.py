@@ -1,4 +1,4 @@
-"""The workers' side of the record: each method is one of its scripts; `lua/` says what a crash around each costs."""
+"""The workers' side of the record: each method is one of its scripts, explained under `lua/`."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from penstock.settings import RecordSettings
 class Record:
     """The records of one pipeline's requests. `client` is a `redis.Redis` without `decode_responses`.
 
-    Thread-safe, except that `append`, `send_append` and `collect` belong to one thread: they share a connection.
+    Thread-safe, except that `append`, `send_append` and `collect` share a connection: one thread's.
     """
 
     def __init__(self, client: "redis.Redis", pipeline: Pipeline, settings: RecordSettings) -> None:
@@ -69,7 +69,7 @@ class Record:
         )
 
     def append(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> list[AppendOutcome]:
-        """Append one token to each claim's log, in one round trip; the outcomes in the order of the entries."""
+        """Append one token to each claim's log, in one round trip; outcomes in the order of the entries."""
         self.send_append(entries)
         return self.collect()
 
@@ -84,8 +84,8 @@ class Record:
         """The outcomes of everything sent since the last `collect`, in that order.
 
         A lost connection is opened again, and what has no reply is sent again: a token that was written is
-        recognised. If that fails too, `redis.ConnectionError` or `redis.TimeoutError` is raised and nothing is
-        forgotten: call `collect` again.
+        recognised. If that fails too, raises `redis.ConnectionError` or `redis.TimeoutError`, forgetting
+        nothing: call `collect` again.
         """
         return self._appends.collect()
 
@@ -97,7 +97,7 @@ class Record:
         usage = end.usage.model_copy(update={"completion_tokens": claim.num_tokens})
         event = end.model_copy(update={"usage": usage}).encode()
         channel = self._pipeline.live_channel(claim.id)
-        args = [channel, claim.epoch, claim.num_tokens, event, self._keep_ms]
+        args: list[str | int | bytes] = [channel, claim.epoch, claim.num_tokens, event, self._keep_ms]
         return bool(scripts.FINISH.run(self._client, self._keys(claim.id), args))
 
     def handed(self, claim: Claim) -> bool:

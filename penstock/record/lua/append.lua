@@ -12,13 +12,14 @@
 
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'tokens', 'stage', 'cancelled')
 local n, position = tonumber(r[2]), tonumber(ARGV[4])
-if r[1] ~= ARGV[3] or position > n then return 0 end
+if r[1] ~= ARGV[3] then return 0 end
 if position < n then  -- sent again after its reply was lost?
   local entry = redis.call('XRANGE', KEYS[2], ARGV[4] .. '-1', ARGV[4] .. '-1')[1]
   return entry and entry[2][2] == ARGV[6] and 1 or 0
 end
 if r[3] == 'end' then return 0 end
 if r[4] then return 2 end
+if position > n then return 0 end
 
 redis.call('XADD', KEYS[2], ARGV[4] .. '-1', 'e', ARGV[6])
 redis.call('HSET', KEYS[1], 'tokens', n + 1, 'hash', ARGV[5], 'attempts', 0)

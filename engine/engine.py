@@ -1,0 +1,197 @@
+"""The engine: sequences in, one token each a step out.
+
+add() ─▶ waiting ─▶ [admit: blocks, cached prefix, imported KV] ─▶ running ─▶ step() … ─▶ remove()
+"""
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine import hooks
+from engine.batch import Batch
+from engine.model import LoadedModel, Progress, load
+from engine.pool import BlockPool
+from engine.sampler import Draw, sample
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.storage import KVStorage
+from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
+from penstock.settings import EngineSettings
+
+
+class Sampled(NamedTuple):
+    """A token that a step decided; it is in `seq.token_ids` already."""
+
+    seq: Sequence
+    token_id: int
+
+
+class Engine:
+    """One model, one pool of KV blocks, and the sequences that run on them. Not thread-safe: one thread
+    drives it.
+    """
+
+    def __init__(self, model: LoadedModel, settings: EngineSettings) -> None:
+        self.model = model
+        self.settings = settings
+        num_blocks = settings.pool_mb * 2**20 // model.layout.block_bytes
+        if num_blocks < 1:
+            raise ModelLoadError(
+                f"one KV block of {model.name!r} has {model.layout.block_bytes:,} bytes: "
+                f"PENSTOCK_ENGINE_POOL_MB={settings.pool_mb} has no room for it"
+            )
+        torch.set_num_threads(settings.threads)
+        self.pool = BlockPool(num_blocks, settings.block_size)
+        self.scheduler = Scheduler(self.pool)
+        self.storage = KVStorage(model.layout, num_blocks, model.device)
+        self._cache = hooks.PagedCache(self.storage)
+        model.module.set_attn_implementation(hooks.NAME)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
+
+    @classmethod
+    def open(cls, settings: EngineSettings, progress: Progress | None = None) -> "Engine":
+        """Load the model, prove that the engine gives its tokens, and return the engine.
+
+        Raises `ModelLoadError`, of which `EngineCheckFailed` means that the tokens differ from
+        `generate()`'s.
+        """
+        from engine.check import check
+
+        model = load(settings, progress)
+        check(model, settings, progress)
+        return cls(model, settings)
+
+    # What is in it
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of an exported block."""
+        return self.model.layout.block_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences added and not admitted."""
+        return self.scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences admitted that still generate."""
+        return self.scheduler.num_running
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that a new sequence could have, those only kept as cache included."""
+        return self.pool.num_free
+
+    def room(self) -> int:
+        """How many more sequences would run soon if they were added."""
+        return max(0, self.settings.max_batch - self.num_running - self.num_waiting)
+
+    def has_work(self) -> bool:
+        """Whether `step()` may have something to do."""
+        return self.num_running + self.num_waiting > 0
+
+    def cached_blocks(self, keys: list[bytes]) -> int:
+        """How many of the leading prefix keys the pool holds now."""
+        return self.pool.count_prefix(keys)
+
+    # Sequences come and go
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises `PromptTooLong` if it can never run, `InvalidRequest` for unknown token
+        ids.
+        """
+        length = seq.num_prompt + seq.max_new
+        if length > self.model.context_length:
+            raise PromptTooLong(
+                f"{seq.num_prompt:,} prompt tokens and up to {seq.max_new:,} new ones are {length:,}; "
+                f"the model's context has {self.model.context_length:,}"
+            )
+        needed = seq.blocks_needed(self.settings.block_size)
+        if needed > self.pool.num_blocks:
+            raise PromptTooLong(
+                f"{length:,} tokens need {needed:,} KV blocks; this worker's pool has {self.pool.num_blocks:,}"
+            )
+        if min(seq.token_ids) < 0 or max(seq.token_ids) >= self.model.vocab_size:
+            raise InvalidRequest(f"token ids must be between 0 and {self.model.vocab_size - 1}")
+        for index, payload in seq.imported:
+            if memoryview(payload).nbytes != self.block_bytes:
+                raise InternalError(
+                    f"{seq.id}: imported block {index} does not have {self.block_bytes} bytes"
+                )
+        self.scheduler.add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, finished or not, and free its blocks. A second time does nothing."""
+        self.scheduler.remove(seq)
+
+    def completed_blocks(self, seq: Sequence) -> int:
+        """Full blocks of the sequence whose KV is computed."""
+        return seq.num_computed // self.settings.block_size
+
+    def export_block(self, seq: Sequence, index: int) -> memoryview:
+        """A copy of the sequence's `index`-th block, `block_bytes` long; rows not computed are zero."""
+        num_rows = seq.num_computed - index * self.settings.block_size
+        assert 0 < num_rows, f"block {index} of {seq!r} holds nothing"
+        return self.storage.read(seq.blocks[index], min(num_rows, self.settings.block_size))
+
+    # The step
+
+    @torch.inference_mode()
+    def step(self) -> list[Sampled]:
+        """Run one batch: a token for each decoding sequence, and a part of the prompts that wait for theirs.
+
+        Returns the tokens decided; empty if nothing could run or only prompts were read.
+        """
+        plan = self.scheduler.schedule(self.settings.max_step_tokens, self.settings.max_batch)
+        if not plan:
+            return []
+        for seq, _ in plan:
+            if seq.imported:
+                self._import(seq)
+        batch = Batch(plan, self.settings.block_size, self.model.device)
+        logits = self._forward(batch)
+        for seq, num_tokens in batch.plan:
+            seq.num_computed += num_tokens
+            self._publish(seq, seq.num_computed - num_tokens)
+        draws = [Draw(seq.sampling, seq.seed, seq.num_output) for seq in batch.sampled]
+        sampled = [
+            Sampled(*pair) for pair in zip(batch.sampled, sample(logits[: len(draws)], draws), strict=True)
+        ]
+        for seq, token_id in sampled:
+            seq.append(token_id)
+        return sampled
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Logits [rows to keep, vocabulary]; the KV of all the batch's tokens is in the pool afterwards."""
+        if batch.fresh_blocks:
+            self.storage.clear(batch.fresh_blocks)
+        keep = {"logits_to_keep": batch.logits_to_keep} if self._keeps_logits else {}
+        token = hooks.current_batch.set(batch)
+        try:
+            output = self.model.module(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                past_key_values=self._cache,
+                use_cache=True,
+                **keep,
+            )
+        finally:
+            hooks.current_batch.reset(token)
+        logits: Tensor = output.logits[0]
+        return logits if keep else logits[batch.logits_to_keep]
+
+    def _import(self, seq: Sequence) -> None:
+        """Copy what the worker fetched into the sequence's own blocks."""
+        for index, payload in seq.imported:
+            self.storage.write(seq.blocks[index], payload)
+        seq.imported = []
+        self._publish(seq, 0)
+
+    def _publish(self, seq: Sequence, first_token: int) -> None:
+        """Let others share the prompt blocks that became full, from the one `first_token` is in."""
+        size = self.settings.block_size
+        for index in range(first_token // size, min(seq.num_computed // size, len(seq.prefix_keys))):
+            self.pool.publish(seq.blocks[index], seq.prefix_keys[index])

@@ -1,0 +1,98 @@
+"""From tokens to text, a token at a time: whole characters only, stop strings, and when to end.
+ The texts of a request add up to what its tokens decode to at once, and the same tokens always give the same
+texts.
+"""
+
+from typing import Any
+
+from penstock.messages import FinishReason, Sampling
+
+_UNKNOWN = "\ufffd"
+_MAX_INCOMPLETE = (
+    3  # an incomplete UTF-8 character has at most three bytes, each at most one replacement character
+)
+_WINDOW = 16  # tokens that are decoded together at most before the older ones are left behind
+
+
+class OutputState:
+    """The text side of one request's output."""
+
+    def __init__(
+        self, tokenizer: Any, sampling: Sampling, eos_token_ids: frozenset[int], max_new: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = sampling.stop
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._eos_ids = frozenset() if sampling.ignore_eos else eos_token_ids
+        self._max_new = max_new
+        self._num_tokens = 0
+        self._window: list[int] = []
+        self._num_old = 0
+        """Leading tokens of the window that are there only as context: their text is out."""
+        self._num_out = 0
+        """Characters of the window's text that have left it."""
+        self._held = ""
+        """Whole characters that may be the beginning of a stop string."""
+
+    def push(self, token_id: int) -> tuple[str, FinishReason | None]:
+        """The text this token adds, and why the output ends with it, if it does.
+
+        The text of the last token includes everything held back, up to a stop string if one was found.
+        """
+        self._num_tokens += 1
+        ends = token_id in self._eos_ids or token_id in self._stop_ids
+        is_last = ends or self._num_tokens >= self._max_new
+        if not ends:
+            self._window.append(token_id)
+        self._held += self._take(everything=is_last)
+        found = _first(self._held, self._stop)
+        if found is not None:
+            text, self._held = self._held[:found], ""
+            return text, "stop"
+        if is_last:
+            return self.flush(), "stop" if ends else "length"
+        keep = _longest_beginning(self._held, self._stop)
+        text = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return text, None
+
+    def flush(self) -> str:
+        """Whatever is held back, for a stream that is cut short. Nothing may be pushed after it."""
+        text = self._held + self._take(everything=True)
+        self._held = ""
+        return text
+
+    def _take(self, *, everything: bool) -> str:
+        """Text of the window that has not left it; without `everything`, only characters that cannot change."""
+        text = self._decode(self._window)
+        end = len(text)
+        if not everything:
+            while end > max(self._num_out, len(text) - _MAX_INCOMPLETE) and text[end - 1] == _UNKNOWN:
+                end -= 1
+        new = text[self._num_out : end]
+        self._num_out = max(self._num_out, end)
+        if end == len(text) and len(self._window) >= _WINDOW:
+            # Some tokenizers write a token differently at the beginning of a text: keep what came in last as
+            # context.
+            self._window = self._window[self._num_old or len(self._window) // 2 :]
+            self._num_old = len(self._window)
+            self._num_out = len(self._decode(self._window))
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _first(text: str, stops: list[str]) -> int | None:
+    """Where the first stop string in `text` begins."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return min(places, default=None)
+
+
+def _longest_beginning(text: str, stops: list[str]) -> int:
+    """How many last characters of `text` are the beginning of a stop string."""
+    longest = min(len(text), max(map(len, stops), default=1) - 1)
+    return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)

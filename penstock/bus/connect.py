@@ -1,0 +1,17 @@
+"""Which bus the settings ask for."""
+
+from penstock.bus.contract import Bus
+from penstock.names import Pipeline
+from penstock.settings import Addresses, BusSettings
+
+
+def connect(addresses: Addresses, settings: BusSettings) -> Bus:
+    """Kafka where an address is given, else Redis Streams on the stream server. Nothing is sent yet."""
+    pipeline = Pipeline(addresses.pipeline)
+    if addresses.kafka:
+        from penstock.bus.kafka import KafkaBus
+
+        return KafkaBus(pipeline, addresses.kafka, settings)
+    from penstock.bus.streams import StreamsBus
+
+    return StreamsBus(pipeline, addresses.stream_url, settings)

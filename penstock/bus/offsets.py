@@ -1,0 +1,150 @@
+"""Which offsets of one partition are done, when work ends out of order. Plain Python, no I/O.
+
+The committed offset is the first *delivered* offset that is not finished (or the one after the last delivered),
+and the commit's metadata carries the finished ones beyond it. Offsets that the log leaves out (transaction markers,
+aborted messages) are known as such once a later one was delivered, and count as finished: so runs stay runs.
+
+    offset     10 11 12 13 14 15 16 17
+    state       f  f  .  f  -  f  f          f finished   . unfinished   - left out by the log
+    committed        12, and the metadata says 13..16
+"""
+
+import base64
+import binascii
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
+
+MAX_METADATA_BYTES = 4000
+"""A broker takes 4,096 by default."""
+
+_PREFIX = "penstock1:"
+Range = tuple[int, int]
+"""First and last offset, both included."""
+
+
+class PartitionOffsets:
+    """Delivered and finished offsets of one partition, from the committed offset on."""
+
+    def __init__(self, committed: int, metadata: str = "") -> None:
+        self._next = committed  # the offset after the last delivered
+        self._unfinished: dict[int, None] = {}  # in delivery order, so ascending
+        self._finished: list[Range] = [run for run in decode(metadata, committed) if run[0] >= committed]
+
+    @property
+    def num_unfinished(self) -> int:
+        """Delivered and not finished."""
+        return len(self._unfinished)
+
+    def deliver(self, offset: int) -> bool:
+        """Note the next offset of the log; False if its work was finished before a restart."""
+        if offset < self._next:
+            return False
+        if offset > self._next:
+            self._finished = _union([*self._finished, (self._next, offset - 1)])
+        self._next = offset + 1
+        if _contains(self._finished, offset):
+            return False
+        self._unfinished[offset] = None
+        return True
+
+    def is_unfinished(self, offset: int) -> bool:
+        """Whether the offset was delivered and is not finished."""
+        return offset in self._unfinished
+
+    def commit(self, also: Collection[int] = ()) -> tuple[int, str]:
+        """Offset and metadata to commit, as if the offsets in `also` were finished too; changes nothing."""
+        first = next((offset for offset in self._unfinished if offset not in also), self._next)
+        beyond = _union([*self._finished, *((offset, offset) for offset in also)])
+        return first, encode([(max(low, first), high) for low, high in beyond if high >= first], first)
+
+    def finish(self, offsets: Iterable[int]) -> None:
+        """Note that the work of these delivered offsets is done, and committed or about to be."""
+        done = list(offsets)
+        for offset in done:
+            del self._unfinished[offset]
+        first = next(iter(self._unfinished), self._next)
+        runs = _union([*self._finished, *((offset, offset) for offset in done)])
+        self._finished = [run for run in runs if run[1] >= first]
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the parts contradict each other."""
+        assert list(self._unfinished) == sorted(self._unfinished)
+        assert all(offset < self._next for offset in self._unfinished)
+        assert all(low <= high for low, high in self._finished)
+        assert all(a[1] + 1 < b[0] for a, b in zip(self._finished, self._finished[1:], strict=False))
+        assert not any(_contains(self._finished, offset) for offset in self._unfinished)
+
+
+def encode(runs: Iterable[Range], base: int) -> str:
+    """Ascending, separate runs at or after `base` as text of at most `MAX_METADATA_BYTES`.
+
+    What does not fit is left out, from the far end: that work may be done twice.
+    """
+    packed = bytearray()
+    end = base
+    for low, high in runs:
+        step = _varint(low - end) + _varint(high - low)
+        if len(_PREFIX) + (len(packed) + len(step) + 2) // 3 * 4 > MAX_METADATA_BYTES:
+            break
+        packed += step
+        end = high
+    return _PREFIX + base64.b64encode(packed).decode() if packed else ""
+
+
+def decode(text: str | None, base: int) -> list[Range]:
+    """The runs in a commit's metadata. Of text that is not ours, or damaged, none: work is repeated."""
+    if not text or not text.startswith(_PREFIX):
+        return []
+    try:
+        packed = base64.b64decode(text[len(_PREFIX) :], validate=True)
+    except (binascii.Error, ValueError):
+        return []
+    numbers = _read_varints(packed)
+    if numbers is None or len(numbers) % 2:
+        return []
+    runs: list[Range] = []
+    end = base
+    for skip, length in zip(numbers[::2], numbers[1::2], strict=True):
+        low = end + skip
+        end = low + length
+        runs.append((low, end))
+    return _union(runs)
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _read_varints(packed: bytes) -> list[int] | None:
+    numbers: list[int] = []
+    number = shift = 0
+    for byte in packed:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            numbers.append(number)
+            number = shift = 0
+        elif shift > 63:
+            return None
+    return numbers if shift == 0 else None
+
+
+def _union(runs: list[Range]) -> list[Range]:
+    """The same offsets as ascending runs that neither overlap nor touch."""
+    merged: list[Range] = []
+    for low, high in sorted(runs):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def _contains(runs: list[Range], offset: int) -> bool:
+    at = bisect_right(runs, (offset, float("inf"))) - 1
+    return at >= 0 and runs[at][0] <= offset <= runs[at][1]

@@ -1,0 +1,119 @@
+"""The retry and dead-letter topics, the same on both buses.
+
+Both stages' groups read the one retry topic. A message there says in its headers where it came from (`ORIGIN`),
+how often it was tried (`ATTEMPT`), why (`REASON`), and from when on it may be tried again (`NOT_BEFORE`, milliseconds
+since the epoch). Each group delivers those that came from its own stage and passes over the others.
+"""
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from penstock.bus.contract import Delivery, Outgoing
+from penstock.names import ATTEMPT, CLASSES, NOT_BEFORE, ORIGIN, REASON, Pipeline, PriorityClass, Stage
+
+SHELF_CAPACITY = 1024
+"""Messages a member keeps while they are not due. With more it stops reading the retry topic for a while."""
+
+MAX_REASON_CHARS = 1000
+_RETRY_POSITION = "retry:"
+
+Verdict = Literal["ours", "theirs", "nobody"]
+
+
+def retry_message(pipeline: Pipeline, delivery: Delivery, reason: str, delay_s: float) -> Outgoing:
+    """What goes to the retry topic for a delivery: attempt + 1, not before `delay_s` from now."""
+    headers = dict(delivery.headers)
+    headers[ORIGIN] = delivery.topic
+    headers[ATTEMPT] = str(delivery.attempt + 1)
+    headers[NOT_BEFORE] = str(int((time.time() + delay_s) * 1000))
+    headers[REASON] = reason[:MAX_REASON_CHARS]
+    return Outgoing(pipeline.retries, delivery.value, delivery.key, headers)
+
+
+def dead_message(pipeline: Pipeline, delivery: Delivery, reason: str) -> Outgoing:
+    """What goes to the dead-letter topic for a delivery."""
+    headers = {name: value for name, value in delivery.headers.items() if name != NOT_BEFORE}
+    headers[ORIGIN] = delivery.topic
+    headers[REASON] = reason[:MAX_REASON_CHARS]
+    return Outgoing(pipeline.dead, delivery.value, delivery.key, headers)
+
+
+def retry_position(position: str) -> str:
+    """How a delivery that came by the retry topic names its place there."""
+    return _RETRY_POSITION + position
+
+
+def place(pipeline: Pipeline, delivery: Delivery) -> tuple[str, str]:
+    """Topic and position where a delivery's message really lies: the retry topic if it came by that."""
+    if delivery.position.startswith(_RETRY_POSITION):
+        return pipeline.retries, delivery.position[len(_RETRY_POSITION) :]
+    return delivery.topic, delivery.position
+
+
+def judge(pipeline: Pipeline, stage: Stage, headers: Mapping[str, str]) -> Verdict:
+    """Whose a message of the retry topic is.
+
+    One that comes from no stage's topic is nobody's; the prefill group puts it to the dead letters.
+    """
+    origin = headers.get(ORIGIN)
+    if origin in pipeline.inputs(stage).values():
+        return "ours"
+    known = (*pipeline.inputs("prefill").values(), *pipeline.inputs("decode").values())
+    return "theirs" if origin in known or stage != "prefill" else "nobody"
+
+
+def as_original(pipeline: Pipeline, stage: Stage, delivery: Delivery) -> Delivery:
+    """A delivery of the retry topic that is ours, under its original topic and class."""
+    topics = pipeline.inputs(stage)
+    origin = delivery.headers[ORIGIN]
+    klass = next(klass for klass in CLASSES if topics[klass] == origin)
+    return replace(delivery, topic=origin, klass=klass, position=retry_position(delivery.position))
+
+
+class Shelf:
+    """Deliveries that wait for their not-before; none holds up another."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[PriorityClass, list[tuple[float, int, Delivery]]] = {klass: [] for klass in CLASSES}
+        self._count = itertools.count()
+
+    def __len__(self) -> int:
+        return sum(len(heap) for heap in self._heaps.values())
+
+    def __iter__(self) -> Iterator[Delivery]:
+        return (entry[2] for heap in self._heaps.values() for entry in heap)
+
+    @property
+    def space(self) -> int:
+        """How many more may be put here."""
+        return max(0, SHELF_CAPACITY - len(self))
+
+    def put(self, delivery: Delivery) -> None:
+        """Keep a delivery until it is due; one without a readable not-before is due now."""
+        text = delivery.headers.get(NOT_BEFORE, "0")
+        due_s = int(text) / 1000 if text.isascii() and text.isdecimal() and len(text) < 16 else 0.0
+        heapq.heappush(self._heaps[delivery.klass], (due_s, next(self._count), delivery))
+
+    def take(self, klass: PriorityClass, room: int) -> list[Delivery]:
+        """At most `room` deliveries of the class that are due, the longest due first."""
+        heap, now_s = self._heaps[klass], time.time()
+        taken: list[Delivery] = []
+        while heap and len(taken) < room and heap[0][0] <= now_s:
+            taken.append(heapq.heappop(heap)[2])
+        return taken
+
+    def wait_s(self, room: Mapping[PriorityClass, int]) -> float | None:
+        """How long until the next one of a class with room is due; None if there is none."""
+        dues = [heap[0][0] for klass, heap in self._heaps.items() if heap and room.get(klass, 0) > 0]
+        return max(0.0, min(dues) - time.time()) if dues else None
+
+    def drop(self, unwanted: Callable[[Delivery], bool]) -> None:
+        """Forget deliveries that are not ours any more."""
+        for klass, heap in self._heaps.items():
+            kept = [entry for entry in heap if not unwanted(entry[2])]
+            heapq.heapify(kept)
+            self._heaps[klass] = kept

@@ -1,0 +1,158 @@
+"""The bus on Redis Streams: one stream a topic, one consumer group a stage. The embedded default.
+
+A message stays in its stream until it is settled, and is then deleted; results and dead letters are kept, trimmed
+to about `KEPT_ENTRIES`. What is published is as durable as the server's `appendfsync` makes it.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from penstock.bus.contract import Outgoing, check_size
+from penstock.errors import BusUnavailable
+from penstock.names import Pipeline, Stage
+from penstock.settings import BusSettings
+
+if TYPE_CHECKING:
+    from penstock.bus.streams_member import StreamsMember
+
+KEPT_ENTRIES = 50_000
+"""About how many results and dead letters are kept."""
+
+READ_ALL_PAGE = 1000
+
+
+class StreamsBus:
+    """Redis Streams as the bus of one pipeline."""
+
+    def __init__(self, pipeline: Pipeline, url: str, settings: BusSettings) -> None:
+        self.pipeline = pipeline
+        self.url = url
+        self.settings = settings
+
+    def create_topics(self) -> list[str]:
+        """Make the streams and both stages' groups; a group sees what was published before it was made."""
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            missing = [topic for topic in self.pipeline.topics() if not client.exists(self._key(topic))]
+            stages: tuple[Stage, ...] = ("prefill", "decode")
+            for stage in stages:
+                create_groups(client, self.pipeline, stage)
+        return missing
+
+    def publisher(self) -> "StreamsPublisher":
+        """A producing side of its own."""
+        return StreamsPublisher(self)
+
+    def member(self, stage: Stage, name: str) -> "StreamsMember":
+        """Join a stage's group; an older member of the same name is fenced."""
+        from penstock.bus.streams_member import StreamsMember
+
+        return StreamsMember(self, stage, name)
+
+    def read_all(self, topic: str) -> list[Outgoing]:
+        """Every message now in a topic; work that is settled is not there any more."""
+        found: list[Outgoing] = []
+        start = "-"
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            while True:
+                page: Any = client.xrange(self._key(topic), start, "+", count=READ_ALL_PAGE)
+                if not page:
+                    return found
+                found += [Outgoing(topic, *decode(fields)) for _, fields in page]
+                start = f"({page[-1][0].decode()}"
+
+    def check(self) -> str:
+        """One line about the server reached; raises `BusUnavailable`."""
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            info = client.info("server")
+        name = info.get("server_name", "redis")
+        return (
+            f"Redis Streams on {name} {info.get('valkey_version') or info.get('redis_version')} at {self.url}"
+        )
+
+    def _key(self, topic: str) -> str:
+        return self.pipeline.stream_key(topic)
+
+
+class StreamsPublisher:
+    """Adds messages to streams."""
+
+    def __init__(self, bus: StreamsBus) -> None:
+        self._bus = bus
+        self._client = connect(bus.url)
+
+    def publish(self, messages: Sequence[Outgoing]) -> None:
+        """Add the messages, all or none; raises `BusUnavailable`, or `RequestTooLarge`."""
+        check_size(messages)
+        with bus_errors(), self._client.pipeline(transaction=len(messages) > 1) as batch:
+            for message in messages:
+                fields: dict[Any, Any] = encode(message)
+                keep = kept(self._bus.pipeline, message.topic) or None
+                batch.xadd(self._bus.pipeline.stream_key(message.topic), fields, maxlen=keep)
+            batch.execute()
+
+    def close(self) -> None:
+        """Free the connection."""
+        self._client.close()
+
+
+def connect(url: str, read_timeout_s: float = 10.0) -> "redis.Redis":
+    """A client that never repeats a command by itself: whoever calls knows what a repetition means."""
+    return redis.Redis.from_url(
+        url,
+        protocol=2,
+        socket_timeout=read_timeout_s,
+        socket_connect_timeout=5.0,
+        socket_keepalive=True,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+@contextlib.contextmanager
+def bus_errors() -> Iterator[None]:
+    """Turn what the client raises into `BusUnavailable`."""
+    try:
+        yield
+    except redis.RedisError as error:
+        raise BusUnavailable(f"Redis: {error}") from error
+
+
+def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> None:
+    """Make a stage's group on its streams and on the retry topic where it is missing, from the beginning."""
+    for topic in (*pipeline.inputs(stage).values(), pipeline.retries):
+        try:
+            client.xgroup_create(pipeline.stream_key(topic), pipeline.group(stage), id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+
+def kept(pipeline: Pipeline, topic: str) -> int:
+    """To how many entries a topic is trimmed; 0 for work, which is never trimmed."""
+    return KEPT_ENTRIES if topic in {pipeline.results, pipeline.dead} else 0
+
+
+def encode(message: Outgoing) -> dict[str, str | bytes]:
+    """A stream entry: `value`, and where there are any `key` and `headers` (a JSON object)."""
+    fields: dict[str, str | bytes] = {"value": message.value}
+    if message.key is not None:
+        fields["key"] = message.key
+    if message.headers:
+        fields["headers"] = json.dumps(dict(message.headers))
+    return fields
+
+
+def decode(fields: dict[bytes, bytes]) -> tuple[bytes, str | None, dict[str, str]]:
+    """Value, key and headers of a stream entry. Headers that are no JSON object of strings are left out."""
+    key = fields.get(b"key")
+    headers: dict[str, str] = {}
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(fields.get(b"headers", b"{}"))
+        if isinstance(found, dict):
+            headers = {name: text for name, text in found.items() if isinstance(text, str)}
+    return fields.get(b"value", b""), None if key is None else key.decode(errors="replace"), headers

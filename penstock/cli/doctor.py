@@ -1,0 +1,166 @@
+"""`penstock doctor`: is everything here that a pipeline needs, and what to do about what is not."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import redis
+import typer
+from rich.console import Console
+
+from penstock.bus import open_bus
+from penstock.errors import DependencyMissing, PenstockError
+from penstock.local.kafka import find_java
+from penstock.local.valkey import find_binary
+from penstock.settings import Addresses, BusSettings, EngineSettings, load
+from penstock.status import worker_status
+
+State = Literal["ok", "note", "fail"]
+STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `advice` says what to do."""
+
+    state: State
+    what: str
+    found: str
+    advice: str = ""
+
+
+def doctor() -> None:
+    """Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails."""
+    console = Console(highlight=False)
+    failed = False
+    for finding in findings():
+        failed |= finding.state == "fail"
+        console.print(f"[{STYLES[finding.state]}]{finding.state:4}[/]  {finding.what:18} {finding.found}")
+        if finding.advice:
+            console.print(f"      {'':18} → {finding.advice}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def findings() -> Iterator[Finding]:
+    """Every check, in order."""
+    addresses = load(Addresses)
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _python,
+        _packages,
+        _machine,
+        _model,
+        _servers,
+        lambda: _redis("stream Redis", addresses.stream_url, evicting_is_fine=False),
+        lambda: _redis("KV Redis", addresses.kv_url or addresses.stream_url, evicting_is_fine=True),
+        lambda: _bus(addresses),
+        lambda: _workers(addresses),
+    ]
+    for check in checks:
+        yield from check()
+
+
+def _python() -> Iterator[Finding]:
+    version = platform.python_version()
+    if sys.version_info < (3, 11):
+        yield Finding("fail", "Python", version, "Penstock needs 3.11 or newer")
+    else:
+        yield Finding("ok", "Python", version)
+
+
+def _packages() -> Iterator[Finding]:
+    for name, extra in (("confluent-kafka", ""), ("redis", ""), ("torch", "worker"), ("transformers", "worker")):
+        try:
+            yield Finding("ok", name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            advice = f"pip install 'penstock[{extra}]'" if extra else "pip install penstock"
+            yield Finding("note" if extra else "fail", name, "not installed", f"a worker needs it: {advice}")
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("ok", "cores", str(os.cpu_count()))
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, workers run on the CPU"
+        yield Finding("ok", "GPU", found)
+
+
+def _model() -> Iterator[Finding]:
+    name = load(EngineSettings).model
+    if name == "demo":
+        spec = importlib.util.find_spec("engine")
+        there = spec is not None and (Path(spec.origin or "").parent / "demo/model/model.safetensors").exists()
+        advice = "" if there else "install the project again, or make the model: python -m engine.demo.train"
+        yield Finding("ok" if there else "fail", "model", "demo, shipped" if there else "demo is missing", advice)
+    elif Path(name).is_dir():
+        there = any(Path(name).glob("*.safetensors")) and (Path(name) / "config.json").exists()
+        advice = "" if there else "the directory needs config.json, a tokenizer and *.safetensors"
+        yield Finding("ok" if there else "fail", "model", name, advice)
+    else:
+        yield Finding("note", "model", f"{name}: no directory here, would be fetched from the hub")
+
+
+def _servers() -> Iterator[Finding]:
+    """What the embedded stack and a local Kafka could be started from."""
+    for what, find in (("Valkey program", lambda: str(find_binary())), ("Java for Kafka", find_java)):
+        try:
+            yield Finding("ok", what, find())
+        except DependencyMissing as missing:
+            yield Finding("note", what, "not found", str(missing))
+    maven = shutil.which("mvn")
+    advice = "" if maven else "only for a local Kafka without containers: apt-get install maven"
+    yield Finding("ok" if maven else "note", "Maven for Kafka", maven or "not found", advice)
+
+
+def _redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
+    try:
+        with redis.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2, retry=None) as client:
+            version = client.info("server")["redis_version"]
+            memory, persistence = client.info("memory"), client.info("persistence")
+    except (redis.RedisError, ValueError) as error:
+        advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL / PENSTOCK_KV_URL"
+        yield Finding("fail", what, f"{url}: {error}", advice)
+        return
+    policy = memory.get("maxmemory_policy", "?")
+    if not evicting_is_fine and policy != "noeviction" and memory.get("maxmemory", 0):
+        yield Finding("fail", what, f"{url}: evicts ({policy})", "logs must not be evicted: maxmemory-policy noeviction")
+    elif not evicting_is_fine and not persistence.get("aof_enabled"):
+        yield Finding("note", what, f"{url}: {version}, no append-only file", "a restart loses streams: appendonly yes")
+    else:
+        yield Finding("ok", what, f"{url}: {version}")
+
+
+def _bus(addresses: Addresses) -> Iterator[Finding]:
+    kind = "Kafka" if addresses.kafka else "bus (Redis Streams)"
+    try:
+        bus = open_bus(addresses, load(BusSettings))
+        yield Finding("ok", kind, bus.check())
+        missing = bus.missing_topics()
+    except (PenstockError, redis.RedisError) as error:
+        where = addresses.kafka or addresses.stream_url
+        yield Finding("fail", kind, f"{where}: {error}", "start it, or set PENSTOCK_KAFKA / PENSTOCK_STREAM_URL")
+        return
+    if missing:
+        yield Finding("fail", "topics", f"{len(missing)} missing, first {missing[0]}", "penstock topics create")
+    else:
+        yield Finding("ok", "topics", "all there")
+
+
+def _workers(addresses: Addresses) -> Iterator[Finding]:
+    try:
+        workers = worker_status(addresses)
+    except redis.RedisError:
+        return
+    for stage in ("prefill", "decode"):
+        here = [worker for worker in workers if worker["stage"] == stage]
+        ready = [worker for worker in here if worker["state"] == "ready"]
+        found = f"{len(ready)} ready of {len(here)}"
+        advice = "" if ready else f"penstock worker {stage} (or penstock up)"
+        yield Finding("ok" if ready else "fail", f"{stage} workers", found, advice)

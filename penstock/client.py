@@ -1,0 +1,246 @@
+"""The client: submit requests, read their streams, from anywhere that reaches the bus and Redis.
+
+    with Client(redis="redis://127.0.0.1:6379/0", pipeline="demo") as client:
+        for event in client.generate("Once upon a time", max_tokens=50):
+            print(event.text, end="")
+
+`penstock.aio.AsyncClient` has the same methods for asyncio.
+"""
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+from opentelemetry.context import get_current
+from opentelemetry.trace import Span
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from penstock import messages, names, tracing
+from penstock.bus.connect import connect
+from penstock.bus.contract import Outgoing, Publisher
+from penstock.errors import IdConflict, InvalidRequest, StreamExpired, StreamTimeout
+from penstock.messages import ChatMessage, EndEvent, FinishReason, Request, Sampling, Timings, TokenEvent, Usage
+from penstock.names import Pipeline, PriorityClass
+from penstock.reader import Event, StreamReader
+from penstock.record.claim import body_hash
+from penstock.record.live import LiveThread
+from penstock.record.log import Log, Status, parse_event
+from penstock.settings import Addresses, BusSettings, RecordSettings, load
+
+SILENCE_S = 1.0
+"""A stream silent for this long is looked up in the log: its live events may be going nowhere."""
+UNREACHABLE = (RedisConnectionError, RedisTimeoutError)
+
+
+class RequestFields(TypedDict, total=False):
+    """What may be said of a request besides its prompt: the fields of `Request` and `Sampling`."""
+
+    messages: Sequence[ChatMessage | dict[str, str]]
+    token_ids: Sequence[int]
+    id: str | None
+    model: str | None
+    tenant: str
+    klass: PriorityClass
+    deadline: float | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    max_tokens: int
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer."""
+
+    id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+
+
+class Client:
+    """Submits requests and reads their streams. Thread-safe; one pub/sub connection however many streams.
+
+    Addresses come from `addresses`, else from the `PENSTOCK_…` settings; `kafka`, `redis` and `pipeline` go before both.
+    """
+
+    def __init__(
+        self, addresses: Addresses | None = None, *, kafka: str = "", redis: str = "", pipeline: str = ""
+    ) -> None:
+        self._addresses = resolve(addresses, kafka, redis, pipeline)
+        self._pipeline = Pipeline(self._addresses.pipeline)
+        self._redis = Redis.from_url(self._addresses.stream_url, retry=Retry(NoBackoff(), 1))
+        self._log = Log(self._redis, self._pipeline, load(RecordSettings))
+        self._lock = threading.Lock()
+        self._publisher: Publisher | None = None
+        self._live: LiveThread | None = None
+
+    def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
+        """Send a request; returns its id once it is durable, and so will be answered.
+
+        Raises `InvalidRequest`, `RequestTooLarge` or `IdConflict` before sending, `BusUnavailable` when it is not
+        known to be durable: submitting it again under the same id is safe.
+        """
+        request = make_request(prompt, fields)
+        if fields.get("id") is not None:
+            try:
+                check_conflict(request, self._log.status(request.id))
+            except UNREACHABLE:
+                pass  # the workers will tell
+        with self._lock:
+            if self._publisher is None:
+                self._publisher = connect(self._addresses, load(BusSettings)).publisher()
+        span, message = outgoing(self._pipeline, request)
+        with span_ended(span):
+            self._publisher.publish([message])
+        return request.id
+
+    def stream(self, request_id: str, after: str | None = None, timeout_s: float = 60.0) -> Iterator[Event]:
+        """A request's tokens as they come, after the event id `after`; the last item is the `EndEvent`.
+
+        An end with an error raises it instead. `timeout_s` is the longest silence borne (`StreamTimeout`), also before
+        the first token. Raises `StreamExpired` when the log is gone, `StreamDiverged` when it is another one.
+        """
+        return self._read(request_id, StreamReader(after), timeout_s)
+
+    def generate(
+        self, prompt: str | None = None, timeout_s: float = 60.0, **fields: Unpack[RequestFields]
+    ) -> Iterator[Event]:
+        """Submit a request and stream its answer."""
+        return self.stream(self.submit(prompt, **fields), timeout_s=timeout_s)
+
+    def result(self, request_id: str, timeout_s: float = 60.0) -> Answer:
+        """The whole answer, when it is complete; raises as `stream` does."""
+        return answer_of(request_id, list(self.stream(request_id, timeout_s=timeout_s)))
+
+    def cancel(self, request_id: str) -> bool:
+        """Ask for a request's end; False when it has ended already."""
+        return self._log.cancel(request_id)
+
+    def close(self) -> None:
+        """Free all connections. Streams that are being read come to nothing."""
+        with self._lock:
+            publisher, self._publisher = self._publisher, None
+            live, self._live = self._live, None
+        if publisher is not None:
+            publisher.close()
+        if live is not None:
+            live.close()
+        self._redis.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self, request_id: str, reader: StreamReader, timeout_s: float) -> Iterator[Event]:
+        """Subscribe first, then read the log, then go on live; read the log again at a gap and after a silence."""
+        with self._lock:
+            if self._live is None:
+                self._live = LiveThread(self._addresses.stream_url)
+        with self._live.listen(self._pipeline.live_channel(request_id)) as mailbox:
+            over = time.monotonic() + timeout_s
+            while reader.end is None:
+                payload = mailbox.get(min(SILENCE_S, over - time.monotonic()))
+                news = reader.feed_live(parse_event(payload)) if payload is not None else []
+                if payload is None or reader.behind:
+                    news = self._catch_up(request_id, reader)
+                if news:
+                    yield from without_error(news)
+                    over = time.monotonic() + timeout_s
+                elif time.monotonic() >= over:
+                    raise StreamTimeout(f"nothing new about {request_id} for {timeout_s:g} s")
+
+    def _catch_up(self, request_id: str, reader: StreamReader) -> list[Event]:
+        try:
+            news = reader.feed_log(self._log.read(request_id, reader.log_after))
+            if reader.log_missing and self._log.status(request_id) is None:
+                raise StreamExpired(f"the log of {request_id} is gone")
+        except UNREACHABLE:
+            return []  # the next silence tries again
+        return news
+
+
+def resolve(addresses: Addresses | None, kafka: str, redis: str, pipeline: str) -> Addresses:
+    """`addresses`, or those of the environment, with what is given put in place."""
+    given = {"kafka": kafka, "stream_url": redis, "pipeline": pipeline}
+    given = {name: value for name, value in given.items() if value}
+    return load(Addresses, **given) if addresses is None else addresses.model_copy(update=given)
+
+
+def make_request(prompt: str | None, fields: RequestFields) -> Request:
+    """A valid request from what a caller gave. Raises `InvalidRequest` or `RequestTooLarge`."""
+    body: dict[str, Any] = {"prompt": prompt, "sampling": {}}
+    for name, value in fields.items():
+        (body["sampling"] if name in Sampling.model_fields else body)[name] = value
+    body["id"] = uuid.uuid4().hex if body.get("id") is None else body["id"]
+    try:
+        encoded = json.dumps(body, ensure_ascii=False, default=_plain).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(str(error)) from None
+    return messages.decode(Request, encoded)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ChatMessage):
+        return value.model_dump()
+    if isinstance(value, Iterable):
+        return list(value)
+    raise TypeError(f"a request cannot carry {type(value).__name__}")
+
+
+def check_conflict(request: Request, status: Status | None) -> None:
+    """Raise `IdConflict` if the id is known to belong to another body."""
+    if status is not None and status.body not in ("", body_hash(request)):
+        raise IdConflict(f"{request.id} was used for another request")
+
+
+def outgoing(pipeline: Pipeline, request: Request) -> tuple[Span, Outgoing]:
+    """The message to publish, and the span it begins, which is still to be ended."""
+    klass = request.klass or "interactive"
+    span = tracing.begin("request", get_current(), **{"penstock.id": request.id, "penstock.class": klass})
+    headers = {names.VERSION: str(request.v), names.TENANT: request.tenant, names.CLASS: klass}
+    if request.deadline is not None:
+        headers[names.DEADLINE] = str(request.deadline)
+    headers |= tracing.headers_of(tracing.within(span))
+    return span, Outgoing(pipeline.requests(klass), request.encode(), key=request.id, headers=headers)
+
+
+def without_error(news: Sequence[Event]) -> Iterator[Event]:
+    """The events; an end with an error raises it."""
+    for event in news:
+        if isinstance(event, EndEvent) and event.error is not None:
+            raise event.error.exception()
+        yield event
+
+
+def answer_of(request_id: str, events: Sequence[Event]) -> Answer:
+    """The answer that a whole stream makes."""
+    *tokens, end = events
+    assert isinstance(end, EndEvent), "a stream that raised nothing has its end"
+    return Answer(
+        id=request_id,
+        text="".join(event.text for event in events),
+        token_ids=[event.token for event in tokens if isinstance(event, TokenEvent)],
+        finish_reason=end.finish_reason,
+        usage=end.usage,
+        timings=end.timings,
+    )

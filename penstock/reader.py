@@ -1,0 +1,84 @@
+"""Putting a token stream together from two sources: a live channel that may drop events, and the log that has them all.
+
+No I/O: whoever drives a `StreamReader` feeds it what arrived, and reads the log when it says so.
+"""
+
+from collections.abc import Iterable
+
+from penstock.errors import StreamDiverged
+from penstock.messages import EndEvent, TokenEvent
+from penstock.names import START_HASH, parse_event_id, roll
+
+Event = TokenEvent | EndEvent
+
+
+class StreamReader:
+    """One reader's place in one stream: from the beginning, or after the event id it saw last.
+
+    Every event is given out once, in order. Each token's rolling hash is worked out again, so a stream that is not the
+    one read so far raises `StreamDiverged`.
+    """
+
+    def __init__(self, after: str | None = None) -> None:
+        self.behind = True
+        """An event is missing, or may be: read the log after position `log_after` and `feed_log` it."""
+        self.log_missing = False
+        """The log last fed lacks what this reader has seen: it expired, or it is being made again."""
+        self.end: EndEvent | None = None
+        self._first, self._hashes = 0, list[str]()
+        if after is not None:
+            self._first, rolled = parse_event_id(after)
+            self._hashes.append(rolled)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens this reader is past: the position it needs next."""
+        return self._first + len(self._hashes)
+
+    @property
+    def log_after(self) -> int:
+        """Where to read the log from: its first event is then the last one seen, as a proof that it is the same log."""
+        return max(self.num_tokens - 2, -1)
+
+    def feed_live(self, event: Event) -> list[Event]:
+        """What a live event adds: itself, or nothing. A gap before it makes the reader `behind`."""
+        if self._place(event) > self.num_tokens:
+            self.behind = True
+            return []
+        return self._take(event)
+
+    def feed_log(self, events: Iterable[Event]) -> list[Event]:
+        """What a reading of the log after position `log_after` adds."""
+        taken: list[Event] = []
+        num_events = 0
+        for event in events:
+            num_events += 1
+            if self._place(event) > self.num_tokens:
+                raise StreamDiverged(f"the log has a hole after token {self.num_tokens - 1}")
+            taken += self._take(event)
+        self.behind = False
+        self.log_missing = num_events == 0 and self.num_tokens > 0
+        return taken
+
+    def _place(self, event: Event) -> int:
+        """How many tokens come before the event."""
+        return event.usage.completion_tokens if isinstance(event, EndEvent) else parse_event_id(event.id)[0]
+
+    def _take(self, event: Event) -> list[Event]:
+        """The event if it is the next one, nothing if it was seen; it is not past the next one."""
+        if self.end is not None:
+            return []
+        if isinstance(event, EndEvent):
+            if self._place(event) < self.num_tokens:
+                raise StreamDiverged(f"the stream ended after {self._place(event)} of the {self.num_tokens} tokens seen")
+            self.end = event
+            return [event]
+        position, rolled = parse_event_id(event.id)
+        if position < self.num_tokens:
+            if position >= self._first and rolled != self._hashes[position - self._first]:
+                raise StreamDiverged(f"token {position} is another one than was seen")
+            return []
+        if rolled != roll(self._hashes[-1] if self._hashes else START_HASH, event.token):
+            raise StreamDiverged(f"token {position} does not follow what was seen")
+        self._hashes.append(rolled)
+        return [event]

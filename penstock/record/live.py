@@ -1,0 +1,140 @@
+"""The live side of the token streams: one pub/sub connection however many of them, for asyncio and for threads.
+
+Pub/sub drops what nobody listens to, so each new subscription is announced: then, read the log.
+"""
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import redis.asyncio
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+Deliver = Callable[[bytes | None], None]
+"""Takes each event's JSON, and None whenever the subscription has begun (anew): events may have been missed."""
+_RECONNECT_S = 0.1
+
+
+class LiveFeed:
+    """Subscriptions by channel. Belongs to the event loop it was made on."""
+
+    def __init__(self, url: str) -> None:
+        pool: Any = redis.asyncio.ConnectionPool.from_url(
+            url, protocol=2, socket_timeout=None, retry=Retry(NoBackoff(), 0)
+        )
+        self._connection: Any = pool.make_connection()
+        self._connected = False
+        self._listeners: dict[str, list[Deliver]] = {}
+        self._changed: asyncio.Queue[str] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+
+    def listen(self, channel: str, deliver: Deliver) -> None:
+        """Give `deliver` what the channel brings from now on."""
+        self._listeners.setdefault(channel, []).append(deliver)
+        self._changed.put_nowait(channel)
+
+    def leave(self, channel: str, deliver: Deliver) -> None:
+        """Give `deliver` nothing more."""
+        listeners = self._listeners.get(channel, [])
+        if deliver in listeners:
+            listeners.remove(deliver)
+        if not listeners:
+            self._listeners.pop(channel, None)
+            self._changed.put_nowait(channel)
+
+    async def close(self) -> None:
+        """End both tasks and the connection."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._connection.disconnect(nowait=True)
+
+    async def _write(self) -> None:
+        """Tell the server what changed. It is told again on a new connection, so what is lost here does not matter."""
+        while True:
+            channel = await self._changed.get()
+            if self._connected:
+                verb = "SUBSCRIBE" if channel in self._listeners else "UNSUBSCRIBE"
+                with suppress(redis.RedisError, OSError):
+                    await self._connection.send_command(verb, channel)
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                await self._connection.connect()
+                self._connected = True
+                if self._listeners:
+                    await self._connection.send_command("SUBSCRIBE", *self._listeners)
+                while True:
+                    self._dispatch(await self._connection.read_response(timeout=math.inf))
+            except (redis.RedisError, OSError):
+                self._connected = False
+                await self._connection.disconnect(nowait=True)
+                await asyncio.sleep(_RECONNECT_S)
+
+    def _dispatch(self, message: list[Any]) -> None:
+        kind, channel, content = message
+        if kind in (b"message", b"subscribe"):
+            for deliver in self._listeners.get(channel.decode(), ()):
+                deliver(content if kind == b"message" else None)
+
+
+class LiveThread:
+    """A `LiveFeed` on a thread of its own, for callers without an event loop. Thread-safe."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._loop = asyncio.new_event_loop()
+        self._feed: LiveFeed | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-live", daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    @contextmanager
+    def listen(self, channel: str) -> Iterator["Mailbox"]:
+        """What the channel brings, while the context lasts."""
+        feed, box = self._feed, Mailbox()
+        assert feed is not None, "the feed is made before the thread says that it has started"
+        self._loop.call_soon_threadsafe(feed.listen, channel, box.deliver)
+        try:
+            yield box
+        finally:
+            with suppress(RuntimeError):  # the loop is closed: nothing listens any more
+                self._loop.call_soon_threadsafe(feed.leave, channel, box.deliver)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            self._feed = runner.run(self._make_feed())
+            self._started.set()
+            self._loop.run_forever()
+            runner.run(self._feed.close())
+
+    async def _make_feed(self) -> LiveFeed:
+        return LiveFeed(self._url)
+
+
+class Mailbox:
+    """What one listener was given and has not looked at yet."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        self.deliver: Deliver = self._queue.put
+
+    def get(self, timeout_s: float) -> bytes | None:
+        """The next event's JSON; None when the subscription has begun, or when nothing came: read the log."""
+        try:
+            return self._queue.get(timeout=max(timeout_s, 0))
+        except Empty:
+            return None

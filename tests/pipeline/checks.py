@@ -1,0 +1,75 @@
+"""What a client and the results topic saw, held against the promises."""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from penstock.bus import open_bus
+from penstock.client import Client
+from penstock.messages import EndEvent, Request, Result, TokenEvent, decode
+from penstock.names import START_HASH, Pipeline, event_id, roll
+from penstock.settings import Addresses, BusSettings
+from tests.pipeline.workload import Answer
+
+
+class Streams:
+    """Reads the streams of many requests at once, each to its end."""
+
+    def __init__(self, client: Client, work: Sequence[Request], timeout_s: float = 90.0) -> None:
+        self._client, self._timeout_s = client, timeout_s
+        self._done = threading.Semaphore(0)
+        self.events: dict[str, list[TokenEvent | EndEvent]] = {request.id: [] for request in work}
+        self._pool = ThreadPoolExecutor(len(work))
+        self._futures = [self._pool.submit(self._read, request.id) for request in work]
+
+    def _read(self, request_id: str) -> None:
+        try:
+            for event in self._client.stream(request_id, timeout_s=self._timeout_s):
+                self.events[request_id].append(event)
+        finally:
+            self._done.release()
+
+    def wait_for(self, count: int) -> None:
+        """Until `count` more streams have ended."""
+        for _ in range(count):
+            assert self._done.acquire(timeout=self._timeout_s), "a stream does not end"
+
+    def finish(self) -> None:
+        """Until all have ended; raises what any reader raised."""
+        for future in self._futures:
+            future.result(self._timeout_s)
+        self._pool.shutdown()
+
+
+def results_of(addresses: Addresses) -> list[Result]:
+    """All results now visible in the pipeline's results topic."""
+    bus = open_bus(addresses, BusSettings())
+    return [decode(Result, message.value) for message in bus.read_all(Pipeline(addresses.pipeline).results)]
+
+
+def check_streams(streams: Streams, expected: dict[str, Answer]) -> None:
+    """Every position once, in order, with the right event id; the tokens and texts of the undivided model."""
+    for request_id, events in streams.events.items():
+        *tokens, end = events
+        assert isinstance(end, EndEvent), request_id
+        rolled = START_HASH
+        for position, event in enumerate(tokens):
+            assert isinstance(event, TokenEvent)
+            rolled = roll(rolled, event.token)
+            assert event.id == event_id(position, rolled), request_id
+        said = [event.token for event in tokens if isinstance(event, TokenEvent)]
+        assert said == expected[request_id].token_ids, request_id
+        assert "".join(event.text for event in events) == expected[request_id].text, request_id
+        assert end.finish_reason == expected[request_id].finish_reason, request_id
+
+
+def check_results(results: Sequence[Result], expected: dict[str, Answer]) -> None:
+    """Exactly one result for each id, with the tokens and text of the undivided model."""
+    counts = Counter(result.id for result in results if result.id in expected)
+    assert counts == Counter(expected.keys())
+    for result in results:
+        if result.id in expected:
+            answer = expected[result.id]
+            assert (result.token_ids, result.text) == (answer.token_ids, answer.text), result.id
+            assert result.error is None

@@ -1,0 +1,79 @@
+"""A whole pipeline in one process: one prefill and one decode worker, run until there is nothing to do."""
+
+from types import TracebackType
+from typing import Self
+
+import redis
+
+from decode_worker.worker import DecodeWorker
+from engine.engine import Engine
+from kvstore.store import KVStore, Layout
+from kvstore.tiers.redis import RedisTier
+from penstock.bus import open_bus
+from penstock.bus.contract import Member, Outgoing
+from penstock.messages import Request, Result, decode
+from penstock.names import Pipeline, Stage
+from penstock.record import Record
+from penstock.settings import Addresses, BusSettings, RecordSettings
+from prefill_worker.worker import PrefillWorker
+from tests.pipeline.workload import SETTINGS, demo_model
+
+
+class Line:
+    """The pipeline's arrows, one call each."""
+
+    def __init__(self, addresses: Addresses, record: RecordSettings | None = None) -> None:
+        self.addresses = addresses
+        self.pipeline = Pipeline(addresses.pipeline)
+        self.bus = open_bus(addresses, BusSettings())
+        self.bus.create_topics()
+        self.client = redis.Redis.from_url(addresses.stream_url)
+        self.record_settings = record or RecordSettings()
+        self.prefill = PrefillWorker(*self._parts("prefill"))
+        self.decode = DecodeWorker(*self._parts("decode"))
+        self.publisher = self.bus.publisher()
+
+    def _parts(self, stage: Stage) -> tuple[Pipeline, str, Engine, KVStore, Record, Member]:
+        engine = Engine(demo_model(), SETTINGS)
+        layout = Layout(engine.model.fingerprint, SETTINGS.block_size, engine.block_bytes)
+        store = KVStore(layout, [RedisTier(self.addresses.stream_url, 60.0)], "secret")
+        record = Record(self.client, self.pipeline, self.record_settings)
+        member = self.bus.member(stage, f"{stage}-0")
+        return self.pipeline, f"{stage}-0", engine, store, record, member
+
+    def publish(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
+        """Put raw bytes in the interactive requests topic, or another."""
+        self.publisher.publish([Outgoing(topic or self.pipeline.requests("interactive"), value, key)])
+
+    def send(self, *requests: Request) -> None:
+        """Publish requests."""
+        for request in requests:
+            self.publish(request.encode(), request.id)
+
+    def results(self) -> list[Result]:
+        """Everything in the results topic."""
+        return [decode(Result, message.value) for message in self.bus.read_all(self.pipeline.results)]
+
+    def dead(self) -> list[Outgoing]:
+        """Everything in the dead-letter topic."""
+        return self.bus.read_all(self.pipeline.dead)
+
+    def run_until(self, count: int) -> list[Result]:
+        """Turn both workers until the results topic has `count` messages."""
+        while len(results := self.results()) < count:
+            self.prefill.run_until_idle()
+            self.decode.run_until_idle()
+        return results
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.prefill.close()
+        self.decode.close()
+        self.publisher.close()
+        self.client.close()
+
+

@@ -1,0 +1,111 @@
+"""Bad input: a typed error as the one result, nobody stopped, nobody behind it blocked."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock import names
+from penstock.messages import Request, Sampling
+from penstock.names import Pipeline
+from penstock.settings import Addresses
+from tests.pipeline.line import Line
+
+GOOD: dict[str, Any] = {"v": 1, "prompt": "In the beginning", "sampling": {"max_tokens": 4, "temperature": 0}}
+TEN_MB = "a" * 10_000_000
+
+
+def body(**changes: Any) -> bytes:
+    return json.dumps(GOOD | changes).encode()
+
+
+def sampling(**changes: Any) -> dict[str, Any]:
+    return {"max_tokens": 4} | changes
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "not-json": (b"{not json", "invalid_request"),
+    "nothing": (b"", "invalid_request"),
+    "an-array": (b"[]", "invalid_request"),
+    "deep": (b"[" * 100_000, "invalid_request"),
+    "not-utf8": (b'{"v": 1, "id": "not-utf8", "prompt": "\xff\xfe"}', "invalid_request"),
+    "half-a-character": (b'{"v": 1, "id": "half-a-character", "prompt": "\\ud800"}', "invalid_request"),
+    "version": (body(id="version", v=2), "unsupported_version"),
+    "no-version": (json.dumps({"id": "no-version", "prompt": "x"}).encode(), "invalid_request"),
+    "unknown-field": (body(id="unknown-field", epoch=7), "invalid_request"),
+    "empty-prompt": (body(id="empty-prompt", prompt=""), "invalid_request"),
+    "no-tokens": (json.dumps({"v": 1, "id": "no-tokens", "token_ids": []}).encode(), "invalid_request"),
+    "two-prompts": (body(id="two-prompts", token_ids=[5]), "invalid_request"),
+    "unknown-token": (json.dumps({"v": 1, "id": "unknown-token", "token_ids": [10**6]}).encode(), "invalid_request"),
+    "long-prompt": (body(id="long-prompt", prompt="word " * 5000), "prompt_too_long"),
+    "no-max-tokens": (body(id="no-max-tokens", sampling=sampling(max_tokens=0)), "invalid_request"),
+    "huge-max-tokens": (body(id="huge-max-tokens", sampling=sampling(max_tokens=10**6)), "prompt_too_long"),
+    "negative-temperature": (
+        body(id="negative-temperature", sampling=sampling(temperature=-1)),
+        "invalid_request",
+    ),
+    "nan-temperature": (body(id="nan-temperature", sampling=sampling(temperature=math.nan)), "invalid_request"),
+    "past-deadline": (body(id="past-deadline", deadline=1.0), "deadline_exceeded"),
+    "unknown-model": (body(id="unknown-model", model="gpt-17"), "unknown_model"),
+    "wrong-class": (body(id="wrong-class", **{"class": "batch"}), "invalid_request"),
+    "bad-tenant": (body(id="bad-tenant", tenant="a\r\nb"), "invalid_request"),
+    "ten-megabytes": (body(id="ten-megabytes", prompt=TEN_MB), "request_too_large"),
+    "seven-megabytes": (body(id="seven-megabytes", prompt=TEN_MB[:7_000_000]), "prompt_too_long"),
+}  # fmt: skip
+
+
+@pytest.fixture(params=["embedded", "kafka"])
+def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
+    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)) as made:
+        yield made
+
+
+def test_each_bad_input_has_its_error_and_good_ones_go_on(line: Line) -> None:
+    for number, (name, (value, _)) in enumerate(BAD.items()):
+        line.publish(value, key=name)
+        line.send(Request(id=f"good-{number}", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
+    results = line.run_until(2 * len(BAD))
+    found = {result.id: result.error.code if result.error else "ok" for result in results}
+    assert len(results) == len(found)
+    assert {name: found[name] for name in BAD} == {name: code for name, (_, code) in BAD.items()}
+    assert all(found[f"good-{number}"] == "ok" for number in range(len(BAD)))
+
+
+def test_without_an_id_only_the_dead_letter_topic_can_tell(line: Line) -> None:
+    line.publish(b"{not json")
+    line.publish(json.dumps(GOOD | {"id": "no spaces allowed"}).encode())
+    line.send(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
+    results = line.run_until(1)
+    assert [result.id for result in results] == ["good"]
+    reasons = [message.headers[names.REASON] for message in line.dead()]
+    assert len(reasons) == 2
+    assert all(reason.startswith("invalid_request") for reason in reasons)
+
+
+def test_an_id_used_twice_with_another_body(line: Line) -> None:
+    """The first body keeps its one answer; the second goes to the dead-letter topic with the typed reason."""
+    first = Request(id="twice", prompt="In the beginning", sampling=Sampling(max_tokens=4, temperature=0))
+    line.send(first)
+    line.run_until(1)
+    line.send(first.model_copy(update={"prompt": "And God said"}), first)
+    line.send(first.model_copy(update={"id": "other"}))
+    results = line.run_until(2)
+    assert sorted(result.id for result in results) == ["other", "twice"]
+    assert all(result.error is None for result in results)
+    (dead,) = line.dead()
+    assert dead.headers[names.REASON].startswith("id_conflict")
+
+
+def test_a_deadline_in_the_middle(line: Line) -> None:
+    """What was said until then is in the result, and the error is typed."""
+    deadline = time.time() + 1.0
+    sampling = Sampling(max_tokens=900, temperature=0, ignore_eos=True)
+    line.send(Request(id="late", prompt="In the beginning", sampling=sampling, deadline=deadline))
+    (result,) = line.run_until(1)
+    assert result.error is not None
+    assert result.error.code == "deadline_exceeded"
+    assert result.usage.completion_tokens == len(result.token_ids)

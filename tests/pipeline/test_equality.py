@@ -1,0 +1,110 @@
+"""Splitting changes no token: two prefill and two decode workers as processes, undisturbed and killed again and again."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.client import Client
+from penstock.local.processes import wait_until
+from penstock.local.stack import Stack
+from penstock.messages import Request, Result
+from tests.pipeline.checks import Streams, check_results, check_streams, results_of
+from tests.pipeline.workload import SETTINGS, Answer, alone, requests
+
+pytestmark = pytest.mark.timeout(400)
+NUM_REQUESTS = 64
+NUM_KILLS = 4
+"""Of each kind of worker."""
+
+
+@pytest.fixture(scope="module", params=["embedded", "kafka"])
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
+    environment = {
+        "PENSTOCK_ENGINE_DTYPE": "float32",
+        "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(SETTINGS.max_step_tokens),
+        "PENSTOCK_ENGINE_MAX_BATCH": "16",
+        "PENSTOCK_ENGINE_POOL_MB": "64",
+        "PENSTOCK_RECORD_MAX_ATTEMPTS": str(3 * NUM_KILLS),
+    }
+    directory = tmp_path_factory.mktemp(f"stack-{request.param}")
+    name = f"equality-{request.param}-{random.getrandbits(32):08x}"  # noqa: S311
+    made = Stack(directory, pipeline=name, kafka=kafka, prefill=2, decode=2, environment=environment)
+    with made as running:
+        running.wait_ready(120)
+        yield running
+        running.stop_workers()
+        counts = Counter(result.id for result in results_of(running.addresses))
+        assert set(counts.values()) == {1}, "a request has more than one result"
+
+
+def submit(client: Client, work: list[Request]) -> None:
+    for request in work:
+        client.send(request)
+
+
+def results_when_all_there(stack: Stack, expected: dict[str, Answer]) -> list[Result]:
+    """The results, once each id has one: a settlement may wait for a dead worker's delivery to come back."""
+    found: list[Result] = []
+
+    def all_there() -> bool:
+        stack.tend()
+        found[:] = results_of(stack.addresses)
+        return expected.keys() <= {result.id for result in found}
+
+    wait_until(all_there, 90, "a result for every request", every_s=0.5)
+    return found
+
+
+def test_tokens_equal_the_undivided_model(stack: Stack) -> None:
+    work = requests(NUM_REQUESTS, "calm")
+    with Client(stack.addresses) as client:
+        submit(client, work)
+        streams = Streams(client, work)
+        streams.finish()
+    expected = alone(work)
+    check_streams(streams, expected)
+    check_results(results_when_all_there(stack, expected), expected)
+
+
+def test_tokens_equal_while_workers_are_killed(stack: Stack) -> None:
+    """After every few answers a prefill and a decode worker are killed, without warning."""
+    work = requests(NUM_REQUESTS, "killed", max_tokens=40)
+    chance = random.Random(7)  # noqa: S311
+    with Client(stack.addresses) as client:
+        streams = Streams(client, work)
+        submit(client, work)
+        kills = 0
+        for _ in range(NUM_KILLS):
+            streams.wait_for(NUM_REQUESTS // (NUM_KILLS * 2))
+            for stage in ("prefill", "decode"):
+                victims = [worker for worker in stack.workers if worker.stage == stage and worker.child]
+                victim = chance.choice(victims).child
+                assert victim is not None
+                victim.kill()
+                kills += 1
+            stack.tend()
+        streams.finish()
+    assert kills == 2 * NUM_KILLS
+    expected = alone(work)
+    check_streams(streams, expected)
+    check_results(results_when_all_there(stack, expected), expected)
+
+
+def test_workers_leave_on_request(stack: Stack, tmp_path: Path) -> None:
+    """SIGTERM in the middle of work: what runs is finished or handed back, and every process ends with status 0."""
+    work = requests(12, "leaving", max_tokens=60)
+    with Client(stack.addresses) as client:
+        streams = Streams(client, work)
+        submit(client, work)
+        streams.wait_for(2)
+        for worker in stack.workers[::2]:
+            assert worker.child is not None
+            assert worker.child.stop(timeout_s=60.0) == 0
+        stack.tend()
+        streams.finish()
+    expected = alone(work)
+    check_streams(streams, expected)

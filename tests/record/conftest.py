@@ -1,0 +1,31 @@
+"""A record on the shared server, and short ways to play a worker."""
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from penstock.names import Pipeline
+from penstock.record import Record
+from penstock.settings import RecordSettings
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator["redis.Redis"]:
+    with redis.Redis.from_url(redis_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def record(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
+    made = Record(client, pipeline, RecordSettings(lease_s=30))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hasty(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
+    """The same records, with the shortest lease."""
+    made = Record(client, pipeline, RecordSettings(lease_s=0.2, max_attempts=2))
+    yield made
+    made.close()

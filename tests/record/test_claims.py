@@ -1,0 +1,201 @@
+"""Who may hold a request: claims, leases, binding, cancelling."""
+
+import redis
+
+from penstock.messages import Request
+from penstock.names import START_HASH, Pipeline
+from penstock.record import Bound, Busy, Claim, Conflict, LeaseKeeper, Record, Status, body_hash
+from penstock.settings import RecordSettings
+from tests.record.play import decode, end, prefill, say, wait_for
+
+
+def test_a_first_claim_starts_a_fresh_record(record: Record) -> None:
+    claim = prefill(record)
+    assert (claim.num_tokens, claim.hash, claim.attempts) == (0, START_HASH, 1)
+    assert (claim.ended, claim.cancelled, claim.exhausted) == (False, False, False)
+    assert record.status("r1") == Status(
+        epoch=claim.epoch,
+        owner="p1",
+        stage="prefill",
+        bound="",
+        body="b",
+        num_tokens=0,
+        attempts=1,
+        cancelled=False,
+    )
+    assert record.status("r2") is None
+
+
+def test_a_held_request_is_busy_for_the_rest_of_its_lease(record: Record) -> None:
+    prefill(record)
+    outcome = record.claim_prefill("r1", "p2", "b")
+    assert isinstance(outcome, Busy)
+    assert 0 < outcome.wait_s <= record.lease_s
+    claim = decode(record)
+    assert isinstance(record.claim_decode("r1", "d2", "j1"), Busy)
+    assert claim.num_tokens == 0
+
+
+def test_a_lease_runs_out_by_the_servers_clock(hasty: Record) -> None:
+    first = prefill(hasty)
+    second = wait_for(lambda: hasty.claim_prefill("r1", "p2", "b"))
+    assert isinstance(second, Claim)
+    assert second.epoch > first.epoch
+    assert second.attempts == 2
+    third = wait_for(lambda: hasty.claim_prefill("r1", "p3", "b"))
+    assert isinstance(third, Claim)
+    assert third.exhausted
+
+
+def test_a_new_token_clears_the_attempts(hasty: Record) -> None:
+    for _ in range(4):
+        claim = wait_for(lambda: hasty.claim_decode("r1", "d1", "j1"))
+        assert isinstance(claim, Claim)
+        assert claim.attempts == 1
+        say(hasty, claim, [7])
+
+
+def test_renewing_keeps_a_lease_and_names_what_is_lost(hasty: Record) -> None:
+    lost = prefill(hasty, "r1")
+    taken = wait_for(lambda: hasty.claim_prefill("r1", "p2", "b"))
+    assert isinstance(taken, Claim)
+    kept, ended = prefill(hasty, "r2"), prefill(hasty, "r3")
+    hasty.finish(ended, end())
+    assert hasty.renew([lost, kept, ended]) == [lost]
+    assert hasty.renew([]) == []
+
+
+def test_renewing_teaches_a_server_that_forgot_the_script(record: Record, client: "redis.Redis") -> None:
+    claim = prefill(record)
+    client.script_flush()
+    assert record.renew([claim]) == []
+    client.script_flush()
+    assert say(record, claim, [1]) == [1]
+
+
+def test_the_keeper_outlasts_many_leases_and_reports_what_is_lost(
+    hasty: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    told: list[Claim] = []
+    with LeaseKeeper(hasty, told.append) as keeper:
+        kept, left = prefill(hasty, "kept"), prefill(hasty, "left")
+        keeper.add(kept)
+        for _ in range(3):  # the lease of "left" runs out three times
+            taken = wait_for(lambda: hasty.claim_prefill("left", "p2", "b"))
+            assert isinstance(hasty.claim_prefill("kept", "p2", "b"), Busy)
+        keeper.add(left)
+        assert isinstance(taken, Claim)
+        wait_for(lambda: Busy(1) if left not in keeper.lost else "told")
+        wait_for(lambda: Busy(1) if told != [left] else "told")
+        keeper.drop(left)
+        assert keeper.lost == set()
+
+
+def test_a_hand_off_gives_the_lease_back(record: Record) -> None:
+    claim = prefill(record)
+    assert record.handed(claim)
+    assert not record.handed(claim)
+    assert prefill(record, owner="p2").epoch > claim.epoch
+    assert not record.handed(claim)
+
+
+def test_decode_does_not_wait_for_the_lease_of_a_prefill_that_is_done(record: Record) -> None:
+    first = prefill(record)
+    held = decode(record)
+    assert not record.handed(first)
+    assert isinstance(record.claim_prefill("r1", "p2", "b"), Bound)
+    assert record.renew([held]) == []
+
+
+def test_a_released_request_is_free_at_once_and_the_attempt_does_not_count(record: Record) -> None:
+    claim = decode(record)
+    assert record.release(claim)
+    again = decode(record, owner="d2")
+    assert again.attempts == 1
+    assert not record.release(claim)
+    assert record.release(again, failed=True)
+    assert decode(record, owner="d3").attempts == 2
+
+
+def test_the_first_job_is_bound_and_stays_bound(record: Record) -> None:
+    claim = decode(record, job="j1")
+    assert isinstance(record.claim_decode("r1", "d2", "j2"), Bound)
+    assert isinstance(record.claim_prefill("r1", "p1", "b"), Bound)
+    record.release(claim)
+    assert isinstance(record.claim_decode("r1", "d2", "j2"), Bound)
+    claim = decode(record, job="j1")
+    record.finish(claim, end())
+    assert isinstance(record.claim_decode("r1", "d2", "j2"), Bound)
+    assert decode(record, job="j1").ended
+
+
+def test_what_ended_in_prefill_is_handed_off_again_and_settled_by_one_job(record: Record) -> None:
+    claim = prefill(record)
+    say(record, claim, [5])
+    assert record.finish(claim, end())
+    assert not record.handed(claim)
+    again = prefill(record, owner="p2")
+    assert again.ended
+    assert again.epoch > claim.epoch
+    assert again.num_tokens == 1
+    assert decode(record, job="j2").ended
+    assert isinstance(record.claim_decode("r1", "d1", "j1"), Bound)
+    assert isinstance(record.claim_prefill("r1", "p1", "b"), Bound)
+
+
+def test_the_same_id_with_another_body_is_a_conflict(record: Record) -> None:
+    claim = prefill(record, body="one")
+    assert isinstance(record.claim_prefill("r1", "p1", "two"), Conflict)
+    decode(record)
+    assert isinstance(record.claim_prefill("r1", "p1", "two"), Conflict)
+    assert isinstance(record.claim_prefill("r1", "p1", "one"), Bound)
+    assert record.renew([claim]) == [claim]
+
+
+def test_a_body_is_what_is_asked_and_not_how_soon() -> None:
+    one = Request(id="r1", prompt="hello")
+    assert body_hash(one) == body_hash(Request(id="r1", prompt="hello", klass="batch", deadline=9e9))
+    assert body_hash(one) != body_hash(Request(id="r1", prompt="hello!"))
+    assert body_hash(one) != body_hash(Request(id="r1", prompt="hello", tenant="other"))
+
+
+def test_a_lost_record_starts_afresh_and_old_claims_stay_fenced(
+    record: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    old = decode(record)
+    say(record, old, [1, 2])
+    client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
+    assert say(record, old, [3]) == [0]
+    new = decode(record, job="j1")
+    assert (new.num_tokens, new.attempts) == (0, 1)
+    assert new.epoch > old.epoch
+    assert record.renew([old]) == [old]
+
+
+def test_cancelling_reaches_whoever_claims_later(
+    record: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    assert record.cancel("r1")
+    status = record.status("r1")
+    assert status is not None
+    assert (status.stage, status.cancelled) == ("new", True)
+    assert client.ttl(pipeline.record_key("r1")) > 0
+    claim = prefill(record)
+    assert claim.cancelled
+    assert record.finish(claim, end("cancelled"))
+    assert not record.cancel("r1")
+
+
+def test_expiry_is_long_while_pending_and_short_after_the_end(
+    client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    record = Record(client, pipeline, RecordSettings(keep_s=60, pending_keep_s=600))
+    keys = pipeline.record_key("r1"), pipeline.log_key("r1")
+    claim = prefill(record)
+    say(record, claim, [1])
+    assert all(60 < client.ttl(key) <= 600 for key in keys)
+    record.finish(claim, end())
+    assert all(0 < client.ttl(key) <= 60 for key in keys)
+    assert prefill(record).ended
+    assert all(0 < client.ttl(key) <= 60 for key in keys)
+    record.close()

@@ -1,0 +1,200 @@
+"""What a request has said: appending, fencing, the end, and that log and live channel tell the same."""
+
+import threading
+from typing import Any, cast
+
+import pytest
+import redis
+
+from penstock.messages import EndEvent, TokenEvent, Usage
+from penstock.names import START_HASH, Pipeline, event_id, roll
+from penstock.record import AppendOutcome, Busy, Claim, Record, parse_event
+from penstock.settings import RecordSettings
+from tests.record.play import decode, end, prefill, say, wait_for
+
+OK, FENCED, CANCELLED = AppendOutcome.OK, AppendOutcome.FENCED, AppendOutcome.CANCELLED
+
+
+def tokens_of(record: Record, request_id: str = "r1") -> list[int]:
+    return [event.token for event in record.read_log(request_id) if isinstance(event, TokenEvent)]
+
+
+def test_entries_are_named_by_position_and_chained_by_hash(
+    record: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    claim = prefill(record)
+    assert say(record, claim, [5, 6]) == [OK, OK]
+    assert record.finish(claim, EndEvent(finish_reason="length", usage=Usage(prompt_tokens=3)))
+    names = [name for name, _ in client.xrange(pipeline.log_key("r1")) or ()]
+    assert names == [b"0-1", b"1-1", b"2-2"]
+    first, second = roll(START_HASH, 5), roll(roll(START_HASH, 5), 6)
+    assert record.read_log("r1") == [
+        TokenEvent(id=event_id(0, first), token=5, text="<5>"),
+        TokenEvent(id=event_id(1, second), token=6, text="<6>"),
+        EndEvent(finish_reason="length", usage=Usage(prompt_tokens=3, completion_tokens=2)),
+    ]
+    assert len(record.read_log("r1", 0)) == 2
+    assert len(record.read_log("r1", 1)) == 1
+    assert record.read_log("other") == []
+
+
+def test_a_stream_may_end_before_its_first_token(record: Record) -> None:
+    claim = prefill(record)
+    assert record.finish(claim, end("error"))
+    assert record.read_log("r1") == [end("error")]
+
+
+def test_a_later_claim_goes_on_where_the_log_is(record: Record) -> None:
+    say(record, prefill(record), [5])
+    claim = decode(record)
+    assert (claim.num_tokens, claim.hash) == (1, roll(START_HASH, 5))
+    assert say(record, claim, [6]) == [OK]
+    assert tokens_of(record) == [5, 6]
+
+
+def test_a_batch_is_one_append_with_an_outcome_for_each(record: Record) -> None:
+    claims = [prefill(record, f"r{i}") for i in range(4)]
+    decode(record, "r1")
+    record.cancel("r2")
+    outcomes = record.append([(claim, claim.next_event(9, "x")) for claim in claims])
+    assert outcomes == [OK, FENCED, CANCELLED, OK]
+    assert [tokens_of(record, f"r{i}") for i in range(4)] == [[9], [], [], [9]]
+    assert record.append([]) == []
+
+
+def test_an_old_epoch_can_change_nothing(record: Record) -> None:
+    old = prefill(record)
+    decode(record)
+    assert say(record, old, [5]) == [FENCED]
+    assert not record.finish(old, end())
+    assert not record.handed(old)
+    assert not record.release(old)
+    assert record.read_log("r1") == []
+    status = record.status("r1")
+    assert status is not None
+    assert (status.stage, status.owner) == ("decode", "d1")
+
+
+def test_a_position_that_is_not_the_next_is_refused(record: Record) -> None:
+    claim = decode(record)
+    say(record, claim, [5])
+    assert record.append([(claim, TokenEvent.at(2, "a" * 16, 7, ""))]) == [FENCED]
+    assert record.append([(claim, TokenEvent.at(0, "a" * 16, 7, ""))]) == [FENCED]
+    assert tokens_of(record) == [5]
+
+
+def test_nothing_follows_the_end(record: Record) -> None:
+    claim = decode(record)
+    say(record, claim, [5])
+    assert record.finish(claim, end())
+    assert record.finish(claim, end())
+    assert say(record, claim, [6]) == [FENCED]
+    assert not record.finish(claim, end())  # its count of tokens is not the log's
+    assert record.read_log("r1", 0) == [end().model_copy(update={"usage": Usage(completion_tokens=1)})]
+
+
+def test_cancelling_stops_the_tokens_and_leaves_the_claim(record: Record) -> None:
+    claim = decode(record)
+    say(record, claim, [5])
+    assert record.cancel("r1")
+    record.send_append([(claim, claim.next_event(6, ""))])
+    record.send_append([(claim, claim.next_event(7, ""))])
+    assert record.collect() == [CANCELLED, CANCELLED]
+    assert (claim.num_tokens, claim.hash) == (1, roll(START_HASH, 5))
+    assert record.finish(claim, end("cancelled"))
+    assert tokens_of(record) == [5]
+
+
+def test_batches_may_overlap(record: Record) -> None:
+    claim = decode(record)
+    for token in range(20):
+        record.send_append([(claim, claim.next_event(token, ""))])
+    assert record.collect() == [OK] * 20
+    assert record.collect() == []
+    assert tokens_of(record) == list(range(20))
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_connection_lost_between_send_and_collect_repeats_no_token(
+    record: Record, client: "redis.Redis", written: bool
+) -> None:
+    claim = decode(record)
+    say(record, claim, [1])
+    if not written:
+        client.client_kill_filter(_type="normal", skipme=True)
+    record.send_append([(claim, claim.next_event(2, ""))])
+    record.send_append([(claim, claim.next_event(3, ""))])
+    if written:
+        wait_for(lambda: Busy(1) if len(record.read_log("r1")) < 3 else "written")
+        client.client_kill_filter(_type="normal", skipme=True)
+    assert record.collect() == [OK, OK]
+    assert say(record, claim, [4]) == [OK]
+    assert tokens_of(record) == [1, 2, 3, 4]
+
+
+def test_the_live_channel_says_what_the_log_says(
+    record: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    with cast(Any, client).pubsub(ignore_subscribe_messages=True) as live:
+        live.subscribe(pipeline.live_channel("r1"))
+        live.get_message(timeout=5)
+        claim = decode(record)
+        say(record, claim, [5, 6])
+        decode(record, "r2")
+        say(record, prefill(record, "r3"), [1])
+        record.finish(claim, end())
+        heard: list[TokenEvent | EndEvent] = []
+        while len(heard) < 3:
+            message = live.get_message(timeout=5)
+            if message is not None:
+                heard.append(parse_event(message["data"]))
+    assert heard == record.read_log("r1")
+
+
+def write_all(record: Record, owner: str, length: int) -> bool:
+    """One attempt at the whole stream; False when the other writer came between.
+
+    A holder's lease is given away under it, as by a pause that outlasts it: both believe that they hold it.
+    """
+    claim = record.claim_decode("r1", owner, "j1")
+    if isinstance(claim, Busy):
+        status = record.status("r1")
+        assert status is not None
+        record.release(Claim("r1", status.epoch, 0, "", False, False, 0, False))
+        return False
+    assert isinstance(claim, Claim)
+    while not claim.ended and claim.num_tokens < length:
+        if record.append([(claim, claim.next_event(claim.num_tokens * 7, owner))]) != [OK]:
+            return False
+    return claim.ended or record.finish(claim, end())
+
+
+def test_two_writers_that_take_each_others_claim_write_each_token_once(
+    redis_url: str, record: Record, pipeline: Pipeline
+) -> None:
+    length, done = 300, []
+
+    def work(owner: str) -> None:
+        with redis.Redis.from_url(redis_url) as client:
+            mine = Record(client, pipeline, RecordSettings(lease_s=30))
+            while not write_all(mine, owner, length):
+                pass
+            mine.close()
+            done.append(owner)
+
+    writers = [threading.Thread(target=work, args=(name,)) for name in ("d1", "d2")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(done) == 2
+
+    *tokens, last = record.read_log("r1")
+    rolled = START_HASH
+    for position, event in enumerate(tokens):
+        assert isinstance(event, TokenEvent)
+        rolled = roll(rolled, position * 7)
+        assert event.id == event_id(position, rolled)
+    assert len(tokens) == length
+    assert isinstance(last, EndEvent)
+    assert {event.text for event in tokens} == {"d1", "d2"}
