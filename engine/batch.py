@@ -1,11 +1,11 @@
-"""One step's batch as tensors: token ids, positions, where new KV goes, which rows are attended to, and the
-masks.
+"""One step's batch as tensors: token ids, positions, where new KV goes, what is attended to, and the masks.
 
 Made once a step, before the forward pass; the layers only use it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -13,24 +13,33 @@ from torch import Tensor
 from engine.scheduler import Plan
 
 Visible = Callable[[Tensor, Tensor], Tensor]
-"""(query positions, key positions) -> bool: which keys a layer lets a query see, besides being causal.
-Broadcasts.
-"""
+"""(query positions, key positions) -> bool: what a layer lets a query see, besides being causal."""
+
+
+class Causal(Enum):
+    """A mask that needs no tensor."""
+
+    PLAIN = "plain"
+    """As many queries as keys, and each sees those up to its own."""
+
+
+Mask = Tensor | Causal | None
+"""Added to the scores; None lets everything through."""
 
 
 @dataclass(frozen=True)
 class Masks:
-    """The masks of one kind of layer, added to the scores; None lets everything through."""
+    """The masks of one kind of layer."""
 
-    single: Tensor | None
+    single: Mask
     """[num_single, 1, 1, single_len]"""
-    chunks: list[tuple[Tensor | None, bool]]
-    """For each chunk [new tokens, all tokens], or None and whether plain causal masking does it."""
+    chunks: list[Mask]
+    """For each chunk [new tokens, all tokens]."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of one sequence's prompt that is computed in this step, behind `start` tokens computed before."""
+    """The part of one sequence that is computed in this step, from token `start` to before `end`."""
 
     start: int
     end: int
@@ -46,52 +55,46 @@ class Batch:
     def __init__(self, plan: Plan, block_size: int, device: torch.device) -> None:
         singles = [(seq, num) for seq, num in plan if num == 1]
         self.plan = [*singles, *((seq, num) for seq, num in plan if num > 1)]
+        self.sampled = [seq for seq, num in self.plan if num == seq.num_pending]
+        """Sequences whose next token this step decides."""
         self.num_single = len(singles)
         self.chunks: list[Chunk] = []
         self._device = device
         self._single_lens = [seq.num_computed + 1 for seq, _ in singles]
         self.single_len = max(self._single_lens, default=0)
         """Tokens of the longest of the single-token sequences."""
-        num_padded = -(-self.single_len // block_size)
-        self.single_padded = num_padded * block_size
+        self.single_padded = -(-self.single_len // block_size) * block_size
         """Gathered rows for each of them."""
+        self.fresh_blocks: list[int] = []
+        """Blocks that this step begins and does not fill."""
+        self._build(block_size)
 
+    def _build(self, block_size: int) -> None:
         ids: list[int] = []
         positions: list[int] = []
         slot_blocks: list[int] = []
         table: list[int] = []
-        last: list[int] = []
-        fresh: list[int] = []
+        keep: list[int] = []
         for seq, num in self.plan:
             start, end = seq.num_computed, seq.num_computed + num
-            num_blocks = -(-end // block_size)
+            held = seq.blocks[: -(-end // block_size)]
+            if num > 1:
+                query, first_row = slice(len(ids), len(ids) + num), len(table) * block_size
+                self.chunks.append(Chunk(start, end, query, slice(first_row, first_row + end)))
+            ids += seq.token_ids[start:end]
+            positions += range(start, end)
+            slot_blocks += [held[position // block_size] for position in range(start, end)]
+            table += held
             if num == 1:
                 # Padded with the sequence's own first block: what is behind a mask is still its own.
-                table += seq.blocks[:num_blocks]
-                table += seq.blocks[:1] * (num_padded - num_blocks)
-                slot_blocks.append(seq.blocks[num_blocks - 1])
-                ids.append(seq.token_ids[start])
-                positions.append(start)
-            else:
-                first_row = len(table) * block_size
-                self.chunks.append(
-                    Chunk(start, end, slice(len(ids), len(ids) + num), slice(first_row, first_row + end))
-                )
-                table += seq.blocks[:num_blocks]
-                slot_blocks += [seq.blocks[position // block_size] for position in range(start, end)]
-                ids += seq.token_ids[start:end]
-                positions += range(start, end)
-            if start <= (num_blocks - 1) * block_size and end % block_size:
-                fresh.append(seq.blocks[num_blocks - 1])
+                table += held[:1] * (self.single_padded // block_size - len(held))
+            if end % block_size and start <= (len(held) - 1) * block_size:
+                self.fresh_blocks.append(held[-1])
             if end == len(seq.token_ids):
-                last.append(len(ids) - 1)
+                keep.append(len(ids) - 1)
         self.num_rows = len(table) * block_size
-        self.fresh_blocks = fresh
-        """Blocks that this step begins and does not fill."""
-        self.sampled = [seq for seq, num in self.plan if seq.num_computed + num == len(seq.token_ids)]
-        """Sequences whose next token this step decides."""
-
-        position_tensor = torch.tensor(positions)
+        """Rows gathered."""
+        device, position_tensor = self._device, torch.tensor(positions)
         self.input_ids = torch.tensor([ids], device=device)
         """[1, T]"""
         self.position_ids = position_tensor.to(device)[None]
@@ -100,36 +103,33 @@ class Batch:
         """Block and row in it of each of the T new tokens."""
         self.table = torch.tensor(table, device=device)
         """Blocks to gather."""
-        self.logits_to_keep = torch.tensor(last or [0], device=device)
-        """Indices in the flat batch, one for each of `sampled`; one row nobody looks at if there is none."""
+        self.logits_to_keep = torch.tensor(keep or [0], device=device)
+        """Indices in the flat batch, one for each of `sampled`; one that nobody looks at if there is none."""
         self._plain: dict[torch.dtype, Masks] = {}
 
     def masks(self, visible: Visible | None, dtype: torch.dtype) -> Masks:
         """The masks for layers that see what `visible` says, or all that came before (made once)."""
-        if visible is not None:
-            return Masks(
-                self._single_mask(visible, dtype), [self._chunk_mask(c, visible, dtype) for c in self.chunks]
-            )
-        if dtype not in self._plain:
-            chunks = [self._chunk_mask(chunk, None, dtype) for chunk in self.chunks]
-            self._plain[dtype] = Masks(self._single_mask(None, dtype), chunks)
-        return self._plain[dtype]
+        if visible is None and dtype in self._plain:
+            return self._plain[dtype]
+        chunks = [self._chunk_mask(chunk, visible, dtype) for chunk in self.chunks]
+        masks = Masks(self._single_mask(visible, dtype), chunks)
+        if visible is None:
+            self._plain[dtype] = masks
+        return masks
 
-    def _single_mask(self, visible: Visible | None, dtype: torch.dtype) -> Tensor | None:
+    def _single_mask(self, visible: Visible | None, dtype: torch.dtype) -> Mask:
         if visible is None and min(self._single_lens, default=0) == self.single_len:
             return None
         query = torch.tensor(self._single_lens, device=self._device)[:, None] - 1
         key = torch.arange(self.single_len, device=self._device)[None]
         return _additive(query, key, visible, dtype)[:, None, None]
 
-    def _chunk_mask(
-        self, chunk: Chunk, visible: Visible | None, dtype: torch.dtype
-    ) -> tuple[Tensor | None, bool]:
+    def _chunk_mask(self, chunk: Chunk, visible: Visible | None, dtype: torch.dtype) -> Mask:
         if visible is None and chunk.start == 0:
-            return None, True
+            return Causal.PLAIN
         query = torch.arange(chunk.start, chunk.end, device=self._device)[:, None]
         key = torch.arange(chunk.end, device=self._device)[None]
-        return _additive(query, key, visible, dtype), False
+        return _additive(query, key, visible, dtype)
 
 
 def _additive(query: Tensor, key: Tensor, visible: Visible | None, dtype: torch.dtype) -> Tensor:

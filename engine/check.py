@@ -1,5 +1,6 @@
 """Before it serves, the engine proves on a few short prompts that it gives the model's own tokens.
- Each prompt runs in the engine among the others, in small chunks; and a second time in a second engine, from
+
+Each prompt runs in the engine among the others, in small chunks; and a second time in a second engine, from
 KV blocks handed over. Both must say what `generate()` says with the attention that transformers would use.
 """
 
@@ -18,8 +19,7 @@ PROMPT_LENGTHS = (21, 1, 34, 9)
 NUM_NEW = 12
 STEP_TOKENS = 13
 LOGIT_TOLERANCE = 8
-"""In units of the dtype's precision, relative to the largest logit: how far below the best a token's may be.
-"""
+"""How far below the best a token's logit may be: times the dtype's precision, times the largest logit."""
 
 _GREEDY = Sampling(temperature=0.0)
 
@@ -31,9 +31,7 @@ class _Case:
 
 
 def check(model: LoadedModel, settings: EngineSettings, progress: Progress | None = None) -> None:
-    """Raise `EngineCheckFailed` if the engine's tokens are not the model's. Leaves the engine's attention
-    set.
-    """
+    """Raise `EngineCheckFailed` if the engine's tokens are not the model's own."""
     report = progress or (lambda what, done: None)
     report("checking the engine", 0.0)
     prompts = _prompts(model)
@@ -122,13 +120,14 @@ def _compare(model: LoadedModel, seq: Sequence, expected: list[int], how: str) -
             return
         detail += f"; its logit is {worst:.1f} times the precision of {model.dtype} below the best"
     raise EngineCheckFailed(
-        f"{model.name!r} ({type(model.module).__name__}) gives other tokens on this engine than `generate()`: {how}, {detail}"
+        f"{model.name!r} ({type(model.module).__name__}) gives other tokens on this engine than "
+        f"`generate()`: {how}, {detail}"
     )
 
 
 @torch.inference_mode()
 def _worst_gap(model: LoadedModel, seq: Sequence) -> float:
-    """How far below the reference's best the engine's tokens are at most, in units of the dtype's precision."""
+    """How far the engine's tokens are below the reference's best at most, in units of the precision."""
     model.module.set_attn_implementation(model.stock_attention)
     ids = torch.tensor([seq.token_ids[:-1]], device=model.device)
     logits = model.module(input_ids=ids, use_cache=False).logits[0, seq.num_prompt - 1 :].float()

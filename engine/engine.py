@@ -29,9 +29,7 @@ class Sampled(NamedTuple):
 
 
 class Engine:
-    """One model, one pool of KV blocks, and the sequences that run on them. Not thread-safe: one thread
-    drives it.
-    """
+    """One model, one pool of KV blocks, and the sequences on them. One thread drives it."""
 
     def __init__(self, model: LoadedModel, settings: EngineSettings) -> None:
         self.model = model
@@ -54,8 +52,7 @@ class Engine:
     def open(cls, settings: EngineSettings, progress: Progress | None = None) -> "Engine":
         """Load the model, prove that the engine gives its tokens, and return the engine.
 
-        Raises `ModelLoadError`, of which `EngineCheckFailed` means that the tokens differ from
-        `generate()`'s.
+        Raises `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s.
         """
         from engine.check import check
 
@@ -100,9 +97,7 @@ class Engine:
     # Sequences come and go
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises `PromptTooLong` if it can never run, `InvalidRequest` for unknown token
-        ids.
-        """
+        """Queue a sequence. `PromptTooLong` if it can never run, `InvalidRequest` for unknown token ids."""
         length = seq.num_prompt + seq.max_new
         if length > self.model.context_length:
             raise PromptTooLong(
@@ -112,15 +107,13 @@ class Engine:
         needed = seq.blocks_needed(self.settings.block_size)
         if needed > self.pool.num_blocks:
             raise PromptTooLong(
-                f"{length:,} tokens need {needed:,} KV blocks; this worker's pool has {self.pool.num_blocks:,}"
+                f"{length:,} tokens need {needed:,} KV blocks; the pool has {self.pool.num_blocks:,}"
             )
         if min(seq.token_ids) < 0 or max(seq.token_ids) >= self.model.vocab_size:
             raise InvalidRequest(f"token ids must be between 0 and {self.model.vocab_size - 1}")
         for index, payload in seq.imported:
             if memoryview(payload).nbytes != self.block_bytes:
-                raise InternalError(
-                    f"{seq.id}: imported block {index} does not have {self.block_bytes} bytes"
-                )
+                raise InternalError(f"{seq.id}: imported block {index} has not {self.block_bytes} bytes")
         self.scheduler.add(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -134,7 +127,7 @@ class Engine:
     def export_block(self, seq: Sequence, index: int) -> memoryview:
         """A copy of the sequence's `index`-th block, `block_bytes` long; rows not computed are zero."""
         num_rows = seq.num_computed - index * self.settings.block_size
-        assert 0 < num_rows, f"block {index} of {seq!r} holds nothing"
+        assert num_rows > 0, f"block {index} of {seq!r} holds nothing"
         return self.storage.read(seq.blocks[index], min(num_rows, self.settings.block_size))
 
     # The step
@@ -157,9 +150,8 @@ class Engine:
             seq.num_computed += num_tokens
             self._publish(seq, seq.num_computed - num_tokens)
         draws = [Draw(seq.sampling, seq.seed, seq.num_output) for seq in batch.sampled]
-        sampled = [
-            Sampled(*pair) for pair in zip(batch.sampled, sample(logits[: len(draws)], draws), strict=True)
-        ]
+        tokens = sample(logits[: len(draws)], draws)
+        sampled = [Sampled(*pair) for pair in zip(batch.sampled, tokens, strict=True)]
         for seq, token_id in sampled:
             seq.append(token_id)
         return sampled

@@ -4,7 +4,8 @@
    attends to.
 2. `paged_attention`, registered with `AttentionInterface`, runs over the flat batch of all sequences of the
    step.
- The model itself sees one sequence of T tokens, shape [1, T]; who belongs to whom is in the `Batch`. Its rows
+
+The model itself sees one sequence of T tokens, shape [1, T]; who belongs to whom is in the `Batch`. Its rows
 are ordered: `num_single` sequences with one new token (decodes), attended to in one call over padded block
 tables, then the chunks of prompts, one call each. The gathered rows have the same order: `num_single` x
 `single_len` rows, then each chunk's.
@@ -12,6 +13,7 @@ tables, then the chunks of prompts, one call each. The gathered rows have the sa
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import causal_mask_function
 
-from engine.batch import Batch, Masks, Visible
+from engine.batch import Batch, Causal, Mask, Masks, Visible
 from engine.storage import KVStorage, LayerShape
 
 NAME = "penstock"
@@ -73,7 +75,7 @@ class PagedCache(_PositionedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store K and V, [1, heads, T, size]; return those of all rows attended to, [1, heads, rows, size]."""
+        """Store K and V, [1, heads, T, size]; return those of all gathered rows, [1, heads, rows, size]."""
         batch = current_batch.get()
         keys, values = self.storage.keys[layer_idx], self.storage.values[layer_idx]
         keys.index_put_(batch.slots, key_states[0].transpose(0, 1))
@@ -121,7 +123,20 @@ def _masks_of(batch: Batch, rule: object, window: int | None, dtype: torch.dtype
     return batch.masks(lambda query, key: key > query - window, dtype)
 
 
-def paged_attention(
+@dataclass(frozen=True)
+class _Scores:
+    """How scores are made of queries and keys."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    """[heads]"""
+
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+def paged_attention(  # noqa: PLR0917 - the signature is transformers'
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -135,10 +150,9 @@ def paged_attention(
     position_bias: object = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of the current batch: query [1, heads, T, size], key and value [1, kv heads, rows, size].
+    """Attention over the current batch: query [1, heads, T, size], key and value [1, kv heads, rows, size].
 
-    Returns [1, T, heads, size]. `softcap` bounds the scores; `s_aux` holds a learned extra score a head (a
-    "sink").
+    Returns [1, T, heads, size]. `softcap` bounds the scores; `s_aux` is a learned extra score a head, a sink.
     """
     batch = current_batch.get()
     if key.shape[2] != batch.num_rows:
@@ -147,60 +161,59 @@ def paged_attention(
         raise NotImplementedError("a position bias")
     masks = _masks_of(batch, attention_mask, sliding_window, query.dtype)
     sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    how = _Scores(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sinks)
     outputs = []
     if batch.num_single:
-        outputs.append(_attend_single(batch, query, key, value, masks.single, scale, softcap, sinks))
-    for chunk, (mask, is_causal) in zip(batch.chunks, masks.chunks, strict=True):
-        q = query[:, :, chunk.query]
-        k, v = key[:, :, chunk.rows], value[:, :, chunk.rows]
-        out = _attend(q, k, v, mask, is_causal, scale, softcap, sinks)
-        outputs.append(out[0].transpose(0, 1))
+        outputs.append(_attend_single(batch, (query, key, value), masks.single, how))
+    for chunk, mask in zip(batch.chunks, masks.chunks, strict=True):
+        qkv = (query[:, :, chunk.query], key[:, :, chunk.rows], value[:, :, chunk.rows])
+        outputs.append(_attend(qkv, mask, how)[0].transpose(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
-def _attend_single(
-    batch: Batch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
-    softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _attend_single(batch: Batch, qkv: QKV, mask: Mask, how: _Scores) -> Tensor:
     """All sequences with one new token at once; returns [num_single, heads, size].
 
     The query heads that share a KV head take the place of the query's length, so that no K or V is repeated.
     """
-    kv_heads, num, padded = key.shape[1], batch.num_single, batch.single_padded
-    q = query[0, :, :num].transpose(0, 1).unflatten(1, (kv_heads, -1))
-    k, v = (
-        x[0, :, : num * padded].unflatten(1, (num, padded))[:, :, : batch.single_len] for x in (key, value)
-    )
-    k, v = k.transpose(0, 1), v.transpose(0, 1)
-    if sinks is not None:
-        sinks = sinks.reshape(kv_heads, -1)
-    return _attend(q, k, v, mask, False, scale, softcap, sinks).flatten(1, 2)
+    query, key, value = qkv
+    q = query[0, :, : batch.num_single].transpose(0, 1)
+    grouped = q.reshape(batch.num_single, key.shape[1], -1, q.shape[-1])
+    return _attend((grouped, _by_sequence(batch, key), _by_sequence(batch, value)), mask, how).flatten(1, 2)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float,
-    softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """[B, heads, T, size] x [B, kv heads, L, size] -> [B, heads, T, size of v]; `mask` is added to the
-    scores.
-    """
-    if not softcap and sinks is None:
+def _by_sequence(batch: Batch, rows: Tensor) -> Tensor:
+    """The single-token sequences' part of [1, heads, rows, size] as [num_single, heads, single_len, size]."""
+    num, padded = batch.num_single, batch.single_padded
+    part = rows[0, :, : num * padded]
+    return part.view(len(part), num, padded, -1)[:, :, : batch.single_len].transpose(0, 1)
+
+
+def _attend(qkv: QKV, mask: Mask, how: _Scores) -> Tensor:
+    """Query [B, heads, T, size], K and V [B, kv heads, L, size]; returns [B, heads, T, size of V]."""
+    q, k, v = qkv
+    added, is_causal = (mask, False) if isinstance(mask, Tensor) else (None, mask is Causal.PLAIN)
+    if not how.softcap and how.sinks is None:
         return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=added,
+            is_causal=is_causal,
+            scale=how.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
     repeats = q.shape[1] // k.shape[1]
-    scores = (q @ k.repeat_interleave(repeats, 1).transpose(2, 3)) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = (q @ k.repeat_interleave(repeats, 1).transpose(2, 3)) * how.scale
+    if how.softcap:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
     if is_causal:
         scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=q.dtype, device=q.device).triu(1)
-    elif mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        # A sink takes its share of the probability and gives nothing. One a head; for single tokens one a
-        # row.
-        sink = sinks.reshape(1, q.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+    elif added is not None:
+        scores = scores + added
+    if how.sinks is not None:
+        # A sink takes its share of the probability and gives nothing. In `_attend_single` heads are rows.
+        sink = how.sinks.reshape(1, q.shape[1], -1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink.to(scores.dtype)], -1)
     probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
     return probabilities @ v.repeat_interleave(repeats, 1)

@@ -1,6 +1,7 @@
 """Load a model: weights, tokenizer, the form of its KV blocks, and the fingerprint that names all of it.
- `demo` is the model in this repository; a directory or a hub name takes the same way. Only safetensors
-weights are read, so loading runs no code of the model's author.
+
+`demo` is the model in this repository; a directory or a hub name takes the same way. Only safetensors weights
+are read, so loading runs no code of the model's author.
 """
 
 import hashlib
@@ -45,9 +46,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     fingerprint: str
-    """Hex SHA-256 over weights, configuration, dtype and KV layout: equal means that KV blocks can be
-    exchanged.
-    """
+    """Hex SHA-256 over weights, configuration, dtype and KV layout: if equal, KV blocks can be exchanged."""
     module: Any
     """The transformers model."""
     layout: KVLayout
@@ -60,8 +59,7 @@ class LoadedModel:
 def load(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
     """Load `settings.model`. Raises `ModelLoadError`, with the reason, for anything that cannot be served."""
     report = progress or _silent
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    _silence()
     torch.set_num_threads(settings.threads)
     directory = _locate(settings.model, report)
     device = _device(settings.device)
@@ -89,6 +87,13 @@ def load(settings: EngineSettings, progress: Progress | None = None) -> LoadedMo
         vocab_size=module.get_input_embeddings().num_embeddings,
         stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
     )
+
+
+def _silence() -> None:
+    """Errors reach the caller as exceptions; transformers' own remarks and progress bars reach nobody."""
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def _silent(what: str, done: float) -> None:
@@ -166,16 +171,17 @@ def _load_tokenizer(directory: Path) -> Any:
 
 def _load_module(directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     """The transformers model in evaluation mode, and the generation settings that came with it."""
-    module, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
     )
+    module, info = loaded
     if info["missing_keys"]:
         missing = sorted(map(str, info["missing_keys"]))
         raise ModelLoadError(f"the weights lack {len(missing)} tensors, {missing[0]} among them")
     generation = module.generation_config
-    # The engine never calls `generate()`; the check does, and its answer must not depend on the author's
-    # defaults.
-    module.generation_config = GenerationConfig(pad_token_id=0)
+    # Only the check calls `generate()`; its answer must not depend on the author's defaults.
+    plain: Any = GenerationConfig
+    module.generation_config = plain(pad_token_id=0)
     return module.eval().requires_grad_(False).to(device), generation
 
 
@@ -188,8 +194,8 @@ def _probe(module: Any, block_size: int, dtype: torch.dtype, device: torch.devic
         module(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
     except Exception as error:
         raise ModelLoadError(
-            f"architecture {type(module).__name__} is not supported: it wants another cache than keys and values "
-            f"({type(error).__name__}: {error})"
+            f"architecture {type(module).__name__} is not supported: it wants another cache than keys and "
+            f"values ({type(error).__name__}: {error})"
         ) from error
     if not cache.shapes:
         raise ModelLoadError(

@@ -96,7 +96,7 @@ class BlockPool:
         free, cached = set(self._free), set(self._cached)
         held = {block for block, refs in enumerate(self._refs) if refs > 0}
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & cached or free & held or cached & held), "a block is in two places"
+        assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is in two places or in none"
         assert free | cached | held == set(range(self.num_blocks)), "a block is lost"
         assert all(refs >= 0 for refs in self._refs)
         assert all(self._keys[block] is None for block in free), "a free block has a key"

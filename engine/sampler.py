@@ -1,6 +1,7 @@
 """From logits to tokens. A token depends on its own logits, its request's seed and its position, and on
 nothing else.
- The random number of a token is a hash of (seed, position): a resumed request draws the numbers it would have
+
+The random number of a token is a hash of (seed, position): a resumed request draws the numbers it would have
 drawn, in another batch, on another worker or after a crash.
 """
 
@@ -26,9 +27,7 @@ class Draw:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that is a function of `seed` and `position` alone: 53 bits of SplitMix64, keyed
-    twice.
-    """
+    """A number in [0, 1) that `seed` and `position` alone decide: 53 bits of SplitMix64's mixing."""
     key = _mix((seed * 2 + 1) * _GOLDEN & _MASK)
     return (_mix(key ^ _mix((position + 1) * _GOLDEN & _MASK)) >> 11) * 2.0**-53
 
@@ -40,9 +39,7 @@ def _mix(x: int) -> int:
 
 
 def sample(logits: Tensor, draws: Rows[Draw]) -> list[int]:
-    """One token for each row of `logits` [rows, vocabulary]; of equally likely tokens the lowest id comes
-    first.
-    """
+    """One token for each row of `logits` [rows, vocabulary]; of equal ones the lowest id comes first."""
     assert len(logits) == len(draws)
     tokens: list[int] = logits.argmax(-1).tolist()
     random_rows = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]

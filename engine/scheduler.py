@@ -1,5 +1,6 @@
 """Which sequences take part in the next step, and with how many tokens. Plain Python, no tensors.
- A sequence is admitted only when all the blocks it can ever need are free, so nothing that runs is ever put
+
+A sequence is admitted only when all the blocks it can ever need are free, so nothing that runs is ever put
 back.
 """
 
@@ -108,7 +109,7 @@ class Scheduler:
 
 
 def _contiguous(imported: list[tuple[int, Payload]], first: int) -> list[tuple[int, Payload]]:
-    """The imported blocks that follow the first `first` ones without a gap; behind a gap they are of no use."""
+    """The imported blocks from `first` on without a gap; behind a gap they are of no use."""
     by_index = dict(imported)
     last = first
     while last in by_index:

@@ -1,6 +1,7 @@
 """The KV blocks themselves: one tensor, a row a block, so that a block's bytes of all layers lie side by
 side.
- Within a row the layers follow each other, K before V; within K and V the block's tokens. Each layer sees its
+
+Within a row the layers follow each other, K before V; within K and V the block's tokens. Each layer sees its
 part through a strided view, so nothing is copied between the form the model writes and the form that travels.
 """
 
@@ -87,4 +88,4 @@ class KVStorage:
         if num_rows < self.layout.block_size:
             for offset, width in self._parts:
                 copy[offset + num_rows * width : offset + self.layout.block_size * width] = 0
-        return memoryview(copy.view(torch.uint8).numpy())
+        return memoryview(copy.view(torch.uint8).numpy())  # type: ignore[arg-type, unused-ignore]

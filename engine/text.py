@@ -1,5 +1,6 @@
 """From tokens to text, a token at a time: whole characters only, stop strings, and when to end.
- The texts of a request add up to what its tokens decode to at once, and the same tokens always give the same
+
+The texts of a request add up to what its tokens decode to at once, and the same tokens always give the same
 texts.
 """
 
@@ -8,9 +9,7 @@ from typing import Any
 from penstock.messages import FinishReason, Sampling
 
 _UNKNOWN = "\ufffd"
-_MAX_INCOMPLETE = (
-    3  # an incomplete UTF-8 character has at most three bytes, each at most one replacement character
-)
+_MAX_INCOMPLETE = 3  # bytes of an incomplete UTF-8 character, each at most one replacement character
 _WINDOW = 16  # tokens that are decoded together at most before the older ones are left behind
 
 
@@ -63,7 +62,7 @@ class OutputState:
         return text
 
     def _take(self, *, everything: bool) -> str:
-        """Text of the window that has not left it; without `everything`, only characters that cannot change."""
+        """Text of the window that is not out; without `everything`, only characters that cannot change."""
         text = self._decode(self._window)
         end = len(text)
         if not everything:
@@ -72,8 +71,7 @@ class OutputState:
         new = text[self._num_out : end]
         self._num_out = max(self._num_out, end)
         if end == len(text) and len(self._window) >= _WINDOW:
-            # Some tokenizers write a token differently at the beginning of a text: keep what came in last as
-            # context.
+            # Some tokenizers write a token differently at the beginning of a text: the last ones stay.
             self._window = self._window[self._num_old or len(self._window) // 2 :]
             self._num_old = len(self._window)
             self._num_out = len(self._decode(self._window))

@@ -1,0 +1,20 @@
+"""Penstock: durable, disaggregated LLM inference. `Client` and `AsyncClient` are the way in."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.aio import AsyncClient as AsyncClient
+    from penstock.client import Answer as Answer
+    from penstock.client import Client as Client
+
+__all__ = ["Answer", "AsyncClient", "Client"]
+_HOMES = {"Answer": "penstock.client", "AsyncClient": "penstock.aio", "Client": "penstock.client"}
+
+
+def __getattr__(name: str) -> Any:
+    """The clients are imported when they are asked for: workers have no use for them."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

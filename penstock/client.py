@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -25,10 +26,19 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from penstock import messages, names, tracing
-from penstock.bus.connect import connect
+from penstock.bus import open_bus
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.errors import IdConflict, InvalidRequest, StreamExpired, StreamTimeout
-from penstock.messages import ChatMessage, EndEvent, FinishReason, Request, Sampling, Timings, TokenEvent, Usage
+from penstock.messages import (
+    ChatMessage,
+    EndEvent,
+    FinishReason,
+    Request,
+    Sampling,
+    Timings,
+    TokenEvent,
+    Usage,
+)
 from penstock.names import Pipeline, PriorityClass
 from penstock.reader import Event, StreamReader
 from penstock.record.claim import body_hash
@@ -44,8 +54,8 @@ UNREACHABLE = (RedisConnectionError, RedisTimeoutError)
 class RequestFields(TypedDict, total=False):
     """What may be said of a request besides its prompt: the fields of `Request` and `Sampling`."""
 
-    messages: Sequence[ChatMessage | dict[str, str]]
-    token_ids: Sequence[int]
+    messages: Sequence[ChatMessage | dict[str, str]] | None
+    token_ids: Sequence[int] | None
     id: str | None
     model: str | None
     tenant: str
@@ -76,7 +86,7 @@ class Answer:
 class Client:
     """Submits requests and reads their streams. Thread-safe; one pub/sub connection however many streams.
 
-    Addresses come from `addresses`, else from the `PENSTOCK_…` settings; `kafka`, `redis` and `pipeline` go before both.
+    Addresses come from `addresses`, else from the settings; `kafka`, `redis` and `pipeline` override both.
     """
 
     def __init__(
@@ -93,18 +103,16 @@ class Client:
     def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         """Send a request; returns its id once it is durable, and so will be answered.
 
-        Raises `InvalidRequest`, `RequestTooLarge` or `IdConflict` before sending, `BusUnavailable` when it is not
-        known to be durable: submitting it again under the same id is safe.
+        Raises `InvalidRequest`, `RequestTooLarge` or `IdConflict` before sending; `BusUnavailable` when it is
+        not known to be durable: submitting it again under the same id is safe.
         """
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
-            try:
+            with suppress(*UNREACHABLE):  # then the workers will tell
                 check_conflict(request, self._log.status(request.id))
-            except UNREACHABLE:
-                pass  # the workers will tell
         with self._lock:
             if self._publisher is None:
-                self._publisher = connect(self._addresses, load(BusSettings)).publisher()
+                self._publisher = open_bus(self._addresses, load(BusSettings)).publisher()
         span, message = outgoing(self._pipeline, request)
         with span_ended(span):
             self._publisher.publish([message])
@@ -113,8 +121,9 @@ class Client:
     def stream(self, request_id: str, after: str | None = None, timeout_s: float = 60.0) -> Iterator[Event]:
         """A request's tokens as they come, after the event id `after`; the last item is the `EndEvent`.
 
-        An end with an error raises it instead. `timeout_s` is the longest silence borne (`StreamTimeout`), also before
-        the first token. Raises `StreamExpired` when the log is gone, `StreamDiverged` when it is another one.
+        An end with an error raises it instead. `timeout_s` is the longest silence borne, also before the
+        first token. Raises `StreamTimeout`, `StreamExpired` when the log is gone, or `StreamDiverged` when it is
+        not the one that was read.
         """
         return self._read(request_id, StreamReader(after), timeout_s)
 
@@ -152,7 +161,7 @@ class Client:
         self.close()
 
     def _read(self, request_id: str, reader: StreamReader, timeout_s: float) -> Iterator[Event]:
-        """Subscribe first, then read the log, then go on live; read the log again at a gap and after a silence."""
+        """Subscribe, read the log, go on live; read the log again at a gap and after a silence."""
         with self._lock:
             if self._live is None:
                 self._live = LiveThread(self._addresses.stream_url)
@@ -188,7 +197,7 @@ def resolve(addresses: Addresses | None, kafka: str, redis: str, pipeline: str) 
 
 def make_request(prompt: str | None, fields: RequestFields) -> Request:
     """A valid request from what a caller gave. Raises `InvalidRequest` or `RequestTooLarge`."""
-    body: dict[str, Any] = {"prompt": prompt, "sampling": {}}
+    body: dict[str, Any] = {"v": messages.VERSION, "prompt": prompt, "sampling": {}}
     for name, value in fields.items():
         (body["sampling"] if name in Sampling.model_fields else body)[name] = value
     body["id"] = uuid.uuid4().hex if body.get("id") is None else body["id"]
@@ -216,12 +225,21 @@ def check_conflict(request: Request, status: Status | None) -> None:
 def outgoing(pipeline: Pipeline, request: Request) -> tuple[Span, Outgoing]:
     """The message to publish, and the span it begins, which is still to be ended."""
     klass = request.klass or "interactive"
-    span = tracing.begin("request", get_current(), **{"penstock.id": request.id, "penstock.class": klass})
+    span = tracing.begin("request", get_current(), id=request.id, klass=klass)
     headers = {names.VERSION: str(request.v), names.TENANT: request.tenant, names.CLASS: klass}
     if request.deadline is not None:
         headers[names.DEADLINE] = str(request.deadline)
     headers |= tracing.headers_of(tracing.within(span))
     return span, Outgoing(pipeline.requests(klass), request.encode(), key=request.id, headers=headers)
+
+
+@contextmanager
+def span_ended(span: Span) -> Iterator[None]:
+    """End the span with the context."""
+    try:
+        yield
+    finally:
+        span.end()
 
 
 def without_error(news: Sequence[Event]) -> Iterator[Event]:

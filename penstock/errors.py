@@ -1,31 +1,31 @@
 """Every error Penstock raises on purpose.
 
-    PenstockError
-    ├── RequestError             a request cannot be answered; becomes its one result (`code` goes on the wire)
-    │   ├── InvalidRequest         not JSON, not UTF-8, unknown field, bad value, empty prompt
-    │   ├── UnsupportedVersion     a message version this build does not know
-    │   ├── UnknownModel           the pipeline does not serve that model
-    │   ├── PromptTooLong          the prompt does not fit the model's context
-    │   ├── RequestTooLarge        the message has more bytes than a request may have
-    │   ├── IdConflict             the id was used before with another body
-    │   ├── DeadlineExceeded       its deadline passed
-    │   ├── Cancelled              somebody asked for it to stop
-    │   ├── AttemptsExhausted      it was tried too often without progress
-    │   └── InternalError          a bug or a fault of the machine; the message says what is known
-    ├── StreamError              reading a token stream
-    │   ├── StreamDiverged         the log says something else than the reader saw
-    │   ├── StreamExpired          the log is gone: its time was over, or the id was never used
-    │   └── StreamTimeout          nothing came within the reader's patience
-    ├── BusError                 Kafka or Redis Streams
-    │   ├── BusUnavailable         not reachable now; trying again may help
-    │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
-    │   └── MemberFenced           this member was replaced by a newer one of its name; it must end
-    ├── Fenced                   a claim was lost: another worker holds the request (`record`)
-    ├── ModelLoadError           a model cannot be loaded; the message says why
-    │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
-    ├── SettingsError            an unknown or bad setting
-    ├── InvalidName              a pipeline, request or event id that cannot be one
-    └── DependencyMissing        a program or package that is not installed; the message says what to install
+PenstockError
+├── RequestError             a request cannot be answered; becomes its one result (`code` goes on the wire)
+│   ├── InvalidRequest         not JSON, not UTF-8, unknown field, bad value, empty prompt
+│   ├── UnsupportedVersion     a message version this build does not know
+│   ├── UnknownModel           the pipeline does not serve that model
+│   ├── PromptTooLong          the prompt does not fit the model's context
+│   ├── RequestTooLarge        the message has more bytes than a request may have
+│   ├── IdConflict             the id was used before with another body
+│   ├── DeadlineExceeded       its deadline passed
+│   ├── Cancelled              somebody asked for it to stop
+│   ├── AttemptsExhausted      it was tried too often without progress
+│   └── InternalError          a bug or a fault of the machine; the message says what is known
+├── StreamError              reading a token stream
+│   ├── StreamDiverged         the log says something else than the reader saw
+│   ├── StreamExpired          the log is gone: its time was over, or the id was never used
+│   └── StreamTimeout          nothing came within the reader's patience
+├── BusError                 Kafka or Redis Streams
+│   ├── BusUnavailable         not reachable now; trying again may help
+│   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
+│   └── MemberFenced           this member was replaced by a newer one of its name; it must end
+├── Fenced                   a claim was lost: another worker holds the request (`record`)
+├── ModelLoadError           a model cannot be loaded; the message says why
+│   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
+├── SettingsError            an unknown or bad setting
+├── InvalidName              a pipeline, request or event id that cannot be one
+└── DependencyMissing        a program or package that is not installed; the message says what to install
 """
 
 from collections.abc import Sequence

@@ -11,23 +11,36 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from penstock.errors import REQUEST_ERRORS, InternalError, InvalidRequest, RequestError, RequestTooLarge, UnsupportedVersion
+from penstock.errors import (
+    REQUEST_ERRORS,
+    InternalError,
+    InvalidRequest,
+    RequestError,
+    RequestTooLarge,
+    UnsupportedVersion,
+)
 from penstock.names import MAX_ID_CHARS, PriorityClass, event_id, is_request_id
 
 VERSION = 1
 MAX_REQUEST_BYTES = 8 * 2**20
 """A larger request is answered with `request_too_large`. Topics take twice this, so that the answer can be given."""
+MAX_ERROR_CHARS = 1000
+"""An error may quote what it was given; its message is cut here, so that it always fits into a topic."""
 
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-RequestId = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")]
+RequestId = Annotated[
+    str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")
+]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Wire(BaseModel):
     """What all wire models share: exact types, no unknown fields, finite numbers, immutable."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True
+    )
 
     def encode(self) -> bytes:
         """The JSON that goes on the wire."""
@@ -42,7 +55,7 @@ class ErrorInfo(Wire):
 
     @classmethod
     def of(cls, error: RequestError) -> Self:
-        return cls(code=error.code, message=str(error))
+        return cls(code=error.code, message=str(error)[:MAX_ERROR_CHARS])
 
     def exception(self) -> RequestError:
         """The exception this stands for."""
@@ -60,15 +73,17 @@ class Sampling(Wire):
     """How tokens are chosen. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
 
     temperature: float = Field(default=1.0, ge=0, le=100)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Same seed, same prompt, same tokens. Without one it is derived from the request's id."""
-    stop: list[Annotated[str, StringConstraints(min_length=1, max_length=256)]] = Field(default=[], max_length=16)
+    stop: list[Annotated[str, StringConstraints(min_length=1, max_length=256)]] = Field(
+        default=[], max_length=16
+    )
     """The answer ends before the first of these strings."""
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
     """The answer ends with the first of these tokens."""
-    max_tokens: int = Field(default=256, ge=1)
+    max_tokens: int = Field(default=256, ge=1, lt=2**31)
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says: for load tests."""
 
@@ -79,7 +94,7 @@ class Request(Wire):
     v: Literal[1] = VERSION
     id: RequestId
     """Chosen by the producer; the key of everything that follows. Also the Kafka key."""
-    model: str | None = None
+    model: str | None = Field(default=None, max_length=256)
     """The model expected; any other is refused. Without it, the pipeline's."""
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -95,7 +110,9 @@ class Request(Wire):
     def _one_prompt(self) -> Self:
         given = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"exactly one of prompt, messages and token_ids must be given, not {given or 'none'}")
+            raise ValueError(
+                f"exactly one of prompt, messages and token_ids must be given, not {given or 'none'}"
+            )
         if not getattr(self, given[0]):
             raise ValueError(f"{given[0]} is empty")
         return self
@@ -199,7 +216,10 @@ def decode(kind: type[M], value: bytes) -> M:
     try:
         message = kind.model_validate_json(value)
     except ValidationError as error:
-        if any(line["loc"] == ("v",) and line["type"] == "literal_error" for line in error.errors(include_url=False)):
+        if any(
+            line["loc"] == ("v",) and line["type"] == "literal_error"
+            for line in error.errors(include_url=False)
+        ):
             raise UnsupportedVersion(f"this build reads message version {VERSION}") from None
         raise InvalidRequest(_explain(error)) from None
     if "v" in kind.model_fields and "v" not in message.model_fields_set:

@@ -62,7 +62,9 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         if _NAME.fullmatch(self.name) is None:
-            raise InvalidName(f"{self.name!r} cannot name a pipeline: letters, digits, '-' and '_', at most 64")
+            raise InvalidName(
+                f"{self.name!r} cannot name a pipeline: letters, digits, '-' and '_', at most 64"
+            )
 
     def requests(self, klass: PriorityClass) -> str:
         return f"penstock.{self.name}.requests.{klass}"
@@ -135,7 +137,7 @@ def event_id(position: int, rolling_hash: str) -> str:
     return f"{position}-{rolling_hash}"
 
 
-_EVENT_ID = re.compile(r"(\d{1,9})-([0-9a-f]{16})")
+_EVENT_ID = re.compile(r"(0|[1-9][0-9]{0,8})-([0-9a-f]{16})")
 
 
 def parse_event_id(text: str) -> tuple[int, str]:

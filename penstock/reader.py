@@ -1,4 +1,4 @@
-"""Putting a token stream together from two sources: a live channel that may drop events, and the log that has them all.
+"""Putting a token stream together from two sources: a live channel that may drop events, and the log.
 
 No I/O: whoever drives a `StreamReader` feeds it what arrived, and reads the log when it says so.
 """
@@ -15,8 +15,8 @@ Event = TokenEvent | EndEvent
 class StreamReader:
     """One reader's place in one stream: from the beginning, or after the event id it saw last.
 
-    Every event is given out once, in order. Each token's rolling hash is worked out again, so a stream that is not the
-    one read so far raises `StreamDiverged`.
+    Every event is given out once, in order. Each token's rolling hash is worked out again, so a stream
+    that is not the one read so far raises `StreamDiverged`.
     """
 
     def __init__(self, after: str | None = None) -> None:
@@ -37,7 +37,7 @@ class StreamReader:
 
     @property
     def log_after(self) -> int:
-        """Where to read the log from: its first event is then the last one seen, as a proof that it is the same log."""
+        """Where to read the log from: the last token seen comes first, as a proof that it is the same log."""
         return max(self.num_tokens - 2, -1)
 
     def feed_live(self, event: Event) -> list[Event]:
@@ -70,7 +70,9 @@ class StreamReader:
             return []
         if isinstance(event, EndEvent):
             if self._place(event) < self.num_tokens:
-                raise StreamDiverged(f"the stream ended after {self._place(event)} of the {self.num_tokens} tokens seen")
+                raise StreamDiverged(
+                    f"the stream ended after {self._place(event)} of the {self.num_tokens} tokens seen"
+                )
             self.end = event
             return [event]
         position, rolled = parse_event_id(event.id)

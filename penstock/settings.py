@@ -20,6 +20,7 @@ class Addresses(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid")
 
     pipeline: str = "demo"
+    """The pipeline to work for: one model, one set of topics."""
     kafka: str = ""
     """Kafka bootstrap servers, `host:port,…`."""
     stream_url: str = "redis://127.0.0.1:7379/0"
@@ -34,7 +35,9 @@ class BusSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_BUS_", extra="forbid")
 
     partitions: int = Field(default=4, ge=1)
+    """Kafka: partitions of each topic that is made; no more workers of a stage can share it."""
     replication: int = Field(default=1, ge=1)
+    """Kafka: copies of each topic that is made; 3 where there are three brokers."""
     session_timeout_s: float = Field(default=3.0, ge=0.5)
     """Redis Streams: a member silent for this long loses its deliveries. (Kafka: the broker's own setting.)"""
     transaction_timeout_s: float = Field(default=5.0, ge=1)
@@ -61,7 +64,7 @@ class KVSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_KV_STORE_", extra="forbid")
 
-    salt_secret: str = "penstock"
+    salt_secret: str = Field(default="penstock", repr=False)
     """Tenant salts are HMACs under this secret; the same on all workers of a pipeline."""
     memory_mb: int = Field(default=64, ge=0)
     """Budget of the in-process tier."""
@@ -79,8 +82,11 @@ class EngineSettings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on a CPU, the model's own on a GPU."""
     device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`; `auto`: a GPU where there is one."""
     threads: int = Field(default=1, ge=1)
+    """Threads that compute on a CPU; no more than the worker has cores."""
     block_size: int = Field(default=16, ge=1, le=1024)
+    """Tokens in a KV block; the same on all workers of a pipeline."""
     pool_mb: int = Field(default=256, ge=1)
     """Memory for KV blocks."""
     max_batch: int = Field(default=32, ge=1)
@@ -99,6 +105,7 @@ class WorkerSettings(BaseSettings):
     cores: str = ""
     """CPU cores to stay on, `0` or `0,1`. Empty: all."""
     heartbeat_s: float = Field(default=1.0, gt=0)
+    """How often the worker says in Redis that it lives and what it does."""
     drain_s: float = Field(default=20.0, ge=0)
     """How long a stopping worker may finish what it runs before it hands the rest back."""
 
@@ -121,7 +128,9 @@ S = TypeVar("S", bound=BaseSettings)
 
 def known_variables(parts: Iterable[type[BaseSettings]] = PARTS) -> list[str]:
     """Every environment variable Penstock reads."""
-    return [f"{part.model_config['env_prefix']}{name}".upper() for part in parts for name in part.model_fields]
+    return [
+        f"{part.model_config['env_prefix']}{name}".upper() for part in parts for name in part.model_fields
+    ]
 
 
 def check_environment(environment: Mapping[str, str] | None = None) -> None:

@@ -167,7 +167,9 @@ class Settler:
             else:
                 batch = self._finish(batch, lambda d: True, settled=True)
 
-    def _finish(self, batch: list[_Order], which: Callable[[Delivery], bool], *, settled: bool) -> list[_Order]:
+    def _finish(
+        self, batch: list[_Order], which: Callable[[Delivery], bool], *, settled: bool
+    ) -> list[_Order]:
         rest = []
         for order in batch:
             if which(order.settlement.delivery):

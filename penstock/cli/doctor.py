@@ -15,7 +15,7 @@ import redis
 import typer
 from rich.console import Console
 
-from penstock.bus import open_bus
+from penstock.bus.connect import connect
 from penstock.errors import DependencyMissing, PenstockError
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
@@ -140,7 +140,7 @@ def _redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
 def _bus(addresses: Addresses) -> Iterator[Finding]:
     kind = "Kafka" if addresses.kafka else "bus (Redis Streams)"
     try:
-        bus = open_bus(addresses, load(BusSettings))
+        bus = connect(addresses, load(BusSettings))
         yield Finding("ok", kind, bus.check())
         missing = bus.missing_topics()
     except (PenstockError, redis.RedisError) as error:

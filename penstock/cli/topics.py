@@ -3,7 +3,7 @@
 import typer
 from rich.console import Console
 
-from penstock.bus import open_bus
+from penstock.bus.connect import connect
 from penstock.settings import Addresses, BusSettings, load
 
 app = typer.Typer(help="The pipeline's topics.", no_args_is_help=True)
@@ -17,7 +17,7 @@ def topics() -> None:
 @app.command()
 def create() -> None:
     """Make the topics that are missing."""
-    made = open_bus(load(Addresses), load(BusSettings)).create_topics()
+    made = connect(load(Addresses), load(BusSettings)).create_topics()
     for topic in made:
         Console().print(f"made {topic}", highlight=False)
     if not made:

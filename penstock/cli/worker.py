@@ -7,7 +7,7 @@ import redis
 import typer
 
 from penstock import tracing
-from penstock.bus import open_bus
+from penstock.bus.connect import connect
 from penstock.errors import DependencyMissing
 from penstock.names import Pipeline, Stage
 from penstock.settings import (
@@ -67,7 +67,7 @@ def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, stop: 
     layout = Layout(model.fingerprint, engine.settings.block_size, engine.block_bytes)
     store = KVStore.open(layout, load(KVSettings), addresses.kv_url or addresses.stream_url)
     record = Record(redis.Redis.from_url(addresses.stream_url), pipeline, load(RecordSettings))
-    member = open_bus(addresses, load(BusSettings)).member(stage, name)
+    member = connect(addresses, load(BusSettings)).member(stage, name)
     kind = PrefillWorker if stage == "prefill" else DecodeWorker
     worker = kind(pipeline, name, engine, store, record, member)
     beat.watch(lambda: {"running": len(worker.running), "waiting": engine.num_waiting})

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from penstock.bus import open_bus
+from penstock.bus.connect import connect
 from penstock.errors import PenstockError
 from penstock.local.processes import Child, start_child
 from penstock.local.valkey import ValkeyServer
@@ -66,7 +66,7 @@ class Stack:
         self.directory.mkdir(parents=True, exist_ok=True)
         if self._server is not None:
             self._server.start()
-        open_bus(self.addresses, load(BusSettings)).create_topics()
+        connect(self.addresses, load(BusSettings)).create_topics()
         for worker in self.workers:
             self._start(worker)
         return self

@@ -1,4 +1,4 @@
-"""The live side of the token streams: one pub/sub connection however many of them, for asyncio and for threads.
+"""The live side of the token streams: one pub/sub connection however many they are, for asyncio and threads.
 
 Pub/sub drops what nobody listens to, so each new subscription is announced: then, read the log.
 """
@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 Deliver = Callable[[bytes | None], None]
-"""Takes each event's JSON, and None whenever the subscription has begun (anew): events may have been missed."""
+"""Takes each event's JSON, and None when the subscription has begun (anew): events may have been missed."""
 _RECONNECT_S = 0.1
 
 
@@ -55,7 +55,7 @@ class LiveFeed:
         await self._connection.disconnect(nowait=True)
 
     async def _write(self) -> None:
-        """Tell the server what changed. It is told again on a new connection, so what is lost here does not matter."""
+        """Tell the server what changed. A new connection tells everything, so losing one is harmless."""
         while True:
             channel = await self._changed.get()
             if self._connected:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from penstock.bus import open_bus
+from penstock.bus.connect import connect
 from penstock.client import Client
 from penstock.messages import EndEvent, Request, Result, TokenEvent, decode
 from penstock.names import START_HASH, Pipeline, event_id, roll
@@ -44,7 +44,7 @@ class Streams:
 
 def results_of(addresses: Addresses) -> list[Result]:
     """All results now visible in the pipeline's results topic."""
-    bus = open_bus(addresses, BusSettings())
+    bus = connect(addresses, BusSettings())
     return [decode(Result, message.value) for message in bus.read_all(Pipeline(addresses.pipeline).results)]
 
 

@@ -9,7 +9,7 @@ from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from kvstore.store import KVStore, Layout
 from kvstore.tiers.redis import RedisTier
-from penstock.bus import open_bus
+from penstock.bus.connect import connect
 from penstock.bus.contract import Member, Outgoing
 from penstock.messages import Request, Result, decode
 from penstock.names import Pipeline, Stage
@@ -25,7 +25,7 @@ class Line:
     def __init__(self, addresses: Addresses, record: RecordSettings | None = None) -> None:
         self.addresses = addresses
         self.pipeline = Pipeline(addresses.pipeline)
-        self.bus = open_bus(addresses, BusSettings())
+        self.bus = connect(addresses, BusSettings())
         self.bus.create_topics()
         self.client = redis.Redis.from_url(addresses.stream_url)
         self.record_settings = record or RecordSettings()

@@ -43,7 +43,9 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def submit(client: Client, work: list[Request]) -> None:
     for request in work:
-        client.send(request)
+        client.submit(
+            token_ids=request.token_ids or [], id=request.id, tenant=request.tenant, **request.sampling.model_dump()
+        )
 
 
 def results_when_all_there(stack: Stack, expected: dict[str, Answer]) -> list[Result]:

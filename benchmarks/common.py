@@ -1,0 +1,64 @@
+"""What all benchmarks share: their arguments, their figures, their plot."""
+
+import argparse
+import json
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+mpl.use("agg")
+PLOTS = Path(__file__).parent.parent / "docs" / "plots"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """`--quick` takes two minutes at most; `--json FILE` writes the figures as one flat object."""
+
+    quick: bool
+    json: Path | None
+
+
+def arguments(description: str) -> Arguments:
+    """The command line every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="two minutes at most; draws no plot")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    given = parser.parse_args()
+    return Arguments(given.quick, given.json)
+
+
+def report(figures: Mapping[str, float], given: Arguments) -> None:
+    """Print the figures, and write them where they were asked for."""
+    print()
+    for name, value in figures.items():
+        print(f"{name:40} {value:10.3f}")
+    if given.json is not None:
+        given.json.write_text(json.dumps(dict(figures), indent=2) + "\n")
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, minimum and maximum in words."""
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def machine() -> str:
+    """One line about where this ran."""
+    return f"{platform.machine()}, Python {platform.python_version()}"
+
+
+def save(figure: Figure, name: str) -> None:
+    """Write the plot to docs/plots."""
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PLOTS / f"{name}.png", dpi=110, bbox_inches="tight")
+    print(f"plot: docs/plots/{name}.png")

@@ -1,0 +1,199 @@
+"""What the pipeline costs: time to first token and throughput through it, against the same engine called in process.
+
+python -m benchmarks.pipeline [--quick] [--json FILE]
+
+The sides take turns in one run: the bare engine, the pipeline on Redis Streams, the pipeline on Kafka. Time to first
+token is of one request at a time; throughput is output tokens per second of many requests sent at once, until the last
+one's end was read. The bare engine has as many threads as the pipeline has workers; its better thread count counts.
+"""
+
+import contextlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from benchmarks.common import Arguments, arguments, machine, report, save, spread
+from engine.engine import Engine
+from engine.sequence import Sequence
+from engine.text import OutputState
+from penstock.client import Client
+from penstock.errors import DependencyMissing
+from penstock.local.kafka import find_kafka
+from penstock.local.stack import Stack
+from penstock.messages import Sampling
+from penstock.settings import EngineSettings
+
+ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
+SETTINGS = EngineSettings(dtype="float32", device="cpu")
+Prompts = list[list[int]]
+
+
+class Bare:
+    """The engine in this process, with nothing around it but tokens and text."""
+
+    def __init__(self, threads: int) -> None:
+        self._settings = SETTINGS.model_copy(update={"threads": threads})
+        self._engine = Engine.open(self._settings)
+        self._threads = threads
+
+    def first_token_s(self, prompt: list[int]) -> float:
+        """Seconds from the prompt to its first token's text."""
+        begun_s = time.perf_counter()
+        self._run([prompt], max_new=1)
+        return time.perf_counter() - begun_s
+
+    def tokens_per_s(self, prompts: Prompts, max_new: int) -> float:
+        """Output tokens per second over all prompts at once."""
+        begun_s = time.perf_counter()
+        self._run(prompts, max_new)
+        return len(prompts) * max_new / (time.perf_counter() - begun_s)
+
+    def _run(self, prompts: Prompts, max_new: int) -> None:
+        import torch
+
+        torch.set_num_threads(self._threads)
+        sampling = Sampling(temperature=0, max_tokens=max_new, ignore_eos=True)
+        model, engine = self._engine.model, self._engine
+        states = {}
+        for number, prompt in enumerate(prompts):
+            seq = Sequence(str(number), prompt, sampling=sampling, seed=0, max_new=max_new)
+            engine.add(seq)
+            states[seq.id] = OutputState(model.tokenizer, sampling, model.eos_token_ids, max_new)
+        while engine.has_work():
+            for seq, token_id in engine.step():
+                if states[seq.id].push(token_id)[1] is not None:
+                    engine.remove(seq)
+
+
+class Piped:
+    """The pipeline, as a client has it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def first_token_s(self, prompt: list[int]) -> float:
+        """Seconds from the prompt to its first token's text, at the client."""
+        begun_s = time.perf_counter()
+        events = self._client.generate(token_ids=prompt, max_tokens=2, temperature=0.0, ignore_eos=True)
+        next(events)
+        taken_s = time.perf_counter() - begun_s
+        for _ in events:
+            pass
+        return taken_s
+
+    def tokens_per_s(self, prompts: Prompts, max_new: int) -> float:
+        """Output tokens per second over all prompts at once, until every end was read."""
+        begun_s = time.perf_counter()
+        ids = [
+            self._client.submit(token_ids=prompt, max_tokens=max_new, temperature=0.0, ignore_eos=True)
+            for prompt in prompts
+        ]
+        tokens = sum(len(self._client.result(request_id, timeout_s=300).token_ids) for request_id in ids)
+        assert tokens == len(prompts) * max_new
+        return tokens / (time.perf_counter() - begun_s)
+
+
+def prompts(chance: random.Random, count: int, low: int, high: int) -> Prompts:
+    """Prompts of random tokens, all different."""
+    return [[chance.randrange(3, 1000) for _ in range(chance.randint(low, high))] for _ in range(count)]
+
+
+@contextlib.contextmanager
+def sides() -> Iterator[dict[str, Bare | Piped]]:
+    """All sides, up and warm."""
+    with contextlib.ExitStack() as exits:
+        directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
+        made: dict[str, Bare | Piped] = {"bare": Bare(1), "bare, 2 threads": Bare(2)}
+        stacks = {"embedded": Stack(directory / "embedded", environment=ENVIRONMENT)}
+        try:
+            bootstrap = exits.enter_context(find_kafka(directory / "kafka"))
+            stacks["kafka"] = Stack(directory / "on-kafka", kafka=bootstrap, environment=ENVIRONMENT)
+        except DependencyMissing as missing:
+            print(f"without Kafka: {missing}")
+        for name, stack in stacks.items():
+            exits.enter_context(stack).wait_ready(300)
+            made[name] = Piped(exits.enter_context(Client(stack.addresses)))
+        yield made
+
+
+def measure(
+    rounds: int, names: list[str], what: str, once: Callable[[str, int], list[float]]
+) -> dict[str, list[float]]:
+    """`once` for each side in turn, over and over."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    with Progress(transient=True) as progress:
+        task = progress.add_task(what, total=rounds * len(names))
+        for number in range(rounds):
+            for name in names if number % 2 == 0 else reversed(names):
+                found[name] += once(name, number)
+                progress.advance(task)
+    return found
+
+
+def run(given: Arguments) -> dict[str, float]:
+    """Measure, print, draw; returns the figures."""
+    rounds, each, load, max_new = (4, 5, 48, 48) if given.quick else (10, 10, 96, 64)
+    with sides() as all_sides:
+        names = list(all_sides)
+        for side in all_sides.values():
+            side.tokens_per_s(prompts(random.Random(1), 8, 16, 64), 8)
+
+        def first(name: str, number: int) -> list[float]:
+            work = prompts(random.Random(f"{name} first {number}"), each, 64, 64)
+            return [all_sides[name].first_token_s(prompt) for prompt in work]
+
+        def throughput(name: str, number: int) -> list[float]:
+            return [all_sides[name].tokens_per_s(prompts(random.Random(f"{name} {number}"), load, 32, 160), max_new)]
+
+        firsts = measure(rounds, names, "time to first token", first)
+        rates = measure(max(3, rounds // 2), names, "throughput", throughput)
+    print(f"{machine()}; demo model, float32")
+    for name in names:
+        milliseconds = [value * 1000 for value in firsts[name]]
+        print(f"{name:18} first token {spread(milliseconds):28} ms   throughput {spread(rates[name]):28} tokens/s")
+    figures = compare(firsts, rates)
+    if not given.quick:
+        draw(firsts, rates)
+    return figures
+
+
+def compare(firsts: dict[str, list[float]], rates: dict[str, list[float]]) -> dict[str, float]:
+    """The pipeline's sides against the bare engine's better one."""
+    bare = [name for name in firsts if name.startswith("bare")]
+    first = min(statistics.median(firsts[name]) for name in bare)
+    rate = max(statistics.median(rates[name]) for name in bare)
+    figures = {}
+    for name in (name for name in firsts if name not in bare):
+        figures[f"ttft_added_ms_p50_{name}"] = (statistics.median(firsts[name]) - first) * 1000
+        figures[f"throughput_ratio_{name}"] = statistics.median(rates[name]) / rate
+    return dict(sorted(figures.items(), reverse=True))
+
+
+def draw(firsts: dict[str, list[float]], rates: dict[str, list[float]]) -> None:
+    """Both measurements, every side, every sample's spread."""
+    figure = Figure(figsize=(9, 3.6))
+    left, right = figure.subplots(1, 2)
+    left.boxplot([[value * 1000 for value in values] for values in firsts.values()], tick_labels=list(firsts))
+    left.set_title("time to first token, one request at a time")
+    left.set_ylabel("ms")
+    right.boxplot(list(rates.values()), tick_labels=list(rates))
+    right.set_title("output tokens/s, all requests at once")
+    for axis in (left, right):
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="y", alpha=0.3)
+    save(figure, "pipeline")
+
+
+def main() -> None:
+    given = arguments(__doc__ or "")
+    report(run(given), given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The client for asyncio: `Client`'s methods, awaited.
+
+async with AsyncClient(redis="redis://127.0.0.1:6379/0", pipeline="demo") as client:
+    async for event in client.generate("Once upon a time", max_tokens=50):
+        print(event.text, end="")
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Self, Unpack
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from penstock.bus import open_bus
+from penstock.bus.contract import Outgoing, Publisher
+from penstock.client import (
+    SILENCE_S,
+    UNREACHABLE,
+    Answer,
+    RequestFields,
+    answer_of,
+    check_conflict,
+    make_request,
+    outgoing,
+    resolve,
+    span_ended,
+    without_error,
+)
+from penstock.errors import StreamExpired, StreamTimeout
+from penstock.names import Pipeline
+from penstock.reader import Event, StreamReader
+from penstock.record.live import LiveFeed
+from penstock.record.log import AsyncLog, parse_event
+from penstock.settings import Addresses, BusSettings, RecordSettings, load
+
+
+class AsyncClient:
+    """`Client` for one event loop. What is submitted while a publish is under way goes out with the next."""
+
+    def __init__(
+        self, addresses: Addresses | None = None, *, kafka: str = "", redis: str = "", pipeline: str = ""
+    ) -> None:
+        self._addresses = resolve(addresses, kafka, redis, pipeline)
+        self._pipeline = Pipeline(self._addresses.pipeline)
+        self._redis = Redis.from_url(self._addresses.stream_url, retry=Retry(NoBackoff(), 1))
+        self._log = AsyncLog(self._redis, self._pipeline, load(RecordSettings))
+        self._publisher: Publisher | None = None
+        self._waiting: list[tuple[Outgoing, asyncio.Future[None]]] = []
+        self._publishing: asyncio.Task[None] | None = None
+        self._live: LiveFeed | None = None
+
+    async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
+        """Send a request; returns its id once it is durable. Raises as `Client.submit`."""
+        request = make_request(prompt, fields)
+        if fields.get("id") is not None:
+            with suppress(*UNREACHABLE):  # then the workers will tell
+                check_conflict(request, await self._log.status(request.id))
+        span, message = outgoing(self._pipeline, request)
+        with span_ended(span):
+            await self._publish(message)
+        return request.id
+
+    async def stream(
+        self, request_id: str, after: str | None = None, timeout_s: float = 60.0
+    ) -> AsyncIterator[Event]:
+        """The tokens after the event id `after` as they come, then the `EndEvent`; as `Client.stream`."""
+        reader = StreamReader(after)
+        if self._live is None:
+            self._live = LiveFeed(self._addresses.stream_url)
+        live, channel = self._live, self._pipeline.live_channel(request_id)
+        mailbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        deliver = mailbox.put_nowait
+        live.listen(channel, deliver)
+        try:
+            over = time.monotonic() + timeout_s
+            while reader.end is None:
+                payload = await _next(mailbox, min(SILENCE_S, over - time.monotonic()))
+                news = reader.feed_live(parse_event(payload)) if payload is not None else []
+                if payload is None or reader.behind:
+                    news = await self._catch_up(request_id, reader)
+                if news:
+                    for event in without_error(news):
+                        yield event
+                    over = time.monotonic() + timeout_s
+                elif time.monotonic() >= over:
+                    raise StreamTimeout(f"nothing new about {request_id} for {timeout_s:g} s")
+        finally:
+            live.leave(channel, deliver)
+
+    async def generate(
+        self, prompt: str | None = None, timeout_s: float = 60.0, **fields: Unpack[RequestFields]
+    ) -> AsyncIterator[Event]:
+        """Submit a request and stream its answer."""
+        async for event in self.stream(await self.submit(prompt, **fields), timeout_s=timeout_s):
+            yield event
+
+    async def result(self, request_id: str, timeout_s: float = 60.0) -> Answer:
+        """The whole answer, when it is complete; raises as `stream` does."""
+        return answer_of(request_id, [event async for event in self.stream(request_id, timeout_s=timeout_s)])
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ask for a request's end; False when it has ended already."""
+        return await self._log.cancel(request_id)
+
+    async def close(self) -> None:
+        """Send what is waiting and free all connections."""
+        if self._publishing is not None:
+            await self._publishing
+        publisher, self._publisher = self._publisher, None
+        live, self._live = self._live, None
+        if publisher is not None:
+            await asyncio.to_thread(publisher.close)
+        if live is not None:
+            await live.close()
+        await self._redis.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _catch_up(self, request_id: str, reader: StreamReader) -> list[Event]:
+        try:
+            news = reader.feed_log(await self._log.read(request_id, reader.log_after))
+            if reader.log_missing and await self._log.status(request_id) is None:
+                raise StreamExpired(f"the log of {request_id} is gone")
+        except UNREACHABLE:
+            return []  # the next silence tries again
+        return news
+
+    async def _publish(self, message: Outgoing) -> None:
+        """Returns once the message is durable."""
+        durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((message, durable))
+        if self._publishing is None or self._publishing.done():
+            self._publishing = asyncio.create_task(self._publish_waiting())
+        await durable
+
+    async def _publish_waiting(self) -> None:
+        """Publish all that waits, until nothing does; on a thread, because publishing blocks."""
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            failure: Exception | None = None
+            try:
+                await asyncio.to_thread(self._publish_now, [message for message, _ in batch])
+            except Exception as error:  # whoever submitted it raises it
+                failure = error
+            for _, durable in batch:
+                if durable.done():  # its caller was cancelled
+                    continue
+                if failure is None:
+                    durable.set_result(None)
+                else:
+                    durable.set_exception(failure)
+
+    def _publish_now(self, batch: list[Outgoing]) -> None:
+        if self._publisher is None:
+            self._publisher = open_bus(self._addresses, load(BusSettings)).publisher()
+        self._publisher.publish(batch)
+
+
+async def _next(mailbox: "asyncio.Queue[bytes | None]", timeout_s: float) -> bytes | None:
+    """The next event's JSON; None when the subscription has begun, or when nothing came: read the log."""
+    if not mailbox.empty():
+        return mailbox.get_nowait()
+    try:
+        async with asyncio.timeout(max(timeout_s, 0)):
+            return await mailbox.get()
+    except TimeoutError:
+        return None

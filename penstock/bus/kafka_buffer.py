@@ -1,0 +1,163 @@
+"""What a Kafka member has fetched, holds and has finished, by partition. Plain Python, no I/O; not locked."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from penstock.bus.contract import Delivery
+from penstock.bus.offsets import PartitionOffsets
+from penstock.bus.retries import Shelf, as_original, judge, place
+from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
+
+BUFFER_MESSAGES = 64
+BUFFER_BYTES = 32 * 2**20
+"""A class with as much in its buffer is paused; it goes on when half of that is left."""
+
+Partition = tuple[str, int]
+Place = tuple[Partition, int]
+
+
+class Holdings:
+    """The partitions assigned to a member and all its messages from them.
+
+    A message is buffered (or on the shelf, if it is a retry), then handed out, then finished. Taking a partition away
+    forgets all of its messages; they belong to another member then.
+    """
+
+    def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
+        self._pipeline, self._stage = pipeline, stage
+        self._topics = pipeline.inputs(stage)
+        self._offsets: dict[Partition, PartitionOffsets] = {}
+        self._buffers: dict[PriorityClass, deque[Delivery]] = {klass: deque() for klass in CLASSES}
+        self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
+        self._handed_out: set[Place] = set()
+        self._passed: set[Partition] = set()
+        self._full: set[str] = set()
+        self.shelf = Shelf()
+
+    @property
+    def partitions(self) -> list[Partition]:
+        """All that are assigned."""
+        return list(self._offsets)
+
+    @property
+    def num_handed_out(self) -> int:
+        """Deliveries given to the worker and not settled."""
+        return len(self._handed_out)
+
+    @property
+    def num_buffered(self) -> int:
+        """Deliveries fetched and not given to the worker; without the shelf."""
+        return sum(len(buffer) for buffer in self._buffers.values())
+
+    def assign(self, partition: Partition, committed: int, metadata: str | None) -> None:
+        """Begin a partition at its committed offset; what the commit's metadata says is finished is passed over."""
+        self._offsets[partition] = PartitionOffsets(committed, metadata or "")
+
+    def revoke(self, partitions: Iterable[Partition]) -> None:
+        """Forget partitions and all their messages."""
+        gone = set(partitions)
+        for partition in gone:
+            self._offsets.pop(partition, None)
+        self._passed -= gone
+        self._handed_out = {held for held in self._handed_out if held[0] not in gone}
+        for klass, buffer in self._buffers.items():
+            kept = [delivery for delivery in buffer if self.place(delivery)[0] not in gone]
+            self._buffers[klass] = deque(kept)
+            self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
+        self.shelf.drop(lambda delivery: self.place(delivery)[0] in gone)
+
+    def arrive(self, delivery: Delivery) -> bool:
+        """Take a fetched message in; False if it must be put to the dead letters, being no one's retry."""
+        partition, offset = self.place(delivery)
+        offsets = self._offsets.get(partition)
+        if offsets is None or not offsets.deliver(offset):
+            return True
+        if delivery.topic != self._pipeline.retries:
+            self._buffers[delivery.klass].append(delivery)
+            self._num_bytes[delivery.klass] += len(delivery.value)
+            return True
+        verdict = judge(self._pipeline, self._stage, delivery.headers)
+        if verdict == "ours":
+            self.shelf.put(as_original(self._pipeline, self._stage, delivery))
+        elif verdict == "theirs":
+            offsets.finish([offset])
+            self._passed.add(partition)
+        else:
+            self._handed_out.add((partition, offset))
+        return verdict != "nobody"
+
+    def hand_out(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """At most `room` deliveries of each class, interactive first; retries that are due before new ones."""
+        found: list[Delivery] = []
+        for klass in CLASSES:
+            left = max(0, room.get(klass, 0))
+            taken = self.shelf.take(klass, left)
+            buffer = self._buffers[klass]
+            while buffer and len(taken) < left:
+                taken.append(buffer.popleft())
+                self._num_bytes[klass] -= len(taken[-1].value)
+            found += taken
+        self._handed_out.update(self.place(delivery) for delivery in found)
+        return found
+
+    def lost(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Which of the deliveries are not this member's to settle."""
+        return [delivery for delivery in deliveries if self.place(delivery) not in self._handed_out]
+
+    def to_commit(self, deliveries: Sequence[Delivery] = ()) -> list[tuple[Partition, int, str]]:
+        """What to commit when these are finished: partition, offset, metadata. Changes nothing.
+
+        It includes partitions where another stage's retries were passed over since the last commit.
+        """
+        also: dict[Partition, set[int]] = {partition: set() for partition in self._passed}
+        for partition, offset in map(self.place, deliveries):
+            also.setdefault(partition, set()).add(offset)
+        return [(partition, *self._offsets[partition].commit(done)) for partition, done in also.items()]
+
+    def committed(self, deliveries: Sequence[Delivery] = ()) -> None:
+        """Note that what `to_commit` said is committed."""
+        for partition, offset in {self.place(delivery) for delivery in deliveries}:
+            self._offsets[partition].finish([offset])
+            self._handed_out.discard((partition, offset))
+        self._passed.clear()
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether messages of the other stage were passed over since the last commit."""
+        return bool(self._passed)
+
+    def full_topics(self) -> set[str]:
+        """The topics to pause now."""
+        for klass, topic in self._topics.items():
+            self._judge_full(
+                topic, len(self._buffers[klass]) / BUFFER_MESSAGES, self._num_bytes[klass] / BUFFER_BYTES
+            )
+        if self.shelf.space:
+            self._full.discard(self._pipeline.retries)
+        else:
+            self._full.add(self._pipeline.retries)
+        return set(self._full)
+
+    def place(self, delivery: Delivery) -> Place:
+        """Partition and offset of a delivery."""
+        topic, position = place(self._pipeline, delivery)
+        number, _, offset = position.partition(":")
+        return (topic, int(number)), int(offset)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the parts contradict each other."""
+        for offsets in self._offsets.values():
+            offsets.check_integrity()
+        buffered = [
+            self.place(d) for d in (*self._buffers["interactive"], *self._buffers["batch"], *self.shelf)
+        ]
+        known = [*buffered, *self._handed_out]
+        assert len(set(known)) == len(known), "a message is in two places"
+        assert all(self._offsets[partition].is_unfinished(offset) for partition, offset in known)
+        assert sum(offsets.num_unfinished for offsets in self._offsets.values()) == len(known)
+
+    def _judge_full(self, topic: str, *shares: float) -> None:
+        if max(shares) >= 1:
+            self._full.add(topic)
+        elif max(shares) <= 0.5:
+            self._full.discard(topic)

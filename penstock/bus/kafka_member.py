@@ -1,0 +1,368 @@
+"""A member of a stage's group on Kafka: one thread polls, whoever settles does so in one transaction."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Self
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicPartition,
+)
+
+from penstock.bus.contract import Delivery, Outgoing, Settlement, check_size
+from penstock.bus.kafka import (
+    ANSWER_S,
+    FENCED,
+    MAX_BATCH_BYTES,
+    bus_errors,
+    client_settings,
+    produce,
+    producer_settings,
+    read_headers,
+    read_key,
+)
+from penstock.bus.kafka_buffer import Holdings
+from penstock.bus.retries import dead_message, retry_message
+from penstock.errors import BusError, BusUnavailable, DeliveryLost, MemberFenced
+from penstock.names import CLASSES, PriorityClass, Stage
+
+if TYPE_CHECKING:
+    from penstock.bus.kafka import KafkaBus
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+PASSED_COMMIT_S = 1.0
+"""How often the offsets of the other stage's retries are committed when nothing is settled."""
+
+STALE_GROUP = (
+    KafkaError.STALE_MEMBER_EPOCH,
+    KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError.ILLEGAL_GENERATION,
+    KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError.FENCED_MEMBER_EPOCH,
+)
+"""The group moved on while we settled: look again what is still ours."""
+
+
+class _GroupMoved(Exception):  # noqa: N818 - not an error to anyone outside
+    pass
+
+
+class KafkaMember:
+    """Consumes a stage's topics and the retry topic; settles in transactions.
+
+    The broker checks that a settling member is in the group, not that a partition is its own. So two locks: `_settling`
+    is held through a transaction and by the revocation callback, which thereby waits until the transaction is over:
+    after it, deliveries of the partition are refused here. `_state` guards `_holdings` for moments only.
+    """
+
+    def __init__(self, bus: "KafkaBus", stage: Stage, name: str) -> None:
+        self._pipeline, self._stage = bus.pipeline, stage
+        self._group = bus.pipeline.group(stage)
+        self._topics = bus.pipeline.inputs(stage)
+        self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
+        self._settling = threading.Lock()
+        self._state = threading.Condition()
+        self._holdings = Holdings(bus.pipeline, stage)
+        self._paused: set[str] = set()
+        self._failure: BusError | None = None
+        self._closing = threading.Event()
+        self._must_abort = self._in_doubt = False
+        self._commit_passed_at = 0.0
+        self._producer = Producer(
+            producer_settings(bus.bootstrap)
+            | {
+                "transactional.id": f"{self._group}.{name}",
+                "transaction.timeout.ms": int(bus.settings.transaction_timeout_s * 1000),
+                "message.timeout.ms": int(bus.settings.transaction_timeout_s * 1000),
+            }
+        )
+        with bus_errors():  # ends what an older member of this name left open
+            self._producer.init_transactions(ANSWER_S)
+        self._consumer = Consumer(_consumer_settings(bus.bootstrap, self._group, name))
+        self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
+        self._poller.start()
+
+    def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Deliveries of the classes with room, interactive first; see `contract.Member.poll`."""
+        end = time.monotonic() + timeout_s
+        with self._state:
+            while True:
+                self._check()
+                found = self._holdings.hand_out(room)
+                left_s = end - time.monotonic()
+                if found or left_s <= 0 or self._closing.is_set():
+                    return found
+                due_s = self._holdings.shelf.wait_s(room)
+                self._state.wait(left_s if due_s is None else min(left_s, due_s))
+
+    def settle(self, settlements: Sequence[Settlement]) -> None:
+        """Publish the outputs and commit the offsets in one transaction.
+
+        When the group moves in the meantime (another member joined or left), what is still ours is settled anew.
+        """
+        deliveries = [settlement.delivery for settlement in settlements]
+        outputs = [output for settlement in settlements for output in settlement.outputs]
+        check_size(outputs)
+        end = time.monotonic() + ANSWER_S
+        while deliveries:
+            with self._settling, bus_errors():
+                try:
+                    self._transact(deliveries, outputs)
+                    return
+                except _GroupMoved as moved:
+                    if time.monotonic() > end:
+                        raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
+            self._closing.wait(0.02)  # lets the callbacks run
+
+    def retry(self, delivery: Delivery, reason: str, delay_s: float) -> None:
+        """Settle the delivery into the retry topic."""
+        self.settle([Settlement(delivery, [retry_message(self._pipeline, delivery, reason, delay_s)])])
+
+    def dead(self, delivery: Delivery, reason: str, outputs: Sequence[Outgoing] = ()) -> None:
+        """Settle the delivery into the dead-letter topic, together with `outputs`."""
+        self.settle([Settlement(delivery, [dead_message(self._pipeline, delivery, reason), *outputs])])
+
+    def held(self) -> int:
+        """How many deliveries this member holds unsettled."""
+        with self._state:
+            return self._holdings.num_handed_out
+
+    def close(self) -> None:
+        """Leave the group: other members get the partitions, and with them the unsettled deliveries."""
+        self._closing.set()
+        with self._state:
+            self._state.notify_all()
+        self._poller.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Settling: with `_settling` held.
+
+    def _transact(self, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
+        """One settlement, in this order:
+
+        1. What an earlier settlement left unclear is cleared: its commit repeated, or its transaction aborted.
+        2. The deliveries are still ours; if not, nothing is done.
+        3. The outputs are written, and flushed: without it the next step waits for librdkafka's own rhythm.
+        4. The offsets are added to the transaction.
+        5. The transaction is committed.
+        6. The deliveries are finished here too.
+
+        A crash before 5 leaves nothing visible; readers wait for the transaction's timeout, or until a member of the
+        same name starts. A crash in 5 is decided by the broker, both parts alike. One before 6 costs nothing.
+        """
+        self._clear_doubt()  # 1
+        with self._state:  # 2
+            self._check()
+            lost = self._holdings.lost(deliveries)
+            commits = [] if lost else self._holdings.to_commit(deliveries)
+        if lost:
+            raise DeliveryLost(lost)
+        offsets = [TopicPartition(*partition, offset, metadata) for partition, offset, metadata in commits]
+        try:
+            self._producer.begin_transaction()
+            self._must_abort = True
+            self._write(outputs)  # 3
+            self._producer.send_offsets_to_transaction(
+                offsets, self._consumer.consumer_group_metadata(), ANSWER_S
+            )  # 4
+            self._commit(deliveries)  # 5
+        except KafkaException as raised:
+            self._after(raised)
+            raise
+        with self._state:  # 6
+            self._holdings.committed(deliveries)
+
+    def _write(self, outputs: Sequence[Outgoing]) -> None:
+        errors: list[KafkaError] = []
+        for output in outputs:
+            produce(self._producer, output, lambda error, _: errors.append(error) if error else None)
+        if outputs and self._producer.flush(ANSWER_S):
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "outputs are not acknowledged"))  # noqa: SLF001
+        if errors:
+            raise KafkaException(errors[0])
+
+    def _commit(self, deliveries: Sequence[Delivery]) -> None:
+        self._in_doubt, self._doubtful = True, list(deliveries)
+        self._producer.commit_transaction(ANSWER_S)
+        self._in_doubt = self._must_abort = False
+
+    def _after(self, raised: KafkaException) -> None:
+        """After a failed step: abort if that is possible now, and say if the group only moved."""
+        error: KafkaError = raised.args[0]
+        if error.fatal() or error.code() in FENCED:
+            self._fail(
+                MemberFenced(f"a newer member has this one's place, or it was away too long: {error.str()}")
+            )
+            return
+        if self._in_doubt and error.retriable():
+            return  # the commit may have happened: the next settlement asks again
+        self._in_doubt = False
+        self._abort()
+        if error.code() in STALE_GROUP:
+            raise _GroupMoved(error.str())
+
+    def _clear_doubt(self) -> None:
+        if self._in_doubt:
+            try:
+                self._producer.commit_transaction(ANSWER_S)
+            except KafkaException as raised:
+                self._after(raised)
+                raise
+            self._in_doubt = self._must_abort = False
+            with self._state:
+                held = [d for d in self._doubtful if not self._holdings.lost([d])]
+                self._holdings.committed(held)
+        elif self._must_abort:
+            self._abort()
+
+    def _abort(self) -> None:
+        self._producer.abort_transaction(ANSWER_S)
+        self._must_abort = False
+
+    # The polling thread.
+
+    def _poll_forever(self) -> None:
+        try:
+            self._consumer.subscribe(
+                [*self._topics.values(), self._pipeline.retries],
+                on_assign=self._on_assign,
+                on_revoke=self._on_revoke,
+                on_lost=self._on_revoke,
+            )
+            while not self._closing.is_set():
+                for message in self._consumer.consume(16, POLL_S):
+                    self._arrived(message)
+                self._pause_full()
+                self._commit_passed()
+        except Exception as error:  # the member cannot go on: whoever calls is told
+            log.exception("the polling thread ends")
+            self._fail(error if isinstance(error, BusError) else BusUnavailable(f"Kafka: {error}"))
+        finally:
+            with contextlib.suppress(KafkaException, RuntimeError):
+                self._consumer.close()
+
+    def _arrived(self, message: Message) -> None:
+        error = message.error()
+        if error is not None:
+            if error.fatal():
+                raise KafkaException(error)
+            log.debug("Kafka: %s", error.str())
+            return
+        delivery = self._delivery(message)
+        with self._state:
+            wanted = self._holdings.arrive(delivery)
+            self._state.notify()
+        if not wanted:
+            with contextlib.suppress(DeliveryLost):
+                self.dead(delivery, "in the retry topic, but from no known topic")
+
+    def _delivery(self, message: Message) -> Delivery:
+        topic = message.topic() or ""
+        return Delivery(
+            topic,
+            f"{message.partition()}:{message.offset()}",
+            message.value() or b"",
+            read_key(message),
+            read_headers(message),
+            self._classes.get(topic, CLASSES[-1]),
+            message.timestamp()[1] / 1000,
+        )
+
+    def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        """Begin each partition where its group stopped, and remember what was finished beyond that."""
+        started: list[TopicPartition] = []
+        for found in self._committed(consumer, partitions):
+            start = found.offset if found.offset >= 0 else OFFSET_BEGINNING
+            with self._state:
+                self._holdings.assign((found.topic, found.partition), max(0, found.offset), found.metadata)
+            started.append(TopicPartition(found.topic, found.partition, start))
+        consumer.incremental_assign(started)
+        consumer.pause([p for p in started if p.topic in self._paused])
+
+    def _committed(self, consumer: Consumer, partitions: list[TopicPartition]) -> list[TopicPartition]:
+        """The group's committed offsets. A dead member's open transaction over them is waited for."""
+        while True:
+            try:
+                return consumer.committed(partitions, timeout=ANSWER_S)
+            except KafkaException as error:
+                if self._closing.is_set():
+                    return []
+                log.warning("committed offsets cannot be read yet: %s", error)
+
+    def _on_revoke(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        """Forget partitions. Waits for a settlement under way: until we return, the broker keeps them for us."""
+        with self._settling, self._state:
+            self._holdings.revoke((gone.topic, gone.partition) for gone in partitions)
+
+    def _pause_full(self) -> None:
+        with self._state:
+            full, partitions = self._holdings.full_topics(), self._holdings.partitions
+        for topics, change in (
+            (full - self._paused, self._consumer.pause),
+            (self._paused - full, self._consumer.resume),
+        ):
+            if topics:
+                change([TopicPartition(topic, number) for topic, number in partitions if topic in topics])
+        self._paused = full
+
+    def _commit_passed(self) -> None:
+        """Commit the offsets of messages that were passed over, when no settlement has done it for a while."""
+        if not self._holdings.has_passed or time.monotonic() < self._commit_passed_at:
+            return
+        self._commit_passed_at = time.monotonic() + PASSED_COMMIT_S
+        with self._settling:
+            with self._state:
+                commits = self._holdings.to_commit()
+            offsets = [
+                TopicPartition(*partition, offset, metadata) for partition, offset, metadata in commits
+            ]
+            try:
+                self._consumer.commit(offsets=offsets, asynchronous=False)
+            except KafkaException as error:
+                log.debug("offsets are committed later: %s", error)
+                return
+            with self._state:
+                self._holdings.committed()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, failure: BusError) -> None:
+        with self._state:
+            self._failure = self._failure or failure
+            self._state.notify_all()
+
+
+def _consumer_settings(bootstrap: str, group: str, name: str) -> dict[str, object]:
+    return client_settings(bootstrap) | {
+        "group.id": group,
+        "group.protocol": "consumer",
+        "client.id": name,
+        "isolation.level": "read_committed",
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "fetch.wait.max.ms": 50,
+        "fetch.error.backoff.ms": 50,
+        "fetch.max.bytes": 2 * MAX_BATCH_BYTES,
+        "receive.message.max.bytes": 4 * MAX_BATCH_BYTES,
+        "max.partition.fetch.bytes": MAX_BATCH_BYTES,
+        "queued.min.messages": 64,
+        "queued.max.messages.kbytes": MAX_BATCH_BYTES // 1024,
+    }
