@@ -53,7 +53,7 @@ class KVStore:
             for above in self.tiers[:depth]:
                 above.put([(keys[index], stored) for index, (stored, _) in got.items()])
             found |= {index: payload for index, (_, payload) in got.items()}
-        prefix = []
+        prefix: list[memoryview] = []
         while (payload := found.get(start + len(prefix))) is not None:
             prefix.append(payload)
         return prefix

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from penstock.bus import open_bus
+from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.client import (
     SILENCE_S,
@@ -163,7 +163,7 @@ class AsyncClient:
 
     def _publish_now(self, batch: list[Outgoing]) -> None:
         if self._publisher is None:
-            self._publisher = open_bus(self._addresses, load(BusSettings)).publisher()
+            self._publisher = connect(self._addresses, load(BusSettings)).publisher()
         self._publisher.publish(batch)
 
 

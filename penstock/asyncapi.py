@@ -1,7 +1,6 @@
-"""`python -m penstock.asyncapi [FILE]`: the AsyncAPI 3.0 document of one pipeline, from the message models.
+"""`python -m penstock.asyncapi [FILE]`: the AsyncAPI 3.0 document of a pipeline, from the message models.
 
-Topics and keys come from `names.Pipeline`, schemas from `messages`; the examples are real messages. docs/protocol.md
-tells the same to people.
+Topics and keys come from `names.Pipeline`, schemas from `messages`. docs/protocol.md says the same in prose.
 """
 
 import json
@@ -61,7 +60,7 @@ def document() -> Json:
         "info": {
             "title": "Penstock",
             "version": str(VERSION),
-            "description": "Durable, disaggregated LLM inference: the topics of a pipeline, and its token streams in Redis. "
+            "description": "Durable, disaggregated LLM inference: a pipeline's topics and token streams. "
             "With the embedded bus the topics are Redis Streams; see docs/protocol.md.",
             "license": {"name": "Apache-2.0"},
         },

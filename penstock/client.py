@@ -26,7 +26,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from penstock import messages, names, tracing
-from penstock.bus import open_bus
+from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.errors import IdConflict, InvalidRequest, StreamExpired, StreamTimeout
 from penstock.messages import (
@@ -112,7 +112,7 @@ class Client:
                 check_conflict(request, self._log.status(request.id))
         with self._lock:
             if self._publisher is None:
-                self._publisher = open_bus(self._addresses, load(BusSettings)).publisher()
+                self._publisher = connect(self._addresses, load(BusSettings)).publisher()
         span, message = outgoing(self._pipeline, request)
         with span_ended(span):
             self._publisher.publish([message])
@@ -122,7 +122,7 @@ class Client:
         """A request's tokens as they come, after the event id `after`; the last item is the `EndEvent`.
 
         An end with an error raises it instead. `timeout_s` is the longest silence borne, also before the
-        first token. Raises `StreamTimeout`, `StreamExpired` when the log is gone, or `StreamDiverged` when it is
+        first token. Raises `StreamTimeout`; `StreamExpired` when the log is gone; `StreamDiverged` when it is
         not the one that was read.
         """
         return self._read(request_id, StreamReader(after), timeout_s)

@@ -1,4 +1,4 @@
-"""`python -m penstock.settings_doc [FILE]`: the page of all settings, from the classes of `penstock.settings`."""
+"""`python -m penstock.settings_doc [FILE]`: the page of all settings, from `penstock.settings`."""
 
 import ast
 import inspect
@@ -16,8 +16,9 @@ from penstock.settings import PARTS
 _HEAD = """\
 # Settings
 
-All settings are environment variables. Each program reads them once, when it starts. A `PENSTOCK_` variable that is not
-on this page is an error that names the nearest one that is; a bad value is an error that names the variable.
+All settings are environment variables. Each program reads them once, when it starts. A `PENSTOCK_` variable
+that is not on this page is an error that names the nearest one that is; a bad value is one that names its
+variable.
 
 Written by `python -m penstock.settings_doc docs/settings.md`.
 """
@@ -62,8 +63,8 @@ def section(part: type[BaseSettings]) -> str:
         variable = f"{part.model_config['env_prefix']}{name}".upper()
         default = f"`{schema['default']}`" if schema["default"] != "" else "empty"
         rows.append((f"`{variable}`", default, allowed(schema), docs[name]))
-    title, _, text = inspect.cleandoc(part.__doc__ or "").partition("\n\n")
-    return f"## {title.rstrip('.')}\n\n" + (f"{text}\n\n" if text else "") + table(rows)
+    title, _, text = " ".join((part.__doc__ or "").split()).partition(".")
+    return f"## {title}\n\n" + (f"{text.strip()}\n\n" if text else "") + table(rows)
 
 
 def page() -> str:

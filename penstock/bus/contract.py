@@ -2,11 +2,12 @@
 
 `KafkaBus` and `StreamsBus` keep this contract; one test suite holds both to it.
 
-A *delivery* is a message handed to one member of a stage's group. It stays with that member until it is settled, or
-until the bus takes it away (the member died, or the group was rebalanced) and redelivers it to another.
+A *delivery* is a message handed to one member of a stage's group. It stays with that member until it is
+settled, or until the bus takes it away (the member died, or the group was rebalanced) and redelivers it to
+another.
 
-`settle` publishes the outputs and finishes the deliveries together: after a crash either all of it happened or
-none. Work finishes out of order; a restart repeats no finished work.
+`settle` publishes the outputs and finishes the deliveries together: after a crash either all of it
+happened, or none. Work finishes out of order; a restart repeats no finished work.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

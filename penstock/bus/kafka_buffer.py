@@ -19,8 +19,8 @@ Place = tuple[Partition, int]
 class Holdings:
     """The partitions assigned to a member and all its messages from them.
 
-    A message is buffered (or on the shelf, if it is a retry), then handed out, then finished. Taking a partition away
-    forgets all of its messages; they belong to another member then.
+    A message is buffered (or on the shelf, if it is a retry), then handed out, then finished. Taking a
+    partition away forgets all of its messages; they belong to another member then.
     """
 
     def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
@@ -32,6 +32,7 @@ class Holdings:
         self._handed_out: set[Place] = set()
         self._passed: set[Partition] = set()
         self._full: set[str] = set()
+        self._orphans: list[Delivery] = []
         self.shelf = Shelf()
 
     @property
@@ -50,7 +51,7 @@ class Holdings:
         return sum(len(buffer) for buffer in self._buffers.values())
 
     def assign(self, partition: Partition, committed: int, metadata: str | None) -> None:
-        """Begin a partition at its committed offset; what the commit's metadata says is finished is passed over."""
+        """Begin a partition at its committed offset; what the metadata says is finished is passed over."""
         self._offsets[partition] = PartitionOffsets(committed, metadata or "")
 
     def revoke(self, partitions: Iterable[Partition]) -> None:
@@ -66,16 +67,16 @@ class Holdings:
             self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
         self.shelf.drop(lambda delivery: self.place(delivery)[0] in gone)
 
-    def arrive(self, delivery: Delivery) -> bool:
-        """Take a fetched message in; False if it must be put to the dead letters, being no one's retry."""
+    def arrive(self, delivery: Delivery) -> None:
+        """Take a fetched message in."""
         partition, offset = self.place(delivery)
         offsets = self._offsets.get(partition)
         if offsets is None or not offsets.deliver(offset):
-            return True
+            return
         if delivery.topic != self._pipeline.retries:
             self._buffers[delivery.klass].append(delivery)
             self._num_bytes[delivery.klass] += len(delivery.value)
-            return True
+            return
         verdict = judge(self._pipeline, self._stage, delivery.headers)
         if verdict == "ours":
             self.shelf.put(as_original(self._pipeline, self._stage, delivery))
@@ -84,7 +85,12 @@ class Holdings:
             self._passed.add(partition)
         else:
             self._handed_out.add((partition, offset))
-        return verdict != "nobody"
+            self._orphans.append(delivery)
+
+    def orphans(self) -> list[Delivery]:
+        """Messages of the retry topic that are nobody's, each told once: they belong to the dead letters."""
+        found, self._orphans = self._orphans, []
+        return found
 
     def hand_out(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """At most `room` deliveries of each class, interactive first; retries that are due before new ones."""
@@ -129,9 +135,11 @@ class Holdings:
     def full_topics(self) -> set[str]:
         """The topics to pause now."""
         for klass, topic in self._topics.items():
-            self._judge_full(
-                topic, len(self._buffers[klass]) / BUFFER_MESSAGES, self._num_bytes[klass] / BUFFER_BYTES
-            )
+            share = max(len(self._buffers[klass]) / BUFFER_MESSAGES, self._num_bytes[klass] / BUFFER_BYTES)
+            if share >= 1:
+                self._full.add(topic)
+            elif share <= 0.5:
+                self._full.discard(topic)
         if self.shelf.space:
             self._full.discard(self._pipeline.retries)
         else:
@@ -155,9 +163,3 @@ class Holdings:
         assert len(set(known)) == len(known), "a message is in two places"
         assert all(self._offsets[partition].is_unfinished(offset) for partition, offset in known)
         assert sum(offsets.num_unfinished for offsets in self._offsets.values()) == len(known)
-
-    def _judge_full(self, topic: str, *shares: float) -> None:
-        if max(shares) >= 1:
-            self._full.add(topic)
-        elif max(shares) <= 0.5:
-            self._full.discard(topic)

@@ -60,9 +60,10 @@ class _GroupMoved(Exception):  # noqa: N818 - not an error to anyone outside
 class KafkaMember:
     """Consumes a stage's topics and the retry topic; settles in transactions.
 
-    The broker checks that a settling member is in the group, not that a partition is its own. So two locks: `_settling`
-    is held through a transaction and by the revocation callback, which thereby waits until the transaction is over:
-    after it, deliveries of the partition are refused here. `_state` guards `_holdings` for moments only.
+    The broker checks that a settling member is in the group, not that a partition is its own. So two locks:
+    `_settling` is held through a transaction and by the revocation callback, which thereby waits until the
+    transaction is over: after it, deliveries of the partition are refused here. `_state` guards `_holdings`, for
+    moments only.
     """
 
     def __init__(self, bus: "KafkaBus", stage: Stage, name: str) -> None:
@@ -77,6 +78,7 @@ class KafkaMember:
         self._failure: BusError | None = None
         self._closing = threading.Event()
         self._must_abort = self._in_doubt = False
+        self._doubtful: list[Delivery] = []
         self._commit_passed_at = 0.0
         self._producer = Producer(
             producer_settings(bus.bootstrap)
@@ -95,6 +97,7 @@ class KafkaMember:
     def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Deliveries of the classes with room, interactive first; see `contract.Member.poll`."""
         end = time.monotonic() + timeout_s
+        self._bury_orphans()
         with self._state:
             while True:
                 self._check()
@@ -140,6 +143,8 @@ class KafkaMember:
     def close(self) -> None:
         """Leave the group: other members get the partitions, and with them the unsettled deliveries."""
         self._closing.set()
+        with self._settling, contextlib.suppress(KafkaException, _GroupMoved):
+            self._clear_doubt()
         with self._state:
             self._state.notify_all()
         self._poller.join()
@@ -150,10 +155,17 @@ class KafkaMember:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _bury_orphans(self) -> None:
+        with self._state:
+            orphans = self._holdings.orphans()
+        for orphan in orphans:
+            with contextlib.suppress(DeliveryLost):
+                self.dead(orphan, "in the retry topic, but from no known topic")
+
     # Settling: with `_settling` held.
 
     def _transact(self, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
-        """One settlement, in this order:
+        """One settlement, in this order.
 
         1. What an earlier settlement left unclear is cleared: its commit repeated, or its transaction aborted.
         2. The deliveries are still ours; if not, nothing is done.
@@ -162,8 +174,8 @@ class KafkaMember:
         5. The transaction is committed.
         6. The deliveries are finished here too.
 
-        A crash before 5 leaves nothing visible; readers wait for the transaction's timeout, or until a member of the
-        same name starts. A crash in 5 is decided by the broker, both parts alike. One before 6 costs nothing.
+        A crash before 5 leaves nothing visible; readers wait for the transaction's timeout, or until a member of
+        the same name starts. A crash in 5 is decided by the broker, both parts alike. One before 6 costs nothing.
         """
         self._clear_doubt()  # 1
         with self._state:  # 2
@@ -261,15 +273,12 @@ class KafkaMember:
         if error is not None:
             if error.fatal():
                 raise KafkaException(error)
-            log.debug("Kafka: %s", error.str())
+            log.warning("Kafka: %s", error.str())
             return
         delivery = self._delivery(message)
         with self._state:
-            wanted = self._holdings.arrive(delivery)
+            self._holdings.arrive(delivery)
             self._state.notify()
-        if not wanted:
-            with contextlib.suppress(DeliveryLost):
-                self.dead(delivery, "in the retry topic, but from no known topic")
 
     def _delivery(self, message: Message) -> Delivery:
         topic = message.topic() or ""
@@ -298,11 +307,15 @@ class KafkaMember:
         """The group's committed offsets. A dead member's open transaction over them is waited for."""
         while True:
             try:
-                return consumer.committed(partitions, timeout=ANSWER_S)
+                found = consumer.committed(partitions, timeout=ANSWER_S)
+                errors = [str(partition.error) for partition in found if partition.error]
+                if not errors:
+                    return found
             except KafkaException as error:
-                if self._closing.is_set():
-                    return []
-                log.warning("committed offsets cannot be read yet: %s", error)
+                errors = [str(error)]
+            log.warning("committed offsets cannot be read yet: %s", errors[0])
+            if self._closing.wait(POLL_S):
+                return []
 
     def _on_revoke(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         """Forget partitions. Waits for a settlement under way: until we return, the broker keeps them for us."""
@@ -321,7 +334,7 @@ class KafkaMember:
         self._paused = full
 
     def _commit_passed(self) -> None:
-        """Commit the offsets of messages that were passed over, when no settlement has done it for a while."""
+        """Commit the offsets of messages that were passed over, when no settlement did it for a while."""
         if not self._holdings.has_passed or time.monotonic() < self._commit_passed_at:
             return
         self._commit_passed_at = time.monotonic() + PASSED_COMMIT_S

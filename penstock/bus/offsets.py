@@ -1,8 +1,9 @@
 """Which offsets of one partition are done, when work ends out of order. Plain Python, no I/O.
 
-The committed offset is the first *delivered* offset that is not finished (or the one after the last delivered),
-and the commit's metadata carries the finished ones beyond it. Offsets that the log leaves out (transaction markers,
-aborted messages) are known as such once a later one was delivered, and count as finished: so runs stay runs.
+The committed offset is the first *delivered* offset that is not finished (or the one after the last
+delivered), and the commit's metadata carries the finished ones beyond it. Offsets that the log leaves out
+(transaction markers, aborted messages) are known as such once a later one was delivered, and count as
+finished: so runs stay runs.
 
     offset     10 11 12 13 14 15 16 17
     state       f  f  .  f  -  f  f          f finished   . unfinished   - left out by the log

@@ -1,8 +1,9 @@
 """The retry and dead-letter topics, the same on both buses.
 
-Both stages' groups read the one retry topic. A message there says in its headers where it came from (`ORIGIN`),
-how often it was tried (`ATTEMPT`), why (`REASON`), and from when on it may be tried again (`NOT_BEFORE`, milliseconds
-since the epoch). Each group delivers those that came from its own stage and passes over the others.
+Both stages' groups read the one retry topic. A message there says in its headers where it came from
+(`ORIGIN`), how often it was tried (`ATTEMPT`), why (`REASON`), and from when on it may be tried again
+(`NOT_BEFORE`, milliseconds since the epoch). Each group delivers those that came from its own stage and
+passes over the others.
 """
 
 import heapq

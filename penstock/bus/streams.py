@@ -1,7 +1,7 @@
 """The bus on Redis Streams: one stream a topic, one consumer group a stage. The embedded default.
 
-A message stays in its stream until it is settled, and is then deleted; results and dead letters are kept, trimmed
-to about `KEPT_ENTRIES`. What is published is as durable as the server's `appendfsync` makes it.
+A message stays in its stream until it is settled, and is then deleted; results and dead letters are kept,
+trimmed to about `KEPT_ENTRIES`. What is published is as durable as the server's `appendfsync` makes it.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """The Lua scripts of `StreamsBus`. All keys of a pipeline share a hash slot.
 
-A member's key holds the token of its newest incarnation; its consumer in the groups is called `<name>/<token>`. So
-an incarnation that was replaced, or went silent, is known by its consumer's name, and its deliveries can be taken
-over.
+A member's key holds the token of its newest incarnation; its consumer in the groups is called
+`<name>/<token>`. So an incarnation that was replaced, or went silent, is known by its consumer's name, and
+its deliveries can be taken over.
 """
 
 BEAT = """

@@ -1,0 +1,53 @@
+"""What only the asyncio client can show: many at once on one loop."""
+
+import asyncio
+
+import redis
+
+from penstock import AsyncClient
+from penstock.bus.streams import StreamsBus
+from penstock.names import Pipeline
+from penstock.record import Record
+from tests.record.play import decode, end, say
+
+
+async def test_many_streams_share_one_connection(
+    redis_url: str, server: "redis.Redis", pipeline: Pipeline, worker: Record
+) -> None:
+    async with AsyncClient(redis=redis_url, pipeline=pipeline.name) as client:
+        ids = [f"r{i % 10}" for i in range(20)]
+        readings = [asyncio.create_task(client.result(request_id)) for request_id in ids]
+        channels = [pipeline.live_channel(request_id) for request_id in ids[:10]]
+        while not all(count == 1 for _, count in server.pubsub_numsub(*channels)):
+            await asyncio.sleep(0)
+        claims = [decode(worker, request_id) for request_id in ids[:10]]
+        for token in range(5):
+            worker.append([(claim, claim.next_event(token, "x")) for claim in claims])
+            await asyncio.sleep(0)
+        for claim in claims:
+            worker.finish(claim, end())
+        assert [(await reading).token_ids for reading in readings] == [[0, 1, 2, 3, 4]] * 20
+
+
+async def test_what_is_submitted_at_once_is_published_together(
+    redis_url: str, pipeline: Pipeline, bus: StreamsBus
+) -> None:
+    async with AsyncClient(redis=redis_url, pipeline=pipeline.name) as client:
+        ids = await asyncio.gather(*(client.submit("hello") for _ in range(50)))
+    assert sorted(ids) == sorted(
+        str(message.key) for message in bus.read_all(pipeline.requests("interactive"))
+    )
+
+
+async def test_a_cancelled_reader_disturbs_no_other(
+    redis_url: str, server: "redis.Redis", pipeline: Pipeline, worker: Record
+) -> None:
+    async with AsyncClient(redis=redis_url, pipeline=pipeline.name) as client:
+        left, stays = (asyncio.create_task(client.result("r1")) for _ in range(2))
+        claim = decode(worker, "r1")
+        say(worker, claim, [1])
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        say(worker, claim, [2])
+        worker.finish(claim, end())
+        assert (await stays).token_ids == [1, 2]

@@ -1,0 +1,108 @@
+"""The stream reader: whatever the live channel drops, repeats or delays, the sequence comes out exact."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import InvalidName, StreamDiverged
+from penstock.messages import EndEvent, TokenEvent, Usage
+from penstock.names import START_HASH, roll
+from penstock.reader import Event, StreamReader
+
+
+def stream_of(tokens: list[int]) -> list[Event]:
+    rolled, events = START_HASH, list[Event]()
+    for position, token in enumerate(tokens):
+        rolled = roll(rolled, token)
+        events.append(TokenEvent.at(position, rolled, token, f"<{token}>"))
+    return [*events, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=len(tokens)))]
+
+
+def id_of(event: Event) -> str:
+    assert isinstance(event, TokenEvent)
+    return event.id
+
+
+def log_of(events: list[Event], reader: StreamReader) -> list[Event]:
+    return events[reader.log_after + 1 :]
+
+
+@given(st.data())
+def test_any_interleaving_gives_every_event_once(data: st.DataObject) -> None:
+    events = stream_of(data.draw(st.lists(st.integers(0, 2**31 - 1), max_size=12)))
+    written, start = 0, data.draw(st.integers(0, len(events) - 1))
+    reader, got = StreamReader(id_of(events[start - 1]) if start else None), list[Event]()
+    for action in data.draw(st.lists(st.sampled_from(["write", "live", "old", "log"]), max_size=60)):
+        if action == "write":  # into the log; its live event is dropped
+            written = min(written + 1, len(events))
+        elif action == "live" and written < len(events):
+            written += 1
+            got += reader.feed_live(events[written - 1])
+        elif action == "old" and written:  # late, or twice
+            got += reader.feed_live(events[data.draw(st.integers(0, written - 1))])
+        elif action == "log":
+            got += reader.feed_log(log_of(events[:written], reader))
+            assert not reader.behind
+        assert got == events[start : start + len(got)]
+    got += reader.feed_log(log_of(events, reader))
+    assert got == events[start:]
+    assert reader.end == events[-1]
+    assert reader.feed_live(events[0]) == []
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
+def test_another_stream_is_noticed_at_its_first_other_token(tokens: list[int], data: st.DataObject) -> None:
+    changed = data.draw(st.integers(0, len(tokens) - 1))
+    others = [*tokens[:changed], tokens[changed] + 1, *tokens[changed + 1 :]]
+    seen = data.draw(st.integers(changed + 1, len(tokens)))
+    ours, theirs = stream_of(tokens), stream_of(others)
+    with pytest.raises(StreamDiverged):
+        StreamReader(id_of(ours[seen - 1])).feed_log(theirs[seen - 1 :])
+    if seen < len(tokens):
+        with pytest.raises(StreamDiverged):
+            StreamReader(id_of(ours[seen - 1])).feed_live(theirs[seen])
+    reader = StreamReader()
+    reader.feed_log(ours[:seen])
+    with pytest.raises(StreamDiverged):
+        reader.feed_live(theirs[changed])
+
+
+def diverge() -> None:
+    raise StreamDiverged
+
+
+def test_a_gap_asks_for_the_log_from_the_last_token_seen() -> None:
+    events = stream_of([1, 2, 3])
+    reader = StreamReader()
+    assert (reader.behind, reader.log_after) == (True, -1)
+    assert reader.feed_log(events[:1]) == events[:1]
+    assert reader.feed_live(events[2]) == []
+    assert (reader.behind, reader.log_after) == (True, -1)
+    assert reader.feed_log(events[:3]) == events[1:3]
+    assert (reader.behind, reader.log_after) == (False, 1)
+    early = StreamReader(id_of(events[0]))
+    early.feed_log(events[:1])
+    assert early.feed_live(events[3]) == []
+    assert early.behind
+
+
+def test_a_log_without_what_was_seen_is_missing() -> None:
+    events = stream_of([1, 2])
+    fresh, resumed = StreamReader(), StreamReader(id_of(events[1]))
+    fresh.feed_log([])
+    resumed.feed_log([])
+    assert (fresh.log_missing, resumed.log_missing) == (False, True)
+    resumed.feed_log(events[1:])
+    assert not resumed.log_missing
+
+
+def test_a_log_that_ends_too_early_or_has_a_hole_is_another_one() -> None:
+    with pytest.raises(StreamDiverged, match="ended after 1"):
+        StreamReader(id_of(stream_of([1, 2])[1])).feed_live(stream_of([1])[-1])
+    with pytest.raises(StreamDiverged, match="hole"):
+        StreamReader().feed_log(stream_of([1, 2])[1:])
+
+
+def test_an_event_id_has_to_be_one() -> None:
+    with pytest.raises(InvalidName):
+        StreamReader("7")

@@ -1,0 +1,265 @@
+"""Reading streams from a real server while a scripted worker writes them."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from penstock import Client
+from penstock.errors import (
+    Cancelled,
+    InvalidName,
+    PromptTooLong,
+    StreamDiverged,
+    StreamExpired,
+    StreamTimeout,
+)
+from penstock.messages import EndEvent, ErrorInfo, TokenEvent
+from penstock.names import Pipeline, event_id
+from penstock.reader import Event
+from penstock.record import Busy, Claim, Record
+from tests.record.play import decode, end, prefill, say, wait_for
+
+WORDS = [11, 22, 33, 44, 55]
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [event.token for event in events if isinstance(event, TokenEvent)]
+
+
+def write(worker: Record, tokens: list[int], request_id: str = "r1") -> Claim:
+    claim = decode(worker, request_id)
+    say(worker, claim, tokens)
+    return claim
+
+
+def whole(worker: Record, request_id: str = "r1") -> list[Event]:
+    worker.finish(write(worker, WORDS, request_id), end())
+    return worker.read_log(request_id)
+
+
+def wait_for_readers(server: "redis.Redis", pipeline: Pipeline, count: int) -> None:
+    channel = pipeline.live_channel("r1").encode()
+    wait_for(lambda: Busy(1) if dict(server.pubsub_numsub(channel))[channel] != count else "subscribed")
+
+
+class Reading:
+    """A stream being read on a thread of its own."""
+
+    def __init__(self, stream: Iterator[Event]) -> None:
+        self.events: list[Event] = []
+        self.error: Exception | None = None
+        self._stream = stream
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for event in self._stream:
+                self.events.append(event)
+        except Exception as error:
+            self.error = error
+
+    def wait(self, done: Callable[[list[Event]], bool]) -> None:
+        wait_for(lambda: Busy(1) if not done(self.events) else "done")
+
+    def join(self) -> list[Event]:
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+        return self.events
+
+
+def test_a_finished_stream_is_read_from_the_log(client: Client, worker: Record) -> None:
+    events = whole(worker)
+    assert list(client.stream("r1")) == events
+    answer = client.result("r1")
+    assert (answer.token_ids, answer.text) == (WORDS, "<11><22><33><44><55>")
+    assert (answer.finish_reason, answer.usage.completion_tokens) == ("stop", 5)
+
+
+def test_every_event_id_can_be_resumed_from(client: Client, worker: Record) -> None:
+    *tokens, last = whole(worker)
+    for position, event in enumerate(tokens):
+        assert isinstance(event, TokenEvent)
+        assert list(client.stream("r1", after=event.id)) == [*tokens[position + 1 :], last]
+
+
+def test_a_reader_may_come_before_the_first_token(
+    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+) -> None:
+    reading = Reading(client.stream("r1"))
+    wait_for_readers(server, pipeline, 1)
+    claim = decode(worker)
+    for count, token in enumerate(WORDS, 1):  # each is seen before the next is written
+        say(worker, claim, [token])
+        reading.wait(lambda events, n=count: len(events) == n)  # type: ignore[misc]
+    worker.finish(claim, end())
+    assert reading.join() == worker.read_log("r1")
+    wait_for_readers(server, pipeline, 0)
+
+
+def test_a_reader_that_stops_early_leaves_nothing_behind(
+    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+) -> None:
+    write(worker, WORDS)
+    stream = client.stream("r1")
+    assert tokens_of([next(stream), next(stream)]) == WORDS[:2]
+    stream.close()  # type: ignore[attr-defined]
+    if isinstance(client, Client):
+        wait_for_readers(server, pipeline, 0)
+    assert tokens_of([next(client.stream("r1"))]) == WORDS[:1]
+
+
+def test_a_gap_is_filled_from_the_log(
+    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+) -> None:
+    reading = Reading(client.stream("r1"))
+    claim = write(worker, WORDS[:1])
+    reading.wait(lambda events: len(events) == 1)
+    # Token 1 gets into the log unpublished, which is how it looks to a reader whose connection lost the message.
+    event = claim.next_event(WORDS[1], "")
+    server.xadd(pipeline.log_key("r1"), {"e": event.encode()}, id="1-1")
+    server.hset(pipeline.record_key("r1"), mapping={"tokens": 2, "hash": event.id.partition("-")[2]})
+    again = decode_again(worker, claim)
+    say(worker, again, WORDS[2:])
+    worker.finish(again, end())
+    assert tokens_of(reading.join()) == WORDS
+
+
+def decode_again(worker: Record, claim: Claim) -> Claim:
+    worker.release(claim)
+    return decode(worker, claim.id)
+
+
+@pytest.mark.parametrize("kinds", [["pubsub"], ["pubsub", "normal"]])
+def test_a_killed_connection_loses_nothing(
+    client: Client, worker: Record, server: "redis.Redis", kinds: list[str]
+) -> None:
+    reading = Reading(client.stream("r1"))
+    claim = decode(worker)
+    for count, token in enumerate(WORDS, 1):
+        for kind in kinds:
+            server.client_kill_filter(_type=kind, skipme=True)
+        say(worker, claim, [token])
+        reading.wait(lambda events, n=count: len(events) == n)  # type: ignore[misc]
+    worker.finish(claim, end())
+    assert tokens_of(reading.join()) == WORDS
+
+
+def test_a_silence_is_looked_up_in_the_log(
+    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+) -> None:
+    reading = Reading(client.stream("r1"))
+    wait_for_readers(server, pipeline, 1)
+    event = decode(worker).next_event(7, "")
+    server.xadd(pipeline.log_key("r1"), {"e": event.encode()}, id="0-1")
+    reading.wait(lambda events: events == [event])
+    server.hset(
+        pipeline.record_key("r1"), mapping={"tokens": 1, "hash": event.id.partition("-")[2], "lease": 0}
+    )
+    worker.finish(decode(worker), end())
+    assert tokens_of(reading.join()) == [7]
+
+
+def test_nothing_within_the_patience_is_a_timeout(client: Client, worker: Record) -> None:
+    with pytest.raises(StreamTimeout):
+        list(client.stream("never", timeout_s=0.05))
+    write(worker, WORDS[:1])
+    with pytest.raises(StreamTimeout):
+        list(client.stream("r1", timeout_s=0.05))
+
+
+def test_a_log_that_is_gone_is_expired(
+    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+) -> None:
+    with pytest.raises(StreamExpired):
+        list(client.stream("never", after=event_id(3, "0" * 16)))
+    reading = Reading(client.stream("r1"))
+    write(worker, WORDS)
+    reading.wait(lambda events: len(events) == 5)
+    server.delete(pipeline.log_key("r1"), pipeline.record_key("r1"))
+    with pytest.raises(StreamExpired):
+        reading.join()
+
+
+def test_a_log_begun_again_with_other_tokens_has_diverged(
+    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+) -> None:
+    reading = Reading(client.stream("r1"))
+    write(worker, WORDS)
+    reading.wait(lambda events: len(events) == 5)
+    last = reading.events[2]
+    assert isinstance(last, TokenEvent)
+    with server.pipeline(transaction=True) as lost:
+        lost.delete(pipeline.log_key("r1"), pipeline.record_key("r1"))
+        lost.hset(pipeline.record_key("r1"), "stage", "new")  # a record is there whenever the reader looks
+        lost.execute()
+    write(worker, [11, 99, 98, 97, 96])
+    with pytest.raises(StreamDiverged):
+        reading.join()
+    with pytest.raises(StreamDiverged):
+        list(client.stream("r1", after=last.id))
+
+
+def test_a_log_begun_again_with_the_same_tokens_is_waited_for(
+    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+) -> None:
+    seen = list(client.stream("r1", after=None)) if whole(worker) else []
+    server.delete(pipeline.log_key("r1"), pipeline.record_key("r1"))
+    claim = write(worker, WORDS[:1])
+    third = seen[2]
+    assert isinstance(third, TokenEvent)
+    reading = Reading(client.stream("r1", after=third.id))
+    wait_for_readers(server, pipeline, 1)
+    say(worker, claim, WORDS[1:])
+    worker.finish(claim, end())
+    assert tokens_of(reading.join()) == WORDS[3:]
+
+
+def test_an_end_with_an_error_raises_it_after_the_tokens(client: Client, worker: Record) -> None:
+    claim = write(worker, WORDS[:2])
+    error = ErrorInfo.of(PromptTooLong("too long by far"))
+    worker.finish(claim, EndEvent(finish_reason="error", error=error))
+    stream = client.stream("r1")
+    assert tokens_of([next(stream), next(stream)]) == WORDS[:2]
+    with pytest.raises(PromptTooLong, match="too long by far"):
+        next(stream)
+    with pytest.raises(PromptTooLong):
+        client.result("r1")
+
+
+def test_cancelling_is_seen_by_the_worker_and_then_by_the_reader(client: Client, worker: Record) -> None:
+    assert client.cancel("r1")
+    claim = prefill(worker)
+    assert claim.cancelled
+    worker.finish(claim, EndEvent(finish_reason="cancelled", error=ErrorInfo.of(Cancelled("as asked"))))
+    with pytest.raises(Cancelled):
+        client.result("r1")
+    assert not client.cancel("r1")
+
+
+def test_two_readers_of_one_stream_and_one_of_another(
+    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+) -> None:
+    if not isinstance(client, Client):
+        pytest.skip("one loop that blocks reads one stream at a time; test_aio has this case")
+    readings = [Reading(client.stream(request_id)) for request_id in ("r1", "r1", "r2")]
+    wait_for_readers(server, pipeline, 1)  # one connection, however many readers
+    first, second = decode(worker, "r1"), decode(worker, "r2")
+    for token in WORDS:
+        say(worker, first, [token])
+        say(worker, second, [token + 1])
+    worker.finish(first, end())
+    worker.finish(second, end())
+    assert [tokens_of(reading.join()) for reading in readings] == [
+        WORDS,
+        WORDS,
+        [token + 1 for token in WORDS],
+    ]
+
+
+def test_an_event_id_is_checked(client: Client) -> None:
+    with pytest.raises(InvalidName):
+        list(client.stream("r1", after="nonsense"))

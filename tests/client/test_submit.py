@@ -1,0 +1,89 @@
+"""Submitting: what is sent, and what is refused before it is sent."""
+
+import time
+from typing import Any, cast
+
+import pytest
+
+from penstock import Client
+from penstock.bus.streams import StreamsBus
+from penstock.errors import IdConflict, InvalidRequest, RequestTooLarge
+from penstock.messages import MAX_REQUEST_BYTES, Request, decode
+from penstock.names import CLASS, DEADLINE, TENANT, VERSION, Pipeline
+from penstock.record import Record, body_hash
+from tests.record.play import end, prefill, say
+
+
+def test_a_request_is_published_under_its_id(client: Client, bus: StreamsBus, pipeline: Pipeline) -> None:
+    deadline = time.time() + 60
+    request_id = client.submit(
+        messages=[{"role": "user", "content": "hello"}], tenant="t1", klass="batch", deadline=deadline,
+        max_tokens=9, stop=("\n",), seed=4,
+    )  # fmt: skip
+    (message,) = bus.read_all(pipeline.requests("batch"))
+    request = decode(Request, message.value)
+    assert message.key == request.id == request_id
+    assert (request.klass, request.tenant, request.deadline) == ("batch", "t1", deadline)
+    assert (request.sampling.max_tokens, request.sampling.stop, request.sampling.seed) == (9, ["\n"], 4)
+    assert request.messages is not None
+    assert request.messages[0].content == "hello"
+    assert {name: message.headers[name] for name in (VERSION, TENANT, CLASS, DEADLINE)} == {
+        VERSION: "1", TENANT: "t1", CLASS: "batch", DEADLINE: str(deadline),
+    }  # fmt: skip
+    assert bus.read_all(pipeline.requests("interactive")) == []
+
+
+def test_every_request_has_its_own_id_unless_it_brings_one(
+    client: Client, bus: StreamsBus, pipeline: Pipeline
+) -> None:
+    ids = [client.submit("a"), client.submit("a"), client.submit(token_ids=[1, 2], id="mine")]
+    assert len(set(ids)) == 3
+    assert ids[2] == "mine"
+    assert [message.key for message in bus.read_all(pipeline.requests("interactive"))] == ids
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"prompt": ""},
+        {"prompt": "a", "token_ids": [1]},
+        {"prompt": "a", "temperature": -1.0},
+        {"prompt": "a", "temperature": float("nan")},
+        {"prompt": "a", "colour": "red"},
+        {"prompt": "a", "id": "with a space"},
+        {"prompt": "a", "max_tokens": "many"},
+        {"prompt": "a", "stop": [object()]},
+        {"prompt": "\ud800"},
+        {"prompt": "a", "klass": "urgent"},
+    ],
+)
+def test_what_is_not_a_request_is_refused_before_it_is_sent(
+    client: Client, bus: StreamsBus, pipeline: Pipeline, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest):
+        cast(Any, client).submit(**fields)
+    assert bus.read_all(pipeline.requests("interactive")) == []
+
+
+def test_a_request_may_not_be_larger_than_a_message(client: Client) -> None:
+    with pytest.raises(RequestTooLarge):
+        client.submit("x" * MAX_REQUEST_BYTES)
+
+
+def test_an_id_that_is_known_for_another_body_is_refused(
+    client: Client, bus: StreamsBus, pipeline: Pipeline, worker: Record
+) -> None:
+    client.submit("one", id="r1")
+    (message,) = bus.read_all(pipeline.requests("interactive"))
+    prefill(worker, "r1", body=body_hash(decode(Request, message.value)))
+    assert client.submit("one", id="r1", deadline=time.time() + 5) == "r1"
+    with pytest.raises(IdConflict):
+        client.submit("two", id="r1")
+
+
+def test_generating_is_submitting_and_streaming(client: Client, bus: StreamsBus, worker: Record) -> None:
+    claim = prefill(worker, "r1", body="")
+    say(worker, claim, [1, 2])
+    worker.finish(claim, end())
+    assert "".join(event.text for event in client.generate("hello", id="r1")) == "<1><2>"

@@ -1,0 +1,71 @@
+"""What the engine's tests share: sequences, running them, and what transformers itself says."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from engine import hooks
+from engine.engine import Engine
+from engine.model import LoadedModel
+from engine.sequence import Payload, Sequence
+from penstock.messages import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+BLOCK = 16
+
+
+def keys_of(prompt: list[int], block_size: int = BLOCK) -> list[bytes]:
+    """Prefix keys as a worker makes them, for the full blocks."""
+    keys, key = [], b""
+    for end in range(block_size, len(prompt) + 1, block_size):
+        key = hashlib.sha256(key + repr(prompt[end - block_size : end]).encode()).digest()
+        keys.append(key)
+    return keys
+
+
+def sequence(prompt: list[int], max_new: int = 12, *, name: str = "seq", **given: Any) -> Sequence:
+    values: dict[str, Any] = {"sampling": GREEDY, "seed": 7, "prefix_keys": keys_of(prompt), **given}
+    return Sequence(name, prompt, max_new=max_new, **values)
+
+
+def run(engine: Engine, seqs: Iterable[Sequence], *, remove: bool = True) -> list[list[int]]:
+    """Add all, step until idle, return the outputs."""
+    seqs = list(seqs)
+    for seq in seqs:
+        engine.add(seq)
+    while engine.has_work():
+        for sampled in engine.step():
+            assert sampled.seq.token_ids[-1] == sampled.token_id
+            if remove and sampled.seq.num_output == sampled.seq.max_new:
+                engine.remove(sampled.seq)
+    engine.pool.check_integrity()
+    return [seq.output for seq in seqs]
+
+
+def handed_over(engine: Engine, seq: Sequence) -> Sequence:
+    """A decode worker's sequence: the prompt's KV in bytes, the first token given."""
+    size = engine.settings.block_size
+    copy = sequence(seq.token_ids[: seq.num_prompt], seq.max_new, given=seq.output[:1],
+                    sampling=seq.sampling, seed=seq.seed)  # fmt: skip
+    blocks: list[tuple[int, Payload]] = [
+        (i, bytes(engine.export_block(seq, i))) for i in range(-(-seq.num_prompt // size))
+    ]
+    copy.imported = blocks
+    return copy
+
+
+@torch.inference_mode()
+def generate(model: LoadedModel, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    """The reference: transformers' own greedy tokens, one prompt at a time, with its own attention."""
+    model.module.set_attn_implementation(model.stock_attention)
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.module.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
+        )
+        answers.append(output[0, len(prompt) :].tolist())
+    model.module.set_attn_implementation(hooks.NAME)
+    return answers

@@ -1,0 +1,72 @@
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.pool import BlockPool
+
+
+def test_blocks_are_kept_for_their_keys_until_the_space_is_needed() -> None:
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(3)
+    for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
+        pool.publish(block, key)
+    pool.release(blocks)
+    assert pool.num_free == 4
+    assert pool.count_prefix([b"a", b"b", b"x", b"c"]) == 2
+    assert pool.take_prefix([b"a", b"b", b"x"]) == blocks[:2]
+    assert (pool.num_hits, pool.num_misses) == (2, 1)
+    pool.allocate(2)  # the free one, then `c`
+    assert pool.count_prefix([b"a", b"b", b"c"]) == 2
+    assert pool.num_evictions == 1
+    pool.check_integrity()
+
+
+def test_the_end_of_a_prefix_goes_first() -> None:
+    pool = BlockPool(3, 16)
+    blocks = pool.allocate(3)
+    for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
+        pool.publish(block, key)
+    pool.release(blocks)
+    pool.allocate(1)
+    assert pool.count_prefix([b"a", b"b", b"c"]) == 2
+
+
+def test_the_first_block_with_a_key_keeps_it() -> None:
+    pool = BlockPool(2, 16)
+    first, second = pool.allocate(2)
+    pool.publish(first, b"a")
+    pool.publish(second, b"a")
+    pool.release([first, second])
+    assert pool.take_prefix([b"a"]) == [first]
+    pool.check_integrity()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12))
+def test_integrity_after_any_history(seed: int, num_blocks: int) -> None:
+    rng = random.Random(seed)
+    pool = BlockPool(num_blocks, 4)
+    keys = [bytes([n]) for n in range(8)]
+    holders: list[list[int]] = []
+    for _ in range(60):
+        choice = rng.random()
+        if choice < 0.35 and pool.num_free:
+            holders.append(pool.allocate(rng.randint(1, pool.num_free)))
+        elif choice < 0.55:
+            wanted = rng.sample(keys, 3)
+            count = pool.count_prefix(wanted)
+            beside = pool.num_free_beside(wanted[:count])
+            taken = pool.take_prefix(wanted)
+            assert len(taken) == count
+            assert pool.num_free == beside
+            holders.append(taken)
+        elif choice < 0.75 and holders:
+            for block in rng.choice(holders):
+                pool.publish(block, rng.choice(keys))
+        elif holders:
+            pool.release(holders.pop(rng.randrange(len(holders))))
+        pool.check_integrity()
+    for blocks in holders:
+        pool.release(blocks)
+    pool.check_integrity()
+    assert pool.num_free == num_blocks

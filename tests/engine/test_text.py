@@ -1,0 +1,114 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.model import LoadedModel
+from engine.text import OutputState
+from penstock.messages import FinishReason, Sampling
+
+EOS = frozenset({1})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo: LoadedModel) -> Any:
+    return demo.tokenizer
+
+
+def _push_all(
+    tokenizer: Any, tokens: list[int], **sampling: Any
+) -> tuple[list[str], list[FinishReason | None], OutputState]:
+    state = OutputState(tokenizer, Sampling(**sampling), EOS, sampling.get("max_tokens", len(tokens) + 1))
+    texts: list[str] = []
+    reasons: list[FinishReason | None] = []
+    for token in tokens:
+        text, reason = state.push(token)
+        texts.append(text)
+        reasons.append(reason)
+        if reason is not None:
+            break
+    return texts, reasons, state
+
+
+@given(text=st.text(min_size=1, max_size=60))
+def test_any_text_comes_out_whole(tokenizer: Any, text: str) -> None:
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    texts, reasons, state = _push_all(tokenizer, tokens, ignore_eos=True)
+    assert "".join(texts) + state.flush() == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert not any(reasons)
+
+
+@given(tokens=st.lists(st.integers(0, 1023), min_size=1, max_size=120), at_length=st.booleans())
+def test_any_tokens_come_out_as_they_decode_at_once(tokenizer: Any, tokens: list[int], at_length: bool) -> None:
+    limit = {"max_tokens": len(tokens)} if at_length else {}
+    texts, reasons, state = _push_all(tokenizer, tokens, ignore_eos=True, **limit)
+    whole = "".join(texts) + ("" if at_length else state.flush())
+    assert whole == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert reasons[-1] == ("length" if at_length else None)
+    assert state.flush() == ""
+
+
+@given(text=st.text("aé€😀", min_size=1, max_size=30))
+def test_no_character_comes_in_halves(tokenizer: Any, text: str) -> None:
+    texts, _, _ = _push_all(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+    assert not any("\ufffd" in piece for piece in texts)
+
+
+@given(
+    text=st.text("abcé ", min_size=1, max_size=40),
+    stops=st.lists(st.text("abcé ", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_stop_strings_cut_wherever_the_tokens_end(tokenizer: Any, text: str, stops: list[str]) -> None:
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    texts, reasons, state = _push_all(tokenizer, tokens, stop=stops)
+    said = "".join(texts)
+    found = [place for stop in stops if (place := text.find(stop)) >= 0]
+    if found:
+        assert reasons[-1] == "stop"
+        assert not any(stop in said for stop in stops)
+        assert text.startswith(said)
+        # Tokens that came later could have brought an earlier match only if they were not pushed any more.
+        assert any(text[len(said) :].startswith(stop) for stop in stops)
+    else:
+        assert reasons[-1] is None
+        assert said + state.flush() == text
+
+
+def test_a_possible_stop_string_is_held_back_and_let_go(tokenizer: Any) -> None:
+    tokens = [tokenizer.encode(c, add_special_tokens=False)[-1] for c in "xabz"]
+    texts, _, _ = _push_all(tokenizer, tokens, stop=["abc"])
+    assert texts == ["x", "", "", "abz"]
+    texts, reasons, _ = _push_all(tokenizer, tokens[:3], stop=["abc"], max_tokens=3)
+    assert (texts[-1], reasons[-1]) == ("ab", "length")
+
+
+def test_the_end_of_sequence_adds_no_text_and_lets_go_of_the_rest(tokenizer: Any) -> None:
+    a = tokenizer.encode("a", add_special_tokens=False)[-1]
+    texts, reasons, _ = _push_all(tokenizer, [a, 1], stop=["ab"])
+    assert (texts, reasons[-1]) == (["", "a"], "stop")
+    texts, reasons, _ = _push_all(tokenizer, [a, 1, a], ignore_eos=True)
+    assert ("".join(texts), reasons[-1]) == ("aa", None)
+
+
+def test_stop_tokens_add_no_text(tokenizer: Any) -> None:
+    a, b = (tokenizer.encode(c, add_special_tokens=False)[-1] for c in "ab")
+    texts, reasons, _ = _push_all(tokenizer, [a, b, a], stop_token_ids=[b])
+    assert (texts, reasons) == (["a", ""], [None, "stop"])
+    _, reasons, _ = _push_all(tokenizer, [a, 1], max_tokens=2)
+    assert reasons == [None, "stop"]  # both at once: it has come to its end
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(tokenizer: Any) -> None:
+    tokens = tokenizer.encode("😀", add_special_tokens=False)
+    if len(tokens) < 2:
+        pytest.skip("one token")
+    texts, reasons, _ = _push_all(tokenizer, tokens[:-1], max_tokens=len(tokens) - 1)
+    assert reasons[-1] == "length"
+    assert set("".join(texts)) == {"\ufffd"}
+
+
+@given(tokens=st.lists(st.integers(2, 1023), min_size=1, max_size=60))
+def test_replaying_gives_the_same_texts(tokenizer: Any, tokens: list[int]) -> None:
+    stop = ["the", "\n"]
+    assert _push_all(tokenizer, tokens, stop=stop)[0] == _push_all(tokenizer, tokens, stop=stop)[0]
