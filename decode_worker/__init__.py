@@ -1,0 +1,1 @@
+"""Job reference → token stream, result. The loop is in worker.py."""

@@ -195,7 +195,9 @@ class DecodeWorker:
         held = self.engine.cached_blocks(seq.prefix_keys)
         found = self.store.get_prefix(keys, len(job.token_ids), start=held)
         seq.imported = [(held + n, payload) for n, payload in enumerate(found)]
-        tracing.note("kv.read", decoding.context, begun_s, now_s(), blocks=len(keys), held=held, found=len(found))
+        tracing.note(
+            "kv.read", decoding.context, begun_s, now_s(), blocks=len(keys), held=held, found=len(found)
+        )
         return seq
 
     def _cause_to_end(self, decoding: Decode) -> RequestError | None:

@@ -1,0 +1,1 @@
+"""KV blocks: their keys, their stored form, the tiers they are in."""

@@ -64,7 +64,9 @@ def pack(key: bytes, fingerprint: bytes, num_tokens: int, payload: bytes | memor
     return b"".join((fields, _CHECKSUM.pack(checksum(fields, payload)), payload))
 
 
-def unpack(stored: bytes | memoryview, key: bytes, fingerprint: bytes, num_tokens: int, payload_len: int) -> memoryview | None:
+def unpack(
+    stored: bytes | memoryview, key: bytes, fingerprint: bytes, num_tokens: int, payload_len: int
+) -> memoryview | None:
     """The payload, if the block is whole and is exactly the one asked for; otherwise None."""
     view = memoryview(stored)
     if len(view) != HEADER_BYTES + payload_len:

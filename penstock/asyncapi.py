@@ -85,12 +85,8 @@ def document() -> Json:
 def _channels() -> Json:
     klass = CLASSES[0]
     return {
-        "requests": _topic(
-            _NAMES.requests(klass), "Requests. Durable here means accepted.", [Request], klass
-        ),
-        "jobs": _topic(
-            _NAMES.jobs(klass), "From prefill to decode: keys of KV blocks, never tensors.", [Job], klass
-        ),
+        "requests": _topic(_NAMES.requests(klass), "Requests. Durable here means accepted.", [Request], klass),
+        "jobs": _topic(_NAMES.jobs(klass), "From prefill to decode: keys of KV blocks, never tensors.", [Job], klass),
         "retries": _topic(_NAMES.retries, "Messages to be tried again, as they came.", [Request, Job]),
         "results": _topic(_NAMES.results, "One result for each request. Read with read_committed.", [Result]),
         "dead": _topic(_NAMES.dead, "Messages nobody can do anything with, as they came.", [Request, Job]),
@@ -98,18 +94,14 @@ def _channels() -> Json:
             _NAMES.log_key("ID"),
             "A Redis stream, field `e`: token p is entry p-1, the end after n tokens n-2.",
         ),
-        "live": _stream(
-            _NAMES.live_channel("ID"), "Pub/sub: the same events as they are appended to the log."
-        ),
+        "live": _stream(_NAMES.live_channel("ID"), "Pub/sub: the same events as they are appended to the log."),
     }
 
 
 def _topic(topic: str, description: str, models: list[type[Wire]], klass: str = "") -> Json:
     address = topic.replace("PIPELINE", "{pipeline}")
     limits = {"topicConfiguration": {"max.message.bytes": 2 * MAX_REQUEST_BYTES}, "bindingVersion": "0.5.0"}
-    channel = _channel(
-        address.removesuffix(klass) + "{class}" if klass else address, "kafka", description, models
-    )
+    channel = _channel(address.removesuffix(klass) + "{class}" if klass else address, "kafka", description, models)
     return channel | {"bindings": {"kafka": limits}}
 
 
@@ -124,9 +116,7 @@ def _channel(address: str, server: str, description: str, models: list[type[Wire
         "description": description,
         "servers": [{"$ref": f"#/servers/{server}"}],
         "parameters": {
-            name: {"$ref": f"#/components/parameters/{name}"}
-            for name in _PARAMETERS
-            if f"{{{name}}}" in address
+            name: {"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS if f"{{{name}}}" in address
         },
         "messages": {model.__name__: {"$ref": f"#/components/messages/{model.__name__}"} for model in models},
     }
@@ -144,19 +134,13 @@ def _operations() -> Json:
         "takeJob": _operation("receive", "jobs", [Job], "Decode workers take job references.", "decode"),
         "answer": _operation("send", "results", [Result], "Decode workers leave the one result."),
         "log": _operation("send", "log", [TokenEvent, EndEvent], "Workers append each token, then the end."),
-        "stream": _operation(
-            "send", "live", [TokenEvent, EndEvent], "Each append is published by the same call."
-        ),
+        "stream": _operation("send", "live", [TokenEvent, EndEvent], "Each append is published by the same call."),
         "retry": _operation("send", "retries", [Request, Job], "Workers put off what failed."),
-        "bury": _operation(
-            "send", "dead", [Request, Job], "Workers give up on what cannot be answered at all."
-        ),
+        "bury": _operation("send", "dead", [Request, Job], "Workers give up on what cannot be answered at all."),
     }
 
 
-def _operation(
-    action: str, channel: str, models: list[type[Wire]], summary: str, stage: Stage | None = None
-) -> Json:
+def _operation(action: str, channel: str, models: list[type[Wire]], summary: str, stage: Stage | None = None) -> Json:
     operation: Json = {
         "action": action,
         "channel": {"$ref": f"#/channels/{channel}"},
@@ -198,7 +182,7 @@ def _headers(payload: Json) -> Json:
 
 
 def examples() -> dict[str, dict[str, Json]]:
-    """Payloads by message and name."""
+    """Payloads by message and name: requests as producers write them, the others as workers do."""
     said, rolled = [], names.START_HASH
     for position, (token, text) in enumerate(_TOKENS):
         rolled = names.roll(rolled, token)
@@ -216,22 +200,28 @@ def examples() -> dict[str, dict[str, Json]]:
     sampling = {"max_tokens": 3, "temperature": 0.7, "top_p": 0.9, "seed": 7, "stop": ["\n\n"]}
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
     all_fields = {"sampling": sampling, "class": "batch", "tenant": "acme", "deadline": 1767229200.0}
-    return {
+    requests: dict[str, dict[str, Json]] = {
         "Request": {
             "prompt": first | {"prompt": "In the beginning"},
             "chat": second | {"messages": turns, "sampling": {"temperature": 0}},
             "tokens": third | prompt | all_fields,
         },
-        "Job": {
+    }
+    ours: dict[type[Wire], dict[str, Json]] = {
+        Job: {
             "stored": first | job | prompt | stored | {"timings": timings},
             "refused": second | job | {"error": error},
         },
-        "Result": {
+        Result: {
             "answered": first | {"class": CLASSES[0], "model": "demo"} | answer | end,
             "refused": second | {"finish_reason": "error", "error": error},
         },
-        "TokenEvent": {f"token{n}": json.loads(event.encode()) for n, event in enumerate(said)},
-        "EndEvent": {"complete": end, "failed": {"finish_reason": "error", "error": error}},
+        TokenEvent: {f"token{position}": event.model_dump() for position, event in enumerate(said)},
+        EndEvent: {"complete": end, "failed": {"finish_reason": "error", "error": error}},
+    }
+    return requests | {
+        model.__name__: {name: json.loads(model.model_validate(payload).encode()) for name, payload in payloads.items()}
+        for model, payloads in ours.items()
     }
 
 
@@ -265,9 +255,7 @@ def _with_parts(models: tuple[type[Wire], ...]) -> list[type[BaseModel]]:
         for schema in model.model_fields.values():
             parts = (schema.annotation, *getattr(schema.annotation, "__args__", ()))
             todo += [
-                part
-                for part in parts
-                if isinstance(part, type) and issubclass(part, BaseModel) and part not in todo
+                part for part in parts if isinstance(part, type) and issubclass(part, BaseModel) and part not in todo
             ]
     return todo
 

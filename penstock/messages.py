@@ -21,7 +21,7 @@ from penstock.errors import (
 )
 from penstock.names import MAX_ID_CHARS, PriorityClass, event_id, is_request_id
 
-VERSION = 1
+VERSION: Literal[1] = 1
 MAX_REQUEST_BYTES = 8 * 2**20
 """A larger request is answered with `request_too_large`. Topics take twice this, so that the answer can be given."""
 MAX_ERROR_CHARS = 1000
@@ -55,6 +55,7 @@ class ErrorInfo(Wire):
 
     @classmethod
     def of(cls, error: RequestError) -> Self:
+        """The wire form of an error."""
         return cls(code=error.code, message=str(error)[:MAX_ERROR_CHARS])
 
     def exception(self) -> RequestError:
@@ -191,6 +192,7 @@ class TokenEvent(Wire):
 
     @classmethod
     def at(cls, position: int, rolling_hash: str, token: int, text: str) -> Self:
+        """The token at `position`, with the rolling hash up to and including it."""
         return cls(id=event_id(position, rolling_hash), token=token, text=text)
 
 
@@ -214,7 +216,7 @@ def decode(kind: type[M], value: bytes) -> M:
     if len(value) > MAX_REQUEST_BYTES and kind is Request:
         raise RequestTooLarge(f"{len(value):,} bytes; a request may have {MAX_REQUEST_BYTES:,}")
     try:
-        message = kind.model_validate_json(value)
+        message = kind.model_validate_json(value, by_alias=True, by_name=False)
     except ValidationError as error:
         if any(
             line["loc"] == ("v",) and line["type"] == "literal_error"

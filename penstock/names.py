@@ -33,6 +33,7 @@ from penstock.errors import InvalidName
 PriorityClass = Literal["interactive", "batch"]
 CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
 Stage = Literal["prefill", "decode"]
+STAGES: tuple[Stage, ...] = ("prefill", "decode")
 
 MAX_ID_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -90,7 +91,7 @@ class Pipeline:
 
     def topics(self) -> list[str]:
         """All topics, in the order of the diagram."""
-        work = [topic for stage in ("prefill", "decode") for topic in self.inputs(stage).values()]  # type: ignore[arg-type]
+        work = [topic for stage in STAGES for topic in self.inputs(stage).values()]
         return [*work, self.retries, self.results, self.dead]
 
     def group(self, stage: Stage) -> str:

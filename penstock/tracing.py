@@ -41,9 +41,17 @@ def recording(service: str, file: str) -> Iterator[None]:
             provider.shutdown()
 
 
-def context_of(headers: Mapping[str, str]) -> Context:
-    """The trace context that came with a message; an empty one where none did."""
-    return propagate.extract(headers)
+def context_of(headers: Mapping[str, str], published_s: float | None = None) -> Context:
+    """The trace context that came with a message.
+
+    Where none did, and `published_s` is given, a trace begins with the message: the producer keeps none.
+    """
+    context = propagate.extract(headers, Context())
+    if published_s is None or trace.get_current_span(context).get_span_context().is_valid:
+        return context
+    root = begin("request", context, published_s)
+    root.end()
+    return within(root)
 
 
 def headers_of(context: Context | None = None) -> dict[str, str]:

@@ -36,7 +36,17 @@ from penstock.errors import (
     InvalidRequest,
     RequestError,
 )
-from penstock.messages import EndEvent, ErrorInfo, FinishReason, Request, TokenEvent, Usage, decode, now_s, readable_id
+from penstock.messages import (
+    EndEvent,
+    ErrorInfo,
+    FinishReason,
+    Request,
+    TokenEvent,
+    Usage,
+    decode,
+    now_s,
+    readable_id,
+)
 from penstock.names import Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record, body_hash
 from penstock.worker import IDLE_POLL_S, Settler, StopSignal, WaitingRoom
@@ -127,7 +137,10 @@ class PrefillWorker:
     def _poll(self) -> list[Delivery]:
         free = max(0, self.engine.room() - len(self.waiting))
         busy_interactive = any(p.intake.delivery.klass == "interactive" for p in self.running.values())
-        room: dict[PriorityClass, int] = {"interactive": free, "batch": 0 if busy_interactive and free < 2 else free}
+        room: dict[PriorityClass, int] = {
+            "interactive": free,
+            "batch": 0 if busy_interactive and free < 2 else free,
+        }
         idle = not self.engine.has_work()
         timeout_s = self.waiting.next_in_s(IDLE_POLL_S) if idle else 0.0
         if not free:
@@ -139,7 +152,9 @@ class PrefillWorker:
     def _admit(self, delivery: Delivery) -> None:
         request_id = readable_id(delivery.value, delivery.key) if delivery.value else delivery.key
         if request_id is None:
-            self.member.dead(delivery, "invalid_request: no request id can be read, in the message or its key")
+            self.member.dead(
+                delivery, "invalid_request: no request id can be read, in the message or its key"
+            )
             return
         intake = Intake(delivery, request_id)
         body = self._read(intake)
@@ -161,7 +176,7 @@ class PrefillWorker:
     def _read(self, intake: Intake) -> str:
         """Fill in the request and its token ids, or the error; returns the body's hash."""
         delivery = intake.delivery
-        parent = tracing.context_of(delivery.headers)
+        parent = tracing.context_of(delivery.headers, delivery.timestamp_s)
         tracing.note("queue.wait", parent, delivery.timestamp_s, intake.started_s, topic=delivery.topic)
         intake.context = parent
         body = hashlib.sha256(delivery.value).hexdigest()
@@ -209,7 +224,9 @@ class PrefillWorker:
     def _start(self, intake: Intake, claim: Claim) -> Prefill:
         request = intake.request
         assert request is not None
-        span = tracing.begin("prefill", intake.context, prompt_tokens=len(intake.token_ids), attempt=claim.attempts)
+        span = tracing.begin(
+            "prefill", intake.context, prompt_tokens=len(intake.token_ids), attempt=claim.attempts
+        )
         keys = self.store.keys(request.tenant, intake.token_ids)
         full = keys[: len(intake.token_ids) // self.store.layout.block_size]
         held = self.engine.cached_blocks(full)
@@ -257,7 +274,9 @@ class PrefillWorker:
                 request = prefill.intake.request
                 assert request is not None
                 model = self.engine.model
-                state = OutputState(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
+                state = OutputState(
+                    model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens
+                )
                 text, finish = state.push(sampled.token_id)
                 events.append((prefill, prefill.claim.next_event(sampled.token_id, text), finish))
         outcomes = self.record.append([(prefill.claim, event) for prefill, event, _ in events])

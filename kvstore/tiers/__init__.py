@@ -1,0 +1,1 @@
+"""The places a block may be: each keeps the contract in contract.py."""

@@ -75,7 +75,12 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    for name, extra in (("confluent-kafka", ""), ("redis", ""), ("torch", "worker"), ("transformers", "worker")):
+    for name, extra in (
+        ("confluent-kafka", ""),
+        ("redis", ""),
+        ("torch", "worker"),
+        ("transformers", "worker"),
+    ):
         try:
             yield Finding("ok", name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
@@ -96,9 +101,13 @@ def _model() -> Iterator[Finding]:
     name = load(EngineSettings).model
     if name == "demo":
         spec = importlib.util.find_spec("engine")
-        there = spec is not None and (Path(spec.origin or "").parent / "demo/model/model.safetensors").exists()
+        there = (
+            spec is not None and (Path(spec.origin or "").parent / "demo/model/model.safetensors").exists()
+        )
         advice = "" if there else "install the project again, or make the model: python -m engine.demo.train"
-        yield Finding("ok" if there else "fail", "model", "demo, shipped" if there else "demo is missing", advice)
+        yield Finding(
+            "ok" if there else "fail", "model", "demo, shipped" if there else "demo is missing", advice
+        )
     elif Path(name).is_dir():
         there = any(Path(name).glob("*.safetensors")) and (Path(name) / "config.json").exists()
         advice = "" if there else "the directory needs config.json, a tokenizer and *.safetensors"
@@ -130,9 +139,13 @@ def _redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
         return
     policy = memory.get("maxmemory_policy", "?")
     if not evicting_is_fine and policy != "noeviction" and memory.get("maxmemory", 0):
-        yield Finding("fail", what, f"{url}: evicts ({policy})", "logs must not be evicted: maxmemory-policy noeviction")
+        yield Finding(
+            "fail", what, f"{url}: evicts ({policy})", "logs must not be evicted: maxmemory-policy noeviction"
+        )
     elif not evicting_is_fine and not persistence.get("aof_enabled"):
-        yield Finding("note", what, f"{url}: {version}, no append-only file", "a restart loses streams: appendonly yes")
+        yield Finding(
+            "note", what, f"{url}: {version}, no append-only file", "a restart loses streams: appendonly yes"
+        )
     else:
         yield Finding("ok", what, f"{url}: {version}")
 
@@ -145,10 +158,14 @@ def _bus(addresses: Addresses) -> Iterator[Finding]:
         missing = bus.missing_topics()
     except (PenstockError, redis.RedisError) as error:
         where = addresses.kafka or addresses.stream_url
-        yield Finding("fail", kind, f"{where}: {error}", "start it, or set PENSTOCK_KAFKA / PENSTOCK_STREAM_URL")
+        yield Finding(
+            "fail", kind, f"{where}: {error}", "start it, or set PENSTOCK_KAFKA / PENSTOCK_STREAM_URL"
+        )
         return
     if missing:
-        yield Finding("fail", "topics", f"{len(missing)} missing, first {missing[0]}", "penstock topics create")
+        yield Finding(
+            "fail", "topics", f"{len(missing)} missing, first {missing[0]}", "penstock topics create"
+        )
     else:
         yield Finding("ok", "topics", "all there")
 

@@ -20,7 +20,9 @@ def data_directory() -> Path:
 
 
 def up(
-    kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")] = "",
+    kafka: Annotated[
+        str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")
+    ] = "",
     redis: Annotated[str, typer.Option(help="A Redis url; without one a server is started.")] = "",
     port: Annotated[int, typer.Option(help="Port of the server that is started.")] = DEFAULT_PORT,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
@@ -44,7 +46,10 @@ def up(
     with stack:
         with console.status("starting") as status:
             stack.wait_ready(READY_WITHIN_S, status.update)
-        console.print(f"Penstock is up: pipeline [b]{stack.addresses.pipeline}[/b], logs in {directory}", highlight=False)
+        console.print(
+            f"Penstock is up: pipeline [b]{stack.addresses.pipeline}[/b], logs in {directory}",
+            highlight=False,
+        )
         console.print("Try: penstock generate 'In the beginning'    (Ctrl-C stops)", highlight=False)
         while not stop:
             stack.tend()

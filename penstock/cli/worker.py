@@ -52,7 +52,9 @@ def run(stage: Stage) -> None:
         _work(stage, name, addresses, beat, stop, settings.drain_s)
 
 
-def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, stop: StopSignal, drain_s: float) -> None:
+def _work(
+    stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, stop: StopSignal, drain_s: float
+) -> None:
     try:
         from decode_worker.worker import DecodeWorker
         from engine.engine import Engine

@@ -1,0 +1,1 @@
+"""The embedded stack: servers and worker processes on this machine."""

@@ -130,7 +130,11 @@ class Stack:
             mine = worker.child is not None and status.get("pid") == worker.child.pid
             state = str(status.get("state")) if mine else "starting"
             worker.was_ready = worker.was_ready or state == "ready"
-            share = f" {status.get('doing', '')} {float(str(status.get('progress', 0))):.0%}" if state == "loading" else ""
+            share = (
+                f" {status.get('doing', '')} {float(str(status.get('progress', 0))):.0%}"
+                if state == "loading"
+                else ""
+            )
             parts.append(f"{worker.name} {state}{share}")
         return ", ".join(parts)
 
@@ -163,5 +167,3 @@ class Stack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-

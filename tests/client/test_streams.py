@@ -156,9 +156,7 @@ def test_a_silence_is_looked_up_in_the_log(
     event = decode(worker).next_event(7, "")
     server.xadd(pipeline.log_key("r1"), {"e": event.encode()}, id="0-1")
     reading.wait(lambda events: events == [event])
-    server.hset(
-        pipeline.record_key("r1"), mapping={"tokens": 1, "hash": event.id.partition("-")[2], "lease": 0}
-    )
+    server.hset(pipeline.record_key("r1"), mapping={"tokens": 1, "hash": event.id.partition("-")[2], "lease": 0})
     worker.finish(decode(worker), end())
     assert tokens_of(reading.join()) == [7]
 

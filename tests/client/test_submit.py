@@ -33,9 +33,7 @@ def test_a_request_is_published_under_its_id(client: Client, bus: StreamsBus, pi
     assert bus.read_all(pipeline.requests("interactive")) == []
 
 
-def test_every_request_has_its_own_id_unless_it_brings_one(
-    client: Client, bus: StreamsBus, pipeline: Pipeline
-) -> None:
+def test_every_request_has_its_own_id_unless_it_brings_one(client: Client, bus: StreamsBus, pipeline: Pipeline) -> None:
     ids = [client.submit("a"), client.submit("a"), client.submit(token_ids=[1, 2], id="mine")]
     assert len(set(ids)) == 3
     assert ids[2] == "mine"

@@ -16,7 +16,9 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50)
 
 
 def _text_tokens(model: LoadedModel, rng: random.Random, length: int) -> list[int]:
-    words = "And the LORD said unto them go forth into the land of Egypt behold wine bread 7 kings; selah".split()
+    words = (
+        "And the LORD said unto them go forth into the land of Egypt behold wine bread 7 kings; selah".split()
+    )
     ids: list[int] = []
     while len(ids) < length:
         ids += model.tokenizer.encode(" " + rng.choice(words), add_special_tokens=False)

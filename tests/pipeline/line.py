@@ -75,5 +75,3 @@ class Line:
         self.decode.close()
         self.publisher.close()
         self.client.close()
-
-

@@ -44,7 +44,10 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def submit(client: Client, work: list[Request]) -> None:
     for request in work:
         client.submit(
-            token_ids=request.token_ids or [], id=request.id, tenant=request.tenant, **request.sampling.model_dump()
+            token_ids=request.token_ids or [],
+            id=request.id,
+            tenant=request.tenant,
+            **request.sampling.model_dump(),
         )
 
 

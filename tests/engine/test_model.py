@@ -1,0 +1,143 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+
+from engine.engine import Engine
+from engine.model import LoadedModel, load
+from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
+from penstock.settings import EngineSettings
+from tests.engine.helpers import sequence
+
+
+def _settings(directory: Path, **given: object) -> EngineSettings:
+    return EngineSettings.model_validate({"model": str(directory), **given})
+
+
+def _copy(tiny_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_dir, tmp_path / "model"))
+
+
+def test_loading_reports_and_says_what_it_found(tiny_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[str, float]] = []
+    model = load(_settings(tiny_dir), lambda what, done: seen.append((what, done)))
+    assert (model.context_length, model.eos_token_ids, model.vocab_size) == (256, {1}, 1024)
+    assert ("hashing weights", 1.0) in seen
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_fingerprint_names_weights_layout_and_dtype(tiny_dir: Path, tmp_path: Path) -> None:
+    same = _copy(tiny_dir, tmp_path)
+    prints = [load(_settings(tiny_dir)).fingerprint, load(_settings(same)).fingerprint]
+    assert prints[0] == prints[1]
+    others = [load(_settings(same, block_size=8)).fingerprint, load(_settings(same, dtype="bfloat16")).fingerprint]
+    weights = bytearray((same / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (same / "model.safetensors").write_bytes(weights)
+    others.append(load(_settings(same)).fingerprint)
+    assert len({prints[0], *others}) == 4
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [("config.json", "no config.json"), ("model.safetensors", "no .safetensors"), ("tokenizer.json", "tokenizer")],
+)
+def test_a_missing_file(tiny_dir: Path, tmp_path: Path, missing: str, message: str) -> None:
+    directory = _copy(tiny_dir, tmp_path)
+    (directory / missing).unlink()
+    with pytest.raises(ModelLoadError, match=message):
+        load(_settings(directory))
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="there is no directory"):
+        load(_settings(tmp_path / "nowhere"))
+
+
+def test_truncated_weights(tiny_dir: Path, tmp_path: Path) -> None:
+    directory = _copy(tiny_dir, tmp_path)
+    weights = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ModelLoadError, match="cannot load model"):
+        load(_settings(directory))
+
+
+def test_weights_that_lack_a_layer(tiny_dir: Path, tmp_path: Path) -> None:
+    directory = _copy(tiny_dir, tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(ModelLoadError, match="the weights lack"):
+        load(_settings(directory))
+
+
+def test_an_index_that_names_a_file_that_is_not_there(tiny_dir: Path, tmp_path: Path) -> None:
+    directory = _copy(tiny_dir, tmp_path)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ModelLoadError, match="which is not there"):
+        load(_settings(directory))
+
+
+def test_an_encoder_decoder(tiny_dir: Path, tmp_path: Path) -> None:
+    directory = _copy(tiny_dir, tmp_path)
+    transformers.T5Config().save_pretrained(directory)
+    with pytest.raises(ModelLoadError, match="encoder-decoder"):
+        load(_settings(directory))
+
+
+def test_an_unknown_architecture(tiny_dir: Path, tmp_path: Path) -> None:
+    directory = _copy(tiny_dir, tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "no_such_thing"}))
+    with pytest.raises(ModelLoadError, match="no_such_thing"):
+        load(_settings(directory))
+
+
+def test_an_unknown_device(tiny_dir: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no device"):
+        load(_settings(tiny_dir, device="toaster"))
+
+
+def test_what_the_engine_does_not_take(demo: LoadedModel) -> None:
+    engine = Engine(demo, EngineSettings(pool_mb=1))
+    with pytest.raises(PromptTooLong, match="context"):
+        engine.add(sequence([5] * 1020, 5))
+    with pytest.raises(PromptTooLong, match="KV blocks"):
+        engine.add(sequence([5] * 500, 5))
+    with pytest.raises(InvalidRequest, match="token ids"):
+        engine.add(sequence([5, 5000]))
+    odd = sequence([5] * 20)
+    odd.imported = [(0, b"short")]
+    with pytest.raises(InternalError, match="imported"):
+        engine.add(odd)
+    assert not engine.has_work()
+
+
+def test_a_pool_smaller_than_a_block(demo: LoadedModel) -> None:
+    large = load(EngineSettings(block_size=1024))
+    with pytest.raises(ModelLoadError, match="POOL_MB"):
+        Engine(large, EngineSettings(block_size=1024, pool_mb=1))
+
+
+def test_removing_in_any_state(demo: LoadedModel) -> None:
+    engine = Engine(demo, EngineSettings(max_batch=2, pool_mb=16))
+    seqs = [sequence([5 + i] * 40, 6) for i in range(4)]
+    for seq in seqs:
+        engine.add(seq)
+    assert (engine.num_waiting, engine.num_running, engine.room()) == (4, 0, 0)
+    engine.step()
+    assert (engine.num_waiting, engine.num_running) == (2, 2)
+    for seq in (seqs[0], seqs[0], seqs[3]):
+        engine.remove(seq)
+    assert engine.has_work()
+    while engine.has_work():
+        engine.step()
+    engine.remove(seqs[1])
+    engine.remove(seqs[2])
+    engine.pool.check_integrity()
+    assert engine.num_free_blocks == engine.pool.num_blocks
+    assert [seq.num_output for seq in seqs[1:3]] == [6, 6]
+    assert engine.room() == 2
+    assert engine.step() == []

@@ -1,0 +1,56 @@
+"""One trace a request: the spans of three processes, read back from what they exported."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.local.stack import Stack
+
+NAMES = {"request", "queue.wait", "prefill", "kv.write", "hand_off", "kv.read", "decode"}
+
+
+@pytest.fixture(scope="module")
+def spans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    """All spans of two requests, one with a traced producer and one whose producer keeps no trace."""
+    directory = tmp_path_factory.mktemp("traced")
+    file = directory / "spans.jsonl"
+    with Stack(directory, environment={"PENSTOCK_TRACE_FILE": str(file)}) as stack:
+        stack.wait_ready(120)
+        generate(stack, {"PENSTOCK_TRACE_FILE": str(file)})
+        generate(stack, {})
+    yield [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def generate(stack: Stack, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "generate", "In the beginning", "--max-tokens", "8"]
+    here = os.environ | {"PENSTOCK_STREAM_URL": stack.addresses.stream_url} | environment
+    subprocess.run(command, env=here, check=True, timeout=60, cwd=Path(__file__).parents[2])
+
+
+def test_each_request_is_one_linked_trace(spans: list[dict[str, Any]]) -> None:
+    traces = {span["context"]["trace_id"] for span in spans}
+    assert len(traces) == 2
+    for trace_id in traces:
+        mine = [span for span in spans if span["context"]["trace_id"] == trace_id]
+        assert {span["name"] for span in mine} == NAMES
+        ids = {span["context"]["span_id"] for span in mine}
+        roots = [span for span in mine if span["parent_id"] is None]
+        assert [span["name"] for span in roots] == ["request"]
+        assert all(span["parent_id"] in ids for span in mine if span["parent_id"] is not None)
+        assert [span["name"] for span in mine].count("queue.wait") == 2
+
+
+def test_the_spans_come_from_each_process_in_order(spans: list[dict[str, Any]]) -> None:
+    services = {span["resource"]["attributes"]["service.name"] for span in spans}
+    assert services == {"penstock-client", "penstock-prefill", "penstock-decode"}
+    for trace_id in {span["context"]["trace_id"] for span in spans}:
+        begun = {s["name"]: s["start_time"] for s in spans if s["context"]["trace_id"] == trace_id}
+        assert (
+            begun["prefill"] <= begun["kv.write"] <= begun["hand_off"] <= begun["decode"] <= begun["kv.read"]
+        )

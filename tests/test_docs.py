@@ -1,0 +1,286 @@
+"""The pages under docs/ say what the code does."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import redis
+
+from penstock import asyncapi, names, settings_doc
+from penstock.errors import REQUEST_ERRORS
+from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Sampling, Wire, decode
+from penstock.names import Pipeline
+from penstock.record import Claim, Record, scripts
+from penstock.settings import RecordSettings, known_variables
+
+DOCS = Path(__file__).parent.parent / "docs"
+PROTOCOL = (DOCS / "protocol.md").read_text("utf-8")
+API: dict[str, Any] = json.loads((DOCS / "asyncapi.json").read_text("utf-8"))
+MESSAGES: dict[str, Any] = API["components"]["messages"]
+EXAMPLES = [
+    pytest.param(model, example, id=f"{model.__name__}-{example['name']}")
+    for model in asyncapi.MODELS
+    for example in MESSAGES[model.__name__]["examples"]
+]
+
+
+def blocks(language: str) -> list[str]:
+    """The code blocks of the protocol page."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", PROTOCOL, re.MULTILINE | re.DOTALL)
+    return [text for of, text in found if of == language]
+
+
+def rows(first_cell: str) -> list[list[str]]:
+    """The rows of the table whose head begins with `first_cell`, for each such table."""
+    found = []
+    for text in re.findall(rf"^\| {first_cell} \|.*\n\| ---.*\n((?:\|.*\n)+)", PROTOCOL, re.MULTILINE):
+        found += [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in text.splitlines()]
+    return found
+
+
+# asyncapi.json
+
+
+def test_the_asyncapi_document_is_up_to_date() -> None:
+    assert asyncapi.document() == API, "run: python -m penstock.asyncapi docs/asyncapi.json"
+    assert json.dumps(asyncapi.document()) == json.dumps(asyncapi.document())
+
+
+def references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return own + [found for part in value.values() for found in references(part)]
+    return [found for part in value for found in references(part)] if isinstance(value, list) else []
+
+
+def resolve(reference: str) -> Any:
+    found: Any = API
+    for part in reference.removeprefix("#/").split("/"):
+        found = found[part]
+    return found
+
+
+def test_every_reference_leads_somewhere() -> None:
+    found = references(API)
+    assert len(found) > 40
+    assert all(resolve(reference) for reference in found)
+
+
+def test_the_channels_are_the_topics_and_keys_of_names() -> None:
+    pipeline = Pipeline("p1")
+    addresses = []
+    for channel in API["channels"].values():
+        assert re.findall(r"{(\w+)}", channel["address"]) == list(channel["parameters"])
+        parameters = {name: resolve(reference["$ref"]) for name, reference in channel["parameters"].items()}
+        for klass in parameters.get("class", {}).get("enum", [""]):
+            given = {"{pipeline}": "p1", "{class}": klass, "{tag}": "{r-1}"}
+            addresses.append(re.sub(r"{\w+}", lambda m, given=given: given[m[0]], channel["address"]))  # type: ignore[misc]
+    assert sorted(addresses) == sorted([*pipeline.topics(), pipeline.log_key("r-1"), pipeline.live_channel("r-1")])
+
+
+def test_operations_use_the_messages_of_their_channels() -> None:
+    assert API["asyncapi"] == "3.0.0"
+    for operation in API["operations"].values():
+        assert operation["action"] in ("send", "receive")
+        channel = operation["channel"]["$ref"]
+        assert all(message["$ref"].startswith(f"{channel}/messages/") for message in operation["messages"])
+
+
+def holds(whole: Any, part: Any) -> bool:
+    """Whether all that `part` says is in `whole`."""
+    if isinstance(part, dict):
+        return all(name in whole and holds(whole[name], value) for name, value in part.items())
+    return bool(whole == part)
+
+
+def validator(schema: str) -> Any:
+    return jsonschema.Draft202012Validator(API | {"$ref": f"#/components/schemas/{schema}"})
+
+
+@pytest.mark.parametrize(("model", "example"), EXAMPLES)
+def test_examples_are_valid_by_schema_and_by_model(model: type[Wire], example: dict[str, Any]) -> None:
+    validator(model.__name__).validate(example["payload"])
+    message = decode(model, json.dumps(example["payload"]).encode())
+    assert holds(json.loads(message.encode()), example["payload"])
+    if "headers" in MESSAGES[model.__name__]:
+        validator("Headers").validate(example["headers"])
+
+
+BAD_REQUESTS: list[dict[str, Any]] = [
+    {"id": "r", "prompt": "x"},
+    {"v": 2, "id": "r", "prompt": "x"},
+    {"v": 1, "prompt": "x"},
+    {"v": 1, "id": "r"},
+    {"v": 1, "id": "r", "prompt": None},
+    {"v": 1, "id": "r", "prompt": ""},
+    {"v": 1, "id": "r", "token_ids": []},
+    {"v": 1, "id": "r", "prompt": "x", "token_ids": [1]},
+    {"v": 1, "id": "r", "prompt": "x", "klass": "batch"},
+    {"v": 1, "id": "r", "prompt": "x", "sampling": {"max_tokens": 0}},
+    {"v": 1, "id": "r", "prompt": "x", "sampling": {"temperature": -0.1}},
+    {"v": 1, "id": "-r", "prompt": "x"},
+]
+
+
+@pytest.mark.parametrize("body", BAD_REQUESTS, ids=str)
+def test_the_schema_refuses_what_the_model_refuses(body: dict[str, Any]) -> None:
+    assert not validator("Request").is_valid(body)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - which one is the matter of test_messages
+        decode(Request, json.dumps(body).encode())
+
+
+# settings.md
+
+
+def test_the_settings_page_is_up_to_date() -> None:
+    page = (DOCS / "settings.md").read_text("utf-8")
+    assert page == settings_doc.page(), "run: python -m penstock.settings_doc docs/settings.md"
+    assert re.findall(r"^\| `(PENSTOCK_\w+)` \|", page, re.MULTILINE) == known_variables()
+
+
+# protocol.md
+
+
+def test_all_topics_and_keys_are_named() -> None:
+    pipeline = Pipeline("PIPELINE")
+    wanted = [*pipeline.topics(), pipeline.log_key("ID"), pipeline.live_channel("ID"), pipeline.record_key("ID")]
+    for name in wanted:
+        assert f"`{name.replace('PIPELINE', '<pipeline>').replace('ID', '<id>')}`" in PROTOCOL
+    assert pipeline.stream_key("<topic>").replace("PIPELINE", "<pipeline>") in PROTOCOL
+    demo = Pipeline("demo")
+    assert f"XADD {demo.stream_key(demo.requests('interactive'))} * key" in PROTOCOL
+    assert f"STREAMS {demo.stream_key(demo.results)} " in PROTOCOL
+
+
+def test_all_fields_are_listed_with_their_defaults() -> None:
+    listed = {row[0].strip("`"): row for row in rows("Field")}
+    fields = {field.alias or name: field for name, field in Request.model_fields.items()}
+    assert sorted(listed) == sorted([*fields, *Sampling.model_fields])
+    for name, field in Sampling.model_fields.items():
+        default = "from the id" if name == "seed" else f"`{json.dumps(field.default)}`"
+        assert listed[name][2] == default
+    assert listed["tenant"][2] == f"`{json.dumps(fields['tenant'].default)}`"
+    assert f"{MAX_REQUEST_BYTES:,} bytes" in PROTOCOL
+
+
+def test_all_error_codes_are_listed() -> None:
+    assert [row[0].strip("`") for row in rows("Code")] == list(REQUEST_ERRORS)
+
+
+def test_all_headers_are_listed() -> None:
+    listed = [name for row in rows("Header") for name in re.findall(r"`([^`]+)`", row[0])]
+    assert sorted(listed) == sorted(API["components"]["schemas"]["Headers"]["properties"])
+
+
+def test_the_json_examples_are_messages() -> None:
+    request, result, events = blocks("json")
+    assert decode(Request, request.encode()).prompt == "In the beginning"
+    validator("Result").validate(json.loads(result))
+    token, end = (json.loads(line) for line in events.splitlines())
+    validator("TokenEvent").validate(token)
+    validator("EndEvent").validate(end)
+
+
+def test_the_rolling_hash_example_is_right() -> None:
+    rolled = names.START_HASH
+    table = rows("Position")
+    assert len(table) == 3
+    for position, token, hashed, event in table:
+        assert hashed == f"`{rolled}` `{int(token):08x}`"
+        rolled = names.roll(rolled, int(token))
+        assert event == f"`{names.event_id(int(position), rolled)}`"
+    assert json.loads(blocks("json")[2].splitlines()[0])["id"] == table[0][3].strip("`")
+
+
+def test_the_plain_cancel_commands_do_what_the_script_does() -> None:
+    (commands,) = (block for block in blocks("") if "MULTI" in block)
+    keep = round(RecordSettings().pending_keep_s * 1000)
+    assert "HSET penstock:<pipeline>:{<id>}:record cancelled 1\n" in commands
+    assert f"PEXPIRE penstock:<pipeline>:{{<id>}}:record {keep} NX\n" in commands
+    assert "'HSET', KEYS[1], 'cancelled', 1" in scripts.CANCEL.text
+
+
+# The example on the protocol page, against a real Redis.
+
+
+@pytest.fixture
+def example(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    (source,) = blocks("python")
+    monkeypatch.setenv("PIPELINE", pipeline.name)
+    namespace: dict[str, Any] = {"__name__": "example"}
+    exec(compile(source, "protocol.md", "exec"), namespace)
+    return namespace
+
+
+@pytest.fixture
+def client(redis_url: str) -> Any:
+    with redis.Redis.from_url(redis_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def record(client: "redis.Redis", pipeline: Pipeline) -> Any:
+    made = Record(client, pipeline, RecordSettings(lease_s=30))
+    yield made
+    made.close()
+
+
+def say(record: Record, claim: Claim, tokens: list[int]) -> list[str]:
+    events = [claim.next_event(tokens[0], str(tokens[0]))]
+    record.append([(claim, events[0])])
+    return [events[0].id, *(say(record, claim, tokens[1:]) if tokens[1:] else [])]
+
+
+def claim(record: Record, request_id: str = "r1") -> Claim:
+    found = record.claim_prefill(request_id, "worker", "body")
+    assert isinstance(found, Claim)
+    return found
+
+
+def test_the_example_reads_a_stream_while_it_is_written(
+    example: dict[str, Any], client: "redis.Redis", record: Record
+) -> None:
+    held = claim(record)
+    say(record, held, [5, 6])
+    reading = example["stream"](client, "r1")
+    assert [next(reading)["token"] for _ in range(2)] == [5, 6]
+    say(record, held, [7])
+    assert next(reading)["token"] == 7
+    say(record, held, [8, 9])
+    record.finish(held, EndEvent(finish_reason="length"))
+    assert [event.get("token", event.get("finish_reason")) for event in reading] == [8, 9, "length"]
+
+
+def test_the_example_resumes_and_notices_another_answer(
+    example: dict[str, Any], client: "redis.Redis", record: Record
+) -> None:
+    held = claim(record)
+    ids = say(record, held, [5, 6, 7])
+    record.finish(held, EndEvent(finish_reason="length"))
+    for after, rest in zip(ids, ([6, 7], [7], []), strict=True):
+        found = list(example["stream"](client, "r1", after=after))
+        assert [event["token"] for event in found[:-1]] == rest
+    for wrong in (names.event_id(0, names.roll(names.START_HASH, 6)), names.event_id(3, ids[2].split("-")[1])):
+        with pytest.raises(RuntimeError, match="not the answer"):
+            list(example["stream"](client, "r1", after=wrong))
+
+
+def test_the_example_gives_up_on_silence(example: dict[str, Any], client: "redis.Redis") -> None:
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match="never-sent"):
+        list(example["stream"](client, "never-sent", patience_s=0.01))
+    assert time.monotonic() - begun < 5
+
+
+def test_cancelling_by_hand(client: "redis.Redis", record: Record, pipeline: Pipeline) -> None:
+    key = pipeline.record_key("r1")
+    with client.pipeline() as batch:
+        batch.hset(key, "cancelled", "1")
+        batch.pexpire(key, 604_800_000, nx=True)
+        batch.execute()
+    assert client.pttl(key) > 604_000_000
+    assert claim(record).cancelled
