@@ -28,7 +28,8 @@ from engine.text import OutputState
 from kvstore.store import KVStore
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.errors import AttemptsExhausted, Cancelled, DeadlineExceeded, InternalError, RequestError
+from penstock.bus.retries import dead_message
+from penstock.errors import POISONOUS, AttemptsExhausted, Cancelled, DeadlineExceeded, InternalError, RequestError
 from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, TokenEvent, Usage, decode, now_s
 from penstock.names import Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, LeaseKeeper, Record
@@ -276,4 +277,8 @@ class DecodeWorker:
             self.waiting.put(delivery, 0.0)
             return
         context = tracing.headers_of(tracing.context_of(delivery.headers))
-        self.settler.settle(Settlement(delivery, [outgoing_result(self.pipeline, result, context)]))
+        outputs = [outgoing_result(self.pipeline, result, context)]
+        if result.error is not None and result.error.code in POISONOUS and job.error is None:
+            reason = f"{result.error.code}: {result.error.message}"
+            outputs.append(dead_message(self.pipeline, delivery, reason))
+        self.settler.settle(Settlement(delivery, outputs))

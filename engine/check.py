@@ -41,10 +41,7 @@ def check(model: LoadedModel, settings: EngineSettings, progress: Progress | Non
         update={"max_batch": len(prompts), "max_step_tokens": STEP_TOKENS, "pool_mb": _pool_mb(model)}
     )
     try:
-        first = [
-            Sequence(f"check-{i}", p, sampling=_GREEDY, seed=0, max_new=NUM_NEW)
-            for i, p in enumerate(prompts)
-        ]
+        first = [Sequence(f"check-{i}", p, sampling=_GREEDY, seed=0, max_new=NUM_NEW) for i, p in enumerate(prompts)]
         engine = Engine(model, small)
         _run(engine, first)
         report("checking the engine", 0.7)
@@ -102,9 +99,7 @@ def _handed_over(engine: Engine, seq: Sequence) -> Sequence:
     copy = Sequence(f"{seq.id}-again", seq.token_ids[: seq.num_prompt], sampling=_GREEDY, seed=0,
                     max_new=NUM_NEW, given=seq.output[:1])  # fmt: skip
     num_blocks = -(-seq.num_prompt // engine.settings.block_size)
-    blocks: list[tuple[int, Payload]] = [
-        (index, engine.export_block(seq, index)) for index in range(num_blocks)
-    ]
+    blocks: list[tuple[int, Payload]] = [(index, engine.export_block(seq, index)) for index in range(num_blocks)]
     copy.imported = blocks
     return copy
 

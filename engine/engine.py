@@ -106,9 +106,7 @@ class Engine:
             )
         needed = seq.blocks_needed(self.settings.block_size)
         if needed > self.pool.num_blocks:
-            raise PromptTooLong(
-                f"{length:,} tokens need {needed:,} KV blocks; the pool has {self.pool.num_blocks:,}"
-            )
+            raise PromptTooLong(f"{length:,} tokens need {needed:,} KV blocks; the pool has {self.pool.num_blocks:,}")
         if min(seq.token_ids) < 0 or max(seq.token_ids) >= self.model.vocab_size:
             raise InvalidRequest(f"token ids must be between 0 and {self.model.vocab_size - 1}")
         for index, payload in seq.imported:

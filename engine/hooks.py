@@ -107,9 +107,7 @@ class MaskRule:
         return self._masks
 
 
-def _mask_rule(
-    *args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
-) -> MaskRule:
+def _mask_rule(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> MaskRule:
     return MaskRule(mask_function)
 
 
@@ -136,7 +134,7 @@ class _Scores:
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
-def paged_attention(  # noqa: PLR0917 - the signature is transformers'
+def paged_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

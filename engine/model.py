@@ -136,9 +136,7 @@ def _download(name: str, report: Progress) -> Path:
         path = snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         text = " ".join(str(error).split())[:300]
-        raise ModelLoadError(
-            f"cannot load model {name!r}: no such directory, and not from the hub: {text}"
-        ) from error
+        raise ModelLoadError(f"cannot load model {name!r}: no such directory, and not from the hub: {text}") from error
     report("downloading", 1.0)
     return Path(path)
 
@@ -198,9 +196,7 @@ def _probe(module: Any, block_size: int, dtype: torch.dtype, device: torch.devic
             f"values ({type(error).__name__}: {error})"
         ) from error
     if not cache.shapes:
-        raise ModelLoadError(
-            f"architecture {type(module).__name__} is not supported: it caches no keys and values"
-        )
+        raise ModelLoadError(f"architecture {type(module).__name__} is not supported: it caches no keys and values")
     return KVLayout(tuple(cache.shapes[layer] for layer in sorted(cache.shapes)), block_size, dtype)
 
 

@@ -28,8 +28,8 @@ class Draw:
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that `seed` and `position` alone decide: 53 bits of SplitMix64's mixing."""
-    key = _mix((seed * 2 + 1) * _GOLDEN & _MASK)
-    return (_mix(key ^ _mix((position + 1) * _GOLDEN & _MASK)) >> 11) * 2.0**-53
+    start = _mix((seed + _GOLDEN) & _MASK)
+    return (_mix((start + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 
 def _mix(x: int) -> int:

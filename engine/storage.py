@@ -62,9 +62,7 @@ class KVStorage:
         for shape in layout.layers:
             for views, (heads, size) in ((self.keys, shape.k_shape), (self.values, shape.v_shape)):
                 strides = (layout.block_elements, heads * size, size, 1)
-                views[shape.layer] = self.data.as_strided(
-                    (num_blocks, layout.block_size, heads, size), strides, offset
-                )
+                views[shape.layer] = self.data.as_strided((num_blocks, layout.block_size, heads, size), strides, offset)
                 self._parts.append((offset, heads * size))
                 offset += heads * size * layout.block_size
 

@@ -16,9 +16,7 @@ _WINDOW = 16  # tokens that are decoded together at most before the older ones a
 class OutputState:
     """The text side of one request's output."""
 
-    def __init__(
-        self, tokenizer: Any, sampling: Sampling, eos_token_ids: frozenset[int], max_new: int
-    ) -> None:
+    def __init__(self, tokenizer: Any, sampling: Sampling, eos_token_ids: frozenset[int], max_new: int) -> None:
         self._tokenizer = tokenizer
         self._stop = sampling.stop
         self._stop_ids = frozenset(sampling.stop_token_ids)
@@ -78,9 +76,7 @@ class OutputState:
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
 

@@ -1,8 +1,8 @@
 """A stored KV block: its key, its header, its checksum.
 
-A block's key is a SHA-256 chain over (parent key, its token ids), rooted in the model's fingerprint and the tenant's salt:
-equal keys mean the same model, the same tenant and the same tokens from the first on, in every process. The last block of
-a prompt may be partial; its key covers the tokens it has.
+A block's key is a SHA-256 chain over (parent key, its token ids), rooted in the model's fingerprint and the tenant's
+salt: equal keys mean the same model, the same tenant and the same tokens from the first on, in every process. The last
+block of a prompt may be partial; its key covers the tokens it has.
 
 Layout of a stored block, little endian:
 

@@ -58,9 +58,7 @@ class KVStore:
             prefix.append(payload)
         return prefix
 
-    def put(
-        self, keys: Sequence[bytes], num_tokens: int, payloads: Sequence[tuple[int, bytes | memoryview]]
-    ) -> None:
+    def put(self, keys: Sequence[bytes], num_tokens: int, payloads: Sequence[tuple[int, bytes | memoryview]]) -> None:
         """Write blocks (index, payload) of a sequence to every tier; when this returns, others can read them."""
         blocks = [
             (keys[index], pack(keys[index], self._fingerprint, self._count(index, num_tokens), payload))

@@ -65,9 +65,7 @@ class AsyncClient:
             await self._publish(message)
         return request.id
 
-    async def stream(
-        self, request_id: str, after: str | None = None, timeout_s: float = 60.0
-    ) -> AsyncIterator[Event]:
+    async def stream(self, request_id: str, after: str | None = None, timeout_s: float = 60.0) -> AsyncIterator[Event]:
         """The tokens after the event id `after` as they come, then the `EndEvent`; as `Client.stream`."""
         reader = StreamReader(after)
         if self._live is None:

@@ -3,6 +3,7 @@
 Topics and keys come from `names.Pipeline`, schemas from `messages`. docs/protocol.md says the same in prose.
 """
 
+import inspect
 import json
 import sys
 from typing import Any
@@ -160,7 +161,7 @@ def _messages() -> Json:
         name, by_kafka = model.__name__, "v" in model.model_fields
         message: Json = {
             "name": name,
-            "summary": (model.__doc__ or "").split("\n\n")[0],
+            "summary": inspect.cleandoc(model.__doc__ or "").split("\n\n")[0],
             "payload": {"$ref": f"#/components/schemas/{name}"},
             "examples": [
                 {"name": example, "payload": payload} | ({"headers": _headers(payload)} if by_kafka else {})

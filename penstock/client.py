@@ -199,7 +199,8 @@ def make_request(prompt: str | None, fields: RequestFields) -> Request:
     """A valid request from what a caller gave. Raises `InvalidRequest` or `RequestTooLarge`."""
     body: dict[str, Any] = {"v": messages.VERSION, "prompt": prompt, "sampling": {}}
     for name, value in fields.items():
-        (body["sampling"] if name in Sampling.model_fields else body)[name] = value
+        part = body["sampling"] if name in Sampling.model_fields else body
+        part["class" if name == "klass" else name] = value
     body["id"] = uuid.uuid4().hex if body.get("id") is None else body["id"]
     try:
         encoded = json.dumps(body, ensure_ascii=False, default=_plain).encode()

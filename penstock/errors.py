@@ -102,6 +102,9 @@ class InternalError(RequestError):
     code = "internal_error"
 
 
+POISONOUS = (AttemptsExhausted.code, InternalError.code)
+"""Ends that somebody should look at: the message goes to the dead-letter topic as well."""
+
 REQUEST_ERRORS: dict[str, type[RequestError]] = {cls.code: cls for cls in RequestError.__subclasses__()}
 
 

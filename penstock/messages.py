@@ -29,18 +29,14 @@ MAX_ERROR_CHARS = 1000
 
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-RequestId = Annotated[
-    str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")
-]
+RequestId = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Wire(BaseModel):
     """What all wire models share: exact types, no unknown fields, finite numbers, immutable."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True)
 
     def encode(self) -> bytes:
         """The JSON that goes on the wire."""
@@ -78,9 +74,7 @@ class Sampling(Wire):
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Same seed, same prompt, same tokens. Without one it is derived from the request's id."""
-    stop: list[Annotated[str, StringConstraints(min_length=1, max_length=256)]] = Field(
-        default=[], max_length=16
-    )
+    stop: list[Annotated[str, StringConstraints(min_length=1, max_length=256)]] = Field(default=[], max_length=16)
     """The answer ends before the first of these strings."""
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
     """The answer ends with the first of these tokens."""
@@ -111,9 +105,7 @@ class Request(Wire):
     def _one_prompt(self) -> Self:
         given = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(
-                f"exactly one of prompt, messages and token_ids must be given, not {given or 'none'}"
-            )
+            raise ValueError(f"exactly one of prompt, messages and token_ids must be given, not {given or 'none'}")
         if not getattr(self, given[0]):
             raise ValueError(f"{given[0]} is empty")
         return self
@@ -158,7 +150,7 @@ class Job(Wire):
     fingerprint: str = ""
     """Of the model whose KV was stored."""
     last_block: str = ""
-    """Hex key of the prompt's last KV block: a chain over all tokens before it, so the other keys follow from the tokens."""
+    """Hex key of the prompt's last KV block: a chain over all tokens before it."""
     cached_tokens: int = 0
     timings: Timings = Timings()
     error: ErrorInfo | None = None
@@ -218,10 +210,7 @@ def decode(kind: type[M], value: bytes) -> M:
     try:
         message = kind.model_validate_json(value, by_alias=True, by_name=False)
     except ValidationError as error:
-        if any(
-            line["loc"] == ("v",) and line["type"] == "literal_error"
-            for line in error.errors(include_url=False)
-        ):
+        if any(line["loc"] == ("v",) and line["type"] == "literal_error" for line in error.errors(include_url=False)):
             raise UnsupportedVersion(f"this build reads message version {VERSION}") from None
         raise InvalidRequest(_explain(error)) from None
     if "v" in kind.model_fields and "v" not in message.model_fields_set:

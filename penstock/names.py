@@ -63,26 +63,29 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         if _NAME.fullmatch(self.name) is None:
-            raise InvalidName(
-                f"{self.name!r} cannot name a pipeline: letters, digits, '-' and '_', at most 64"
-            )
+            raise InvalidName(f"{self.name!r} cannot name a pipeline: letters, digits, '-' and '_', at most 64")
 
     def requests(self, klass: PriorityClass) -> str:
+        """Where clients put requests of a class."""
         return f"penstock.{self.name}.requests.{klass}"
 
     def jobs(self, klass: PriorityClass) -> str:
+        """Where prefill leaves job references of a class."""
         return f"penstock.{self.name}.jobs.{klass}"
 
     @property
     def retries(self) -> str:
+        """What is tried again later, of both stages."""
         return f"penstock.{self.name}.retries"
 
     @property
     def results(self) -> str:
+        """The one result of each request."""
         return f"penstock.{self.name}.results"
 
     @property
     def dead(self) -> str:
+        """What nobody can answer."""
         return f"penstock.{self.name}.dead"
 
     def inputs(self, stage: Stage) -> dict[PriorityClass, str]:
@@ -99,21 +102,27 @@ class Pipeline:
         return f"penstock.{self.name}.{stage}"
 
     def record_key(self, request_id: str) -> str:
+        """What is known of a request."""
         return f"penstock:{self.name}:{{{request_id}}}:record"
 
     def log_key(self, request_id: str) -> str:
+        """A request's token log."""
         return f"penstock:{self.name}:{{{request_id}}}:log"
 
     def live_channel(self, request_id: str) -> str:
+        """Where the events of the log are published as they are appended."""
         return f"penstock:{self.name}:{{{request_id}}}:live"
 
     def worker_key(self, stage: str, name: str) -> str:
+        """A worker's heartbeat."""
         return f"penstock:{self.name}:worker:{stage}:{name}"
 
     def stream_key(self, topic: str) -> str:
+        """The Redis stream that holds a topic."""
         return f"penstock:bus:{{{self.name}}}:{topic}"
 
     def member_key(self, group: str, member: str) -> str:
+        """Says that a member of a group lives."""
         return f"penstock:bus:{{{self.name}}}:member:{group}:{member}"
 
 

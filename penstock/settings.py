@@ -128,9 +128,7 @@ S = TypeVar("S", bound=BaseSettings)
 
 def known_variables(parts: Iterable[type[BaseSettings]] = PARTS) -> list[str]:
     """Every environment variable Penstock reads."""
-    return [
-        f"{part.model_config['env_prefix']}{name}".upper() for part in parts for name in part.model_fields
-    ]
+    return [f"{part.model_config['env_prefix']}{name}".upper() for part in parts for name in part.model_fields]
 
 
 def check_environment(environment: Mapping[str, str] | None = None) -> None:

@@ -31,11 +31,7 @@ def attribute_docs(model: type[BaseModel]) -> dict[str, str]:
     assert isinstance(definition, ast.ClassDef)
     docs = {}
     for field, after in zip(definition.body, definition.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(after, ast.Expr)
-        ):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
             docs[field.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
     return docs
 

@@ -27,7 +27,9 @@ from engine.text import OutputState
 from kvstore.store import KVStore
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
+from penstock.bus.retries import dead_message
 from penstock.errors import (
+    POISONOUS,
     AttemptsExhausted,
     Cancelled,
     DeadlineExceeded,
@@ -304,7 +306,10 @@ class PrefillWorker:
     def _settle_job(self, intake: Intake, claim: Claim) -> None:
         job = intake.job(self.store.layout.fingerprint)
         span = tracing.begin("hand_off", intake.context, job=job.job)
-        output = outgoing_job(self.pipeline, job, intake.context)
+        outputs = [outgoing_job(self.pipeline, job, intake.context)]
+        if intake.error is not None and intake.error.code in POISONOUS:
+            reason = f"{intake.error.code}: {intake.error}"
+            outputs.append(dead_message(self.pipeline, intake.delivery, reason))
 
         def done(settled: bool) -> None:
             span.end()
@@ -315,7 +320,7 @@ class PrefillWorker:
                 self.record.release(claim)
 
         self.leases.add(claim)
-        self.settler.settle(Settlement(intake.delivery, [output]), done)
+        self.settler.settle(Settlement(intake.delivery, outputs), done)
 
     def _end(self, intake: Intake, claim: Claim) -> None:
         """The request ends here: append the end, then let the jobs topic carry it, so that one job settles the result."""

@@ -10,12 +10,14 @@ import jsonschema
 import pytest
 import redis
 
+from decode_worker.result import outgoing_result
 from penstock import asyncapi, names, settings_doc
+from penstock.bus.kafka import KafkaBus
 from penstock.errors import REQUEST_ERRORS
-from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Sampling, Wire, decode
-from penstock.names import Pipeline
+from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Result, Sampling, Wire, decode
+from penstock.names import CLASSES, Pipeline
 from penstock.record import Claim, Record, scripts
-from penstock.settings import RecordSettings, known_variables
+from penstock.settings import BusSettings, RecordSettings, known_variables
 
 DOCS = Path(__file__).parent.parent / "docs"
 PROTOCOL = (DOCS / "protocol.md").read_text("utf-8")
@@ -274,6 +276,22 @@ def test_the_example_gives_up_on_silence(example: dict[str, Any], client: "redis
     with pytest.raises(TimeoutError, match="never-sent"):
         list(example["stream"](client, "never-sent", patience_s=0.01))
     assert time.monotonic() - begun < 5
+
+
+def test_the_example_sends_requests_and_finds_results(example: dict[str, Any], kafka: str, pipeline: Pipeline) -> None:
+    bus = KafkaBus(pipeline, kafka, BusSettings(partitions=2))
+    bus.create_topics()
+    (request, *_) = blocks("json")
+    for klass in CLASSES:
+        example["submit"](kafka, json.loads(request) | {"class": klass})
+        (message,) = bus.read_all(pipeline.requests(klass))
+        assert message.key == decode(Request, message.value).id == "order-1729"
+    publisher = bus.publisher()
+    publisher.publish(
+        [outgoing_result(pipeline, Result(id=name, finish_reason="stop"), {}) for name in ("other", "r1")]
+    )
+    publisher.close()
+    assert example["result"](kafka, "r1")["id"] == "r1"
 
 
 def test_cancelling_by_hand(client: "redis.Redis", record: Record, pipeline: Pipeline) -> None:

@@ -1,4 +1,4 @@
-"""What a tier is: a batch of reads, a batch of writes, and its own counters. One test suite holds all tiers to it."""
+"""What a tier is: batches of reads, batches of writes, and its own counters. One test suite holds all tiers to it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ class Counters:
     damaged: int = 0
     """Of the misses: something was there, but not the whole block asked for."""
     errors: int = 0
-    """Of the misses: the tier could not be reached."""
+    """Batches that the tier could not be asked, or did not take."""
     bytes_read: int = 0
     bytes_written: int = 0
 
 
 class Tier(Protocol):
-    """A place for stored blocks. A tier is a cache: it may forget anything at any time, and never raises for its server."""
+    """A place for stored blocks. It is a cache: it may forget anything at any time, and never raises for its server."""
 
     name: str
     counters: Counters

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
 BATCH_BYTES = 8 * 2**20
-"""Reads and writes go in batches of about this size, so that a long prompt does not hold up the server's other clients."""
+"""Reads and writes go in batches of about this size: a long prompt does not hold up the server's other clients."""
 
 
 class RedisTier:
@@ -37,13 +37,13 @@ class RedisTier:
         for start in range(0, len(keys), self._batch):
             names = [kv_key(key) for key in keys[start : start + self._batch]]
             part = self._attempt(lambda names=names: cast(list[bytes | None], self._redis.mget(names)))  # type: ignore[misc]
+            self._learn(part or [])
             found += part if part is not None else [None] * len(names)
         return found
 
     def put(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
         """See `Tier.put`."""
-        if blocks:
-            self._batch = max(1, BATCH_BYTES // len(blocks[0][1]))
+        self._learn([stored for _, stored in blocks])
         for start in range(0, len(blocks), self._batch):
             part = blocks[start : start + self._batch]
             if self._attempt(lambda part=part: self._write(part)) is not None:  # type: ignore[misc]
@@ -58,6 +58,12 @@ class RedisTier:
                 pipe.pexpire(kv_key(key), self._keep_ms)
             replies = self._attempt(pipe.execute)
         return [bool(reply) for reply in replies] if replies is not None else [False] * len(keys)
+
+    def _learn(self, blocks: Sequence[bytes | None]) -> None:
+        """How many blocks make a batch, from the largest seen."""
+        largest = max((len(stored) for stored in blocks if stored), default=0)
+        if largest:
+            self._batch = max(1, BATCH_BYTES // largest)
 
     def _write(self, blocks: Sequence[tuple[bytes, bytes]]) -> bool:
         with self._redis.pipeline(transaction=False) as pipe:

@@ -42,9 +42,7 @@ def check_size(messages: Iterable[Outgoing]) -> None:
     """Raise `RequestTooLarge` for a message no topic takes."""
     for message in messages:
         if message.num_bytes > MAX_MESSAGE_BYTES:
-            raise RequestTooLarge(
-                f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit"
-            )
+            raise RequestTooLarge(f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit")
 
 
 @dataclass(frozen=True)
@@ -136,6 +134,9 @@ class Bus(Protocol):
 
     def create_topics(self) -> list[str]:
         """Make the pipeline's topics where they are missing; returns those made."""
+
+    def missing_topics(self) -> list[str]:
+        """Those of the pipeline's topics that are not there."""
 
     def publisher(self) -> Publisher:
         """A producing side of its own."""

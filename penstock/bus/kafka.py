@@ -55,9 +55,7 @@ class KafkaBus:
         admin = AdminClient(client_settings(self.bootstrap))
         made: list[str] = []
         with bus_errors():
-            for topic, future in admin.create_topics(
-                [self._new(topic) for topic in self.pipeline.topics()]
-            ).items():
+            for topic, future in admin.create_topics([self._new(topic) for topic in self.pipeline.topics()]).items():
                 try:
                     future.result(ANSWER_S)
                     made.append(topic)
@@ -66,6 +64,12 @@ class KafkaBus:
                         raise
             wait_until(lambda: self._all_led(admin), ANSWER_S, "every partition has a leader")
         return made
+
+    def missing_topics(self) -> list[str]:
+        """Those of the pipeline's topics that the brokers do not know."""
+        with bus_errors():
+            known = AdminClient(client_settings(self.bootstrap)).list_topics(timeout=ANSWER_S).topics
+        return [topic for topic in self.pipeline.topics() if topic not in known]
 
     def publisher(self) -> "KafkaPublisher":
         """A producing side of its own."""
@@ -94,9 +98,7 @@ class KafkaBus:
         try:
             with bus_errors():
                 num_partitions = len(reader.list_topics(topic, ANSWER_S).topics[topic].partitions)
-                reader.assign(
-                    [TopicPartition(topic, number, OFFSET_BEGINNING) for number in range(num_partitions)]
-                )
+                reader.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in range(num_partitions)])
                 unread = set(range(num_partitions))
                 end = time.monotonic() + ANSWER_S
                 while unread:
@@ -108,9 +110,7 @@ class KafkaBus:
                     end = time.monotonic() + ANSWER_S
                     error = message.error()
                     if error is None:
-                        found.append(
-                            Outgoing(topic, message.value() or b"", read_key(message), read_headers(message))
-                        )
+                        found.append(Outgoing(topic, message.value() or b"", read_key(message), read_headers(message)))
                     elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
                         unread.discard(message.partition())
                     elif not error.retriable():
@@ -137,9 +137,7 @@ class KafkaBus:
     def _all_led(self, admin: AdminClient) -> bool:
         known = admin.list_topics(timeout=ANSWER_S).topics
         return all(
-            topic in known
-            and known[topic].partitions
-            and all(p.leader >= 0 for p in known[topic].partitions.values())
+            topic in known and known[topic].partitions and all(p.leader >= 0 for p in known[topic].partitions.values())
             for topic in self.pipeline.topics()
         )
 
@@ -158,7 +156,7 @@ class KafkaPublisher:
         self._reports.start()
 
     def publish(self, messages: Sequence[Outgoing]) -> None:
-        """Write the messages and wait for the acknowledgements; raises `BusUnavailable`, or `RequestTooLarge`."""
+        """Write the messages, all acknowledged; raises `BusUnavailable`, or `RequestTooLarge`."""
         check_size(messages)
         if not messages:
             return
@@ -204,7 +202,7 @@ class _Outcome:
 
 
 def client_settings(bootstrap: str) -> dict[str, Any]:
-    """What all clients share. What librdkafka says about lost connections goes to errors, not to the console."""
+    """What all clients share. Lost connections show in errors, not on the console."""
     return {"bootstrap.servers": bootstrap, "log_level": 0, "reconnect.backoff.max.ms": 1000}
 
 

@@ -93,7 +93,7 @@ class Holdings:
         return found
 
     def hand_out(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """At most `room` deliveries of each class, interactive first; retries that are due before new ones."""
+        """At most `room` deliveries of each class, interactive first; due retries before new ones."""
         found: list[Delivery] = []
         for klass in CLASSES:
             left = max(0, room.get(klass, 0))
@@ -156,9 +156,7 @@ class Holdings:
         """Raise `AssertionError` if the parts contradict each other."""
         for offsets in self._offsets.values():
             offsets.check_integrity()
-        buffered = [
-            self.place(d) for d in (*self._buffers["interactive"], *self._buffers["batch"], *self.shelf)
-        ]
+        buffered = [self.place(d) for d in (*self._buffers["interactive"], *self._buffers["batch"], *self.shelf)]
         known = [*buffered, *self._handed_out]
         assert len(set(known)) == len(known), "a message is in two places"
         assert all(self._offsets[partition].is_unfinished(offset) for partition, offset in known)

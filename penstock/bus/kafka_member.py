@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+MEMBERSHIP_S = 0.02
 PASSED_COMMIT_S = 1.0
 """How often the offsets of the other stage's retries are committed when nothing is settled."""
 
@@ -53,7 +54,7 @@ STALE_GROUP = (
 """The group moved on while we settled: look again what is still ours."""
 
 
-class _GroupMoved(Exception):  # noqa: N818 - not an error to anyone outside
+class _GroupMoved(Exception):
     pass
 
 
@@ -62,8 +63,8 @@ class KafkaMember:
 
     The broker checks that a settling member is in the group, not that a partition is its own. So two locks:
     `_settling` is held through a transaction and by the revocation callback, which thereby waits until the
-    transaction is over: after it, deliveries of the partition are refused here. `_state` guards `_holdings`, for
-    moments only.
+    transaction is over: after it, deliveries of the partition are refused here. `_state` guards
+    `_holdings`, for moments only.
     """
 
     def __init__(self, bus: "KafkaBus", stage: Stage, name: str) -> None:
@@ -79,13 +80,15 @@ class KafkaMember:
         self._closing = threading.Event()
         self._must_abort = self._in_doubt = False
         self._doubtful: list[Delivery] = []
-        self._commit_passed_at = 0.0
+        self._commit_passed_at = self._refresh_at = 0.0
+        self._membership: object = None
         self._producer = Producer(
             producer_settings(bus.bootstrap)
             | {
                 "transactional.id": f"{self._group}.{name}",
                 "transaction.timeout.ms": int(bus.settings.transaction_timeout_s * 1000),
-                "message.timeout.ms": int(bus.settings.transaction_timeout_s * 1000),
+                # Less than the transaction's: a write that fails must leave time to abort, or the broker fences us.
+                "message.timeout.ms": int(bus.settings.transaction_timeout_s * 600),
             }
         )
         with bus_errors():  # ends what an older member of this name left open
@@ -111,7 +114,7 @@ class KafkaMember:
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish the outputs and commit the offsets in one transaction.
 
-        When the group moves in the meantime (another member joined or left), what is still ours is settled anew.
+        When the group moves meanwhile (another member joined or left), what is still ours is settled anew.
         """
         deliveries = [settlement.delivery for settlement in settlements]
         outputs = [output for settlement in settlements for output in settlement.outputs]
@@ -167,15 +170,14 @@ class KafkaMember:
     def _transact(self, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
         """One settlement, in this order.
 
-        1. What an earlier settlement left unclear is cleared: its commit repeated, or its transaction aborted.
-        2. The deliveries are still ours; if not, nothing is done.
-        3. The outputs are written, and flushed: without it the next step waits for librdkafka's own rhythm.
-        4. The offsets are added to the transaction.
-        5. The transaction is committed.
-        6. The deliveries are finished here too.
+        1. What an earlier settlement left unclear is cleared: its commit repeated, or its transaction
+        aborted. 2. The deliveries are still ours; if not, nothing is done. 3. The outputs are written, and
+        flushed: without it the next step waits for librdkafka's own rhythm. 4. The offsets are added to the
+        transaction. 5. The transaction is committed. 6. The deliveries are finished here too.
 
-        A crash before 5 leaves nothing visible; readers wait for the transaction's timeout, or until a member of
-        the same name starts. A crash in 5 is decided by the broker, both parts alike. One before 6 costs nothing.
+        A crash before 5 leaves nothing visible; readers wait for the transaction's timeout, or until a
+        member of the same name starts. A crash in 5 is decided by the broker, both parts alike. One before
+        6 costs nothing.
         """
         self._clear_doubt()  # 1
         with self._state:  # 2
@@ -189,9 +191,7 @@ class KafkaMember:
             self._producer.begin_transaction()
             self._must_abort = True
             self._write(outputs)  # 3
-            self._producer.send_offsets_to_transaction(
-                offsets, self._consumer.consumer_group_metadata(), ANSWER_S
-            )  # 4
+            self._producer.send_offsets_to_transaction(offsets, self._membership, ANSWER_S)  # 4
             self._commit(deliveries)  # 5
         except KafkaException as raised:
             self._after(raised)
@@ -204,7 +204,8 @@ class KafkaMember:
         for output in outputs:
             produce(self._producer, output, lambda error, _: errors.append(error) if error else None)
         if outputs and self._producer.flush(ANSWER_S):
-            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "outputs are not acknowledged"))  # noqa: SLF001
+            timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
+            raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
         if errors:
             raise KafkaException(errors[0])
 
@@ -217,9 +218,7 @@ class KafkaMember:
         """After a failed step: abort if that is possible now, and say if the group only moved."""
         error: KafkaError = raised.args[0]
         if error.fatal() or error.code() in FENCED:
-            self._fail(
-                MemberFenced(f"a newer member has this one's place, or it was away too long: {error.str()}")
-            )
+            self._fail(MemberFenced(f"a newer member has this one's place, or it was away too long: {error.str()}"))
             return
         if self._in_doubt and error.retriable():
             return  # the commit may have happened: the next settlement asks again
@@ -257,9 +256,11 @@ class KafkaMember:
                 on_lost=self._on_revoke,
             )
             while not self._closing.is_set():
-                for message in self._consumer.consume(16, POLL_S):
+                message = self._consumer.poll(POLL_S)
+                if message is not None:
                     self._arrived(message)
                 self._pause_full()
+                self._refresh_membership()
                 self._commit_passed()
         except Exception as error:  # the member cannot go on: whoever calls is told
             log.exception("the polling thread ends")
@@ -318,7 +319,7 @@ class KafkaMember:
                 return []
 
     def _on_revoke(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        """Forget partitions. Waits for a settlement under way: until we return, the broker keeps them for us."""
+        """Forget partitions. Waits for a settlement under way: until we return, they are ours."""
         with self._settling, self._state:
             self._holdings.revoke((gone.topic, gone.partition) for gone in partitions)
 
@@ -333,6 +334,16 @@ class KafkaMember:
                 change([TopicPartition(topic, number) for topic, number in partitions if topic in topics])
         self._paused = full
 
+    def _refresh_membership(self) -> None:
+        """Fetch the member's epoch for the settlements; here, as librdkafka hangs if two threads use a consumer.
+
+        One that is too old is refused by the broker, and the settlement made again with the next.
+        """
+        now = time.monotonic()
+        if now >= self._refresh_at:
+            self._membership = self._consumer.consumer_group_metadata()
+            self._refresh_at = now + MEMBERSHIP_S
+
     def _commit_passed(self) -> None:
         """Commit the offsets of messages that were passed over, when no settlement did it for a while."""
         if not self._holdings.has_passed or time.monotonic() < self._commit_passed_at:
@@ -341,9 +352,7 @@ class KafkaMember:
         with self._settling:
             with self._state:
                 commits = self._holdings.to_commit()
-            offsets = [
-                TopicPartition(*partition, offset, metadata) for partition, offset, metadata in commits
-            ]
+            offsets = [TopicPartition(*partition, offset, metadata) for partition, offset, metadata in commits]
             try:
                 self._consumer.commit(offsets=offsets, asynchronous=False)
             except KafkaException as error:

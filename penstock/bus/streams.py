@@ -15,7 +15,7 @@ from redis.retry import Retry
 
 from penstock.bus.contract import Outgoing, check_size
 from penstock.errors import BusUnavailable
-from penstock.names import Pipeline, Stage
+from penstock.names import STAGES, Pipeline, Stage
 from penstock.settings import BusSettings
 
 if TYPE_CHECKING:
@@ -37,12 +37,19 @@ class StreamsBus:
 
     def create_topics(self) -> list[str]:
         """Make the streams and both stages' groups; a group sees what was published before it was made."""
+        missing = self.missing_topics()
         with contextlib.closing(connect(self.url)) as client, bus_errors():
-            missing = [topic for topic in self.pipeline.topics() if not client.exists(self._key(topic))]
-            stages: tuple[Stage, ...] = ("prefill", "decode")
-            for stage in stages:
+            for stage in STAGES:
                 create_groups(client, self.pipeline, stage)
+            for topic in {self.pipeline.results, self.pipeline.dead}.intersection(missing):
+                client.xgroup_create(self._key(topic), "maker", id="0", mkstream=True)  # how to make an empty one
+                client.xgroup_destroy(self._key(topic), "maker")
         return missing
+
+    def missing_topics(self) -> list[str]:
+        """Those of the pipeline's topics that have no stream."""
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            return [topic for topic in self.pipeline.topics() if not client.exists(self._key(topic))]
 
     def publisher(self) -> "StreamsPublisher":
         """A producing side of its own."""
@@ -71,9 +78,7 @@ class StreamsBus:
         with contextlib.closing(connect(self.url)) as client, bus_errors():
             info = client.info("server")
         name = info.get("server_name", "redis")
-        return (
-            f"Redis Streams on {name} {info.get('valkey_version') or info.get('redis_version')} at {self.url}"
-        )
+        return f"Redis Streams on {name} {info.get('valkey_version') or info.get('redis_version')} at {self.url}"
 
     def _key(self, topic: str) -> str:
         return self.pipeline.stream_key(topic)

@@ -81,9 +81,7 @@ class StreamsMember:
             self._recovering = True
             if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
-            create_groups(
-                self._client, self._pipeline, self._stage
-            )  # the server lost its data, or some of it
+            create_groups(self._client, self._pipeline, self._stage)  # the server lost its data, or some of it
             return []
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
@@ -191,11 +189,7 @@ class StreamsMember:
         due_s = self._shelf.wait_s(room)
         wait_ms = max(1, int(1000 * (wait_s if due_s is None else min(wait_s, due_s))))
         left = dict(room)
-        topics = {
-            self._pipeline.stream_key(topic).encode(): topic
-            for topic, count in self._streams(left)
-            if count > 0
-        }
+        topics = {self._pipeline.stream_key(topic).encode(): topic for topic, count in self._streams(left) if count > 0}
         if not topics:
             self._closing.wait(wait_ms / 1000)
             return []
@@ -259,9 +253,7 @@ class StreamsMember:
             (self._pipeline.retries, space),
         ]
 
-    def _accept(
-        self, topic: str, entries: "Sequence[Entry]", left: dict[PriorityClass, int]
-    ) -> list[Delivery]:
+    def _accept(self, topic: str, entries: "Sequence[Entry]", left: dict[PriorityClass, int]) -> list[Delivery]:
         """Make deliveries of entries that are now ours; those of the retry topic go by way of the shelf."""
         passed: list[bytes] = []
         found: list[Delivery] = []
@@ -272,9 +264,7 @@ class StreamsMember:
             position = entry_id.decode()
             klass = next((klass for klass in CLASSES if self._topics[klass] == topic), CLASSES[-1])
             value, key, headers = decode(fields)
-            delivery = Delivery(
-                topic, position, value, key, headers, klass, int(position.partition("-")[0]) / 1000
-            )
+            delivery = Delivery(topic, position, value, key, headers, klass, int(position.partition("-")[0]) / 1000)
             if topic != self._pipeline.retries:
                 found.append(delivery)
             elif not self._shelve(delivery):
@@ -295,9 +285,7 @@ class StreamsMember:
 
     def _take_due(self, left: dict[PriorityClass, int]) -> list[Delivery]:
         with self._lock:
-            found = [
-                delivery for klass in CLASSES for delivery in self._shelf.take(klass, left.get(klass, 0))
-            ]
+            found = [delivery for klass in CLASSES for delivery in self._shelf.take(klass, left.get(klass, 0))]
         self._hold(found, left)
         return found
 

@@ -99,6 +99,8 @@ class KafkaServer:
 
     def start(self) -> Self:
         """Format the storage if it is new, start, and wait until it answers; raises `DependencyMissing`."""
+        if self._child is not None and self._child.alive():
+            return self
         java, jars = find_java(), find_jars()
         self.directory.mkdir(parents=True, exist_ok=True)
         config = self.directory / "server.properties"
@@ -195,9 +197,7 @@ def _run(command: list[str], timeout_s: float = 120) -> str:
     except subprocess.TimeoutExpired:
         raise DependencyMissing(f"no Kafka: {command[0]} did not end within {timeout_s:g} s") from None
     if done.returncode != 0:
-        raise DependencyMissing(
-            f"no Kafka: {command[0]} failed: {(done.stdout + done.stderr).strip()[-1500:]}"
-        )
+        raise DependencyMissing(f"no Kafka: {command[0]} failed: {(done.stdout + done.stderr).strip()[-1500:]}")
     return done.stdout
 
 

@@ -131,9 +131,7 @@ class Stack:
             state = str(status.get("state")) if mine else "starting"
             worker.was_ready = worker.was_ready or state == "ready"
             share = (
-                f" {status.get('doing', '')} {float(str(status.get('progress', 0))):.0%}"
-                if state == "loading"
-                else ""
+                f" {status.get('doing', '')} {float(str(status.get('progress', 0))):.0%}" if state == "loading" else ""
             )
             parts.append(f"{worker.name} {state}{share}")
         return ", ".join(parts)

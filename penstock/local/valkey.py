@@ -52,6 +52,8 @@ class ValkeyServer:
 
     def start(self) -> Self:
         """Start, and wait until it answers; raises `DependencyMissing`."""
+        if self._child is not None and self._child.alive():
+            return self
         self.directory.mkdir(parents=True, exist_ok=True)
         options = {
             "bind": "127.0.0.1",
@@ -67,9 +69,7 @@ class ValkeyServer:
             str(find_binary()),
             *(word for name, value in options.items() for word in (f"--{name}", value)),
         ]
-        self._child = start_child(
-            command, name="Valkey", log=self.directory / "valkey.log", directory=self.directory
-        )
+        self._child = start_child(command, name="Valkey", log=self.directory / "valkey.log", directory=self.directory)
         wait_until_serving(self._child, self._answers, 30.0)
         return self
 

@@ -118,14 +118,19 @@ def test_a_gap_is_filled_from_the_log(
     reading = Reading(client.stream("r1"))
     claim = write(worker, WORDS[:1])
     reading.wait(lambda events: len(events) == 1)
-    # Token 1 gets into the log unpublished, which is how it looks to a reader whose connection lost the message.
-    event = claim.next_event(WORDS[1], "")
-    server.xadd(pipeline.log_key("r1"), {"e": event.encode()}, id="1-1")
-    server.hset(pipeline.record_key("r1"), mapping={"tokens": 2, "hash": event.id.partition("-")[2]})
+    log_unpublished(server, pipeline, claim, WORDS[1])
     again = decode_again(worker, claim)
     say(worker, again, WORDS[2:])
     worker.finish(again, end())
     assert tokens_of(reading.join()) == WORDS
+
+
+def log_unpublished(server: "redis.Redis", pipeline: Pipeline, claim: Claim, token: int) -> None:
+    """A token gets into the log and not to the live readers: so it looks when a connection lost the message."""
+    event, position = claim.next_event(token, ""), claim.num_tokens
+    server.xadd(pipeline.log_key("r1"), {"e": event.encode()}, id=f"{position}-1")
+    rolled = event.id.partition("-")[2]
+    server.hset(pipeline.record_key("r1"), mapping={"tokens": position + 1, "hash": rolled})
 
 
 def decode_again(worker: Record, claim: Claim) -> Claim:
@@ -153,12 +158,12 @@ def test_a_silence_is_looked_up_in_the_log(
 ) -> None:
     reading = Reading(client.stream("r1"))
     wait_for_readers(server, pipeline, 1)
-    event = decode(worker).next_event(7, "")
-    server.xadd(pipeline.log_key("r1"), {"e": event.encode()}, id="0-1")
-    reading.wait(lambda events: events == [event])
-    server.hset(pipeline.record_key("r1"), mapping={"tokens": 1, "hash": event.id.partition("-")[2], "lease": 0})
-    worker.finish(decode(worker), end())
-    assert tokens_of(reading.join()) == [7]
+    claim = write(worker, WORDS[:1])
+    reading.wait(lambda events: len(events) == 1)
+    log_unpublished(server, pipeline, claim, WORDS[1])
+    reading.wait(lambda events: len(events) == 2)
+    worker.finish(decode_again(worker, claim), end())
+    assert tokens_of(reading.join()) == WORDS[:2]
 
 
 def test_nothing_within_the_patience_is_a_timeout(client: Client, worker: Record) -> None:
@@ -239,23 +244,19 @@ def test_cancelling_is_seen_by_the_worker_and_then_by_the_reader(client: Client,
 
 
 def test_two_readers_of_one_stream_and_one_of_another(
-    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+    redis_url: str, worker: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
-    if not isinstance(client, Client):
-        pytest.skip("one loop that blocks reads one stream at a time; test_aio has this case")
-    readings = [Reading(client.stream(request_id)) for request_id in ("r1", "r1", "r2")]
-    wait_for_readers(server, pipeline, 1)  # one connection, however many readers
-    first, second = decode(worker, "r1"), decode(worker, "r2")
-    for token in WORDS:
-        say(worker, first, [token])
-        say(worker, second, [token + 1])
-    worker.finish(first, end())
-    worker.finish(second, end())
-    assert [tokens_of(reading.join()) for reading in readings] == [
-        WORDS,
-        WORDS,
-        [token + 1 for token in WORDS],
-    ]
+    with Client(redis=redis_url, pipeline=pipeline.name) as client:
+        readings = [Reading(client.stream(request_id)) for request_id in ("r1", "r1", "r2")]
+        wait_for_readers(server, pipeline, 1)  # one connection, however many readers
+        first, second = decode(worker, "r1"), decode(worker, "r2")
+        for token in WORDS:
+            say(worker, first, [token])
+            say(worker, second, [token + 1])
+        worker.finish(first, end())
+        worker.finish(second, end())
+        seen = [tokens_of(reading.join()) for reading in readings]
+    assert seen == [WORDS, WORDS, [token + 1 for token in WORDS]]
 
 
 def test_an_event_id_is_checked(client: Client) -> None:

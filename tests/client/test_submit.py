@@ -4,6 +4,7 @@ import time
 from typing import Any, cast
 
 import pytest
+from opentelemetry import trace
 
 from penstock import Client
 from penstock.bus.streams import StreamsBus
@@ -85,3 +86,11 @@ def test_generating_is_submitting_and_streaming(client: Client, bus: StreamsBus,
     say(worker, claim, [1, 2])
     worker.finish(claim, end())
     assert "".join(event.text for event in client.generate("hello", id="r1")) == "<1><2>"
+
+
+def test_a_request_carries_on_the_callers_trace(redis_url: str, bus: StreamsBus, pipeline: Pipeline) -> None:
+    caller = trace.SpanContext(trace_id=0xABC, span_id=0xDEF, is_remote=True, trace_flags=trace.TraceFlags(1))
+    with Client(redis=redis_url, pipeline=pipeline.name) as client, trace.use_span(trace.NonRecordingSpan(caller)):
+        client.submit("hello")
+    (message,) = bus.read_all(pipeline.requests("interactive"))
+    assert trace.format_trace_id(caller.trace_id) in message.headers["traceparent"]

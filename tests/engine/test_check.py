@@ -28,7 +28,7 @@ MLA = {
     "v_head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
     "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
-RUNS = {
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
     "gemma2": (transformers.Gemma2Config, {"head_dim": 32, "sliding_window": 8, "attn_logit_softcapping": 5.0}),
     "gpt2": (transformers.GPT2Config, GPT2),
@@ -36,7 +36,7 @@ RUNS = {
     "deepseek_v3": (transformers.DeepseekV3Config, MLA),
     "gpt_oss": (transformers.GptOssConfig, {"head_dim": 32, "num_local_experts": 4, "sliding_window": 8}),
 }
-REFUSED = {
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 4}),
     "mamba": (transformers.MambaConfig, {"state_size": 8}),
 }
@@ -44,7 +44,8 @@ REFUSED = {
 
 def _load(directory: Path, kind: Any, extra: dict[str, Any]) -> LoadedModel:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(kind(**{**BASE, **extra}))
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(kind(**{**BASE, **extra}))
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, directory / name)
@@ -106,8 +107,8 @@ def test_swapped_rows_in_a_hand_over_are_noticed(demo: LoadedModel, monkeypatch:
         check(demo, EngineSettings())
 
 
-def test_a_lost_token_position_is_noticed(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_in_the_wrong_order_are_noticed(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = hooks._gather
     monkeypatch.setattr(hooks, "_gather", lambda pool, table: right(pool, table.flip(0)))
-    right = lambda pool, table: pool.index_select(0, table).flatten(0, 1).transpose(0, 1)[None]  # noqa: E731
     with pytest.raises(EngineCheckFailed):
         check(demo, EngineSettings())

@@ -16,9 +16,7 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50)
 
 
 def _text_tokens(model: LoadedModel, rng: random.Random, length: int) -> list[int]:
-    words = (
-        "And the LORD said unto them go forth into the land of Egypt behold wine bread 7 kings; selah".split()
-    )
+    words = ["And", "the", "LORD", "said", "unto", "them", "go", "forth", "Egypt", "behold", "wine", "7", "kings;"]
     ids: list[int] = []
     while len(ids) < length:
         ids += model.tokenizer.encode(" " + rng.choice(words), add_special_tokens=False)
@@ -50,21 +48,17 @@ def test_greedy_equals_generate(
     assert engine.pool.num_hits > 0  # those with a common prefix that came later
 
 
-def test_one_at_a_time_equals_generate(
-    demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_one_at_a_time_equals_generate(demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
     engine = Engine(demo, EngineSettings(max_batch=1, pool_mb=16))
     assert run(engine, [sequence(p, NUM_NEW) for p in prompts[:12]]) == expected[:12]
 
 
 def test_one_token_a_step(demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
     engine = Engine(demo, EngineSettings(max_step_tokens=1))
-    assert run(engine, [sequence(p, NUM_NEW) for p in prompts[:8]]) == expected[:8]
+    assert run(engine, [sequence(p, NUM_NEW) for p in prompts[:5]]) == expected[:5]
 
 
-def test_a_prefix_hit_changes_nothing(
-    demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_a_prefix_hit_changes_nothing(demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
     engine = Engine(demo, EngineSettings())
     long = [i for i, p in enumerate(prompts) if len(p) >= 32][:10]
     for _ in range(2):
@@ -76,7 +70,7 @@ def test_a_prefix_hit_changes_nothing(
 
 
 def test_hand_off(demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    first = Engine(demo, EngineSettings(max_step_tokens=100))
+    first = Engine(demo, EngineSettings())
     second = Engine(demo, EngineSettings(block_size=16, pool_mb=32))
     prefilled = [sequence(p, 1) for p in prompts]
     run(first, prefilled, remove=False)
@@ -124,9 +118,7 @@ def test_exported_blocks_are_equal_and_zero_behind_the_end(demo: LoadedModel) ->
 
 
 @pytest.mark.parametrize("num_given", [1, 5, 11])
-def test_resumed(
-    demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]], num_given: int
-) -> None:
+def test_resumed(demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]], num_given: int) -> None:
     engine = Engine(demo, EngineSettings(max_step_tokens=64))
     pairs = list(zip(prompts, expected, strict=True))[:16]
     resumed = [sequence(p, NUM_NEW, given=said[:num_given]) for p, said in pairs]
@@ -135,16 +127,14 @@ def test_resumed(
 
 def test_sampled_alone_batched_chunked_resumed(demo: LoadedModel, prompts: list[list[int]]) -> None:
     def seqs() -> list[Sequence]:
-        return [sequence(p, NUM_NEW, sampling=SAMPLED, seed=i) for i, p in enumerate(prompts[:16])]
+        return [sequence(p, NUM_NEW, sampling=SAMPLED, seed=i) for i, p in enumerate(prompts[:8])]
 
     alone = run(Engine(demo, EngineSettings(max_batch=1)), seqs())
     assert run(Engine(demo, EngineSettings(max_batch=16)), seqs()) == alone
     assert run(Engine(demo, EngineSettings(max_step_tokens=9)), seqs()) == alone
-    resumed = [
-        sequence(p, NUM_NEW, sampling=SAMPLED, seed=i, given=alone[i][:4]) for i, p in enumerate(prompts[:16])
-    ]
+    resumed = [sequence(p, NUM_NEW, sampling=SAMPLED, seed=i, given=alone[i][:4]) for i, p in enumerate(prompts[:8])]
     assert run(Engine(demo, EngineSettings()), resumed) == alone
-    assert len({tuple(answer) for answer in alone}) == 16
+    assert len({tuple(answer) for answer in alone}) == 8
 
 
 def test_bfloat16_passes_its_check(demo: LoadedModel) -> None:

@@ -40,9 +40,7 @@ def test_any_text_comes_out_whole(tokenizer: Any, text: str) -> None:
 
 
 @given(tokens=st.lists(st.integers(0, 1023), min_size=1, max_size=120), at_length=st.booleans())
-def test_any_tokens_come_out_as_they_decode_at_once(
-    tokenizer: Any, tokens: list[int], at_length: bool
-) -> None:
+def test_any_tokens_come_out_as_they_decode_at_once(tokenizer: Any, tokens: list[int], at_length: bool) -> None:
     limit = {"max_tokens": len(tokens)} if at_length else {}
     texts, reasons, state = _push_all(tokenizer, tokens, ignore_eos=True, **limit)
     whole = "".join(texts) + ("" if at_length else state.flush())

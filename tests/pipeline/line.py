@@ -41,6 +41,10 @@ class Line:
         member = self.bus.member(stage, f"{stage}-0")
         return self.pipeline, f"{stage}-0", engine, store, record, member
 
+    def renew_decode(self) -> None:
+        """Another decode worker, in the place of one that left."""
+        self.decode = DecodeWorker(*self._parts("decode"))
+
     def publish(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
         """Put raw bytes in the interactive requests topic, or another."""
         self.publisher.publish([Outgoing(topic or self.pipeline.requests("interactive"), value, key)])

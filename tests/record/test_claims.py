@@ -172,9 +172,7 @@ def test_a_lost_record_starts_afresh_and_old_claims_stay_fenced(
     assert record.renew([old]) == [old]
 
 
-def test_cancelling_reaches_whoever_claims_later(
-    record: Record, client: "redis.Redis", pipeline: Pipeline
-) -> None:
+def test_cancelling_reaches_whoever_claims_later(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
     assert record.cancel("r1")
     status = record.status("r1")
     assert status is not None
@@ -186,9 +184,7 @@ def test_cancelling_reaches_whoever_claims_later(
     assert not record.cancel("r1")
 
 
-def test_expiry_is_long_while_pending_and_short_after_the_end(
-    client: "redis.Redis", pipeline: Pipeline
-) -> None:
+def test_expiry_is_long_while_pending_and_short_after_the_end(client: "redis.Redis", pipeline: Pipeline) -> None:
     record = Record(client, pipeline, RecordSettings(keep_s=60, pending_keep_s=600))
     keys = pipeline.record_key("r1"), pipeline.log_key("r1")
     claim = prefill(record)

@@ -132,9 +132,7 @@ def test_a_connection_lost_between_send_and_collect_repeats_no_token(
     assert tokens_of(record) == [1, 2, 3, 4]
 
 
-def test_the_live_channel_says_what_the_log_says(
-    record: Record, client: "redis.Redis", pipeline: Pipeline
-) -> None:
+def test_the_live_channel_says_what_the_log_says(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
     with cast(Any, client).pubsub(ignore_subscribe_messages=True) as live:
         live.subscribe(pipeline.live_channel("r1"))
         live.get_message(timeout=5)

@@ -1,0 +1,59 @@
+"""Both buses, made the same way in tests and in their child processes."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
+from penstock.bus.kafka import KafkaBus
+from penstock.bus.streams import StreamsBus
+from penstock.names import Pipeline, PriorityClass
+from penstock.settings import BusSettings
+
+SETTINGS = BusSettings(partitions=2, session_timeout_s=1.0, transaction_timeout_s=3.0)
+ROOM: Mapping[PriorityClass, int] = {"interactive": 100, "batch": 100}
+
+
+def make_bus(kind: str, pipeline: Pipeline, address: str) -> Bus:
+    if kind == "kafka":
+        return KafkaBus(pipeline, address, SETTINGS)
+    return StreamsBus(pipeline, address, SETTINGS)
+
+
+def take(
+    member: Member, count: int, room: Mapping[PriorityClass, int] = ROOM, timeout_s: float = 30.0
+) -> list[Delivery]:
+    """Poll until there are `count` deliveries."""
+    end = time.monotonic() + timeout_s
+    taken: list[Delivery] = []
+    while len(taken) < count:
+        assert time.monotonic() < end, f"{len(taken)} of {count} deliveries within {timeout_s} s"
+        left: dict[PriorityClass, int] = {
+            klass: num - sum(d.klass == klass for d in taken) for klass, num in room.items()
+        }
+        taken += member.poll(0.5, left)
+    return taken
+
+
+def publish(bus: Bus, messages: list[Outgoing]) -> None:
+    publisher = bus.publisher()
+    publisher.publish(messages)
+    publisher.close()
+
+
+def numbered(topic: str, count: int) -> list[Outgoing]:
+    return [Outgoing(topic, str(number).encode(), key=f"k{number}") for number in range(count)]
+
+
+def answered(pipeline: Pipeline, delivery: Delivery) -> Settlement:
+    return Settlement(delivery, [Outgoing(pipeline.results, delivery.value, delivery.key)])
+
+
+def values(messages: list[Outgoing]) -> list[bytes]:
+    return sorted(message.value for message in messages)
+
+
+def work_until(bus: Bus, pipeline: Pipeline, member: Member, done: Callable[[], bool]) -> None:
+    """Settle whatever comes, with an output, until `done()`."""
+    while not done():
+        for delivery in member.poll(0.1, {"interactive": 3, "batch": 3}):
+            member.settle([answered(pipeline, delivery)])

@@ -1,0 +1,389 @@
+"""The bus contract, held by both buses against real servers."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Outgoing, Settlement
+from penstock.bus.kafka import KafkaBus
+from penstock.bus.kafka_buffer import BUFFER_MESSAGES
+from penstock.bus.kafka_member import KafkaMember
+from penstock.bus.streams import StreamsBus
+from penstock.bus.streams_member import StreamsMember
+from penstock.errors import BusUnavailable, DeliveryLost, DependencyMissing, MemberFenced, RequestTooLarge
+from penstock.local.processes import Child, start_child, wait_until
+from penstock.local.valkey import ValkeyServer
+from penstock.names import ATTEMPT, ORIGIN, REASON, Pipeline
+from tests.bus.buses import ROOM, answered, make_bus, numbered, publish, take, values, work_until
+
+
+@pytest.fixture(params=["streams", "kafka"])
+def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
+    address = request.getfixturevalue("kafka" if request.param == "kafka" else "redis_url")
+    made = make_bus(request.param, pipeline, address)
+    assert sorted(made.create_topics()) == sorted(pipeline.topics())
+    return made
+
+
+@pytest.fixture
+def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path) -> Iterator[Callable[[str, str], Child]]:
+    children: list[Child] = []
+
+    def start(name: str, mode: str) -> Child:
+        kind, address = ("kafka", bus.bootstrap) if isinstance(bus, KafkaBus) else ("streams", address_of(bus))
+        module = [sys.executable, "-m", "tests.bus.worker_process"]
+        log = tmp_path / f"{name}.log"
+        child = start_child([*module, kind, address, pipeline.name, name, mode, str(tmp_path)], name=name, log=log)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+
+
+def address_of(bus: Bus) -> str:
+    assert isinstance(bus, StreamsBus)
+    return bus.url
+
+
+def test_check_and_create_again(bus: Bus) -> None:
+    assert bus.create_topics() == []
+    assert "at" in bus.check()
+
+
+def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipeline) -> None:
+    topic = pipeline.requests("interactive")
+    sent = [
+        Outgoing(topic, "büß".encode(), "key-1", {"penstock-tenant": "ü", "traceparent": "00-x"}),
+        Outgoing(topic, b"\x00\xff", None, {}),
+    ]
+    publish(bus, sent)
+    with bus.member("prefill", "a") as member:
+        taken = take(member, 2)
+        assert {(d.value, d.key, tuple(d.headers.items())) for d in taken} == {
+            (m.value, m.key, tuple(m.headers.items())) for m in sent
+        }
+        assert all(d.topic == topic and d.klass == "interactive" and d.attempt == 0 for d in taken)
+        assert all(abs(d.timestamp_s - time.time()) < 60 for d in taken)
+        assert len({d.position for d in taken}) == 2
+        assert member.held() == 2
+        member.settle([answered(pipeline, d) for d in taken])
+        assert member.held() == 0
+        assert member.poll(0.0, ROOM) == []
+    found = bus.read_all(pipeline.results)
+    assert {(m.value, m.key) for m in found} == {(m.value, m.key) for m in sent}
+
+
+def test_both_stages_in_a_row(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, numbered(pipeline.requests("batch"), 3))
+    with bus.member("prefill", "p") as prefill, bus.member("decode", "d") as decode:
+        for d in take(prefill, 3):
+            prefill.settle([Settlement(d, [Outgoing(pipeline.jobs("batch"), d.value)])])
+        decode.settle([answered(pipeline, d) for d in take(decode, 3)])
+    assert values(bus.read_all(pipeline.results)) == [b"0", b"1", b"2"]
+
+
+def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, numbered(pipeline.requests("interactive"), 2))
+    with bus.member("prefill", "a") as member:
+        done, fresh = take(member, 2)
+        member.settle([Settlement(done)])
+        with pytest.raises(DeliveryLost) as lost:
+            member.settle([answered(pipeline, done), answered(pipeline, fresh)])
+        assert lost.value.deliveries == [done]
+        assert bus.read_all(pipeline.results) == []
+        assert member.held() == 1
+        member.settle([answered(pipeline, fresh)])
+    assert values(bus.read_all(pipeline.results)) == [fresh.value]
+
+
+def test_size_limits(bus: Bus, pipeline: Pipeline) -> None:
+    topic = pipeline.requests("batch")
+    largest = MAX_MESSAGE_BYTES - 1
+    publish(bus, [Outgoing(topic, b"x" * 10_000_000), Outgoing(topic, b"y" * largest, "k")])
+    with pytest.raises(RequestTooLarge):
+        publish(bus, [Outgoing(topic, b"small"), Outgoing(topic, b"z" * (largest + 1), "k")])
+    with bus.member("prefill", "a") as member:
+        taken = take(member, 2)
+        assert sorted(len(d.value) for d in taken) == [10_000_000, largest]
+        with pytest.raises(RequestTooLarge):
+            member.settle([Settlement(taken[0], [Outgoing(pipeline.results, b"z" * (largest + 2))])])
+        assert member.held() == 2
+        member.settle([answered(pipeline, d) for d in taken])
+    assert sorted(len(m.value) for m in bus.read_all(pipeline.results)) == [10_000_000, largest]
+
+
+def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, numbered(pipeline.requests("interactive"), 30))
+    with bus.member("prefill", "a") as member:
+        taken = sorted(take(member, 30), key=lambda d: int(d.value))
+        for d in taken[::-3]:
+            member.settle([answered(pipeline, d)])
+        unfinished = {d.value for d in taken} - {d.value for d in taken[::-3]}
+    with bus.member("prefill", "b") as member:
+        again = take(member, len(unfinished))
+        assert {d.value for d in again} == unfinished
+        member.settle([answered(pipeline, d) for d in again])
+        assert member.poll(0.3, ROOM) == []
+    assert len(values(bus.read_all(pipeline.results))) == 30
+
+
+def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, numbered(pipeline.requests("batch"), 200))
+    with bus.member("prefill", "a") as member:
+        held = take(member, 2, {"interactive": 5, "batch": 2})
+        # Longer than the session timeout without room for batch: the member stays, and interactive passes.
+        assert member.poll(1.5, {"interactive": 5, "batch": 0}) == []
+        publish(bus, numbered(pipeline.requests("interactive"), 3))
+        assert [d.klass for d in take(member, 3, {"interactive": 5, "batch": 0})] == ["interactive"] * 3
+        if isinstance(member, KafkaMember):
+            assert member._holdings.num_buffered <= BUFFER_MESSAGES + 1
+            member._holdings.check_integrity()
+        publish(bus, numbered(pipeline.requests("interactive"), 3))
+        first = take(member, 3, {"interactive": 3, "batch": 0})
+        assert [d.klass for d in first] == ["interactive"] * 3
+        held += take(member, 198, {"interactive": 5, "batch": 198})
+        assert len({d.value for d in held}) == 200
+        member.settle([Settlement(d) for d in held])
+
+
+def test_classes_come_in_order(bus: Bus, pipeline: Pipeline) -> None:
+    with bus.member("prefill", "a") as member:
+        publish(bus, numbered(pipeline.requests("batch"), 2) + numbered(pipeline.requests("interactive"), 2))
+        taken = take(member, 1, {"interactive": 2, "batch": 0}) + member.poll(5.0, {"interactive": 1, "batch": 2})
+        classes = [d.klass for d in taken]
+        assert classes == sorted(classes, reverse=True)
+
+
+def test_retry_comes_back_when_due_and_blocks_nobody(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, numbered(pipeline.requests("batch"), 1))
+    with bus.member("prefill", "a") as member, bus.member("decode", "other") as other:
+        (d,) = take(member, 1)
+        began = time.time()
+        member.retry(d, "no luck", 1.0)
+        assert member.held() == 0
+        publish(bus, numbered(pipeline.requests("interactive"), 1))
+        (between,) = take(member, 1)
+        assert between.klass == "interactive"
+        (again,) = take(member, 1)
+        assert time.time() - began >= 0.999
+        assert (again.topic, again.klass, again.value, again.key) == (d.topic, "batch", d.value, d.key)
+        assert again.attempt == 1
+        assert again.headers[REASON] == "no luck"
+        assert again.headers[ORIGIN] == d.topic
+        member.retry(again, "again", 0.0)
+        (third,) = take(member, 1)
+        assert third.attempt == 2
+        member.settle([answered(pipeline, between), answered(pipeline, third)])
+        assert other.poll(0.3, ROOM) == []
+    with bus.member("prefill", "b") as member:
+        assert member.poll(1.0, ROOM) == []
+    assert len(bus.read_all(pipeline.results)) == 2
+
+
+def test_retry_waits_through_a_restart(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, numbered(pipeline.requests("batch"), 1))
+    with bus.member("prefill", "a") as member:
+        member.retry(take(member, 1)[0], "later", 1.5)
+        assert member.poll(0.3, ROOM) == []
+    with bus.member("prefill", "b") as member:
+        (again,) = take(member, 1)
+        assert again.attempt == 1
+        member.settle([answered(pipeline, again)])
+
+
+def test_a_retry_from_nowhere_goes_to_the_dead_letters(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, [Outgoing(pipeline.retries, b"?", "k", {ORIGIN: "elsewhere"})])
+    with bus.member("decode", "d") as decode, bus.member("prefill", "p") as member:
+        wait_until(lambda: member.poll(0.1, ROOM) or bus.read_all(pipeline.dead), 15.0, "it is put away")
+        assert decode.poll(0.0, ROOM) == []
+        assert member.held() == 0
+    (dead,) = bus.read_all(pipeline.dead)
+    assert (dead.value, dead.key) == (b"?", "k")
+    assert REASON in dead.headers
+
+
+def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, [Outgoing(pipeline.requests("batch"), b"bad", "k", {"penstock-tenant": "t"})])
+    with bus.member("prefill", "a") as member:
+        (d,) = take(member, 1)
+        member.dead(d, "cannot be read", [Outgoing(pipeline.results, b"error")])
+    (dead,) = bus.read_all(pipeline.dead)
+    assert (dead.value, dead.key) == (b"bad", "k")
+    assert dead.headers == {"penstock-tenant": "t", REASON: "cannot be read", ORIGIN: d.topic}
+    assert values(bus.read_all(pipeline.results)) == [b"error"]
+    assert ATTEMPT not in dead.headers
+
+
+def test_same_name_restart_fences_the_older(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, numbered(pipeline.requests("interactive"), 2))
+    with bus.member("prefill", "a") as old:
+        taken = take(old, 2)
+        with bus.member("prefill", "a") as new:
+            with pytest.raises((MemberFenced, DeliveryLost)):
+                old.settle([answered(pipeline, d) for d in taken])
+            assert bus.read_all(pipeline.results) == []
+            old.close()
+            again = take(new, 2)
+            new.settle([answered(pipeline, d) for d in again])
+    assert values(bus.read_all(pipeline.results)) == [b"0", b"1"]
+
+
+def test_unsettled_deliveries_go_to_another_at_once(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, numbered(pipeline.requests("interactive"), 4))
+    with bus.member("prefill", "b") as other:
+        member = bus.member("prefill", "a")
+        mine = take_from_both(member, other, 4)
+        member.close()
+        assert {d.value for d in take(other, len(mine))} == {d.value for d in mine}
+
+
+def take_from_both(member: "object", other: "object", count: int) -> list[Delivery]:
+    """Poll two members until all has come; returns what the first has."""
+    mine: list[Delivery] = []
+    num_others = 0
+    end = time.monotonic() + 30
+    while len(mine) + num_others < count:
+        assert time.monotonic() < end
+        mine += member.poll(0.1, ROOM)  # type: ignore[attr-defined]
+        num_others += len(other.poll(0.1, ROOM))  # type: ignore[attr-defined]
+    return mine
+
+
+def test_redelivery_after_a_crash(
+    bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
+) -> None:
+    publish(bus, numbered(pipeline.requests("interactive"), 1))
+    victim = spawn("victim", "hold")
+    wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {victim.tail()}")
+    with bus.member("prefill", "b") as member:
+        assert member.poll(0.0, ROOM) == []
+        victim.kill()
+        (d,) = take(member, 1)
+        member.settle([answered(pipeline, d)])
+    assert values(bus.read_all(pipeline.results)) == [b"0"]
+
+
+def test_who_slept_too_long_cannot_settle(
+    bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
+) -> None:
+    publish(bus, numbered(pipeline.requests("interactive"), 1))
+    sleeper = spawn("sleeper", "hold")
+    wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {sleeper.tail()}")
+    sleeper.send(signal.SIGSTOP)
+    with bus.member("prefill", "b") as member:
+        (d,) = take(member, 1)
+        (tmp_path / "go").touch()
+        sleeper.send(signal.SIGCONT)
+        wait_until((tmp_path / "outcome").exists, 30.0, "the sleeper tried to settle")
+        assert (tmp_path / "outcome").read_text() == "DeliveryLost"
+        member.settle([answered(pipeline, d)])
+    assert values(bus.read_all(pipeline.results)) == [b"0"]
+
+
+@pytest.mark.timeout(120)
+def test_rebalances_and_kills_while_working_answer_each_exactly_once(
+    bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child]
+) -> None:
+    total = 400
+    topic = pipeline.requests("interactive")
+    publish(bus, numbered(topic, total // 2))
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def work(name: str, until: Callable[[], bool]) -> None:
+        try:
+            with bus.member("prefill", name) as member:
+                while not until():
+                    try:
+                        work_until(bus, pipeline, member, until)
+                    except DeliveryLost:
+                        continue
+        except BaseException as error:
+            failures.append(error)
+
+    def num_answers() -> int:
+        return len(bus.read_all(pipeline.results))
+
+    leave = threading.Event()
+    first = threading.Thread(target=work, args=("leaver", leave.is_set))
+    second = threading.Thread(target=work, args=("stayer", stop.is_set))
+    first.start()
+    victim = spawn("victim", "work")
+    wait_until(lambda: num_answers() > 10 or failures, 30.0, "work begins", every_s=0.05)
+    second.start()
+    publish(bus, [Outgoing(topic, str(n).encode()) for n in range(total // 2, total)])
+    wait_until(lambda: num_answers() > total // 3 or failures, 60.0, "work goes on", every_s=0.05)
+    os.kill(victim.pid, signal.SIGKILL)
+    leave.set()
+    wait_until(lambda: num_answers() >= total or failures, 60.0, "all is answered", every_s=0.05)
+    stop.set()
+    first.join()
+    second.join()
+    assert not failures
+    assert sorted(int(m.value) for m in bus.read_all(pipeline.results)) == list(range(total))
+
+
+def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> None:
+    bus = make_bus("kafka", pipeline, kafka)
+    bus.create_topics()
+    publish(bus, numbered(pipeline.requests("interactive"), 1))
+    with bus.member("prefill", "a") as member:
+        (d,) = take(member, 1)
+        with pytest.raises(BusUnavailable):
+            member.settle([Settlement(d, [Outgoing(pipeline.results, b"seen"), Outgoing("no-such-topic", b"")])])
+        assert bus.read_all(pipeline.results) == []
+        assert member.held() == 1
+        member.settle([answered(pipeline, d)])
+    assert values(bus.read_all(pipeline.results)) == [b"0"]
+
+
+def test_no_server_at_the_address(pipeline: Pipeline) -> None:
+    bus = make_bus("streams", pipeline, "redis://127.0.0.1:1/0")
+    with pytest.raises(BusUnavailable):
+        bus.check()
+    with pytest.raises(BusUnavailable):
+        bus.member("prefill", "a")
+
+
+def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: Path) -> None:
+    try:
+        server = ValkeyServer(tmp_path).start()
+    except DependencyMissing as missing:
+        pytest.skip(str(missing))
+    bus = make_bus("streams", pipeline, server.url)
+    bus.create_topics()
+    publish(bus, numbered(pipeline.requests("interactive"), 2))
+    with server, bus.member("prefill", "a") as member:
+        held = take(member, 1, {"interactive": 1})
+        server.kill()
+        with pytest.raises(BusUnavailable):
+            member.poll(1.0, ROOM)
+        with pytest.raises(BusUnavailable):
+            member.settle([answered(pipeline, held[0])])
+        server.start()
+        held += take(member, 1)
+        member.settle([answered(pipeline, d) for d in held])
+        assert values(bus.read_all(pipeline.results)) == [b"0", b"1"]
+
+
+def test_a_lost_reply_is_recovered(redis_url: str, pipeline: Pipeline) -> None:
+    bus = make_bus("streams", pipeline, redis_url)
+    publish(bus, numbered(pipeline.requests("interactive"), 3))
+    with bus.member("prefill", "a") as member:
+        assert isinstance(member, StreamsMember)
+        (held,) = take(member, 1, {"interactive": 1})
+        # What the server counts as delivered while the reply did not reach us.
+        stream = pipeline.stream_key(pipeline.requests("interactive"))
+        member._client.xreadgroup(pipeline.group("prefill"), member._consumer, {stream: ">"}, count=1)
+        member._recovering = True
+        rest = take(member, 2)
+        assert {d.value for d in (held, *rest)} == {b"0", b"1", b"2"}
+        member.settle([answered(pipeline, d) for d in (held, *rest)])

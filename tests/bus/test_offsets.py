@@ -1,0 +1,80 @@
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.bus.offsets import MAX_METADATA_BYTES, PartitionOffsets, decode, encode
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[int]:
+    """Offsets as a reader sees them: ascending, with gaps."""
+    steps = draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 9]), max_size=60))
+    offset, found = draw(st.integers(0, 2**40)), []
+    for step in steps:
+        found.append(offset)
+        offset += step
+    return found
+
+
+@given(logs(), st.randoms(use_true_random=False))
+def test_a_restart_repeats_exactly_the_unfinished(log: list[int], rng: random.Random) -> None:
+    finished: set[int] = set()
+    committed, metadata = (log[0] if log else 0), ""
+    for _ in range(3):  # three lives, each ended by a crash after its last commit
+        offsets = PartitionOffsets(committed, metadata)
+        rest = [offset for offset in log if offset >= committed]
+        num_seen = rng.randint(0, len(rest))
+        delivered = [offset for offset in rest[:num_seen] if offsets.deliver(offset)]
+        assert delivered == [offset for offset in rest[:num_seen] if offset not in finished]
+        done = rng.sample(delivered, rng.randint(0, len(delivered)))
+        for offset in done:
+            expected = offsets.commit([offset])
+            offsets.finish([offset])
+            offsets.check_integrity()
+            assert offsets.commit() == expected
+        finished.update(done)
+        committed, metadata = offsets.commit()
+        assert all(offset in finished for offset in log if offset < committed)
+
+
+@given(logs())
+def test_offset_after_the_last_delivered_is_committed_not_one_in_a_gap(log: list[int]) -> None:
+    offsets = PartitionOffsets(log[0] if log else 0)
+    for offset in log:
+        assert offsets.deliver(offset)
+        offsets.finish([offset])
+        assert offsets.commit() == (offset + 1, "")
+
+
+def test_markers_between_finished_messages_keep_one_run() -> None:
+    offsets = PartitionOffsets(0)
+    for offset in range(0, 4000, 2):
+        assert offsets.deliver(offset)
+    offsets.finish(range(2, 4000, 2))
+    first, metadata = offsets.commit()
+    assert first == 0
+    assert len(metadata) < 30
+    assert decode(metadata, 0) == [(1, 3998)]
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**50), st.integers(1000, 5000))
+def test_metadata_is_bounded_and_keeps_the_nearest(base: int, count: int) -> None:
+    runs = [(base + 3 * number, base + 3 * number + 1) for number in range(1, count)]
+    text = encode(runs, base)
+    assert len(text) <= MAX_METADATA_BYTES
+    kept = decode(text, base)
+    assert kept == runs[: len(kept)]
+    assert len(kept) > 900
+
+
+@given(st.text())
+def test_foreign_metadata_means_nothing_is_finished(text: str) -> None:
+    assert decode(text, 5) == []
+    assert decode(None, 5) == []
+
+
+@given(st.binary())
+def test_damaged_metadata_never_raises(raw: bytes) -> None:
+    decode("penstock1:" + raw.hex(), 0)

@@ -1,0 +1,59 @@
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.local.processes import free_port, start_child, wait_until
+
+PARENT = """
+import sys, threading
+from pathlib import Path
+from penstock.local.processes import start_child
+made = []
+def start():
+    made.append(start_child([sys.executable, "-c", "import time; time.sleep(600)"], name="child"))
+thread = threading.Thread(target=start)
+thread.start(); thread.join()  # the thread that asked for the child is gone; the child must live on
+Path(sys.argv[1]).write_text(str(made[0].pid))
+made[0].wait(600)
+"""
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children with their parent on Linux only")
+def test_children_end_when_the_parent_is_killed(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    parent = start_child([sys.executable, "-c", PARENT, str(told)], name="parent", log=tmp_path / "log")
+    wait_until(lambda: told.exists() and told.read_text(), 20.0, "the child runs")
+    pid = int(told.read_text())
+    assert runs(pid)
+    assert parent.alive()
+    parent.kill()
+    wait_until(lambda: not runs(pid), 10.0, "the child ended too")
+
+
+def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    polite = start_child([sys.executable, "-c", "import time; time.sleep(600)"], name="polite")
+    assert polite.stop(10.0) == -signal.SIGTERM
+    child = start_child([sys.executable, "-c", stubborn], name="stubborn", log=tmp_path / "log")
+    wait_until(lambda: child.tail() == "up", 10.0, "it ignores the signal")
+    with pytest.raises(TimeoutError, match="stubborn"):
+        child.wait(0.01)
+    assert child.stop(0.1) == -signal.SIGKILL
+    assert not child.alive()
+
+
+def test_a_free_port_and_a_condition_that_never_comes() -> None:
+    assert 1024 <= free_port() < 65536
+    with pytest.raises(TimeoutError, match="the moon turns blue"):
+        wait_until(lambda: False, 0.02, "the moon turns blue")

@@ -1,0 +1,60 @@
+"""A member in a process of its own, so that tests can kill and pause it.
+
+`python -m tests.bus.worker_process <kafka|streams> <address> <pipeline> <name> <mode> <folder>`
+
+Mode `work` settles everything with an output until it is killed. Mode `hold` takes one delivery, makes the file
+`held`, waits for the file `go`, settles, and writes what became of it to `outcome`.
+"""
+
+import sys
+from pathlib import Path
+
+from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
+from penstock.errors import BusError
+from penstock.local.processes import wait_until
+from penstock.names import Pipeline, PriorityClass
+from tests.bus.buses import make_bus
+
+ROOM: dict[PriorityClass, int] = {"interactive": 2, "batch": 2}
+
+
+def work(bus: Bus, pipeline: Pipeline, member: Member) -> None:
+    """Settle for ever."""
+    while True:
+        taken = member.poll(1.0, ROOM)
+        try:
+            member.settle([Settlement(d, [Outgoing(pipeline.results, d.value, d.key)]) for d in taken])
+        except BusError as error:
+            print(type(error).__name__, error, flush=True)  # noqa: T201
+
+
+def hold(pipeline: Pipeline, member: Member, folder: Path) -> None:
+    """Take one, wait for leave, settle."""
+    taken: list[Delivery] = []
+    while not taken:
+        taken = member.poll(1.0, {"interactive": 1})
+    Path(folder, "held").touch()
+    wait_until(Path(folder, "go").exists, 60.0, "the test gives leave")
+    outcome = "settled"
+    try:
+        member.settle([Settlement(taken[0], [Outgoing(pipeline.results, b"from the worker")])])
+    except BusError as error:
+        outcome = type(error).__name__
+    Path(folder, "outcome.part").write_text(outcome)
+    Path(folder, "outcome.part").rename(Path(folder, "outcome"))
+
+
+def main() -> None:
+    """Run one member."""
+    kind, address, name, member_name, mode, folder = sys.argv[1:]
+    pipeline = Pipeline(name)
+    bus = make_bus(kind, pipeline, address)
+    with bus.member("prefill", member_name) as member:
+        if mode == "work":
+            work(bus, pipeline, member)
+        else:
+            hold(pipeline, member, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What can happen to a request on its way: cancelled, sent twice, given up, of either class, ended in prefill."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from penstock import names
+from penstock.client import Client
+from penstock.errors import Cancelled
+from penstock.messages import Request, Sampling
+from penstock.names import Pipeline
+from penstock.record import body_hash
+from penstock.settings import Addresses, RecordSettings
+from penstock.worker import StopSignal
+from tests.pipeline.line import Line
+
+
+@pytest.fixture(params=["embedded", "kafka"])
+def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
+    with Line(addresses, RecordSettings(max_attempts=2)) as made:
+        yield made
+
+
+def ask(name: str, max_tokens: int = 6, **changes: object) -> Request:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return Request.model_validate({"id": name, "prompt": "In the beginning", "sampling": sampling, **changes})
+
+
+def test_cancelled_before_it_began(line: Line) -> None:
+    line.decode.record.cancel("gone")
+    line.send(ask("gone"), ask("stays"))
+    results = {result.id: result for result in line.run_until(2)}
+    assert results["gone"].finish_reason == "cancelled"
+    assert results["gone"].error is not None
+    assert results["gone"].error.code == "cancelled"
+    assert results["gone"].token_ids == []
+    assert results["stays"].error is None
+
+
+def test_cancelled_in_the_middle(line: Line) -> None:
+    """The stream ends within a step or two, with what was said until then, and the blocks are free again."""
+    line.send(ask("cut", max_tokens=800))
+    line.prefill.run_until_idle()
+    while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 5):
+        line.decode.turn()
+    assert line.decode.record.cancel("cut")
+    (result,) = line.run_until(1)
+    assert result.finish_reason == "cancelled"
+    assert 5 < len(result.token_ids) < 20
+    assert line.decode.engine.num_free_blocks == line.decode.engine.pool.num_blocks
+    with Client(line.addresses) as client, pytest.raises(Cancelled):
+        list(client.stream("cut"))
+
+
+def test_sent_twice_is_answered_once(line: Line) -> None:
+    line.send(ask("same"), ask("same"), ask("other"))
+    line.run_until(2)
+    line.send(ask("same"), ask("last"))
+    results = line.run_until(3)
+    assert sorted(result.id for result in results) == ["last", "other", "same"]
+    assert line.dead() == []
+
+
+def test_one_token_ends_in_prefill_and_has_its_result(line: Line) -> None:
+    line.send(ask("short", max_tokens=1))
+    (result,) = line.run_until(1)
+    assert (result.finish_reason, len(result.token_ids), result.usage.completion_tokens) == ("length", 1, 1)
+
+
+def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) -> None:
+    """Claims that came to nothing count; the next one gives up."""
+    request = ask("poison")
+    for _ in range(2):
+        claim = line.prefill.record.claim_prefill(request.id, "a worker that dies", body_hash(request))
+        line.prefill.record.release(claim, failed=True)  # type: ignore[arg-type]
+    line.send(request)
+    (result,) = line.run_until(1)
+    assert result.error is not None
+    assert result.error.code == "attempts_exhausted"
+    (dead,) = line.dead()
+    assert dead.key == "poison"
+    assert dead.headers[names.REASON].startswith("attempts_exhausted")
+
+
+def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The retry topic with its not-before; then a typed error, a dead letter, and the next request is served."""
+    monkeypatch.setattr("prefill_worker.worker.RETRY_DELAY_S", 0.05)
+    read = line.prefill.prompts.read
+
+    def broken(request: Request) -> list[int]:
+        if request.id == "trips":
+            raise ZeroDivisionError("a bug")
+        return read(request)
+
+    monkeypatch.setattr(line.prefill.prompts, "read", broken)
+    line.send(ask("trips"), ask("walks"))
+    results = {result.id: result for result in line.run_until(2)}
+    assert results["walks"].error is None
+    error = results["trips"].error
+    assert error is not None
+    assert (error.code, error.message) == ("internal_error", "ZeroDivisionError: a bug")
+    (dead,) = line.dead()
+    assert dead.headers[names.ATTEMPT] == "3"
+
+
+def test_both_classes_are_answered_and_keep_their_class(line: Line) -> None:
+    slow, quick = ask("slow", **{"class": "batch"}), ask("quick", **{"class": "interactive"})
+    line.publish(slow.encode(), slow.id, line.pipeline.requests("batch"))
+    line.send(quick)
+    results = {result.id: result.klass for result in line.run_until(2)}
+    assert results == {"slow": "batch", "quick": "interactive"}
+
+
+def test_chat_messages_go_through_the_chat_template(line: Line) -> None:
+    line.send(ask("chat", prompt=None, messages=[{"role": "user", "content": "In the beginning"}]), ask("plain"))
+    results = {result.id: result for result in line.run_until(2)}
+    assert results["chat"].error is None
+    assert results["chat"].usage.prompt_tokens >= results["plain"].usage.prompt_tokens
+
+
+def test_stop_strings_end_the_answer_before_them(line: Line) -> None:
+    line.send(ask("whole", max_tokens=40))
+    (whole,) = line.run_until(1)
+    stop = whole.text.split()[4]
+    line.send(ask("cut", sampling=Sampling(max_tokens=40, temperature=0, stop=[stop])))
+    cut = next(result for result in line.run_until(2) if result.id == "cut")
+    assert cut.finish_reason == "stop"
+    assert cut.text == whole.text[: whole.text.index(stop)]
+
+
+def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: Line) -> None:
+    """With no time to drain, the request is another worker's at once, and goes on where it was."""
+    line.send(ask("long", max_tokens=60))
+    line.prefill.run_until_idle()
+    stop = StopSignal()
+    thread = threading.Thread(target=line.decode.run, args=(stop, 0.0))
+    thread.start()
+    with Client(line.addresses) as client:
+        events = client.stream("long")
+        first = [next(events) for _ in range(5)]
+        stop.set()
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+        line.renew_decode()
+        (result,) = line.run_until(1)
+        rest = list(events)
+    said = [event.token for event in [*first, *rest] if hasattr(event, "token")]
+    assert said == result.token_ids
+    assert len(said) == 60

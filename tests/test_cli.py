@@ -1,0 +1,120 @@
+"""The commands as a user runs them: as processes, against real servers."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.local.processes import free_port, start_child, wait_until
+from penstock.local.stack import Stack
+from penstock.names import Pipeline
+from penstock.settings import Addresses
+from penstock.status import worker_status
+
+HERE = Path(__file__).parents[1]
+
+
+def penstock(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "penstock.cli.main", *arguments]
+    here = {**os.environ, "COLUMNS": "200", "PENSTOCK_STREAM_URL": f"redis://127.0.0.1:{free_port()}/0", **environment}
+    return subprocess.run(command, env=here, cwd=HERE, timeout=90, text=True, capture_output=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("cli")) as made:
+        made.wait_ready(120)
+        yield made
+
+
+@pytest.fixture
+def url(stack: Stack) -> str:
+    return stack.addresses.stream_url
+
+
+def test_an_unknown_setting_names_the_nearest() -> None:
+    done = penstock("doctor", PENSTOCK_PIPELIN="x")
+    assert done.returncode == 1
+    assert "PENSTOCK_PIPELIN is not a setting; the nearest is PENSTOCK_PIPELINE" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bad_setting_is_named() -> None:
+    done = penstock("worker", "prefill", PENSTOCK_RECORD_LEASE_S="soon")
+    assert done.returncode == 1
+    assert "PENSTOCK_RECORD_LEASE_S" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_says_what_to_do_where_nothing_runs() -> None:
+    done = penstock("doctor")
+    assert done.returncode == 1
+    assert "penstock up" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_is_content_with_a_running_pipeline(url: str) -> None:
+    done = penstock("doctor", PENSTOCK_STREAM_URL=url)
+    assert done.returncode == 0, done.stdout
+    assert "1 ready of 1" in done.stdout
+
+
+def test_doctor_finds_a_missing_topic(redis_url: str, pipeline: Pipeline) -> None:
+    missing = penstock("doctor", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
+    assert "penstock topics create" in missing.stdout
+    made = penstock("topics", "create", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
+    assert all(f"made {topic}" in made.stdout for topic in pipeline.topics())
+    again = penstock("topics", "create", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
+    assert "all topics exist" in again.stdout
+
+
+def test_generate_joins_and_resumes(url: str) -> None:
+    first = penstock("generate", "In the beginning", "--max-tokens", "12", "--id", "one", PENSTOCK_STREAM_URL=url)
+    assert first.returncode == 0, first.stderr
+    assert "12 tokens, first after" in first.stderr
+    again = penstock("generate", "In the beginning", "--max-tokens", "12", "--id", "one", PENSTOCK_STREAM_URL=url)
+    assert again.stdout == first.stdout
+    other = penstock("generate", "And God said", "--id", "one", PENSTOCK_STREAM_URL=url)
+    assert other.returncode == 1
+    assert "id_conflict" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["generate", ""], "invalid_request"),
+        (["generate", "x", "--max-tokens", "0"], "invalid_request"),
+        (["generate", "x", "--max-tokens", "100000"], "prompt_too_long"),
+        (["generate", "x", "--temperature", "nan"], "invalid_request"),
+    ],
+)
+def test_a_bad_request_is_one_line(url: str, arguments: list[str], code: str) -> None:
+    done = penstock(*arguments, PENSTOCK_STREAM_URL=url)
+    assert done.returncode == 1
+    assert code in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    done = penstock("worker", "decode", PENSTOCK_ENGINE_MODEL=str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_up_serves_until_interrupted(tmp_path: Path) -> None:
+    port = free_port()
+    log = tmp_path / "up.log"
+    command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--data", str(tmp_path / "data")]
+    child = start_child(command, name="up", log=log, directory=HERE)
+    addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0")
+    wait_until(lambda: log.exists() and "Penstock is up" in log.read_text(), 120, "penstock up", every_s=0.1)
+    assert {status["state"] for status in worker_status(addresses)} == {"ready"}
+    done = penstock("generate", "In the beginning", "--max-tokens", "4", PENSTOCK_STREAM_URL=addresses.stream_url)
+    assert done.returncode == 0
+    child.send(signal.SIGINT)
+    assert child.wait(60) == 0

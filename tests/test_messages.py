@@ -1,0 +1,289 @@
+"""Messages: what goes in comes out, and whatever else arrives has its typed error."""
+
+import contextlib
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from penstock.bus.contract import MAX_MESSAGE_BYTES
+from penstock.errors import (
+    REQUEST_ERRORS,
+    InternalError,
+    InvalidRequest,
+    PromptTooLong,
+    RequestError,
+    RequestTooLarge,
+    UnsupportedVersion,
+)
+from penstock.messages import (
+    MAX_ERROR_CHARS,
+    MAX_REQUEST_BYTES,
+    ChatMessage,
+    EndEvent,
+    ErrorInfo,
+    Job,
+    Request,
+    Result,
+    Sampling,
+    Timings,
+    TokenEvent,
+    Usage,
+    Wire,
+    decode,
+    readable_id,
+)
+from penstock.names import CLASSES, START_HASH, is_request_id, roll
+from penstock.record.log import parse_event
+
+GOOD: dict[str, Any] = {"v": 1, "id": "r", "prompt": "x"}
+
+
+def body(**changes: Any) -> bytes:
+    return json.dumps({name: value for name, value in (GOOD | changes).items() if value is not ...}).encode()
+
+
+def sampling(**changes: Any) -> bytes:
+    return body(sampling=changes)
+
+
+BAD: dict[str, tuple[bytes, type[RequestError]]] = {
+    "nothing": (b"", InvalidRequest),
+    "not JSON": (b"{not json", InvalidRequest),
+    "cut short": (body()[:-1], InvalidRequest),
+    "two values": (body() * 2, InvalidRequest),
+    "null": (b"null", InvalidRequest),
+    "an array": (b"[]", InvalidRequest),
+    "a number": (b"7", InvalidRequest),
+    "not UTF-8": (b'{"v":1,"id":"r","prompt":"\xff\xfe"}', InvalidRequest),
+    "UTF-16": (body().decode().encode("utf-16"), InvalidRequest),
+    "a BOM": (b"\xef\xbb\xbf" + body(), InvalidRequest),
+    "half a character": (b'{"v":1,"id":"r","prompt":"\\ud800"}', InvalidRequest),
+    "deep": (b"[" * 100_000, InvalidRequest),
+    "deep objects": (b'{"v":' * 100_000, InvalidRequest),
+    "deep inside": (body()[:-1] + b',"messages":' + b"[" * 10_000 + b"]" * 10_000 + b"}", InvalidRequest),
+    "no version": (body(v=...), InvalidRequest),
+    "version 2": (body(v=2), UnsupportedVersion),
+    "version 2 with new fields": (body(v=2, more=True), UnsupportedVersion),
+    "version as text": (body(v="1"), UnsupportedVersion),
+    "version null": (body(v=None), UnsupportedVersion),
+    "unknown field": (body(epoch=7), InvalidRequest),
+    "unknown sampling field": (sampling(beams=4), InvalidRequest),
+    "a field's Python name": (body(klass="batch"), InvalidRequest),
+    "no id": (body(id=...), InvalidRequest),
+    "empty id": (body(id=""), InvalidRequest),
+    "id with a line end": (body(id="r\n"), InvalidRequest),
+    "id with braces": (body(id="{r}"), InvalidRequest),
+    "id too long": (body(id="r" * 129), InvalidRequest),
+    "id a number": (body(id=7), InvalidRequest),
+    "two prompts": (body(token_ids=[1]), InvalidRequest),
+    "no prompt": (body(prompt=...), InvalidRequest),
+    "prompt null": (body(prompt=None), InvalidRequest),
+    "empty prompt": (body(prompt=""), InvalidRequest),
+    "empty messages": (body(prompt=..., messages=[]), InvalidRequest),
+    "empty token ids": (body(prompt=..., token_ids=[]), InvalidRequest),
+    "unknown role": (body(prompt=..., messages=[{"role": "wizard", "content": "x"}]), InvalidRequest),
+    "message without content": (body(prompt=..., messages=[{"role": "user"}]), InvalidRequest),
+    "negative token id": (body(prompt=..., token_ids=[-1]), InvalidRequest),
+    "token id too large": (body(prompt=..., token_ids=[2**31]), InvalidRequest),
+    "token id a fraction": (body(prompt=..., token_ids=[1.5]), InvalidRequest),
+    "token id true": (body(prompt=..., token_ids=[True]), InvalidRequest),
+    "max_tokens 0": (sampling(max_tokens=0), InvalidRequest),
+    "max_tokens as text": (sampling(max_tokens="5"), InvalidRequest),
+    "max_tokens huge": (sampling(max_tokens=2**31), InvalidRequest),
+    "top_k huge": (sampling(top_k=10**400), InvalidRequest),
+    "top_k with 5000 digits": (body()[:-1] + b',"sampling":{"top_k":1' + b"0" * 5000 + b"}}", InvalidRequest),
+    "top_k negative": (sampling(top_k=-1), InvalidRequest),
+    "top_p 0": (sampling(top_p=0), InvalidRequest),
+    "top_p over 1": (sampling(top_p=1.01), InvalidRequest),
+    "temperature negative": (sampling(temperature=-0.1), InvalidRequest),
+    "temperature NaN": (sampling(temperature=math.nan), InvalidRequest),
+    "temperature Infinity": (sampling(temperature=math.inf), InvalidRequest),
+    "temperature 1e400": (body()[:-1] + b',"sampling":{"temperature":1e400}}', InvalidRequest),
+    "seed negative": (sampling(seed=-1), InvalidRequest),
+    "seed huge": (sampling(seed=2**63), InvalidRequest),
+    "empty stop": (sampling(stop=[""]), InvalidRequest),
+    "stop too long": (sampling(stop=["x" * 257]), InvalidRequest),
+    "too many stops": (sampling(stop=["x"] * 17), InvalidRequest),
+    "too many stop tokens": (sampling(stop_token_ids=[1] * 65), InvalidRequest),
+    "unknown class": (body(**{"class": "urgent"}), InvalidRequest),
+    "tenant with a line end": (body(tenant="a\r\nb"), InvalidRequest),
+    "model name too long": (body(model="m" * 257), InvalidRequest),
+    "deadline 0": (body(deadline=0), InvalidRequest),
+    "deadline NaN": (body(deadline=math.nan), InvalidRequest),
+    "deadline as text": (body(deadline="tomorrow"), InvalidRequest),
+    "too many bytes": (body(prompt="x" * MAX_REQUEST_BYTES), RequestTooLarge),
+    "too many bytes, not JSON": (b"[" * (MAX_REQUEST_BYTES + 1), RequestTooLarge),
+}
+
+
+@pytest.mark.parametrize(("value", "error"), BAD.values(), ids=BAD)
+def test_each_bad_input_has_its_typed_error(value: bytes, error: type[RequestError]) -> None:
+    with pytest.raises(error) as raised:
+        decode(Request, value)
+    assert type(raised.value) is error
+    assert str(raised.value)
+    assert raised.value.__cause__ is None
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_a_request_error(value: bytes) -> None:
+    with contextlib.suppress(RequestError):
+        decode(Request, value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(Request.model_json_schema()["properties"], JSON)))
+def test_any_json_is_a_request_or_a_request_error(value: dict[str, Any]) -> None:
+    with contextlib.suppress(RequestError):
+        decode(Request, json.dumps(value).encode())
+
+
+def test_the_largest_request_is_read() -> None:
+    spare = MAX_REQUEST_BYTES - len(body(prompt=""))
+    assert decode(Request, body(prompt="x" * spare)).prompt == "x" * spare
+
+
+def test_only_requests_are_limited() -> None:
+    """The answer to a large prompt must fit as well."""
+    ids = [2**31 - 1] * (MAX_REQUEST_BYTES // 10)
+    job = Job(id="r", job="j", token_ids=ids)
+    assert len(job.encode()) > MAX_REQUEST_BYTES
+    assert decode(Job, job.encode()) == job
+
+
+# Round trips.
+
+IDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}", fullmatch=True)
+TOKENS = st.integers(0, 2**31 - 1)
+TENANTS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
+TIMES = st.floats(0, 1e11)
+COUNTS = st.integers(0, 2**31)
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.floats(0, 100),
+    top_k=TOKENS,
+    top_p=st.floats(0, 1, exclude_min=True),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    stop=st.lists(st.text(min_size=1, max_size=256), max_size=16),
+    stop_token_ids=st.lists(TOKENS, max_size=64),
+    max_tokens=st.integers(1, 2**31 - 1),
+    ignore_eos=st.booleans(),
+)
+PROMPTS = st.one_of(
+    st.fixed_dictionaries({"prompt": st.text(min_size=1)}),
+    st.fixed_dictionaries({"token_ids": st.lists(TOKENS, min_size=1)}),
+    st.fixed_dictionaries({"messages": st.lists(st.builds(ChatMessage, content=st.text()), min_size=1)}),
+)
+REQUESTS = PROMPTS.flatmap(
+    lambda prompt: st.builds(
+        Request,
+        id=IDS,
+        model=st.none() | st.text(max_size=256),
+        sampling=SAMPLINGS,
+        klass=st.none() | st.sampled_from(CLASSES),
+        tenant=TENANTS,
+        deadline=st.none() | st.floats(1, 1e11),
+        **{name: st.just(value) for name, value in prompt.items()},
+    )
+)
+TIMINGS = st.builds(Timings, **dict.fromkeys(Timings.model_fields, TIMES))
+USAGES = st.builds(Usage, **dict.fromkeys(Usage.model_fields, COUNTS))
+ERRORS = st.none() | st.builds(ErrorInfo, code=st.sampled_from(sorted(REQUEST_ERRORS)), message=st.text())
+REASONS = st.sampled_from(["stop", "length", "cancelled", "error"])
+JOBS = st.builds(
+    Job, id=IDS, job=st.text(), token_ids=st.lists(TOKENS), sampling=SAMPLINGS, seed=st.integers(0, 2**63 - 1),
+    tenant=TENANTS, klass=st.sampled_from(CLASSES), deadline=st.none() | TIMES, fingerprint=st.text(),
+    last_block=st.text(), cached_tokens=COUNTS, timings=TIMINGS, error=ERRORS,
+)  # fmt: skip
+RESULTS = st.builds(
+    Result, id=IDS, tenant=TENANTS, klass=st.sampled_from(CLASSES), model=st.text(), finish_reason=REASONS,
+    text=st.text(), token_ids=st.lists(TOKENS), usage=USAGES, timings=TIMINGS, error=ERRORS,
+)  # fmt: skip
+TOKEN_EVENTS = st.builds(
+    TokenEvent.at, st.integers(0, 10**9 - 1), st.builds(roll, st.just(START_HASH), TOKENS), TOKENS, st.text()
+)
+END_EVENTS = st.builds(EndEvent, finish_reason=REASONS, text=st.text(), usage=USAGES, timings=TIMINGS, error=ERRORS)
+
+
+@given(st.one_of(REQUESTS, JOBS, RESULTS, TOKEN_EVENTS, END_EVENTS))
+def test_what_is_encoded_is_decoded(message: Wire) -> None:
+    again = decode(type(message), message.encode())
+    assert again == message
+    assert again.encode() == message.encode()
+
+
+@given(st.one_of(TOKEN_EVENTS, END_EVENTS))
+def test_events_are_told_apart(event: TokenEvent | EndEvent) -> None:
+    assert parse_event(event.encode()) == event
+
+
+def test_messages_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Request(id="r", prompt="x").id = "s"  # type: ignore[misc]
+
+
+def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:
+    encoded = json.loads(Request(id="r", prompt="x", klass="batch").encode())
+    assert encoded["class"] == "batch"
+    assert {"klass", "messages", "token_ids", "deadline", "model"}.isdisjoint(encoded)
+
+
+# Errors on the wire.
+
+
+@pytest.mark.parametrize("kind", REQUEST_ERRORS.values(), ids=REQUEST_ERRORS)
+def test_errors_travel(kind: type[RequestError]) -> None:
+    again = ErrorInfo.of(kind("why")).exception()
+    assert (type(again), str(again)) == (kind, "why")
+
+
+def test_an_error_of_a_later_version_is_an_internal_one() -> None:
+    assert type(ErrorInfo(code="new_in_2031", message="?").exception()) is InternalError
+
+
+def test_an_error_that_quotes_a_whole_request_still_fits() -> None:
+    quoted = ErrorInfo.of(PromptTooLong("\x00" * MAX_REQUEST_BYTES))
+    assert len(quoted.message) == MAX_ERROR_CHARS
+    assert len(Result(id="r", finish_reason="error", error=quoted).encode()) < MAX_MESSAGE_BYTES
+
+
+# The id of a message that cannot be read otherwise.
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "found"),
+    [
+        (body(), None, "r"),
+        (body(), "k", "r"),
+        (body(v=2, more=[]), "k", "r"),
+        (body(id="no good"), "k", "k"),
+        (body(id=7), "k", "k"),
+        (b"{not json", "k", "k"),
+        (b"\xff\xfe", "k", "k"),
+        (b"[" * 100_000, "k", "k"),
+        (b"1" * 5000, "k", "k"),
+        (b"[]", None, None),
+        (b"", "no good", None),
+        (b"", "", None),
+        (body(id="r" * 129), "k" * 129, None),
+    ],
+)
+def test_readable_id(value: bytes, key: str | None, found: str | None) -> None:
+    assert readable_id(value, key) == found
+
+
+@given(st.binary(max_size=100), st.none() | st.text(max_size=10))
+def test_readable_id_never_raises(value: bytes, key: str | None) -> None:
+    found = readable_id(value, key)
+    assert found is None or is_request_id(found)

@@ -1,0 +1,102 @@
+"""Settings: what is misspelt or out of bounds is an error that says so."""
+
+import os
+
+import pytest
+
+from penstock.errors import SettingsError
+from penstock.settings import (
+    PARTS,
+    Addresses,
+    BusSettings,
+    EngineSettings,
+    KVSettings,
+    RecordSettings,
+    check_environment,
+    known_variables,
+    load,
+)
+from penstock.settings_doc import attribute_docs
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.upper().startswith("PENSTOCK_")]:
+        monkeypatch.delenv(variable)
+
+
+def test_defaults_are_loaded_from_an_empty_environment() -> None:
+    assert all(load(part) == part() for part in PARTS)
+
+
+def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PIPELINE", "other")
+    monkeypatch.setenv("PENSTOCK_RECORD_LEASE_S", "2.5")
+    assert load(Addresses).pipeline == "other"
+    assert load(RecordSettings).lease_s == 2.5
+
+
+def test_what_is_given_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PIPELINE", "other")
+    assert load(Addresses, pipeline="given").pipeline == "given"
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("PENSTOCK_KAFAK", "PENSTOCK_KAFKA"),
+        ("PENSTOCK_STREAMURL", "PENSTOCK_STREAM_URL"),
+        ("PENSTOCK_ENGINE_MAXBATCH", "PENSTOCK_ENGINE_MAX_BATCH"),
+        ("PENSTOCK_RECORD_LEASE", "PENSTOCK_RECORD_LEASE_S"),
+        ("PENSTOCK_", "PENSTOCK_"),
+    ],
+)
+def test_an_unknown_variable_names_the_nearest(variable: str, nearest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=rf"^{variable} is not a setting; the nearest is {nearest}"):
+        check_environment({variable: "1"})
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(SettingsError, match=variable):
+        load(BusSettings)
+
+
+def test_other_programs_variables_are_left_alone() -> None:
+    check_environment({"PATH": "/bin", "PENSTOCKS": "1", **dict.fromkeys(known_variables(), "x")})
+
+
+@pytest.mark.parametrize(
+    ("part", "variable", "value"),
+    [
+        (BusSettings, "PENSTOCK_BUS_PARTITIONS", "0"),
+        (BusSettings, "PENSTOCK_BUS_PARTITIONS", "four"),
+        (BusSettings, "PENSTOCK_BUS_PARTITIONS", ""),
+        (BusSettings, "PENSTOCK_BUS_SESSION_TIMEOUT_S", "-1"),
+        (RecordSettings, "PENSTOCK_RECORD_LEASE_S", "nan"),
+        (EngineSettings, "PENSTOCK_ENGINE_DTYPE", "float8"),
+        (EngineSettings, "PENSTOCK_ENGINE_BLOCK_SIZE", "1025"),
+    ],
+)
+def test_a_bad_value_is_named(
+    part: type[BusSettings], variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError, match=rf"^{variable}: .*\(given: '{value}'\)$"):
+        load(part)
+
+
+def test_an_unknown_name_given_in_code_is_an_error() -> None:
+    with pytest.raises(SettingsError, match="PENSTOCK_PIPELIN: "):
+        load(Addresses, pipelin="demo")
+
+
+def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_KV_STORE_SALT_SECRET", "correct horse")
+    settings = load(KVSettings)
+    assert settings.salt_secret == "correct horse"
+    assert "correct horse" not in f"{settings!r} {settings}"
+
+
+def test_variables_are_distinct_and_explained() -> None:
+    known = known_variables()
+    assert len(set(known)) == len(known)
+    for part in PARTS:
+        assert attribute_docs(part).keys() == part.model_fields.keys()
