@@ -149,20 +149,14 @@ def run(given: Arguments) -> dict[str, float]:
             return [all_sides[name].first_token_s(prompt) for prompt in work]
 
         def throughput(name: str, number: int) -> list[float]:
-            return [
-                all_sides[name].tokens_per_s(
-                    prompts(random.Random(f"{name} {number}"), load, 32, 160), max_new
-                )
-            ]
+            return [all_sides[name].tokens_per_s(prompts(random.Random(f"{name} {number}"), load, 32, 160), max_new)]
 
         firsts = measure(rounds, names, "time to first token", first)
         rates = measure(max(3, rounds // 2), names, "throughput", throughput)
     print(f"{machine()}; demo model, float32")
     for name in names:
         milliseconds = [value * 1000 for value in firsts[name]]
-        print(
-            f"{name:18} first token {spread(milliseconds):28} ms   throughput {spread(rates[name]):28} tokens/s"
-        )
+        print(f"{name:18} first token {spread(milliseconds):28} ms   throughput {spread(rates[name]):28} tokens/s")
     figures = compare(firsts, rates)
     if not given.quick:
         draw(firsts, rates)

@@ -9,8 +9,8 @@ from penstock.record import AppendOutcome, Claim, Record
 class Emitter:
     """One batch of appends under way at a time, in one round trip.
 
-    `send` returns at once; `collect` waits for the answers to what was sent last. A request that was lost or cancelled is
-    therefore noticed one step late, and that step's token for it is refused by the record's fence.
+    `send` returns at once; `collect` waits for the answers to what was sent last. A request that was lost or cancelled
+    is therefore noticed one step late, and that step's token for it is refused by the record's fence.
     """
 
     def __init__(self, record: Record) -> None:

@@ -68,9 +68,7 @@ class Decode:
         )
         timings = self.job.timings.model_copy(update={"decode_started": self.started_s, "finished": now_s()})
         error = None if self.error is None else ErrorInfo.of(self.error)
-        return EndEvent(
-            finish_reason=self.finish or "error", text=self.tail, usage=usage, timings=timings, error=error
-        )
+        return EndEvent(finish_reason=self.finish or "error", text=self.tail, usage=usage, timings=timings, error=error)
 
 
 class DecodeWorker:
@@ -196,9 +194,7 @@ class DecodeWorker:
         held = self.engine.cached_blocks(seq.prefix_keys)
         found = self.store.get_prefix(keys, len(job.token_ids), start=held)
         seq.imported = [(held + n, payload) for n, payload in enumerate(found)]
-        tracing.note(
-            "kv.read", decoding.context, begun_s, now_s(), blocks=len(keys), held=held, found=len(found)
-        )
+        tracing.note("kv.read", decoding.context, begun_s, now_s(), blocks=len(keys), held=held, found=len(found))
         return seq
 
     def _cause_to_end(self, decoding: Decode) -> RequestError | None:

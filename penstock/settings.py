@@ -7,6 +7,7 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -124,6 +125,12 @@ PARTS: tuple[type[BaseSettings], ...] = (
 )  # fmt: skip
 
 S = TypeVar("S", bound=BaseSettings)
+
+
+def shown(url: str) -> str:
+    """A url as it may be printed: without its password."""
+    parts = urlsplit(url)
+    return url.replace(f":{parts.password}@", ":***@") if parts.password else url
 
 
 def known_variables(parts: Iterable[type[BaseSettings]] = PARTS) -> list[str]:

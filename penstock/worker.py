@@ -89,6 +89,10 @@ class _Order:
     settlement: Settlement
     done: Callable[[bool], None]
 
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.settlement.delivery.topic, self.settlement.delivery.position
+
 
 class Settler:
     """Settles in the background, everything that is ready in one go, so that no step waits for a commit.
@@ -157,7 +161,10 @@ class Settler:
                 self._member.settle([order.settlement for order in batch])
             except DeliveryLost as error:
                 lost = {(delivery.topic, delivery.position) for delivery in error.deliveries}
-                batch = self._finish(batch, lambda d: (d.topic, d.position) in lost, settled=False)
+                rest = [order for order in batch if order.place not in lost]
+                assert len(rest) < len(batch), "lost deliveries are of those that were to be settled"
+                self._finish([order for order in batch if order.place in lost], settled=False)
+                batch = rest
             except BusUnavailable:
                 tries += 1
                 if tries == SETTLE_TRIES:
@@ -165,21 +172,15 @@ class Settler:
                 log.warning("settling failed, trying again (%d of %d)", tries, SETTLE_TRIES, exc_info=True)
                 time.sleep(0.05 * 2**tries)
             else:
-                batch = self._finish(batch, lambda d: True, settled=True)
+                self._finish(batch, settled=True)
+                return
 
-    def _finish(
-        self, batch: list[_Order], which: Callable[[Delivery], bool], *, settled: bool
-    ) -> list[_Order]:
-        rest = []
-        for order in batch:
-            if which(order.settlement.delivery):
-                order.done(settled)
-            else:
-                rest.append(order)
+    def _finish(self, orders: list[_Order], *, settled: bool) -> None:
+        for order in orders:
+            order.done(settled)
         with self._lock:
-            self._open -= len(batch) - len(rest)
+            self._open -= len(orders)
             self._lock.notify_all()
-        return rest
 
 
 class Heartbeat:

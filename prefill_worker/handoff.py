@@ -70,7 +70,5 @@ class Intake:
 def outgoing_job(pipeline: Pipeline, job: Job, context: Context) -> Outgoing:
     """The message for the jobs topic of the job's class."""
     headers = {names.VERSION: str(job.v), names.TENANT: job.tenant, names.CLASS: job.klass}
-    trace_headers = (
-        tracing.headers_of(context) if trace.get_current_span(context).get_span_context().is_valid else {}
-    )
+    trace_headers = tracing.headers_of(context) if trace.get_current_span(context).get_span_context().is_valid else {}
     return Outgoing(pipeline.jobs(job.klass), job.encode(), key=job.id, headers=headers | trace_headers)

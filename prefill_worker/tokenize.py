@@ -16,9 +16,7 @@ class PromptReader:
         """The prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`."""
         if request.model not in (None, self._model.name):
             raise UnknownModel(f"this pipeline serves {self._model.name!r}, not {request.model!r}")
-        token_ids = (
-            self._given(request) if request.token_ids is not None else self._encode(self._text(request))
-        )
+        token_ids = self._given(request) if request.token_ids is not None else self._encode(self._text(request))
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
         self._check_length(len(token_ids), request.sampling.max_tokens)
@@ -36,13 +34,9 @@ class PromptReader:
             return request.prompt
         turns = [turn.model_dump() for turn in request.messages or ()]
         if not self._model.tokenizer.chat_template:
-            raise InvalidRequest(
-                f"{self._model.name!r} has no chat template; send a prompt instead of messages"
-            )
+            raise InvalidRequest(f"{self._model.name!r} has no chat template; send a prompt instead of messages")
         try:
-            text = self._model.tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
-            )
+            text = self._model.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template may raise anything about what it is given
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
         return str(text)

@@ -8,8 +8,8 @@ One turn of the loop, numbered as in the life of a request (docs/structure.md):
     4  emit      token 0 is appended to the log; the blocks of the last chunk follow, nobody waits for them
     5  settle    job reference out, request done, together; then the claim is given up
 
-What a crash costs: after 2 or 3, the next attempt finds the blocks that were stored; after 4, it finds token 0 in the log
-and keeps it; after 5, the job is in the topic, exactly once. A crash inside 5 leaves either nothing or all of it.
+What a crash costs: after 2 or 3, the next attempt finds the blocks that were stored; after 4, it finds token 0 in the
+log and keeps it; after 5, the job is in the topic, exactly once. A crash inside 5 leaves either nothing or all of it.
 """
 
 import hashlib
@@ -154,9 +154,7 @@ class PrefillWorker:
     def _admit(self, delivery: Delivery) -> None:
         request_id = readable_id(delivery.value, delivery.key) if delivery.value else delivery.key
         if request_id is None:
-            self.member.dead(
-                delivery, "invalid_request: no request id can be read, in the message or its key"
-            )
+            self.member.dead(delivery, "invalid_request: no request id can be read, in the message or its key")
             return
         intake = Intake(delivery, request_id)
         body = self._read(intake)
@@ -226,9 +224,7 @@ class PrefillWorker:
     def _start(self, intake: Intake, claim: Claim) -> Prefill:
         request = intake.request
         assert request is not None
-        span = tracing.begin(
-            "prefill", intake.context, prompt_tokens=len(intake.token_ids), attempt=claim.attempts
-        )
+        span = tracing.begin("prefill", intake.context, prompt_tokens=len(intake.token_ids), attempt=claim.attempts)
         keys = self.store.keys(request.tenant, intake.token_ids)
         full = keys[: len(intake.token_ids) // self.store.layout.block_size]
         held = self.engine.cached_blocks(full)
@@ -276,9 +272,7 @@ class PrefillWorker:
                 request = prefill.intake.request
                 assert request is not None
                 model = self.engine.model
-                state = OutputState(
-                    model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens
-                )
+                state = OutputState(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
                 text, finish = state.push(sampled.token_id)
                 events.append((prefill, prefill.claim.next_event(sampled.token_id, text), finish))
         outcomes = self.record.append([(prefill.claim, event) for prefill, event, _ in events])
@@ -323,7 +317,7 @@ class PrefillWorker:
         self.settler.settle(Settlement(intake.delivery, outputs), done)
 
     def _end(self, intake: Intake, claim: Claim) -> None:
-        """The request ends here: append the end, then let the jobs topic carry it, so that one job settles the result."""
+        """The request ends here: append the end, then let the jobs topic carry it, so that a job settles the result."""
         if not claim.ended and not self._append_end(intake, claim):
             self.waiting.put(intake.delivery, 0.0)
             return
@@ -338,9 +332,7 @@ class PrefillWorker:
             completion_tokens=claim.num_tokens,
         )
         timings = intake.job("").timings.model_copy(update={"finished": now_s()})
-        return self.record.finish(
-            claim, EndEvent(finish_reason=reason, usage=usage, timings=timings, error=error)
-        )
+        return self.record.finish(claim, EndEvent(finish_reason=reason, usage=usage, timings=timings, error=error))
 
     def _forget(self, prefill: Prefill, *, keep_lease: bool = False) -> None:
         prefill.span.end()

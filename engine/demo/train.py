@@ -168,9 +168,7 @@ def token_losses(model: LlamaForCausalLM, window: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.float().transpose(1, 2), window[:, 1:], reduction="none")
 
 
-def train_step(
-    model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], batch: torch.Tensor
-) -> float:
+def train_step(model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], batch: torch.Tensor) -> float:
     """Learn from one batch; returns its mean loss in nats a token."""
     loss = token_losses(model, batch).mean()
     loss.backward()
@@ -211,9 +209,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
     """Write beside the output, then move each file into place: a reader never sees half a file."""
     output.mkdir(parents=True, exist_ok=True)
     rounded = in_bfloat16(model)
-    rounded.generation_config = GenerationConfig(
-        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID
-    )
+    rounded.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".saving-") as staging:
         rounded.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
@@ -253,9 +249,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     optimizers = build_optimizers(model)
     started = time.monotonic()
-    progress = tqdm(
-        draw_batches(stream, arguments.steps, arguments.seed), total=arguments.steps, mininterval=5
-    )
+    progress = tqdm(draw_batches(stream, arguments.steps, arguments.seed), total=arguments.steps, mininterval=5)
     for step, batch in enumerate(progress):
         set_learning_rates(optimizers, learning_rate_factor(step, arguments.steps))
         loss = train_step(model, optimizers, batch)

@@ -4,6 +4,7 @@ A cache role: the server may evict, restart empty or be away. Every failure is c
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -15,7 +16,9 @@ from penstock.names import kv_key
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 2.0
+LEFT_ALONE_S = 1.0
+"""How long a server that did not answer is not asked again: one that hangs must not hold up every request."""
 BATCH_BYTES = 8 * 2**20
 """Reads and writes go in batches of about this size: a long prompt does not hold up the server's other clients."""
 
@@ -30,6 +33,7 @@ class RedisTier:
         self._redis = redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
         self._keep_ms = int(keep_s * 1000)
         self._batch = 64
+        self._ask_again_at = 0.0
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Tier.get`."""
@@ -74,9 +78,13 @@ class RedisTier:
 
     def _attempt(self, call: Callable[[], T]) -> T | None:
         """What `call` returns, or None, counted and logged, when the server did not do it."""
+        if time.monotonic() < self._ask_again_at:
+            self.counters.errors += 1
+            return None
         try:
             return call()
         except redis.RedisError as error:
             self.counters.errors += 1
+            self._ask_again_at = time.monotonic() + LEFT_ALONE_S
             log.warning("the KV server did not answer, going on without it: %s", error)
             return None

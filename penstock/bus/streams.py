@@ -16,7 +16,7 @@ from redis.retry import Retry
 from penstock.bus.contract import Outgoing, check_size
 from penstock.errors import BusUnavailable
 from penstock.names import STAGES, Pipeline, Stage
-from penstock.settings import BusSettings
+from penstock.settings import BusSettings, shown
 
 if TYPE_CHECKING:
     from penstock.bus.streams_member import StreamsMember
@@ -78,7 +78,7 @@ class StreamsBus:
         with contextlib.closing(connect(self.url)) as client, bus_errors():
             info = client.info("server")
         name = info.get("server_name", "redis")
-        return f"Redis Streams on {name} {info.get('valkey_version') or info.get('redis_version')} at {self.url}"
+        return f"Redis Streams on {name} {info.get('valkey_version') or info.get('redis_version')} at {shown(self.url)}"
 
     def _key(self, topic: str) -> str:
         return self.pipeline.stream_key(topic)

@@ -28,9 +28,7 @@ PROMPTS = (
 
 def demo(
     kafka: Annotated[bool, typer.Option("--kafka", help="On a real Kafka instead of Redis Streams.")] = False,
-    since: Annotated[
-        float, typer.Option(help="When it all began, seconds since the epoch.", hidden=True)
-    ] = 0.0,
+    since: Annotated[float, typer.Option(help="When it all began, seconds since the epoch.", hidden=True)] = 0.0,
 ) -> None:
     """Three prompts through topic, prefill worker, KV store, topic, decode worker and Redis."""
     console = Console(stderr=True, highlight=False)
@@ -40,9 +38,7 @@ def demo(
         if kafka:
             console.print("starting Kafka", style="dim")
             bootstrap = exits.enter_context(find_kafka(directory / "kafka"))
-        console.print(
-            f"starting Redis, a prefill and a decode worker{' on Kafka' if kafka else ''}", style="dim"
-        )
+        console.print(f"starting Redis, a prefill and a decode worker{' on Kafka' if kafka else ''}", style="dim")
         stack = exits.enter_context(Stack(directory, kafka=bootstrap))
         stack.wait_ready(READY_WITHIN_S, lambda line: console.print(f"  {line}", style="dim"))
         client = exits.enter_context(Client(stack.addresses))
@@ -52,6 +48,4 @@ def demo(
             console.print(f"\n{prompt}", style="bold", end="")
             print_stream(client, request_id, begun_s, None, timeout_s=60.0)
             if number == 0 and since:
-                console.print(
-                    f"[first answer {time.time() - since:.0f} s after nothing was installed]", style="dim"
-                )
+                console.print(f"[first answer {time.time() - since:.0f} s after nothing was installed]", style="dim")

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from penstock.bus.connect import connect
 from penstock.errors import DependencyMissing, PenstockError
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
-from penstock.settings import Addresses, BusSettings, EngineSettings, load
+from penstock.settings import Addresses, BusSettings, EngineSettings, load, shown
 from penstock.status import worker_status
 
 State = Literal["ok", "note", "fail"]
@@ -67,11 +66,7 @@ def findings() -> Iterator[Finding]:
 
 
 def _python() -> Iterator[Finding]:
-    version = platform.python_version()
-    if sys.version_info < (3, 11):
-        yield Finding("fail", "Python", version, "Penstock needs 3.11 or newer")
-    else:
-        yield Finding("ok", "Python", version)
+    yield Finding("ok", "Python", platform.python_version())
 
 
 def _packages() -> Iterator[Finding]:
@@ -101,13 +96,9 @@ def _model() -> Iterator[Finding]:
     name = load(EngineSettings).model
     if name == "demo":
         spec = importlib.util.find_spec("engine")
-        there = (
-            spec is not None and (Path(spec.origin or "").parent / "demo/model/model.safetensors").exists()
-        )
+        there = spec is not None and (Path(spec.origin or "").parent / "demo/model/model.safetensors").exists()
         advice = "" if there else "install the project again, or make the model: python -m engine.demo.train"
-        yield Finding(
-            "ok" if there else "fail", "model", "demo, shipped" if there else "demo is missing", advice
-        )
+        yield Finding("ok" if there else "fail", "model", "demo, shipped" if there else "demo is missing", advice)
     elif Path(name).is_dir():
         there = any(Path(name).glob("*.safetensors")) and (Path(name) / "config.json").exists()
         advice = "" if there else "the directory needs config.json, a tokenizer and *.safetensors"
@@ -118,9 +109,10 @@ def _model() -> Iterator[Finding]:
 
 def _servers() -> Iterator[Finding]:
     """What the embedded stack and a local Kafka could be started from."""
-    for what, find in (("Valkey program", lambda: str(find_binary())), ("Java for Kafka", find_java)):
+    programs: list[tuple[str, Callable[[], object]]] = [("Valkey program", find_binary), ("Java for Kafka", find_java)]
+    for what, find in programs:
         try:
-            yield Finding("ok", what, find())
+            yield Finding("ok", what, str(find()))
         except DependencyMissing as missing:
             yield Finding("note", what, "not found", str(missing))
     maven = shutil.which("mvn")
@@ -135,19 +127,19 @@ def _redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
             memory, persistence = client.info("memory"), client.info("persistence")
     except (redis.RedisError, ValueError) as error:
         advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL / PENSTOCK_KV_URL"
-        yield Finding("fail", what, f"{url}: {error}", advice)
+        yield Finding("fail", what, f"{shown(url)}: {error}", advice)
         return
     policy = memory.get("maxmemory_policy", "?")
     if not evicting_is_fine and policy != "noeviction" and memory.get("maxmemory", 0):
         yield Finding(
-            "fail", what, f"{url}: evicts ({policy})", "logs must not be evicted: maxmemory-policy noeviction"
+            "fail", what, f"{shown(url)}: evicts ({policy})", "logs must not be evicted: maxmemory-policy noeviction"
         )
     elif not evicting_is_fine and not persistence.get("aof_enabled"):
         yield Finding(
-            "note", what, f"{url}: {version}, no append-only file", "a restart loses streams: appendonly yes"
+            "note", what, f"{shown(url)}: {version}, no append-only file", "a restart loses streams: appendonly yes"
         )
     else:
-        yield Finding("ok", what, f"{url}: {version}")
+        yield Finding("ok", what, f"{shown(url)}: {version}")
 
 
 def _bus(addresses: Addresses) -> Iterator[Finding]:
@@ -157,15 +149,11 @@ def _bus(addresses: Addresses) -> Iterator[Finding]:
         yield Finding("ok", kind, bus.check())
         missing = bus.missing_topics()
     except (PenstockError, redis.RedisError) as error:
-        where = addresses.kafka or addresses.stream_url
-        yield Finding(
-            "fail", kind, f"{where}: {error}", "start it, or set PENSTOCK_KAFKA / PENSTOCK_STREAM_URL"
-        )
+        where = addresses.kafka or shown(addresses.stream_url)
+        yield Finding("fail", kind, f"{where}: {error}", "start it, or set PENSTOCK_KAFKA / PENSTOCK_STREAM_URL")
         return
     if missing:
-        yield Finding(
-            "fail", "topics", f"{len(missing)} missing, first {missing[0]}", "penstock topics create"
-        )
+        yield Finding("fail", "topics", f"{len(missing)} missing, first {missing[0]}", "penstock topics create")
     else:
         yield Finding("ok", "topics", "all there")
 

@@ -21,17 +21,11 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given several times.")
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a user's chat message.")] = False,
     batch: Annotated[bool, typer.Option(help="Class batch instead of interactive.")] = False,
-    id: Annotated[
-        str | None, typer.Option(help="The request's id; one that was used before joins it.")
-    ] = None,
-    resume: Annotated[
-        str | None, typer.Option(help="Read on after this event id; needs --id, sends nothing.")
-    ] = None,
+    id: Annotated[str | None, typer.Option(help="The request's id; one that was used before joins it.")] = None,
+    resume: Annotated[str | None, typer.Option(help="Read on after this event id; needs --id, sends nothing.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the next token.")] = 60.0,
 ) -> None:
     """Send a prompt through the pipeline and print the answer as it comes."""
@@ -58,9 +52,7 @@ def generate(
         print_stream(client, request_id, begun_s, resume, timeout)
 
 
-def print_stream(
-    client: Client, request_id: str, begun_s: float, after: str | None, timeout_s: float
-) -> None:
+def print_stream(client: Client, request_id: str, begun_s: float, after: str | None, timeout_s: float) -> None:
     """Print a stream's text as it arrives, then what it took. Raises the request's error."""
     times: list[float] = []
     last = after
@@ -73,8 +65,7 @@ def print_stream(
                 last = event.id
     except KeyboardInterrupt:
         Console(stderr=True).print(
-            f"\nleft; read on with: penstock generate - --id {request_id}"
-            + (f" --resume {last}" if last else ""),
+            f"\nleft; read on with: penstock generate - --id {request_id}" + (f" --resume {last}" if last else ""),
             highlight=False,
         )
         raise typer.Exit(130) from None
@@ -87,8 +78,6 @@ def print_stream(
 def summary(begun_s: float, times: list[float]) -> str:
     """Time to first token and tokens/s of one stream."""
     rate = (
-        f", {(len(times) - 1) / (times[-1] - times[0]):.0f} tokens/s"
-        if len(times) > 1 and times[-1] > times[0]
-        else ""
+        f", {(len(times) - 1) / (times[-1] - times[0]):.0f} tokens/s" if len(times) > 1 and times[-1] > times[0] else ""
     )
     return f"[{len(times)} tokens, first after {(times[0] - begun_s) * 1000:.0f} ms{rate}]"

@@ -26,9 +26,7 @@ app.add_typer(topics.app, name="topics")
 
 def main() -> None:
     """Run a command; an error that is ours is one line and exit code 1, not a traceback."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         check_environment()
         app()

@@ -20,9 +20,7 @@ def data_directory() -> Path:
 
 
 def up(
-    kafka: Annotated[
-        str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")
-    ] = "",
+    kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")] = "",
     redis: Annotated[str, typer.Option(help="A Redis url; without one a server is started.")] = "",
     port: Annotated[int, typer.Option(help="Port of the server that is started.")] = DEFAULT_PORT,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,

@@ -46,15 +46,11 @@ def run(stage: Stage) -> None:
     stop = StopSignal().install()
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing.recording(f"penstock-{stage}", load(TraceSettings).file))
-        beat = stack.enter_context(
-            Heartbeat(addresses.stream_url, pipeline, stage, name, settings.heartbeat_s)
-        )
+        beat = stack.enter_context(Heartbeat(addresses.stream_url, pipeline, stage, name, settings.heartbeat_s))
         _work(stage, name, addresses, beat, stop, settings.drain_s)
 
 
-def _work(
-    stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, stop: StopSignal, drain_s: float
-) -> None:
+def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, stop: StopSignal, drain_s: float) -> None:
     try:
         from decode_worker.worker import DecodeWorker
         from engine.engine import Engine

@@ -1,4 +1,4 @@
-"""The embedded stack: a Valkey server where no Redis is given, and worker processes that are started again when they die."""
+"""The embedded stack: a Valkey server where no Redis is given, and workers that are started again when they die."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Splitting changes no token: two prefill and two decode workers as processes, undisturbed and killed again and again."""
+"""Splitting changes no token: two prefill and two decode workers as processes, undisturbed and killed repeatedly."""
 
 import random
 from collections import Counter
@@ -31,7 +31,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "PENSTOCK_RECORD_MAX_ATTEMPTS": str(3 * NUM_KILLS),
     }
     directory = tmp_path_factory.mktemp(f"stack-{request.param}")
-    name = f"equality-{request.param}-{random.getrandbits(32):08x}"  # noqa: S311
+    name = f"equality-{request.param}-{random.getrandbits(32):08x}"
     made = Stack(directory, pipeline=name, kafka=kafka, prefill=2, decode=2, environment=environment)
     with made as running:
         running.wait_ready(120)
@@ -78,7 +78,7 @@ def test_tokens_equal_the_undivided_model(stack: Stack) -> None:
 def test_tokens_equal_while_workers_are_killed(stack: Stack) -> None:
     """After every few answers a prefill and a decode worker are killed, without warning."""
     work = requests(NUM_REQUESTS, "killed", max_tokens=40)
-    chance = random.Random(7)  # noqa: S311
+    chance = random.Random(7)
     with Client(stack.addresses) as client:
         streams = Streams(client, work)
         submit(client, work)

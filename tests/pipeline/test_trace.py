@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ NAMES = {"request", "queue.wait", "prefill", "kv.write", "hand_off", "kv.read", 
 
 
 @pytest.fixture(scope="module")
-def spans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+def spans(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All spans of two requests, one with a traced producer and one whose producer keeps no trace."""
     directory = tmp_path_factory.mktemp("traced")
     file = directory / "spans.jsonl"
@@ -24,7 +23,7 @@ def spans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
         stack.wait_ready(120)
         generate(stack, {"PENSTOCK_TRACE_FILE": str(file)})
         generate(stack, {})
-    yield [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def generate(stack: Stack, environment: dict[str, str]) -> None:
@@ -51,6 +50,4 @@ def test_the_spans_come_from_each_process_in_order(spans: list[dict[str, Any]]) 
     assert services == {"penstock-client", "penstock-prefill", "penstock-decode"}
     for trace_id in {span["context"]["trace_id"] for span in spans}:
         begun = {s["name"]: s["start_time"] for s in spans if s["context"]["trace_id"] == trace_id}
-        assert (
-            begun["prefill"] <= begun["kv.write"] <= begun["hand_off"] <= begun["decode"] <= begun["kv.read"]
-        )
+        assert begun["prefill"] <= begun["kv.write"] <= begun["hand_off"] <= begun["decode"] <= begun["kv.read"]

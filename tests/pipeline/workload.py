@@ -36,7 +36,7 @@ def demo_model() -> LoadedModel:
 
 def requests(count: int, tag: str, max_tokens: int = MAX_TOKENS) -> list[Request]:
     """Prompts of 1 to 600 tokens, a third of them on three long shared prefixes; greedy and sampled in turn."""
-    chance = random.Random(20261121)  # noqa: S311
+    chance = random.Random(20261121)
     shared = [_text_tokens(chance, 400) for _ in range(3)]
     made = []
     for number in range(count):
@@ -56,7 +56,7 @@ def requests(count: int, tag: str, max_tokens: int = MAX_TOKENS) -> list[Request
 
 def _text_tokens(chance: random.Random, count: int) -> list[int]:
     """Tokens of words in the model's own language, so that its answers are not degenerate."""
-    words = "and the king of Israel said unto his people go ye up into land that LORD hath given you bread water".split()
+    words = ["and", "the", "king", "of", "Israel", "said", "unto", "his", "people", "LORD", "land", "go", "bread"]
     token_ids: list[int] = []
     while len(token_ids) < count:
         sentence = " " + " ".join(chance.choices(words, k=12)) + (";" if chance.random() < 0.5 else ".")
