@@ -21,7 +21,7 @@ tracer = trace.get_tracer("penstock")
 
 
 def _line(span: ReadableSpan) -> str:
-    return span.to_json(indent=None) + "\n"
+    return str(span.to_json(indent=None)) + "\n"
 
 
 @contextmanager

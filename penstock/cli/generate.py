@@ -24,7 +24,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a user's chat message.")] = False,
     batch: Annotated[bool, typer.Option(help="Class batch instead of interactive.")] = False,
-    id: Annotated[str | None, typer.Option(help="The request's id; one that was used before joins it.")] = None,
+    request_id: Annotated[
+        str | None, typer.Option("--id", help="The request's id; one that was used before joins it.")
+    ] = None,
     resume: Annotated[str | None, typer.Option(help="Read on after this event id; needs --id, sends nothing.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the next token.")] = 60.0,
 ) -> None:
@@ -33,14 +35,13 @@ def generate(
     klass: PriorityClass = "batch" if batch else "interactive"
     with tracing.recording("penstock-client", load(TraceSettings).file), Client(load(Addresses)) as client:
         begun_s = time.perf_counter()
-        if resume is not None and id is None:
+        if resume is not None and request_id is None:
             raise typer.BadParameter("--resume needs --id")
-        request_id = id or ""
         if resume is None:
             request_id = client.submit(
                 prompt=None if chat else text,
                 messages=[{"role": "user", "content": text}] if chat else None,
-                id=id,
+                id=request_id,
                 klass=klass,
                 max_tokens=max_tokens,
                 temperature=temperature,
@@ -49,7 +50,7 @@ def generate(
                 seed=seed,
                 stop=stop or [],
             )
-        print_stream(client, request_id, begun_s, resume, timeout)
+        print_stream(client, request_id or "", begun_s, resume, timeout)
 
 
 def print_stream(client: Client, request_id: str, begun_s: float, after: str | None, timeout_s: float) -> None:

@@ -107,7 +107,7 @@ def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: p
 
 
 def test_both_classes_are_answered_and_keep_their_class(line: Line) -> None:
-    slow, quick = ask("slow", **{"class": "batch"}), ask("quick", **{"class": "interactive"})
+    slow, quick = ask("slow", klass="batch"), ask("quick", klass="interactive")
     line.publish(slow.encode(), slow.id, line.pipeline.requests("batch"))
     line.send(quick)
     results = {result.id: result.klass for result in line.run_until(2)}
