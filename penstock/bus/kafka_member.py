@@ -10,26 +10,22 @@ from typing import TYPE_CHECKING, Self
 from confluent_kafka import (
     OFFSET_BEGINNING,
     Consumer,
-    KafkaError,
     KafkaException,
     Message,
-    Producer,
     TopicPartition,
 )
 
 from penstock.bus.contract import Delivery, Outgoing, Settlement, check_size
 from penstock.bus.kafka import (
     ANSWER_S,
-    FENCED,
     MAX_BATCH_BYTES,
     bus_errors,
     client_settings,
-    produce,
-    producer_settings,
     read_headers,
     read_key,
 )
 from penstock.bus.kafka_buffer import Holdings
+from penstock.bus.kafka_transactions import GroupMoved, Transactions
 from penstock.bus.retries import dead_message, retry_message
 from penstock.errors import BusError, BusUnavailable, DeliveryLost, MemberFenced
 from penstock.names import CLASSES, PriorityClass, Stage
@@ -43,19 +39,6 @@ POLL_S = 0.05
 MEMBERSHIP_S = 0.02
 PASSED_COMMIT_S = 1.0
 """How often the offsets of the other stage's retries are committed when nothing is settled."""
-
-STALE_GROUP = (
-    KafkaError.STALE_MEMBER_EPOCH,
-    KafkaError.UNKNOWN_MEMBER_ID,
-    KafkaError.ILLEGAL_GENERATION,
-    KafkaError.REBALANCE_IN_PROGRESS,
-    KafkaError.FENCED_MEMBER_EPOCH,
-)
-"""The group moved on while we settled: look again what is still ours."""
-
-
-class _GroupMoved(Exception):
-    pass
 
 
 class KafkaMember:
@@ -78,21 +61,11 @@ class KafkaMember:
         self._paused: set[str] = set()
         self._failure: BusError | None = None
         self._closing = threading.Event()
-        self._must_abort = self._in_doubt = False
         self._doubtful: list[Delivery] = []
         self._commit_passed_at = self._refresh_at = 0.0
         self._membership: object = None
-        self._producer = Producer(
-            producer_settings(bus.bootstrap)
-            | {
-                "transactional.id": f"{self._group}.{name}",
-                "transaction.timeout.ms": int(bus.settings.transaction_timeout_s * 1000),
-                # Less than the transaction's: a write that fails must leave time to abort, or the broker fences us.
-                "message.timeout.ms": int(bus.settings.transaction_timeout_s * 600),
-            }
-        )
-        with bus_errors():  # ends what an older member of this name left open
-            self._producer.init_transactions(ANSWER_S)
+        transactional_id = f"{self._group}.{name}"
+        self._transactions = Transactions(bus.bootstrap, transactional_id, bus.settings.transaction_timeout_s)
         self._consumer = Consumer(_consumer_settings(bus.bootstrap, self._group, name))
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
         self._poller.start()
@@ -125,7 +98,10 @@ class KafkaMember:
                 try:
                     self._transact(deliveries, outputs)
                     return
-                except _GroupMoved as moved:
+                except MemberFenced as fenced:
+                    self._fail(fenced)
+                    raise
+                except GroupMoved as moved:
                     if time.monotonic() > end:
                         raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
             self._closing.wait(0.02)  # lets the callbacks run
@@ -146,7 +122,7 @@ class KafkaMember:
     def close(self) -> None:
         """Leave the group: other members get the partitions, and with them the unsettled deliveries."""
         self._closing.set()
-        with self._settling, contextlib.suppress(KafkaException, _GroupMoved):
+        with self._settling, contextlib.suppress(KafkaException, MemberFenced, GroupMoved):
             self._clear_doubt()
         with self._state:
             self._state.notify_all()
@@ -187,63 +163,16 @@ class KafkaMember:
         if lost:
             raise DeliveryLost(lost)
         offsets = [TopicPartition(*partition, offset, metadata) for partition, offset, metadata in commits]
-        try:
-            self._producer.begin_transaction()
-            self._must_abort = True
-            self._write(outputs)  # 3
-            self._producer.send_offsets_to_transaction(offsets, self._membership, ANSWER_S)  # 4
-            self._commit(deliveries)  # 5
-        except KafkaException as raised:
-            self._after(raised)
-            raise
+        self._doubtful = deliveries
+        self._transactions.run(outputs, offsets, self._membership)  # 3, 4, 5
         with self._state:  # 6
             self._holdings.committed(deliveries)
 
-    def _write(self, outputs: Sequence[Outgoing]) -> None:
-        errors: list[KafkaError] = []
-        for output in outputs:
-            produce(self._producer, output, lambda error, _: errors.append(error) if error else None)
-        if outputs and self._producer.flush(ANSWER_S):
-            timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
-            raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
-        if errors:
-            raise KafkaException(errors[0])
-
-    def _commit(self, deliveries: Sequence[Delivery]) -> None:
-        self._in_doubt, self._doubtful = True, list(deliveries)
-        self._producer.commit_transaction(ANSWER_S)
-        self._in_doubt = self._must_abort = False
-
-    def _after(self, raised: KafkaException) -> None:
-        """After a failed step: abort if that is possible now, and say if the group only moved."""
-        error: KafkaError = raised.args[0]
-        if error.fatal() or error.code() in FENCED:
-            self._fail(MemberFenced(f"a newer member has this one's place, or it was away too long: {error.str()}"))
-            return
-        if self._in_doubt and error.retriable():
-            return  # the commit may have happened: the next settlement asks again
-        self._in_doubt = False
-        self._abort()
-        if error.code() in STALE_GROUP:
-            raise _GroupMoved(error.str())
-
     def _clear_doubt(self) -> None:
-        if self._in_doubt:
-            try:
-                self._producer.commit_transaction(ANSWER_S)
-            except KafkaException as raised:
-                self._after(raised)
-                raise
-            self._in_doubt = self._must_abort = False
+        if self._transactions.clear_doubt():
             with self._state:
-                held = [d for d in self._doubtful if not self._holdings.lost([d])]
+                held = [delivery for delivery in self._doubtful if not self._holdings.lost([delivery])]
                 self._holdings.committed(held)
-        elif self._must_abort:
-            self._abort()
-
-    def _abort(self) -> None:
-        self._producer.abort_transaction(ANSWER_S)
-        self._must_abort = False
 
     # The polling thread.
 

@@ -1,0 +1,100 @@
+"""Transactions of a Kafka member: outputs and offsets together, and what to do when one fails half-way."""
+
+from collections.abc import Sequence
+
+from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
+
+from penstock.bus.contract import Outgoing
+from penstock.bus.kafka import ANSWER_S, FENCED, bus_errors, produce, producer_settings
+from penstock.errors import MemberFenced
+
+ABORT_S = 3.0
+STALE_GROUP = (
+    KafkaError.STALE_MEMBER_EPOCH,
+    KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError.ILLEGAL_GENERATION,
+    KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError.FENCED_MEMBER_EPOCH,
+)
+
+
+class GroupMoved(Exception):
+    """The group moved on while we settled; nothing was done. Look again what is still ours."""
+
+
+class Transactions:
+    """One transactional producer; one transaction at a time. The caller sees to the locking."""
+
+    def __init__(self, bootstrap: str, transactional_id: str, timeout_s: float) -> None:
+        self._producer = Producer(
+            producer_settings(bootstrap)
+            | {
+                "transactional.id": transactional_id,
+                "transaction.timeout.ms": int(timeout_s * 1000),
+                # Less than the transaction's: a failed write must leave time to abort, or the broker fences us.
+                "message.timeout.ms": int(timeout_s * 600),
+            }
+        )
+        self._open = False
+        self._in_doubt = False
+        with bus_errors():  # ends what an older member of this name left open
+            self._producer.init_transactions(ANSWER_S)
+
+    def clear_doubt(self) -> bool:
+        """Repeat a commit whose outcome is unknown, or abort what is open. True if that committed it after all."""
+        if self._in_doubt:
+            try:
+                self._commit()
+            except KafkaException as raised:
+                self._after(raised)
+                raise
+            return True
+        if self._open:
+            self._abort()
+        return False
+
+    def run(self, outputs: Sequence[Outgoing], offsets: list[TopicPartition], membership: object) -> None:
+        """One transaction: `KafkaMember.settle` numbers its steps.
+
+        Raises `GroupMoved`, `MemberFenced`, or `KafkaException`; after the last, `clear_doubt` before the next.
+        """
+        try:
+            self._producer.begin_transaction()
+            self._open = True
+            self._write(outputs)  # 3
+            self._producer.send_offsets_to_transaction(offsets, membership, ANSWER_S)  # 4
+            self._commit()  # 5
+        except KafkaException as raised:
+            self._after(raised)
+            raise
+
+    def _write(self, outputs: Sequence[Outgoing]) -> None:
+        errors: list[KafkaError] = []
+        for output in outputs:
+            produce(self._producer, output, lambda error, _: errors.append(error) if error else None)
+        if outputs and self._producer.flush(ANSWER_S):
+            timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
+            raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
+        if errors:
+            raise KafkaException(errors[0])
+
+    def _commit(self) -> None:
+        self._in_doubt = True
+        self._producer.commit_transaction(ANSWER_S)
+        self._in_doubt = self._open = False
+
+    def _abort(self) -> None:
+        self._producer.abort_transaction(ABORT_S)
+        self._open = False
+
+    def _after(self, raised: KafkaException) -> None:
+        """After a failed step: abort if that is possible now, and say if we were fenced or the group moved."""
+        error: KafkaError = raised.args[0]
+        if error.fatal() or error.code() in FENCED:
+            raise MemberFenced(f"a newer member has this one's place, or it was away too long: {error.str()}")
+        if self._in_doubt and error.retriable():
+            return  # the commit may have happened: the next settlement asks again
+        self._in_doubt = False
+        self._abort()
+        if error.code() in STALE_GROUP:
+            raise GroupMoved(error.str())
