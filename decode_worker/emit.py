@@ -24,10 +24,10 @@ class Emitter:
         if self._sent:
             self._record.send_append(self._sent)
 
-    def collect(self) -> dict[str, AppendOutcome]:
-        """What became of the tokens sent last, by request id."""
+    def collect(self) -> list[tuple[Claim, AppendOutcome]]:
+        """What became of the tokens sent last."""
         if not self._sent:
-            return {}
+            return []
         outcomes = self._record.collect()
         sent, self._sent = self._sent, []
-        return {claim.id: outcome for (claim, _), outcome in zip(sent, outcomes, strict=True)}
+        return [(claim, outcome) for (claim, _), outcome in zip(sent, outcomes, strict=True)]

@@ -12,6 +12,7 @@ What a crash costs: after 6 or 7, the next holder reads the log and goes on at i
 again; after 8, it only settles; a crash inside 9 leaves either nothing or all of it.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -29,11 +30,19 @@ from kvstore.store import KVStore
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.retries import dead_message
-from penstock.errors import POISONOUS, AttemptsExhausted, Cancelled, DeadlineExceeded, InternalError, RequestError
+from penstock.errors import (
+    POISONOUS,
+    AttemptsExhausted,
+    Cancelled,
+    DeadlineExceeded,
+    DeliveryLost,
+    InternalError,
+    RequestError,
+)
 from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, TokenEvent, Usage, decode, now_s
-from penstock.names import Pipeline, PriorityClass
+from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Bound, Busy, Claim, LeaseKeeper, Record
-from penstock.worker import IDLE_POLL_S, Settler, StopSignal, WaitingRoom
+from penstock.worker import IDLE_POLL_S, Settler, StopSignal, WaitingRoom, room_for
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +63,7 @@ class Decode:
     """Set with the last token; the end is appended once that token is in the log."""
     error: RequestError | None = None
     tail: str = ""
+    """Text held back when the deadline cut the answer short."""
     context: Context = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,11 +135,10 @@ class DecodeWorker:
 
     def _poll(self) -> list[Delivery]:
         free = max(0, self.engine.room() - len(self.waiting))
-        if not free:
-            return self.waiting.due()
-        room: dict[PriorityClass, int] = {"interactive": free, "batch": free - 1}
-        timeout_s = 0.0 if self.running else self.waiting.next_in_s(IDLE_POLL_S)
-        return self.waiting.due() + self.member.poll(timeout_s, room)
+        idle = not self.running
+        timeout_s = self.waiting.next_in_s(IDLE_POLL_S) if idle else 0.0
+        polled = self.member.poll(timeout_s, room_for(free, idle=idle)) if free or idle else []
+        return self.waiting.due() + polled
 
     # 6 Claim.
 
@@ -137,7 +146,8 @@ class DecodeWorker:
         try:
             job = decode(Job, delivery.value)
         except RequestError as error:
-            self.member.dead(delivery, f"{error.code}: {error}")
+            with contextlib.suppress(DeliveryLost):
+                self.member.dead(delivery, f"{error.code}: {error}")
             return
         claimed = self.record.claim_decode(job.id, self.name, job.job)
         match claimed:
@@ -151,6 +161,8 @@ class DecodeWorker:
                 self._begin(delivery, job, claimed)
 
     def _begin(self, delivery: Delivery, job: Job, claim: Claim) -> None:
+        if job.id in self.running:  # held until its lease ran out, and now claimed anew
+            self._forget(self.running[job.id])
         parent = tracing.context_of(delivery.headers)
         tracing.note("queue.wait", parent, delivery.timestamp_s, now_s(), topic=delivery.topic)
         span = tracing.begin("decode", parent, attempt=claim.attempts)
@@ -225,25 +237,26 @@ class DecodeWorker:
                 self.engine.remove(item.seq)
         self.emitter.send(entries)
 
-    def _confirm(self, outcomes: dict[str, AppendOutcome]) -> None:
+    def _confirm(self, outcomes: list[tuple[Claim, AppendOutcome]]) -> None:
         """Act on what became of the last step's tokens."""
-        for request_id, outcome in outcomes.items():
-            decoding = self.running.get(request_id)
-            if decoding is None:
+        for claim, outcome in outcomes:
+            decoding = self.running.get(claim.id)
+            if decoding is None or decoding.claim is not claim:
                 continue
             if outcome is AppendOutcome.FENCED:
                 self._forget(decoding)
                 self.waiting.put(decoding.delivery, 0.0)
-            elif decoding.finish is not None:
-                self._end(decoding)
             elif outcome is AppendOutcome.CANCELLED:
                 decoding.error = Cancelled("cancelled while it was decoded")
+                self._end(decoding)
+            elif decoding.finish is not None:
                 self._end(decoding)
 
     def _expire(self) -> None:
         late = [d for d in self.running.values() if d.job.deadline is not None and now_s() > d.job.deadline]
         for decoding in late:
             decoding.error = DeadlineExceeded("the deadline passed before the answer was complete")
+            decoding.tail = decoding.output.flush()
             self._end(decoding)
 
     # 8 End.
@@ -251,7 +264,6 @@ class DecodeWorker:
     def _end(self, decoding: Decode) -> None:
         if decoding.error is not None:
             decoding.finish = "cancelled" if isinstance(decoding.error, Cancelled) else "error"
-            decoding.tail = decoding.output.flush()
         self._forget(decoding)
         if self.record.finish(decoding.claim, decoding.end_event()):
             self._settle(decoding.delivery, decoding.job, decoding.claim)

@@ -18,7 +18,7 @@ import redis
 
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.errors import BusUnavailable, DeliveryLost, PenstockError
-from penstock.names import Pipeline
+from penstock.names import Pipeline, PriorityClass
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,11 @@ class StopSignal:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._event.set()
+
+
+def room_for(free: int, *, idle: bool) -> dict[PriorityClass, int]:
+    """How many deliveries of each class to take: batch work leaves one place for what is interactive."""
+    return {"interactive": free, "batch": free if idle else max(0, free - 1)}
 
 
 @dataclass(order=True)

@@ -12,6 +12,7 @@ What a crash costs: after 2 or 3, the next attempt finds the blocks that were st
 log and keeps it; after 5, the job is in the topic, exactly once. A crash inside 5 leaves either nothing or all of it.
 """
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -33,6 +34,7 @@ from penstock.errors import (
     AttemptsExhausted,
     Cancelled,
     DeadlineExceeded,
+    DeliveryLost,
     IdConflict,
     InternalError,
     InvalidRequest,
@@ -49,9 +51,9 @@ from penstock.messages import (
     now_s,
     readable_id,
 )
-from penstock.names import Pipeline, PriorityClass
+from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record, body_hash
-from penstock.worker import IDLE_POLL_S, Settler, StopSignal, WaitingRoom
+from penstock.worker import IDLE_POLL_S, Settler, StopSignal, WaitingRoom, room_for
 from prefill_worker.handoff import Intake, outgoing_job, seed_of
 from prefill_worker.tokenize import PromptReader
 
@@ -118,10 +120,10 @@ class PrefillWorker:
             self._admit(delivery)
         sampled = self.engine.step() if self.engine.has_work() else []
         firsts = [(self.running[item.seq.id], item) for item in sampled]
-        self._store_chunks([prefill for prefill, _ in firsts])
         self._emit(firsts)
         for prefill, _ in firsts:
             self._hand_off(prefill)
+        self._store_chunks()
         return bool(deliveries or sampled)
 
     def close(self) -> None:
@@ -138,28 +140,23 @@ class PrefillWorker:
 
     def _poll(self) -> list[Delivery]:
         free = max(0, self.engine.room() - len(self.waiting))
-        busy_interactive = any(p.intake.delivery.klass == "interactive" for p in self.running.values())
-        room: dict[PriorityClass, int] = {
-            "interactive": free,
-            "batch": 0 if busy_interactive and free < 2 else free,
-        }
-        idle = not self.engine.has_work()
+        idle = not self.running
         timeout_s = self.waiting.next_in_s(IDLE_POLL_S) if idle else 0.0
-        if not free:
-            return self.waiting.due()
-        return self.waiting.due() + self.member.poll(timeout_s, room)
+        polled = self.member.poll(timeout_s, room_for(free, idle=idle)) if free or idle else []
+        return self.waiting.due() + polled
 
     # 2 Claim.
 
     def _admit(self, delivery: Delivery) -> None:
         request_id = readable_id(delivery.value, delivery.key) if delivery.value else delivery.key
         if request_id is None:
-            self.member.dead(delivery, "invalid_request: no request id can be read, in the message or its key")
+            self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
             return
         intake = Intake(delivery, request_id)
         body = self._read(intake)
         if isinstance(intake.error, InternalError) and delivery.attempt < MAX_RETRIES:
-            self.member.retry(delivery, f"{intake.error.code}: {intake.error}", RETRY_DELAY_S)
+            with contextlib.suppress(DeliveryLost):
+                self.member.retry(delivery, f"{intake.error.code}: {intake.error}", RETRY_DELAY_S)
             return
         claimed = self.record.claim_prefill(intake.id, self.name, body)
         match claimed:
@@ -169,9 +166,14 @@ class PrefillWorker:
                 self.settler.settle(Settlement(delivery))
             case Conflict():
                 error = IdConflict(f"the id {intake.id!r} belongs to a request with another body")
-                self.member.dead(delivery, f"{error.code}: {error}")
+                self._bury(delivery, f"{error.code}: {error}")
             case Claim():
                 self._begin(intake, claimed)
+
+    def _bury(self, delivery: Delivery, reason: str) -> None:
+        """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""
+        with contextlib.suppress(DeliveryLost):
+            self.member.dead(delivery, reason)
 
     def _read(self, intake: Intake) -> str:
         """Fill in the request and its token ids, or the error; returns the body's hash."""
@@ -196,6 +198,8 @@ class PrefillWorker:
     def _begin(self, intake: Intake, claim: Claim) -> None:
         if intake.error is None:
             intake.error = self._cause_to_end(intake, claim)
+        if intake.id in self.running:  # held until its lease ran out, and now claimed anew
+            self._forget(self.running[intake.id])
         if claim.ended or intake.error is not None:
             self._end(intake, claim)
             return
@@ -244,12 +248,10 @@ class PrefillWorker:
         intake.last_block = keys[-1].hex()
         return Prefill(intake, claim, seq, keys, unstored, span)
 
-    def _store_chunks(self, finishing: list[Prefill]) -> None:
-        """Ship the blocks of prompts that go on; the finishing ones emit their token first."""
-        last = {prefill.seq.id for prefill in finishing}
+    def _store_chunks(self) -> None:
+        """Ship the full blocks of the prompts that go on."""
         for prefill in self.running.values():
-            if prefill.seq.id not in last:
-                self._store(prefill, self.engine.completed_blocks(prefill.seq))
+            self._store(prefill, self.engine.completed_blocks(prefill.seq))
 
     def _store(self, prefill: Prefill, upto: int) -> None:
         ready = [index for index in prefill.unstored if index < upto]

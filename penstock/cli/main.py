@@ -3,6 +3,7 @@
 import logging
 import sys
 
+import redis
 import typer
 
 from penstock.cli import demo, doctor, generate, topics, up, worker
@@ -30,6 +31,9 @@ def main() -> None:
     try:
         check_environment()
         app()
+    except redis.RedisError as error:
+        print(f"penstock: Redis: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
     except PenstockError as error:
         code = f"{error.code}: " if isinstance(error, RequestError) else ""
         print(f"penstock: {code}{error}", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,136 @@
+"""What both loops are made of, on a real server."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import redis
+
+from penstock.bus.connect import connect
+from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
+from penstock.errors import BusError, PenstockError
+from penstock.local.processes import wait_until
+from penstock.names import Pipeline
+from penstock.settings import Addresses, BusSettings
+from penstock.status import worker_status
+from penstock.worker import Heartbeat, Settler, StopSignal, WaitingRoom, room_for, stay_on
+
+ROOM = room_for(10, idle=True)
+
+
+@pytest.fixture
+def addresses(redis_url: str, pipeline: Pipeline) -> Addresses:
+    return Addresses(pipeline=pipeline.name, stream_url=redis_url)
+
+
+def deliveries(member: Member, pipeline: Pipeline, addresses: Addresses, count: int) -> list[Delivery]:
+    """That many fresh deliveries, held by the member."""
+    publisher = connect(addresses, BusSettings()).publisher()
+    publisher.publish([Outgoing(pipeline.requests("interactive"), b"x", str(n)) for n in range(count)])
+    publisher.close()
+    held: list[Delivery] = []
+    while len(held) < count:
+        held += member.poll(1.0, ROOM)
+    return held
+
+
+def test_settling_in_the_background_tells_when_it_is_durable(addresses: Addresses, pipeline: Pipeline) -> None:
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    with bus.member("prefill", "a") as member:
+        settler = Settler(member)
+        told: list[bool] = []
+        for delivery in deliveries(member, pipeline, addresses, 5):
+            output = Outgoing(pipeline.jobs("interactive"), b"job", delivery.key)
+            settler.settle(Settlement(delivery, [output]), told.append)
+        settler.wait(timeout_s=30)
+        assert told == [True] * 5
+        assert len(settler) == 0
+        assert member.held() == 0
+        settler.close()
+    assert len(bus.read_all(pipeline.jobs("interactive"))) == 5
+
+
+def test_a_lost_delivery_does_not_hold_up_the_others(addresses: Addresses, pipeline: Pipeline) -> None:
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    with bus.member("prefill", "a") as member:
+        held = deliveries(member, pipeline, addresses, 3)
+        member.settle([Settlement(held[1])])
+        settler = Settler(member)
+        told: dict[str | None, bool] = {}
+        for delivery in held:
+            settler.settle(Settlement(delivery), lambda done, key=delivery.key: told.update({key: done}))  # type: ignore[misc]
+        settler.wait(timeout_s=30)
+        assert told == {held[0].key: True, held[1].key: False, held[2].key: True}
+        settler.close()
+
+
+def test_a_fenced_member_ends_its_worker(addresses: Addresses, pipeline: Pipeline) -> None:
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    with bus.member("prefill", "a") as member:
+        (delivery,) = deliveries(member, pipeline, addresses, 1)
+        settler = Settler(member)
+        with bus.member("prefill", "a"):
+            settler.settle(Settlement(delivery))
+            settler.wait(timeout_s=30)
+        with pytest.raises(BusError):
+            settler.check()
+
+
+def test_the_waiting_room_gives_back_in_the_order_of_their_times(addresses: Addresses, pipeline: Pipeline) -> None:
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    room = WaitingRoom()
+    with bus.member("prefill", "a") as member:
+        late, soon = deliveries(member, pipeline, addresses, 2)
+        room.put(late, 60.0)
+        room.put(soon, 0.0)
+        assert room.due() == [soon]
+        assert room.due() == []
+        assert len(room) == 1
+        assert room.next_in_s(0.2) == 0.2
+        assert 50 < room.next_in_s(100.0) <= 60
+
+
+def test_batch_leaves_a_place_unless_nothing_runs() -> None:
+    assert room_for(4, idle=False) == {"interactive": 4, "batch": 3}
+    assert room_for(1, idle=True) == {"interactive": 1, "batch": 1}
+    assert room_for(0, idle=False) == {"interactive": 0, "batch": 0}
+
+
+def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addresses, pipeline: Pipeline) -> None:
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
+        wait_until(lambda: worker_status(addresses), 10, "the first beat")
+        (status,) = worker_status(addresses)
+        assert (status["stage"], status["name"], status["state"]) == ("prefill", "p-0", "loading")
+        assert status["pid"] == os.getpid()
+        beat.progress("weights", 0.5)
+        beat.watch(lambda: {"running": 3})
+        beat.say(now=True, state="ready")
+
+        def ready() -> bool:
+            return [(s["state"], s.get("running")) for s in worker_status(addresses)] == [("ready", 3)]
+
+        wait_until(ready, 10, "the new state")
+        with redis.Redis.from_url(addresses.stream_url) as client:
+            assert 0 < int(client.pttl(pipeline.worker_key("prefill", "p-0"))) <= 200
+    assert worker_status(addresses) == []
+
+
+def test_a_stop_signal_is_set_once_and_for_all() -> None:
+    stop = StopSignal()
+    assert not stop
+    thread = threading.Thread(target=stop.set)
+    thread.start()
+    thread.join()
+    assert stop
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no core affinity on this system")
+@pytest.mark.parametrize("cores", ["x", "0,", "100000"])
+def test_cores_that_are_not_there(cores: str) -> None:
+    with pytest.raises(PenstockError, match="PENSTOCK_WORKER_CORES"):
+        stay_on(cores)
