@@ -53,8 +53,11 @@ def generate(
         print_stream(client, request_id or "", begun_s, resume, timeout)
 
 
-def print_stream(client: Client, request_id: str, begun_s: float, after: str | None, timeout_s: float) -> None:
-    """Print a stream's text as it arrives, then what it took. Raises the request's error."""
+def print_stream(client: Client, request_id: str, begun_s: float, after: str | None, timeout_s: float) -> list[float]:
+    """Print a stream's text as it arrives, then what it took. Raises the request's error.
+
+    Returns when each token came, by `time.perf_counter`.
+    """
     times: list[float] = []
     last = after
     try:
@@ -73,7 +76,8 @@ def print_stream(client: Client, request_id: str, begun_s: float, after: str | N
     sys.stdout.write("\n")
     sys.stdout.flush()
     if times:
-        Console(stderr=True).print(summary(begun_s, times), style="dim", highlight=False)
+        Console(stderr=True).print(summary(begun_s, times), style="dim", highlight=False, markup=False)
+    return times
 
 
 def summary(begun_s: float, times: list[float]) -> str:
