@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -99,9 +98,10 @@ def test_tokens_equal_while_workers_are_killed(stack: Stack) -> None:
     check_results(results_when_all_there(stack, expected), expected)
 
 
-def test_workers_leave_on_request(stack: Stack, tmp_path: Path) -> None:
+def test_workers_leave_on_request(stack: Stack) -> None:
     """SIGTERM in the middle of work: what runs is finished or handed back, and every process ends with status 0."""
     work = requests(12, "leaving", max_tokens=60)
+    stack.wait_ready(120)
     with Client(stack.addresses) as client:
         streams = Streams(client, work)
         submit(client, work)
