@@ -15,7 +15,7 @@ again; after 8, it only settles; a crash inside 9 leaves either nothing or all o
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
@@ -56,6 +56,8 @@ class Decode:
     claim: Claim
     output: OutputState
     span: Span
+    said: list[TokenEvent]
+    """The log: as it was found, and what was sent to it since."""
     seq: Sequence | None = None
     """None until the engine has it."""
     started_s: float = field(default_factory=now_s)
@@ -156,7 +158,7 @@ class DecodeWorker:
             case Bound():
                 self.settler.settle(Settlement(delivery))
             case Claim() if claimed.ended:
-                self._settle(delivery, job, claimed)
+                self._settle(delivery, job, self.record.read_log(job.id))
             case Claim():
                 self._begin(delivery, job, claimed)
 
@@ -168,21 +170,21 @@ class DecodeWorker:
         span = tracing.begin("decode", parent, attempt=claim.attempts)
         model, sampling = self.engine.model, job.sampling
         output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
-        decoding = self.running[job.id] = Decode(delivery, job, claim, output, span)
+        said = [event for event in self.record.read_log(job.id) if isinstance(event, TokenEvent)]
+        decoding = self.running[job.id] = Decode(delivery, job, claim, output, span, said)
         self.leases.add(claim)
-        said = [event.token for event in self.record.read_log(job.id) if isinstance(event, TokenEvent)]
-        for token_id in said:
-            decoding.finish = output.push(token_id)[1]
+        for event in said:
+            decoding.finish = output.push(event.token)[1]
         decoding.error = self._cause_to_end(decoding)
         if decoding.error is None and decoding.finish is None:
             try:
-                self.engine.add(self._sequence(decoding, said))
+                self.engine.add(self._sequence(decoding))
             except RequestError as error:
                 decoding.error = error
         if decoding.error is not None or decoding.finish is not None:
             self._end(decoding)
 
-    def _sequence(self, decoding: Decode, said: list[int]) -> Sequence:
+    def _sequence(self, decoding: Decode) -> Sequence:
         """The request as the engine takes it, with the prompt's KV blocks that could be had.
 
         Only blocks that the pool does not hold are fetched; what is missing is computed again.
@@ -195,7 +197,7 @@ class DecodeWorker:
             sampling=job.sampling,
             seed=job.seed,
             max_new=job.sampling.max_tokens,
-            given=said,
+            given=[event.token for event in decoding.said],
             prefix_keys=keys[: len(job.token_ids) // block_size],
             klass=job.klass,
         )
@@ -232,7 +234,8 @@ class DecodeWorker:
             if decoding is None or decoding.seq is not item.seq:
                 continue
             text, decoding.finish = decoding.output.push(item.token_id)
-            entries.append((decoding.claim, decoding.claim.next_event(item.token_id, text)))
+            decoding.said.append(decoding.claim.next_event(item.token_id, text))
+            entries.append((decoding.claim, decoding.said[-1]))
             if decoding.finish is not None:
                 self.engine.remove(item.seq)
         self.emitter.send(entries)
@@ -247,6 +250,7 @@ class DecodeWorker:
                 self._forget(decoding)
                 self.waiting.put(decoding.delivery, 0.0)
             elif outcome is AppendOutcome.CANCELLED:
+                decoding.said.pop()
                 decoding.error = Cancelled("cancelled while it was decoded")
                 self._end(decoding)
             elif decoding.finish is not None:
@@ -265,8 +269,9 @@ class DecodeWorker:
         if decoding.error is not None:
             decoding.finish = "cancelled" if isinstance(decoding.error, Cancelled) else "error"
         self._forget(decoding)
-        if self.record.finish(decoding.claim, decoding.end_event()):
-            self._settle(decoding.delivery, decoding.job, decoding.claim)
+        end = decoding.end_event()
+        if self.record.finish(decoding.claim, end):
+            self._settle(decoding.delivery, decoding.job, [*decoding.said, end])
         else:
             self.waiting.put(decoding.delivery, 0.0)
 
@@ -279,9 +284,9 @@ class DecodeWorker:
 
     # 9 Settle.
 
-    def _settle(self, delivery: Delivery, job: Job, claim: Claim) -> None:
-        result = result_of(job, self.engine.model.name, self.record.read_log(job.id))
-        if result is None:
+    def _settle(self, delivery: Delivery, job: Job, log: Iterable[TokenEvent | EndEvent]) -> None:
+        result = result_of(job, self.engine.model.name, log)
+        if result is None:  # the record was lost between the claim and the reading
             self.waiting.put(delivery, 0.0)
             return
         context = tracing.headers_of(tracing.context_of(delivery.headers))

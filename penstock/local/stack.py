@@ -130,10 +130,9 @@ class Stack:
             mine = worker.child is not None and status.get("pid") == worker.child.pid
             state = str(status.get("state")) if mine else "starting"
             worker.was_ready = worker.was_ready or state == "ready"
-            share = (
-                f" {status.get('doing', '')} {float(str(status.get('progress', 0))):.0%}" if state == "loading" else ""
-            )
-            parts.append(f"{worker.name} {state}{share}")
+            if state == "loading" and "doing" in status:
+                state = f"{status['doing']} {float(status['progress']):.0%}"
+            parts.append(f"{worker.name} {state}")
         return ", ".join(parts)
 
     def _start(self, worker: Worker) -> None:
