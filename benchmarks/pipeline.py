@@ -34,7 +34,7 @@ from penstock.settings import EngineSettings
 
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 SETTINGS = EngineSettings(dtype="float32", device="cpu")
-WIDE = "bare, 2 threads"
+WIDE = "bare, two threads"
 Prompts = list[list[int]]
 
 
@@ -150,8 +150,8 @@ def two_threads(rounds: int, load: int, max_new: int) -> list[float]:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print, draw; returns the figures."""
-    rounds, each, load, max_new = (4, 5, 48, 48) if given.quick else (8, 10, 160, 64)
-    wide = two_threads(rounds // 2, load, max_new)
+    rounds, each, load, max_new = (4, 5, 112, 64) if given.quick else (8, 10, 160, 64)
+    wide = two_threads(rounds // 3, load, max_new)
     with sides() as all_sides:
         names = list(all_sides)
         for side in all_sides.values():
@@ -166,7 +166,7 @@ def run(given: Arguments) -> dict[str, float]:
 
         firsts = measure(rounds, names, "time to first token", first)
         rates = measure(max(3, rounds // 2), names, "throughput", throughput)
-    wide += two_threads(rounds // 2, load, max_new)
+    wide += two_threads(rounds // 3, load, max_new)
     print(f"{machine()}; demo model, float32")
     for name in names:
         milliseconds = [value * 1000 for value in firsts[name]]
@@ -196,7 +196,7 @@ def draw(firsts: dict[str, list[float]], rates: dict[str, list[float]]) -> None:
     left.boxplot([[value * 1000 for value in values] for values in firsts.values()], tick_labels=list(firsts))
     left.set_title("time to first token, one request at a time")
     left.set_ylabel("ms")
-    right.boxplot(list(rates.values()), tick_labels=list(rates))
+    right.boxplot(list(rates.values()), tick_labels=[name.replace(", ", ",\n") for name in rates])
     right.set_title("output tokens/s, all requests at once")
     for axis in (left, right):
         axis.set_ylim(bottom=0)

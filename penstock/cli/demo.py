@@ -17,9 +17,9 @@ from penstock.local.stack import Stack
 from penstock.messages import Sampling
 
 PROMPTS = (
-    ("In the beginning", Sampling(temperature=0.0, max_tokens=60)),
+    ("And it came to pass", Sampling(temperature=0.0, max_tokens=60)),
     (
-        "And it came to pass, when the king heard",
+        "In the beginning",
         Sampling(temperature=0.8, top_p=0.95, seed=7, max_tokens=60),
     ),
     ("The LORD is my shepherd", Sampling(temperature=0.8, top_k=40, seed=3, max_tokens=60)),
