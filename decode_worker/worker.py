@@ -14,8 +14,7 @@ again; after 8, it only settles; a crash inside 9 leaves either nothing or all o
 
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
@@ -42,7 +41,7 @@ from penstock.errors import (
 from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, TokenEvent, Usage, decode, now_s
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Bound, Busy, Claim, LeaseKeeper, Record
-from penstock.worker import IDLE_POLL_S, Settler, StopSignal, WaitingRoom, room_for
+from penstock.worker import Inbox, Settler
 
 log = logging.getLogger(__name__)
 
@@ -92,30 +91,15 @@ class DecodeWorker:
         self.pipeline, self.name = pipeline, name
         self.engine, self.store, self.record, self.member = engine, store, record, member
         self.settler, self.leases, self.emitter = Settler(member), LeaseKeeper(record), Emitter(record)
-        self.waiting = WaitingRoom()
+        self.inbox = Inbox(member)
         self.running: dict[str, Decode] = {}
 
     # The loop.
 
-    def run(self, stop: StopSignal, drain_s: float, draining: Callable[[], None] = lambda: None) -> None:
-        """Work until told to stop; then finish what is running, within `drain_s`, and hand back the rest."""
-        while not stop:
-            self.turn()
-        draining()
-        until = time.monotonic() + drain_s
-        while self.running and time.monotonic() < until:
-            self.turn(accept=False)
-        self.close()
-
-    def run_until_idle(self) -> None:
-        """Work until there is nothing to do (run by tests in the same process)."""
-        while self.turn() or self.running or self.waiting or len(self.settler):
-            pass
-
     def turn(self, *, accept: bool = True) -> bool:
         """One turn of the loop; whether it did anything."""
         self.settler.check()
-        deliveries = self._poll() if accept else []
+        deliveries = self.inbox.poll(self.engine.room(), idle=not self.running) if accept else []
         for delivery in deliveries:
             self._admit(delivery)
         sampled = self.engine.step() if self.engine.has_work() else []
@@ -123,6 +107,10 @@ class DecodeWorker:
         self._expire()
         self._emit(sampled)
         return bool(deliveries or sampled)
+
+    def is_settled(self) -> bool:
+        """Whether nothing waits, for a lease or for a commit."""
+        return not len(self.inbox) and not len(self.settler)
 
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
@@ -134,13 +122,6 @@ class DecodeWorker:
         self.leases.close()
         self.settler.close()
         self.member.close()
-
-    def _poll(self) -> list[Delivery]:
-        free = max(0, self.engine.room() - len(self.waiting))
-        idle = not self.running
-        timeout_s = self.waiting.next_in_s(IDLE_POLL_S) if idle else 0.0
-        polled = self.member.poll(timeout_s, room_for(free, idle=idle)) if free or idle else []
-        return self.waiting.due() + polled
 
     # 6 Claim.
 
@@ -154,7 +135,7 @@ class DecodeWorker:
         claimed = self.record.claim_decode(job.id, self.name, job.job)
         match claimed:
             case Busy(wait_s=wait_s):
-                self.waiting.put(delivery, wait_s)
+                self.inbox.put_back(delivery, wait_s)
             case Bound():
                 self.settler.settle(Settlement(delivery))
             case Claim() if claimed.ended:
@@ -248,7 +229,7 @@ class DecodeWorker:
                 continue
             if outcome is AppendOutcome.FENCED:
                 self._forget(decoding)
-                self.waiting.put(decoding.delivery, 0.0)
+                self.inbox.put_back(decoding.delivery)
             elif outcome is AppendOutcome.CANCELLED:
                 decoding.said.pop()
                 decoding.error = Cancelled("cancelled while it was decoded")
@@ -273,7 +254,7 @@ class DecodeWorker:
         if self.record.finish(decoding.claim, end):
             self._settle(decoding.delivery, decoding.job, [*decoding.said, end])
         else:
-            self.waiting.put(decoding.delivery, 0.0)
+            self.inbox.put_back(decoding.delivery)
 
     def _forget(self, decoding: Decode) -> None:
         decoding.span.end()
@@ -287,7 +268,7 @@ class DecodeWorker:
     def _settle(self, delivery: Delivery, job: Job, log: Iterable[TokenEvent | EndEvent]) -> None:
         result = result_of(job, self.engine.model.name, log)
         if result is None:  # the record was lost between the claim and the reading
-            self.waiting.put(delivery, 0.0)
+            self.inbox.put_back(delivery)
             return
         context = tracing.headers_of(tracing.context_of(delivery.headers))
         outputs = [outgoing_result(self.pipeline, result, context)]

@@ -15,8 +15,6 @@ log and keeps it; after 5, the job is in the topic, exactly once. A crash inside
 import contextlib
 import hashlib
 import logging
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
@@ -53,7 +51,7 @@ from penstock.messages import (
 )
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record, body_hash
-from penstock.worker import IDLE_POLL_S, Settler, StopSignal, WaitingRoom, room_for
+from penstock.worker import Inbox, Settler
 from prefill_worker.handoff import Intake, outgoing_job, seed_of
 from prefill_worker.tokenize import PromptReader
 
@@ -92,30 +90,15 @@ class PrefillWorker:
         self.engine, self.store, self.record, self.member = engine, store, record, member
         self.prompts = PromptReader(engine.model)
         self.settler, self.leases = Settler(member), LeaseKeeper(record)
-        self.waiting = WaitingRoom()
+        self.inbox = Inbox(member)
         self.running: dict[str, Prefill] = {}
 
     # The loop.
 
-    def run(self, stop: StopSignal, drain_s: float, draining: Callable[[], None] = lambda: None) -> None:
-        """Work until told to stop; then finish what is running, within `drain_s`, and hand back the rest."""
-        while not stop:
-            self.turn()
-        draining()
-        until = time.monotonic() + drain_s
-        while self.running and time.monotonic() < until:
-            self.turn(accept=False)
-        self.close()
-
-    def run_until_idle(self) -> None:
-        """Work until there is nothing to do (run by tests in the same process)."""
-        while self.turn() or self.running or self.waiting or len(self.settler):
-            pass
-
     def turn(self, *, accept: bool = True) -> bool:
         """One turn of the loop; whether it did anything."""
         self.settler.check()
-        deliveries = self._poll() if accept else []
+        deliveries = self.inbox.poll(self.engine.room(), idle=not self.running) if accept else []
         for delivery in deliveries:
             self._admit(delivery)
         sampled = self.engine.step() if self.engine.has_work() else []
@@ -126,6 +109,10 @@ class PrefillWorker:
         self._store_chunks()
         return bool(deliveries or sampled)
 
+    def is_settled(self) -> bool:
+        """Whether nothing waits, for a lease or for a commit."""
+        return not len(self.inbox) and not len(self.settler)
+
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
         self.settler.wait(timeout_s=10.0)
@@ -135,15 +122,6 @@ class PrefillWorker:
         self.leases.close()
         self.settler.close()
         self.member.close()
-
-    # 1 Poll.
-
-    def _poll(self) -> list[Delivery]:
-        free = max(0, self.engine.room() - len(self.waiting))
-        idle = not self.running
-        timeout_s = self.waiting.next_in_s(IDLE_POLL_S) if idle else 0.0
-        polled = self.member.poll(timeout_s, room_for(free, idle=idle)) if free or idle else []
-        return self.waiting.due() + polled
 
     # 2 Claim.
 
@@ -161,7 +139,7 @@ class PrefillWorker:
         claimed = self.record.claim_prefill(intake.id, self.name, body)
         match claimed:
             case Busy(wait_s=wait_s):
-                self.waiting.put(delivery, wait_s)
+                self.inbox.put_back(delivery, wait_s)
             case Bound():
                 self.settler.settle(Settlement(delivery))
             case Conflict():
@@ -293,7 +271,7 @@ class PrefillWorker:
     def _hand_off(self, prefill: Prefill) -> None:
         if prefill.lost:
             self._forget(prefill)
-            self.waiting.put(prefill.intake.delivery, 0.0)
+            self.inbox.put_back(prefill.intake.delivery)
             return
         self._store(prefill, len(prefill.keys))
         self._forget(prefill, keep_lease=True)
@@ -321,7 +299,7 @@ class PrefillWorker:
     def _end(self, intake: Intake, claim: Claim) -> None:
         """The request ends here: append the end, then let the jobs topic carry it, so that a job settles the result."""
         if not claim.ended and not self._append_end(intake, claim):
-            self.waiting.put(intake.delivery, 0.0)
+            self.inbox.put_back(intake.delivery)
             return
         self._settle_job(intake, claim)
 

@@ -11,12 +11,12 @@ from penstock.bus.connect import connect
 from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
 from penstock.errors import BusError, PenstockError
 from penstock.local.processes import wait_until
-from penstock.names import Pipeline
+from penstock.names import Pipeline, PriorityClass
 from penstock.settings import Addresses, BusSettings
 from penstock.status import worker_status
-from penstock.worker import Heartbeat, Settler, StopSignal, WaitingRoom, room_for, stay_on
+from penstock.worker import Heartbeat, Inbox, Settler, StopSignal, stay_on
 
-ROOM = room_for(10, idle=True)
+ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
 
 
 @pytest.fixture
@@ -80,25 +80,34 @@ def test_a_fenced_member_ends_its_worker(addresses: Addresses, pipeline: Pipelin
             settler.check()
 
 
-def test_the_waiting_room_gives_back_in_the_order_of_their_times(addresses: Addresses, pipeline: Pipeline) -> None:
+def test_what_was_put_back_comes_again_when_it_is_due(addresses: Addresses, pipeline: Pipeline) -> None:
     bus = connect(addresses, BusSettings())
     bus.create_topics()
-    room = WaitingRoom()
     with bus.member("prefill", "a") as member:
         late, soon = deliveries(member, pipeline, addresses, 2)
-        room.put(late, 60.0)
-        room.put(soon, 0.0)
-        assert room.due() == [soon]
-        assert room.due() == []
-        assert len(room) == 1
-        assert room.next_in_s(0.2) == 0.2
-        assert 50 < room.next_in_s(100.0) <= 60
+        inbox = Inbox(member)
+        inbox.put_back(late, 60.0)
+        inbox.put_back(soon)
+        assert inbox.poll(10, idle=True) == [soon]
+        assert inbox.poll(10, idle=False) == []
+        assert len(inbox) == 1
 
 
-def test_batch_leaves_a_place_unless_nothing_runs() -> None:
-    assert room_for(4, idle=False) == {"interactive": 4, "batch": 3}
-    assert room_for(1, idle=True) == {"interactive": 1, "batch": 1}
-    assert room_for(0, idle=False) == {"interactive": 0, "batch": 0}
+def test_batch_leaves_a_place_unless_nothing_runs(addresses: Addresses, pipeline: Pipeline) -> None:
+    """And what was put back takes up room."""
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    publisher = bus.publisher()
+    publisher.publish([Outgoing(pipeline.requests("batch"), b"x", str(n)) for n in range(6)])
+    publisher.close()
+    with bus.member("prefill", "a") as member:
+        inbox = Inbox(member)
+        assert len(inbox.poll(2, idle=False)) == 1
+        (first, *_) = taken = inbox.poll(2, idle=True)
+        assert len(taken) == 2
+        inbox.put_back(first, 60.0)
+        assert len(inbox.poll(3, idle=False)) == 1
+        assert inbox.poll(1, idle=False) == []
 
 
 def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addresses, pipeline: Pipeline) -> None:

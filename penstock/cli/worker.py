@@ -20,7 +20,7 @@ from penstock.settings import (
     WorkerSettings,
     load,
 )
-from penstock.worker import Heartbeat, StopSignal, slot_name, stay_on
+from penstock.worker import Heartbeat, StopSignal, serve, slot_name, stay_on
 
 app = typer.Typer(help="Run one worker until SIGTERM.", no_args_is_help=True)
 log = logging.getLogger(__name__)
@@ -71,5 +71,5 @@ def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, stop: 
     beat.watch(lambda: {"running": len(worker.running), "waiting": engine.num_waiting})
     beat.say(now=True, state="ready", progress=1.0, model=model.name)
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
-    worker.run(stop, drain_s, lambda: beat.say(now=True, state="draining"))
+    serve(worker, stop, drain_s, lambda: beat.say(now=True, state="draining"))
     log.info("%s has left", name)

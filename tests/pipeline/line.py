@@ -15,6 +15,7 @@ from penstock.messages import Request, Result, decode
 from penstock.names import Pipeline, Stage
 from penstock.record import Record
 from penstock.settings import Addresses, BusSettings, RecordSettings
+from penstock.worker import run_until_idle
 from prefill_worker.worker import PrefillWorker
 from tests.pipeline.workload import SETTINGS, demo_model
 
@@ -65,8 +66,8 @@ class Line:
     def run_until(self, count: int) -> list[Result]:
         """Turn both workers until the results topic has `count` messages."""
         while len(results := self.results()) < count:
-            self.prefill.run_until_idle()
-            self.decode.run_until_idle()
+            run_until_idle(self.prefill)
+            run_until_idle(self.decode)
         return results
 
     def __enter__(self) -> Self:

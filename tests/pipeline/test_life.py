@@ -12,7 +12,7 @@ from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
 from penstock.record import body_hash
 from penstock.settings import Addresses, RecordSettings
-from penstock.worker import StopSignal
+from penstock.worker import StopSignal, run_until_idle, serve
 from tests.pipeline.line import Line
 
 
@@ -43,7 +43,7 @@ def test_cancelled_before_it_began(line: Line) -> None:
 def test_cancelled_in_the_middle(line: Line) -> None:
     """The stream ends within a step or two, with what was said until then, and the blocks are free again."""
     line.send(ask("cut", max_tokens=800))
-    line.prefill.run_until_idle()
+    run_until_idle(line.prefill)
     while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 5):
         line.decode.turn()
     assert line.decode.record.cancel("cut")
@@ -134,9 +134,9 @@ def test_stop_strings_end_the_answer_before_them(line: Line) -> None:
 def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: Line) -> None:
     """With no time to drain, the request is another worker's at once, and goes on where it was."""
     line.send(ask("long", max_tokens=60))
-    line.prefill.run_until_idle()
+    run_until_idle(line.prefill)
     stop = StopSignal()
-    thread = threading.Thread(target=line.decode.run, args=(stop, 0.0))
+    thread = threading.Thread(target=serve, args=(line.decode, stop, 0.0))
     thread.start()
     with Client(line.addresses) as client:
         events = client.stream("long")

@@ -23,7 +23,13 @@ def test_the_example_runs_against_a_live_pipeline(kafka: str, tmp_path: Path) ->
         addresses = stack.addresses
         here = os.environ | {"KAFKA": kafka, "REDIS": addresses.stream_url, "PIPELINE": addresses.pipeline}
         done = subprocess.run(
-            [sys.executable, str(script)], env=here, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
+            [sys.executable, str(script)],
+            env=here,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
         )
     assert done.returncode == 0, done.stderr
     *text, finish_reason = done.stdout.splitlines()

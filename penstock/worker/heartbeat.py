@@ -1,0 +1,92 @@
+"""What a worker says of itself while it lives."""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import redis
+
+from penstock.errors import PenstockError
+from penstock.names import Pipeline
+
+log = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """A key in Redis that says what this worker is doing, renewed by a thread and gone soon after the process is.
+
+    The value is a JSON object: stage, name, host, pid, model, state (`loading`, `ready`, `draining`), progress (0 to 1,
+    while loading), running, waiting, since (seconds since the epoch).
+    """
+
+    def __init__(self, url: str, pipeline: Pipeline, stage: str, name: str, interval_s: float) -> None:
+        self._redis = redis.Redis.from_url(url)
+        self._key = pipeline.worker_key(stage, name)
+        self._interval_s = interval_s
+        self._status: dict[str, object] = {
+            "stage": stage, "name": name, "host": socket.gethostname(), "pid": os.getpid(),
+            "state": "loading", "progress": 0.0, "since": time.time(),
+        }  # fmt: skip
+        self._load: Callable[[], dict[str, object]] = dict
+        self._wake = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended = True
+        self._wake.set()
+        self._thread.join()
+
+    def say(self, *, now: bool = False, **status: object) -> None:
+        """Change what the heartbeat says; `now` does not wait for the next beat."""
+        self._status.update(status)
+        if now:
+            self._wake.set()
+
+    def watch(self, load: Callable[[], dict[str, object]]) -> None:
+        """Ask `load` at each beat for what changes all the time."""
+        self._load = load
+
+    def progress(self, what: str, share: float) -> None:
+        """Progress of a long load, for the key and the log."""
+        self.say(doing=what, progress=round(share, 3))
+
+    def _run(self) -> None:
+        expiry_ms = int(self._interval_s * 4000)
+        while not self._ended:
+            try:
+                self._redis.set(self._key, json.dumps(self._status | self._load()), px=expiry_ms)
+            except redis.RedisError as error:
+                log.warning("heartbeat not written: %s", error)
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+        try:
+            self._redis.delete(self._key)
+        except redis.RedisError as error:
+            log.warning("heartbeat not removed: %s", error)
+
+
+def slot_name(given: str) -> str:
+    """The worker's name: the one given, or host and process id."""
+    return given or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def stay_on(cores: str) -> None:
+    """Keep this process on some cores (`0` or `0,1`); nothing where the system has no affinity."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+        except (OSError, ValueError) as error:
+            raise PenstockError(f"PENSTOCK_WORKER_CORES={cores}: {error}") from None
