@@ -31,7 +31,7 @@ def demo(
     since: Annotated[float, typer.Option(help="When it all began, seconds since the epoch.", hidden=True)] = 0.0,
 ) -> None:
     """Three prompts through topic, prefill worker, KV store, topic, decode worker and Redis."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as name, contextlib.ExitStack() as exits:
         directory = Path(name)
         bootstrap = ""
@@ -46,7 +46,7 @@ def demo(
             begun_s = time.perf_counter()
             request_id = client.submit(prompt=prompt, **sampling.model_dump())
             console.print(f"\n{prompt}", style="bold", end="")
-            times = print_stream(client, request_id, begun_s, None, timeout_s=60.0)
+            times = print_stream(client, request_id, begun_s, 60.0, notes=console)
             if number == 0 and since:
                 first_s = time.time() - (time.perf_counter() - times[0])
                 console.print(

@@ -50,11 +50,13 @@ def generate(
                 seed=seed,
                 stop=stop or [],
             )
-        print_stream(client, request_id or "", begun_s, resume, timeout)
+        print_stream(client, request_id or "", begun_s, timeout, notes=Console(stderr=True), after=resume)
 
 
-def print_stream(client: Client, request_id: str, begun_s: float, after: str | None, timeout_s: float) -> list[float]:
-    """Print a stream's text as it arrives, then what it took. Raises the request's error.
+def print_stream(
+    client: Client, request_id: str, begun_s: float, timeout_s: float, *, notes: Console, after: str | None = None
+) -> list[float]:
+    """Print a stream's text as it arrives, then to `notes` what it took. Raises the request's error.
 
     Returns when each token came, by `time.perf_counter`.
     """
@@ -68,7 +70,7 @@ def print_stream(client: Client, request_id: str, begun_s: float, after: str | N
                 times.append(time.perf_counter())
                 last = event.id
     except KeyboardInterrupt:
-        Console(stderr=True).print(
+        notes.print(
             f"\nleft; read on with: penstock generate - --id {request_id}" + (f" --resume {last}" if last else ""),
             highlight=False,
         )
@@ -76,7 +78,7 @@ def print_stream(client: Client, request_id: str, begun_s: float, after: str | N
     sys.stdout.write("\n")
     sys.stdout.flush()
     if times:
-        Console(stderr=True).print(summary(begun_s, times), style="dim", highlight=False, markup=False)
+        notes.print(summary(begun_s, times), style="dim", highlight=False, markup=False)
     return times
 
 
