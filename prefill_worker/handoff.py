@@ -27,6 +27,8 @@ class Intake:
 
     delivery: Delivery
     id: str
+    body: str
+    """Hash of what was asked: an id with another one is a conflict."""
     request: Request | None = None
     """None where the message could not be read."""
     token_ids: list[int] = field(default_factory=list)

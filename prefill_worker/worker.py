@@ -126,17 +126,15 @@ class PrefillWorker:
     # 2 Claim.
 
     def _admit(self, delivery: Delivery) -> None:
-        request_id = readable_id(delivery.value, delivery.key) if delivery.value else delivery.key
-        if request_id is None:
+        intake = self._read(delivery)
+        if intake is None:
             self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
             return
-        intake = Intake(delivery, request_id)
-        body = self._read(intake)
         if isinstance(intake.error, InternalError) and delivery.attempt < MAX_RETRIES:
             with contextlib.suppress(DeliveryLost):
                 self.member.retry(delivery, f"{intake.error.code}: {intake.error}", RETRY_DELAY_S)
             return
-        claimed = self.record.claim_prefill(intake.id, self.name, body)
+        claimed = self.record.claim_prefill(intake.id, self.name, intake.body)
         match claimed:
             case Busy(wait_s=wait_s):
                 self.inbox.put_back(delivery, wait_s)
@@ -153,25 +151,33 @@ class PrefillWorker:
         with contextlib.suppress(DeliveryLost):
             self.member.dead(delivery, reason)
 
-    def _read(self, intake: Intake) -> str:
-        """Fill in the request and its token ids, or the error; returns the body's hash."""
-        delivery = intake.delivery
-        parent = tracing.context_of(delivery.headers, delivery.timestamp_s)
-        tracing.note("queue.wait", parent, delivery.timestamp_s, intake.started_s, topic=delivery.topic)
-        intake.context = parent
-        body = hashlib.sha256(delivery.value).hexdigest()
+    def _read(self, delivery: Delivery) -> Intake | None:
+        """The request and its token ids, or what is wrong with it; None where not even an id can be read."""
         try:
-            request = intake.request = decode(Request, delivery.value)
-            body = body_hash(request)
-            if request.klass not in (None, delivery.klass):
-                raise InvalidRequest(f"class {request.klass!r} in the topic of class {delivery.klass!r}")
+            request = decode(Request, delivery.value)
+        except RequestError as error:
+            request_id = readable_id(delivery.value, delivery.key)
+            if request_id is None:
+                return None
+            intake = Intake(delivery, request_id, hashlib.sha256(delivery.value).hexdigest(), error=error)
+        else:
+            intake = Intake(delivery, request.id, body_hash(request), request)
+            self._tokenize(intake, request)
+        intake.context = tracing.context_of(delivery.headers, delivery.timestamp_s)
+        tracing.note("queue.wait", intake.context, delivery.timestamp_s, intake.started_s, topic=delivery.topic)
+        return intake
+
+    def _tokenize(self, intake: Intake, request: Request) -> None:
+        klass = intake.delivery.klass
+        try:
+            if request.klass not in (None, klass):
+                raise InvalidRequest(f"class {request.klass!r} in the topic of class {klass!r}")
             intake.token_ids = self.prompts.read(request)
         except RequestError as error:
             intake.error = error
         except Exception as error:
             log.exception("request %s", intake.id)
             intake.error = InternalError(f"{type(error).__name__}: {error}")
-        return body
 
     def _begin(self, intake: Intake, claim: Claim) -> None:
         if intake.error is None:

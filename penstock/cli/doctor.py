@@ -13,6 +13,7 @@ from typing import Literal
 import redis
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from penstock.bus.connect import connect
 from penstock.errors import DependencyMissing, PenstockError
@@ -37,13 +38,13 @@ class Finding:
 
 def doctor() -> None:
     """Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     failed = False
     for finding in findings():
         failed |= finding.state == "fail"
-        console.print(f"[{STYLES[finding.state]}]{finding.state:4}[/]  {finding.what:18} {finding.found}")
+        console.print(f"[{STYLES[finding.state]}]{finding.state:4}[/]  {finding.what:19} {escape(finding.found)}")
         if finding.advice:
-            console.print(f"      {'':18} → {finding.advice}")
+            console.print(f"      {'':19} → {escape(finding.advice)}")
     raise typer.Exit(1 if failed else 0)
 
 

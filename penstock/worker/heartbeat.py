@@ -33,6 +33,7 @@ class Heartbeat:
             "stage": stage, "name": name, "host": socket.gethostname(), "pid": os.getpid(),
             "state": "loading", "progress": 0.0, "since": time.time(),
         }  # fmt: skip
+        self._logged = ("", -1)
         self._load: Callable[[], dict[str, object]] = dict
         self._wake = threading.Event()
         self._ended = False
@@ -60,7 +61,10 @@ class Heartbeat:
         self._load = load
 
     def progress(self, what: str, share: float) -> None:
-        """Progress of a long load, for the key and the log."""
+        """Progress of a long load, for the key and, every tenth of it, for the log."""
+        if (what, int(share * 10)) != self._logged:
+            self._logged = (what, int(share * 10))
+            log.info("%s: %.0f%%", what, share * 100)
         self.say(doing=what, progress=round(share, 3))
 
     def _run(self) -> None:
