@@ -31,9 +31,7 @@ from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.retries import dead_message
 from penstock.errors import (
     POISONOUS,
-    AttemptsExhausted,
     Cancelled,
-    DeadlineExceeded,
     DeliveryLost,
     InternalError,
     RequestError,
@@ -41,7 +39,7 @@ from penstock.errors import (
 from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, TokenEvent, Usage, decode, now_s
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Bound, Busy, Claim, LeaseKeeper, Record
-from penstock.worker import Inbox, Settler
+from penstock.worker import Inbox, Settler, cause_to_end, too_late
 
 log = logging.getLogger(__name__)
 
@@ -198,13 +196,7 @@ class DecodeWorker:
             return job.error.exception()
         if not job.token_ids:
             return InternalError("the request's record was lost after it had ended in prefill")
-        if claim.cancelled:
-            return Cancelled("cancelled")
-        if claim.exhausted:
-            return AttemptsExhausted(f"tried {claim.attempts - 1} times without a new token")
-        if job.deadline is not None and now_s() > job.deadline:
-            return DeadlineExceeded("the deadline passed before the answer was complete")
-        return None
+        return cause_to_end(claim, job.deadline)
 
     # 7 Step.
 
@@ -238,11 +230,11 @@ class DecodeWorker:
                 self._end(decoding)
 
     def _expire(self) -> None:
-        late = [d for d in self.running.values() if d.job.deadline is not None and now_s() > d.job.deadline]
-        for decoding in late:
-            decoding.error = DeadlineExceeded("the deadline passed before the answer was complete")
-            decoding.tail = decoding.output.flush()
-            self._end(decoding)
+        for decoding in list(self.running.values()):
+            decoding.error = too_late(decoding.job.deadline)
+            if decoding.error is not None:
+                decoding.tail = decoding.output.flush()
+                self._end(decoding)
 
     # 8 End.
 

@@ -13,7 +13,6 @@ log and keeps it; after 5, the job is in the topic, exactly once. A crash inside
 """
 
 import contextlib
-import hashlib
 import logging
 from dataclasses import dataclass, field
 
@@ -29,30 +28,25 @@ from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.retries import dead_message
 from penstock.errors import (
     POISONOUS,
-    AttemptsExhausted,
     Cancelled,
-    DeadlineExceeded,
     DeliveryLost,
     IdConflict,
     InternalError,
-    InvalidRequest,
     RequestError,
 )
 from penstock.messages import (
     EndEvent,
     ErrorInfo,
     FinishReason,
-    Request,
     TokenEvent,
     Usage,
-    decode,
     now_s,
-    readable_id,
 )
 from penstock.names import Pipeline
-from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record, body_hash
-from penstock.worker import Inbox, Settler
-from prefill_worker.handoff import Intake, outgoing_job, seed_of
+from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record
+from penstock.worker import Inbox, Settler, cause_to_end
+from prefill_worker.handoff import job_of, outgoing_job, timings_of
+from prefill_worker.intake import Intake, read, seed_of
 from prefill_worker.tokenize import PromptReader
 
 log = logging.getLogger(__name__)
@@ -126,7 +120,7 @@ class PrefillWorker:
     # 2 Claim.
 
     def _admit(self, delivery: Delivery) -> None:
-        intake = self._read(delivery)
+        intake = read(delivery, self.prompts)
         if intake is None:
             self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
             return
@@ -151,37 +145,9 @@ class PrefillWorker:
         with contextlib.suppress(DeliveryLost):
             self.member.dead(delivery, reason)
 
-    def _read(self, delivery: Delivery) -> Intake | None:
-        """The request and its token ids, or what is wrong with it; None where not even an id can be read."""
-        try:
-            request = decode(Request, delivery.value)
-        except RequestError as error:
-            request_id = readable_id(delivery.value, delivery.key)
-            if request_id is None:
-                return None
-            intake = Intake(delivery, request_id, hashlib.sha256(delivery.value).hexdigest(), error=error)
-        else:
-            intake = Intake(delivery, request.id, body_hash(request), request)
-            self._tokenize(intake, request)
-        intake.context = tracing.context_of(delivery.headers, delivery.timestamp_s)
-        tracing.note("queue.wait", intake.context, delivery.timestamp_s, intake.started_s, topic=delivery.topic)
-        return intake
-
-    def _tokenize(self, intake: Intake, request: Request) -> None:
-        klass = intake.delivery.klass
-        try:
-            if request.klass not in (None, klass):
-                raise InvalidRequest(f"class {request.klass!r} in the topic of class {klass!r}")
-            intake.token_ids = self.prompts.read(request)
-        except RequestError as error:
-            intake.error = error
-        except Exception as error:
-            log.exception("request %s", intake.id)
-            intake.error = InternalError(f"{type(error).__name__}: {error}")
-
     def _begin(self, intake: Intake, claim: Claim) -> None:
-        if intake.error is None:
-            intake.error = self._cause_to_end(intake, claim)
+        if intake.error is None and intake.request is not None:
+            intake.error = cause_to_end(claim, intake.request.deadline)
         if intake.id in self.running:  # held until its lease ran out, and now claimed anew
             self._forget(self.running[intake.id])
         if claim.ended or intake.error is not None:
@@ -196,16 +162,6 @@ class PrefillWorker:
         else:
             self.running[prefill.seq.id] = prefill
             self.leases.add(claim)
-
-    def _cause_to_end(self, intake: Intake, claim: Claim) -> RequestError | None:
-        if claim.cancelled:
-            return Cancelled("cancelled before it began")
-        if claim.exhausted:
-            return AttemptsExhausted(f"tried {claim.attempts - 1} times without a new token")
-        deadline = intake.request.deadline if intake.request else None
-        if deadline is not None and now_s() > deadline:
-            return DeadlineExceeded("the deadline passed before the prompt was computed")
-        return None
 
     # 3 Compute.
 
@@ -284,7 +240,7 @@ class PrefillWorker:
         self._settle_job(prefill.intake, prefill.claim)
 
     def _settle_job(self, intake: Intake, claim: Claim) -> None:
-        job = intake.job(self.store.layout.fingerprint)
+        job = job_of(intake, self.store.layout.fingerprint)
         span = tracing.begin("hand_off", intake.context, job=job.job)
         outputs = [outgoing_job(self.pipeline, job, intake.context)]
         if intake.error is not None and intake.error.code in POISONOUS:
@@ -317,7 +273,7 @@ class PrefillWorker:
             cached_tokens=intake.cached_tokens,
             completion_tokens=claim.num_tokens,
         )
-        timings = intake.job("").timings.model_copy(update={"finished": now_s()})
+        timings = timings_of(intake).model_copy(update={"finished": now_s()})
         return self.record.finish(claim, EndEvent(finish_reason=reason, usage=usage, timings=timings, error=error))
 
     def _forget(self, prefill: Prefill, *, keep_lease: bool = False) -> None:

@@ -1,8 +1,20 @@
 """What both workers are made of: the frame of the loop, its inbox, settling in the background, the heartbeat."""
 
+from penstock.worker.ends import cause_to_end, too_late
 from penstock.worker.heartbeat import Heartbeat, slot_name, stay_on
 from penstock.worker.inbox import Inbox
 from penstock.worker.loop import StopSignal, run_until_idle, serve
 from penstock.worker.settler import Settler
 
-__all__ = ["Heartbeat", "Inbox", "Settler", "StopSignal", "run_until_idle", "serve", "slot_name", "stay_on"]
+__all__ = [
+    "Heartbeat",
+    "Inbox",
+    "Settler",
+    "StopSignal",
+    "cause_to_end",
+    "run_until_idle",
+    "serve",
+    "slot_name",
+    "stay_on",
+    "too_late",
+]

@@ -1,0 +1,73 @@
+"""A request as prefill takes it in: what its message says, or what is wrong with it."""
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+
+from opentelemetry.context import Context
+
+from penstock import tracing
+from penstock.bus.contract import Delivery
+from penstock.errors import InternalError, InvalidRequest, RequestError
+from penstock.messages import Request, decode, now_s, readable_id
+from penstock.record import body_hash
+from prefill_worker.tokenize import PromptReader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Intake:
+    """A request as prefill holds it: its delivery and what is known of it so far."""
+
+    delivery: Delivery
+    id: str
+    body: str
+    """Hash of what was asked: an id with another one is a conflict."""
+    request: Request | None = None
+    """None where the message could not be read."""
+    token_ids: list[int] = field(default_factory=list)
+    error: RequestError | None = None
+    started_s: float = field(default_factory=now_s)
+    first_token_s: float = 0.0
+    cached_tokens: int = 0
+    last_block: str = ""
+    context: Context = field(default_factory=Context)
+    """Of the span that later spans are children of."""
+
+
+def read(delivery: Delivery, prompts: PromptReader) -> Intake | None:
+    """The request and its token ids, or what is wrong with it; None where not even an id can be read."""
+    try:
+        request = decode(Request, delivery.value)
+    except RequestError as error:
+        request_id = readable_id(delivery.value, delivery.key)
+        if request_id is None:
+            return None
+        intake = Intake(delivery, request_id, hashlib.sha256(delivery.value).hexdigest(), error=error)
+    else:
+        intake = Intake(delivery, request.id, body_hash(request), request)
+        _tokenize(intake, request, prompts)
+    intake.context = tracing.context_of(delivery.headers, delivery.timestamp_s)
+    tracing.note("queue.wait", intake.context, delivery.timestamp_s, intake.started_s, topic=delivery.topic)
+    return intake
+
+
+def _tokenize(intake: Intake, request: Request, prompts: PromptReader) -> None:
+    klass = intake.delivery.klass
+    try:
+        if request.klass not in (None, klass):
+            raise InvalidRequest(f"class {request.klass!r} in the topic of class {klass!r}")
+        intake.token_ids = prompts.read(request)
+    except RequestError as error:
+        intake.error = error
+    except Exception as error:  # a bug is this request's, not its neighbours'
+        log.exception("request %s", intake.id)
+        intake.error = InternalError(f"{type(error).__name__}: {error}")
+
+
+def seed_of(request: Request) -> int:
+    """The seed given, or one derived from the id: the same for every attempt."""
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    return int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:8], "big") >> 1
