@@ -20,7 +20,9 @@ from penstock.status import worker_status
 
 DEFAULT_PORT = 7379
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
-"""Before a worker that died is started again: longer the more often it died without ever being ready."""
+"""Before a worker that died is started again: longer the more often it died soon after its start."""
+STEADY_S = 20.0
+"""A worker that lived this long has not failed to start."""
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Worker:
     child: Child | None = None
     failures: int = 0
     start_at: float = 0.0
+    started_at: float = 0.0
     was_ready: bool = field(default=False)
 
 
@@ -91,7 +94,8 @@ class Stack:
         """Start again what died. To be called now and then."""
         for worker in self.workers:
             if worker.child is not None and not worker.child.alive():
-                worker.failures = 0 if worker.was_ready else worker.failures + 1
+                lived_s = time.monotonic() - worker.started_at
+                worker.failures = 0 if lived_s > STEADY_S else worker.failures + 1
                 delay_s = RESTART_DELAYS_S[min(worker.failures, len(RESTART_DELAYS_S) - 1)]
                 worker.child, worker.start_at = None, time.monotonic() + delay_s
             if worker.child is None and time.monotonic() >= worker.start_at:
@@ -103,14 +107,14 @@ class Stack:
         Raises `PenstockError` with the end of its log when a worker cannot start.
         """
         end, said = time.monotonic() + timeout_s, ""
+        failures_before = {worker.name: worker.failures for worker in self.workers}
         while not all(worker.was_ready for worker in self.workers):
             line = self._look()
             if line != said:
                 progress(line)
                 said = line
             self.tend()
-            failed = next((worker for worker in self.workers if worker.failures >= 2), None)
-            if failed is not None:
+            for failed in (w for w in self.workers if w.failures >= failures_before[w.name] + 2):
                 raise PenstockError(f"{failed.name} does not start; its log ends:\n{self.log_tail(failed)}")
             if time.monotonic() > end:
                 raise PenstockError(f"not ready within {timeout_s:g} s: {line}")
@@ -147,7 +151,7 @@ class Stack:
             **self._environment,
         }
         command = [sys.executable, "-m", "penstock.cli.main", "worker", worker.stage]
-        worker.was_ready = False
+        worker.was_ready, worker.started_at = False, time.monotonic()
         worker.child = start_child(command, name=worker.name, log=self._log(worker), environment=environment)
 
     def _log(self, worker: Worker) -> Path:
