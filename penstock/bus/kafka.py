@@ -143,11 +143,14 @@ class KafkaBus:
 
 
 class KafkaPublisher:
-    """Writes messages, each idempotent and acknowledged by all in-sync replicas."""
+    """Writes messages, each acknowledged by all in-sync replicas.
+
+    Not idempotent on purpose: a request that a retry writes twice is one request by its id, and an idempotent
+    producer's first message waits half a second for its producer id.
+    """
 
     def __init__(self, bus: KafkaBus) -> None:
         settings = producer_settings(bus.bootstrap) | {
-            "enable.idempotence": True,
             "message.timeout.ms": 10_000,
         }
         self._producer = Producer(settings)
