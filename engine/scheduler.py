@@ -50,33 +50,34 @@ class Scheduler:
         seq.imported = []
 
     def schedule(self, token_budget: int, max_batch: int) -> Plan:
-        """The next step: decodes first, then prefill chunks, then new sequences, until the budget is used up.
+        """The next step: decodes first, then class by class prefill chunks and new sequences, up to the budget.
 
-        A step has at most `token_budget` tokens; at most `max_batch` sequences are running.
+        A step has at most `token_budget` tokens; at most `max_batch` sequences are running. While one of a class has
+        to wait, none of a lower class is admitted.
         """
         self.running = [seq for seq in self.running if seq.state is State.RUNNING]
+        prefills = [seq for seq in self.running if seq.num_pending > 1]
         plan: Plan = []
-        decodes = [seq for seq in self.running if seq.num_pending == 1]
-        prefills = sorted((seq for seq in self.running if seq.num_pending > 1), key=_rank)
-        for seq in [*decodes, *prefills]:
-            if token_budget == 0:
-                return plan
-            num_tokens = min(seq.num_pending, token_budget)
-            plan.append((seq, num_tokens))
-            token_budget -= num_tokens
-        while token_budget > 0 and len(self.running) < max_batch:
-            admitted = self._admit_next()
-            if admitted is None:
-                break
-            num_tokens = min(admitted.num_pending, token_budget)
-            plan.append((admitted, num_tokens))
-            token_budget -= num_tokens
+        for seq in self.running:
+            if seq.num_pending == 1:
+                token_budget -= _plan(plan, seq, token_budget)
+        may_admit = True
+        for klass in CLASSES:
+            for seq in prefills:
+                if seq.klass == klass:
+                    token_budget -= _plan(plan, seq, token_budget)
+            while may_admit and token_budget > 0 and len(self.running) < max_batch:
+                admitted = self._admit_next(klass)
+                if admitted is None:
+                    break
+                token_budget -= _plan(plan, admitted, token_budget)
+            may_admit = may_admit and not self.waiting[klass]
         return plan
 
-    def _admit_next(self) -> Sequence | None:
-        """Admit the first in line; None if nobody waits or the first has to wait for blocks."""
-        queue = next((queue for queue in self.waiting.values() if queue), None)
-        if queue is None or not self._fits(queue[0]):
+    def _admit_next(self, klass: PriorityClass) -> Sequence | None:
+        """Admit the first in line of a class; None if nobody waits or the first has to wait for blocks."""
+        queue = self.waiting[klass]
+        if not queue or not self._fits(queue[0]):
             return None
         seq = queue.popleft()
         self._admit(seq)
@@ -117,5 +118,9 @@ def _contiguous(imported: list[tuple[int, Payload]], first: int) -> list[tuple[i
     return [(index, by_index[index]) for index in range(first, last)]
 
 
-def _rank(seq: Sequence) -> int:
-    return CLASSES.index(seq.klass)
+def _plan(plan: Plan, seq: Sequence, token_budget: int) -> int:
+    """Plan as much of a sequence as the budget has room for; returns how many tokens."""
+    num_tokens = min(seq.num_pending, token_budget)
+    if num_tokens > 0:
+        plan.append((seq, num_tokens))
+    return num_tokens

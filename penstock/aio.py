@@ -80,7 +80,7 @@ class AsyncClient:
                 payload = await _next(mailbox, min(SILENCE_S, over - time.monotonic()))
                 news = reader.feed_live(parse_event(payload)) if payload is not None else []
                 if payload is None or reader.behind:
-                    news = await self._catch_up(request_id, reader)
+                    news = [*news, *await self._catch_up(request_id, reader)]
                 if news:
                     for event in without_error(news):
                         yield event

@@ -171,7 +171,7 @@ class Client:
                 payload = mailbox.get(min(SILENCE_S, over - time.monotonic()))
                 news = reader.feed_live(parse_event(payload)) if payload is not None else []
                 if payload is None or reader.behind:
-                    news = self._catch_up(request_id, reader)
+                    news = [*news, *self._catch_up(request_id, reader)]
                 if news:
                     yield from without_error(news)
                     over = time.monotonic() + timeout_s

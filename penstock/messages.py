@@ -30,6 +30,7 @@ MAX_ERROR_CHARS = 1000
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 RequestId = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")]
+MAX_ERRORS = 100
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -210,17 +211,15 @@ def decode(kind: type[M], value: bytes) -> M:
     try:
         message = kind.model_validate_json(value, by_alias=True, by_name=False)
     except ValidationError as error:
-        if any(line["loc"] == ("v",) and line["type"] == "literal_error" for line in error.errors(include_url=False)):
+        if error.error_count() > MAX_ERRORS:  # spelling out millions of them would stall the worker
+            raise InvalidRequest(f"{error.error_count():,} errors") from None
+        lines = [dict(line) for line in error.errors(include_url=False, include_input=False)]
+        if any(line["loc"] == ("v",) and line["type"] == "literal_error" for line in lines):
             raise UnsupportedVersion(f"this build reads message version {VERSION}") from None
-        raise InvalidRequest(_explain(error)) from None
+        raise InvalidRequest("; ".join(map(_explain_line, lines[:5]))) from None
     if "v" in kind.model_fields and "v" not in message.model_fields_set:
         raise InvalidRequest(f"v: the message does not say its version ({VERSION})")
     return message
-
-
-def _explain(error: ValidationError) -> str:
-    lines = [_explain_line(dict(line)) for line in error.errors(include_url=False, include_input=False)[:5]]
-    return "; ".join(lines)
 
 
 def _explain_line(line: Mapping[str, Any]) -> str:

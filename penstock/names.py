@@ -48,6 +48,7 @@ ATTEMPT = "penstock-attempt"
 NOT_BEFORE = "penstock-not-before"
 ORIGIN = "penstock-origin"
 REASON = "penstock-reason"
+TRUNCATED = "penstock-truncated"
 
 
 def is_request_id(text: str) -> bool:

@@ -16,7 +16,12 @@ class PromptReader:
         """The prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`."""
         if request.model not in (None, self._model.name):
             raise UnknownModel(f"this pipeline serves {self._model.name!r}, not {request.model!r}")
-        token_ids = self._given(request) if request.token_ids is not None else self._encode(self._text(request))
+        if request.token_ids is not None:
+            token_ids = self._given(request)
+        elif request.prompt is not None:
+            token_ids = self._encode(request.prompt)
+        else:
+            token_ids = self._encode(self._chat(request), special=False)  # the template writes its own
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
         self._check_length(len(token_ids), request.sampling.max_tokens)
@@ -29,9 +34,7 @@ class PromptReader:
             raise InvalidRequest(f"token id {max(token_ids)}: the vocabulary has {vocab_size}")
         return token_ids
 
-    def _text(self, request: Request) -> str:
-        if request.prompt is not None:
-            return request.prompt
+    def _chat(self, request: Request) -> str:
         turns = [turn.model_dump() for turn in request.messages or ()]
         if not self._model.tokenizer.chat_template:
             raise InvalidRequest(f"{self._model.name!r} has no chat template; send a prompt instead of messages")
@@ -41,10 +44,10 @@ class PromptReader:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
         return str(text)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, *, special: bool = True) -> list[int]:
         # No token is longer than the longest one: a text that cannot fit is refused without tokenizing megabytes of it.
         self._check_length(len(text) // self._longest_token, 1)
-        encoded: list[int] = self._model.tokenizer(text, verbose=False)["input_ids"]
+        encoded: list[int] = self._model.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
         return encoded
 
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:

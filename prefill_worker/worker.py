@@ -126,7 +126,7 @@ class PrefillWorker:
             return
         if isinstance(intake.error, InternalError) and delivery.attempt < MAX_RETRIES:
             with contextlib.suppress(DeliveryLost):
-                self.member.retry(delivery, f"{intake.error.code}: {intake.error}", RETRY_DELAY_S)
+                self.member.retry(delivery, f"{intake.error.code}: {intake.error}"[:1000], RETRY_DELAY_S)
             return
         claimed = self.record.claim_prefill(intake.id, self.name, intake.body)
         match claimed:
@@ -148,8 +148,10 @@ class PrefillWorker:
     def _begin(self, intake: Intake, claim: Claim) -> None:
         if intake.error is None and intake.request is not None:
             intake.error = cause_to_end(claim, intake.request.deadline)
-        if intake.id in self.running:  # held until its lease ran out, and now claimed anew
-            self._forget(self.running[intake.id])
+        if (older := self.running.get(intake.id)) is not None:  # held until its lease ran out, and now claimed anew
+            self._forget(older)
+            if older.intake.delivery.position != intake.delivery.position:
+                self.inbox.put_back(older.intake.delivery)
         if claim.ended or intake.error is not None:
             self._end(intake, claim)
             return
@@ -210,6 +212,7 @@ class PrefillWorker:
         events: list[tuple[Prefill, TokenEvent, FinishReason | None]] = []
         for prefill, sampled in firsts:
             prefill.intake.cached_tokens = prefill.seq.num_cached
+            prefill.intake.first_token_s = prefill.intake.started_s  # where the log has one: not later than this
             if prefill.claim.num_tokens == 0:
                 request = prefill.intake.request
                 assert request is not None
@@ -219,7 +222,7 @@ class PrefillWorker:
                 events.append((prefill, prefill.claim.next_event(sampled.token_id, text), finish))
         outcomes = self.record.append([(prefill.claim, event) for prefill, event, _ in events])
         for (prefill, _, finish), outcome in zip(events, outcomes, strict=True):
-            prefill.intake.first_token_s = now_s()
+            prefill.intake.first_token_s = now_s() if outcome is AppendOutcome.OK else 0.0
             if outcome is AppendOutcome.FENCED:
                 prefill.lost = True
             elif outcome is AppendOutcome.CANCELLED:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from penstock.bus.contract import Delivery, Outgoing
-from penstock.names import ATTEMPT, CLASSES, NOT_BEFORE, ORIGIN, REASON, Pipeline, PriorityClass, Stage
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
+from penstock.names import ATTEMPT, CLASSES, NOT_BEFORE, ORIGIN, REASON, TRUNCATED, Pipeline, PriorityClass, Stage
 
 SHELF_CAPACITY = 1024
 """Messages a member keeps while they are not due. With more it stops reading the retry topic for a while."""
@@ -40,7 +40,16 @@ def dead_message(pipeline: Pipeline, delivery: Delivery, reason: str) -> Outgoin
     headers = {name: value for name, value in delivery.headers.items() if name != NOT_BEFORE}
     headers[ORIGIN] = delivery.topic
     headers[REASON] = reason[:MAX_REASON_CHARS]
-    return Outgoing(pipeline.dead, delivery.value, delivery.key, headers)
+    message = Outgoing(pipeline.dead, delivery.value, delivery.key, headers)
+    return message if message.num_bytes <= MAX_MESSAGE_BYTES else _cut(message)
+
+
+def _cut(message: Outgoing) -> Outgoing:
+    """The beginning of a message that no topic takes whole, and what is known of it: a dead letter always fits."""
+    kept = {name: message.headers[name][:MAX_REASON_CHARS] for name in (ORIGIN, REASON)}
+    kept[TRUNCATED] = str(len(message.value))
+    key = message.key if message.key is not None and len(message.key) <= MAX_REASON_CHARS else None
+    return Outgoing(message.topic, message.value[: MAX_MESSAGE_BYTES // 2], key, kept)
 
 
 def retry_position(position: str) -> str:

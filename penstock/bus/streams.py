@@ -152,6 +152,11 @@ def encode(message: Outgoing) -> dict[str, str | bytes]:
     return fields
 
 
+def _utf8(text: str) -> str:
+    """Text that can be sent on: JSON may hold half a character."""
+    return text.encode(errors="replace").decode()
+
+
 def decode(fields: dict[bytes, bytes]) -> tuple[bytes, str | None, dict[str, str]]:
     """Value, key and headers of a stream entry. Headers that are no JSON object of strings are left out."""
     key = fields.get(b"key")
@@ -159,5 +164,5 @@ def decode(fields: dict[bytes, bytes]) -> tuple[bytes, str | None, dict[str, str
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(fields.get(b"headers", b"{}"))
         if isinstance(found, dict):
-            headers = {name: text for name, text in found.items() if isinstance(text, str)}
+            headers = {_utf8(name): _utf8(text) for name, text in found.items() if isinstance(text, str)}
     return fields.get(b"value", b""), None if key is None else key.decode(errors="replace"), headers

@@ -28,7 +28,7 @@ def up(
     data: Annotated[Path | None, typer.Option(help="Directory for data and logs.")] = None,
 ) -> None:
     """Start Redis (where none is given), a prefill and a decode worker, and keep them running until Ctrl-C."""
-    console, stop = Console(stderr=True), StopSignal().install()
+    console = Console(stderr=True)
     given = load(Addresses)
     redis = redis or (given.stream_url if "stream_url" in given.model_fields_set else "")
     directory = data or data_directory()
@@ -44,6 +44,7 @@ def up(
     with stack:
         with console.status("starting") as status:
             stack.wait_ready(READY_WITHIN_S, status.update)
+        stop = StopSignal().install()
         console.print(
             f"Penstock is up: pipeline [b]{stack.addresses.pipeline}[/b], logs in {directory}",
             highlight=False,

@@ -43,14 +43,13 @@ def run(stage: Stage) -> None:
     addresses, settings = load(Addresses), load(WorkerSettings)
     name, pipeline = slot_name(settings.name), Pipeline(addresses.pipeline)
     stay_on(settings.cores)
-    stop = StopSignal().install()
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing.recording(f"penstock-{stage}", load(TraceSettings).file))
         beat = stack.enter_context(Heartbeat(addresses.stream_url, pipeline, stage, name, settings.heartbeat_s))
-        _work(stage, name, addresses, beat, stop, settings.drain_s)
+        _work(stage, name, addresses, beat, settings.drain_s)
 
 
-def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, stop: StopSignal, drain_s: float) -> None:
+def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, drain_s: float) -> None:
     try:
         from decode_worker.worker import DecodeWorker
         from engine.engine import Engine
@@ -61,6 +60,7 @@ def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, stop: 
     from penstock.record import Record
 
     engine = Engine.open(load(EngineSettings), beat.progress)
+    stop = StopSignal().install()  # until here there is nothing to finish or hand back
     model, pipeline = engine.model, Pipeline(addresses.pipeline)
     layout = Layout(model.fingerprint, engine.settings.block_size, engine.block_bytes)
     store = KVStore.open(layout, load(KVSettings), addresses.kv_url or addresses.stream_url)

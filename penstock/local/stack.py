@@ -92,6 +92,8 @@ class Stack:
 
     def tend(self) -> None:
         """Start again what died. To be called now and then."""
+        if self._server is not None:
+            self._server.start()
         for worker in self.workers:
             if worker.child is not None and not worker.child.alive():
                 lived_s = time.monotonic() - worker.started_at

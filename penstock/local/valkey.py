@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from penstock.errors import DependencyMissing
+from penstock.errors import DependencyMissing, PenstockError
 from penstock.local.processes import (
     Child,
     container_engine_answers,
@@ -54,6 +54,7 @@ class ValkeyServer:
         """Start, and wait until it answers; raises `DependencyMissing`."""
         if self._child is not None and self._child.alive():
             return self
+        self._check_port()
         self.directory.mkdir(parents=True, exist_ok=True)
         options = {
             "bind": "127.0.0.1",
@@ -72,6 +73,15 @@ class ValkeyServer:
         self._child = start_child(command, name="Valkey", log=self.directory / "valkey.log", directory=self.directory)
         wait_until_serving(self._child, self._answers, 30.0)
         return self
+
+    def _check_port(self) -> None:
+        """Another server there would answer in the name of ours."""
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError:
+                raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?") from None
 
     def stop(self) -> None:
         """End in order: everything is on disk."""

@@ -37,13 +37,14 @@ class Inbox:
     def poll(self, room: int, *, idle: bool) -> list[Delivery]:
         """What to look at now: at most `room` fresh deliveries, waiting for the first only where the worker is idle.
 
-        Batch work leaves one place for what is interactive. Those put back take up room until they are settled.
+        Batch work leaves one place for what is interactive, unless there is only one and nobody uses it. Those put
+        back take up room until they are settled.
         """
         free = max(0, room - len(self._waiting))
         if not free and not idle:
             return self._due()
         timeout_s = self._next_in_s() if idle else 0.0
-        batch = free if idle else max(0, free - 1)
+        batch = free - 1 if free > 1 else free * idle
         fresh = self._member.poll(timeout_s, {"interactive": free, "batch": batch})
         return self._due() + fresh
 

@@ -86,6 +86,12 @@ class Settler:
                 self._lock.notify_all()
 
     def _settle_batch(self, batch: list[_Order]) -> None:
+        """A delivery that came a second time while its first settlement was on its way is settled once."""
+        unique = {order.place: order for order in reversed(batch)}
+        self._settle_all([order for order in batch if unique[order.place] is order])
+        self._finish([order for order in batch if unique[order.place] is not order], settled=False)
+
+    def _settle_all(self, batch: list[_Order]) -> None:
         tries = 0
         while batch:
             try:

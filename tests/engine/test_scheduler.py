@@ -120,3 +120,12 @@ def test_everything_ends_and_nothing_is_lost(seed: int, num_blocks: int, budget:
             alive.remove(seq)
     assert not alive
     assert scheduler.pool.num_free == num_blocks
+
+
+def test_a_long_batch_prompt_does_not_hold_up_an_interactive_one() -> None:
+    scheduler = _scheduler()
+    long, short = _seq(200, klass="batch"), _seq(10, first=500)
+    scheduler.add(long)
+    _finish(scheduler, scheduler.schedule(16, 8))
+    scheduler.add(short)
+    assert scheduler.schedule(16, 8) == [(short, 10), (long, 6)]

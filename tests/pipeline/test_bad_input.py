@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock import names
+from penstock.bus.contract import MAX_MESSAGE_BYTES
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
 from penstock.settings import Addresses
@@ -30,6 +31,8 @@ BAD: dict[str, tuple[bytes, str]] = {
     "not-json": (b"{not json", "invalid_request"),
     "nothing": (b"", "invalid_request"),
     "an-array": (b"[]", "invalid_request"),
+    "many-errors": (b'{"v": 1, "id": "many-errors", "token_ids": [' + b"-1," * 2_000_000 + b"-1]}", "invalid_request"),
+    "many-unknown": (b'{"v": 1, ' + b",".join(b'"f%d": 1' % n for n in range(200_000)) + b"}", "invalid_request"),
     "deep": (b"[" * 100_000, "invalid_request"),
     "not-utf8": (b'{"v": 1, "id": "not-utf8", "prompt": "\xff\xfe"}', "invalid_request"),
     "half-a-character": (b'{"v": 1, "id": "half-a-character", "prompt": "\\ud800"}', "invalid_request"),
@@ -84,6 +87,17 @@ def test_without_an_id_only_the_dead_letter_topic_can_tell(line: Line) -> None:
     reasons = [message.headers[names.REASON] for message in line.dead()]
     assert len(reasons) == 2
     assert all(reason.startswith("invalid_request") for reason in reasons)
+
+
+def test_a_message_too_large_for_any_topic_is_buried_in_part(line: Line) -> None:
+    """What cannot be read and only just fits its own topic still has to fit the dead letters'."""
+    value = b"{" * (MAX_MESSAGE_BYTES - 10)
+    line.publish(value)
+    line.send(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
+    line.run_until(1)
+    (dead,) = line.dead()
+    assert dead.headers[names.TRUNCATED] == str(len(value))
+    assert value.startswith(dead.value)
 
 
 def test_an_id_used_twice_with_another_body(line: Line) -> None:

@@ -1,5 +1,6 @@
 """What can happen to a request on its way: cancelled, sent twice, given up, of either class, ended in prefill."""
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 
@@ -64,6 +65,16 @@ def test_sent_twice_is_answered_once(line: Line) -> None:
     assert line.dead() == []
 
 
+def test_sent_many_times_is_not_given_up(line: Line) -> None:
+    """A hand-off is progress: copies of a request that waits for decode do not use up its attempts."""
+    for _ in range(5):
+        line.send(ask("again"))
+        run_until_idle(line.prefill)
+    (result,) = line.run_until(1)
+    assert result.error is None
+    assert line.dead() == []
+
+
 def test_one_token_ends_in_prefill_and_has_its_result(line: Line) -> None:
     line.send(ask("short", max_tokens=1))
     (result,) = line.run_until(1)
@@ -112,6 +123,25 @@ def test_both_classes_are_answered_and_keep_their_class(line: Line) -> None:
     line.send(quick)
     results = {result.id: result.klass for result in line.run_until(2)}
     assert results == {"slow": "batch", "quick": "interactive"}
+
+
+def test_chat_tokens_are_those_of_the_template(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that adds a first token to every text does not add it to what the template wrote."""
+    tokenizer, given = line.prefill.engine.model.tokenizer, []
+
+    class Recording:
+        chat_template = tokenizer.chat_template
+        apply_chat_template = tokenizer.apply_chat_template
+
+        def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
+            given.append(add_special_tokens)
+            return {"input_ids": tokenizer(text)["input_ids"]}
+
+    model = dataclasses.replace(line.prefill.engine.model, tokenizer=Recording())
+    monkeypatch.setattr(line.prefill.prompts, "_model", model)
+    line.send(ask("chat", prompt=None, messages=[{"role": "user", "content": "In the beginning"}]), ask("plain"))
+    run_until_idle(line.prefill)
+    assert sorted(given) == [False, True]
 
 
 def test_chat_messages_go_through_the_chat_template(line: Line) -> None:

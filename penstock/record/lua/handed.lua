@@ -1,4 +1,4 @@
--- Prefill's job is durable: nobody needs to take the request over.
+-- Prefill's job is durable: nobody needs to take the request over, and its attempts came to something.
 --
 -- KEYS[1]  record   hash
 -- ARGV     epoch
@@ -9,5 +9,5 @@
 
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'stage')
 if r[1] ~= ARGV[1] or r[2] ~= 'prefill' then return 0 end
-redis.call('HSET', KEYS[1], 'stage', 'handed', 'lease', 0, 'owner', '')
+redis.call('HSET', KEYS[1], 'stage', 'handed', 'lease', 0, 'owner', '', 'attempts', 0)
 return 1
