@@ -18,7 +18,7 @@ from penstock.errors import (
 from penstock.messages import EndEvent, ErrorInfo, TokenEvent
 from penstock.names import Pipeline, event_id
 from penstock.reader import Event
-from penstock.record import Busy, Claim, Record
+from penstock.record import AsyncLog, Busy, Claim, Log, Record
 from tests.record.play import decode, end, prefill, say, wait_for
 
 WORDS = [11, 22, 33, 44, 55]
@@ -136,6 +136,34 @@ def log_unpublished(server: "redis.Redis", pipeline: Pipeline, claim: Claim, tok
 def decode_again(worker: Record, claim: Claim) -> Claim:
     worker.release(claim)
     return decode(worker, claim.id)
+
+
+def test_a_live_event_before_the_first_log_reading_is_not_dropped(
+    client: Client, worker: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log cannot be read when the subscription begins; the first token then comes live."""
+    failed = threading.Event()
+    read, read_async = Log.read, AsyncLog.read
+
+    def fail_once() -> None:
+        if not failed.is_set():
+            failed.set()
+            raise redis.ConnectionError("not now")
+
+    def fragile(self: Log, request_id: str, after_position: int = -1) -> list[Event]:
+        fail_once()
+        return read(self, request_id, after_position)
+
+    async def fragile_async(self: AsyncLog, request_id: str, after_position: int = -1) -> list[Event]:
+        fail_once()
+        return await read_async(self, request_id, after_position)
+
+    monkeypatch.setattr(Log, "read", fragile)
+    monkeypatch.setattr(AsyncLog, "read", fragile_async)
+    reading = Reading(client.stream("r1"))
+    wait_for(lambda: "failed" if failed.is_set() else Busy(1))
+    worker.finish(write(worker, WORDS), end())
+    assert tokens_of(reading.join()) == WORDS
 
 
 @pytest.mark.parametrize("kinds", [["pubsub"], ["pubsub", "normal"]])
