@@ -63,6 +63,11 @@ class Line:
         """Everything in the dead-letter topic."""
         return self.bus.read_all(self.pipeline.dead)
 
+    def run_prefill(self, num_jobs: int) -> None:
+        """Turn the prefill worker alone until it has handed off that many jobs."""
+        while len(self.bus.read_all(self.pipeline.jobs("interactive"))) < num_jobs:
+            run_until_idle(self.prefill)
+
     def run_until(self, count: int) -> list[Result]:
         """Turn both workers until the results topic has `count` messages."""
         while len(results := self.results()) < count:

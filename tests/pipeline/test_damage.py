@@ -9,7 +9,6 @@ from kvstore.block import HEADER_BYTES
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline, kv_key
 from penstock.settings import Addresses
-from penstock.worker import run_until_idle
 from tests.pipeline.line import Line
 from tests.pipeline.workload import alone, requests
 
@@ -43,7 +42,7 @@ def run_damaged(line: Line) -> tuple[dict[str, list[int]], dict[str, list[int]]]
     """Tokens got and expected, with a byte flipped in a block of each request between prefill and decode."""
     work = work_of(line)
     line.send(*work)
-    run_until_idle(line.prefill)
+    line.run_prefill(len(work))
     for request in work:
         damage(line, request)
     results = line.run_until(len(work))

@@ -13,7 +13,7 @@ from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
 from penstock.record import body_hash
 from penstock.settings import Addresses, RecordSettings
-from penstock.worker import StopSignal, run_until_idle, serve
+from penstock.worker import StopSignal, serve
 from tests.pipeline.line import Line
 
 
@@ -44,7 +44,7 @@ def test_cancelled_before_it_began(line: Line) -> None:
 def test_cancelled_in_the_middle(line: Line) -> None:
     """The stream ends within a step or two, with what was said until then, and the blocks are free again."""
     line.send(ask("cut", max_tokens=800))
-    run_until_idle(line.prefill)
+    line.run_prefill(1)
     while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 5):
         line.decode.turn()
     assert line.decode.record.cancel("cut")
@@ -67,9 +67,9 @@ def test_sent_twice_is_answered_once(line: Line) -> None:
 
 def test_sent_many_times_is_not_given_up(line: Line) -> None:
     """A hand-off is progress: copies of a request that waits for decode do not use up its attempts."""
-    for _ in range(5):
+    for num_jobs in range(1, 6):
         line.send(ask("again"))
-        run_until_idle(line.prefill)
+        line.run_prefill(num_jobs)
     (result,) = line.run_until(1)
     assert result.error is None
     assert line.dead() == []
@@ -140,7 +140,7 @@ def test_chat_tokens_are_those_of_the_template(line: Line, monkeypatch: pytest.M
     model = dataclasses.replace(line.prefill.engine.model, tokenizer=Recording())
     monkeypatch.setattr(line.prefill.prompts, "_model", model)
     line.send(ask("chat", prompt=None, messages=[{"role": "user", "content": "In the beginning"}]), ask("plain"))
-    run_until_idle(line.prefill)
+    line.run_prefill(2)
     assert sorted(given) == [False, True]
 
 
@@ -164,7 +164,7 @@ def test_stop_strings_end_the_answer_before_them(line: Line) -> None:
 def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: Line) -> None:
     """With no time to drain, the request is another worker's at once, and goes on where it was."""
     line.send(ask("long", max_tokens=60))
-    run_until_idle(line.prefill)
+    line.run_prefill(1)
     stop = StopSignal()
     thread = threading.Thread(target=serve, args=(line.decode, stop, 0.0))
     thread.start()
