@@ -41,12 +41,6 @@ def report(figures: Mapping[str, float], given: Arguments) -> None:
         given.json.write_text(json.dumps(dict(figures), indent=2) + "\n")
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def spread(values: Sequence[float]) -> str:
     """Median, minimum and maximum in words."""
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"

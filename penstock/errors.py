@@ -20,7 +20,6 @@ PenstockError
 │   ├── BusUnavailable         not reachable now; trying again may help
 │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
 │   └── MemberFenced           this member was replaced by a newer one of its name; it must end
-├── Fenced                   a claim was lost: another worker holds the request (`record`)
 ├── ModelLoadError           a model cannot be loaded; the message says why
 │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
 ├── SettingsError            an unknown or bad setting
@@ -142,10 +141,6 @@ class DeliveryLost(BusError):
 
 class MemberFenced(BusError):
     """A newer member of the same name has taken this one's place."""
-
-
-class Fenced(PenstockError):
-    """The claim's epoch is over: another worker holds the request."""
 
 
 class ModelLoadError(PenstockError):

@@ -7,7 +7,7 @@ the token log in Redis and the payloads of its pub/sub channel. `ErrorInfo` is p
 import json
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
@@ -176,7 +176,6 @@ class Result(Wire):
 class TokenEvent(Wire):
     """One token of a stream."""
 
-    kind: ClassVar[str] = "token"
     id: str
     """Event id: position and rolling hash (`names.event_id`)."""
     token: TokenId
@@ -192,7 +191,6 @@ class TokenEvent(Wire):
 class EndEvent(Wire):
     """The end of a stream, after `usage.completion_tokens` tokens."""
 
-    kind: ClassVar[str] = "end"
     finish_reason: FinishReason
     text: str = ""
     """Text that was held back when the stream was cut short."""

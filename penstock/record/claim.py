@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from penstock.messages import Request, TokenEvent
-from penstock.names import event_id, roll
+from penstock.names import roll
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Claim:
     def next_event(self, token_id: int, text: str) -> TokenEvent:
         """The event of the next token: at the next position, with the hash rolled on."""
         rolled = roll(self.hash, token_id)
-        return TokenEvent(id=event_id(self.num_tokens, rolled), token=token_id, text=text)
+        return TokenEvent.at(self.num_tokens, rolled, token_id, text)
 
 
 @dataclass(frozen=True)
