@@ -21,15 +21,17 @@ class Arguments:
 
     quick: bool
     json: Path | None
+    device: str = "cpu"
 
 
-def arguments(description: str) -> Arguments:
-    """The command line every benchmark has."""
+def arguments(description: str, *, with_device: bool = False) -> Arguments:
+    """The command line every benchmark has; some also run on a GPU."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="two minutes at most; draws no plot")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    given = parser.parse_args()
-    return Arguments(given.quick, given.json)
+    if with_device:
+        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the engines compute")
+    return Arguments(**vars(parser.parse_args()))
 
 
 def report(figures: Mapping[str, float], given: Arguments) -> None:

@@ -10,11 +10,13 @@ from penstock.names import Pipeline
 
 def result_of(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Result | None:
     """The result that a finished log stands for; None when the log has no end."""
-    token_ids, texts = [], []
+    token_ids, texts, logprobs = [], [], []
     for event in log:
         texts.append(event.text)
         if isinstance(event, TokenEvent):
             token_ids.append(event.token)
+            if event.logprobs is not None:
+                logprobs.append(event.logprobs)
         else:
             return Result(
                 id=job.id,
@@ -24,6 +26,7 @@ def result_of(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Res
                 finish_reason=event.finish_reason,
                 text="".join(texts),
                 token_ids=token_ids,
+                logprobs=None if job.sampling.logprobs is None else logprobs,
                 usage=event.usage,
                 timings=event.timings,
                 error=event.error,

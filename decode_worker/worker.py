@@ -179,6 +179,7 @@ class DecodeWorker:
             given=[event.token for event in decoding.said],
             prefix_keys=keys[: len(job.token_ids) // block_size],
             klass=job.klass,
+            tenant=job.tenant,
         )
         if keys[-1].hex() != job.last_block:
             log.warning("%s: its KV is of another model or secret, computing it again", job.id)
@@ -207,7 +208,7 @@ class DecodeWorker:
             if decoding is None or decoding.seq is not item.seq:
                 continue
             text, decoding.finish = decoding.output.push(item.token_id)
-            decoding.said.append(decoding.claim.next_event(item.token_id, text))
+            decoding.said.append(decoding.claim.next_event(item.token_id, text, item.logprobs))
             entries.append((decoding.claim, decoding.said[-1]))
             if decoding.finish is not None:
                 self.engine.remove(item.seq)

@@ -1,6 +1,8 @@
 """The engine: sequences in, one token each a step out.
 
 add() ─▶ waiting ─▶ [admit: blocks, cached prefix, imported KV] ─▶ running ─▶ step() … ─▶ remove()
+            ▲                                                         │
+            └───────────── [preempt: no blocks are left] ─────────────┘
 """
 
 import inspect
@@ -13,11 +15,12 @@ from engine import hooks
 from engine.batch import Batch
 from engine.model import LoadedModel, Progress, load
 from engine.pool import BlockPool
-from engine.sampler import Draw, sample
+from engine.sampler import Draw, logprobs, sample
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.storage import KVStorage
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
+from penstock.messages import Logprobs
 from penstock.settings import EngineSettings
 
 
@@ -26,6 +29,8 @@ class Sampled(NamedTuple):
 
     seq: Sequence
     token_id: int
+    logprobs: Logprobs | None
+    """Where its request asks for them."""
 
 
 class Engine:
@@ -40,11 +45,11 @@ class Engine:
                 f"one KV block of {model.name!r} has {model.layout.block_bytes:,} bytes: "
                 f"PENSTOCK_ENGINE_POOL_MB={settings.pool_mb} has no room for it"
             )
-        torch.set_num_threads(settings.threads)
+        self._set_threads()
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.scheduler = Scheduler(self.pool)
         self.storage = KVStorage(model.layout, num_blocks, model.device)
-        self._cache = hooks.PagedCache(self.storage)
+        self._cache = hooks.PagedCache(self.storage, model.direct)
         model.module.set_attn_implementation(hooks.NAME)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
 
@@ -60,6 +65,13 @@ class Engine:
         check(model, settings, progress)
         return cls(model, settings)
 
+    def _set_threads(self) -> None:
+        """The kernels have threads of their own; torch's would spin beside them."""
+        native = self.model.native
+        torch.set_num_threads(1 if native else self.settings.threads)
+        if native is not None:
+            native.set_threads(self.settings.threads)
+
     # What is in it
 
     @property
@@ -69,7 +81,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences added and not admitted."""
+        """Sequences added and not admitted, or preempted."""
         return self.scheduler.num_waiting
 
     @property
@@ -109,6 +121,8 @@ class Engine:
             raise PromptTooLong(f"{length:,} tokens need {needed:,} KV blocks; the pool has {self.pool.num_blocks:,}")
         if min(seq.token_ids) < 0 or max(seq.token_ids) >= self.model.vocab_size:
             raise InvalidRequest(f"token ids must be between 0 and {self.model.vocab_size - 1}")
+        if max(seq.sampling.logit_bias, default=0) >= self.model.vocab_size:
+            raise InvalidRequest(f"logit_bias: the vocabulary has {self.model.vocab_size:,} tokens")
         for index, payload in seq.imported:
             if memoryview(payload).nbytes != self.block_bytes:
                 raise InternalError(f"{seq.id}: imported block {index} has not {self.block_bytes} bytes")
@@ -119,7 +133,7 @@ class Engine:
         self.scheduler.remove(seq)
 
     def completed_blocks(self, seq: Sequence) -> int:
-        """Full blocks of the sequence whose KV is computed."""
+        """Full blocks of the sequence whose KV is in the pool; none again once it is preempted."""
         return seq.num_computed // self.settings.block_size
 
     def export_block(self, seq: Sequence, index: int) -> memoryview:
@@ -147,17 +161,21 @@ class Engine:
         for seq, num_tokens in batch.plan:
             seq.num_computed += num_tokens
             self._publish(seq, seq.num_computed - num_tokens)
-        draws = [Draw(seq.sampling, seq.seed, seq.num_output) for seq in batch.sampled]
-        tokens = sample(logits[: len(draws)], draws)
-        sampled = [Sampled(*pair) for pair in zip(batch.sampled, tokens, strict=True)]
-        for seq, token_id in sampled:
-            seq.append(token_id)
+        draws = [Draw(seq.sampling, seq.seed, seq.num_output, seq.token_ids) for seq in batch.sampled]
+        logits = logits[: len(draws)]
+        tokens = sample(logits, draws)
+        told = logprobs(logits, draws, tokens)
+        sampled = [Sampled(*entry) for entry in zip(batch.sampled, tokens, told, strict=True)]
+        for item in sampled:
+            item.seq.append(item.token_id)
         return sampled
 
     def _forward(self, batch: Batch) -> Tensor:
         """Logits [rows to keep, vocabulary]; the KV of all the batch's tokens is in the pool afterwards."""
         if batch.fresh_blocks:
             self.storage.clear(batch.fresh_blocks)
+        if self.model.native is not None:
+            batch.page(self.model.native, self.storage)
         keep = {"logits_to_keep": batch.logits_to_keep} if self._keeps_logits else {}
         token = hooks.current_batch.set(batch)
         try:

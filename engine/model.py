@@ -2,35 +2,38 @@
 
 `demo` is the model in this repository; a directory or a hub name takes the same way. Only safetensors weights
 are read, so loading runs no code of the model's author.
+
+    files ─▶ enough memory? ─▶ map, sizes agree? ─▶ read once: digests ─▶ module ─▶ probe ─▶ fingerprint
 """
 
-import hashlib
-import json
-import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer
 
-from engine.hooks import ProbeCache
+from engine.files import DEMO_MODEL, Progress, locate, one_line, weight_files
+from engine.fingerprint import digests, fingerprint, stamp
+from engine.kernels.library import Library
+from engine.memory import check_room
+from engine.module import check_sizes, generation_config, load_module, num_bytes, skeleton_of
+from engine.probe import probe, refuse_config, unscaled_context
 from engine.storage import KVLayout
+from engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.settings import EngineSettings
 
-LAYOUT_VERSION = 1
+__all__ = ["DEMO_MODEL", "LoadedModel", "Progress", "load"]
+
+LAYOUT_VERSION = 2
 """Counts the changes of how a block's bytes are arranged; part of the fingerprint."""
 
-DEMO_MODEL = Path(__file__).parent / "demo" / "model"
-_HASH_PIECE = 16 * 2**20
 _ENDLESS = 10**9  # tokenizers without a limit of their own say something enormous
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and how much of it is done, 0 to 1."""
 
 
 @dataclass
@@ -46,7 +49,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     fingerprint: str
-    """Hex SHA-256 over weights, configuration, dtype and KV layout: if equal, KV blocks can be exchanged."""
+    """Hex digest of weights, configuration, dtype and KV layout: if equal, KV blocks can be exchanged."""
     module: Any
     """The transformers model."""
     layout: KVLayout
@@ -54,46 +57,72 @@ class LoadedModel:
     """Token ids are below this."""
     stock_attention: str
     """The attention implementation transformers would use."""
+    weights: MappedWeights = field(default_factory=lambda: MappedWeights([]))
+    """The files its parameters may be views of; whoever packs a parameter elsewhere calls `weights.release()`."""
+    native: Library | None = None
+    """The kernels it runs on, if it was put on them."""
+    direct: frozenset[int] = frozenset()
+    """Layers whose attention the kernels compute."""
 
 
 def load(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
     """Load `settings.model`. Raises `ModelLoadError`, with the reason, for anything that cannot be served."""
-    report = progress or _silent
-    _silence()
-    torch.set_num_threads(settings.threads)
-    directory = _locate(settings.model, report)
-    device = _device(settings.device)
     with _errors_of(settings.model):
-        config = AutoConfig.from_pretrained(directory)
-        if getattr(config, "is_encoder_decoder", False):
-            raise ModelLoadError("it is an encoder-decoder model; only decoder-only models can be served")
-        tokenizer = _load_tokenizer(directory)
-        dtype = _dtype(settings.dtype, config, device)
-        report("loading weights", 0.0)
-        module, generation = _load_module(directory, config, dtype, device)
-        report("loading weights", 1.0)
-        layout = _probe(module, settings.block_size, dtype, device)
+        return _load(settings, progress or _silent)
+
+
+def _load(settings: EngineSettings, report: Progress) -> LoadedModel:
+    _prepare_transformers()
+    torch.set_num_threads(settings.threads)
+    directory = locate(settings.model, report)
+    files = weight_files(directory)
+    sources = [directory / "config.json", *files]
+    before = stamp(sources)
+    device = _device(settings.device)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    refuse_config(config)
+    tokenizer = _load_tokenizer(directory)
+    context_length = _context_length(config, tokenizer)
+    dtype = _dtype(settings.dtype, config, device)
+    skeleton = skeleton_of(config, dtype)
+    check_room(num_bytes(skeleton), settings.pool_mb, device)
+    weights = MappedWeights(files)
+    if getattr(config, "quantization_config", None) is None:  # a quantised model stores other sizes than it has
+        check_sizes(skeleton, weights)
+    hashes = digests(files, report)
+    module = load_module(skeleton, config, weights, device, report)
+    layout = probe(module, settings.block_size, dtype, device)
+    weights.sweep()
+    name = fingerprint(directory, files, hashes, f"penstock kv layout {LAYOUT_VERSION}\n{layout}")
+    if stamp(sources) != before:
+        raise ModelLoadError(f"{directory} was written to while it was loaded")
     return LoadedModel(
         name=settings.model,
         config=config,
         tokenizer=tokenizer,
-        context_length=_context_length(settings.model, config, tokenizer),
-        eos_token_ids=_eos_token_ids(generation, config, tokenizer),
+        context_length=context_length,
+        eos_token_ids=_eos_token_ids(generation_config(directory), config, tokenizer),
         dtype=dtype,
         device=device,
-        fingerprint=_fingerprint(directory, layout, report),
+        fingerprint=name,
         module=module,
         layout=layout,
         vocab_size=module.get_input_embeddings().num_embeddings,
         stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
+        weights=weights,
     )
 
 
-def _silence() -> None:
-    """Errors reach the caller as exceptions; transformers' own remarks and progress bars reach nobody."""
+def _prepare_transformers() -> None:
+    """Errors reach the caller as exceptions; transformers' own remarks and progress bars reach nobody.
+
+    Tensors are made one after the other: its threads would convert ahead of what has been put in place, and hold
+    two copies of a model whose experts are merged.
+    """
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
 
 def _silent(what: str, done: float) -> None:
@@ -106,98 +135,21 @@ def _errors_of(name: str) -> Iterator[None]:
     try:
         yield
     except ModelLoadError as error:
-        raise ModelLoadError(f"cannot load model {name!r}: {error}") from None
+        raise ModelLoadError(f"cannot load model {name!r}: {one_line(error, 600)}") from error.__cause__
     except Exception as error:
-        text = " ".join(str(error).split())[:400]
-        raise ModelLoadError(f"cannot load model {name!r}: {type(error).__name__}: {text}") from error
-
-
-def _locate(name: str, report: Progress) -> Path:
-    """The model's directory, fetched from the hub if the name is not one on disk."""
-    directory = DEMO_MODEL if name == "demo" else Path(name).expanduser()
-    if not directory.is_dir():
-        if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
-            raise ModelLoadError(f"cannot load model {name!r}: there is no directory {directory}")
-        directory = _download(name, report)
-    if not (directory / "config.json").is_file():
-        raise ModelLoadError(f"cannot load model {name!r}: {directory} has no config.json")
-    if not _weight_files(directory):
-        raise ModelLoadError(f"cannot load model {name!r}: {directory} has no .safetensors weights")
-    return directory
-
-
-def _download(name: str, report: Progress) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    report("downloading", 0.0)
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
-    try:
-        path = snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise ModelLoadError(f"cannot load model {name!r}: no such directory, and not from the hub: {text}") from error
-    report("downloading", 1.0)
-    return Path(path)
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """The files the weights are in: those the index names, if there is one."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"{index} is not a weight index: {error}") from error
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise ModelLoadError(f"{index} names {missing[0]}, which is not there")
-        return [directory / name for name in names]
-    return sorted(directory.glob("*.safetensors"))
+        raise ModelLoadError(f"cannot load model {name!r}: {type(error).__name__}: {one_line(error, 400)}") from error
 
 
 def _load_tokenizer(directory: Path) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise ModelLoadError(f"no usable tokenizer in {directory}: {text}") from error
-    if not len(tokenizer):
+        raise ModelLoadError(f"no usable tokenizer in {directory}: {one_line(error)}") from error
+    # Where there are no files, transformers makes some tokenizers up: with special tokens only.
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    if len(tokenizer) <= len(special):
         raise ModelLoadError(f"no usable tokenizer in {directory}: its vocabulary is empty")
     return tokenizer
-
-
-def _load_module(directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """The transformers model in evaluation mode, and the generation settings that came with it."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
-    )
-    module, info = loaded
-    if info["missing_keys"]:
-        missing = sorted(map(str, info["missing_keys"]))
-        raise ModelLoadError(f"the weights lack {len(missing)} tensors, {missing[0]} among them")
-    generation = module.generation_config
-    # Only the check calls `generate()`; its answer must not depend on the author's defaults.
-    plain: Any = GenerationConfig
-    module.generation_config = plain(pad_token_id=0)
-    return module.eval().requires_grad_(False).to(device), generation
-
-
-@torch.inference_mode()
-def _probe(module: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> KVLayout:
-    """Learn from one token what each layer caches."""
-    cache = ProbeCache()
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    try:
-        module(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
-    except Exception as error:
-        raise ModelLoadError(
-            f"architecture {type(module).__name__} is not supported: it wants another cache than keys and "
-            f"values ({type(error).__name__}: {error})"
-        ) from error
-    if not cache.shapes:
-        raise ModelLoadError(f"architecture {type(module).__name__} is not supported: it caches no keys and values")
-    return KVLayout(tuple(cache.shapes[layer] for layer in sorted(cache.shapes)), block_size, dtype)
 
 
 def _device(name: str) -> torch.device:
@@ -220,17 +172,17 @@ def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
 
 
-def _context_length(name: str, config: Any, tokenizer: Any) -> int:
+def _context_length(config: Any, tokenizer: Any) -> int:
     text = config.get_text_config()
+    if unscaled := unscaled_context(text):
+        return unscaled
     for attribute in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(text, attribute, None)
         if isinstance(value, int) and value > 0:
             return value
     if tokenizer.model_max_length < _ENDLESS:
         return int(tokenizer.model_max_length)
-    raise ModelLoadError(
-        f"cannot load model {name!r}: neither its config nor its tokenizer says how long its context is"
-    )
+    raise ModelLoadError("neither its config nor its tokenizer says how long its context is")
 
 
 def _eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
@@ -239,18 +191,3 @@ def _eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[in
         value = getattr(source, "eos_token_id", None)
         ids.update([value] if isinstance(value, int) else value or [])
     return frozenset(ids)
-
-
-def _fingerprint(directory: Path, layout: KVLayout, report: Progress) -> str:
-    digest = hashlib.sha256(f"penstock kv layout {LAYOUT_VERSION}\n{layout}\n".encode())
-    files = [directory / "config.json", *_weight_files(directory)]
-    total = math.fsum(file.stat().st_size for file in files)
-    done = 0
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        with file.open("rb") as content:
-            while piece := content.read(_HASH_PIECE):
-                digest.update(piece)
-                done += len(piece)
-                report("hashing weights", done / total)
-    return digest.hexdigest()

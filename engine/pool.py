@@ -6,10 +6,10 @@ A block is in exactly one of three places:
     held      one or more sequences have it in their block table
     cached    nobody holds it, but it has a key: kept, oldest use first to go, until the space is needed
 
-A block gets its key when it is full; from then on it is never written.
+A block gets its key when it is full; from then on it is never written, so that sharing it copies nothing.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 
 class BlockPool:
@@ -34,6 +34,10 @@ class BlockPool:
         """Blocks that can be allocated now, cached ones included."""
         return len(self._free) + len(self._cached)
 
+    def hit_rate(self) -> float:
+        """Share of the blocks looked up by key that were here; 0 before the first."""
+        return self.num_hits / max(1, self.num_hits + self.num_misses)
+
     def count_prefix(self, keys: list[bytes]) -> int:
         """How many of the leading `keys` are here now. Takes nothing and counts no hits."""
         for count, key in enumerate(keys):
@@ -44,6 +48,12 @@ class BlockPool:
     def num_free_beside(self, keys: list[bytes]) -> int:
         """Blocks that could be allocated once those of `keys`, all of them here, were taken."""
         return self.num_free - sum(self._by_key[key] in self._cached for key in keys)
+
+    def num_freed(self, tables: list[list[int]], keys: list[bytes]) -> int:
+        """Blocks that nobody would hold if all of `tables` were released, those of `keys` (all here) not counted."""
+        held = Counter(block for table in tables for block in table)
+        kept = {self._by_key[key] for key in keys}
+        return sum(count == self._refs[block] and block not in kept for block, count in held.items())
 
     def take_prefix(self, keys: list[bytes]) -> list[int]:
         """The blocks of the leading `keys` that are here, each held once more."""
@@ -90,6 +100,10 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
+
+    def num_refs(self, block: int) -> int:
+        """How often a block is held."""
+        return self._refs[block]
 
     def check_integrity(self) -> None:
         """Every block is in exactly one place, and keys and blocks agree. For tests."""

@@ -1,75 +1,32 @@
-"""From logits to tokens. A token depends on its own logits, its request's seed and its position, and on
-nothing else.
+"""From logits to tokens. A token depends on its own logits, its sequence's tokens, its request's seed and its position,
+and on nothing else.
 
-The random number of a token is a hash of (seed, position): a resumed request draws the numbers it would have
-drawn, in another batch, on another worker or after a crash.
+The scores are the logits in float32. Bias and then penalties change them; temperature divides them; then top-k, top-p
+and min-p, in this order, say what can be drawn. Temperature 0 takes the best, of equal ones the lowest id.
 """
 
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from penstock.messages import Sampling
+from engine.sampling.draw import Draw, uniform
+from engine.sampling.filters import draw_at_random, put, take
+from engine.sampling.logprobs import logprobs
+from engine.sampling.penalties import adjust, changes_scores
+from engine.sampling.ranking import best
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How one row's token is chosen. `position` counts output tokens from 0."""
-
-    sampling: Sampling
-    seed: int
-    position: int
+__all__ = ["Draw", "logprobs", "sample", "uniform"]
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that `seed` and `position` alone decide: 53 bits of SplitMix64's mixing."""
-    start = _mix((seed + _GOLDEN) & _MASK)
-    return (_mix((start + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
-
-
-def _mix(x: int) -> int:
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
-    return x ^ (x >> 31)
-
-
-def sample(logits: Tensor, draws: Rows[Draw]) -> list[int]:
-    """One token for each row of `logits` [rows, vocabulary]; of equal ones the lowest id comes first."""
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """One token for each row of `logits` [rows, vocabulary], which stay as they are."""
     assert len(logits) == len(draws)
-    tokens: list[int] = logits.argmax(-1).tolist()
-    random_rows = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    if random_rows:
-        chosen = _sample_random(logits[random_rows], [draws[row] for row in random_rows])
-        for row, token in zip(random_rows, chosen, strict=True):
-            tokens[row] = token
-    return tokens
-
-
-def _sample_random(logits: Tensor, draws: Rows[Draw]) -> list[int]:
-    """Inverse of the cumulative distribution over tokens in order of falling probability, in float64."""
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-
-    ordered, ids = logits.float().sort(dim=-1, descending=True, stable=True)
-    scores = (ordered.double() - ordered[:, :1].double()) / column([d.sampling.temperature for d in draws])
-    weights = scores.exp()
-    rank = torch.arange(weights.shape[1], device=logits.device)[None]
-    top_k = column([float(d.sampling.top_k or weights.shape[1]) for d in draws])
-    weights = weights.masked_fill(rank >= top_k, 0.0)
-    # Nucleus: the fewest tokens that reach top_p together, so those before which top_p is not reached yet.
-    before = weights.cumsum(-1) - weights
-    top_p = column([d.sampling.top_p for d in draws])
-    outside = (before >= top_p * weights.sum(-1, keepdim=True)) & (top_p < 1) & (rank > 0)
-    cumulative = weights.masked_fill(outside, 0.0).cumsum(-1)
-    target = column([uniform(d.seed, d.position) for d in draws]) * cumulative[:, -1:]
-    index = (cumulative <= target).sum(-1, keepdim=True)
-    # Rounding may put the target on the total itself: then the last token that can be drawn is meant.
-    last = (cumulative < cumulative[:, -1:]).sum(-1, keepdim=True)
-    tokens: list[int] = ids.gather(-1, index.minimum(last))[:, 0].tolist()
+    scores = logits.float()
+    if any(changes_scores(draw.sampling) for draw in draws):
+        scores = scores.clone() if scores is logits else scores
+        adjust(scores, draws)
+    at_random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    tokens: list[int] = [0] * len(draws) if len(at_random) == len(draws) else best(scores).tolist()
+    if at_random:
+        put(tokens, at_random, draw_at_random(take(scores, at_random), [draws[row] for row in at_random]))
     return tokens

@@ -1,17 +1,65 @@
-"""Which sequences take part in the next step, and with how many tokens. Plain Python, no tensors.
+"""Which sequences take part in the next step, and with how many tokens. Plain Python: no tensors, no I/O, no clock.
 
-A sequence is admitted only when all the blocks it can ever need are free, so nothing that runs is ever put
-back.
+Order. Running sequences are ordered by class, then by arrival. Within a class the waiting are admitted in an order
+that is fair between tenants (`fairness`), and one that was preempted before all of them.
+
+Blocks. A sequence is admitted with blocks for the tokens it has, if one more is left for each that still grows: who
+comes in is not put out at once. It takes further blocks as it grows. When there are none, the last in order is
+preempted for the one that needs them: its blocks are released, its tokens kept, and what the pool does not find of them
+is computed again. A sequence that is itself the last keeps what it has, and pauses. So the first in order always goes
+on, and everything ends.
+
+Nobody is held up for nothing. Who does not fit is passed by those behind it that do; they are guests, and are preempted
+as soon as that lets the first in line in. So it comes no later than if nobody had passed. In the same way all batch
+sequences make way for an interactive one.
+
+Nobody starves. Every `AGING_STEPS` steps the oldest batch sequence of which nothing was computed since the last time is
+promoted: it counts as interactive until it is done. There is one such sequence at a time, so a backlog of batch work
+takes one place of the interactive class, not all.
 """
 
-from collections import deque
+from bisect import insort
+from itertools import chain, pairwise
+from operator import attrgetter
 
+from engine.fairness import OUTPUT_COST, PROMPT_COST, FairQueue
 from engine.pool import BlockPool
-from engine.sequence import Payload, Sequence, State
-from penstock.names import CLASSES, PriorityClass
+from engine.sequence import Sequence, State
+from engine.tables import BlockTables
+from penstock.names import CLASSES
 
 Plan = list[tuple[Sequence, int]]
 """Sequences of one step with the number of tokens each computes in it."""
+
+AGING_STEPS = 64
+LOOKAHEAD = 8
+"""How many waiting sequences of a class may be passed over in one step."""
+
+_place = attrgetter("place")
+
+
+class _Step:
+    """The plan so far and what is left of the budget."""
+
+    def __init__(self, running: list[Sequence], token_budget: int) -> None:
+        self.plan: dict[Sequence, int] = {}
+        self.budget = token_budget
+        self.decodes = {seq for seq in running if seq.num_pending == 1}
+        """Running sequences whose turn is still to come with one token to compute."""
+
+    @property
+    def left(self) -> int:
+        """Tokens for prompts: they leave one to each that decodes."""
+        return self.budget - len(self.decodes)
+
+    def take(self, seq: Sequence, num_tokens: int) -> None:
+        self.plan[seq] = num_tokens
+        self.budget -= num_tokens
+
+    def drop(self, seq: Sequence) -> None:
+        """Forget a sequence that is preempted, planned or not."""
+        self.budget += self.plan.pop(seq, 0)
+        self.decodes.discard(seq)
 
 
 class Scheduler:
@@ -19,108 +67,186 @@ class Scheduler:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.waiting: dict[PriorityClass, deque[Sequence]] = {klass: deque() for klass in CLASSES}
         self.running: list[Sequence] = []
+        """In order, the first to be preempted last. Those done leave it with the next step."""
+        self.num_preemptions = 0
+        self._queues = [FairQueue() for _ in CLASSES]
+        self._tables = BlockTables(pool)
+        self._promoted: Sequence | None = None
+        self._num_added = 0
+        self._num_steps = 0
 
     @property
     def num_waiting(self) -> int:
-        """Sequences not admitted yet."""
-        return sum(map(len, self.waiting.values()))
+        """Sequences not admitted yet, or preempted."""
+        return sum(map(len, self._queues))
 
     @property
     def num_running(self) -> int:
         """Admitted sequences that are not done."""
         return sum(seq.state is State.RUNNING for seq in self.running)
 
+    # Sequences come and go
+
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence behind those of its class."""
+        """Queue a new sequence behind those of its class and tenant."""
         assert seq.state is State.WAITING
-        self.waiting[seq.klass].append(seq)
+        self._num_added += 1
+        seq.order, seq.last_step = self._num_added, self._num_steps
+        self._queues[seq.rank].push(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Forget the sequence, whatever its state, and let go of its blocks. Twice is harmless."""
-        if seq.state is State.WAITING and seq in self.waiting[seq.klass]:
-            self.waiting[seq.klass].remove(seq)
+        if seq.state is State.WAITING and seq in self._queues[seq.rank]:
+            self._queues[seq.rank].remove(seq)
         if seq in self.running:
-            self.running.remove(seq)
+            self._leave(seq)
         if seq.state is not State.DONE:
             seq.move_to(State.DONE)
         self.pool.release(seq.blocks)
         seq.blocks = []
         seq.imported = []
 
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        seq.guest = False
+        self._tables.leave(seq)
+
+    def _preempt(self, seq: Sequence, step: _Step) -> None:
+        step.drop(seq)
+        self._leave(seq)
+        self.pool.release(seq.blocks)
+        seq.preempt()
+        self.num_preemptions += 1
+        self._queues[seq.rank].push_front(seq)
+
+    # The step
+
     def schedule(self, token_budget: int, max_batch: int) -> Plan:
-        """The next step: decodes first, then class by class prefill chunks and new sequences, up to the budget.
+        """The next step: class by class what runs, then what comes in, up to the budget.
 
-        A step has at most `token_budget` tokens; at most `max_batch` sequences are running. While one of a class has
-        to wait, none of a lower class is admitted.
+        A step has at most `token_budget` tokens, one for each decoding sequence before prompts get any; at most
+        `max_batch` sequences are running.
         """
-        self.running = [seq for seq in self.running if seq.state is State.RUNNING]
-        prefills = [seq for seq in self.running if seq.num_pending > 1]
-        plan: Plan = []
-        for seq in self.running:
-            if seq.num_pending == 1:
-                token_budget -= _plan(plan, seq, token_budget)
-        may_admit = True
-        for klass in CLASSES:
-            for seq in prefills:
-                if seq.klass == klass:
-                    token_budget -= _plan(plan, seq, token_budget)
-            while may_admit and token_budget > 0 and len(self.running) < max_batch:
-                admitted = self._admit_next(klass)
-                if admitted is None:
-                    break
-                token_budget -= _plan(plan, admitted, token_budget)
-            may_admit = may_admit and not self.waiting[klass]
-        return plan
+        self._num_steps += 1
+        for seq in [seq for seq in self.running if seq.state is State.DONE]:
+            self._leave(seq)
+        if self._num_steps % AGING_STEPS == 0:
+            self._promote()
+        step = _Step(self.running, token_budget)
+        for rank in range(len(CLASSES)):
+            for seq in [seq for seq in self.running if seq.rank == rank]:
+                if seq.state is State.RUNNING:  # and was not preempted for one before it
+                    self._continue(seq, step)
+            self._admit_waiting(rank, step, max_batch)
+        for seq, num_tokens in step.plan.items():
+            seq.last_step = self._num_steps
+            if num_tokens == seq.num_pending:
+                self._charge(seq, OUTPUT_COST)
+        return list(step.plan.items())
 
-    def _admit_next(self, klass: PriorityClass) -> Sequence | None:
-        """Admit the first in line of a class; None if nobody waits or the first has to wait for blocks."""
-        queue = self.waiting[klass]
-        if not queue or not self._fits(queue[0]):
-            return None
-        seq = queue.popleft()
-        self._admit(seq)
-        self.running.append(seq)
-        return seq
+    def _continue(self, seq: Sequence, step: _Step) -> None:
+        step.decodes.discard(seq)
+        num_pending = seq.num_pending
+        num_tokens = min(num_pending, step.budget if num_pending == 1 else step.left)
+        if num_tokens > 0 and self._grow(seq, seq.num_computed + num_tokens, step):
+            step.take(seq, num_tokens)
 
-    def _shareable(self, seq: Sequence) -> list[bytes]:
-        """Keys of the prompt's blocks that may be taken from the cache if they are there.
+    def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
+        """Give the sequence blocks for its first `num_tokens` tokens; False if those behind it have too few."""
+        num_lacking = self._tables.num_lacking(seq, num_tokens)
+        if num_lacking <= 0:
+            return True
+        while self.pool.num_free < num_lacking:
+            if self.running[-1] is seq:
+                return False
+            self._preempt(self.running[-1], step)
+        seq.blocks += self.pool.allocate(num_lacking)
+        return True
 
-        The last token is always computed, for its logits, and a cached block is never written: so the block
-        it falls in is not among them.
-        """
-        return seq.prefix_keys[: (len(seq.token_ids) - 1) // self.pool.block_size]
+    def _charge(self, seq: Sequence, cost: int) -> None:
+        self._queues[CLASSES.index(seq.klass)].charge(seq.tenant, cost)
 
-    def _fits(self, seq: Sequence) -> bool:
-        keys = self._shareable(seq)
-        keys = keys[: self.pool.count_prefix(keys)]
-        return seq.blocks_needed(self.pool.block_size) - len(keys) <= self.pool.num_free_beside(keys)
+    def _promote(self) -> None:
+        """Make the oldest batch sequence that went without for long count as interactive."""
+        if self._promoted is not None and self._promoted.state is not State.DONE:
+            return
+        since = self._num_steps - AGING_STEPS
+        starving = [seq for seq in chain(self.running, *self._queues) if seq.rank > 0 and seq.last_step <= since]
+        if not starving:
+            return
+        seq = self._promoted = min(starving, key=attrgetter("order"))
+        if seq.state is State.WAITING:
+            self._queues[seq.rank].remove(seq)
+            self._queues[0].push_front(seq)
+        seq.rank, seq.guest = 0, False
+        self.running.sort(key=_place)
 
-    def _admit(self, seq: Sequence) -> None:
-        """Give the sequence its blocks, and set what of it need not be computed."""
-        seq.blocks = self.pool.take_prefix(self._shareable(seq))
-        num_shared = len(seq.blocks)
-        seq.blocks += self.pool.allocate(seq.blocks_needed(self.pool.block_size) - num_shared)
-        seq.imported = _contiguous(seq.imported, num_shared)
-        num_known = min((num_shared + len(seq.imported)) * self.pool.block_size, seq.num_prompt)
-        seq.num_computed = min(num_known, len(seq.token_ids) - 1)
-        seq.num_cached = seq.num_computed
+    # Admission
+
+    def _admit_waiting(self, rank: int, step: _Step, max_batch: int) -> None:
+        """Admit from the waiting of a class, as far as budget, places and blocks go."""
+        queue = self._queues[rank]
+        passed: list[Sequence] = []
+        some_lack = False
+        while step.left > 0 and len(passed) <= LOOKAHEAD:
+            if len(self.running) >= max_batch and self.running[-1].place < (rank, True):
+                return  # no place, and nobody who would make way
+            seq = queue.first(passed)
+            if seq is None:
+                self._settle_guests(rank, some_lack)
+                return
+            if self._tables.is_being_made(seq):
+                passed.append(seq)
+            elif self._make_room(seq, step, max_batch, is_guest=some_lack):
+                queue.remove(seq)
+                self._admit(seq, is_guest=some_lack)
+                step.take(seq, min(seq.num_pending, step.left))
+            else:
+                passed.append(seq)
+                some_lack = True
+
+    def _settle_guests(self, rank: int, some_lack: bool) -> None:
+        """Guests stay when none of their class waits for blocks any more."""
+        guests = [] if some_lack else [seq for seq in self.running if seq.guest and seq.rank == rank]
+        for seq in guests:
+            seq.guest = False
+        if guests:
+            self.running.sort(key=_place)
+
+    def _make_room(self, seq: Sequence, step: _Step, max_batch: int, *, is_guest: bool) -> bool:
+        """Whether a waiting sequence can come in now; those that have to make way for it are preempted."""
+        last_to_stay = (seq.rank + 1, False) if is_guest else (seq.rank, True)
+        leaving = [one for one in reversed(self.running) if one.place > last_to_stay]
+        num_places = len(self.running) + 1 - max_batch
+        num_leaving = self._tables.num_leaving(seq, self.running, leaving)
+        if num_leaving is None or num_places > len(leaving):
+            return False
+        for one in leaving[: max(num_leaving, num_places, 0)]:
+            self._preempt(one, step)
+        return True
+
+    def _admit(self, seq: Sequence, *, is_guest: bool) -> None:
+        self._tables.open(seq)
+        if not seq.num_preemptions:
+            seq.num_cached = seq.num_computed
+            self._charge(seq, PROMPT_COST * seq.num_pending)
+        seq.guest = is_guest
         seq.move_to(State.RUNNING)
+        insort(self.running, seq, key=_place)
 
-
-def _contiguous(imported: list[tuple[int, Payload]], first: int) -> list[tuple[int, Payload]]:
-    """The imported blocks from `first` on without a gap; behind a gap they are of no use."""
-    by_index = dict(imported)
-    last = first
-    while last in by_index:
-        last += 1
-    return [(index, by_index[index]) for index in range(first, last)]
-
-
-def _plan(plan: Plan, seq: Sequence, token_budget: int) -> int:
-    """Plan as much of a sequence as the budget has room for; returns how many tokens."""
-    num_tokens = min(seq.num_pending, token_budget)
-    if num_tokens > 0:
-        plan.append((seq, num_tokens))
-    return num_tokens
+    def check_integrity(self) -> None:
+        """Every sequence is in one place, and all of `tables` holds. For tests."""
+        for rank, queue in enumerate(self._queues):
+            queue.check_integrity()
+            assert all(seq.rank == rank for seq in queue), "waits in another class"
+        waiting = list(chain(*self._queues))
+        everybody = [*waiting, *self.running]
+        assert len(set(everybody)) == len(everybody), "a sequence is in two places"
+        assert all(a.place < b.place for a, b in pairwise(self.running)), "out of order"
+        assert all(seq.state in (State.RUNNING, State.DONE) for seq in self.running), "runs, and its state denies it"
+        assert all(seq.state is State.WAITING for seq in waiting), "waits, and its state denies it"
+        assert not any(seq.blocks or seq.num_computed or seq.guest for seq in waiting), "waits with blocks"
+        promoted = [seq for seq in everybody if seq.rank < CLASSES.index(seq.klass) and seq.state is not State.DONE]
+        assert promoted in ([], [self._promoted]), "more than one is promoted"
+        self._tables.check_integrity(self.running)

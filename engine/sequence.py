@@ -4,19 +4,19 @@ from collections.abc import Iterable
 from enum import Enum
 
 from penstock.messages import Sampling
-from penstock.names import PriorityClass
+from penstock.names import CLASSES, PriorityClass
 
 Payload = bytes | bytearray | memoryview
 """The KV of one block, all layers, `block_bytes` long."""
 
 
 class State(Enum):
-    """Where a sequence is. It moves forward only."""
+    """Where a sequence is. It moves forward; only preemption takes it back from RUNNING to WAITING."""
 
     WAITING = "waiting"
     """Not admitted: holds no blocks."""
     RUNNING = "running"
-    """Admitted: holds all the blocks it can ever need."""
+    """Admitted: holds blocks for the tokens it has, and takes more as it grows."""
     DONE = "done"
     """Has `max_new` output tokens, or was removed."""
 
@@ -32,7 +32,10 @@ class Sequence:
 
     `prefix_keys[i]` names the content of the prompt's i-th full block and of all before it; equal keys mean
     equal KV. `imported` holds (block index, payload) pairs of the prompt's KV that the worker fetched; it is
-    consumed when the sequence is admitted.
+    consumed when the sequence is first admitted.
+
+    A sequence that is preempted loses its blocks and keeps its tokens: from then on its output so far is as good
+    as given. What of its prompt is still in the pool when it is admitted again is not computed again.
     """
 
     def __init__(
@@ -46,23 +49,34 @@ class Sequence:
         given: Iterable[int] = (),
         prefix_keys: Iterable[bytes] = (),
         klass: PriorityClass = "interactive",
+        tenant: str = "",
     ) -> None:
         self.id = id
         self.sampling = sampling
         self.seed = seed
         self.max_new = max_new
         self.klass = klass
+        self.tenant = tenant
         self.prefix_keys = list(prefix_keys)
         self.token_ids = [*prompt, *given]
         self.num_prompt = len(prompt)
         self.num_computed = 0
         """Leading tokens whose KV is in the pool."""
         self.num_cached = 0
-        """Prompt tokens whose KV was found in the pool or imported, not computed."""
+        """Prompt tokens whose KV was found in the pool or imported when it was first admitted."""
         self.blocks: list[int] = []
         """Block table: block i holds tokens `i * block_size` and following."""
         self.imported: list[tuple[int, Payload]] = []
         self.state = State.WAITING
+        self.num_preemptions = 0
+        self.rank = CLASSES.index(klass)
+        """Place of its class, 0 first. The scheduler promotes one that waited for too long to 0."""
+        self.guest = False
+        """Whether it passed one of its class that still waits, and has to make way for it."""
+        self.order = 0
+        """Arrival number; the scheduler sets it."""
+        self.last_step = 0
+        """The scheduler's step that last computed something of it, or in which it came."""
         assert self.num_prompt >= 1, "an empty prompt"
         assert self.num_output < max_new, "nothing left to generate"
 
@@ -84,14 +98,27 @@ class Sequence:
         """Tokens whose KV is still to be computed; 1 while decoding."""
         return len(self.token_ids) - self.num_computed
 
+    @property
+    def place(self) -> tuple[int, bool, int]:
+        """Its place among the running; the greatest is preempted first."""
+        return self.rank, self.guest, self.order
+
     def blocks_needed(self, block_size: int) -> int:
         """Blocks for every token but the last, whose KV nothing reads."""
         return -(-(self.num_prompt + self.max_new - 1) // block_size)
 
     def move_to(self, state: State) -> None:
-        """Change state; going back is a bug."""
+        """Move forward; anything else is a bug."""
         assert state in _NEXT[self.state], f"{self.id}: {self.state.value} -> {state.value}"
         self.state = state
+
+    def preempt(self) -> None:
+        """Go back to waiting, with all tokens and none of their KV. The blocks have been released."""
+        assert self.state is State.RUNNING, f"{self.id}: preempted while {self.state.value}"
+        self.state = State.WAITING
+        self.num_preemptions += 1
+        self.num_computed = 0
+        self.blocks = []
 
     def append(self, token_id: int) -> None:
         """Take the sampled token; the sequence is done when it was the last one allowed."""

@@ -1,8 +1,9 @@
 """The KV blocks themselves: one tensor, a row a block, so that a block's bytes of all layers lie side by
 side.
 
-Within a row the layers follow each other, K before V; within K and V the block's tokens. Each layer sees its
-part through a strided view, so nothing is copied between the form the model writes and the form that travels.
+Within a row the layers follow each other, K before V; within K and V the heads, and within a head the block's tokens.
+Each layer sees its part through a strided view, so nothing is copied between the form the model writes and the form
+that travels.
 """
 
 from dataclasses import dataclass
@@ -54,17 +55,19 @@ class KVStorage:
         self.layout = layout
         self.data = torch.zeros(num_blocks, layout.block_elements, dtype=layout.dtype, device=device)
         self._bytes = self.data.view(torch.uint8).numpy() if device.type == "cpu" else None
-        self._parts: list[tuple[int, int]] = []  # (offset, elements of a token) of each K and V in a row
+        self._parts: list[tuple[int, int, int]] = []  # (offset, heads, size of a head) of each K and V in a row
         self.keys: dict[int, Tensor] = {}
         """By layer: [num_blocks, block_size, heads, size]."""
         self.values: dict[int, Tensor] = {}
         offset = 0
         for shape in layout.layers:
             for views, (heads, size) in ((self.keys, shape.k_shape), (self.values, shape.v_shape)):
-                strides = (layout.block_elements, heads * size, size, 1)
+                strides = (layout.block_elements, size, layout.block_size * size, 1)
                 views[shape.layer] = self.data.as_strided((num_blocks, layout.block_size, heads, size), strides, offset)
-                self._parts.append((offset, heads * size))
+                self._parts.append((offset, heads, size))
                 offset += heads * size * layout.block_size
+        self.addresses = {layer: (k.data_ptr(), self.values[layer].data_ptr()) for layer, k in self.keys.items()}
+        """By layer: where its K and its V begin in memory, in block 0."""
 
     def clear(self, blocks: list[int]) -> None:
         """Zero the blocks, so that what a previous owner left cannot be met, not even behind a mask."""
@@ -84,6 +87,7 @@ class KVStorage:
         """A copy of a block's bytes; rows (tokens) from `num_rows` on are zero."""
         copy = self.data[block].to("cpu", copy=True)
         if num_rows < self.layout.block_size:
-            for offset, width in self._parts:
-                copy[offset + num_rows * width : offset + self.layout.block_size * width] = 0
+            for offset, heads, size in self._parts:
+                part = copy[offset : offset + heads * self.layout.block_size * size]
+                part.view(heads, self.layout.block_size, size)[:, num_rows:] = 0
         return memoryview(copy.view(torch.uint8).numpy())  # type: ignore[arg-type, unused-ignore]

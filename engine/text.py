@@ -2,8 +2,12 @@
 
 The texts of a request add up to what its tokens decode to at once, and the same tokens always give the same
 texts.
+
+Some tokenizers (SentencePiece's) spell what they have no token for in byte tokens, `<0xE4>`, and decode a run of them
+as a whole: one wrong byte makes all of it unreadable. The text of a run is therefore known when it is over.
 """
 
+from functools import lru_cache
 from typing import Any
 
 from penstock.messages import FinishReason, Sampling
@@ -22,6 +26,7 @@ class OutputState:
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         self._max_new = max_new
+        self._unseen_ids, self._byte_ids = _special_kinds(tokenizer)
         self._num_tokens = 0
         self._window: list[int] = []
         self._num_old = 0
@@ -39,7 +44,7 @@ class OutputState:
         self._num_tokens += 1
         ends = token_id in self._eos_ids or token_id in self._stop_ids
         is_last = ends or self._num_tokens >= self._max_new
-        if not ends:
+        if not ends and token_id not in self._unseen_ids:
             self._window.append(token_id)
         self._held += self._take(everything=is_last)
         found = _first(self._held, self._stop)
@@ -61,6 +66,8 @@ class OutputState:
 
     def _take(self, *, everything: bool) -> str:
         """Text of the window that is not out; without `everything`, only characters that cannot change."""
+        if not everything and self._window and self._window[-1] in self._byte_ids:
+            return ""
         text = self._decode(self._window)
         end = len(text)
         if not everything:
@@ -78,6 +85,16 @@ class OutputState:
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+
+@lru_cache(maxsize=8)
+def _special_kinds(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """Ids of the tokens that have no text, and of those that stand for one byte each."""
+    unseen = frozenset(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    ids = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
+    named = ((name, token_id) for name, token_id in ids if token_id is not None)  # others may all be the unknown token
+    return unseen, frozenset(token_id for name, token_id in named if tokenizer.convert_ids_to_tokens(token_id) == name)
 
 
 def _first(text: str, stops: list[str]) -> int | None:

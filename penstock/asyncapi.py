@@ -198,7 +198,15 @@ def examples() -> dict[str, dict[str, Json]]:
     prompt = {"token_ids": [11, 302, 9, 2]}
     stored = {"fingerprint": "5a" * 32, "last_block": "c3" * 32, "cached_tokens": 0}
     job = {"job": "4be0643f1d98573b97cdca98a65347dd", "class": CLASSES[0]}
-    sampling = {"max_tokens": 3, "temperature": 0.7, "top_p": 0.9, "seed": 7, "stop": ["\n\n"]}
+    sampling = {
+        "max_tokens": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "seed": 7,
+        "stop": ["\n\n"],
+        "logit_bias": {"17": -5},
+    }
+    logprobs = {"logprob": -0.105361, "top": [{"token": said[0].token, "logprob": -0.105361}]}
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
     all_fields = {"sampling": sampling, "class": "batch", "tenant": "acme", "deadline": 1767229200.0}
     requests: dict[str, dict[str, Json]] = {
@@ -217,7 +225,8 @@ def examples() -> dict[str, dict[str, Json]]:
             "answered": first | {"class": CLASSES[0], "model": "demo"} | answer | end,
             "refused": second | {"finish_reason": "error", "error": error},
         },
-        TokenEvent: {f"token{position}": event.model_dump() for position, event in enumerate(said)},
+        TokenEvent: {f"token{position}": event.model_dump() for position, event in enumerate(said)}
+        | {"logprobs": said[0].model_dump() | {"logprobs": logprobs}},
         EndEvent: {"complete": end, "failed": {"finish_reason": "error", "error": error}},
     }
     return requests | {

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,6 +33,7 @@ from penstock.messages import (
     ChatMessage,
     EndEvent,
     FinishReason,
+    Logprobs,
     Request,
     Sampling,
     Timings,
@@ -64,6 +65,12 @@ class RequestFields(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
     seed: int | None
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
@@ -81,6 +88,8 @@ class Answer:
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
+    logprobs: list[Logprobs]
+    """One for each of `token_ids`; empty unless asked for."""
 
 
 class Client:
@@ -212,6 +221,8 @@ def make_request(prompt: str | None, fields: RequestFields) -> Request:
 def _plain(value: Any) -> Any:
     if isinstance(value, ChatMessage):
         return value.model_dump()
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, Iterable):
         return list(value)
     raise TypeError(f"a request cannot carry {type(value).__name__}")
@@ -262,4 +273,5 @@ def answer_of(request_id: str, events: Sequence[Event]) -> Answer:
         finish_reason=end.finish_reason,
         usage=end.usage,
         timings=end.timings,
+        logprobs=[event.logprobs for event in tokens if isinstance(event, TokenEvent) and event.logprobs is not None],
     )

@@ -31,6 +31,11 @@ Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 RequestId = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")]
 MAX_ERRORS = 100
+MAX_LOGPROBS = 2**17
+"""Of one answer, chosen and likeliest ones together: its result must fit into a topic."""
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -68,11 +73,27 @@ class ChatMessage(Wire):
 
 
 class Sampling(Wire):
-    """How tokens are chosen. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How tokens are chosen. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+
+    In this order: bias, penalties, temperature, top-k, top-p, min-p.
+    """
 
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_k: int = Field(default=0, ge=0, lt=2**31)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Only tokens at least this share as likely as the likeliest one."""
+    presence_penalty: Penalty = 0.0
+    """Taken from the score of each token the answer has already."""
+    frequency_penalty: Penalty = 0.0
+    """Taken from the score of a token as often as the answer has it."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    """The scores of the tokens in prompt and answer are divided by it, negative ones multiplied; 1 is off."""
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=1024)
+    """Added to the scores of these tokens."""
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    """Tell each token's log probability, and those of this many likeliest tokens, by the model alone: before bias,
+    penalties, temperature and filters."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Same seed, same prompt, same tokens. Without one it is derived from the request's id."""
     stop: list[Annotated[str, StringConstraints(min_length=1, max_length=256)]] = Field(default=[], max_length=16)
@@ -82,6 +103,12 @@ class Sampling(Wire):
     max_tokens: int = Field(default=256, ge=1, lt=2**31)
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says: for load tests."""
+
+    @model_validator(mode="after")
+    def _logprobs_fit(self) -> Self:
+        if self.logprobs is not None and self.max_tokens * (1 + self.logprobs) > MAX_LOGPROBS:
+            raise ValueError(f"max_tokens times one more than logprobs may be {MAX_LOGPROBS:,}")
+        return self
 
 
 class Request(Wire):
@@ -157,6 +184,22 @@ class Job(Wire):
     error: ErrorInfo | None = None
 
 
+class TokenLogprob(Wire):
+    """A token that could have been chosen."""
+
+    token: TokenId
+    logprob: float = Field(le=0)
+
+
+class Logprobs(Wire):
+    """What the model alone said when a token was chosen: natural logarithms of probabilities."""
+
+    logprob: float = Field(le=0)
+    """Of the token that was chosen."""
+    top: list[TokenLogprob] = []
+    """The likeliest tokens, as many as were asked for, in falling order."""
+
+
 class Result(Wire):
     """The one visible end of a request."""
 
@@ -168,6 +211,8 @@ class Result(Wire):
     finish_reason: FinishReason
     text: str = ""
     token_ids: list[TokenId] = []
+    logprobs: list[Logprobs] | None = None
+    """One for each of `token_ids`, where the request asks for them."""
     usage: Usage = Usage()
     timings: Timings = Timings()
     error: ErrorInfo | None = None
@@ -181,11 +226,13 @@ class TokenEvent(Wire):
     token: TokenId
     text: str
     """What this token adds; empty while a character or a stop string is incomplete."""
+    logprobs: Logprobs | None = None
+    """Where the request asks for them."""
 
     @classmethod
-    def at(cls, position: int, rolling_hash: str, token: int, text: str) -> Self:
+    def at(cls, position: int, rolling_hash: str, token: int, text: str, logprobs: Logprobs | None = None) -> Self:
         """The token at `position`, with the rolling hash up to and including it."""
-        return cls(id=event_id(position, rolling_hash), token=token, text=text)
+        return cls(id=event_id(position, rolling_hash), token=token, text=text, logprobs=logprobs)
 
 
 class EndEvent(Wire):

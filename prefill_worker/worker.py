@@ -183,6 +183,7 @@ class PrefillWorker:
             max_new=1,
             prefix_keys=full,
             klass=intake.delivery.klass,
+            tenant=request.tenant,
         )
         seq.imported = [(held + n, payload) for n, payload in enumerate(found)]
         absent = self.store.absent(keys, range(held))
@@ -219,7 +220,8 @@ class PrefillWorker:
                 model = self.engine.model
                 state = OutputState(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
                 text, finish = state.push(sampled.token_id)
-                events.append((prefill, prefill.claim.next_event(sampled.token_id, text), finish))
+                event = prefill.claim.next_event(sampled.token_id, text, sampled.logprobs)
+                events.append((prefill, event, finish))
         outcomes = self.record.append([(prefill.claim, event) for prefill, event, _ in events])
         for (prefill, _, finish), outcome in zip(events, outcomes, strict=True):
             prefill.intake.first_token_s = now_s() if outcome is AppendOutcome.OK else 0.0

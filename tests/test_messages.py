@@ -22,16 +22,19 @@ from penstock.errors import (
 )
 from penstock.messages import (
     MAX_ERROR_CHARS,
+    MAX_LOGPROBS,
     MAX_REQUEST_BYTES,
     ChatMessage,
     EndEvent,
     ErrorInfo,
     Job,
+    Logprobs,
     Request,
     Result,
     Sampling,
     Timings,
     TokenEvent,
+    TokenLogprob,
     Usage,
     Wire,
     decode,
@@ -104,6 +107,22 @@ BAD: dict[str, tuple[bytes, type[RequestError]]] = {
     "temperature NaN": (sampling(temperature=math.nan), InvalidRequest),
     "temperature Infinity": (sampling(temperature=math.inf), InvalidRequest),
     "temperature 1e400": (body()[:-1] + b',"sampling":{"temperature":1e400}}', InvalidRequest),
+    "min_p negative": (sampling(min_p=-0.1), InvalidRequest),
+    "min_p over 1": (sampling(min_p=1.01), InvalidRequest),
+    "presence_penalty over 2": (sampling(presence_penalty=2.01), InvalidRequest),
+    "frequency_penalty under -2": (sampling(frequency_penalty=-2.01), InvalidRequest),
+    "frequency_penalty NaN": (sampling(frequency_penalty=math.nan), InvalidRequest),
+    "repetition_penalty 0": (sampling(repetition_penalty=0), InvalidRequest),
+    "logit_bias a list": (sampling(logit_bias=[[1, 2]]), InvalidRequest),
+    "logit_bias over 100": (sampling(logit_bias={"1": 100.5}), InvalidRequest),
+    "logit_bias as text": (sampling(logit_bias={"1": "2"}), InvalidRequest),
+    "logit_bias of a word": (sampling(logit_bias={"the": 1}), InvalidRequest),
+    "logit_bias of a negative token": (sampling(logit_bias={"-1": 1}), InvalidRequest),
+    "too many logit_bias": (sampling(logit_bias={str(token): 1 for token in range(1025)}), InvalidRequest),
+    "logprobs 21": (sampling(logprobs=21), InvalidRequest),
+    "logprobs negative": (sampling(logprobs=-1), InvalidRequest),
+    "logprobs true": (sampling(logprobs=True), InvalidRequest),
+    "logprobs of too many tokens": (sampling(logprobs=3, max_tokens=MAX_LOGPROBS // 4 + 1), InvalidRequest),
     "seed negative": (sampling(seed=-1), InvalidRequest),
     "seed huge": (sampling(seed=2**63), InvalidRequest),
     "empty stop": (sampling(stop=[""]), InvalidRequest),
@@ -169,11 +188,21 @@ TOKENS = st.integers(0, 2**31 - 1)
 TENANTS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 TIMES = st.floats(0, 1e11)
 COUNTS = st.integers(0, 2**31)
+LOGPROBS = st.builds(
+    Logprobs,
+    logprob=st.floats(-9999, 0),
+    top=st.lists(st.builds(TokenLogprob, token=TOKENS, logprob=st.floats(-9999, 0)), max_size=20),
+)
 SAMPLINGS = st.builds(
     Sampling,
     temperature=st.floats(0, 100),
     top_k=TOKENS,
     top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100), max_size=5),
     seed=st.none() | st.integers(0, 2**63 - 1),
     stop=st.lists(st.text(min_size=1, max_size=256), max_size=16),
     stop_token_ids=st.lists(TOKENS, max_size=64),
@@ -208,10 +237,16 @@ JOBS = st.builds(
 )  # fmt: skip
 RESULTS = st.builds(
     Result, id=IDS, tenant=TENANTS, klass=st.sampled_from(CLASSES), model=st.text(), finish_reason=REASONS,
-    text=st.text(), token_ids=st.lists(TOKENS), usage=USAGES, timings=TIMINGS, error=ERRORS,
+    text=st.text(), token_ids=st.lists(TOKENS), logprobs=st.none() | st.lists(LOGPROBS), usage=USAGES,
+    timings=TIMINGS, error=ERRORS,
 )  # fmt: skip
 TOKEN_EVENTS = st.builds(
-    TokenEvent.at, st.integers(0, 10**9 - 1), st.builds(roll, st.just(START_HASH), TOKENS), TOKENS, st.text()
+    TokenEvent.at,
+    st.integers(0, 10**9 - 1),
+    st.builds(roll, st.just(START_HASH), TOKENS),
+    TOKENS,
+    st.text(),
+    st.none() | LOGPROBS,
 )
 END_EVENTS = st.builds(EndEvent, finish_reason=REASONS, text=st.text(), usage=USAGES, timings=TIMINGS, error=ERRORS)
 
@@ -237,6 +272,25 @@ def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:
     encoded = json.loads(Request(id="r", prompt="x", klass="batch").encode())
     assert encoded["class"] == "batch"
     assert {"klass", "messages", "token_ids", "deadline", "model"}.isdisjoint(encoded)
+    assert b"logprobs" not in TokenEvent.at(0, START_HASH, 5, "x").encode()
+    assert b"logprobs" not in Result(id="r", finish_reason="stop").encode()
+
+
+def test_the_most_logprobs_fit_into_a_topic() -> None:
+    top = [TokenLogprob(token=2**31 - 1, logprob=-1234.567891)] * 20
+    count = MAX_LOGPROBS // 21
+    Sampling(logprobs=20, max_tokens=count)
+    answer = Result(
+        id="r", finish_reason="length", text="x" * 100 * count, token_ids=[2**31 - 1] * count,
+        logprobs=[Logprobs(logprob=-1234.567891, top=top)] * count,
+    )  # fmt: skip
+    assert len(answer.encode()) < MAX_MESSAGE_BYTES
+
+
+def test_a_token_is_named_by_a_number_or_its_text_in_json() -> None:
+    request = decode(Request, sampling(logit_bias={"302": -100, "5": 1.5}, logprobs=0))
+    assert request.sampling.logit_bias == {302: -100.0, 5: 1.5}
+    assert json.loads(request.encode())["sampling"]["logit_bias"] == {"302": -100.0, "5": 1.5}
 
 
 # Errors on the wire.

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from penstock.messages import Request, TokenEvent
+from penstock.messages import Logprobs, Request, TokenEvent
 from penstock.names import roll
 
 
@@ -30,10 +30,10 @@ class Claim:
     append_head: bytes = field(repr=False, default=b"")
     """The part of an append's wire bytes that does not change (`Record.send_append`)."""
 
-    def next_event(self, token_id: int, text: str) -> TokenEvent:
+    def next_event(self, token_id: int, text: str, logprobs: Logprobs | None = None) -> TokenEvent:
         """The event of the next token: at the next position, with the hash rolled on."""
         rolled = roll(self.hash, token_id)
-        return TokenEvent.at(self.num_tokens, rolled, token_id, text)
+        return TokenEvent.at(self.num_tokens, rolled, token_id, text, logprobs)
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class AppendOutcome(IntEnum):
 def body_hash(request: Request) -> str:
     """SHA-256 (hex) of what a request asks.
 
-    Not of how soon: sent again under its id, it may come with a new deadline or in the other class.
+    Not of how soon: sent again under its id, it may come with a new deadline or in the other class. Nor of defaults:
+    a worker that knows one more field than the last one still recognises the request.
     """
-    body = request.model_dump(mode="json", by_alias=True, exclude={"deadline", "klass"})
+    body = request.model_dump(mode="json", by_alias=True, exclude={"deadline", "klass"}, exclude_defaults=True)
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

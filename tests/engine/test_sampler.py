@@ -1,12 +1,18 @@
+import math
+from typing import Any
+
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from engine.sampler import Draw, sample, uniform
-from penstock.messages import Sampling
+from engine.sampler import Draw, logprobs, sample, uniform
+from penstock.messages import MIN_LOGPROB, Sampling
+from tests.engine.reference_sampler import reference_token
 
 
-def _draws(num: int, **sampling: float) -> list[Draw]:
+def _draws(num: int, **sampling: Any) -> list[Draw]:
     return [Draw(Sampling.model_validate(sampling), seed=3, position=i) for i in range(num)]
 
 
@@ -28,21 +34,33 @@ def test_uniform_is_uniform() -> None:
     assert float((grid.mean(0) - 0.5).abs().max()) < 0.1
 
 
-def test_greedy_takes_the_lowest_id_of_equals() -> None:
-    logits = torch.zeros(2, 50)
-    logits[0, [7, 31]] = 1.0
-    assert sample(logits, _draws(2, temperature=0.0)) == [7, 0]
+@pytest.mark.parametrize("size", [50, 200, 9000])
+def test_greedy_takes_the_lowest_id_of_equals(size: int) -> None:
+    logits = torch.zeros(3, size)
+    logits[0, [7, 31, size - 1]] = 1.0
+    logits[1, size - 1] = 1.0
+    logits[2, ::2] = -0.0  # equal to 0
+    assert sample(logits, _draws(3, temperature=0.0)) == [7, size - 1, 0]
+    assert sample(logits, _draws(3, top_k=1)) == [7, size - 1, 0]
 
 
-def test_frequencies_follow_the_distribution() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(1, 6)
-    tokens = sample(logits.expand(20_000, 6), _draws(20_000, temperature=0.7))
-    found = torch.bincount(torch.tensor(tokens), minlength=6) / 20_000
-    torch.testing.assert_close(found, torch.softmax(logits[0] / 0.7, -1), atol=0.012, rtol=0)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 5, "top_p": 0.9}])
+def test_frequencies_follow_the_distribution(filters: dict[str, Any]) -> None:
+    logits = torch.tensor([0.3, -0.9, 1.4, 0.1, -0.2, 0.8])
+    shares = torch.softmax(logits.double() / 0.7, -1)
+    kept = {"": range(6), "top_k": [2, 5, 0, 3], "top_p": [2, 5, 0], "min_p": [2, 5, 0]}["".join(filters)] \
+        if len(filters) < 2 else [2, 5, 0, 3]  # fmt: skip
+    expected = torch.zeros(6, dtype=torch.float64)
+    expected[list(kept)] = shares[list(kept)] / shares[list(kept)].sum()
+    tokens = sample(logits.expand(20_000, 6), _draws(20_000, temperature=0.7, **filters))
+    found = torch.bincount(torch.tensor(tokens), minlength=6)
+    possible = expected > 0
+    assert int(found[~possible].sum()) == 0
+    wanted = 20_000 * expected[possible]
+    assert float(((found[possible] - wanted) ** 2 / wanted).sum()) < 20.5  # chi-square, 5 degrees: p < 0.001
 
 
-def test_top_k_and_top_p_cut_the_tail() -> None:
+def test_top_k_top_p_and_min_p_cut_the_tail() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     many = logits.expand(2000, 4)
     assert set(sample(many, _draws(2000, top_k=2))) == {0, 1}
@@ -50,32 +68,141 @@ def test_top_k_and_top_p_cut_the_tail() -> None:
     assert set(sample(many, _draws(2000, top_p=0.81))) == {0, 1, 2}
     assert set(sample(many, _draws(2000, top_p=1e-9))) == {0}
     assert set(sample(many, _draws(2000, top_k=3, top_p=0.6))) == {0, 1}
+    assert set(sample(many, _draws(2000, min_p=0.2))) == {0, 1, 2}
+    assert set(sample(many, _draws(2000, min_p=0.61))) == {0}
+    assert set(sample(many, _draws(2000, min_p=1))) == {0}
     assert set(sample(many, _draws(2000, temperature=1e-9))) == {0}
+    assert set(sample(many, _draws(2000, temperature=1e-300))) == {0}
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.full((500, 9), -torch.inf)
     logits[:, 4] = 1.0
     assert set(sample(logits, _draws(500, temperature=100.0))) == {4}
+    assert set(sample(logits, _draws(500, temperature=100.0, top_p=0.999))) == {4}
 
 
-sampling = st.builds(
+def test_penalties_and_bias() -> None:
+    logits = torch.tensor([[2.0, 1.9, -1.0, 0.0]])
+
+    def greedy(output: list[int], prompt: tuple[int, ...] = (), **changes: Any) -> int:
+        sampling = Sampling(temperature=0, **changes)
+        return sample(logits, [Draw(sampling, 0, len(output), [*prompt, *output])])[0]
+
+    assert greedy([0, 0]) == 0
+    assert greedy([0], presence_penalty=0.2) == 1
+    assert greedy([], prompt=(0,), presence_penalty=2) == 0  # the prompt is not counted
+    assert greedy([0, 0], frequency_penalty=0.06) == 1
+    assert greedy([0], frequency_penalty=0.06) == 0
+    assert greedy([1], presence_penalty=-0.2) == 1
+    assert greedy([], prompt=(0,), repetition_penalty=1.1) == 1  # here it is
+    low = {0: -100, 1: -100, 3: -2}
+    assert greedy([2], logit_bias=low, repetition_penalty=1.9) == 2  # -1.9 against -2
+    assert greedy([2], logit_bias=low, repetition_penalty=2.1) == 3
+    assert greedy([2], repetition_penalty=0.9) == 0
+    assert greedy([], logit_bias={2: 3.5}) == 2
+    assert greedy([2], logit_bias={2: 3.5}, repetition_penalty=2) == 0  # bias first
+    assert greedy([], logit_bias={0: -100, 1: -100, 3: -100}) == 2
+    assert logits.tolist() == torch.tensor([[2.0, 1.9, -1.0, 0.0]]).tolist()  # read only
+
+
+SAMPLINGS = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
-    top_k=st.sampled_from([0, 1, 5, 100]),
-    top_p=st.sampled_from([0.1, 0.9, 1.0]),
+    top_k=st.sampled_from([0, 1, 5, 100, 129, 10_000]),
+    top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.5, 1.0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, -2.0, 0.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.1, 2.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.5, 1.3]),
+    logit_bias=st.dictionaries(st.integers(0, 6), st.floats(-100, 100, width=32), max_size=3),
+    logprobs=st.none() | st.integers(0, 20),
 )
+ROWS = st.tuples(
+    SAMPLINGS, st.integers(0, 2**63 - 1), st.lists(st.integers(0, 6), max_size=4), st.lists(st.integers(0, 6))
+)
+Row = tuple[Sampling, int, list[int], list[int]]
 
 
+def _draw(row: Row) -> Draw:
+    sampling, seed, prompt, output = row
+    return Draw(sampling, seed, len(output), prompt + output)
+
+
+def _logits(rows: int, size: int, seed: int, step: float, dtype: torch.dtype) -> Tensor:
+    """Random ones; with a step, many are equal; a few are impossible."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, size, generator=generator) * 3
+    logits = (logits / step).round() * step if step else logits
+    return logits.masked_fill(torch.rand(rows, size, generator=generator) < 0.02, -30.0).to(dtype)
+
+
+SIZES = st.sampled_from([7, 64, 65, 200, 8300])
+STEPS = st.sampled_from([0.0, 0.5, 3.0])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+WIDE = (Sampling(top_p=0.95, temperature=5.0), 5, [1], [2])  # a nucleus of thousands
+
+
+@settings(deadline=None)
+@given(row=ROWS, size=SIZES, seed=st.integers(0, 1000), step=STEPS, dtype=DTYPES)
+@example(row=WIDE, size=8300, seed=1, step=0.5, dtype=torch.float32)
+@example(row=(Sampling(top_k=5000), 7, [], [1]), size=8300, seed=2, step=3.0, dtype=torch.float32)
+def test_the_token_is_that_of_the_reference(row: Row, size: int, seed: int, step: float, dtype: torch.dtype) -> None:
+    logits, draw = _logits(1, size, seed, step, dtype), _draw(row)
+    assert sample(logits, [draw]) == [reference_token(logits[0], draw)]
+
+
+@settings(deadline=None)
 @given(
-    st.lists(st.tuples(sampling, st.integers(0, 2**63 - 1), st.integers(0, 4000)), min_size=1, max_size=9),
-    st.integers(0, 1000), st.sampled_from([torch.float32, torch.bfloat16]),
+    rows=st.lists(ROWS, min_size=1, max_size=9), size=SIZES, seed=st.integers(0, 1000), step=STEPS, dtype=DTYPES
 )  # fmt: skip
+@example(rows=[WIDE] * 3 + [(Sampling(temperature=0, logprobs=3), 0, [], [])], size=8300, seed=1, step=0.5,
+         dtype=torch.float32)  # fmt: skip
 def test_a_row_does_not_depend_on_the_others(
-    rows: list[tuple[Sampling, int, int]], seed: int, dtype: torch.dtype
+    rows: list[Row], size: int, seed: int, step: float, dtype: torch.dtype
 ) -> None:
-    logits = (torch.randn(len(rows), 64, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
-    draws = [Draw(*row) for row in rows]
+    logits, draws = _logits(len(rows), size, seed, step, dtype), [_draw(row) for row in rows]
     together = sample(logits, draws)
-    assert together == [sample(logits[i : i + 1], [draw])[0] for i, draw in enumerate(draws)]
+    said = logprobs(logits, draws, together)
+    alone = [logits[i : i + 1] for i in range(len(rows))]
+    assert together == [sample(row, [draw])[0] for row, draw in zip(alone, draws, strict=True)]
     assert sample(logits.flip(0), draws[::-1]) == together[::-1]
+    assert said == [logprobs(row, [draw], [token])[0] for row, draw, token in zip(alone, draws, together, strict=True)]
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    logits = _logits(6, 151_936, 3, 0.0, torch.float32)
+    kinds = [{}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}, {"temperature": 0}, {"logprobs": 4}]
+    draws = [Draw(Sampling.model_validate(kind), 3, 5) for kind in kinds]
+    threads = torch.get_num_threads()
+    found = []
+    for num in (1, 2, 3):
+        torch.set_num_threads(num)
+        tokens = sample(logits, draws)
+        found.append((tokens, logprobs(logits, draws, tokens)))
+    torch.set_num_threads(threads)
+    assert found[0] == found[1] == found[2]
+
+
+@settings(deadline=None)
+@given(size=SIZES, seed=st.integers(0, 1000), count=st.integers(0, 20), step=STEPS)
+def test_logprobs_are_those_of_the_raw_distribution(size: int, seed: int, count: int, step: float) -> None:
+    logits = _logits(2, size, seed, step, torch.float32)
+    sampling = Sampling(temperature=0.5, top_k=2, logprobs=count, logit_bias={0: 5.0}, repetition_penalty=2.0)
+    draws = [Draw(sampling, 1, 1, [3, 4]), Draw(Sampling(), 1, 1, [3, 4])]
+    told, silent = logprobs(logits, draws, [5, 6])
+    assert silent is None
+    assert told is not None
+    expected = torch.log_softmax(logits[0].double(), -1)
+    assert math.isclose(told.logprob, float(expected[5]), abs_tol=2e-6)
+    ranked = sorted(range(size), key=lambda token: (-float(logits[0, token]), token))[:count]
+    assert [entry.token for entry in told.top] == ranked
+    for entry in told.top:
+        assert math.isclose(entry.logprob, float(expected[entry.token]), abs_tol=2e-6)
+
+
+def test_an_impossible_token_has_the_least_logprob() -> None:
+    logits = torch.tensor([[0.0, -torch.inf]])
+    (told,) = logprobs(logits, _draws(1, logprobs=2), [0])
+    assert told is not None
+    assert [(entry.token, entry.logprob) for entry in told.top] == [(0, 0.0), (1, MIN_LOGPROB)]

@@ -1,131 +1,259 @@
-import random
-from typing import Literal
+"""Order, budget, blocks and preemption; see `test_fairness` for who may not starve."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 
-from engine.pool import BlockPool
-from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, State
-from tests.engine.helpers import keys_of, sequence
-
-SIZE = 4
+from tests.engine.schedules import SIZE, Dummy, seq_of
 
 
-def _scheduler(num_blocks: int = 100) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks, SIZE))
+def _names(plan: list[tuple[Sequence, int]]) -> list[Sequence]:
+    return [seq for seq, _ in plan]
 
 
-def _seq(
-    length: int, max_new: int = 4, *, klass: Literal["interactive", "batch"] = "interactive", first: int = 0
-) -> Sequence:
-    prompt = list(range(first, first + length))
-    return sequence(prompt, max_new, prefix_keys=keys_of(prompt, SIZE), klass=klass)
-
-
-def _finish(scheduler: Scheduler, plan: Plan) -> None:
-    """What the engine does after the forward pass."""
-    for seq, num in plan:
-        seq.num_computed += num
-        for i in range(min(seq.num_computed // SIZE, len(seq.prefix_keys))):
-            scheduler.pool.publish(seq.blocks[i], seq.prefix_keys[i])
-        if seq.num_pending == 0:
-            seq.append(0)
+# Order and budget
 
 
 def test_decodes_come_first_then_chunks_up_to_the_budget() -> None:
-    scheduler = _scheduler()
-    short, long = _seq(3), _seq(30, first=100)
-    for seq in (short, long):
-        scheduler.add(seq)
-    plan = scheduler.schedule(10, 8)
-    assert plan == [(short, 3), (long, 7)]
-    _finish(scheduler, plan)
-    assert scheduler.schedule(10, 8) == [(short, 1), (long, 9)]
+    dummy = Dummy(budget=10)
+    short, long = seq_of(3), seq_of(30, first=100)
+    dummy.add(long, short)
+    assert dummy.step() == [(long, 10)]
+    assert dummy.step() == [(long, 10)]
+    dummy.budget = 14
+    assert dummy.step() == [(long, 10), (short, 3)]
+    late = seq_of(30, first=200)
+    dummy.add(late)
+    assert dummy.step() == [(long, 1), (short, 1), (late, 12)]
+
+
+def test_a_prompt_leaves_a_token_for_each_that_decodes() -> None:
+    dummy = Dummy(budget=10)
+    decoding, long = seq_of(3, 8, klass="batch"), seq_of(30, first=100)
+    dummy.add(decoding)
+    dummy.step()
+    dummy.add(long)
+    assert dummy.step() == [(long, 9), (decoding, 1)]
+    assert dummy.step() == [(long, 9), (decoding, 1)]
 
 
 def test_interactive_before_batch_and_first_come_within() -> None:
-    scheduler = _scheduler()
-    seqs = [_seq(4, klass="batch"), _seq(4), _seq(4, klass="batch"), _seq(4)]
-    for seq in seqs:
-        scheduler.add(seq)
-    assert [seq for seq, _ in scheduler.schedule(100, 3)] == [seqs[1], seqs[3], seqs[0]]
+    dummy = Dummy(max_batch=3)
+    seqs = [seq_of(4, klass="batch"), seq_of(4), seq_of(4, klass="batch"), seq_of(4)]
+    dummy.add(*seqs)
+    assert _names(dummy.step()) == [seqs[1], seqs[3], seqs[0]]
+
+
+def test_a_long_batch_prompt_does_not_hold_up_an_interactive_one() -> None:
+    dummy = Dummy(budget=16)
+    long, short = seq_of(200, klass="batch"), seq_of(10, first=500)
+    dummy.add(long)
+    dummy.step()
+    dummy.add(short)
+    assert dummy.step() == [(short, 10), (long, 6)]
 
 
 def test_no_more_than_max_batch_run() -> None:
-    scheduler = _scheduler()
-    seqs = [_seq(4) for _ in range(3)]
-    for seq in seqs:
-        scheduler.add(seq)
-    assert len(scheduler.schedule(100, 2)) == 2
-    scheduler.remove(seqs[0])
-    assert [seq for seq, _ in scheduler.schedule(100, 2)] == seqs[1:]
+    dummy = Dummy(max_batch=2)
+    seqs = [seq_of(4) for _ in range(3)]
+    dummy.add(*seqs)
+    assert len(dummy.step()) == 2
+    dummy.remove(seqs[0])
+    assert _names(dummy.step()) == seqs[1:]
 
 
-def test_the_first_in_line_waits_for_its_blocks_and_those_behind_it_too() -> None:
-    scheduler = _scheduler(num_blocks=5)
-    running, large, small = _seq(8, 5), _seq(12, 5, first=50), _seq(1, 1)
-    for seq in (running, large, small):
-        scheduler.add(seq)
-    assert scheduler.schedule(100, 8) == [(running, 8)]
-    scheduler.remove(running)
-    assert scheduler.schedule(100, 8) == [(large, 12), (small, 1)]
+def test_a_budget_smaller_than_the_batch_serves_the_first() -> None:
+    dummy = Dummy(budget=2)
+    seqs = [seq_of(1, 8, first=10 * i) for i in range(4)]
+    dummy.add(*seqs)
+    assert _names(dummy.step()) == seqs[:2]
+    assert _names(dummy.step()) == seqs[:2]
+
+
+# Blocks
 
 
 def test_the_last_token_needs_no_room() -> None:
-    assert _seq(8, 1).blocks_needed(SIZE) == 2
-    assert _seq(8, 2).blocks_needed(SIZE) == 3
+    assert seq_of(8, 1).blocks_needed(SIZE) == 2
+    assert seq_of(8, 2).blocks_needed(SIZE) == 3
+
+
+def test_blocks_are_taken_as_a_sequence_grows() -> None:
+    dummy = Dummy()
+    seq = seq_of(6, 20)
+    dummy.add(seq)
+    held = []
+    while dummy.alive:
+        dummy.step()
+        held.append(len(seq.blocks))
+    assert held == [2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 0]
 
 
 def test_a_shared_block_is_never_the_one_written() -> None:
-    scheduler = _scheduler()
-    first, again = _seq(8), _seq(8)
-    scheduler.add(first)
-    _finish(scheduler, scheduler.schedule(100, 8))
-    scheduler.add(again)
-    scheduler.schedule(100, 8)
+    dummy = Dummy()
+    first, again = seq_of(8), seq_of(8)
+    dummy.add(first)
+    dummy.step()
+    dummy.add(again)
+    dummy.step()
     assert again.blocks[0] == first.blocks[0]
     assert not set(again.blocks[1:]) & set(first.blocks)
     assert again.num_cached == SIZE
 
 
-@given(st.integers(0, 2**32), st.integers(6, 30), st.integers(1, 12), st.integers(1, 5))
-def test_everything_ends_and_nothing_is_lost(seed: int, num_blocks: int, budget: int, batch: int) -> None:
-    rng = random.Random(seed)
-    scheduler = _scheduler(num_blocks)
-    alive: list[Sequence] = []
-    for _ in range(80):
-        if rng.random() < 0.3:
-            klass: Literal["interactive", "batch"] = rng.choice(["interactive", "batch"])
-            seq = _seq(rng.randint(1, 16), rng.randint(1, 6), klass=klass, first=rng.choice([0, 0, 50]))
-            scheduler.add(seq)
-            alive.append(seq)
-        plan = scheduler.schedule(budget, batch)
-        assert sum(num for _, num in plan) <= budget
-        assert scheduler.num_running <= batch
-        written = [seq.blocks[(seq.num_computed + i) // SIZE] for seq, num in plan for i in range(num)]
-        owners = {block: [s for s in alive if block in s.blocks] for block in written}
-        assert all(len(held) == 1 for held in owners.values())
-        _finish(scheduler, plan)
-        for seq in [seq for seq in alive if seq.state is State.DONE or rng.random() < 0.02]:
-            scheduler.remove(seq)
-            alive.remove(seq)
-        scheduler.pool.check_integrity()
-    for _ in range(2000):
-        if not alive:
-            break
-        _finish(scheduler, scheduler.schedule(budget, batch))
-        for seq in [seq for seq in alive if seq.state is State.DONE]:
-            scheduler.remove(seq)
-            alive.remove(seq)
-    assert not alive
-    assert scheduler.pool.num_free == num_blocks
+def test_who_comes_in_leaves_a_block_for_each_that_grows() -> None:
+    dummy = Dummy(num_blocks=6)
+    old, new = seq_of(8, 8), seq_of(8, 8, first=50)
+    dummy.add(old, new)
+    dummy.step()
+    assert (old.state, new.state) == (State.RUNNING, State.RUNNING)
+    dummy = Dummy(num_blocks=5)
+    old, new = seq_of(8, 8), seq_of(8, 8, first=50)
+    dummy.add(old, new)
+    dummy.step()
+    assert (old.state, new.state) == (State.RUNNING, State.WAITING)
 
 
-def test_a_long_batch_prompt_does_not_hold_up_an_interactive_one() -> None:
-    scheduler = _scheduler()
-    long, short = _seq(200, klass="batch"), _seq(10, first=500)
-    scheduler.add(long)
-    _finish(scheduler, scheduler.schedule(16, 8))
-    scheduler.add(short)
-    assert scheduler.schedule(16, 8) == [(short, 10), (long, 6)]
+def test_one_alone_may_have_all() -> None:
+    dummy = Dummy(num_blocks=5)
+    seq = seq_of(16, 5)
+    dummy.add(seq)
+    dummy.run()
+    assert seq.num_output == 5
+
+
+# Preemption
+
+
+def test_the_newest_batch_sequence_goes_first_then_the_newest_interactive_one_never_the_first() -> None:
+    # All four come in with a block each, and there are ten; each needs four or more in the end.
+    dummy = Dummy(num_blocks=10)
+    seqs = [
+        seq_of(4, 13, klass="batch"),
+        seq_of(4, 37, first=50),
+        seq_of(4, 13, first=100, klass="batch"),
+        seq_of(4, 30, first=150),
+    ]
+    dummy.add(*seqs)
+    order: list[Sequence] = []
+    while dummy.alive:
+        before = {seq: seq.num_preemptions for seq in seqs}
+        dummy.step()
+        order += [seq for seq in seqs if seq.num_preemptions > before[seq]]
+    assert order[:3] == [seqs[2], seqs[0], seqs[3]]
+    assert seqs[1].num_preemptions == 0
+    assert dummy.scheduler.num_preemptions == len(order)
+    assert dummy.pool.num_free == 10
+
+
+def test_one_that_was_preempted_is_the_first_in_line_and_keeps_its_tokens() -> None:
+    dummy = Dummy(num_blocks=7)
+    first, second, third = seq_of(8, 16), seq_of(8, 8, first=50), seq_of(16, 8, first=90)
+    dummy.add(first, second, third)
+    dummy.run(until=lambda: second.num_preemptions > 0)
+    said = second.output
+    assert said
+    assert second.state is State.WAITING
+    assert second.blocks == []
+    assert second.num_computed == 0
+    dummy.run(until=lambda: second.state is State.RUNNING)
+    assert third.state is State.WAITING
+    assert second.output[: len(said)] == said
+    dummy.run()
+    assert [seq.num_output for seq in (first, second, third)] == [16, 8, 8]
+
+
+def test_what_the_pool_still_has_is_not_computed_again() -> None:
+    dummy = Dummy(num_blocks=7)
+    first, second = seq_of(8, 9), seq_of(12, 8, first=50)
+    dummy.add(first, second)
+    dummy.run(until=lambda: second.num_preemptions > 0)
+    dummy.run(until=lambda: second.state is State.RUNNING)
+    assert second.num_computed > SIZE
+    assert second.num_cached == 0  # it was all computed once
+
+
+def test_little_is_computed_twice() -> None:
+    # A pool for half of the batch. Without a block left for each that grows, a quarter is computed twice.
+    dummy = Dummy(num_blocks=300, budget=64, max_batch=32)
+    seqs = [seq_of(8 + 37 * i % 120, 16 + 29 * i % 48, first=200 * i) for i in range(100)]
+    dummy.add(*seqs)
+    num_computed = 0
+    while dummy.alive:
+        num_computed += sum(num for _, num in dummy.step())
+    assert dummy.scheduler.num_preemptions > 10
+    assert num_computed < 1.1 * sum(len(seq.token_ids) - 1 for seq in seqs)
+
+
+def test_the_last_in_order_pauses_and_keeps_its_blocks() -> None:
+    dummy = Dummy(num_blocks=6)
+    first, last = seq_of(10, 2), seq_of(8, 8, first=50)
+    dummy.add(first, last)
+    dummy.step()
+    held = dummy.pool.allocate(dummy.pool.num_free)
+    assert _names(dummy.step()) == [first]
+    assert last.state is State.RUNNING
+    dummy.pool.release(held)
+    assert _names(dummy.step()) == [last]
+    assert last.num_preemptions == 0
+
+
+def test_only_preemption_leads_back() -> None:
+    seq = seq_of(4)
+    with pytest.raises(AssertionError):
+        seq.preempt()
+    seq.move_to(State.RUNNING)
+    with pytest.raises(AssertionError):
+        seq.move_to(State.WAITING)
+    seq.preempt()
+    assert seq.state is State.WAITING
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "preempted", "done"])
+def test_removed_in_any_state(state: str) -> None:
+    dummy = Dummy(num_blocks=7)
+    first, second, third = seq_of(8, 16), seq_of(8, 8, first=50), seq_of(8, 8, first=90)
+    dummy.add(first, second, third)
+    dummy.step()
+    if state == "preempted":
+        dummy.run(until=lambda: second.num_preemptions > 0)
+    seq = third if state == "waiting" else second
+    if state == "done":
+        dummy.run(until=lambda: second.state is State.DONE)
+        dummy.scheduler.remove(seq)
+    else:
+        dummy.remove(seq)
+        dummy.scheduler.remove(seq)
+    assert seq.blocks == []
+    dummy.run()
+    assert dummy.pool.num_free == 7
+
+
+# The same prompt twice
+
+
+def test_a_second_prompt_waits_for_the_blocks_the_first_one_computes() -> None:
+    dummy = Dummy(budget=10)
+    first, second, other = seq_of(18), seq_of(19), seq_of(4, first=90)
+    dummy.add(first, second, other)
+    assert dummy.step() == [(first, 10)]
+    assert dummy.step() == [(first, 8), (other, 2)]
+    assert dummy.step() == [(first, 1), (other, 2), (second, 3)]
+    assert second.num_cached == 16
+
+
+def test_it_waits_no_longer_when_the_first_one_is_gone() -> None:
+    dummy = Dummy(budget=10)
+    first, second = seq_of(18), seq_of(19)
+    dummy.add(first, second)
+    dummy.step()
+    dummy.remove(first)
+    assert dummy.step() == [(second, 10)]
+
+
+def test_an_interactive_one_does_not_wait_for_batch_work() -> None:
+    dummy = Dummy(budget=10)
+    batch, interactive = seq_of(18, klass="batch"), seq_of(18)
+    dummy.add(batch)
+    dummy.step()
+    dummy.add(interactive)
+    assert dummy.step() == [(interactive, 10)]

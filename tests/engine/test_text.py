@@ -1,8 +1,10 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from engine.model import LoadedModel
 from engine.text import OutputState
@@ -14,6 +16,32 @@ EOS = frozenset({1})
 @pytest.fixture(scope="module")
 def tokenizer(demo: LoadedModel) -> Any:
     return demo.tokenizer
+
+
+WORDS = ["a", "b", "ab", "▁", "▁a", "▁the", "é", "\ufffd"]
+"""What the tokenizers with byte fallback have tokens for, after 3 special and 256 byte tokens."""
+DECODERS: dict[str, Any] = {
+    "llama": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    "gemma": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    "metaspace": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]),
+}
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def sentencepiece(request: pytest.FixtureRequest) -> Any:
+    """A tokenizer that spells what it does not know in bytes."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    vocab = {name: number for number, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(vocab, [("a", "b"), ("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = DECODERS[request.param]
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def _bytes(text: str) -> list[int]:
+    return [3 + byte for byte in text.encode()]
 
 
 def _push_all(
@@ -112,3 +140,45 @@ def test_half_a_character_at_the_end_is_shown_as_such(tokenizer: Any) -> None:
 def test_replaying_gives_the_same_texts(tokenizer: Any, tokens: list[int]) -> None:
     stop = ["the", "\n"]
     assert _push_all(tokenizer, tokens, stop=stop)[0] == _push_all(tokenizer, tokens, stop=stop)[0]
+
+
+# Byte fallback.
+
+A, SPACE_A, UNKNOWN = 259 + WORDS.index("a"), 259 + WORDS.index("▁a"), 259 + WORDS.index("\ufffd")
+PIECES = st.one_of(
+    st.integers(0, 258 + len(WORDS)).map(lambda token: [token]),
+    st.sampled_from("é你😀\ufffd").map(_bytes),
+    st.lists(st.integers(3, 258), max_size=4),
+)
+
+
+@given(parts=st.lists(PIECES, min_size=1, max_size=30), at_length=st.booleans())
+@example(parts=[_bytes("你"), [3 + 0xFF], [A]], at_length=False)  # the whole run is unreadable
+@example(parts=[_bytes("你")[:1], [2], _bytes("你")[1:], [A]], at_length=False)  # a special token within a character
+@example(parts=[_bytes("你") * 20, [SPACE_A] * 20, _bytes("😀")[:2]], at_length=True)
+def test_byte_tokens_come_out_as_they_decode_at_once(
+    sentencepiece: Any, parts: list[list[int]], at_length: bool
+) -> None:
+    tokens = [token for part in parts for token in part]
+    limit = {"max_tokens": len(tokens)} if at_length and tokens else {}
+    texts, reasons, state = _push_all(sentencepiece, tokens, ignore_eos=True, **limit)
+    expected = sentencepiece.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    said = ""
+    for text in texts:
+        said += text
+        assert expected.startswith(said)  # so no replacement character that is not in the answer
+    assert said + state.flush() == expected
+    assert reasons[-1:] == (["length"] if limit else [None] * bool(tokens))
+
+
+def test_a_character_of_byte_tokens_comes_as_soon_as_it_is_certain(sentencepiece: Any) -> None:
+    texts, _, state = _push_all(sentencepiece, [A, *_bytes("你"), A, *_bytes("é")])
+    assert texts == ["a", "", "", "", "你a", "", ""]
+    assert state.flush() == "é"
+    texts, _, _ = _push_all(sentencepiece, [A, UNKNOWN, A])
+    assert "".join(texts) == "a\ufffda"
+
+
+def test_a_stop_string_of_byte_tokens(sentencepiece: Any) -> None:
+    texts, reasons, _ = _push_all(sentencepiece, [A, *_bytes("é你"), A, A], stop=["你"])
+    assert ("".join(texts), reasons[-1]) == ("aé", "stop")

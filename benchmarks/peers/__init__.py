@@ -1,0 +1,1 @@
+"""Other engines on the same weights, each in its own environment and process, asked in turns."""

@@ -1,0 +1,139 @@
+"""llama.cpp through its C interface, with the batching its server does: running sequences first, then prompts."""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.gguf_file import write_gguf
+from benchmarks.peers.workload import MAX_BATCH, MAX_LENGTH, Request
+
+BATCH_TOKENS = 2048
+_FLASH_ATTENTION = 1
+
+
+def prepare(model: Path) -> Path:
+    """The GGUF file, beside the original; made once."""
+    target = model.with_name(f"{model.name}.gguf")
+    if not target.exists():
+        scratch = target.with_suffix(".unfinished")
+        write_gguf(model, scratch)
+        scratch.rename(target)
+    return target
+
+
+def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "LlamaCpp":
+    """The model, and room for the longest request."""
+    return LlamaCpp(model, threads, pool_mb)
+
+
+@dataclass
+class _Running:
+    """A request in a slot: what is not in the cache yet, and what it has said."""
+
+    index: int
+    slot: int
+    pending: list[int]
+    left: int
+    position: int = 0
+    said: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Room:
+    """A context: `slots` sequences of `length` tokens each."""
+
+    slots: int
+    length: int
+    handle: Any
+
+
+class LlamaCpp:
+    """One context at a time, made for the run's shape; a shape that comes again finds it there."""
+
+    def __init__(self, model: Path, threads: int, pool_mb: int) -> None:
+        self._api: Any = importlib.import_module("llama_cpp")
+        self._quiet = self._api.llama_log_callback(lambda *_: None)
+        self._api.llama_log_set(self._quiet, None)
+        self._api.llama_backend_init()
+        self._threads = threads
+        self._model = self._api.llama_model_load_from_file(str(model).encode(), self._api.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {model}")
+        self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        self._pool_tokens = pool_mb * 2**20 // _token_bytes(model)
+        self._batch = self._api.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self._room = self._make_room(1, MAX_LENGTH)
+
+    def run(self, requests: list[Request], on_step: Callable[[list[int]], None]) -> list[list[int]]:
+        """As many requests at once as the pool has slots for; the others wait for one."""
+        length = -(-max(len(prompt) + new for prompt, new in requests) // 256) * 256
+        slots = max(1, min(len(requests), MAX_BATCH, self._pool_tokens // length))
+        if (self._room.slots, self._room.length) != (slots, length):
+            self._api.llama_free(self._room.handle)
+            self._room = self._make_room(slots, length)
+        memory = self._api.llama_get_memory(self._room.handle)
+        self._api.llama_memory_clear(memory, False)
+        tokens: list[list[int]] = [[] for _ in requests]
+        waiting = [(index, *request) for index, request in reversed(list(enumerate(requests)))]
+        free, running = list(range(slots)), list[_Running]()
+        while waiting or running:
+            while waiting and free:
+                index, prompt, new = waiting.pop()
+                running.append(_Running(index, free.pop(), list(prompt), new))
+            sampled = self._step(running)
+            on_step([request.index for request in sampled])
+            for request in [request for request in sampled if request.left == 0]:
+                running.remove(request)
+                tokens[request.index] = request.said
+                self._api.llama_memory_seq_rm(memory, request.slot, -1, -1)
+                free.append(request.slot)
+        return tokens
+
+    def _step(self, running: list[_Running]) -> list[_Running]:
+        """Compute one batch; returns the requests that got a token."""
+        batch, size, decided = self._batch, 0, list[tuple[_Running, int]]()
+        for request in sorted(running, key=lambda request: len(request.pending) > 1):
+            part = request.pending[: BATCH_TOKENS - size]
+            for token in part:
+                batch.token[size], batch.pos[size] = token, request.position
+                batch.n_seq_id[size], batch.seq_id[size][0], batch.logits[size] = 1, request.slot, False
+                request.position += 1
+                size += 1
+            request.pending = request.pending[len(part) :]
+            if part and not request.pending:
+                batch.logits[size - 1] = True
+                decided.append((request, size - 1))
+        batch.n_tokens = size
+        status = self._api.llama_decode(self._room.handle, batch)
+        if status:
+            raise RuntimeError(f"llama_decode says {status}")
+        for request, row in decided:
+            logits = self._api.llama_get_logits_ith(self._room.handle, row)
+            best = int(np.ctypeslib.as_array(logits, shape=(self._vocabulary,)).argmax())
+            request.said.append(best)
+            request.pending = [best]
+            request.left -= 1
+        return [request for request, _ in decided]
+
+    def _make_room(self, slots: int, length: int) -> _Room:
+        wanted = self._api.llama_context_default_params()
+        wanted.n_seq_max, wanted.n_ctx = slots, slots * length
+        wanted.n_batch, wanted.n_ubatch = BATCH_TOKENS, 512
+        wanted.n_threads = wanted.n_threads_batch = self._threads
+        wanted.flash_attn_type = _FLASH_ATTENTION
+        wanted.kv_unified = False
+        handle = self._api.llama_init_from_model(self._model, wanted)
+        if not handle:
+            raise RuntimeError(f"llama.cpp has no room for {slots} sequences of {length} tokens")
+        return _Room(slots, length, handle)
+
+
+def _token_bytes(model: Path) -> int:
+    """KV of one token, 16 bits a number, from the configuration beside the converted model."""
+    config = json.loads((model.with_suffix("") / "config.json").read_text())
+    return 4 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])

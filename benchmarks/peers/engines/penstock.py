@@ -1,0 +1,173 @@
+"""Our engine, and what can only be asked of it: where a step's time goes, and which tokens depend on the batch."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.workload import MAX_BATCH, Request
+from engine.engine import Engine
+from engine.sequence import Payload, Sequence
+from penstock.messages import Sampling
+from penstock.settings import EngineSettings
+
+STEP_TOKENS = 2048
+_GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+_DRAWN = Sampling(temperature=1.0, ignore_eos=True)
+
+
+def prepare(model: Path) -> Path:
+    """The directory as it is."""
+    return model
+
+
+def load(
+    *, model: Path, threads: int, pool_mb: int, device: str, step_tokens: int = STEP_TOKENS, dtype: str = "bfloat16"
+) -> "Penstock":
+    """The engine, with a batch and a token budget as the others have them."""
+    settings = EngineSettings.model_validate(
+        {"model": str(model), "dtype": dtype, "device": device, "threads": threads, "pool_mb": pool_mb,
+         "max_batch": MAX_BATCH, "max_step_tokens": step_tokens}
+    )  # fmt: skip
+    return Penstock(Engine.open(settings))
+
+
+@dataclass
+class _Spent:
+    """Seconds in the model, and in steps altogether."""
+
+    model_s: float = 0.0
+    steps_s: float = 0.0
+    steps: int = 0
+
+
+class Penstock:
+    """The engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, requests: list[Request], on_step: Callable[[list[int]], None]) -> list[list[int]]:
+        """Add all, and step until nothing is left."""
+        seqs = [_sequence(index, *request) for index, request in enumerate(requests)]
+        _drive(self._engine, seqs, on_step)
+        return [seq.output for seq in seqs]
+
+    def outside_share(self, requests: list[Request]) -> float:
+        """Of the time of decode steps at full batch, the share that is not spent in the model's forward pass."""
+        engine, spent = self._engine, _Spent()
+        seqs = [_sequence(index, *request) for index, request in enumerate(requests)]
+        for seq in seqs:
+            engine.add(seq)
+        while any(seq.num_output == 0 for seq in seqs):
+            engine.step()
+        with _timed_forward(engine, spent):
+            while engine.num_running == len(seqs):
+                begun_s = time.perf_counter()
+                engine.step()
+                spent.steps_s += time.perf_counter() - begun_s
+                spent.steps += 1
+        for seq in seqs:
+            engine.remove(seq)
+        return 1 - spent.model_s / spent.steps_s
+
+    def flips(self, prompts: list[list[int]], num_new: int) -> dict[str, float]:
+        """By way of running, the share of tokens that are other ones than those of each prompt on its own.
+
+        Half of the prompts are answered greedily, half with draws. A token counts whatever the reason: after one that
+        differs, the following ones differ too.
+        """
+        alone = [self._tokens([index], prompts, num_new)[0] for index in range(len(prompts))]
+        everyone = list(range(len(prompts)))
+        ways: dict[str, Callable[[], list[list[int]]]] = {
+            "batched": lambda: self._tokens(everyone, prompts, num_new),
+            "chunks of 48": lambda: self._tokens(everyone, prompts, num_new, max_step_tokens=48),
+            "handed over": lambda: self._handed_over(prompts, num_new),
+            "one thread": lambda: self._tokens(everyone, prompts, num_new, threads=1),
+        }
+        return {way: _share(tokens(), alone) for way, tokens in ways.items()}
+
+    def _variant(self, **changes: Any) -> Engine:
+        """Another engine on the same weights; pool and threads are its own."""
+        return Engine(self._engine.model, self._engine.settings.model_copy(update=changes))
+
+    def _tokens(self, which: list[int], prompts: list[list[int]], num_new: int, **changes: Any) -> list[list[int]]:
+        engine = self._variant(**changes) if changes else self._engine
+        try:
+            seqs = [_sequence(index, prompts[index], num_new, _sampling(index)) for index in which]
+            _drive(engine, seqs)
+        finally:
+            if changes:
+                self._engine = self._variant()  # its threads again
+        return [seq.output for seq in seqs]
+
+    def _handed_over(self, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+        """First tokens from one pool, all others from another that got the KV as bytes."""
+        first, second = self._engine, self._variant()
+        seqs = [_sequence(index, prompt, num_new, _sampling(index)) for index, prompt in enumerate(prompts)]
+        for seq in seqs:
+            first.add(seq)
+        while any(seq.num_output == 0 for seq in seqs):
+            first.step()
+        copies = [handed_over(first, seq) for seq in seqs]
+        for seq in seqs:
+            first.remove(seq)
+        _drive(second, copies)
+        return [seq.output for seq in copies]
+
+
+def handed_over(engine: Engine, seq: Sequence) -> Sequence:
+    """The sequence as another engine goes on with it: the prompt's KV as bytes, and the first token."""
+    copy = Sequence(
+        seq.id, seq.token_ids[: seq.num_prompt], sampling=seq.sampling, seed=seq.seed, max_new=seq.max_new,
+        given=seq.output[:1],
+    )  # fmt: skip
+    blocks = -(-seq.num_prompt // engine.settings.block_size)
+    payloads: list[tuple[int, Payload]] = [(index, engine.export_block(seq, index)) for index in range(blocks)]
+    copy.imported = payloads
+    return copy
+
+
+def _sequence(index: int, prompt: list[int], num_new: int, sampling: Sampling = _GREEDY) -> Sequence:
+    return Sequence(str(index), prompt, sampling=sampling, seed=index, max_new=num_new)
+
+
+def _sampling(index: int) -> Sampling:
+    return _DRAWN if index % 2 else _GREEDY
+
+
+def _drive(engine: Engine, seqs: list[Sequence], on_step: Callable[[list[int]], None] = lambda indices: None) -> None:
+    """Until all sequences are done."""
+    for seq in seqs:
+        engine.add(seq)
+    while engine.has_work():
+        sampled = engine.step()
+        for one in sampled:
+            if one.seq.num_output == one.seq.max_new:
+                engine.remove(one.seq)
+        on_step([int(one.seq.id) for one in sampled])
+
+
+def _share(tokens: list[list[int]], reference: list[list[int]]) -> float:
+    pairs = [pair for ours, theirs in zip(tokens, reference, strict=True) for pair in zip(ours, theirs, strict=True)]
+    return sum(one != other for one, other in pairs) / len(pairs)
+
+
+@contextmanager
+def _timed_forward(engine: Engine, spent: _Spent) -> Iterator[None]:
+    """Meanwhile the time of the engine's forward passes is added up."""
+    forward = engine._forward  # noqa: SLF001 - the boundary that is measured
+
+    def timed(*given: Any, **named: Any) -> Any:
+        begun_s = time.perf_counter()
+        result = forward(*given, **named)
+        spent.model_s += time.perf_counter() - begun_s
+        return result
+
+    engine._forward = timed  # type: ignore[method-assign] # noqa: SLF001
+    try:
+        yield
+    finally:
+        engine._forward = forward  # type: ignore[method-assign] # noqa: SLF001

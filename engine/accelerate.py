@@ -1,0 +1,267 @@
+"""Put native kernels under a transformers model, in place and by structure.
+
+1. The model as it is reads a few tokens; what goes into and comes out of its parts is noted.
+2. A decoder layer of the common form becomes one call (`layer.py`). Elsewhere RMSNorms, and linear layers, those with
+   the same input packed together, are replaced one by one.
+3. Each replacement of a layer or a norm is given what the original was given, and stays only if it gives the same.
+
+An original's weights go as soon as they are packed, so that memory never holds the model twice.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+from transformers.pytorch_utils import Conv1D
+
+from engine import hooks
+from engine.batch import Batch
+from engine.kernels.library import Library, load
+from engine.kernels.norm import NativeNorm
+from engine.kernels.packed import (
+    DTYPES,
+    Activation,
+    PackedEmbedding,
+    PackedFollower,
+    PackedLinear,
+    PackedLinears,
+    Release,
+)
+from engine.layer import LayerForm, NativeLayer, form_of
+from engine.model import LoadedModel
+from engine.sequence import Sequence
+from engine.storage import KVStorage
+from penstock.messages import Sampling
+
+NUM_PROBED = 6
+"""Tokens that the model reads for comparison."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""How far a replacement's result may be off: root mean square, as a share of what the original adds to its input."""
+
+
+@dataclass
+class _Call:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+
+
+@dataclass
+class _Record:
+    """What the parts of the model were given, and gave."""
+
+    calls: dict[str, _Call] = field(default_factory=dict)
+    """Of norms and decoder layers, by name."""
+    inputs: dict[tuple[str, int], list[str]] = field(default_factory=dict)
+    """Linear layers by the module they are in and the tensor they read."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Those tensors, so that none takes another's identity."""
+    direct: frozenset[int] = frozenset()
+
+
+@torch.inference_mode()
+def speed_up(model: LoadedModel) -> None:
+    """Put the model on the native kernels, where they were built and compute in its dtype, on its device."""
+    native = load()
+    if native is None or model.device.type != "cpu" or model.dtype not in DTYPES:
+        return
+    record = _watch(model)
+    model.native, model.direct = native, record.direct
+    _Replacer(model, native, model.weights.release, record).run()
+    if model.dtype != torch.float32:
+        # In 16 bits another instruction set rounds otherwise: its blocks are not ours.
+        model.fingerprint = hashlib.sha256(f"{model.fingerprint} {native.isa}".encode()).hexdigest()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a plain linear layer, and nothing derived from one."""
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def _watch(model: LoadedModel) -> _Record:
+    record, handles = _Record(), []
+    for name, part in model.module.named_modules():
+        if is_linear(part):
+            handles.append(part.register_forward_pre_hook(_note_input(record, name)))
+        elif _is_norm(part) or form_of(part, is_linear) is not None:
+            handles.append(part.register_forward_hook(_note_call(record, name), with_kwargs=True))
+    batch, cache = _batch(model), hooks.PagedCache(_storage(model))
+    try:
+        with hooks.running(model.module, batch):
+            ids, positions = batch.input_ids, batch.position_ids
+            model.module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    record.direct = frozenset(batch.direct)
+    return record
+
+
+def _note_input(record: _Record, name: str) -> Any:
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        record.kept.append(args[0])
+        record.inputs.setdefault((name.rpartition(".")[0], id(args[0])), []).append(name)
+
+    return note
+
+
+def _note_call(record: _Record, name: str) -> Any:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if isinstance(output, Tensor):
+            # Of a norm that is called again only the last call counts; any does.
+            record.calls[name] = _Call(args, kwargs, output.clone())
+
+    return note
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return type(module).__name__.endswith("RMSNorm") and isinstance(weight, Tensor) and weight.dim() == 1
+
+
+def _batch(model: LoadedModel) -> Batch:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(model.vocab_size, (min(NUM_PROBED, model.context_length - 1),), generator=generator).tolist()
+    seq = Sequence("probe", ids, sampling=Sampling(), seed=0, max_new=1)
+    seq.blocks = list(range(-(-len(ids) // model.layout.block_size)))
+    return Batch([(seq, len(ids))], model.layout.block_size, model.device)
+
+
+def _storage(model: LoadedModel) -> KVStorage:
+    return KVStorage(model.layout, NUM_PROBED, model.device)
+
+
+class _Replacer:
+    def __init__(self, model: LoadedModel, native: Library, release: Release, record: _Record) -> None:
+        self._model, self._native, self._release, self._record = model, native, release, record
+        self._root: nn.Module = model.module
+        self._storage, self._tolerance = _storage(model), TOLERANCE[model.dtype]
+
+    def run(self) -> None:
+        for name, part in list(self._root.named_modules()):
+            form = form_of(part, is_linear)
+            if form is not None and name in self._record.calls and form.index in self._model.direct:
+                self._replace_layer(name, form)
+        for name, part in list(self._root.named_modules()):
+            if _is_norm(part) and name in self._record.calls:
+                norm = self._norm(name, part)
+                if norm is not None:
+                    self._put(name, norm)
+        for names in self._record.inputs.values():
+            self._replace_linears(names)
+
+    def _put(self, name: str, new: nn.Module) -> None:
+        parent, _, child = name.rpartition(".")
+        setattr(self._root.get_submodule(parent), child, new)
+
+    # Decoder layers
+
+    def _replace_layer(self, name: str, form: LayerForm) -> None:
+        layer, activation = self._root.get_submodule(name), _activation(self._root.get_submodule(f"{name}.mlp"))
+        paths = {id(part): path for path, part in layer.named_modules(prefix=name)}
+        norms = [self._norm(paths[id(norm)], norm) for norm in form.norms + form.head_norms]
+        good = [norm for norm in norms if norm is not None]
+        if activation is None or len(good) < len(norms) or len({norm.plus_one for norm in good}) > 1:
+            return
+        groups = (
+            PackedLinears(self._native, form.projections, _keep),
+            PackedLinears(self._native, [form.output], _keep),
+            PackedLinears(self._native, form.gate_up, _keep, activation),
+            PackedLinears(self._native, [form.down], _keep),
+        )
+        new = NativeLayer(form, groups, good, activation)
+        if not self._same(new, name):
+            return
+        self._put(name, new)
+        for linear in (*form.projections, form.output, *form.gate_up, form.down):
+            self._release(linear.weight)
+
+    def _same(self, new: nn.Module, name: str) -> bool:
+        call, batch = self._record.calls[name], _batch(self._model)
+        batch.page(self._native, self._storage)
+        try:
+            with hooks.running(self._root, batch):
+                mine = new(*call.args, **call.kwargs).float()
+        except (TypeError, hooks.Unsupported):
+            return False
+        right, given = call.output.float(), _given(call).float()
+        added = (right - given).square().mean().sqrt()
+        error = (mine - right).square().mean().sqrt()
+        return mine.shape == right.shape and bool(error <= self._tolerance * added)
+
+    # Norms
+
+    def _norm(self, name: str, norm: nn.Module) -> NativeNorm | None:
+        """The norm as a kernel, if one of the two usual forms gives what it gave."""
+        eps: Any = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        weight: Any = norm.weight
+        if not isinstance(eps, float) or weight.dtype != self._model.dtype or name not in self._record.calls:
+            return None
+        call = self._record.calls[name]
+        x = _given(call)
+        if x.shape[-1] != weight.numel() or x.dtype != weight.dtype or call.output.dtype != weight.dtype:
+            return None
+        right = call.output.float()
+        for plus_one in (False, True):
+            new = NativeNorm(self._native, weight.detach(), eps, plus_one=plus_one)
+            error = (new(x).float() - right).square().mean().sqrt()
+            if error <= self._tolerance * right.square().mean().sqrt():
+                return new
+        return None
+
+    # Linear layers
+
+    def _replace_linears(self, names: list[str]) -> None:
+        names = [name for name in dict.fromkeys(names) if self._is_there(name)]
+        linears = [self._root.get_submodule(name) for name in names]
+        if not linears or any(linear.weight.dtype != self._model.dtype for linear in linears):
+            return
+        tied = self._tied_embedding(linears[0])
+        group = PackedLinears(self._native, linears, _keep if tied == "" else self._release)
+        first = PackedLinear(group)
+        for index, name in enumerate(names):
+            self._put(name, first if index == 0 else PackedFollower(first, index))
+        if tied:
+            self._put(tied, PackedEmbedding(self._native, group))
+
+    def _is_there(self, name: str) -> bool:
+        """Whether the layer is still in the model: it is not if its decoder layer was replaced."""
+        try:
+            return is_linear(self._root.get_submodule(name))
+        except AttributeError:
+            return False
+
+    def _tied_embedding(self, linear: nn.Module) -> str | None:
+        """The embedding with the linear layer's own weight; None if there is none, "" if it cannot be replaced."""
+        for name, part in self._root.named_modules():
+            weight: Any = getattr(part, "weight", None)
+            if part is not linear and isinstance(weight, Tensor) and weight.data_ptr() == linear.weight.data_ptr():
+                return name if type(part) is nn.Embedding and not part.max_norm else ""
+        return None
+
+
+def _given(call: _Call) -> Tensor:
+    given = call.args[0] if call.args else call.kwargs["hidden_states"]
+    assert isinstance(given, Tensor)
+    return given
+
+
+def _keep(weight: Tensor) -> None:
+    """The weights stay until the layer is compared."""
+
+
+def _activation(mlp: Any) -> Activation | None:
+    """Which of the kernels' activations the module's own is."""
+    x = torch.linspace(-6, 6, 97)
+    function = next(
+        (f for f in (getattr(mlp, "act_fn", None), getattr(mlp, "activation_fn", None)) if callable(f)), None
+    )
+    if function is None:
+        return None
+    for activation, right in ((Activation.SILU, silu(x)), (Activation.GELU_TANH, gelu(x, approximate="tanh"))):
+        if torch.allclose(function(x), right, atol=1e-6):
+            return activation
+    return None

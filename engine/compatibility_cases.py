@@ -1,0 +1,38 @@
+"""What the default configuration of an architecture lacks before a model can be made of it."""
+
+from typing import Any
+
+AS_DECODER = (
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Encoders, unless their configuration says `is_decoder`."""
+
+KEYWORDS: dict[str, dict[str, Any]] = {
+    **{name: {"is_decoder": True} for name in AS_DECODER},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8, "kv_n_heads": 4}},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+}  # fmt: skip
+
+SIZES: dict[str, dict[str, Any]] = {
+    "reformer": {"axial_pos_embds_dim": [32, 32]},
+}
+"""Sizes of the shrunken configuration that depend on each other in a way of their own."""
+
+REASONS: dict[str, str] = {
+    "blt": "It is several byte-level models with a cache each.",
+    "gemma3n": "Its vision tower needs the package timm; gemma3n_text works.",
+    "gemma4_assistant": "It drafts for another model and cannot run alone.",
+    "gemma4_unified_assistant": "It drafts for another model and cannot run alone.",
+    "moshi": "`generate()` gives other tokens than the model's own forward pass, which the engine equals.",
+}
+"""Better words for what was found."""

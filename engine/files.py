@@ -1,0 +1,74 @@
+"""Where a model's files are: a directory, or a name on the hub."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.errors import ModelLoadError
+
+DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how much of it is done, 0 to 1."""
+
+
+def locate(name: str, report: Progress) -> Path:
+    """The model's directory, fetched from the hub if the name is not one on disk."""
+    directory = DEMO_MODEL if name == "demo" else Path(name).expanduser()
+    if not directory.is_dir():
+        if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
+            raise ModelLoadError(f"there is no directory {directory}")
+        directory = _download(name, report)
+    _check_config(directory)
+    return directory
+
+
+def _download(name: str, report: Progress) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    report("downloading", 0.0)
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
+    try:
+        path = snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelLoadError(f"no such directory, and not from the hub: {one_line(error)}") from error
+    report("downloading", 1.0)
+    return Path(path)
+
+
+def _check_config(directory: Path) -> None:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(f"{directory} has no config.json")
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelLoadError(f"{path} has no model_type")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files the weights are in: those the index names, if there is one."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not index.is_file():
+        if not single.is_file():
+            raise ModelLoadError(f"{directory} has no .safetensors weights: no {single.name}, no {index.name}")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = [directory / name for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is not a weight index: {one_line(error)}") from error
+    if not files:
+        raise ModelLoadError(f"{index} names no file")
+    for file in files:
+        if not file.is_file():
+            raise ModelLoadError(f"{index} names {file.name}, which is not there")
+    return files
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An exception's text as the end of a sentence."""
+    return " ".join(str(error).split())[:limit]

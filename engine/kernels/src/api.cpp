@@ -1,0 +1,79 @@
+// The functions that other languages call, and the choice of the instruction set they run on.
+#include <atomic>
+#include <cstring>
+
+#include "kernels.h"
+#include "pool.h"
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// ISAS is the list of what the library was compiled for, the best first: EACH(amx) ... EACH(plain).
+#define EACH(name) \
+  namespace name { \
+  extern const Table table; \
+  }
+ISAS
+#undef EACH
+
+namespace {
+
+// Whether this processor has each of them.
+bool has_plain() { return true; }
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+// The processor has tiles, and the operating system lets this process use them.
+bool has_amx() {
+  unsigned a, b, c, d;
+  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  bool tiles = d & 1u << 24, bf16 = d & 1u << 22;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return tiles && bf16 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+struct Choice {
+  const Table* table;
+  bool (*runs_here)();
+};
+#define EACH(name) {&name::table, has_##name},
+const Choice kChoices[] = {ISAS};
+#undef EACH
+
+std::atomic<const Table*> chosen{nullptr};
+const Table& table() { return *chosen.load(std::memory_order_relaxed); }
+
+}  // namespace
+
+// Use the named instruction set, or the best there is for "". The name of the one used, or null if it cannot run here.
+EXPORT const char* penstock_select(const char* name) {
+  for (const Choice& choice : kChoices) {
+    if ((*name == 0 || strcmp(name, choice.table->name) == 0) && choice.runs_here()) {
+      chosen = choice.table;
+      return choice.table->name;
+    }
+  }
+  return nullptr;
+}
+
+EXPORT void penstock_set_threads(int count) { pool::set_threads(count); }
+EXPORT void penstock_pack(const PackArgs* a) { table().pack(a); }
+EXPORT void penstock_linear(const LinearArgs* a) { table().linear(a); }
+EXPORT void penstock_lookup(const LookupArgs* a) { table().lookup(a); }
+EXPORT void penstock_attention(const AttentionArgs* a) { table().attention(a); }
+EXPORT void penstock_write(const WriteArgs* a) { table().write(a); }
+EXPORT void penstock_norm(const NormArgs* a) { table().norm(a); }
+EXPORT void penstock_rope(const RopeArgs* a) { table().rope(a); }
+EXPORT void penstock_layer(const LayerArgs* layer, const StepArgs* step, const AttentionArgs* attention) {
+  table().layer(layer, step, attention);
+}
+EXPORT uint64_t penstock_read(const void* data, int64_t bytes) { return table().read(data, bytes); }

@@ -1,0 +1,449 @@
+// Attention of the step's new tokens over the paged KV pool: flash attention (Dao, 2022) with the online softmax of
+// Milakov & Gimelshein (2018).
+//
+// A row is one new token in one query head. Its bits depend on its query, its position and its sequence's K and V
+// alone. Tiles of 64 tokens lie at absolute positions, each row takes them in order, and each of its sums has one order.
+// Which rows are computed together changes only what is skipped: tiles and tokens that a row does not see count exactly
+// nothing in it (probability 0, factor 1), up to the sign of a zero, which the last addition of +0 removes.
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace ISA {
+namespace {
+
+constexpr int kTile = 64;            // tokens whose scores are taken together
+constexpr int kGroups = kTile / 16;  // of 16 tokens, a lane each
+constexpr int kBlockRows = 96;       // rows of a task: they share the rearranged K and V
+constexpr float kLog2e = 1.44269504f;
+
+// Rows and columns (of 16) whose sums are in registers at the same time.
+#if defined(__AVX512F__)
+constexpr int kRows = 6, kColumns = 4;
+#elif defined(__AVX2__)
+constexpr int kRows = 4, kColumns = 1;
+#else
+constexpr int kRows = 2, kColumns = 1;
+#endif
+
+// Into L2: the first level has too few requests to spare.
+INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// 2^x for x <= 0, to about one unit in the last place; 0 below -126. The polynomial is the one of the Cephes library.
+INLINE f32x16 exp2(f32x16 x) {
+  f32x16 clamped = max(all(-126.0f), x);
+  f32x16 shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the integer
+  f32x16 r = clamped - (shifted - 12582912.0f);
+  f32x16 y = fma(all(1.535336188e-4f), r, all(1.339887440e-3f));
+  y = fma(y, r, all(9.618437357e-3f));
+  y = fma(y, r, all(5.550332471e-2f));
+  y = fma(y, r, all(2.402264791e-1f));
+  y = fma(y, r, all(6.931472029e-1f));
+  y = fma(y, r, all(1.0f));
+  f32x16 scaled = (f32x16)((i32x16)y + ((i32x16)shifted << 23));
+  return x < -126.0f ? all(0.0f) : scaled;
+}
+
+
+// out = out * factor + a b, or a b without a factor. `a` holds rows of units.
+struct Product {
+  const uint32_t* a;
+  int64_t a_stride;
+  int units;
+  float* out;
+  int64_t out_stride;
+  const float* factor;  // of each row
+};
+
+// A line of columns for each unit: what `a` is multiplied by.
+struct Lines {
+  const uint32_t* data;
+  int64_t stride;
+  template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
+    for (int c = 0; c < C; c++) line[c] = load(data + u * stride + column + c * 16);
+  }
+};
+
+// The same, made of the rows of V: an element of each token of the unit.
+template <class T> struct ValueLines;
+template <> struct ValueLines<float> {
+  const float* const* rows;
+  int size;
+  template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
+    for (int c = 0; c < C; c++, column += 16)
+      line[c] = (u32x16)load_first(rows[u] + column, C == 1 ? size - column : 16);
+  }
+};
+template <> struct ValueLines<bf16> {
+  const bf16* const* rows;
+  int size;
+  template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
+    const bf16 *even = rows[2 * u] + column, *odd = rows[2 * u + 1] + column;
+#if defined(__AVX512BW__)
+    const u32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const u32x16 low = lanes | (lanes + 32) << 16, high = low + 0x00100010;
+    for (int c = 0; c + 1 < C; c += 2) {
+      const __m512i x = _mm512_loadu_si512(even + c * 16), y = _mm512_loadu_si512(odd + c * 16);
+      line[c] = (u32x16)_mm512_permutex2var_epi16(x, (__m512i)low, y);
+      line[c + 1] = (u32x16)_mm512_permutex2var_epi16(x, (__m512i)high, y);
+    }
+    if constexpr (C % 2 == 0) return;
+#endif
+    for (int c = 0; c < C; c++) {
+      const int count = C == 1 ? size - column : 16;
+      line[c] = (u32x16)load_first(even + c * 16, count) >> 16 | (u32x16)load_first(odd + c * 16, count);
+    }
+  }
+};
+
+// Each sum is one chain over the units, in order, whatever R and C are.
+template <class T, int R, int C, class L> void multiply(const Product& p, const L& lines, int column) {
+  const uint32_t* a = p.a;
+  float* out = p.out + column;
+  f32x16 sums[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++)
+      sums[r][c] = p.factor ? load(out + r * p.out_stride + c * 16) * p.factor[r] : all(0.0f);
+  for (int u = 0; u < p.units; u++) {
+    u32x16 line[C];
+    lines.template load_line<C>(u, column, line);
+    for (int r = 0; r < R; r++) {
+      u32x16 x = all(a[r * p.a_stride + u]);
+      for (int c = 0; c < C; c++) sums[r][c] = Unit<T>::madd(x, line[c], sums[r][c]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) store(out + r * p.out_stride + c * 16, sums[r][c]);
+}
+
+template <class T, int R, class L> void multiply_columns(const Product& p, const L& lines, int columns) {
+  int c = 0;
+  for (; c + kColumns <= columns; c += kColumns) multiply<T, R, kColumns>(p, lines, c * 16);
+  for (; c < columns; c++) multiply<T, R, 1>(p, lines, c * 16);
+}
+
+// `rows` is 1 to kRows, `columns` counts vectors of 16.
+template <class T, int R = kRows, class L> INLINE void multiply_rows(const Product& p, const L& lines, int rows, int columns) {
+  if (rows == R) return multiply_columns<T, R>(p, lines, columns);
+  if constexpr (R > 1) multiply_rows<T, R - 1>(p, lines, rows, columns);
+}
+
+// Sixteen units of a row of `size` elements from unit `u` on, zeros after its end.
+template <class T> INLINE u32x16 load_units(const T* row, int u, int size) {
+  constexpr int width = Unit<T>::width;
+  if ((u + 16) * width <= size) return load((const uint32_t*)row + u);
+  u32x16 units{};
+  memcpy(&units, row + u * width, (size - u * width) * sizeof(T));
+  return units;
+}
+
+// Some rows of one segment that share a KV head: `first` to `first + count` of its (token, head of the group) pairs.
+struct Task {
+  int segment, kv_head, first, count;
+};
+
+// The positions `begin` to `end` of a sequence in one KV head.
+struct Span {
+  const int32_t* table;
+  int kv_head, begin, end;
+};
+
+Span span_of(const AttentionArgs& args, const Task& task) {
+  const Segment& segment = args.segments[task.segment];
+  const int group = args.heads / args.kv_heads;
+  const int first = task.first / group, last = (task.first + task.count - 1) / group;
+  int begin = args.first_key ? INT32_MAX : 0;
+  for (int i = first; args.first_key && i <= last; i++) begin = std::min(begin, args.first_key[segment.first_row + i]);
+  return {args.tables + segment.table, task.kv_head, std::max(begin, 0), segment.start + last + 1};
+}
+
+// Where each token of a tile lies in the pool; tokens outside the span are rows of zeros.
+template <class T> struct Tile {
+  const T* keys[kTile];
+  const T* values[kTile];
+
+  void find(const AttentionArgs& args, const Span& span, int at, const T* zeros) {
+    const int from = std::clamp(span.begin - at, 0, kTile), to = std::clamp(span.end - at, 0, kTile);
+    for (int i = 0; i < from; i++) keys[i] = values[i] = zeros;
+    for (int i = to; i < kTile; i++) keys[i] = values[i] = zeros;
+    int block = (at + from) / args.block_size, offset = (at + from) % args.block_size;
+    for (int i = from; i < to; block++, offset = 0) {
+      const int64_t base = span.table[block] * args.block_stride;
+      const int64_t row = int64_t(span.kv_head) * args.block_size + offset;
+      const T* key = (const T*)args.keys + base + row * args.k_size;
+      const T* value = (const T*)args.values + base + row * args.v_size;
+      const int end = std::min(to, i + args.block_size - offset);
+      for (; i < end; i++, key += args.k_size, value += args.v_size) keys[i] = key, values[i] = value;
+    }
+  }
+};
+
+// Brings a tile's rows nearer, some at a time.
+template <class T> struct Ahead {
+  const Tile<T>& tile;
+  int k_size, v_size;
+  int next = 0;
+
+  INLINE void fetch(int count) {
+    constexpr int line = 64 / sizeof(T);
+    for (const int end = std::min(next + count, kTile); next < end; next++) {
+      for (int k = 0; k < k_size; k += line) prefetch_far(tile.keys[next] + k);
+      for (int v = 0; v < v_size; v += line) prefetch_far(tile.values[next] + v);
+    }
+  }
+};
+
+template <class T> class RowBlock {
+ public:
+  // `next` is a task that this thread is likely to take after this one.
+  RowBlock(const AttentionArgs& args, const Task& task, const Task& next)
+      : args_(args), segment_(args.segments[task.segment]), task_(task), span_(span_of(args, task)),
+        next_span_(span_of(args, next)), group_(args.heads / args.kv_heads),
+        units_((args.k_size + width - 1) / width), columns_((args.v_size + 15) / 16),
+        slope_((args.softcap != 0.0f ? args.softcap : args.scale) * kLog2e) {
+    reserve();
+    load_rows();
+  }
+
+  void run() {
+    Tile<T> tiles[2];
+    int at = first_tile(span_);
+    tiles[0].find(args_, span_, at, zeros_);
+    for (int i = 0; at < span_.end; at += kTile, i ^= 1) {
+      if (at + kTile < span_.end)
+        tiles[i ^ 1].find(args_, span_, at + kTile, zeros_);
+      else
+        tiles[i ^ 1].find(args_, next_span_, first_tile(next_span_), zeros_);
+      Ahead<T> ahead{tiles[i ^ 1], args_.k_size, args_.v_size};
+      pack_keys(at, tiles[i], ahead);
+      for (int r = 0; r < task_.count; r += kRows) score(at, r);
+      if (task_.count <= kRows) {  // used once: not worth a copy
+        add_values(at, 0, ValueLines<T>{tiles[i].values, args_.v_size});
+        continue;
+      }
+      pack_values(at, tiles[i]);
+      for (int r = 0; r < task_.count; r += kRows) add_values(at, r, Lines{values_, columns_ * 16});
+    }
+    for (int r = 0; r < task_.count; r++) finish(r);
+  }
+
+ private:
+  static constexpr int width = Unit<T>::width;
+  static constexpr int kTileUnits = kTile / width;
+
+  const AttentionArgs& args_;
+  const Segment& segment_;
+  const Task& task_;
+  const Span span_, next_span_;
+  const int group_;    // query heads of a KV head
+  const int units_;    // of a query or a key
+  const int columns_;  // of 16 elements of a value
+  const float slope_;  // what a score is multiplied by to be a power of 2
+  // Of each row: the positions it sees, its highest score so far (times log2 e), and what that rise scales sums by.
+  int first_seen_[kBlockRows], seen_end_[kBlockRows];
+  float high_[kBlockRows + 16], factor_[kBlockRows + 16];  // read and written 16 at a time
+  uint32_t* queries_;  // [rows, units]
+  uint32_t* keys_;     // [units, kTile]
+  uint32_t* values_;   // [kTileUnits, columns, 16]
+  uint32_t* probabilities_;  // [rows, kTileUnits]
+  float* scores_;  // [kRows, kTile]
+  float* totals_;  // [rows, 16] sums of the probabilities in each lane
+  float* sums_;    // [rows, columns, 16]
+  T* zeros_;       // a row of K or V
+
+  static int first_tile(const Span& span) { return span.begin / kTile * kTile; }
+  int token(int r) const { return (task_.first + r) / group_; }
+  int head(int r) const { return task_.kv_head * group_ + (task_.first + r) % group_; }
+  int rows_from(int r) const { return std::min(kRows, task_.count - r); }
+  // Groups of 16 tokens of the tile at `at`, up to the last one that rows before `r` see.
+  int groups(int at, int r) const { return std::clamp((seen_end_[r - 1] - at + 15) / 16, 0, kGroups); }
+
+  void reserve() {
+    const size_t rows = task_.count, padded = (units_ + 15) / 16 * 16, row = std::max(padded, size_t(columns_) * 16);
+    size_t sizes[] = {rows * padded, padded * kTile,         kTileUnits * columns_ * 16ul, rows * kTileUnits,
+                      kRows * kTile, rows * 16, rows * columns_ * 16,        row};
+    size_t total = 0;
+    for (size_t& size : sizes) total += size = (size + 15) / 16 * 16;
+    uint32_t* memory = (uint32_t*)pool::scratch(0, total * 4);
+    auto take = [&, i = 0]() mutable {
+      uint32_t* part = memory;
+      memory += sizes[i++];
+      return part;
+    };
+    queries_ = take();
+    keys_ = take();
+    values_ = take();
+    probabilities_ = take();
+    scores_ = (float*)take();
+    totals_ = (float*)take();
+    sums_ = (float*)take();
+    zeros_ = (T*)memset(take(), 0, row * 4);
+  }
+
+  void load_rows() {
+    for (int r = 0; r < task_.count; r++) {
+      const int64_t row = segment_.first_row + token(r);
+      const T* q = (const T*)args_.q + row * args_.q_row_stride + head(r) * args_.q_head_stride;
+      queries_[r * units_ + units_ - 1] = 0;
+      memcpy(queries_ + r * units_, q, args_.k_size * sizeof(T));
+      first_seen_[r] = args_.first_key ? std::max(args_.first_key[row], 0) : 0;
+      seen_end_[r] = segment_.start + token(r) + 1;
+      high_[r] = args_.sinks ? args_.sinks[head(r)] * kLog2e : -FLT_MAX;
+      store(totals_ + r * 16, all(0.0f));
+      if (args_.sinks) totals_[r * 16] = 1.0f;
+    }
+    memset(sums_, 0, task_.count * columns_ * 16 * sizeof(float));
+  }
+
+  // Keys become lanes: a line of the tile's keys for each unit.
+  void pack_keys(int at, const Tile<T>& tile, Ahead<T>& ahead) {
+    const int num_groups = groups(at, task_.count), steps = num_groups * ((units_ + 15) / 16);
+    for (int g = 0; g < num_groups; g++)
+      for (int u = 0; u < units_; u += 16) {
+        u32x16 rows[16];
+        for (int i = 0; i < 16; i++) rows[i] = load_units(tile.keys[g * 16 + i], u, args_.k_size);
+        ahead.fetch((kTile + steps - 1) / steps);
+        transpose(rows);
+        for (int i = 0; i < 16; i++) store(keys_ + (u + i) * kTile + g * 16, rows[i]);
+      }
+  }
+
+  void pack_values(int at, const Tile<T>& tile) {
+    const int num_units = groups(at, task_.count) * 16 / width;
+    const ValueLines<T> lines{tile.values, args_.v_size};
+    for (int u = 0; u < num_units; u++) {
+      uint32_t* out = values_ + u * columns_ * 16;
+      int c = 0;
+      for (; (c + 2) * 16 <= args_.v_size; c += 2) {
+        u32x16 line[2];
+        lines.template load_line<2>(u, c * 16, line);
+        store(out + c * 16, line[0]);
+        store(out + c * 16 + 16, line[1]);
+      }
+      for (; c < columns_; c++) {
+        u32x16 line;
+        lines.template load_line<1>(u, c * 16, &line);
+        store(out + c * 16, line);
+      }
+    }
+  }
+
+  // Scores of up to kRows rows, and what they change in the softmax.
+  void score(int at, int r) {
+    const int rows = rows_from(r), num_groups = groups(at, r + rows);
+    if (num_groups == 0) return;
+    multiply_rows<T>({queries_ + r * units_, units_, units_, scores_, kTile, nullptr}, Lines{keys_, kTile}, rows,
+                     num_groups);
+    float raised[16] = {};
+    for (int i = 0; i < rows; i++) {
+      float* scores = scores_ + i * kTile;
+      if (args_.softcap != 0.0f) cap(scores, num_groups);
+      if (first_seen_[r + i] > at || seen_end_[r + i] < at + num_groups * 16) mask(at, r + i, scores, num_groups);
+      f32x16 top = load(scores);
+      for (int g = 1; g < num_groups; g++) top = max(top, load(scores + g * 16));
+      raised[i] = std::max(high_[r + i], max(top) * slope_);
+    }
+    store(factor_ + r, exp2(load(high_ + r) - load(raised)));
+    for (int i = 0; i < rows; i++) {
+      high_[r + i] = raised[i];
+      weigh(r + i, scores_ + i * kTile, num_groups);
+    }
+  }
+
+  void cap(float* scores, int num_groups) const {
+    for (int g = 0; g < num_groups; g++)
+      store(scores + g * 16, tanh(load(scores + g * 16) * (args_.scale / args_.softcap)));
+  }
+
+  void mask(int at, int r, float* scores, int num_groups) const {
+    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int g = 0; g < num_groups; g++) {
+      const i32x16 position = lanes + (at + g * 16);
+      f32x16 z = position >= first_seen_[r] ? load(scores + g * 16) : all(-INFINITY);
+      store(scores + g * 16, position < seen_end_[r] ? z : all(-INFINITY));
+    }
+  }
+
+  // Scores become probabilities, relative to the highest score.
+  void weigh(int r, const float* scores, int num_groups) {
+    f32x16 total = load(totals_ + r * 16) * factor_[r];
+    T* out = (T*)(probabilities_ + r * kTileUnits);
+    for (int g = 0; g < num_groups; g++) {
+      const f32x16 p = exp2(fma(load(scores + g * 16), all(slope_), all(-high_[r])));
+      total += p;
+      store(out + g * 16, p);
+    }
+    store(totals_ + r * 16, total);
+  }
+
+  template <class L> void add_values(int at, int r, const L& lines) {
+    const int rows = rows_from(r), num_groups = groups(at, r + rows), stride = columns_ * 16;
+    if (num_groups == 0) return;
+    multiply_rows<T>({probabilities_ + r * kTileUnits, kTileUnits, num_groups * 16 / width, sums_ + r * stride, stride,
+                      factor_ + r},
+                     lines, rows, columns_);
+  }
+
+  void finish(int r) {
+    const float inverse = 1.0f / sum(load(totals_ + r * 16));
+    const int64_t row = int64_t(segment_.first_row + token(r)) * args_.heads + head(r);
+    T* out = (T*)args_.out + row * args_.v_size;
+    for (int c = 0; c < args_.v_size; c += 16)
+      store_first(out + c, load(sums_ + r * columns_ * 16 + c) * inverse + 0.0f, std::min(16, args_.v_size - c));
+  }
+};
+
+// The costly tasks come first, so that small ones are left to even out the threads.
+std::vector<Task> make_tasks(const AttentionArgs& args, int block_rows) {
+  std::vector<int> order(args.num_segments);
+  for (int i = 0; i < args.num_segments; i++) order[i] = i;
+  auto cost = [&](int i) { return int64_t(args.segments[i].num_rows) * (args.segments[i].start + args.segments[i].num_rows); };
+  std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return cost(i) > cost(j); });
+  std::vector<Task> tasks;
+  for (int segment : order) {
+    const int rows = args.segments[segment].num_rows * (args.heads / args.kv_heads);
+    const int blocks = (rows + block_rows - 1) / block_rows;
+    for (int kv_head = 0; kv_head < args.kv_heads; kv_head++)
+      for (int b = blocks - 1; b >= 0; b--)
+        tasks.push_back({segment, kv_head, b * block_rows, std::min(block_rows, rows - b * block_rows)});
+  }
+  return tasks;
+}
+
+template <class T> void attend(const AttentionArgs& args) {
+  std::vector<Task> tasks;
+  for (int rows = kBlockRows;; rows /= 2) {
+    tasks = make_tasks(args, rows);
+    if (int(tasks.size()) >= 2 * pool::threads() || rows <= kRows) break;
+  }
+  pool::run(int(tasks.size()), [&](int i) { RowBlock<T>(args, tasks[i], tasks[std::min(size_t(i) + 1, tasks.size() - 1)]).run(); });
+}
+
+}  // namespace
+
+void attention(const AttentionArgs* args) {
+  args->element_bytes == 2 ? attend<bf16>(*args) : attend<float>(*args);
+}
+
+void write(const WriteArgs* args) {
+  constexpr int64_t kRowsOfTask = 32;
+  const int64_t bytes = args->element_bytes;
+  auto copy = [&](int64_t row) {
+    const char* from = (const char*)args->x + row * args->row_stride * bytes;
+    char* to = (char*)args->pool + (args->blocks[row] * args->block_stride + args->offsets[row] * args->size) * bytes;
+    for (int h = 0; h < args->heads; h++)
+      memcpy(to + int64_t(h) * args->block_size * args->size * bytes, from + h * args->head_stride * bytes,
+             args->size * bytes);
+  };
+  pool::run(int((args->rows + kRowsOfTask - 1) / kRowsOfTask), [&](int task) {
+    const int64_t end = std::min(args->rows, (task + 1) * kRowsOfTask);
+    for (int64_t row = task * kRowsOfTask; row < end; row++) copy(row);
+  });
+}
+
+}  // namespace ISA

@@ -1,0 +1,174 @@
+// What the library offers: one table of functions for each instruction set it was compiled for.
+//
+// Elements are float (element_bytes 4) or bf16 (2). Sizes and strides count elements, never bytes. `rows` are the
+// tokens of a step. All results depend on their own row and the weights alone: not on the number of rows, their order
+// or the number of threads.
+#pragma once
+#include <cstdint>
+
+// One packed group of linear layers that read the same input. Panels of 32 output columns follow each other; within a
+// panel one line of 32 units (four bytes: a float, or two bf16 consecutive along the input) for each unit of the input.
+struct Packed {
+  const uint32_t* data;
+  const float* bias;  // one for each column of all panels, or null
+  int64_t inputs;
+  int64_t num_panels;
+  int32_t element_bytes;
+};
+
+enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
+
+// A part of the output columns: panels from `first_panel` on belong to it, up to the next part's.
+struct Part {
+  void* out;
+  int64_t stride;   // between rows
+  int64_t columns;  // that exist; the rest of the last panel is padding
+  int64_t first_panel;
+};
+
+struct LinearArgs {
+  const Packed* weight;
+  const void* x;
+  int64_t x_stride;
+  int64_t rows;
+  const Part* parts;
+  int32_t num_parts;
+  int32_t activation;    // not kNone: panels are 16 columns of the gate and 16 of what it gates; one part, of the products
+  const void* residual;  // added to the (rounded) result, or null; one part only
+  int64_t residual_stride;
+};
+
+// The new tokens of one sequence in a step. They attend to the sequence's tokens before them and to each other.
+struct Segment {
+  int32_t first_row;   // of its new tokens in the flat batch
+  int32_t num_rows;
+  int32_t start;       // position of the first of them
+  int32_t table;       // where its block table begins in `tables`
+};
+
+struct AttentionArgs {
+  const void* q;            // [rows, heads, k_size], k_size contiguous
+  int64_t q_row_stride;
+  int64_t q_head_stride;
+  const void* keys;         // this layer's K in block 0: [kv_heads, block_size, k_size]
+  const void* values;       // this layer's V in block 0: [kv_heads, block_size, v_size]
+  int64_t block_stride;     // from a block to the next
+  const int32_t* tables;
+  const Segment* segments;
+  const int32_t* first_key; // for each row the position of the first token it sees, or null: all before it
+  const float* sinks;       // [heads] a score that takes its share and gives nothing, or null
+  void* out;                // [rows, heads, v_size], contiguous
+  int32_t num_segments;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t k_size;
+  int32_t v_size;
+  int32_t block_size;
+  float scale;
+  float softcap;            // 0: none
+  int32_t element_bytes;
+};
+
+struct WriteArgs {
+  const void* x;        // [rows, heads, size], size contiguous
+  int64_t row_stride;
+  int64_t head_stride;
+  void* pool;           // this layer's K or V in block 0: [heads, block_size, size]
+  int64_t block_stride;
+  const int64_t* blocks;   // of each row
+  const int64_t* offsets;  // of each row in its block
+  int64_t rows;
+  int32_t heads;
+  int32_t size;
+  int32_t block_size;
+  int32_t element_bytes;
+};
+
+struct NormArgs {
+  const void* x;
+  void* out;  // may be x
+  const void* weight;
+  int64_t rows;
+  int64_t groups;  // each row has this many parts that are normed alone (heads), `group_stride` apart
+  int64_t size;
+  int64_t x_stride, x_group_stride, out_stride, out_group_stride;
+  float eps;
+  int32_t plus_one;  // 1: times (1 + weight), rounded once at the end; 0: rounded, then times weight
+  int32_t element_bytes;
+};
+
+struct RopeArgs {
+  void* x;  // [rows, heads, size], changed in place
+  int64_t row_stride, head_stride;
+  const void* cos;  // [rows, size]
+  const void* sin;
+  int64_t rows;
+  int32_t heads;
+  int32_t size;
+  int32_t element_bytes;
+};
+
+// One decoder layer of the common form, from the residual stream x to the next layer's, `out`:
+//   h = norm(x); q, k, v = h Wqkv; norms of the heads of q and k if there are any; rope; x += attention(q, K, V) Wo
+//   h = norm(x); x += (act(h Wgate) * h Wup) Wdown
+struct LayerArgs {
+  const Packed* qkv;
+  const Packed* output;
+  const Packed* gate_up;
+  const Packed* down;
+  const void* input_norm;
+  const void* mid_norm;
+  const void* q_norm;  // [head size], or null
+  const void* k_norm;
+  float eps, mid_eps, head_eps;
+  int32_t activation;
+  int32_t plus_one;         // of all norms
+  int32_t intermediate;     // columns of the gate
+};
+
+// What all layers of a step share.
+struct StepArgs {
+  const void* x;            // [rows, hidden], contiguous
+  void* out;                // the same; not x
+  const void* cos;          // [rows, head size]
+  const void* sin;
+  const int64_t* blocks;    // where each row's K and V go
+  const int64_t* offsets;
+  int64_t rows;
+  int64_t hidden;
+};
+
+// Put a weight [outputs, inputs] where it belongs in a group's panels: `columns` (32, or 16 for the two halves of a gated
+// panel) of it in each panel, from `first_column` on.
+struct PackArgs {
+  const void* weight;
+  int64_t outputs, inputs, row_stride;
+  uint32_t* data;
+  int64_t first_panel;
+  int32_t columns;
+  int32_t first_column;
+  int32_t element_bytes;
+};
+
+// Rows of a weight that was packed alone: out[i] = weight[ids[i]].
+struct LookupArgs {
+  const Packed* weight;
+  const int64_t* ids;
+  void* out;
+  int64_t rows;
+};
+
+// The functions of one instruction set.
+struct Table {
+  const char* name;
+  void (*pack)(const PackArgs*);
+  void (*linear)(const LinearArgs*);
+  void (*lookup)(const LookupArgs*);
+  void (*attention)(const AttentionArgs*);
+  void (*write)(const WriteArgs*);
+  void (*norm)(const NormArgs*);
+  void (*rope)(const RopeArgs*);
+  // `attention` says all but q and out.
+  void (*layer)(const LayerArgs*, const StepArgs*, const AttentionArgs* attention);
+  uint64_t (*read)(const void* data, int64_t bytes);  // all of it once, as fast as memory gives it; returns a mixture
+};

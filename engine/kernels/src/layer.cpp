@@ -1,0 +1,105 @@
+// A whole decoder layer: the same kernels in the same order as the layer's modules, without the way back to Python
+// between them.
+#include "kernels.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace ISA {
+
+void linear(const LinearArgs*);
+void attention(const AttentionArgs*);
+void write(const WriteArgs*);
+void norm(const NormArgs*);
+void rope(const RopeArgs*);
+
+namespace {
+
+// A part of rows of [q | k | v]: `heads` heads from column `first` on.
+struct Heads {
+  char* data;
+  int32_t heads;
+  int32_t size;
+};
+
+struct Layer {
+  const LayerArgs& w;
+  const StepArgs& step;
+  AttentionArgs attend;
+  int32_t bytes;      // of an element
+  int64_t qkv_width;  // elements between rows of [q | k | v]
+
+  void normed(const void* x, void* out, const void* weight, float eps) const {
+    NormArgs a{x, out, weight, step.rows, 1, step.hidden, step.hidden, 0, step.hidden, 0, eps, w.plus_one, bytes};
+    norm(&a);
+  }
+
+  void head_norm(const Heads& part, const void* weight) const {
+    if (!weight) return;
+    NormArgs a{part.data, part.data, weight, step.rows, part.heads, part.size, qkv_width, part.size,
+               qkv_width, part.size, w.head_eps, w.plus_one, bytes};
+    norm(&a);
+  }
+
+  void rotate(const Heads& part) const {
+    RopeArgs a{part.data, qkv_width, part.size, step.cos, step.sin, step.rows, part.heads, part.size, bytes};
+    rope(&a);
+  }
+
+  void keep(const Heads& part, const void* pool) const {
+    WriteArgs a{part.data, qkv_width, part.size, (void*)pool, attend.block_stride, step.blocks, step.offsets,
+                step.rows, part.heads, part.size, attend.block_size, bytes};
+    write(&a);
+  }
+
+  void project(const Packed* weight, const void* x, int64_t x_stride, Part out, int32_t activation,
+               const void* residual) const {
+    LinearArgs a{weight, x, x_stride, step.rows, &out, 1, activation, residual, step.hidden};
+    linear(&a);
+  }
+
+  void run() {
+    int32_t size = attend.k_size;
+    int64_t rows = step.rows, attended = int64_t(attend.heads) * attend.v_size;
+    char* h = (char*)pool::scratch(1, rows * (step.hidden > attended ? step.hidden : attended) * bytes);
+    int64_t wide = qkv_width > w.intermediate ? qkv_width : w.intermediate;
+    char* qkv = (char*)pool::scratch(2, rows * wide * bytes);
+
+    Heads q{qkv, attend.heads, size};
+    Heads k{q.data + int64_t(q.heads) * size * bytes, attend.kv_heads, size};
+    Heads v{k.data + int64_t(k.heads) * size * bytes, attend.kv_heads, attend.v_size};
+    int64_t q_panels = (int64_t(q.heads) * size + 31) / 32, k_panels = (int64_t(k.heads) * size + 31) / 32;
+    Part parts[3] = {{q.data, qkv_width, int64_t(q.heads) * size, 0},
+                     {k.data, qkv_width, int64_t(k.heads) * size, q_panels},
+                     {v.data, qkv_width, int64_t(v.heads) * v.size, q_panels + k_panels}};
+
+    normed(step.x, h, w.input_norm, w.eps);
+    LinearArgs in{w.qkv, h, step.hidden, rows, parts, 3, kNone, nullptr, 0};
+    linear(&in);
+    head_norm(q, w.q_norm);
+    head_norm(k, w.k_norm);
+    rotate(q);
+    rotate(k);
+    keep(k, attend.keys);
+    keep(v, attend.values);
+    attend.q = q.data;
+    attend.q_row_stride = qkv_width;
+    attend.q_head_stride = size;
+    attend.out = h;
+    attention(&attend);
+    project(w.output, h, attended, {step.out, step.hidden, step.hidden, 0}, kNone, step.x);
+
+    normed(step.out, h, w.mid_norm, w.mid_eps);
+    project(w.gate_up, h, step.hidden, {qkv, w.intermediate, w.intermediate, 0}, w.activation, nullptr);
+    project(w.down, qkv, w.intermediate, {step.out, step.hidden, step.hidden, 0}, kNone, step.out);
+  }
+};
+
+}  // namespace
+
+void layer(const LayerArgs* w, const StepArgs* step, const AttentionArgs* attention) {
+  int64_t width = int64_t(attention->heads + attention->kv_heads) * attention->k_size +
+                  int64_t(attention->kv_heads) * attention->v_size;
+  Layer{*w, *step, *attention, attention->element_bytes, width}.run();
+}
+
+}  // namespace ISA

@@ -1,0 +1,335 @@
+// y = act(x Wᵀ + b) for a packed group of linear layers.
+//
+// Every output element is one chain of `madd`s along the input, in order, whatever the number of rows: a row's bits do
+// not depend on the rows beside it. A panel of weights is read once from memory for all rows; the rows are blocked so
+// that the accumulators of a block fill the registers.
+#include <utility>
+
+#include "kernels.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kMaxBlockRows = 14;  // 28 accumulators, two weights, one input: 31 of 32 registers
+#else
+constexpr int kMaxBlockRows = 3;
+#endif
+constexpr int kColumns = 32;
+constexpr int kSliceUnits = 512;   // of the input at a time: 64 KB of weights stay in the second-level cache
+constexpr int kChunkRows = 224;    // rows that are packed at a time: half a megabyte a slice
+constexpr int kAheadBytes = 4096;  // how far ahead weights are fetched when they are used once
+
+// Tiles take 16 lines of weights at a time and up to 32 rows; what they cannot is left to the vectors.
+#if defined(__AMX_BF16__)
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
+constexpr int kTileRows = 32;
+template <class T> bool fits_tiles(int units) { return kHasTiles && sizeof(T) == 2 && units % 16 == 0; }
+
+struct Blocks {
+  int count;
+  int rows;  // of a chunk
+  bool tiles;
+  int first(int block) const { return tiles ? block * kTileRows : int(int64_t(rows) * block / count); }
+  int size(int block) const { return (block + 1 < count ? first(block + 1) : rows) - first(block); }
+  int width() const { return tiles ? kTileRows : 16; }  // rows that a packed block has
+};
+
+Blocks blocks_of(int rows, bool tiles) {
+  int most = tiles ? kTileRows : kMaxBlockRows;
+  return {(rows + most - 1) / most, rows, tiles};
+}
+
+// ---- the input: [slice][block][units of the slice][16 rows], so that a block's rows lie side by side; for tiles
+// [slice][block][units of the slice / 16][32 rows][16 units]
+
+template <class T> u32x16 load_units(const T* row, int64_t left) {
+  if (left >= 16 * Unit<T>::width) return load((const uint32_t*)row);
+  T copy[16 * Unit<T>::width] = {};
+  if (left > 0) memcpy(copy, row, left * sizeof(T));
+  return load((const uint32_t*)copy);
+}
+
+template <class T>
+void pack_for_tiles(const T* x, int64_t stride, int rows, int64_t inputs, int first_unit, int units, uint32_t* out) {
+  for (int u = 0; u < units; u += 16) {
+    int64_t element = int64_t(first_unit + u) * Unit<T>::width;
+    for (int r = 0; r < kTileRows; r++, out += 16) {
+      store(out, r < rows ? load_units(x + r * stride + element, inputs - element) : u32x16{});
+    }
+  }
+}
+
+template <class T>
+void pack_block(const T* x, int64_t stride, int rows, int64_t inputs, int first_unit, int units, uint32_t* out) {
+  for (int u = 0; u < units; u += 16) {
+    u32x16 square[16];
+    int64_t element = int64_t(first_unit + u) * Unit<T>::width;
+    for (int r = 0; r < 16; r++) {
+      square[r] = r < rows ? load_units(x + r * stride + element, inputs - element) : u32x16{};
+    }
+    transpose(square);
+    int count = units - u < 16 ? units - u : 16;
+    for (int i = 0; i < count; i++) store(out + (u + i) * 16, square[i]);
+  }
+}
+
+struct Input {
+  uint32_t* data;
+  int units;       // in all
+  int num_slices;
+  Blocks blocks;
+  int slice_units(int slice) const {
+    int left = units - slice * kSliceUnits;
+    return left < kSliceUnits ? left : kSliceUnits;
+  }
+  uint32_t* at(int slice, int block) const {
+    return data + (int64_t(slice) * kSliceUnits * blocks.count + int64_t(block) * slice_units(slice)) * blocks.width();
+  }
+};
+
+template <class T> Input pack_input(const LinearArgs& a, int64_t first_row, int rows) {
+  Input input;
+  input.units = int((a.weight->inputs + Unit<T>::width - 1) / Unit<T>::width);
+  input.num_slices = (input.units + kSliceUnits - 1) / kSliceUnits;
+  input.blocks = blocks_of(rows, fits_tiles<T>(input.units));
+  input.data = (uint32_t*)pool::scratch(0, size_t(input.units) * input.blocks.count * input.blocks.width() * 4);
+  auto task = [&](int i) {
+    int block = i / input.num_slices, slice = i % input.num_slices;
+    const T* x = (const T*)a.x + (first_row + input.blocks.first(block)) * a.x_stride;
+    auto pack = input.blocks.tiles ? pack_for_tiles<T> : pack_block<T>;
+    pack(x, a.x_stride, input.blocks.size(block), a.weight->inputs, slice * kSliceUnits, input.slice_units(slice),
+         input.at(slice, block));
+  };
+  int num_tasks = input.blocks.count * input.num_slices;
+  if (num_tasks >= 8) pool::run(num_tasks, task);
+  else for (int i = 0; i < num_tasks; i++) task(i);
+  return input;
+}
+
+// ---- one block of rows times one panel
+
+// How weights that come later are fetched meanwhile: `step` bytes from `address` on with each unit.
+struct Ahead {
+  const char* address;
+  int step;
+};
+
+template <class T, int ROWS, bool TWICE>
+void multiply(const uint32_t* w, const uint32_t* x, int units, bool begins, float* c, Ahead ahead) {
+  f32x16 left[ROWS], right[ROWS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++) {
+    left[r] = begins ? f32x16{} : load(c + r * kColumns);
+    right[r] = begins ? f32x16{} : load(c + r * kColumns + 16);
+  }
+  for (int u = 0; u < units; u++) {
+    prefetch(ahead.address);
+    if (TWICE) prefetch(ahead.address + 64);
+    ahead.address += ahead.step;
+    u32x16 a = load(w), b = load(w + 16);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      u32x16 both = all(x[r]);
+      left[r] = Unit<T>::madd(a, both, left[r]);
+      right[r] = Unit<T>::madd(b, both, right[r]);
+    }
+    w += kColumns;
+    x += 16;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++) {
+    store(c + r * kColumns, left[r]);
+    store(c + r * kColumns + 16, right[r]);
+  }
+}
+
+#if defined(__AMX_BF16__)
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Tiles 0 to 3 are the sums: rows 0-15 and 16-31 by columns 0-15 and 16-31. `c` has room for all 32 rows.
+void multiply_tiles(const uint32_t* w, const uint32_t* x, int units, int rows, bool begins, float* c, Ahead ahead) {
+  constexpr int kLine = kColumns * 4;
+  bool two = rows > 16;
+  if (begins) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, c, kLine);
+    _tile_loadd(1, c + 16, kLine);
+    _tile_loadd(2, c + 16 * kColumns, kLine);
+    _tile_loadd(3, c + 16 * kColumns + 16, kLine);
+  }
+  for (int u = 0; u < units; u += 16, w += 16 * kColumns, x += 16 * kTileRows) {
+    for (int i = 0; i < 16 * ahead.step; i += 64) prefetch(ahead.address + i);
+    ahead.address += 16 * ahead.step;
+    _tile_loadd(4, x, 64);
+    _tile_loadd(6, w, kLine);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w + 16, kLine);
+    _tile_dpbf16ps(1, 4, 7);
+    if (two) {
+      _tile_loadd(5, x + 16 * 16, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c, kLine);
+  _tile_stored(1, c + 16, kLine);
+  _tile_stored(2, c + 16 * kColumns, kLine);
+  _tile_stored(3, c + 16 * kColumns + 16, kLine);
+}
+
+#endif
+
+template <class T> using Multiply = void (*)(const uint32_t*, const uint32_t*, int, bool, float*, Ahead);
+
+template <class T, bool TWICE, int... ROWS>
+Multiply<T> choose(int rows, std::integer_sequence<int, ROWS...>) {
+  static constexpr Multiply<T> table[] = {multiply<T, ROWS + 1, TWICE>...};
+  return table[rows - 1];
+}
+
+template <class T> Multiply<T> choose(int rows, bool twice) {
+  std::make_integer_sequence<int, kMaxBlockRows> all_rows;
+  return twice ? choose<T, true>(rows, all_rows) : choose<T, false>(rows, all_rows);
+}
+
+// ---- what is done with the sums
+
+f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
+
+f32x16 gelu_tanh(f32x16 x) {
+  f32x16 cube = x * x * x;
+  f32x16 inner = (x + cube * 0.044715f) * 0.7978845608028654f;
+  return x * 0.5f * (1.0f + tanh(inner));
+}
+
+template <class T> void finish(const LinearArgs& a, int64_t panel, int64_t first_row, int rows, const float* c) {
+  int p = a.num_parts - 1;
+  while (panel < a.parts[p].first_panel) p--;
+  const Part& part = a.parts[p];
+  int64_t local = panel - part.first_panel;
+  f32x16 bias[2] = {};
+  if (a.weight->bias) {
+    for (int h = 0; h < 2; h++) bias[h] = load(a.weight->bias + panel * kColumns + h * 16);
+  }
+  for (int r = 0; r < rows; r++, c += kColumns) {
+    f32x16 v[2] = {load(c) + bias[0], load(c + 16) + bias[1]};
+    T* out = (T*)part.out + (first_row + r) * part.stride;
+    if (a.activation != kNone) {
+      f32x16 gate = rounded<T>(v[0]);
+      gate = rounded<T>(a.activation == kSilu ? silu(gate) : gelu_tanh(gate));
+      int64_t column = local * 16;
+      if (column < part.columns) store_first(out + column, gate * rounded<T>(v[1]), int(part.columns - column));
+      continue;
+    }
+    for (int h = 0; h < 2; h++) {
+      int64_t column = local * kColumns + h * 16;
+      if (column >= part.columns) break;
+      int count = int(part.columns - column);
+      if (a.residual) {
+        const T* residual = (const T*)a.residual + (first_row + r) * a.residual_stride + column;
+        v[h] = load_first(residual, count) + rounded<T>(v[h]);
+      }
+      store_first(out + column, v[h], count);
+    }
+  }
+}
+
+template <class T>
+void multiply_block(const uint32_t* w, const Input& input, int slice, int block, float* sums, Ahead ahead) {
+  float* c = sums + input.blocks.first(block) * kColumns;
+  int units = input.slice_units(slice), rows = input.blocks.size(block);
+#if defined(__AMX_BF16__)
+  if (input.blocks.tiles) return multiply_tiles(w, input.at(slice, block), units, rows, slice == 0, c, ahead);
+#endif
+  choose<T>(rows, input.blocks.count == 1)(w, input.at(slice, block), units, slice == 0, c, ahead);
+}
+
+template <class T> void panel_times_rows(const LinearArgs& a, const Input& input, int64_t panel, int64_t first_row) {
+  alignas(64) float sums[kChunkRows * kColumns];
+  const uint32_t* w = a.weight->data + panel * input.units * kColumns;
+  int count = input.blocks.count;
+#if defined(__AMX_BF16__)
+  const TileConfig config;
+  if (input.blocks.tiles) _tile_loadconfig(&config);
+#endif
+  for (int slice = 0; slice < input.num_slices; slice++) {
+    int64_t units = input.slice_units(slice);
+    const char* next = (const char*)(w + units * kColumns);
+    for (int block = 0; block < count; block++) {
+      // Used once, weights are fetched a little ahead; used by several blocks, each fetches its share of what follows.
+      Ahead ahead = count == 1 ? Ahead{(const char*)w + kAheadBytes, 128}
+                               : Ahead{next + units * 128 * block / count, 128 / count};
+      multiply_block<T>(w, input, slice, block, sums, ahead);
+    }
+    w += units * kColumns;
+  }
+#if defined(__AMX_BF16__)
+  if (input.blocks.tiles) _tile_release();
+#endif
+  finish<T>(a, panel, first_row, input.blocks.rows, sums);
+}
+
+template <class T> void linear_of(const LinearArgs& a) {
+  for (int64_t row = 0; row < a.rows; row += kChunkRows) {
+    int rows = int(a.rows - row < kChunkRows ? a.rows - row : kChunkRows);
+    Input input = pack_input<T>(a, row, rows);
+    pool::run(int(a.weight->num_panels), [&](int panel) { panel_times_rows<T>(a, input, panel, row); });
+  }
+}
+
+// ---- the weights
+
+template <class T> void pack_of(const PackArgs& a) {
+  int units = int((a.inputs + Unit<T>::width - 1) / Unit<T>::width);
+  int64_t num_panels = (a.outputs + a.columns - 1) / a.columns;
+  pool::run(int(num_panels), [&](int panel) {
+    uint32_t* out = a.data + (a.first_panel + panel) * units * kColumns + a.first_column;
+    for (int64_t half = 0; half < a.columns; half += 16, out += 16) {
+      for (int u = 0; u < units; u += 16) {
+        u32x16 square[16];
+        for (int c = 0; c < 16; c++) {
+          int64_t output = int64_t(panel) * a.columns + half + c, element = int64_t(u) * Unit<T>::width;
+          const T* row = (const T*)a.weight + output * a.row_stride + element;
+          square[c] = output < a.outputs ? load_units(row, a.inputs - element) : u32x16{};
+        }
+        transpose(square);
+        for (int i = 0; i < 16 && u + i < units; i++) store(out + int64_t(u + i) * kColumns, square[i]);
+      }
+    }
+  });
+}
+
+template <class T> void lookup_of(const LookupArgs& a) {
+  int units = int((a.weight->inputs + Unit<T>::width - 1) / Unit<T>::width);
+  pool::run(int(a.rows), [&](int row) {
+    const uint32_t* in = a.weight->data + (a.ids[row] / kColumns * units * kColumns + a.ids[row] % kColumns);
+    T* out = (T*)a.out + row * a.weight->inputs;
+    for (int u = 0; u < units; u++) {
+      int64_t left = a.weight->inputs - int64_t(u) * Unit<T>::width;
+      memcpy(out + u * Unit<T>::width, in + int64_t(u) * kColumns, left > 1 ? 4 : sizeof(T));
+    }
+  });
+}
+
+}  // namespace
+
+void linear(const LinearArgs* a) { a->weight->element_bytes == 4 ? linear_of<float>(*a) : linear_of<bf16>(*a); }
+void pack(const PackArgs* a) { a->element_bytes == 4 ? pack_of<float>(*a) : pack_of<bf16>(*a); }
+void lookup(const LookupArgs* a) { a->weight->element_bytes == 4 ? lookup_of<float>(*a) : lookup_of<bf16>(*a); }
+
+}  // namespace ISA

@@ -1,0 +1,208 @@
+// Sixteen float lanes, the same on every instruction set, and the few operations that need to know which one.
+//
+// Every kernel is compiled once for each instruction set, into a namespace of that name (the macro ISA). The order
+// of all sums is written out and floating-point contraction is off, so that a result depends on the operands and
+// the instruction set alone.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace ISA {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef f32x16 f32x16_any __attribute__((aligned(4), may_alias));
+typedef u32x16 u32x16_any __attribute__((aligned(4), may_alias));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef u16x16 u16x16_any __attribute__((aligned(2), may_alias));
+
+typedef uint16_t bf16;  // the upper half of a float
+
+INLINE f32x16 load(const float* p) { return *(const f32x16_any*)p; }
+INLINE u32x16 load(const uint32_t* p) { return *(const u32x16_any*)p; }
+INLINE void store(float* p, f32x16 v) { *(f32x16_any*)p = v; }
+INLINE void store(uint32_t* p, u32x16 v) { *(u32x16_any*)p = v; }
+INLINE f32x16 all(float x) { return f32x16{} + x; }
+INLINE u32x16 all(uint32_t x) { return u32x16{} + x; }
+
+INLINE f32x16 load(const bf16* p) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
+  return (f32x16)(__builtin_convertvector(*(const u16x16_any*)p, u32x16) << 16);
+#endif
+}
+
+// To the nearest bf16, ties to even; what is not a number stays one.
+INLINE u32x16 bits_of_bf16(f32x16 v) {
+  u32x16 bits = (u32x16)v;
+  u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return v == v ? rounded : (bits >> 16) | 0x40;
+}
+
+INLINE void store(bf16* p, f32x16 v) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#else
+  *(u16x16_any*)p = __builtin_convertvector(bits_of_bf16(v), u16x16);
+#endif
+}
+
+// What a value becomes when it is stored as T and loaded again.
+template <class T> INLINE f32x16 rounded(f32x16 v);
+template <> INLINE f32x16 rounded<float>(f32x16 v) { return v; }
+template <> INLINE f32x16 rounded<bf16>(f32x16 v) {
+#if defined(__AVX512BF16__)
+  return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
+#else
+  return (f32x16)(bits_of_bf16(v) << 16);
+#endif
+}
+
+INLINE float scalar(float x) { return x; }
+INLINE float scalar(bf16 x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+// The first `count` (1 to 16) lanes of memory; the others are zero and their memory is not touched.
+template <class T> INLINE f32x16 load_first(const T* p, int count) {
+  if (count >= 16) return load(p);
+  T copy[16] = {};
+  memcpy(copy, p, count * sizeof(T));
+  return load(copy);
+}
+template <class T> INLINE void store_first(T* p, f32x16 v, int count) {
+  if (count >= 16) return store(p, v);
+  T copy[16];
+  store(copy, v);
+  memcpy(p, copy, count * sizeof(T));
+}
+
+// a * b + c, rounded once where the instruction set can.
+INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  union { f32x16 whole; __m256 half[2]; } x{a}, y{b}, z{c};
+  for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+  return z.whole;
+#else
+  return a * b + c;
+#endif
+}
+
+// Units are what kernels multiply: four bytes, either one float or two consecutive bf16.
+template <class T> struct Unit;
+template <> struct Unit<float> {
+  static constexpr int width = 1;
+  static INLINE f32x16 madd(u32x16 a, u32x16 b, f32x16 c) { return fma((f32x16)a, (f32x16)b, c); }
+};
+template <> struct Unit<bf16> {
+  static constexpr int width = 2;
+  static INLINE f32x16 madd(u32x16 a, u32x16 b, f32x16 c) {
+#if defined(__AVX512BF16__)
+    return (f32x16)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#else
+    f32x16 odd = fma((f32x16)(a & 0xffff0000u), (f32x16)(b & 0xffff0000u), c);
+    return fma((f32x16)(a << 16), (f32x16)(b << 16), odd);
+#endif
+  }
+};
+
+INLINE float sum(f32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float s[8];
+  for (int i = 0; i < 8; i++) s[i] = v[i] + v[i + 8];
+  for (int i = 0; i < 4; i++) s[i] += s[i + 4];
+  return (s[0] + s[2]) + (s[1] + s[3]);
+#endif
+}
+INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+INLINE f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
+INLINE float max(f32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float m = v[0];
+  for (int i = 1; i < 16; i++) m = v[i] > m ? v[i] : m;
+  return m;
+#endif
+}
+
+// e^x to about one unit in the last place; 0 below -87. The polynomial is the one of the Cephes library.
+INLINE f32x16 exp(f32x16 x) {
+  f32x16 clamped = min(max(x, all(-87.3f)), all(88.3f));
+  f32x16 shifted = fma(clamped, all(1.44269504f), all(12582912.0f));  // 1.5 * 2^23: the sum's low bits are the integer
+  f32x16 n = shifted - 12582912.0f;
+  f32x16 r = fma(n, all(-0.693359375f), clamped);
+  r = fma(n, all(2.12194440e-4f), r);
+  f32x16 y = fma(all(1.9875691500e-4f), r, all(1.3981999507e-3f));
+  y = fma(y, r, all(8.3334519073e-3f));
+  y = fma(y, r, all(4.1665795894e-2f));
+  y = fma(y, r, all(1.6666665459e-1f));
+  y = fma(y, r, all(5.0000001201e-1f));
+  y = fma(y, r * r, r + 1.0f);
+  f32x16 scaled = (f32x16)((i32x16)y + (((i32x16)shifted - 0x4b400000) << 23));
+  return x < -87.3f ? all(0.0f) : scaled;
+}
+
+INLINE f32x16 tanh(f32x16 x) {
+  f32x16 a = max(x, -x);
+  f32x16 e = exp(a * -2.0f);
+  f32x16 large = (1.0f - e) / (1.0f + e);
+  f32x16 square = x * x;  // near zero the difference above cancels
+  f32x16 small = a * fma(square, fma(square, all(0.13333334f), all(-0.33333334f)), all(1.0f));
+  f32x16 y = a < 0.03f ? small : large;
+  return x < 0.0f ? -y : y;
+}
+
+// Rows become columns, in place: sixteen rows of sixteen units.
+INLINE void transpose(u32x16 rows[16]) {
+#if defined(__AVX512F__)
+  __m512i* r = (__m512i*)rows;
+  __m512i a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    a[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+    b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    __m512i x = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88), y = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+    __m512i z = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88), w = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+    r[i] = _mm512_shuffle_i32x4(x, z, 0x88);
+    r[i + 4] = _mm512_shuffle_i32x4(y, w, 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(x, z, 0xdd);
+    r[i + 12] = _mm512_shuffle_i32x4(y, w, 0xdd);
+  }
+#else
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < i; j++) {
+      uint32_t x = rows[i][j];
+      rows[i][j] = rows[j][i];
+      rows[j][i] = x;
+    }
+#endif
+}
+
+INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+}  // namespace ISA

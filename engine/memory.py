@@ -1,0 +1,65 @@
+"""How much memory there is for a model, so that one that does not fit is refused instead of killed later."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from penstock.errors import ModelLoadError
+
+
+def check_room(weights: int, pool_mb: int, device: torch.device) -> None:
+    """Raise `ModelLoadError` if weights (bytes) and KV pool (MiB) are more than the device has left."""
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    pool = pool_mb * 2**20
+    if available is not None and weights + pool > available:
+        raise ModelLoadError(
+            f"not enough memory on {device}: the weights take {_mb(weights)}, the KV pool "
+            f"{_mb(pool)} (PENSTOCK_ENGINE_POOL_MB={pool_mb}), and {_mb(available)} are available"
+        )
+
+
+def _mb(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """What this process may still take: the least that the machine and its control groups have left.
+
+    File pages that can be dropped count as free, so weights that are only mapped are not counted twice. `None` where
+    the system does not say (there is no /proc).
+    """
+    try:
+        meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        machine = int(meminfo["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    return min([machine, *_groups_left(root)])
+
+
+def _groups_left(root: Path) -> Iterator[int]:
+    """What each limit on the way to this process's control group leaves, of both versions of control groups."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _left(root / "sys/fs/cgroup", path, ("memory.max", "memory.current"), "")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            yield from _left(root / "sys/fs/cgroup/memory", path, names, "total_")
+
+
+def _left(base: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[int]:
+    """Limit less use, for the group and those above it. A container may see only the top, which is its own."""
+    group = base / path.lstrip("/")
+    for directory in (group, *(parent for parent in group.parents if parent.is_relative_to(base))):
+        try:
+            limit, used = (int((directory / name).read_text()) for name in names)
+            stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue  # no limit here ("max"), or not to be seen
+        cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+        yield max(0, limit - used + cached)

@@ -1,0 +1,1 @@
+"""The parts of the sampler: `engine/sampler.py` puts them together."""

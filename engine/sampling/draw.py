@@ -1,0 +1,40 @@
+"""How one token is chosen, and its random number: a hash of (seed, position).
+
+A resumed request draws the numbers it would have drawn, in another batch, on another worker or after a crash.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.messages import Sampling
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How one row's token is chosen. `position` counts output tokens from 0."""
+
+    sampling: Sampling
+    seed: int
+    position: int
+    token_ids: Sequence[int] = ()
+    """The sequence so far, prompt and output. Only penalties read it."""
+
+    @property
+    def output(self) -> Sequence[int]:
+        """The output so far."""
+        return self.token_ids[len(self.token_ids) - self.position :]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that `seed` and `position` alone decide: 53 bits of SplitMix64's mixing."""
+    start = _mix((seed + _GOLDEN) & _MASK)
+    return (_mix((start + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)

@@ -1,0 +1,202 @@
+"""A tiny configuration of the same kind as a large one: every kind of layer, and the same structure of heads.
+
+What makes two layers different kinds is kept: their types, which are mixture of experts, which share KV. How
+many there are and how wide is not. Windows become so short that a prompt of a few tokens goes past them.
+"""
+
+import json
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+HEAD_SIZE = 16
+WINDOW = 8
+"""Tokens that a layer with a window sees; experts of a mixture, too."""
+MIN_LAYERS = 3
+MAX_LAYERS = 12
+
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+          "num_decoder_attention_heads", "attention_heads")  # fmt: skip
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "dim", "word_embed_proj_dim")
+_FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
+"""How many of the first layers are different."""
+_LAST = ("num_kv_shared_layers",)
+"""How many of the last layers are different."""
+_INDICES = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attention_layers", "hybrid_layer_ids")
+"""Lists of layers."""
+
+_TEXT_TOKENS = ("pad", "bos", "eos", "decoder", "cls", "sep", "mask", "unk", "forced", "eod")
+_NO_TOKEN = 10**6
+"""A token that no prompt has, for those that stand for images and sounds."""
+
+_CAPS = {
+    512: """vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size encoder_hash_byte_group_vocab""",
+    96: """intermediate_size intermediate_size_mlp ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff ffn_hidden_size
+        dense_intermediate_size""",
+    32: """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
+        shared_experts_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_head_dim""",
+    HEAD_SIZE: """head_dim swa_head_dim swa_v_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim
+        attention_head_dim dim_head d_head kv_channels kv_lora_rank hidden_size_per_layer_input laurel_rank
+        query_pre_attn_scalar local_attention""",
+    WINDOW: """sliding_window sliding_window_size attention_chunk_size window_size attention_window_size keep_window_size
+        floor_scale log_scaling_n_floor num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num""",
+    2: """num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group num_expert_group encoder_layers
+        num_encoder_layers""",
+    1: """topk_group n_shared_experts num_shared_experts moe_num_shared_experts""",
+}
+_SIZES = {name: cap for cap, names in _CAPS.items() for name in names.split()}
+"""Sizes that become at most this."""
+
+
+class CannotShrink(Exception):
+    """No small model of this kind can be made; the message says why."""
+
+
+def shrunk(config: Any, sizes: dict[str, Any] | None = None) -> Any:
+    """A configuration of the same class for a tiny model, with `sizes` where given. Raises `CannotShrink`."""
+    try:
+        return type(config)(**{**_small(config), **(sizes or {})})
+    except Exception as error:
+        raise CannotShrink(f"{type(config).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _small(config: Any) -> dict[str, Any]:
+    """The keyword arguments of the shrunken configuration."""
+    values: dict[str, Any] = config.to_dict()
+    for key in list(values):
+        part = config.__dict__.get(key)
+        if isinstance(part, PreTrainedConfig):
+            values[key] = _small(part)
+    _cut_layers(values)
+    sizes = {**_SIZES, **_heads(values)}
+    old_head = values.get("head_dim") or _old_head(values)
+    if (
+        values.get("qk_nope_head_dim")
+        and values.get("head_dim") == values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    ):
+        sizes["head_dim"] = 2 * HEAD_SIZE
+    for key, value in list(values.items()):
+        values[key] = _cut(key, value, sizes)
+    for overrides in values.get("per_layer_config", {}).values():
+        overrides.update({key: _cut(key, value, sizes) for key, value in overrides.items()})
+    if isinstance(values.get("rotary_dim"), int) and old_head:
+        values["rotary_dim"] = max(2, values["rotary_dim"] * HEAD_SIZE // old_head)
+    for rope in _ropes(values):
+        _cut_rope(rope, old_head)
+    values["tie_word_embeddings"] = False
+    values.pop("quantization_config", None)
+    return values
+
+
+def _first_of(values: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if isinstance(values.get(name), int)), None)
+
+
+def _heads(values: dict[str, Any]) -> dict[str, int]:
+    """The new head counts, in the old ratio, and the width that follows, for every value as large as the old."""
+    name, kv_name, hidden = (_first_of(values, names) for names in (_HEADS, _KV_HEADS, _HIDDEN))
+    if name is None:
+        return {hidden: 4 * HEAD_SIZE} if hidden else {}
+    old, old_kv = values[name], values[kv_name] if kv_name else values[name]
+    per_kv = max(1, min(old // max(old_kv, 1), 8))
+    num_kv = min(old_kv, 4 if per_kv == 1 else 2)
+    new = {name: num_kv * per_kv}
+    if kv_name:
+        new[kv_name] = num_kv
+    # Layers of another kind with other head counts keep their ratio to these.
+    others = {"swa_num_attention_heads": 2 * num_kv * per_kv, "swa_num_key_value_heads": 2 * num_kv}
+    new |= {other: count for other, count in others.items() if other in values}
+    if hidden:
+        width = max(num_kv * per_kv, 4) * HEAD_SIZE
+        new |= {key: width for key, value in values.items() if type(value) is int and value == values[hidden]
+                and key not in _SIZES and key not in new}  # fmt: skip
+        if values.get("intermediate_size") == values[hidden]:
+            new["intermediate_size"] = width
+    return new
+
+
+def _old_head(values: dict[str, Any]) -> int:
+    name, hidden = _first_of(values, _HEADS), _first_of(values, _HIDDEN)
+    return values[hidden] // values[name] if name and hidden else 0
+
+
+def _cut(key: str, value: Any, sizes: dict[str, int]) -> Any:
+    if isinstance(value, list) and key in sizes and all(type(item) is int for item in value):
+        return [min(item, sizes[key]) for item in value]
+    if type(value) is not int:
+        return value
+    if key.endswith(("_token_id", "_token_index")):
+        return 0 if key.split("_", maxsplit=1)[0] in _TEXT_TOKENS else _NO_TOKEN
+    return min(value, sizes[key]) if key in sizes else value
+
+
+def _cut_layers(values: dict[str, Any]) -> None:
+    """Keep one layer of each kind, in order, and as many more as make `MIN_LAYERS`."""
+    name = _first_of(values, _LAYERS)
+    if name is None or values[name] <= MIN_LAYERS:
+        return
+    total = values[name]
+    lists = [key for key, value in values.items() if _is_by_layer(key, value, total)]
+    first: dict[str, int] = {}
+    for index in range(total):
+        first.setdefault(_kind(values, lists, total, index), index)
+    if len(first) > MAX_LAYERS:
+        raise CannotShrink(f"{len(first)} kinds of layers")
+    keep = sorted(first.values())
+    keep = sorted(keep + [index for index in range(total) if index not in keep][: max(0, MIN_LAYERS - len(keep))])
+    values.update({key: [values[key][index] for index in keep] for key in lists})
+    _renumber(values, keep, total)
+    values[name] = len(keep)
+    if values.get("num_layers_per_stack"):  # stacks are gone through several times, each time with a cache of its own
+        rounds = total // values["num_layers_per_stack"]
+        values["num_layers_per_stack"] = MIN_LAYERS
+        values[name] = MIN_LAYERS * rounds
+
+
+def _is_by_layer(key: str, value: Any, total: int) -> bool:
+    return isinstance(value, list) and len(value) == total and key not in _INDICES
+
+
+def _renumber(values: dict[str, Any], keep: list[int], total: int) -> None:
+    """Whatever names layers by their numbers, for the layers that are kept."""
+    for key, value in list(values.items()):
+        if key in _FIRST and type(value) is int:
+            values[key] = sum(index < value for index in keep)
+        elif key in _LAST and type(value) is int:
+            values[key] = sum(index >= total - value for index in keep)
+        elif key in _INDICES and isinstance(value, list):
+            values[key] = [new for new, index in enumerate(keep) if index in value]
+        elif key == "per_layer_config":
+            old = {int(index): overrides for index, overrides in value.items()}
+            values[key] = {new: dict(old[index]) for new, index in enumerate(keep) if index in old}
+
+
+def _kind(values: dict[str, Any], lists: list[str], total: int, index: int) -> str:
+    """Whatever the configuration says of this layer alone."""
+    says: list[Any] = [values[key][index] for key in lists]
+    says += [index < values[key] for key in _FIRST if type(values.get(key)) is int]
+    says += [index >= total - values[key] for key in _LAST if type(values.get(key)) is int]
+    says += [index in values[key] for key in _INDICES if isinstance(values.get(key), list)]
+    says += [overrides for at, overrides in values.get("per_layer_config", {}).items() if int(at) == index]
+    return json.dumps(says, default=str)
+
+
+def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
+    rope = values.get("rope_parameters") or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]
+
+
+def _cut_rope(rope: dict[str, Any], old_head: int) -> None:
+    """Lists that belong to a head's dimensions get a smaller head's length."""
+    for key in ("short_factor", "long_factor"):
+        if isinstance(rope.get(key), list) and old_head:
+            rope[key] = rope[key][: max(1, len(rope[key]) * HEAD_SIZE // old_head)]
+    section = rope.get("mrope_section")
+    if isinstance(section, list) and old_head:
+        smaller = [part * HEAD_SIZE // old_head for part in section]
+        smaller[0] += sum(section) * HEAD_SIZE // old_head - sum(smaller)
+        rope["mrope_section"] = smaller

@@ -1,0 +1,41 @@
+// AMX tiles in plain C++, for processors without them: included before a kernel's source, it takes the intrinsics' place.
+#pragma once
+#include <immintrin.h>
+
+#include <cstring>
+
+namespace emulated {
+
+inline thread_local float tiles[8][16][16];
+
+inline void load(int tile, const void* from, long stride) {
+  for (int row = 0; row < 16; row++) memcpy(tiles[tile][row], (const char*)from + row * stride, 64);
+}
+inline void save(int tile, void* to, long stride) {
+  for (int row = 0; row < 16; row++) memcpy((char*)to + row * stride, tiles[tile][row], 64);
+}
+// For each row, the k-th unit of `a` times the k-th row of `b`, in the order of k.
+inline void multiply(int sum, int a, int b) {
+  for (int row = 0; row < 16; row++) {
+    __m512 total = _mm512_loadu_ps(tiles[sum][row]);
+    for (int k = 0; k < 16; k++) {
+      unsigned unit;
+      memcpy(&unit, &tiles[a][row][k], 4);
+      total = _mm512_dpbf16_ps(total, (__m512bh)_mm512_set1_epi32(int(unit)), (__m512bh)_mm512_loadu_si512(tiles[b][k]));
+    }
+    _mm512_storeu_ps(tiles[sum][row], total);
+  }
+}
+
+}  // namespace emulated
+
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#define _tile_zero(t) memset(emulated::tiles[t], 0, 1024)
+#define _tile_loadd(t, from, stride) emulated::load(t, from, stride)
+#define _tile_stored(t, to, stride) emulated::save(t, to, stride)
+#define _tile_dpbf16ps(sum, a, b) emulated::multiply(sum, a, b)
+#define _tile_loadconfig(config) ((void)(config))
+#define _tile_release() ((void)0)

@@ -1,0 +1,191 @@
+"""Nobody starves, no tenant is held up by another, and nobody waits for nothing."""
+
+from collections import Counter
+
+import pytest
+
+from engine.fairness import FairQueue
+from engine.scheduler import AGING_STEPS
+from engine.sequence import State
+from tests.engine.schedules import Dummy, seq_of
+
+# Tenants
+
+
+def _admitted_before(dummy: Dummy, name: str) -> Counter[str]:
+    """Whose sequences are served until one of the tenant is."""
+    served: Counter[str] = Counter()
+    seen = set()
+    while not served[name]:
+        for seq, _ in dummy.step():
+            if seq not in seen:
+                seen.add(seq)
+                served[seq.tenant] += 1
+    return served
+
+
+def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
+    dummy = Dummy(max_batch=2)
+    dummy.add(*(seq_of(8, 4, first=20 * i, tenant="flood") for i in range(50)))
+    for _ in range(3):
+        dummy.step()
+    dummy.add(seq_of(8, 4, first=5000, tenant="other"))
+    assert _admitted_before(dummy, "other")["flood"] <= 4  # two run already, two at most come before it
+
+
+def test_two_tenants_get_the_same_whatever_the_size_of_their_requests() -> None:
+    dummy = Dummy(num_blocks=400, max_batch=4, budget=40)
+    dummy.add(*(seq_of(8, 4, first=20 * i, tenant="small") for i in range(300)))
+    dummy.add(*(seq_of(64, 16, first=10_000 + 100 * i, tenant="large") for i in range(60)))
+    tokens: Counter[str] = Counter()
+    for _ in range(150):
+        for seq, num in dummy.step():
+            tokens[seq.tenant] += num + (num == 1)
+    assert tokens["small"] == pytest.approx(tokens["large"], rel=0.2)
+
+
+def test_being_away_earns_no_credit() -> None:
+    queue = FairQueue()
+    queue.push(seq_of(4, tenant="busy"))
+    queue.charge("busy", 1000)
+    late = seq_of(4, tenant="late")
+    queue.push(late)
+    assert queue.served("late") == 1000
+    queue.charge("late", 1)
+    assert queue.first() is not late
+
+
+def test_a_tenant_that_comes_again_keeps_what_it_had_too_much() -> None:
+    queue = FairQueue()
+    greedy, other = seq_of(4, tenant="greedy"), seq_of(4, tenant="other")
+    queue.push(greedy)
+    queue.push(other)
+    queue.charge("greedy", 1000)
+    queue.remove(greedy)
+    queue.push(greedy)
+    assert queue.served("greedy") == 1000
+    assert queue.first() is other
+
+
+def test_when_nobody_waits_the_last_that_did_is_the_measure() -> None:
+    queue = FairQueue()
+    busy = seq_of(4, tenant="busy")
+    queue.push(busy)
+    queue.remove(busy)
+    queue.charge("busy", 1000)
+    queue.push(seq_of(4, tenant="late"))
+    assert queue.served("late") == 1000
+
+
+def test_tenants_that_are_gone_are_forgotten() -> None:
+    queue = FairQueue()
+    for i in range(100):
+        seq = seq_of(4, tenant=f"tenant-{i}")
+        queue.push(seq)
+        queue.charge(seq.tenant, 10)
+        queue.remove(seq)
+    assert len(queue._served) <= 2
+
+
+# Classes
+
+
+def test_batch_work_does_not_starve_under_endless_interactive_load() -> None:
+    dummy = Dummy(num_blocks=40, max_batch=4)
+    batch = [seq_of(8, 6, klass="batch", first=50 * i) for i in range(3)]
+    dummy.add(*batch)
+    number, served = 1000, Counter[str]()
+    while any(seq.state is not State.DONE for seq in batch):
+        while dummy.scheduler.num_waiting < 12:
+            number += 20
+            dummy.add(seq_of(8, 10, first=number))
+        plan = dummy.step()
+        served.update(seq.klass for seq, _ in plan)
+        assert sum(seq.klass == "batch" for seq, _ in plan) <= 1
+        assert dummy.scheduler._num_steps < 4 * 2 * AGING_STEPS
+    assert served["interactive"] > 20 * served["batch"]
+
+
+def test_a_batch_sequence_that_is_preempted_again_and_again_ends() -> None:
+    dummy = Dummy(num_blocks=12, max_batch=4)
+    batch = seq_of(8, 12, klass="batch")
+    dummy.add(batch)
+    number = 1000
+    while batch.state is not State.DONE:
+        if dummy.scheduler.num_waiting < 2:
+            number += 50
+            dummy.add(seq_of(15, 6, first=number))
+        dummy.step()
+        assert dummy.scheduler._num_steps < 4 * AGING_STEPS
+    assert batch.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("num_blocks", "max_batch"), [(100, 3), (9, 8)])
+def test_batch_work_makes_way_for_interactive_work_at_once(num_blocks: int, max_batch: int) -> None:
+    dummy = Dummy(num_blocks, max_batch=max_batch)
+    batch = [seq_of(8, 4, klass="batch", first=50 * i) for i in range(3)]
+    dummy.add(*batch)
+    dummy.step()
+    interactive = seq_of(8, 4, first=500)
+    dummy.add(interactive)
+    assert (interactive, 8) in dummy.step()
+    assert batch[-1].state is State.WAITING
+    assert batch[0].state is State.RUNNING
+
+
+# The line
+
+
+def _until_in(*, others: bool) -> tuple[int, int]:
+    """In which step a large sequence behind two long-lived ones comes in, and how many small ones were done by then."""
+    dummy = Dummy(num_blocks=12)
+    large = seq_of(32, 4, first=500)
+    dummy.add(seq_of(8, 12), seq_of(8, 16, first=50), large)
+    small = [seq_of(2, 3, first=1000 + 10 * i) for i in range(40)]
+    if others:
+        dummy.add(*small)
+    num_steps = dummy.run(until=lambda: large.state is State.RUNNING)
+    return num_steps, sum(seq.state is State.DONE for seq in small)
+
+
+def test_small_ones_pass_a_large_one_and_do_not_delay_it() -> None:
+    alone, none_done = _until_in(others=False)
+    passed, some_done = _until_in(others=True)
+    assert passed == alone
+    assert none_done == 0 < some_done
+
+
+def test_a_guest_makes_way_and_gives_back_its_share_of_the_step() -> None:
+    dummy = Dummy(num_blocks=12, budget=10)
+    first, large, guest = seq_of(8, 16), seq_of(40, 4, first=500), seq_of(2, 6, first=1000)
+    dummy.add(first, large, guest)
+    assert dummy.step() == [(first, 8), (guest, 2)]
+    dummy.remove(first)
+    assert dummy.step() == [(large, 10)]
+    assert guest.state is State.WAITING
+
+
+def test_a_guest_that_paused_makes_way() -> None:
+    dummy = Dummy(num_blocks=4)
+    first, large, guest = seq_of(3, 6), seq_of(8, 4, first=500), seq_of(3, 14, first=1000)
+    dummy.add(first, large, guest)
+    dummy.run(until=lambda: first.state is State.DONE)
+    assert guest.num_computed == 8
+    dummy.pool.allocate(2)
+    dummy.budget = 3
+    assert dummy.step() == [(large, 3)]
+
+
+def test_a_large_one_gets_its_turn_among_endless_small_ones() -> None:
+    dummy = Dummy(num_blocks=12)
+    for i in range(4):
+        dummy.add(seq_of(7, 6, first=20 * i))
+    large = seq_of(40, 4, first=500)
+    dummy.add(large)
+    number = 1000
+    while large.state is not State.DONE:
+        number += 20
+        if dummy.scheduler.num_waiting < 6:
+            dummy.add(seq_of(7, 6, first=number))
+        dummy.step()
+        assert dummy.scheduler._num_steps < 100

@@ -1,0 +1,307 @@
+"""What loading costs in memory, and what it refuses: every kind of damage is one line that says what is wrong."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from engine.memory import available_bytes
+from engine.model import load
+from engine.weights import MappedWeights
+from penstock.errors import ModelLoadError
+from penstock.local.processes import free_port
+from penstock.settings import EngineSettings
+
+HERE = Path(__file__).parents[2]
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def copy(tiny_dir: Path, tmp_path: Path) -> Path:
+    """The tiny model, to be damaged."""
+    return Path(shutil.copytree(tiny_dir, tmp_path / "model"))
+
+
+def _load(directory: Path, **given: object) -> None:
+    load(EngineSettings.model_validate({"model": str(directory), **given}))
+
+
+def _refused(directory: Path, message: str, **given: object) -> None:
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        _load(directory, **given)
+    assert str(caught.value).startswith(f"cannot load model '{directory}': ")
+    assert "\n" not in str(caught.value)
+
+
+def _configure(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# Memory and progress
+
+
+def test_progress_moves_with_the_bytes(tiny_dir: Path) -> None:
+    seen: dict[str, list[float]] = {}
+    load(EngineSettings(model=str(tiny_dir)), lambda what, done: seen.setdefault(what, []).append(done))
+    assert set(seen) == {"reading weights", "loading weights"}
+    sizes = [tensor.nbytes for tensor in load_file(tiny_dir / WEIGHTS).values()]
+    steps = [b - a for a, b in zip([0.0, *seen["loading weights"]], seen["loading weights"], strict=False)]
+    assert sorted(round(step * sum(sizes)) for step in steps) == sorted(sizes)
+    assert all(done[-1] == 1.0 for done in seen.values())
+
+
+def test_weights_in_the_files_own_dtype_are_not_copied(tiny_dir: Path) -> None:
+    model = load(EngineSettings(model=str(tiny_dir)))
+    weight = model.module.lm_head.weight
+    with torch.inference_mode():
+        stored = weight[0, 0].item()
+        weight[0, 0] = 5
+        model.weights.release(weight)
+        assert weight[0, 0].item() == stored  # it came from the file again
+
+
+def test_letting_go_spares_what_is_no_view_of_a_file(tiny_dir: Path) -> None:
+    weights = MappedWeights([tiny_dir / WEIGHTS])
+    own = torch.ones(1 << 20)
+    weights.release(own)
+    assert own.sum() == 1 << 20
+
+
+@pytest.mark.parametrize(("dtype", "packed"), [("bfloat16", True), ("float32", False)])
+def test_the_peak_is_what_stays(tmp_path: Path, dtype: str, packed: bool) -> None:
+    """Of a bfloat16 model of 215 MB; packed means that each linear layer's weight goes to memory of its own."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("only Linux says what the peak was")
+    command = [sys.executable, "-m", "tests.engine.peak", str(tmp_path / "model"), dtype, str(int(packed))]
+    done = subprocess.run(command, cwd=HERE, check=True, capture_output=True, text=True, timeout=120)
+    assert float(done.stdout) <= 1.1
+
+
+# Damaged weights
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda header, size: 0,
+        lambda header, size: 1,
+        lambda header, size: 7,
+        lambda header, size: 8,
+        lambda header, size: 8 + header // 2,
+        lambda header, size: 8 + header - 1,
+        lambda header, size: 8 + header,
+        lambda header, size: 8 + header + 1,
+        lambda header, size: (8 + header + size) // 2,
+        lambda header, size: size - 1,
+    ],
+)
+def test_weights_cut_off_anywhere(copy: Path, kept: Callable[[int, int], int]) -> None:
+    content = (copy / WEIGHTS).read_bytes()
+    header = int.from_bytes(content[:8], "little")
+    (copy / WEIGHTS).write_bytes(content[: kept(header, len(content))])
+    _refused(copy, f"{WEIGHTS} is damaged or cut off")
+
+
+@pytest.mark.parametrize("content", [b"no tensors in here" * 99, b"\xff" * 8 + b"{}", bytes(4096)])
+def test_weights_of_another_kind(copy: Path, content: bytes) -> None:
+    (copy / WEIGHTS).write_bytes(content)
+    _refused(copy, f"{WEIGHTS} is damaged or cut off")
+
+
+def test_weights_with_something_behind_them(copy: Path) -> None:
+    with (copy / WEIGHTS).open("ab") as file:
+        file.write(b"x")
+    _refused(copy, "is damaged or cut off")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_byte_of_the_header_flipped(tiny_dir: Path, copy: Path, data: st.DataObject) -> None:
+    """Refused with a reason, or (the format's own metadata, spaces) loaded with every tensor in its shape."""
+    content = bytearray((tiny_dir / WEIGHTS).read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    content[data.draw(st.integers(0, 8 + header - 1))] ^= data.draw(st.integers(1, 255))
+    (copy / WEIGHTS).write_bytes(content)
+    with contextlib.suppress(ModelLoadError):
+        model = load(EngineSettings(model=str(copy)))
+        assert model.module.lm_head.weight.shape == (1024, 32)
+
+
+def test_a_tensor_of_whole_numbers(copy: Path) -> None:
+    tensors = load_file(copy / WEIGHTS)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    save_file({**tensors, name: tensors[name].view(torch.int32)}, copy / WEIGHTS, {"format": "pt"})
+    _refused(copy, f"{name} is of type I32")
+
+
+def test_a_tensor_that_is_transposed(copy: Path) -> None:
+    tensors = load_file(copy / WEIGHTS)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    save_file({**tensors, name: tensors[name].T.contiguous()}, copy / WEIGHTS, {"format": "pt"})
+    _refused(copy, rf"{name} is \[32, 64\] in the weights, and \[64, 32\] by config.json")
+
+
+def test_weights_in_two_files(copy: Path) -> None:
+    tensors = load_file(copy / WEIGHTS)
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, copy / file, {"format": "pt"})
+    (copy / WEIGHTS).unlink()
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: file for file, held in parts.items() for name in held}}))
+    model = load(EngineSettings(model=str(copy)))
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.module.state_dict().items())
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    _refused(copy, f"the weights lack {len(parts['b.safetensors'])} tensors")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"x": 1}}'])
+def test_an_index_that_is_none(copy: Path, content: str) -> None:
+    (copy / "model.safetensors.index.json").write_text(content)
+    _refused(copy, "is not a weight index")
+
+
+def test_weights_replaced_while_they_are_read(copy: Path) -> None:
+    def meddle(what: str, done: float) -> None:
+        if (what, done) == ("loading weights", 1.0):
+            (copy / "new").write_bytes((copy / WEIGHTS).read_bytes())
+            (copy / "new").replace(copy / WEIGHTS)
+
+    with pytest.raises(ModelLoadError, match="written to while it was loaded"):
+        load(EngineSettings(model=str(copy)), meddle)
+
+
+# A configuration that lies
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"hidden_size": 64},
+        {"num_attention_heads": 4},
+        {"num_key_value_heads": 2},
+        {"head_dim": 8},
+        {"vocab_size": 2048},
+        {"intermediate_size": 128},
+    ],
+)
+def test_a_config_that_lies_about_shapes(copy: Path, lie: dict[str, object]) -> None:
+    _configure(copy, **lie)
+    _refused(copy, r"model\.\S+weight is \[\d+, \d+\] in the weights, and \[\d+, \d+\] by config.json")
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ({"num_hidden_layers": 1}, "more layers than config.json says: model.layers.1."),
+        ({"num_hidden_layers": 3}, "the weights lack 9 tensors, model.layers.2."),
+        ({"hidden_size": "many"}, "hidden_size"),
+        ({"hidden_size": 0}, "by config.json|describes no model"),
+        ({"num_key_value_heads": 0}, "describes no model that can be built"),
+        ({"hidden_act": "nothing"}, "describes no model that can be built"),
+        ({"vocab_size": 2**40}, r"not enough memory on cpu: the weights take [\d,]{9,} MiB"),
+        ({"model_type": "qwen3"}, "the weights lack 4 tensors"),
+        ({"model_type": "clip"}, "no causal language model of type 'clip'"),
+        ({"model_type": None}, "has no model_type"),
+    ],
+)
+def test_other_lies(copy: Path, lie: dict[str, object], message: str) -> None:
+    _configure(copy, **lie)
+    _refused(copy, message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "is not JSON"), ("[]", "no model_type"), ("{}", "no model_type")]
+)
+def test_a_config_that_is_none(copy: Path, content: str, message: str) -> None:
+    (copy / "config.json").write_text(content)
+    _refused(copy, message)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gemma3_text"])
+def test_no_tokenizer(copy: Path, model_type: str) -> None:
+    """For some types transformers makes one up, without a vocabulary."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    _configure(copy, model_type=model_type)
+    _refused(copy, "no usable tokenizer")
+
+
+# Memory that is not there
+
+
+def test_a_pool_larger_than_memory(tiny_dir: Path) -> None:
+    message = r"the KV pool 1,000,000,000 MiB \(PENSTOCK_ENGINE_POOL_MB=1000000000\), and [\d,]+ MiB are available"
+    _refused(tiny_dir, message, pool_mb=10**9)
+
+
+def _system(root: Path, files: dict[str, str]) -> Path:
+    for name, content in {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 4000 kB\n", **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+NEW, OLD = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, 4000 * 1024),
+        ({"proc/self/cgroup": "0::/a/b\n"}, 4000 * 1024),
+        (
+            {"proc/self/cgroup": "0::/a/b\n", f"{NEW}/a/b/memory.max": "900", f"{NEW}/a/b/memory.current": "500",
+             f"{NEW}/a/b/memory.stat": "anon 300\ninactive_file 120\nactive_file 60\n"},
+            900 - 500 + 180,
+        ),
+        (
+            {"proc/self/cgroup": "0::/a/b\n", f"{NEW}/a/b/memory.max": "max", f"{NEW}/a/b/memory.current": "5",
+             f"{NEW}/a/b/memory.stat": "anon 5\n", f"{NEW}/a/memory.max": "700", f"{NEW}/a/memory.current": "600",
+             f"{NEW}/a/memory.stat": "anon 600\n"},
+            100,
+        ),
+        (
+            {"proc/self/cgroup": "3:cpu,memory:/seen/outside\n0::/\n", f"{OLD}/memory.limit_in_bytes": "800",
+             f"{OLD}/memory.usage_in_bytes": "500", f"{OLD}/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n"},
+            350,
+        ),
+        (
+            {"proc/self/cgroup": "0::/\n", f"{NEW}/memory.max": "100", f"{NEW}/memory.current": "200",
+             f"{NEW}/memory.stat": ""},
+            0,
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_available(tmp_path: Path, files: dict[str, str], available: int) -> None:
+    assert available_bytes(_system(tmp_path, files)) == available
+
+
+def test_a_system_that_does_not_say(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+
+
+# The command line
+
+
+def test_a_worker_ends_with_one_line(copy: Path) -> None:
+    os.truncate(copy / WEIGHTS, 5000)
+    command = [sys.executable, "-m", "penstock.cli.main", "worker", "prefill"]
+    nobody = f"redis://127.0.0.1:{free_port()}/0"
+    given = {**os.environ, "PENSTOCK_STREAM_URL": nobody, "PENSTOCK_ENGINE_MODEL": str(copy)}
+    done = subprocess.run(command, env=given, cwd=HERE, timeout=90, text=True, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert f"penstock: cannot load model '{copy}': {WEIGHTS} is damaged or cut off" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,142 @@
+"""A pool too small for all sequences at once: they are preempted, and say what they say alone in a large one."""
+
+import random
+
+import pytest
+
+from engine.engine import Engine
+from engine.model import LoadedModel
+from engine.sequence import Payload, Sequence, State
+from penstock.messages import Sampling
+from penstock.names import CLASSES
+from penstock.settings import EngineSettings
+from tests.engine.helpers import GREEDY, keys_of, run, sequence
+
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50)
+NUM_NEW = 28
+NUM_BLOCKS = 9
+
+Blocks = list[tuple[int, Payload]]
+
+
+def _engine(model: LoadedModel, num_blocks: int = NUM_BLOCKS, **values: int) -> Engine:
+    engine = Engine(model, EngineSettings(dtype="float32", pool_mb=16, **values))  # type: ignore[arg-type]
+    held = engine.pool.num_blocks - num_blocks
+    engine.pool.allocate(held)  # held by nobody: the pool is that much smaller
+    return engine
+
+
+def _sequences() -> list[Sequence]:
+    """Of both classes, greedy and sampled, with some given; every third begins like the first."""
+    rng = random.Random(3)
+    common = [rng.randrange(5, 900) for _ in range(36)]
+    seqs = []
+    for i in range(10):
+        prompt = (common if i % 3 == 0 else []) + [rng.randrange(5, 900) for _ in range(rng.randrange(1, 60))]
+        seqs.append(
+            sequence(
+                prompt,
+                NUM_NEW,
+                name=f"seq-{i}",
+                sampling=SAMPLED if i % 2 else GREEDY,
+                seed=i,
+                given=[7, 8, 9] if i % 5 == 4 else [],
+                klass=CLASSES[i % 4 // 2],
+                tenant="ab"[i % 2],
+            )
+        )
+    return seqs
+
+
+@pytest.fixture(scope="module")
+def done(demo: LoadedModel) -> list[tuple[list[int], Blocks]]:
+    """What each says in a large pool of its own, and the KV of its prompt."""
+    done: list[tuple[list[int], Blocks]] = []
+    for seq in _sequences():
+        engine = Engine(demo, EngineSettings(dtype="float32", pool_mb=4))
+        (answer,) = run(engine, [seq], remove=False)
+        num_blocks = -(-seq.num_prompt // engine.settings.block_size)
+        done.append((answer, [(i, engine.export_block(seq, i)) for i in range(num_blocks)]))
+    assert len({tuple(answer) for answer, _ in done}) == len(done)
+    return done
+
+
+@pytest.fixture
+def alone(done: list[tuple[list[int], Blocks]]) -> list[list[int]]:
+    return [answer for answer, _ in done]
+
+
+@pytest.mark.parametrize(("max_batch", "step_tokens"), [(12, 256), (6, 19)])
+def test_the_tokens_are_those_of_each_alone(
+    demo: LoadedModel, alone: list[list[int]], max_batch: int, step_tokens: int
+) -> None:
+    engine = _engine(demo, max_batch=max_batch, max_step_tokens=step_tokens)
+    seqs = _sequences()
+    assert run(engine, seqs) == alone
+    assert engine.scheduler.num_preemptions == sum(seq.num_preemptions for seq in seqs) > 3
+    assert {seq.klass for seq in seqs if seq.num_preemptions} == set(CLASSES)
+    engine.scheduler.check_integrity()
+    assert engine.num_free_blocks == NUM_BLOCKS
+
+
+def test_they_arrive_and_are_cancelled_meanwhile(demo: LoadedModel, alone: list[list[int]]) -> None:
+    engine, rng = _engine(demo, max_batch=8, max_step_tokens=32), random.Random(1)
+    seqs = _sequences()
+    todo, cancelled = list(seqs), set()
+    while todo or engine.has_work():
+        if todo and rng.random() < 0.4:
+            engine.add(todo.pop(0))
+        for item in engine.step():
+            if item.seq.state is State.DONE:
+                engine.remove(item.seq)
+        engine.scheduler.check_integrity()
+        held = [seq for seq in seqs if seq.blocks or seq.num_preemptions]
+        if rng.random() < 0.03 and held:
+            seq = rng.choice(held)
+            cancelled.add(seq)
+            engine.remove(seq)
+            assert seq.blocks == []
+    assert cancelled
+    assert engine.scheduler.num_preemptions > 0
+    assert [seq.output for seq in seqs if seq.num_output == NUM_NEW] == [
+        answer for seq, answer in zip(seqs, alone, strict=True) if seq.num_output == NUM_NEW
+    ]
+    assert {seq for seq in seqs if seq.num_output < NUM_NEW} <= cancelled
+    assert engine.num_free_blocks == NUM_BLOCKS
+
+
+def test_imported_blocks_are_gone_after_a_preemption(
+    demo: LoadedModel, done: list[tuple[list[int], Blocks]], alone: list[list[int]]
+) -> None:
+    handed = []
+    for seq, (answer, blocks) in zip(_sequences(), done, strict=True):
+        prompt = seq.token_ids[: seq.num_prompt]
+        copy = sequence(prompt, NUM_NEW, given=answer[:3], sampling=seq.sampling, seed=seq.seed, klass=seq.klass)
+        copy.imported = list(blocks)
+        handed.append(copy)
+    engine = _engine(demo, max_batch=12)
+    assert run(engine, handed) == alone
+    assert engine.scheduler.num_preemptions > 0
+    assert all(not seq.imported for seq in handed)
+    assert all(seq.num_cached == seq.num_prompt for seq in handed)
+
+
+def test_a_preempted_prompt_offers_no_blocks_until_they_are_there_again(demo: LoadedModel) -> None:
+    engine = _engine(demo, max_batch=4, max_step_tokens=16)
+    batch = sequence([5 + i for i in range(120)], 1, klass="batch")
+    engine.add(batch)
+    for _ in range(4):
+        engine.step()
+    assert engine.completed_blocks(batch) == 4
+    first = [bytes(engine.export_block(batch, i)) for i in range(4)]
+    engine.add(sequence([500 + i for i in range(100)], 1))
+    engine.step()
+    assert batch.num_preemptions == 1
+    assert engine.completed_blocks(batch) == 0
+    while batch.num_output == 0:
+        for item in engine.step():
+            if item.seq is not batch:
+                engine.remove(item.seq)
+    assert engine.completed_blocks(batch) == 7
+    assert [bytes(engine.export_block(batch, i)) for i in range(4)] == first
+    assert engine.cached_blocks(keys_of(batch.token_ids[:120])) == 7

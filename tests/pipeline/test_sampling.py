@@ -1,0 +1,82 @@
+"""Penalties and log probabilities through the whole pipeline, and through a change of workers in the middle."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock.client import Client
+from penstock.messages import Logprobs, Request, Sampling, TokenEvent
+from penstock.names import Pipeline
+from penstock.settings import Addresses
+from tests.pipeline.line import Line
+
+NUM_TOKENS = 30
+SAMPLING: dict[str, Any] = {
+    "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.4, "top_p": 0.9, "min_p": 0.02, "seed": 11,
+    "repetition_penalty": 1.2, "presence_penalty": 0.8, "frequency_penalty": 0.6, "logit_bias": {13: -100.0},
+    "logprobs": 3,
+}  # fmt: skip
+
+
+@pytest.fixture
+def line(redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as made:
+        yield made
+
+
+def _values(told: Logprobs) -> list[float]:
+    return [told.logprob, *(entry.logprob for entry in told.top)]
+
+
+def ask(name: str, **changes: Any) -> Request:
+    return Request(id=name, prompt="In the beginning God said", sampling=Sampling(**(SAMPLING | changes)))
+
+
+def test_tokens_and_logprobs_are_the_same_after_a_change_of_workers(line: Line) -> None:
+    line.send(ask("whole"))
+    (whole,) = line.run_until(1)
+    line.send(ask("cut"))
+    line.run_prefill(1)
+    while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > NUM_TOKENS // 2):
+        line.decode.turn()
+    line.decode.close()
+    line.renew_decode()
+    cut = next(result for result in line.run_until(2) if result.id == "cut")
+    assert len(cut.token_ids) == NUM_TOKENS
+    assert cut.token_ids == whole.token_ids
+    assert cut.logprobs is not None
+    assert whole.logprobs is not None
+    assert [len(told.top) for told in cut.logprobs] == [3] * NUM_TOKENS
+    for ours, theirs in zip(cut.logprobs, whole.logprobs, strict=True):
+        # The new worker computes the KV of the tokens said in one go: the model's own sums may round differently.
+        assert [entry.token for entry in ours.top] == [entry.token for entry in theirs.top]
+        assert _values(ours) == pytest.approx(_values(theirs), abs=1e-4)
+    with Client(line.addresses) as client:
+        events = [event for event in client.stream("cut") if isinstance(event, TokenEvent)]
+        late = [event for event in client.stream("cut", after=events[9].id) if isinstance(event, TokenEvent)]
+        assert client.result("cut").logprobs == cut.logprobs
+    assert [event.logprobs for event in events] == cut.logprobs
+    assert [event.logprobs for event in late] == cut.logprobs[10:]
+
+
+def test_only_who_asks_gets_logprobs_and_penalties(line: Line) -> None:
+    """They are not the neighbours', and being told about the tokens does not change them."""
+    plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
+    line.send(ask("penalised"), ask("plain", **plain), ask("silent", logprobs=None))
+    results = {result.id: result for result in line.run_until(3)}
+    assert results["silent"].token_ids == results["penalised"].token_ids != results["plain"].token_ids
+    assert results["silent"].logprobs is None
+    assert 13 not in results["penalised"].token_ids
+    said = line.decode.record.read_log("silent")
+    assert all(event.logprobs is None for event in said if isinstance(event, TokenEvent))
+
+
+def test_a_bias_for_a_token_beyond_the_vocabulary_is_refused(line: Line) -> None:
+    line.send(ask("beyond", logit_bias={1024: 1.0}), ask("last", logit_bias={1023: -1.0}))
+    results = {result.id: result for result in line.run_until(2)}
+    error = results["beyond"].error
+    assert error is not None
+    assert error.code == "invalid_request"
+    assert "logit_bias" in error.message
+    assert results["last"].error is None
