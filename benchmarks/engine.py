@@ -187,9 +187,7 @@ def run(given: Arguments) -> dict[str, float]:
         results, own = measure(SHAPES[name], extent, given.device, logs)
         figures |= own | figures_of(results)
         all_results.append(results)
-    print(
-        f"\n{machine()}; {THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)"
-    )
+    print(f"\n{machine()}; {THREADS} threads, bf16, random weights; medians of the rounds (ours to theirs)")
     for results in all_results:
         print(table(results))
     if not given.quick:

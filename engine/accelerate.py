@@ -29,6 +29,7 @@ from engine.kernels.packed import (
     PackedLinear,
     PackedLinears,
     Release,
+    weight_of,
 )
 from engine.layer import LayerForm, NativeLayer, form_of
 from engine.model import LoadedModel
@@ -177,7 +178,7 @@ class _Replacer:
             return
         self._put(name, new)
         for linear in (*form.projections, form.output, *form.gate_up, form.down):
-            self._release(linear.weight)
+            self._release(weight_of(linear))
 
     def _same(self, new: nn.Module, name: str) -> bool:
         call, batch = self._record.calls[name], _batch(self._model)

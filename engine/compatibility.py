@@ -17,7 +17,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import track
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.compatibility_cases import AS_DECODER, KEYWORDS, REASONS, SIZES
@@ -76,9 +76,7 @@ def _try(architecture: str) -> None:
     config = shrunk(config, SIZES.get(architecture))
     for seed in range(NUM_SEEDS):
         reference = build(kind, config, seed, _CPU)
-        plain: Any = GenerationConfig
-        reference.generation_config = plain(pad_token_id=0)
-        model = _loaded(architecture, copy.deepcopy(reference))
+        model = loaded(architecture, copy.deepcopy(reference))
         try:
             prove(model, EngineSettings(), answers(reference, model.vocab_size, CONTEXT, _CPU), control=True)
         except Inconclusive:
@@ -88,7 +86,8 @@ def _try(architecture: str) -> None:
             return
 
 
-def _loaded(name: str, module: Any) -> LoadedModel:
+def loaded(name: str, module: Any) -> LoadedModel:
+    """The module as if it was loaded. Raises `ModelLoadError` if it cannot be paged."""
     return LoadedModel(
         name=name,
         config=module.config,

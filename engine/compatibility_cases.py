@@ -4,7 +4,8 @@ from typing import Any
 
 AS_DECODER = (
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
-    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 """Encoders, unless their configuration says `is_decoder`."""
 
@@ -34,5 +35,6 @@ REASONS: dict[str, str] = {
     "gemma4_assistant": "It drafts for another model and cannot run alone.",
     "gemma4_unified_assistant": "It drafts for another model and cannot run alone.",
     "moshi": "`generate()` gives other tokens than the model's own forward pass, which the engine equals.",
+    "roc_bert": "Its random model says too few different tokens to prove anything.",
 }
 """Better words for what was found."""

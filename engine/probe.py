@@ -7,7 +7,8 @@ import torch
 
 from engine import hooks
 from engine.batch import Batch
-from engine.hooks import ProbeCache, Unsupported
+from engine.hooks import ProbeCache
+from engine.masks import Unsupported
 from engine.sequence import Sequence
 from engine.storage import KVLayout
 from penstock.errors import ModelLoadError

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.engine import Engine
-from engine.hooks import Unsupported
+from engine.masks import Unsupported
 from engine.model import LoadedModel
 from engine.sequence import Payload, Sequence
 from penstock.errors import EngineCheckFailed

@@ -33,7 +33,8 @@ _NO_TOKEN = 10**6
 """A token that no prompt has, for those that stand for images and sounds."""
 
 _CAPS = {
-    512: """vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size encoder_hash_byte_group_vocab""",
+    512: """vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size
+        encoder_hash_byte_group_vocab""",
     96: """intermediate_size intermediate_size_mlp ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff ffn_hidden_size
         dense_intermediate_size""",
     32: """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
@@ -41,8 +42,9 @@ _CAPS = {
     HEAD_SIZE: """head_dim swa_head_dim swa_v_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim
         attention_head_dim dim_head d_head kv_channels kv_lora_rank hidden_size_per_layer_input laurel_rank
         query_pre_attn_scalar local_attention""",
-    WINDOW: """sliding_window sliding_window_size attention_chunk_size window_size attention_window_size keep_window_size
-        floor_scale log_scaling_n_floor num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num""",
+    WINDOW: """sliding_window sliding_window_size attention_chunk_size window_size attention_window_size
+        keep_window_size floor_scale log_scaling_n_floor num_experts n_routed_experts num_local_experts moe_num_experts
+        zero_expert_num""",
     2: """num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group num_expert_group encoder_layers
         num_encoder_layers""",
     1: """topk_group n_shared_experts num_shared_experts moe_num_shared_experts""",

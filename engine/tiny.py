@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from engine.shrink import CannotShrink
 
@@ -28,6 +29,8 @@ def build(kind: type[Any], config: Any, seed: int, device: torch.device, attenti
         raise
     except Exception as error:
         raise CannotShrink(f"{type(config).__name__}: {type(error).__name__}: {error}") from error
+    plain: Any = GenerationConfig
+    module.generation_config = plain(pad_token_id=0)
     return module.eval().requires_grad_(False).to(device)
 
 

@@ -45,6 +45,13 @@ class Side:
                 stderr=errors,
                 start_new_session=True,
             )
+        # It kills the group when this process has ended, however it ended: its stdin ends with us.
+        self._guard = subprocess.Popen(
+            ["sh", "-c", f"cat >/dev/null; kill -KILL -- -{self._process.pid}"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self._signal(signal.SIGSTOP)
 
     def ask(self, do: str, timeout_s: float = 600.0, **given: Any) -> Any:
@@ -102,6 +109,7 @@ class Side:
             self._process.wait(_END_S)
         self._signal(signal.SIGKILL)
         self._process.wait()
+        self._guard.communicate()
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -110,7 +118,7 @@ class Side:
 
 def _variables(name: str, python: Path, threads: int, pool_mb: int) -> dict[str, str]:
     """What has to be in an engine's environment before it starts."""
-    common = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": str(threads)}
+    common = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     if name != "vllm":
         return common
     libraries = python.parents[1] / "lib"

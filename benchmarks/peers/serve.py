@@ -10,19 +10,15 @@ python -m benchmarks.peers.serve ENGINE
 It runs where nothing of this repository is installed but the files themselves. What an engine prints goes to stderr.
 """
 
-import ctypes
 import importlib
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.workload import Request, Timeline
-
-_FOLLOW_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def timed_run(engine: Any, requests: list[Request]) -> dict[str, Any]:
@@ -69,7 +65,6 @@ def _status(name: str) -> int:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_FOLLOW_PARENT, signal.SIGKILL, 0, 0, 0)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module = importlib.import_module(f"benchmarks.peers.engines.{sys.argv[1]}")

@@ -17,6 +17,8 @@ PANEL = 32
 DTYPES = (torch.float32, torch.bfloat16)
 """What the kernels compute in."""
 
+_PIECE = 128 * PANEL  # rows of a weight that are packed before their memory is let go
+
 Release = Callable[[Tensor], None]
 """Told of each original weight after it was packed, so that its memory can go."""
 
@@ -57,8 +59,10 @@ class PackedLinears:
         self._memory = _aligned(num_panels * units * PANEL)
         for i, weight in enumerate(weights):
             column = width * i if activation else 0
-            self._pack(weight, firsts[i], width, column)
-            release(weight)
+            for row in range(0, len(weight), _PIECE):
+                piece = weight[row : row + _PIECE]
+                self._pack(piece, firsts[i] + row // width, width, column)
+                release(piece)
         self._bias = _bias(linears, firsts, width, num_panels)
         bias = self._bias.data_ptr() if self._bias is not None else None
         self.packed = library.Packed(self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize)

@@ -38,6 +38,16 @@ class Worker:
     was_ready: bool = field(default=False)
 
 
+def shares_of_cores(num_workers: int) -> list[list[int]]:
+    """This process's cores, dealt out to the workers as evenly as they go; no shares where there are too few.
+
+    Threads that compute on cores of their own do not wait for each other's.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    bounds = [len(cores) * i // num_workers for i in range(num_workers + 1)]
+    return [cores[low:high] if len(cores) >= num_workers else [] for low, high in zip(bounds, bounds[1:], strict=False)]
+
+
 class Stack:
     """Everything one machine needs to serve a pipeline. Use as a context manager.
 
@@ -63,6 +73,7 @@ class Stack:
         self._environment = dict(environment or {})
         slots: list[tuple[Stage, int]] = [("prefill", prefill), ("decode", decode)]
         self.workers = [Worker(stage, f"{stage}-{n}") for stage, count in slots for n in range(count)]
+        self._shares = shares_of_cores(len(self.workers))
 
     def start(self) -> Self:
         """Start the server, make the topics, start the workers."""
@@ -152,6 +163,10 @@ class Stack:
             "PENSTOCK_WORKER_NAME": worker.name,
             **self._environment,
         }
+        share = self._shares[self.workers.index(worker)]
+        if share and not environment.keys() & {"PENSTOCK_WORKER_CORES", "PENSTOCK_ENGINE_THREADS"}:
+            environment["PENSTOCK_WORKER_CORES"] = ",".join(map(str, share))
+            environment["PENSTOCK_ENGINE_THREADS"] = str(len(share))
         command = [sys.executable, "-m", "penstock.cli.main", "worker", worker.stage]
         worker.was_ready, worker.started_at = False, time.monotonic()
         worker.child = start_child(command, name=worker.name, log=self._log(worker), environment=environment)

@@ -1,17 +1,20 @@
 """The engine's proof of itself: it lets good architectures through and refuses what it cannot run."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers import AttentionInterface
 
 from engine import hooks
 from engine.check import check
 from engine.engine import Engine
 from engine.model import DEMO_MODEL, LoadedModel, load
+from engine.shrink import CannotShrink
 from engine.storage import KVStorage
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from penstock.settings import EngineSettings
@@ -36,10 +39,13 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek_v3": (transformers.DeepseekV3Config, MLA),
     "gpt_oss": (transformers.GptOssConfig, {"head_dim": 32, "num_local_experts": 4, "sliding_window": 8}),
 }
-REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 4}),
-    "mamba": (transformers.MambaConfig, {"state_size": 8}),
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "bloom": (transformers.BloomConfig, {"n_layer": 3, "n_head": 4}, "inside its own modules"),
+    "mamba": (transformers.MambaConfig, {"state_size": 8}, "recurrent"),
+    "bert": (transformers.BertConfig, {}, "not causal"),
 }
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}  # fmt: skip
 
 
 def _load(directory: Path, kind: Any, extra: dict[str, Any]) -> LoadedModel:
@@ -68,8 +74,15 @@ def test_architectures(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_architectures_that_cannot_run_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"not supported|on this engine"):
-        check(_load(tmp_path, *REFUSED[name]), EngineSettings())
+    kind, extra, reason = REFUSED[name]
+    with pytest.raises(ModelLoadError, match=reason):
+        check(_load(tmp_path, kind, extra), EngineSettings())
+
+
+def test_rope_that_changes_with_the_longest_sequence_is_not_reached(tmp_path: Path) -> None:
+    model = _load(tmp_path, transformers.Phi3Config, {"rope_parameters": LONGROPE})
+    assert model.context_length == 64
+    check(model, EngineSettings())
 
 
 def test_the_demo_model_passes() -> None:
@@ -79,19 +92,51 @@ def test_the_demo_model_passes() -> None:
     assert run(engine, [sequence([5, 6, 7])])
 
 
-def test_a_wrong_scale_is_noticed(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = hooks._Scores
-    monkeypatch.setattr(hooks, "_Scores", lambda scale, softcap, sinks: right(scale * 1.5, softcap, sinks))
+@pytest.fixture
+def wrong_scale() -> Iterator[None]:
+    """Whatever scores come to the engine are half as large again."""
+    right: Any = hooks.paged_attention
+
+    def wrong(*args: Any, scaling: float, **kwargs: Any) -> Any:
+        return right(*args, scaling=scaling * 1.5, **kwargs)
+
+    AttentionInterface.register(hooks.NAME, wrong)
+    yield
+    AttentionInterface.register(hooks.NAME, right)
+
+
+def test_a_wrong_scale_is_noticed(demo: LoadedModel, wrong_scale: None) -> None:
     with pytest.raises(EngineCheckFailed, match="other tokens"):
         check(demo, EngineSettings())
 
 
-def test_a_wrong_scale_is_noticed_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(EngineSettings(dtype="bfloat16"))
-    right = hooks._Scores
-    monkeypatch.setattr(hooks, "_Scores", lambda scale, softcap, sinks: right(scale * 3, softcap, sinks))
-    with pytest.raises(EngineCheckFailed, match="other tokens"):
-        check(model, EngineSettings())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_only_the_model_itself_shows_is_noticed(
+    dtype: str, wrong_scale: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.check.prove", lambda *args: None)
+    with pytest.raises(EngineCheckFailed, match="other logits"):
+        check(load(EngineSettings(dtype=dtype)), EngineSettings())
+
+
+def test_a_model_that_cannot_be_shrunk_is_checked_itself(
+    demo: LoadedModel, wrong_scale: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(config: Any) -> Any:
+        raise CannotShrink("on purpose")
+
+    monkeypatch.setattr("engine.check.shrunk", cannot)
+    with pytest.raises(EngineCheckFailed, match=r"'demo'.*other tokens"):
+        check(demo, EngineSettings())
+
+
+def test_a_copy_that_lost_a_kind_of_layer_is_not_used(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = iter([{"one", "another"}, {"one"}])
+    monkeypatch.setattr("engine.check.layer_kinds", lambda module: next(kinds))
+    proved: list[LoadedModel] = []
+    monkeypatch.setattr("engine.check.prove", lambda model, *args: proved.append(model))
+    check(demo, EngineSettings())
+    assert proved == [demo]
 
 
 def test_swapped_rows_in_a_hand_over_are_noticed(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +149,4 @@ def test_swapped_rows_in_a_hand_over_are_noticed(demo: LoadedModel, monkeypatch:
 
     monkeypatch.setattr(KVStorage, "read", swapped)
     with pytest.raises(EngineCheckFailed, match="handed-over"):
-        check(demo, EngineSettings())
-
-
-def test_blocks_in_the_wrong_order_are_noticed(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = hooks._gather
-    monkeypatch.setattr(hooks, "_gather", lambda pool, table: right(pool, table.flip(0)))
-    with pytest.raises(EngineCheckFailed):
         check(demo, EngineSettings())

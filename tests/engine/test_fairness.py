@@ -176,6 +176,15 @@ def test_a_guest_that_paused_makes_way() -> None:
     assert dummy.step() == [(large, 3)]
 
 
+def test_guests_take_no_more_places_than_there_are() -> None:
+    dummy = Dummy(num_blocks=12, max_batch=2)
+    first, large = seq_of(8, 16), seq_of(40, 4, first=500)
+    guests = [seq_of(2, 6, first=1000), seq_of(2, 6, first=1100)]
+    dummy.add(first, large, *guests)
+    for _ in range(3):
+        assert {seq for seq, _ in dummy.step()} == {first, guests[0]}
+
+
 def test_a_large_one_gets_its_turn_among_endless_small_ones() -> None:
     dummy = Dummy(num_blocks=12)
     for i in range(4):

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -22,14 +23,42 @@ constexpr int kGroups = kTile / 16;  // of 16 tokens, a lane each
 constexpr int kBlockRows = 96;       // rows of a task: they share the rearranged K and V
 constexpr float kLog2e = 1.44269504f;
 
-// Rows and columns (of 16) whose sums are in registers at the same time.
+// Sums are in vectors as wide as the instruction set's own: GCC keeps wider ones in memory. kRows rows of kColumns
+// vectors fit into the registers.
 #if defined(__AVX512F__)
-constexpr int kRows = 6, kColumns = 4;
-#elif defined(__AVX2__)
-constexpr int kRows = 4, kColumns = 1;
+constexpr int kLanes = 16, kRows = 6, kColumns = 4;
+typedef f32x16 f32xn;
+typedef u32x16 u32xn;
+template <class T> INLINE f32xn madd(u32xn a, u32xn b, f32xn c) { return Unit<T>::madd(a, b, c); }
 #else
-constexpr int kRows = 2, kColumns = 1;
+#if defined(__AVX2__)
+constexpr int kLanes = 8, kRows = 4, kColumns = 2;
+#else
+constexpr int kLanes = 4, kRows = 4, kColumns = 2;
 #endif
+typedef float f32xn __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t u32xn __attribute__((vector_size(kLanes * 4)));
+
+INLINE f32xn multiply_add(f32xn a, f32xn b, f32xn c) {
+#if defined(__FMA__)
+  return (f32xn)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+template <class T> INLINE f32xn madd(u32xn a, u32xn b, f32xn c) {
+  if constexpr (Unit<T>::width == 1) return multiply_add((f32xn)a, (f32xn)b, c);
+  f32xn odd = multiply_add((f32xn)(a & 0xffff0000u), (f32xn)(b & 0xffff0000u), c);
+  return multiply_add((f32xn)(a << 16), (f32xn)(b << 16), odd);
+}
+#endif
+typedef f32xn f32xn_any __attribute__((aligned(4), may_alias));
+typedef u32xn u32xn_any __attribute__((aligned(4), may_alias));
+
+// f(0), f(1) ... f(N - 1), written out: only then does GCC keep an array of sums in registers all along.
+template <int N, class F> INLINE void unroll(F&& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) { (f(i), ...); }(std::make_integer_sequence<int, N>());
+}
 
 // Into L2: the first level has too few requests to spare.
 INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
@@ -64,8 +93,9 @@ struct Product {
 struct Lines {
   const uint32_t* data;
   int64_t stride;
-  template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
-    for (int c = 0; c < C; c++) line[c] = load(data + u * stride + column + c * 16);
+  template <int C> INLINE void load_line(int u, int column, u32xn* line) const {
+    const uint32_t* from = data + u * stride + column;
+    unroll<C>([&](int c) { line[c] = *(const u32xn_any*)(from + c * kLanes); });
   }
 };
 
@@ -105,30 +135,31 @@ template <> struct ValueLines<bf16> {
 template <class T, int R, int C, class L> void multiply(const Product& p, const L& lines, int column) {
   const uint32_t* a = p.a;
   float* out = p.out + column;
-  f32x16 sums[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++)
-      sums[r][c] = p.factor ? load(out + r * p.out_stride + c * 16) * p.factor[r] : all(0.0f);
-  for (int u = 0; u < p.units; u++) {
-    u32x16 line[C];
+  f32xn sums[R * C];
+  unroll<R * C>([&](int i) {
+    const f32xn before = *(const f32xn_any*)(out + i / C * p.out_stride + i % C * kLanes);
+    sums[i] = p.factor ? before * p.factor[i / C] : f32xn{};
+  });
+  for (int u = 0; u < p.units; u++, a++) {
+    u32xn line[C];
     lines.template load_line<C>(u, column, line);
-    for (int r = 0; r < R; r++) {
-      u32x16 x = all(a[r * p.a_stride + u]);
-      for (int c = 0; c < C; c++) sums[r][c] = Unit<T>::madd(x, line[c], sums[r][c]);
-    }
+    unroll<R>([&](int r) {
+      const u32xn x = u32xn{} + a[r * p.a_stride];
+      unroll<C>([&](int c) { sums[r * C + c] = madd<T>(x, line[c], sums[r * C + c]); });
+    });
   }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) store(out + r * p.out_stride + c * 16, sums[r][c]);
+  unroll<R * C>([&](int i) { *(f32xn_any*)(out + i / C * p.out_stride + i % C * kLanes) = sums[i]; });
 }
 
 template <class T, int R, class L> void multiply_columns(const Product& p, const L& lines, int columns) {
   int c = 0;
-  for (; c + kColumns <= columns; c += kColumns) multiply<T, R, kColumns>(p, lines, c * 16);
-  for (; c < columns; c++) multiply<T, R, 1>(p, lines, c * 16);
+  for (; c + kColumns * kLanes <= columns; c += kColumns * kLanes) multiply<T, R, kColumns>(p, lines, c);
+  for (; c < columns; c += kLanes) multiply<T, R, 1>(p, lines, c);
 }
 
-// `rows` is 1 to kRows, `columns` counts vectors of 16.
-template <class T, int R = kRows, class L> INLINE void multiply_rows(const Product& p, const L& lines, int rows, int columns) {
+// `rows` is 1 to kRows, `columns` a multiple of 16.
+template <class T, int R = kRows, class L>
+INLINE void multiply_rows(const Product& p, const L& lines, int rows, int columns) {
   if (rows == R) return multiply_columns<T, R>(p, lines, columns);
   if constexpr (R > 1) multiply_rows<T, R - 1>(p, lines, rows, columns);
 }
@@ -222,9 +253,11 @@ template <class T> class RowBlock {
       Ahead<T> ahead{tiles[i ^ 1], args_.k_size, args_.v_size};
       pack_keys(at, tiles[i], ahead);
       for (int r = 0; r < task_.count; r += kRows) score(at, r);
-      if (task_.count <= kRows) {  // used once: not worth a copy
-        add_values(at, 0, ValueLines<T>{tiles[i].values, args_.v_size});
-        continue;
+      if constexpr (kLanes == 16) {
+        if (task_.count <= kRows) {  // the values are used once: not worth a copy
+          add_values(at, 0, ValueLines<T>{tiles[i].values, args_.v_size});
+          continue;
+        }
       }
       pack_values(at, tiles[i]);
       for (int r = 0; r < task_.count; r += kRows) add_values(at, r, Lines{values_, columns_ * 16});
@@ -338,7 +371,7 @@ template <class T> class RowBlock {
     const int rows = rows_from(r), num_groups = groups(at, r + rows);
     if (num_groups == 0) return;
     multiply_rows<T>({queries_ + r * units_, units_, units_, scores_, kTile, nullptr}, Lines{keys_, kTile}, rows,
-                     num_groups);
+                     num_groups * 16);
     float raised[16] = {};
     for (int i = 0; i < rows; i++) {
       float* scores = scores_ + i * kTile;
@@ -386,7 +419,7 @@ template <class T> class RowBlock {
     if (num_groups == 0) return;
     multiply_rows<T>({probabilities_ + r * kTileUnits, kTileUnits, num_groups * 16 / width, sums_ + r * stride, stride,
                       factor_ + r},
-                     lines, rows, columns_);
+                     lines, rows, columns_ * 16);
   }
 
   void finish(int r) {

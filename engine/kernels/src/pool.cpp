@@ -100,7 +100,10 @@ struct Pool {
     job.store(number, std::memory_order_seq_cst);
     if (num_asleep.load(std::memory_order_seq_cst) > 0) job.notify_all();
     work(0);
-    while (num_done.load(std::memory_order_acquire) < num_tasks) relax();
+    for (int spins = 0; num_done.load(std::memory_order_acquire) < num_tasks; spins++) {
+      // A helper that is late may wait for this very core.
+      spins < kSpins ? relax() : std::this_thread::yield();
+    }
   }
 };
 

@@ -1,0 +1,250 @@
+"""What splitting buys: the steadiness of running streams while long prompts keep arriving.
+
+python -m benchmarks.split [--quick] [--json FILE]
+
+The same engine twice, at equal offered load, by turns: undivided with chunked prefill on both cores, and split into a
+prefill and a decode process on a core each, with the KV blocks handed over through shared memory. Eight streams decode all
+the time; measured are the gaps between two tokens of a stream (ITL). Saturation is the rate of prompts that the split
+system's prefill process can just take, measured first; half load is half of that. The undivided engine has the chunk size
+that gives it the lowest p99 among those that keep up with saturation; if none does, the one that takes most prompts.
+"""
+
+import multiprocessing as mp
+import statistics
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.common import Arguments, arguments, machine, report, save, spread
+from benchmarks.peers.setup import DIRECTORY
+from benchmarks.peers.shapes import SHAPES, Shape
+from benchmarks.peers.write import model_directory
+from benchmarks.split_sides import SLOTS, Seen, Window, work
+
+CHUNKS = (64, 128, 256, 512)
+SPLIT_CHUNK = 512
+STREAMS = 8
+PROMPT = 1024
+BLOCK = 16
+LOADS = {"saturation": 1.0, "half": 0.5}
+_LEAD_S = 3.0  # streams have their first tokens before a window begins
+_KEEPS_UP = 0.9
+_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured."""
+
+    shape: str
+    pool_mb: int
+    window_s: float
+    search_s: float
+    rounds: int
+
+
+FULL = Extent("q06", 3072, window_s=40.0, search_s=25.0, rounds=4)
+QUICK = Extent("small", 768, window_s=4.0, search_s=3.0, rounds=2)
+
+
+class Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self, role: str, settings: dict[str, Any], cores: list[int], jobs: Connection | None = None,
+                 memory: SharedMemory | None = None) -> None:  # fmt: skip
+        context = mp.get_context("spawn")
+        self._commands, theirs = context.Pipe()
+        name = memory.name if memory else None
+        self._process = context.Process(
+            target=work, args=(role, settings, cores, theirs, jobs, name), name=role, daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.block_bytes: int = self.receive()
+
+    def send(self, window: Window | None) -> None:
+        """Give it a window to do; None ends it."""
+        self._commands.send(window)
+
+    def receive(self) -> Any:
+        """Its answer."""
+        if not self._commands.poll(_TIMEOUT_S):
+            raise TimeoutError(f"{self._process.name} says nothing")
+        return self._commands.recv()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.is_alive():
+            self.send(None)
+        self._process.join(10)
+        self._process.kill()
+
+
+class Systems:
+    """Both systems, loaded; they do windows in turns."""
+
+    def __init__(self, shape: Shape, extent: Extent) -> None:
+        self.shape = shape
+        model = str(model_directory(shape, DIRECTORY / "models"))
+        given = {"model": model, "dtype": "bfloat16", "device": "cpu", "pool_mb": extent.pool_mb, "max_batch": 64,
+                 "block_size": BLOCK}  # fmt: skip
+        self._undivided = Worker("undivided", {**given, "threads": 2}, [0, 1])
+        slot_bytes = -(-PROMPT // BLOCK) * self._undivided.block_bytes
+        self._memory = SharedMemory(create=True, size=SLOTS * slot_bytes)
+        ours, theirs = mp.get_context("spawn").Pipe()
+        self._prefill = Worker("prefill", {**given, "threads": 1}, [0], ours, self._memory)
+        self._decode = Worker("decode", {**given, "threads": 1}, [1], theirs, self._memory)
+
+    def window(self, arrivals: tuple[float, ...], length_s: float, chunk: int) -> Window:
+        """One that begins as soon as the streams run."""
+        begin_s = time.monotonic() + _LEAD_S
+        return Window(begin_s, length_s, STREAMS, arrivals, PROMPT, chunk, self.shape.vocabulary)
+
+    def undivided(self, window: Window) -> Seen:
+        """Do it undivided."""
+        self._undivided.send(window)
+        seen: Seen = self._undivided.receive()
+        return seen
+
+    def split(self, window: Window) -> Seen:
+        """Do it split: gaps are decode's, first tokens prefill's, output is both's."""
+        window = replace(window, chunk=SPLIT_CHUNK)
+        self._prefill.send(window)
+        self._decode.send(window)
+        first, then = self._prefill.receive(), self._decode.receive()
+        return Seen(then.gaps_s, first.num_output + then.num_output, first.firsts_s)
+
+    def close(self) -> None:
+        """End the processes, free the memory."""
+        for worker in (self._undivided, self._prefill, self._decode):
+            worker.close()
+        self._memory.close()
+        self._memory.unlink()
+
+
+def evenly(rate: float, length_s: float) -> tuple[float, ...]:
+    """Arrivals of a window, evenly spaced."""
+    return tuple(number / rate for number in range(int(rate * length_s)))
+
+
+def p(gaps_s: list[float], percent: float) -> float:
+    """A percentile, in milliseconds."""
+    return float(np.percentile(gaps_s, percent)) * 1000
+
+
+def saturation(systems: Systems, length_s: float) -> float:
+    """Prompts a second that the split system's prefill takes when there is always one waiting."""
+    flood = tuple(0.0 for _ in range(int(200 * length_s)))
+    rates = []
+    for _ in range(2):  # the first one warms up
+        firsts_s = systems.split(systems.window(flood, length_s, SPLIT_CHUNK)).firsts_s
+        rates.append(len(firsts_s) / firsts_s[-1] if firsts_s else 1 / length_s)
+    return rates[-1]
+
+
+def best_chunk(systems: Systems, rate: float, length_s: float) -> int:
+    """The undivided engine's chunk size for this rate, see above."""
+    arrivals = evenly(rate, length_s)
+    found = {}
+    for chunk in CHUNKS:
+        seen = systems.undivided(systems.window(arrivals, length_s, chunk))
+        found[chunk] = (len(seen.firsts_s), p(seen.gaps_s, 99))
+        print(
+            f"undivided, chunks of {chunk}: {found[chunk][0]} of {len(arrivals)} prompts, p99 {found[chunk][1]:.1f} ms"
+        )
+    keeping = [chunk for chunk in CHUNKS if found[chunk][0] >= _KEEPS_UP * len(arrivals)]
+    if keeping:
+        return min(keeping, key=lambda chunk: found[chunk][1])
+    return max(CHUNKS, key=lambda chunk: found[chunk][0])
+
+
+Measured = dict[str, dict[str, list[Seen]]]
+"""By load and system, a `Seen` a round."""
+
+
+def measure(systems: Systems, extent: Extent) -> Measured:
+    """Both systems by turns, at each load."""
+    capacity = saturation(systems, extent.search_s)
+    print(f"saturation: {capacity:.2f} prompts of {PROMPT} tokens a second")
+    chunk = best_chunk(systems, capacity, extent.search_s)
+    print(f"the undivided engine takes chunks of {chunk}", flush=True)
+    measured: Measured = {load: {"undivided": [], "split": []} for load in LOADS}
+    sides = {"undivided": systems.undivided, "split": systems.split}
+    for number in range(extent.rounds):
+        for load, part in LOADS.items():
+            arrivals = evenly(capacity * part, extent.window_s)
+            for side in list(sides) if number % 2 == 0 else reversed(list(sides)):
+                seen = sides[side](systems.window(arrivals, extent.window_s, chunk))
+                measured[load][side].append(seen)
+                print(f"round {number + 1} {load} {side}: ITL p50 {p(seen.gaps_s, 50):.1f}, p99 {p(seen.gaps_s, 99):.1f} ms, "
+                      f"{seen.num_output / extent.window_s:.1f} tokens/s, {len(seen.firsts_s)} of {len(arrivals)} prompts",
+                      flush=True)  # fmt: skip
+    return measured
+
+
+def compare(measured: Measured) -> dict[str, float]:
+    """Undivided to split for gaps, split to undivided for output: each in its round, then the median."""
+    figures = {}
+    for load, sides in measured.items():
+        suffix = "" if load == "saturation" else f"_{load}"
+        rounds = list(zip(sides["undivided"], sides["split"], strict=True))
+        for percent in (99, 50):
+            ratios = [p(whole.gaps_s, percent) / p(split.gaps_s, percent) for whole, split in rounds]
+            figures[f"itl_p{percent}_ratio{suffix}"] = statistics.median(ratios)
+        output = [split.num_output / whole.num_output for whole, split in rounds]
+        figures[f"output_throughput_ratio{suffix}"] = statistics.median(output)
+    return figures
+
+
+def table(measured: Measured, window_s: float) -> None:
+    """Print every system at every load, over the rounds."""
+    for load, sides in measured.items():
+        for side, seens in sides.items():
+            print(f"{load:11} {side:10} ITL p50 {spread([p(seen.gaps_s, 50) for seen in seens]):24} "
+                  f"p99 {spread([p(seen.gaps_s, 99) for seen in seens]):24} ms   "
+                  f"output {spread([seen.num_output / window_s for seen in seens]):24} tokens/s   "
+                  f"first token p50 {spread([p(seen.firsts_s, 50) for seen in seens if seen.firsts_s] or [0.0])} ms")  # fmt: skip
+
+
+def draw(measured: Measured) -> None:
+    """The share of gaps above each length, for both systems at each load."""
+    figure = Figure(figsize=(9, 3.6))
+    for axis, (load, sides) in zip(figure.subplots(1, len(measured), sharey=True), measured.items(), strict=True):
+        for side, seens in sides.items():
+            gaps = np.sort([gap * 1000 for seen in seens for gap in seen.gaps_s])
+            axis.plot(gaps, 1 - np.arange(len(gaps)) / len(gaps), label=side)
+        axis.axhline(0.01, color="grey", linewidth=0.8, linestyle=":")
+        axis.set(xscale="log", yscale="log", title=load, xlabel="inter-token latency, ms")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.axes[0].set_ylabel("share of tokens that took longer")
+    save(figure, "split")
+
+
+def run(given: Arguments) -> dict[str, float]:
+    """Measure, print, draw; returns the figures."""
+    extent = QUICK if given.quick else FULL
+    systems = Systems(SHAPES[extent.shape], extent)
+    try:
+        measured = measure(systems, extent)
+    finally:
+        systems.close()
+    print(f"\n{machine()}; {extent.shape}, bf16, {STREAMS} streams, prompts of {PROMPT} tokens")
+    table(measured, extent.window_s)
+    if not given.quick:
+        draw(measured)
+    return compare(measured)
+
+
+def main() -> None:
+    given = arguments(__doc__ or "")
+    report(run(given), given)
+
+
+if __name__ == "__main__":
+    main()

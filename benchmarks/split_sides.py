@@ -1,0 +1,229 @@
+"""The processes of `benchmarks.split`: an undivided engine, or prefill and decode with KV blocks handed over between them.
+
+Each is pinned to its cores and does windows: in one, `streams` sequences decode all the time, and long prompts arrive at
+given times. Clocks are `time.monotonic()`, which all processes of a machine share.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+from engine.engine import Engine
+from engine.sequence import Sequence, State
+from penstock.messages import Sampling
+from penstock.settings import EngineSettings
+
+STREAM_PROMPT, STREAM_NEW = 64, 1024
+NEW = 16
+"""Tokens that a long prompt is answered with."""
+SLOTS = 4
+"""Hand-offs under way at most."""
+_GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+_READY_S = 600.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """One measurement."""
+
+    begin_s: float
+    length_s: float
+    streams: int
+    arrivals: tuple[float, ...]
+    """Seconds after the beginning."""
+    prompt: int
+    """Tokens of each long prompt."""
+    chunk: int
+    """Prompt tokens in a step at most."""
+    vocabulary: int
+
+    def tokens(self, number: int, length: int) -> list[int]:
+        """A prompt like no other."""
+        return [(number * 7919 + at * 104729 + 300) % self.vocabulary for at in range(length)]
+
+
+@dataclass
+class Seen:
+    """What one process saw of a window."""
+
+    gaps_s: list[float] = field(default_factory=list)
+    """Between two tokens of a stream."""
+    num_output: int = 0
+    firsts_s: list[float] = field(default_factory=list)
+    """From each long prompt's arrival to its first token."""
+
+
+class Live:
+    """An engine and the sequences that are in it, so that all can be taken out at a window's end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._seqs: dict[str, Sequence] = {}
+
+    def add(self, seq: Sequence) -> None:
+        """Queue it."""
+        self._seqs[seq.id] = seq
+        self.engine.add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take it out."""
+        self.engine.remove(self._seqs.pop(seq.id))
+
+    def clear(self) -> None:
+        """Take all out."""
+        for seq in list(self._seqs.values()):
+            self.remove(seq)
+
+
+class Streams:
+    """The steady streams; one that ends is followed by another."""
+
+    def __init__(self, live: Live, window: Window, seen: Seen) -> None:
+        self._live, self._window, self._seen = live, window, seen
+        self._last_s: dict[str, float] = {}
+        self._started = 0
+        for _ in range(window.streams):
+            self._start()
+        while len(self._last_s) < window.streams:
+            for one in live.engine.step():
+                self._last_s[one.seq.id] = 0.0
+
+    def _start(self) -> None:
+        self._started += 1
+        prompt = self._window.tokens(-self._started, STREAM_PROMPT)
+        self._live.add(Sequence(f"stream-{self._started}", prompt, sampling=_GREEDY, seed=0, max_new=STREAM_NEW))
+
+    def take(self, seq: Sequence, now_s: float) -> None:
+        """A token of a stream; the gap before it counts if all of it is in the window."""
+        before_s = self._last_s.get(seq.id, 0.0)
+        if before_s >= self._window.begin_s:
+            self._seen.gaps_s.append(now_s - before_s)
+        self._last_s[seq.id] = now_s
+        if seq.state is State.DONE:
+            self._live.remove(seq)
+            self._start()
+
+
+def undivided(engine: Engine, window: Window) -> Seen:
+    """Streams and long prompts in one engine."""
+    live, seen, due = Live(engine), Seen(), list(reversed(list(enumerate(window.arrivals))))
+
+    def arrive(now_s: float) -> None:
+        while due and now_s >= window.begin_s + due[-1][1]:
+            live.add(_long(window, due.pop()[0]))
+
+    _decode(live, window, seen, arrive)
+    return seen
+
+
+def _decode(live: Live, window: Window, seen: Seen, arrive: Callable[[float], None]) -> None:
+    """Step until the window is over, then forget everything."""
+    live.engine.settings = live.engine.settings.model_copy(update={"max_step_tokens": window.chunk + window.streams})
+    streams = Streams(live, window, seen)
+    end_s = window.begin_s + window.length_s
+    while (now_s := time.monotonic()) < end_s:
+        arrive(now_s)
+        sampled = live.engine.step()
+        now_s = time.monotonic()
+        for one in sampled:
+            seen.num_output += window.begin_s <= now_s
+            if one.seq.id.startswith("stream"):
+                streams.take(one.seq, now_s)
+                continue
+            if one.seq.num_output == 1:
+                seen.firsts_s.append(now_s - window.begin_s - window.arrivals[int(one.seq.id)])
+            if one.seq.state is State.DONE:
+                live.remove(one.seq)
+    live.clear()
+
+
+def prefill(engine: Engine, window: Window, jobs: Connection, memory: SharedMemory) -> Seen:
+    """Long prompts to their first token; their KV goes into a free slot of the shared memory."""
+    engine.settings = engine.settings.model_copy(update={"max_step_tokens": window.chunk})
+    live, seen, free = Live(engine), Seen(), list(range(SLOTS))
+    due = list(reversed(list(enumerate(window.arrivals))))
+    _sleep_until(window.begin_s)
+    while (now_s := time.monotonic()) < window.begin_s + window.length_s:
+        while due and now_s >= window.begin_s + due[-1][1]:
+            live.add(_long(window, due.pop()[0]))
+        if not engine.has_work():
+            next_s = window.begin_s + (due[-1][1] if due else window.length_s)
+            _sleep_until(min(next_s, window.begin_s + window.length_s))
+            continue
+        for one in engine.step():
+            seen.firsts_s.append(time.monotonic() - window.begin_s - window.arrivals[int(one.seq.id)])
+            seen.num_output += 1
+            while jobs.poll(0.0 if free else 1.0):
+                free.append(jobs.recv())
+            if free:  # else decode is a second behind: the prompt is done, its answer is not waited for
+                _hand_off(engine, one.seq, free.pop(), jobs, memory)
+            live.remove(one.seq)
+    jobs.send(None)
+    live.clear()
+    return seen
+
+
+def _hand_off(engine: Engine, seq: Sequence, slot: int, jobs: Connection, memory: SharedMemory) -> None:
+    size, blocks = engine.block_bytes, -(-seq.num_prompt // engine.settings.block_size)
+    start = slot * (len(memory.buf) // SLOTS)
+    for index in range(blocks):
+        memory.buf[start + index * size : start + (index + 1) * size] = engine.export_block(seq, index).cast("B")
+    jobs.send((seq.id, seq.token_ids, slot, blocks))
+
+
+def decode(engine: Engine, window: Window, jobs: Connection, memory: SharedMemory) -> Seen:
+    """Streams, and the long prompts' other tokens; a slot is free again when its KV was copied."""
+    live, seen, copying, is_over = Live(engine), Seen(), list[tuple[int, Sequence]](), False
+
+    def arrive(now_s: float) -> None:
+        nonlocal is_over
+        for slot, seq in list(copying):
+            if not seq.imported:
+                copying.remove((slot, seq))
+                jobs.send(slot)
+        while not is_over and jobs.poll():
+            job = jobs.recv()
+            is_over = job is None
+            if job is not None:
+                copying.append((job[2], _continued(live, memory, *job)))
+
+    _decode(live, window, seen, arrive)
+    while not is_over:
+        is_over = jobs.recv() is None
+    return seen
+
+
+def _continued(live: Live, memory: SharedMemory, name: str, tokens: list[int], slot: int, blocks: int) -> Sequence:
+    seq = Sequence(name, tokens[:-1], sampling=_GREEDY, seed=0, max_new=NEW, given=tokens[-1:])
+    size, start = live.engine.block_bytes, slot * (len(memory.buf) // SLOTS)
+    seq.imported = [(index, memory.buf[start + index * size : start + (index + 1) * size]) for index in range(blocks)]
+    live.add(seq)
+    return seq
+
+
+def _long(window: Window, number: int) -> Sequence:
+    return Sequence(str(number), window.tokens(number, window.prompt), sampling=_GREEDY, seed=0, max_new=NEW)
+
+
+def _sleep_until(at_s: float) -> None:
+    time.sleep(max(0.0, at_s - time.monotonic()))
+
+
+def work(role: str, settings: dict[str, Any], cores: list[int], commands: Connection, jobs: Connection | None,
+         memory_name: str | None) -> None:  # fmt: skip
+    """A process: opens the engine on its cores, then answers each window with what it saw. None ends it."""
+    os.sched_setaffinity(0, cores)
+    engine = Engine.open(EngineSettings.model_validate(settings))
+    commands.send(engine.block_bytes)
+    memory = SharedMemory(memory_name) if memory_name else None
+    while (window := commands.recv()) is not None:
+        if jobs is None or memory is None:
+            commands.send(undivided(engine, window))
+        elif role == "prefill":
+            commands.send(prefill(engine, window, jobs, memory))
+        else:
+            commands.send(decode(engine, window, jobs, memory))

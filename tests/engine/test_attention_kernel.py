@@ -1,0 +1,211 @@
+"""The paged attention kernel against a reference in float64, and the promise that a row's bits do not depend on the
+batch: on every instruction set that this processor has."""
+
+import ctypes
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import library
+from engine.kernels.library import AttentionArgs, Library, Segment, WriteArgs
+from penstock.errors import SettingsError
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="the native kernels are not built")
+
+LENGTHS = (150, 70, 9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer's shape and options."""
+
+    kv_heads: int = 2
+    group: int = 2
+    k_size: int = 32
+    v_size: int = 32
+    block_size: int = 16
+    softcap: float = 0.0
+    sinks: bool = False
+    window: int | None = None
+
+
+CASES = {
+    "grouped": Case(),
+    "multi-head": Case(kv_heads=3, group=1, k_size=64, v_size=64),
+    "multi-query": Case(kv_heads=1, group=16, k_size=80, v_size=80),
+    "values of another size": Case(group=7, k_size=96, v_size=40),
+    "odd sizes": Case(group=3, k_size=7, v_size=5, block_size=5),
+    "one token a block": Case(k_size=33, v_size=16, block_size=1),
+    "large blocks": Case(block_size=128, k_size=128, v_size=128),
+    "softcap": Case(softcap=5.0),
+    "sinks": Case(sinks=True),
+    "window": Case(window=20, block_size=24),
+    "everything": Case(group=4, softcap=5.0, sinks=True, window=70),
+}
+INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def native(request: pytest.FixtureRequest) -> Iterator[Library]:
+    lib = library.load()
+    assert lib is not None
+    before = lib.isa
+    try:
+        lib.select(request.param)
+    except SettingsError:
+        pytest.skip(f"no {request.param} here")
+    yield lib
+    lib.select(before)
+    lib.set_threads(torch.get_num_threads())
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    value: torch.dtype = request.param
+    return value
+
+
+class Layer:
+    """Random sequences of LENGTHS, and a pool whose unwritten rows are not numbers."""
+
+    def __init__(self, native: Library, case: Case, dtype: torch.dtype) -> None:
+        torch.manual_seed(1)
+        self.native, self.case, self.dtype = native, case, dtype
+        self.heads = case.kv_heads * case.group
+        self.scale = 2 * case.k_size**-0.5
+        self.q = [torch.randn(n, self.heads, case.k_size).to(dtype) for n in LENGTHS]
+        self.k = [torch.randn(n, case.kv_heads, case.k_size).to(dtype) for n in LENGTHS]
+        self.v = [torch.randn(n, case.kv_heads, case.v_size).to(dtype) for n in LENGTHS]
+        self.sinks = torch.randn(self.heads) if case.sinks else None
+        nums = [math.ceil(n / case.block_size) for n in LENGTHS]
+        self.table = torch.randperm(sum(nums) + 2)[: sum(nums)].int()
+        self.table_at = [sum(nums[:i]) for i in range(len(nums))]
+        k_part = case.kv_heads * case.block_size * case.k_size
+        v_part = case.kv_heads * case.block_size * case.v_size
+        self.pool = torch.full((sum(nums) + 2, k_part + v_part), math.nan, dtype=dtype)
+        self.k_pool, self.v_pool = self.pool[:, :k_part], self.pool[:, k_part:]
+
+    def first_seen(self, start: int, num: int) -> Tensor:
+        window = self.case.window or 10**6
+        return torch.arange(start, start + num).sub(window - 1).clamp(min=0).int()
+
+    def step(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Write and attend to new tokens, each part (sequence, start, number); the outputs of each part."""
+        segments, first_seen, row = [], [], 0
+        for i, start, num in parts:
+            segments.append(Segment(row, num, start, self.table_at[i]))
+            first_seen.append(self.first_seen(start, num))
+            self._write(i, start, num, self.k[i], self.k_pool)
+            self._write(i, start, num, self.v[i], self.v_pool)
+            row += num
+        # Queries are a strided view, as those of a fused projection are.
+        fused = torch.full((row, self.heads + 3, self.case.k_size), math.nan, dtype=self.dtype)
+        q = fused[:, 1 : self.heads + 1]
+        q.copy_(torch.cat([self.q[i][start : start + num] for i, start, num in parts]))
+        out = self._attend(q, segments, torch.cat(first_seen))
+        return list(out.split([num for _, _, num in parts]))
+
+    def _write(self, i: int, start: int, num: int, x: Tensor, pool: Tensor) -> None:
+        positions = torch.arange(start, start + num)
+        blocks = self.table[self.table_at[i] + positions // self.case.block_size].long()
+        offsets = positions % self.case.block_size
+        x = x[start : start + num]
+        args = WriteArgs(
+            x.data_ptr(), x.stride(0), x.stride(1), pool.data_ptr(), pool.stride(0), blocks.data_ptr(),
+            offsets.data_ptr(), num, x.shape[1], x.shape[2], self.case.block_size, x.element_size(),
+        )  # fmt: skip
+        self.native.write(ctypes.addressof(args))
+
+    def _attend(self, q: Tensor, segments: list[Segment], first_seen: Tensor) -> Tensor:
+        case = self.case
+        array = (Segment * len(segments))(*segments)
+        out = torch.full((len(q), self.heads, case.v_size), math.nan, dtype=self.dtype)
+        args = AttentionArgs(
+            q.data_ptr(), q.stride(0), q.stride(1), self.k_pool.data_ptr(), self.v_pool.data_ptr(),
+            self.pool.stride(0), self.table.data_ptr(), ctypes.addressof(array),
+            None if case.window is None else first_seen.data_ptr(),
+            None if self.sinks is None else self.sinks.data_ptr(), out.data_ptr(), len(segments), self.heads,
+            case.kv_heads, case.k_size, case.v_size, case.block_size, self.scale, case.softcap, q.element_size(),
+        )  # fmt: skip
+        self.native.attention(ctypes.addressof(args))
+        return out
+
+    def run(self, plan: Callable[[list[int]], list[tuple[int, int, int]]]) -> list[Tensor]:
+        """All tokens of all sequences, in the steps that `plan` makes of how many each has done."""
+        done = [0] * len(LENGTHS)
+        outputs: list[list[Tensor]] = [[] for _ in LENGTHS]
+        while parts := plan(done):
+            for (i, _, num), out in zip(parts, self.step(parts), strict=True):
+                outputs[i].append(out)
+                done[i] += num
+        return [torch.cat(parts) for parts in outputs]
+
+    def reference(self, i: int) -> Tensor:
+        group = self.case.group
+        q, k, v = self.q[i].double(), self.k[i].double(), self.v[i].double()
+        scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(group, 1)) * self.scale
+        if self.case.softcap:
+            scores = self.case.softcap * torch.tanh(scores / self.case.softcap)
+        positions = torch.arange(len(q))
+        hidden = (positions > positions[:, None]) | (positions < self.first_seen(0, len(q))[:, None])
+        scores.masked_fill_(hidden, -math.inf)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
+        weights = torch.softmax(scores, -1)[..., : len(q)]
+        return torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, 1))
+
+
+def whole(done: list[int]) -> list[tuple[int, int, int]]:
+    return [(i, 0, n) for i, n in enumerate(LENGTHS) if not done[i]]
+
+
+def token_by_token(done: list[int]) -> list[tuple[int, int, int]]:
+    return [(i, done[i], 1) for i, n in enumerate(LENGTHS) if done[i] < n]
+
+
+def one_sequence_at_a_time(done: list[int]) -> list[tuple[int, int, int]]:
+    return whole(done)[:1]
+
+
+def random_chunks(done: list[int]) -> list[tuple[int, int, int]]:
+    rng = random.Random(sum(done))
+    left = [i for i, n in enumerate(LENGTHS) if done[i] < n]
+    chosen = rng.sample(left, rng.randint(1, len(left))) if left else []
+    return [(i, done[i], rng.randint(1, LENGTHS[i] - done[i])) for i in chosen]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_it_is_attention(native: Library, dtype: torch.dtype, case: Case) -> None:
+    layer = Layer(native, case, dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for i, out in enumerate(layer.run(whole)):
+        torch.testing.assert_close(out.double(), layer.reference(i), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_bits_do_not_depend_on_batch_chunks_or_threads(native: Library, dtype: torch.dtype, case: Case) -> None:
+    native.set_threads(1)
+    expected = Layer(native, case, dtype).run(whole)
+    for threads, plan in ((2, whole), (1, token_by_token), (3, random_chunks), (2, one_sequence_at_a_time)):
+        native.set_threads(threads)
+        for out, want in zip(Layer(native, case, dtype).run(plan), expected, strict=True):
+            assert torch.equal(_bits(out), _bits(want)), (threads, plan.__name__)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def test_a_row_of_another_sequence_that_is_not_a_number_harms_nobody(native: Library, dtype: torch.dtype) -> None:
+    good, bad = Layer(native, Case(), dtype), Layer(native, Case(), dtype)
+    bad.k[1].fill_(math.nan)
+    bad.v[1].fill_(math.inf)
+    expected, got = good.run(whole), bad.run(whole)
+    assert torch.equal(_bits(got[0]), _bits(expected[0]))
+    assert torch.equal(_bits(got[2]), _bits(expected[2]))
+    assert got[1].isnan().all()

@@ -1,0 +1,168 @@
+"""docs/models.md says what is so, and the proof it rests on notices what is wrong."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.masking_utils import causal_mask_function
+
+from engine import compatibility, masks
+from engine.batch import Batch
+from engine.compatibility import ARCHITECTURES, judge, row
+from engine.model import LoadedModel
+from engine.proof import Answers, answers, prove
+from engine.shrink import CannotShrink, shrunk
+from engine.storage import KVStorage
+from engine.tiny import build, layer_kinds
+from penstock.errors import EngineCheckFailed
+from penstock.settings import EngineSettings
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+CPU = torch.device("cpu")
+MEANT_TO_WORK = (
+    "llama", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "deepseek_v3", "qwen3_moe", "llama4_text", "gpt_bigcode",
+    "stablelm", "gemma3n_text", "bert",
+)  # fmt: skip
+MEANT_TO_BE_REFUSED = ("bloom", "mamba", "qwen3_next", "bart", "deepseek_v32", "git", "xlnet", "doge")
+
+
+def table() -> dict[str, str]:
+    """The page's rows by architecture."""
+    rows = [line for line in PAGE.read_text().splitlines() if "| works |" in line or "| refused |" in line]
+    return {line.split("|")[1].strip(): line for line in rows}
+
+
+@pytest.mark.parametrize("architecture", MEANT_TO_WORK)
+def test_the_page_says_what_works(architecture: str) -> None:
+    verdict = judge(architecture)
+    assert verdict.works, verdict.reason
+    assert table()[architecture] == row(verdict)
+
+
+@pytest.mark.parametrize("architecture", MEANT_TO_BE_REFUSED)
+def test_the_page_says_what_is_refused_and_why(architecture: str) -> None:
+    verdict = judge(architecture)
+    assert not verdict.works
+    assert table()[architecture] == row(verdict)
+
+
+def test_the_page_has_every_architecture_once() -> None:
+    rows = table()
+    assert tuple(rows) == ARCHITECTURES
+    assert sum("| works |" in line for line in rows.values()) >= 85
+    assert all(line.split("|")[4].strip().endswith(".") for line in rows.values() if "| refused |" in line)
+
+
+# Negative controls: each is a mistake that an engine could make
+
+PROVED = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2")
+
+
+@pytest.fixture(scope="module", params=PROVED)
+def subject(request: pytest.FixtureRequest) -> tuple[LoadedModel, Answers]:
+    auto: Any = AutoModelForCausalLM
+    config = shrunk(CONFIG_MAPPING[request.param]())
+    reference = build(auto._model_mapping[type(config)], config, 0, CPU)
+    model = compatibility.loaded(request.param, copy.deepcopy(reference))
+    told = answers(reference, model.vocab_size, model.context_length, CPU)
+    prove(model, EngineSettings(), told, control=True)
+    return model, told
+
+
+def _fails(subject: tuple[LoadedModel, Answers], match: str) -> None:
+    with pytest.raises(EngineCheckFailed, match=match):
+        prove(subject[0], EngineSettings(), subject[1])
+
+
+def test_swapped_positions_are_noticed(subject: tuple[LoadedModel, Answers], monkeypatch: pytest.MonkeyPatch) -> None:
+    def swap(positions: torch.Tensor) -> None:
+        if len(positions) > 1:
+            positions[:2] = positions[:2].flip(0)
+
+    _with_positions(monkeypatch, swap)
+    _fails(subject, "other tokens.*batched")
+
+
+def test_a_position_off_by_one_while_decoding_is_noticed(
+    subject: tuple[LoadedModel, Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(positions: torch.Tensor) -> None:
+        if len(positions) == 1:
+            positions += 1
+
+    _with_positions(monkeypatch, late)
+    _fails(subject, "other tokens.*batched")
+
+
+def _with_positions(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], None]) -> None:
+    """Let the model be told other positions than it should, sequence by sequence."""
+    right = Batch.__init__
+
+    def wrong(batch: Batch, *args: Any, **kwargs: Any) -> None:
+        right(batch, *args, **kwargs)
+        batch.position_ids = batch.position_ids.clone()
+        first = 0
+        for _, num_tokens in batch.plan:
+            change(batch.position_ids[0, first : first + num_tokens])
+            first += num_tokens
+
+    monkeypatch.setattr(Batch, "__init__", wrong)
+
+
+def test_a_damaged_block_is_noticed(subject: tuple[LoadedModel, Answers], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = KVStorage.write
+
+    def damaged(storage: KVStorage, block: int, payload: Any) -> None:
+        right(storage, block, payload)
+        storage.keys[0][block, 0].neg_()
+
+    monkeypatch.setattr(KVStorage, "write", damaged)
+    _fails(subject, "other tokens.*handed-over")
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss"])
+def test_a_window_off_by_one_is_noticed(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = masks.MaskRule.__init__
+
+    def wide(mask: masks.MaskRule, rule: Any) -> None:
+        if rule is not causal_mask_function:
+            narrow = rule
+            rule = lambda sequence, head, query, key: narrow(sequence, head, query - 1, key) & (key <= query)  # noqa: E731
+        right(mask, rule)
+
+    monkeypatch.setattr(masks.MaskRule, "__init__", wide)
+    assert "other tokens" in judge(architecture).reason
+
+
+# The small copy
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "deepseek_v3", "gemma3n_text", "qwen2_moe", "llama4_text"])
+def test_the_small_copy_has_every_kind_of_layer(architecture: str) -> None:
+    config = CONFIG_MAPPING[architecture]()
+    auto: Any = AutoModelForCausalLM
+    kind = auto._model_mapping[type(config)]
+    with torch.device("meta"):
+        large = kind(config)
+        small = kind(shrunk(config))
+    assert layer_kinds(large) <= layer_kinds(small)
+    assert len(small.model.layers) < len(large.model.layers)
+
+
+def test_the_small_copy_keeps_the_structure_of_heads() -> None:
+    config: Any = CONFIG_MAPPING["qwen3"]
+    small = shrunk(config(num_attention_heads=40, num_key_value_heads=8))
+    assert small.num_attention_heads == 5 * small.num_key_value_heads
+    assert small.num_key_value_heads == 2
+    one = shrunk(config(num_attention_heads=40, num_key_value_heads=1))
+    assert (one.num_attention_heads, one.num_key_value_heads) == (8, 1)
+
+
+def test_too_many_kinds_of_layers_are_not_left_out() -> None:
+    config: Any = CONFIG_MAPPING["granite_swa"]
+    with pytest.raises(CannotShrink, match="24 kinds"):
+        shrunk(config(layer_rope_theta=[float(theta) for theta in range(1, 25)]))
