@@ -112,6 +112,13 @@ def loads(shape: Shape, model: Path, times: int, logs: Path, how: dict[str, Any]
             return {}
         finally:
             side.close()
+    for one in found:
+        print(
+            f"{shape.name} load: {one['load_s']:.2f} s, reading {one['read_s']:.2f} s; memory at most "
+            f"{one['peak_kib'] / 1024:,.0f} MiB, then {one['after_kib'] / 1024:,.0f} MiB, "
+            f"{one['mapped_kib'] / 1024:,.0f} MiB of it mapped files",
+            flush=True,
+        )
     return {
         "load_memory_ratio": statistics.median(one["peak_kib"] / one["after_kib"] for one in found),
         "load_time_ratio": statistics.median(one["load_s"] / one["read_s"] for one in found),

@@ -70,7 +70,7 @@ class Bare:
             engine.add(seq)
             states[seq.id] = OutputState(model.tokenizer, sampling, model.eos_token_ids, max_new)
         while engine.has_work():
-            for seq, token_id in engine.step():
+            for seq, token_id, _ in engine.step():
                 if states[seq.id].push(token_id)[1] is not None:
                     engine.remove(seq)
 

@@ -3,10 +3,11 @@
 python -m benchmarks.split [--quick] [--json FILE]
 
 The same engine twice, at equal offered load, by turns: undivided with chunked prefill on both cores, and split into a
-prefill and a decode process on a core each, with the KV blocks handed over through shared memory. Eight streams decode all
-the time; measured are the gaps between two tokens of a stream (ITL). Saturation is the rate of prompts that the split
-system's prefill process can just take, measured first; half load is half of that. The undivided engine has the chunk size
-that gives it the lowest p99 among those that keep up with saturation; if none does, the one that takes most prompts.
+prefill and a decode process on a core each, with the KV blocks handed over through shared memory. Eight streams decode
+all the time; measured are the gaps between two tokens of a stream (ITL). Saturation is the rate of prompts that the
+split system's prefill process can just take, measured first; half load is half of that. The undivided engine has the
+chunk size that gives it the lowest p99 among those that keep up with saturation; if none does, the one that takes most
+prompts.
 """
 
 import multiprocessing as mp
@@ -181,9 +182,13 @@ def measure(systems: Systems, extent: Extent) -> Measured:
             for side in list(sides) if number % 2 == 0 else reversed(list(sides)):
                 seen = sides[side](systems.window(arrivals, extent.window_s, chunk))
                 measured[load][side].append(seen)
-                print(f"round {number + 1} {load} {side}: ITL p50 {p(seen.gaps_s, 50):.1f}, p99 {p(seen.gaps_s, 99):.1f} ms, "
-                      f"{seen.num_output / extent.window_s:.1f} tokens/s, {len(seen.firsts_s)} of {len(arrivals)} prompts",
-                      flush=True)  # fmt: skip
+                print(
+                    f"round {number + 1} {load} {side}: ITL p50 {p(seen.gaps_s, 50):.1f}, "
+                    f"p99 {p(seen.gaps_s, 99):.1f} ms, "
+                    f"{seen.num_output / extent.window_s:.1f} tokens/s, "
+                    f"{len(seen.firsts_s)} of {len(arrivals)} prompts",
+                    flush=True,
+                )
     return measured
 
 
@@ -205,10 +210,14 @@ def table(measured: Measured, window_s: float) -> None:
     """Print every system at every load, over the rounds."""
     for load, sides in measured.items():
         for side, seens in sides.items():
-            print(f"{load:11} {side:10} ITL p50 {spread([p(seen.gaps_s, 50) for seen in seens]):24} "
-                  f"p99 {spread([p(seen.gaps_s, 99) for seen in seens]):24} ms   "
-                  f"output {spread([seen.num_output / window_s for seen in seens]):24} tokens/s   "
-                  f"first token p50 {spread([p(seen.firsts_s, 50) for seen in seens if seen.firsts_s] or [0.0])} ms")  # fmt: skip
+            columns = {
+                "ITL p50 ms": [p(seen.gaps_s, 50) for seen in seens],
+                "p99 ms": [p(seen.gaps_s, 99) for seen in seens],
+                "output tokens/s": [seen.num_output / window_s for seen in seens],
+                "first token p50 ms": [p(seen.firsts_s, 50) for seen in seens if seen.firsts_s] or [0.0],
+            }
+            cells = (f"{name} {spread(values):24}" for name, values in columns.items())
+            print(f"{load:11}{side:11}" + "".join(cells))
 
 
 def draw(measured: Measured) -> None:

@@ -1,7 +1,7 @@
-"""The processes of `benchmarks.split`: an undivided engine, or prefill and decode with KV blocks handed over between them.
+"""The processes of `benchmarks.split`: an undivided engine, or prefill and decode with KV blocks handed over.
 
-Each is pinned to its cores and does windows: in one, `streams` sequences decode all the time, and long prompts arrive at
-given times. Clocks are `time.monotonic()`, which all processes of a machine share.
+Each is pinned to its cores and does windows: in one, `streams` sequences decode all the time, and long prompts arrive
+at given times. Clocks are `time.monotonic()`, which all processes of a machine share.
 """
 
 import os
@@ -169,10 +169,16 @@ def prefill(engine: Engine, window: Window, jobs: Connection, memory: SharedMemo
 
 def _hand_off(engine: Engine, seq: Sequence, slot: int, jobs: Connection, memory: SharedMemory) -> None:
     size, blocks = engine.block_bytes, -(-seq.num_prompt // engine.settings.block_size)
-    start = slot * (len(memory.buf) // SLOTS)
+    room = _room(memory, slot)
     for index in range(blocks):
-        memory.buf[start + index * size : start + (index + 1) * size] = engine.export_block(seq, index).cast("B")
+        room[index * size : (index + 1) * size] = engine.export_block(seq, index).cast("B")
     jobs.send((seq.id, seq.token_ids, slot, blocks))
+
+
+def _room(memory: SharedMemory, slot: int) -> memoryview:
+    assert memory.buf is not None
+    size = len(memory.buf) // SLOTS
+    return memory.buf[slot * size : (slot + 1) * size]
 
 
 def decode(engine: Engine, window: Window, jobs: Connection, memory: SharedMemory) -> Seen:
@@ -199,8 +205,8 @@ def decode(engine: Engine, window: Window, jobs: Connection, memory: SharedMemor
 
 def _continued(live: Live, memory: SharedMemory, name: str, tokens: list[int], slot: int, blocks: int) -> Sequence:
     seq = Sequence(name, tokens[:-1], sampling=_GREEDY, seed=0, max_new=NEW, given=tokens[-1:])
-    size, start = live.engine.block_bytes, slot * (len(memory.buf) // SLOTS)
-    seq.imported = [(index, memory.buf[start + index * size : start + (index + 1) * size]) for index in range(blocks)]
+    size, room = live.engine.block_bytes, _room(memory, slot)
+    seq.imported = [(index, room[index * size : (index + 1) * size]) for index in range(blocks)]
     live.add(seq)
     return seq
 

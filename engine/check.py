@@ -38,7 +38,7 @@ REAL_CHUNK = 13
 """Tokens in a step of the model itself."""
 TOLERANCE = {torch.float32: 0.01}
 """How far the logits after a token may be off: root mean square, as a share of their spread."""
-LOW_PRECISION_TOLERANCE = 0.25
+LOW_PRECISION_TOLERANCE = 0.1
 """The same for dtypes of 16 bits, where one expert chosen differently moves all logits a little."""
 
 

@@ -20,6 +20,7 @@ from rich.progress import track
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from engine.accelerate import speed_up
 from engine.compatibility_cases import AS_DECODER, KEYWORDS, REASONS, SIZES
 from engine.model import LoadedModel
 from engine.probe import probe, refuse_config
@@ -78,12 +79,15 @@ def _try(architecture: str) -> None:
         reference = build(kind, config, seed, _CPU)
         model = loaded(architecture, copy.deepcopy(reference))
         try:
-            prove(model, EngineSettings(), answers(reference, model.vocab_size, CONTEXT, _CPU), control=True)
+            told = answers(reference, model.vocab_size, CONTEXT, _CPU)
+            prove(model, EngineSettings(), told, control=True)
         except Inconclusive:
             if seed == NUM_SEEDS - 1:
                 raise
         else:
-            return
+            break
+    speed_up(model)
+    prove(model, EngineSettings(), told)
 
 
 def loaded(name: str, module: Any) -> LoadedModel:
@@ -134,9 +138,10 @@ This page is written by `python -m engine.compatibility docs/models.md` with tor
 **works**: a small random model of the architecture, made from its default configuration with every kind of layer it
 has and windows of a few tokens, said the same tokens on the engine as in `generate()`: in a batch with others and in
 small chunks, with its prefix found in the pool, and handed over as exported KV blocks to a second engine with a pool of
-its own. It said at least {MIN_DISTINCT} different tokens, and other ones once the exported blocks were damaged.
+its own; on PyTorch's operators and on the native kernels. It said at least {MIN_DISTINCT} different tokens, and other
+ones once the exported blocks were damaged.
 
-**refused**: loading such a model ends with this reason. Nothing is served that was not found equal: at load the same
+**refused**: it cannot be served, or was not proved, for this reason. Nothing is served unproved: at load the same
 proof is run on a small copy of the model's own configuration, and the model itself must give the logits of the plain
 transformers model for one prompt.
 

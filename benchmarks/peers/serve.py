@@ -43,7 +43,8 @@ def timed_load(module: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]
     begun_s = time.perf_counter()
     engine = module.load(model=prepared, **given)
     load_s = time.perf_counter() - begun_s
-    return engine, {"load_s": load_s, "read_s": read_s, "peak_kib": _status("VmHWM"), "after_kib": _status("VmRSS")}
+    return engine, {"load_s": load_s, "read_s": read_s, "peak_kib": _status("VmHWM"), "after_kib": _status("VmRSS"),
+                    "mapped_kib": _status("RssFile")}  # fmt: skip
 
 
 def _read_all(model: Path) -> float:

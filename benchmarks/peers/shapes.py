@@ -104,4 +104,4 @@ SHAPES = {
         tied=True, normed_heads=True,
     ),
 }  # fmt: skip
-"""134 million weights in the form of Llama, and the shape of Qwen3-0.6B."""
+"""135 million weights in the form of Llama, and the shape of Qwen3-0.6B."""

@@ -108,7 +108,7 @@ class Layer:
         q = fused[:, 1 : self.heads + 1]
         q.copy_(torch.cat([self.q[i][start : start + num] for i, start, num in parts]))
         out = self._attend(q, segments, torch.cat(first_seen))
-        return list(out.split([num for _, _, num in parts]))
+        return list(torch.split(out, [num for _, _, num in parts]))
 
     def _write(self, i: int, start: int, num: int, x: Tensor, pool: Tensor) -> None:
         positions = torch.arange(start, start + num)

@@ -1,16 +1,14 @@
 """The engine's proof of itself: it lets good architectures through and refuses what it cannot run."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import AttentionInterface
 
-from engine import hooks
+from engine.batch import Batch
 from engine.check import check
 from engine.engine import Engine
 from engine.model import DEMO_MODEL, LoadedModel, load
@@ -62,10 +60,10 @@ def _load(directory: Path, kind: Any, extra: dict[str, Any]) -> LoadedModel:
 def test_architectures(name: str, tmp_path: Path) -> None:
     model = _load(tmp_path, *RUNS[name])
     settings = EngineSettings(block_size=16, max_step_tokens=20, pool_mb=16)
-    check(model, settings)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 1000, (n,), generator=generator).tolist() for n in (1, 16, 45, 70)]
     expected = generate(model, prompts, 10)
+    check(model, settings)
     engine = Engine(model, settings)
     seqs = [sequence(p, 10) for p in prompts]
     assert run(engine, seqs, remove=False) == expected
@@ -80,7 +78,9 @@ def test_architectures_that_cannot_run_are_refused(name: str, tmp_path: Path) ->
 
 
 def test_rope_that_changes_with_the_longest_sequence_is_not_reached(tmp_path: Path) -> None:
-    model = _load(tmp_path, transformers.Phi3Config, {"rope_parameters": LONGROPE})
+    model = _load(
+        tmp_path, transformers.Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
+    )
     assert model.context_length == 64
     check(model, EngineSettings())
 
@@ -93,26 +93,25 @@ def test_the_demo_model_passes() -> None:
 
 
 @pytest.fixture
-def wrong_scale() -> Iterator[None]:
-    """Whatever scores come to the engine are half as large again."""
-    right: Any = hooks.paged_attention
+def wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are told that they are twice as far from each other."""
+    right = Batch.__init__
 
-    def wrong(*args: Any, scaling: float, **kwargs: Any) -> Any:
-        return right(*args, scaling=scaling * 1.5, **kwargs)
+    def wrong(batch: Batch, *args: Any, **kwargs: Any) -> None:
+        right(batch, *args, **kwargs)
+        batch.position_ids = batch.position_ids * 2
 
-    AttentionInterface.register(hooks.NAME, wrong)
-    yield
-    AttentionInterface.register(hooks.NAME, right)
+    monkeypatch.setattr(Batch, "__init__", wrong)
 
 
-def test_a_wrong_scale_is_noticed(demo: LoadedModel, wrong_scale: None) -> None:
+def test_wrong_positions_are_noticed(wrong_positions: None) -> None:
     with pytest.raises(EngineCheckFailed, match="other tokens"):
-        check(demo, EngineSettings())
+        check(load(EngineSettings()), EngineSettings())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_only_the_model_itself_shows_is_noticed(
-    dtype: str, wrong_scale: None, monkeypatch: pytest.MonkeyPatch
+    dtype: str, wrong_positions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.check.prove", lambda *args: None)
     with pytest.raises(EngineCheckFailed, match="other logits"):
@@ -120,26 +119,27 @@ def test_what_only_the_model_itself_shows_is_noticed(
 
 
 def test_a_model_that_cannot_be_shrunk_is_checked_itself(
-    demo: LoadedModel, wrong_scale: None, monkeypatch: pytest.MonkeyPatch
+    demo: LoadedModel, wrong_positions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cannot(config: Any) -> Any:
         raise CannotShrink("on purpose")
 
     monkeypatch.setattr("engine.check.shrunk", cannot)
     with pytest.raises(EngineCheckFailed, match=r"'demo'.*other tokens"):
-        check(demo, EngineSettings())
+        check(load(EngineSettings()), EngineSettings())
 
 
-def test_a_copy_that_lost_a_kind_of_layer_is_not_used(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_lost_a_kind_of_layer_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = iter([{"one", "another"}, {"one"}])
     monkeypatch.setattr("engine.check.layer_kinds", lambda module: next(kinds))
     proved: list[LoadedModel] = []
     monkeypatch.setattr("engine.check.prove", lambda model, *args: proved.append(model))
+    demo = load(EngineSettings())
     check(demo, EngineSettings())
     assert proved == [demo]
 
 
-def test_swapped_rows_in_a_hand_over_are_noticed(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_rows_in_a_hand_over_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = KVStorage.read
 
     def swapped(storage: KVStorage, block: int, num_rows: int) -> memoryview:
@@ -149,4 +149,4 @@ def test_swapped_rows_in_a_hand_over_are_noticed(demo: LoadedModel, monkeypatch:
 
     monkeypatch.setattr(KVStorage, "read", swapped)
     with pytest.raises(EngineCheckFailed, match="handed-over"):
-        check(demo, EngineSettings())
+        check(load(EngineSettings()), EngineSettings())

@@ -1,18 +1,22 @@
-"""The machine's limits, measured: how fast memory can be read, how fast matrices can be multiplied.
+"""The machine's limits, measured: how fast memory can be read, how fast bf16 matrices can be multiplied.
 
-Bandwidth is that of reading a gigabyte that no cache holds, by as many threads as the engines have; the best of several
-ways to read is taken, and likewise the best of several sizes of a product.
+Bandwidth is that of reading a gigabyte that no cache holds, by as many threads as the engines have. Of several ways to
+read the best is taken, and likewise the best product: torch's and our own kernels', over several sizes.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
+from engine.kernels import library
+from engine.kernels.packed import PackedLinears
+
 _READ_BYTES = 2**30
-_GEMM_SIZES = ((2048, 1024, 3072), (2048, 3072, 1024), (2048, 4096, 4096), (4096, 4096, 4096))
+_GEMM_SIZES = ((2048, 1024, 3072), (2048, 3072, 1024), (2048, 4096, 4096))
 """Rows, inputs, outputs."""
+_REPEATS = 4
 
 
 def prepare(model: Path) -> Path:
@@ -21,45 +25,47 @@ def prepare(model: Path) -> Path:
 
 
 def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "Limits":
-    """The threads; the model does not matter."""
+    """The threads and the device; the model does not matter."""
     torch.set_num_threads(threads)
-    return Limits(device)
+    native = library.load() if device == "cpu" else None
+    if native is not None:
+        native.set_threads(threads)
+    return Limits(device, native)
 
 
 class Limits:
     """Both limits, over and over."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, device: str, native: library.Library | None) -> None:
+        self._device, self._native = device, native
         self._memory = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
 
     def bandwidth(self) -> float:
         """Bytes a second."""
-        words = self._memory.view(torch.int32)
-        ways: tuple[Callable[[], object], ...] = (
-            self._memory.sum,
-            self._memory.max,
-            words.max,
-            lambda: torch.dot(self._memory, self._memory),
-        )
-        return _READ_BYTES / min(self._best(ways, 3))
-
-    def gemm(self) -> float:
-        """Operations a second, of bf16 by bf16."""
-        return max(map(self._product, _GEMM_SIZES))
+        ways: list[Callable[[], object]] = [self._memory.sum, self._memory.max]
+        if (native := self._native) is not None:
+            ways.append(lambda: native.read(self._memory.data_ptr(), _READ_BYTES))
+        return _READ_BYTES / min(self._best(ways))
 
     @torch.inference_mode()
-    def _product(self, size: tuple[int, int, int]) -> float:
-        rows, inputs, outputs = size
+    def gemm(self) -> float:
+        """Operations a second."""
+        return max(2.0 * rows * inputs * outputs / min(self._best(self._products(rows, inputs, outputs)))
+                   for rows, inputs, outputs in _GEMM_SIZES)  # fmt: skip
+
+    def _products(self, rows: int, inputs: int, outputs: int) -> Iterator[Callable[[], object]]:
         left = torch.randn(rows, inputs, device=self._device).to(torch.bfloat16)
         right = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16, device=self._device)
-        return 2.0 * rows * inputs * outputs / min(self._best((lambda: right(left),), 4))
+        yield lambda: right(left)
+        if self._native is not None:
+            packed = PackedLinears(self._native, [right], release=lambda original: None)
+            yield lambda: packed(left)
 
-    def _best(self, ways: tuple[Callable[[], object], ...], repeats: int) -> Iterator[float]:
+    def _best(self, ways: Iterable[Callable[[], object]]) -> Iterator[float]:
         """The shortest time of each way, in seconds; its first call does not count."""
         for way in ways:
             self._seconds(way)
-            yield min(self._seconds(way) for _ in range(repeats))
+            yield min(self._seconds(way) for _ in range(_REPEATS))
 
     def _seconds(self, way: Callable[[], object]) -> float:
         begun_s = time.perf_counter()

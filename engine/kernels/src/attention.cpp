@@ -2,17 +2,18 @@
 // Milakov & Gimelshein (2018).
 //
 // A row is one new token in one query head. Its bits depend on its query, its position and its sequence's K and V
-// alone. Tiles of 64 tokens lie at absolute positions, each row takes them in order, and each of its sums has one order.
-// Which rows are computed together changes only what is skipped: tiles and tokens that a row does not see count exactly
-// nothing in it (probability 0, factor 1), up to the sign of a zero, which the last addition of +0 removes.
+// alone. Tiles of 64 tokens lie at absolute positions, each row takes them in order, and each of its sums has one
+// order. Which rows are computed together changes only what is skipped: tiles and tokens that a row does not see count
+// exactly nothing in it (probability 0, factor 1), up to the sign of a zero, which the last addition of +0 removes.
+// Rows of the pool outside the sequence are never read.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
-#include <utility>
 #include <vector>
 
 #include "kernels.h"
 #include "pool.h"
+#include "product.h"
 #include "vec.h"
 
 namespace ISA {
@@ -22,43 +23,6 @@ constexpr int kTile = 64;            // tokens whose scores are taken together
 constexpr int kGroups = kTile / 16;  // of 16 tokens, a lane each
 constexpr int kBlockRows = 96;       // rows of a task: they share the rearranged K and V
 constexpr float kLog2e = 1.44269504f;
-
-// Sums are in vectors as wide as the instruction set's own: GCC keeps wider ones in memory. kRows rows of kColumns
-// vectors fit into the registers.
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kRows = 6, kColumns = 4;
-typedef f32x16 f32xn;
-typedef u32x16 u32xn;
-template <class T> INLINE f32xn madd(u32xn a, u32xn b, f32xn c) { return Unit<T>::madd(a, b, c); }
-#else
-#if defined(__AVX2__)
-constexpr int kLanes = 8, kRows = 4, kColumns = 2;
-#else
-constexpr int kLanes = 4, kRows = 4, kColumns = 2;
-#endif
-typedef float f32xn __attribute__((vector_size(kLanes * 4)));
-typedef uint32_t u32xn __attribute__((vector_size(kLanes * 4)));
-
-INLINE f32xn multiply_add(f32xn a, f32xn b, f32xn c) {
-#if defined(__FMA__)
-  return (f32xn)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
-}
-template <class T> INLINE f32xn madd(u32xn a, u32xn b, f32xn c) {
-  if constexpr (Unit<T>::width == 1) return multiply_add((f32xn)a, (f32xn)b, c);
-  f32xn odd = multiply_add((f32xn)(a & 0xffff0000u), (f32xn)(b & 0xffff0000u), c);
-  return multiply_add((f32xn)(a << 16), (f32xn)(b << 16), odd);
-}
-#endif
-typedef f32xn f32xn_any __attribute__((aligned(4), may_alias));
-typedef u32xn u32xn_any __attribute__((aligned(4), may_alias));
-
-// f(0), f(1) ... f(N - 1), written out: only then does GCC keep an array of sums in registers all along.
-template <int N, class F> INLINE void unroll(F&& f) {
-  [&]<int... i>(std::integer_sequence<int, i...>) { (f(i), ...); }(std::make_integer_sequence<int, N>());
-}
 
 // Into L2: the first level has too few requests to spare.
 INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
@@ -76,92 +40,6 @@ INLINE f32x16 exp2(f32x16 x) {
   y = fma(y, r, all(1.0f));
   f32x16 scaled = (f32x16)((i32x16)y + ((i32x16)shifted << 23));
   return x < -126.0f ? all(0.0f) : scaled;
-}
-
-
-// out = out * factor + a b, or a b without a factor. `a` holds rows of units.
-struct Product {
-  const uint32_t* a;
-  int64_t a_stride;
-  int units;
-  float* out;
-  int64_t out_stride;
-  const float* factor;  // of each row
-};
-
-// A line of columns for each unit: what `a` is multiplied by.
-struct Lines {
-  const uint32_t* data;
-  int64_t stride;
-  template <int C> INLINE void load_line(int u, int column, u32xn* line) const {
-    const uint32_t* from = data + u * stride + column;
-    unroll<C>([&](int c) { line[c] = *(const u32xn_any*)(from + c * kLanes); });
-  }
-};
-
-// The same, made of the rows of V: an element of each token of the unit.
-template <class T> struct ValueLines;
-template <> struct ValueLines<float> {
-  const float* const* rows;
-  int size;
-  template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
-    for (int c = 0; c < C; c++, column += 16)
-      line[c] = (u32x16)load_first(rows[u] + column, C == 1 ? size - column : 16);
-  }
-};
-template <> struct ValueLines<bf16> {
-  const bf16* const* rows;
-  int size;
-  template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
-    const bf16 *even = rows[2 * u] + column, *odd = rows[2 * u + 1] + column;
-#if defined(__AVX512BW__)
-    const u32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const u32x16 low = lanes | (lanes + 32) << 16, high = low + 0x00100010;
-    for (int c = 0; c + 1 < C; c += 2) {
-      const __m512i x = _mm512_loadu_si512(even + c * 16), y = _mm512_loadu_si512(odd + c * 16);
-      line[c] = (u32x16)_mm512_permutex2var_epi16(x, (__m512i)low, y);
-      line[c + 1] = (u32x16)_mm512_permutex2var_epi16(x, (__m512i)high, y);
-    }
-    if constexpr (C % 2 == 0) return;
-#endif
-    for (int c = 0; c < C; c++) {
-      const int count = C == 1 ? size - column : 16;
-      line[c] = (u32x16)load_first(even + c * 16, count) >> 16 | (u32x16)load_first(odd + c * 16, count);
-    }
-  }
-};
-
-// Each sum is one chain over the units, in order, whatever R and C are.
-template <class T, int R, int C, class L> void multiply(const Product& p, const L& lines, int column) {
-  const uint32_t* a = p.a;
-  float* out = p.out + column;
-  f32xn sums[R * C];
-  unroll<R * C>([&](int i) {
-    const f32xn before = *(const f32xn_any*)(out + i / C * p.out_stride + i % C * kLanes);
-    sums[i] = p.factor ? before * p.factor[i / C] : f32xn{};
-  });
-  for (int u = 0; u < p.units; u++, a++) {
-    u32xn line[C];
-    lines.template load_line<C>(u, column, line);
-    unroll<R>([&](int r) {
-      const u32xn x = u32xn{} + a[r * p.a_stride];
-      unroll<C>([&](int c) { sums[r * C + c] = madd<T>(x, line[c], sums[r * C + c]); });
-    });
-  }
-  unroll<R * C>([&](int i) { *(f32xn_any*)(out + i / C * p.out_stride + i % C * kLanes) = sums[i]; });
-}
-
-template <class T, int R, class L> void multiply_columns(const Product& p, const L& lines, int columns) {
-  int c = 0;
-  for (; c + kColumns * kLanes <= columns; c += kColumns * kLanes) multiply<T, R, kColumns>(p, lines, c);
-  for (; c < columns; c += kLanes) multiply<T, R, 1>(p, lines, c);
-}
-
-// `rows` is 1 to kRows, `columns` a multiple of 16.
-template <class T, int R = kRows, class L>
-INLINE void multiply_rows(const Product& p, const L& lines, int rows, int columns) {
-  if (rows == R) return multiply_columns<T, R>(p, lines, columns);
-  if constexpr (R > 1) multiply_rows<T, R - 1>(p, lines, rows, columns);
 }
 
 // Sixteen units of a row of `size` elements from unit `u` on, zeros after its end.
@@ -435,7 +313,10 @@ template <class T> class RowBlock {
 std::vector<Task> make_tasks(const AttentionArgs& args, int block_rows) {
   std::vector<int> order(args.num_segments);
   for (int i = 0; i < args.num_segments; i++) order[i] = i;
-  auto cost = [&](int i) { return int64_t(args.segments[i].num_rows) * (args.segments[i].start + args.segments[i].num_rows); };
+  auto cost = [&](int i) {
+    const Segment& segment = args.segments[i];
+    return int64_t(segment.num_rows) * (segment.start + segment.num_rows);
+  };
   std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return cost(i) > cost(j); });
   std::vector<Task> tasks;
   for (int segment : order) {
@@ -454,7 +335,8 @@ template <class T> void attend(const AttentionArgs& args) {
     tasks = make_tasks(args, rows);
     if (int(tasks.size()) >= 2 * pool::threads() || rows <= kRows) break;
   }
-  pool::run(int(tasks.size()), [&](int i) { RowBlock<T>(args, tasks[i], tasks[std::min(size_t(i) + 1, tasks.size() - 1)]).run(); });
+  const int last = int(tasks.size()) - 1;
+  pool::run(last + 1, [&](int i) { RowBlock<T>(args, tasks[i], tasks[std::min(i + 1, last)]).run(); });
 }
 
 }  // namespace

@@ -1,0 +1,134 @@
+// Products of rows of units with lines of columns: what attention spends its time on.
+#pragma once
+#include <algorithm>
+#include <utility>
+
+#include "vec.h"
+
+namespace ISA {
+namespace {
+
+// Sums are in vectors as wide as the instruction set's own: GCC keeps wider ones in memory. kRows rows of kColumns
+// vectors fit into the registers.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRows = 6, kColumns = 4;
+typedef f32x16 f32xn;
+typedef u32x16 u32xn;
+template <class T> INLINE f32xn madd(u32xn a, u32xn b, f32xn c) { return Unit<T>::madd(a, b, c); }
+#else
+#if defined(__AVX2__)
+constexpr int kLanes = 8, kRows = 4, kColumns = 2;
+#else
+constexpr int kLanes = 4, kRows = 4, kColumns = 2;
+#endif
+typedef float f32xn __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t u32xn __attribute__((vector_size(kLanes * 4)));
+
+INLINE f32xn multiply_add(f32xn a, f32xn b, f32xn c) {
+#if defined(__FMA__)
+  return (f32xn)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+template <class T> INLINE f32xn madd(u32xn a, u32xn b, f32xn c) {
+  if constexpr (Unit<T>::width == 1) return multiply_add((f32xn)a, (f32xn)b, c);
+  f32xn odd = multiply_add((f32xn)(a & 0xffff0000u), (f32xn)(b & 0xffff0000u), c);
+  return multiply_add((f32xn)(a << 16), (f32xn)(b << 16), odd);
+}
+#endif
+typedef f32xn f32xn_any __attribute__((aligned(4), may_alias));
+typedef u32xn u32xn_any __attribute__((aligned(4), may_alias));
+
+// f(0), f(1) ... f(N - 1), written out: only then does GCC keep an array of sums in registers all along.
+template <int N, class F> INLINE void unroll(F&& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) { (f(i), ...); }(std::make_integer_sequence<int, N>());
+}
+
+// out = out * factor + a b, or a b without a factor. `a` holds rows of units.
+struct Product {
+  const uint32_t* a;
+  int64_t a_stride;
+  int units;
+  float* out;
+  int64_t out_stride;
+  const float* factor;  // of each row
+};
+
+// A line of columns for each unit: what `a` is multiplied by.
+struct Lines {
+  const uint32_t* data;
+  int64_t stride;
+  template <int C> INLINE void load_line(int u, int column, u32xn* line) const {
+    const uint32_t* from = data + u * stride + column;
+    unroll<C>([&](int c) { line[c] = *(const u32xn_any*)(from + c * kLanes); });
+  }
+};
+
+// The same, made of the rows of V: an element of each token of the unit.
+template <class T> struct ValueLines;
+template <> struct ValueLines<float> {
+  const float* const* rows;
+  int size;
+  template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
+    for (int c = 0; c < C; c++, column += 16)
+      line[c] = (u32x16)load_first(rows[u] + column, C == 1 ? size - column : 16);
+  }
+};
+template <> struct ValueLines<bf16> {
+  const bf16* const* rows;
+  int size;
+  template <int C> INLINE void load_line(int u, int column, u32x16* line) const {
+    const bf16 *even = rows[2 * u] + column, *odd = rows[2 * u + 1] + column;
+#if defined(__AVX512BW__)
+    const u32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const u32x16 low = lanes | (lanes + 32) << 16, high = low + 0x00100010;
+    for (int c = 0; c + 1 < C; c += 2) {
+      const __m512i x = _mm512_loadu_si512(even + c * 16), y = _mm512_loadu_si512(odd + c * 16);
+      line[c] = (u32x16)_mm512_permutex2var_epi16(x, (__m512i)low, y);
+      line[c + 1] = (u32x16)_mm512_permutex2var_epi16(x, (__m512i)high, y);
+    }
+    if constexpr (C % 2 == 0) return;
+#endif
+    for (int c = 0; c < C; c++) {
+      const int count = C == 1 ? size - column : 16;
+      line[c] = (u32x16)load_first(even + c * 16, count) >> 16 | (u32x16)load_first(odd + c * 16, count);
+    }
+  }
+};
+
+// Each sum is one chain over the units, in order, whatever R and C are.
+template <class T, int R, int C, class L> void multiply(const Product& p, const L& lines, int column) {
+  const uint32_t* a = p.a;
+  float* out = p.out + column;
+  f32xn sums[R * C];
+  unroll<R * C>([&](int i) {
+    const f32xn before = *(const f32xn_any*)(out + i / C * p.out_stride + i % C * kLanes);
+    sums[i] = p.factor ? before * p.factor[i / C] : f32xn{};
+  });
+  for (int u = 0; u < p.units; u++, a++) {
+    u32xn line[C];
+    lines.template load_line<C>(u, column, line);
+    unroll<R>([&](int r) {
+      const u32xn x = u32xn{} + a[r * p.a_stride];
+      unroll<C>([&](int c) { sums[r * C + c] = madd<T>(x, line[c], sums[r * C + c]); });
+    });
+  }
+  unroll<R * C>([&](int i) { *(f32xn_any*)(out + i / C * p.out_stride + i % C * kLanes) = sums[i]; });
+}
+
+template <class T, int R, class L> void multiply_columns(const Product& p, const L& lines, int columns) {
+  int c = 0;
+  for (; c + kColumns * kLanes <= columns; c += kColumns * kLanes) multiply<T, R, kColumns>(p, lines, c);
+  for (; c < columns; c += kLanes) multiply<T, R, 1>(p, lines, c);
+}
+
+// `rows` is 1 to kRows, `columns` a multiple of 16.
+template <class T, int R = kRows, class L>
+INLINE void multiply_rows(const Product& p, const L& lines, int rows, int columns) {
+  if (rows == R) return multiply_columns<T, R>(p, lines, columns);
+  if constexpr (R > 1) multiply_rows<T, R - 1>(p, lines, rows, columns);
+}
+
+}  // namespace
+}  // namespace ISA

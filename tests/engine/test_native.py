@@ -1,0 +1,144 @@
+"""The engine on its native kernels: the same tokens as without them, and the same bits however a request is run."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+
+from engine import accelerate
+from engine.accelerate import speed_up
+from engine.engine import Engine
+from engine.kernels import library
+from engine.kernels.norm import NativeNorm
+from engine.kernels.packed import PackedEmbedding, PackedLinear
+from engine.layer import NativeLayer
+from engine.model import LoadedModel, load
+from engine.sequence import Sequence
+from penstock.messages import Sampling
+from penstock.settings import EngineSettings
+from tests.engine.helpers import generate, handed_over, run, sequence
+
+DTYPES = ["float32", "bfloat16"]
+MAX_NEW = 48
+SAMPLED = Sampling(temperature=0.9, top_p=0.95)
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were not built")
+
+
+def _fast(dtype: str) -> LoadedModel:
+    model = load(EngineSettings(dtype=dtype))  # type: ignore[arg-type, unused-ignore]
+    speed_up(model)
+    return model
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def fast(request: pytest.FixtureRequest) -> LoadedModel:
+    return _fast(request.param)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_again() -> Iterator[None]:
+    yield
+    native = library.load()
+    assert native is not None
+    native.set_threads(1)
+
+
+def _prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    lengths = [1, 5, 16, 31, 64, 100, 3, 47, 200, 12, 90, 33]
+    return [[rng.randrange(5, 1000) for _ in range(length)] for length in lengths]
+
+
+def _sequences() -> list[Sequence]:
+    """Greedy and sampled ones in turns."""
+    return [
+        sequence(prompt, MAX_NEW, name=f"s{i}", **({"sampling": SAMPLED, "seed": i} if i % 2 else {}))
+        for i, prompt in enumerate(_prompts())
+    ]
+
+
+def _engine(model: LoadedModel, *, threads: int = 1, chunk: int = 256, batch: int = 32) -> Engine:
+    return Engine(model, EngineSettings(threads=threads, max_step_tokens=chunk, max_batch=batch, pool_mb=64))
+
+
+def test_the_demo_model_runs_on_kernels_alone(fast: LoadedModel) -> None:
+    kinds = {type(part) for part in fast.module.modules()}
+    assert {NativeLayer, NativeNorm, PackedLinear, PackedEmbedding} <= kinds
+    assert not kinds & {torch.nn.Linear, torch.nn.Embedding}
+    assert len(fast.direct) == fast.config.num_hidden_layers
+
+
+def test_in_float32_the_tokens_are_those_of_transformers_itself(demo: LoadedModel) -> None:
+    outputs = run(_engine(_fast("float32")), [sequence(prompt, 24) for prompt in _prompts()])
+    assert outputs == generate(demo, _prompts(), 24)
+
+
+def test_tokens_do_not_depend_on_how_a_request_is_run(fast: LoadedModel) -> None:
+    alone = [run(_engine(fast), [seq])[0] for seq in _sequences()]
+    assert sum(map(len, alone)) == MAX_NEW * len(alone)
+    for threads, chunk, batch in [(1, 256, 32), (2, 256, 32), (1, 17, 5), (2, 64, 12), (3, 1, 32)]:
+        outputs = run(_engine(fast, threads=threads, chunk=chunk, batch=batch), _sequences())
+        assert outputs == alone, f"{threads} threads, {chunk} tokens a step, {batch} sequences"
+
+
+def test_tokens_do_not_depend_on_a_hand_off_or_a_prefix_hit(fast: LoadedModel) -> None:
+    first = _engine(fast, chunk=50)
+    seqs = _sequences()
+    alone = run(first, seqs, remove=False)
+    handed = [handed_over(first, seq) for seq in seqs]
+    for seq in seqs:
+        first.remove(seq)
+    again = _sequences()
+    assert run(first, again) == alone
+    assert sum(seq.num_cached for seq in again) > 0
+    assert run(_engine(fast, threads=2), handed) == alone
+
+
+def test_a_resumed_request_goes_on_as_if_nothing_had_happened(fast: LoadedModel) -> None:
+    alone = [run(_engine(fast), [seq])[0] for seq in _sequences()]
+    for cut in (1, 20, MAX_NEW - 1):
+        resumed = [
+            sequence(prompt, MAX_NEW, given=output[:cut], **({"sampling": SAMPLED, "seed": i} if i % 2 else {}))
+            for i, (prompt, output) in enumerate(zip(_prompts(), alone, strict=True))
+        ]
+        assert run(_engine(fast, chunk=33), resumed) == alone, f"resumed after {cut} tokens"
+
+
+def test_without_kernels_the_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = _fast("float32")
+    monkeypatch.setattr(accelerate, "load", lambda: None)
+    plain = _fast("float32")
+    assert plain.native is None
+    assert run(_engine(plain), _sequences()) == run(_engine(fast), _sequences())
+
+
+def test_blocks_of_another_instruction_set_are_not_taken_for_ours() -> None:
+    assert _fast("float32").fingerprint == load(EngineSettings(dtype="float32")).fingerprint
+    assert _fast("bfloat16").fingerprint != load(EngineSettings(dtype="bfloat16")).fingerprint
+
+
+@pytest.mark.parametrize("broken", ["norm", "scale"])
+def test_a_layer_that_only_looks_like_the_common_one_stays_as_it_is(broken: str, demo: LoadedModel) -> None:
+    model = load(EngineSettings(dtype="float32"))
+    layer = model.module.model.layers[2]
+    if broken == "norm":
+        layer.input_layernorm.forward = lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:])
+    else:
+        layer.register_forward_hook(lambda module, args, output: output * 1.01)
+    speed_up(model)
+    kinds = [isinstance(part, NativeLayer) for part in model.module.model.layers]
+    assert kinds == [True, True, False, True, True, True]
+    del demo
+
+
+def test_a_model_of_another_form_keeps_its_modules_and_gets_packed_layers() -> None:
+    config = transformers.Gemma2Config(
+        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=96, vocab_size=256, sliding_window=24, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = transformers.Gemma2ForCausalLM(config).eval()
+    assert module is not None
