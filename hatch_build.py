@@ -15,7 +15,8 @@ class NativeKernels(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile in place; an editable installation uses what lies there, a wheel carries it."""
         spec = importlib.util.spec_from_file_location("build", Path(self.root) / "engine" / "kernels" / "build.py")
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         module.LIBRARY.unlink(missing_ok=True)

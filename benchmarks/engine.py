@@ -35,6 +35,7 @@ OTHERS = ("generate", "openvino", "llamacpp", "vllm")
 QUICK_OTHERS = ("generate", "openvino")
 ON_GPU = ("generate",)
 POOL_MB = {"small": 1024, "q06": 2048}
+_LOAD_POOL_MB = 64  # a pool as large as the weights would hide a peak
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def loads(shape: Shape, model: Path, times: int, logs: Path, how: dict[str, Any]
     for _ in range(times):
         side = Side(OURS, logs / f"{shape.name}-load.log", THREADS, POOL_MB[shape.name])
         try:
-            found.append(side.ask("load", model=str(model), **how))
+            found.append(side.ask("load", model=str(model), **{**how, "pool_mb": _LOAD_POOL_MB}))
         except SideFailed as error:
             print(f"{shape.name}: no load figures, {error}")
             return {}

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine import hooks
 from engine.batch import Batch
+from engine.cuda.trial import use_varlen
 from engine.kernels.library import Library, load
 from engine.kernels.norm import NativeNorm
 from engine.kernels.packed import (
@@ -32,6 +33,7 @@ from engine.kernels.packed import (
     weight_of,
 )
 from engine.layer import LayerForm, NativeLayer, form_of
+from engine.masks import Unsupported
 from engine.model import LoadedModel
 from engine.sequence import Sequence
 from engine.storage import KVStorage
@@ -65,9 +67,12 @@ class _Record:
 
 @torch.inference_mode()
 def speed_up(model: LoadedModel) -> None:
-    """Put the model on the native kernels, where they were built and compute in its dtype, on its device."""
+    """Put the model on the native kernels, where they were built and compute in its dtype; on a GPU on torch's."""
+    if model.device.type == "cuda":
+        use_varlen(model)
+        return
     native = load()
-    if native is None or model.device.type != "cpu" or model.dtype not in DTYPES:
+    if native is None or model.dtype not in DTYPES:
         return
     record = _watch(model)
     model.native, model.direct = native, record.direct
@@ -186,7 +191,7 @@ class _Replacer:
         try:
             with hooks.running(self._root, batch):
                 mine = new(*call.args, **call.kwargs).float()
-        except (TypeError, hooks.Unsupported):
+        except (TypeError, Unsupported):
             return False
         right, given = call.output.float(), _given(call).float()
         added = (right - given).square().mean().sqrt()
@@ -237,10 +242,11 @@ class _Replacer:
 
     def _tied_embedding(self, linear: nn.Module) -> str | None:
         """The embedding with the linear layer's own weight; None if there is none, "" if it cannot be replaced."""
+        address = weight_of(linear).data_ptr()
         for name, part in self._root.named_modules():
-            weight: Any = getattr(part, "weight", None)
-            if part is not linear and isinstance(weight, Tensor) and weight.data_ptr() == linear.weight.data_ptr():
-                return name if type(part) is nn.Embedding and not part.max_norm else ""
+            weight = getattr(part, "weight", None)
+            if part is not linear and isinstance(weight, Tensor) and weight.data_ptr() == address:
+                return name if type(part) is nn.Embedding and part.max_norm is None else ""
         return None
 
 

@@ -21,6 +21,19 @@ class Scores:
     """[heads]"""
 
 
+@dataclass(frozen=True)
+class Attended:
+    """How a layer attended."""
+
+    heads: int
+    """Of its queries."""
+    scores: Scores
+    rule: object
+    """Its mask, as the model gave it."""
+    window: int | None
+    """A sliding window that it has beside that."""
+
+
 def attend_gathered(gathered: Gathered, qkv: QKV, masks: Masks, how: Scores) -> Tensor:
     """Query [1, heads, T, size], K and V [1, kv heads, rows, size]; returns [1, T, heads, size of V]."""
     query, key, value = qkv

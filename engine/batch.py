@@ -1,7 +1,7 @@
 """One step's batch as tensors: token ids, positions, and where new KV goes.
 
 Made once a step, before the forward pass; the layers only use it. What the native kernels want beside it is in
-`paged`, what the torch path wants in `gathered`.
+`paged`, what a GPU's in `varlen`, what the torch path wants in `gathered`.
 """
 
 from functools import cached_property
@@ -9,6 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from engine.attention import Attended
+from engine.cuda.copies import to_device
+from engine.cuda.varlen import VarlenStep
 from engine.gathered import Gathered
 from engine.kernels.library import Library
 from engine.kernels.paged import PagedStep
@@ -29,38 +32,55 @@ class Batch:
         """Layers whose attention came to the engine in this step."""
         self.paged: PagedStep | None = None
         """For layers whose attention the native kernels compute."""
+        self.varlen: VarlenStep | None = None
+        """For layers whose attention `varlen_attn` computes."""
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
         """By layer: K and V as the cache gave them in this step."""
-        self.direct: set[int] = set()
-        """Layers whose K and V came to attention just so."""
+        self.direct: dict[int, Attended] = {}
+        """Layers whose K and V came to attention just so, and how they attended to them."""
         self._block_size, self._device = block_size, device
         self._build()
 
     def _build(self) -> None:
-        ids: list[int] = []
-        positions: list[int] = []
-        slot_blocks: list[int] = []
-        keep: list[int] = []
-        size, device = self._block_size, self._device
+        self._ids: list[int] = []
+        self._positions: list[int] = []
+        self._slot_blocks: list[int] = []
+        self._keep: list[int] = []
+        size = self._block_size
         for seq, num in self.plan:
             start, end = seq.num_computed, seq.num_computed + num
-            ids += seq.token_ids[start:end]
-            positions += range(start, end)
-            slot_blocks += [seq.blocks[position // size] for position in range(start, end)]
+            self._ids += seq.token_ids[start:end]
+            self._positions += range(start, end)
+            self._slot_blocks += [seq.blocks[position // size] for position in range(start, end)]
             last = (end - 1) // size
             if end % size and start <= last * size:
                 self.fresh_blocks.append(seq.blocks[last])
             if end == len(seq.token_ids):
-                keep.append(len(ids) - 1)
-        position_tensor = torch.tensor(positions)
-        self.input_ids = torch.tensor([ids], device=device)
-        """[1, T]"""
-        self.position_ids = position_tensor.to(device)[None]
-        """[1, T]"""
-        self.slots = (torch.tensor(slot_blocks, device=device), (position_tensor % size).to(device))
+                self._keep.append(len(self._ids) - 1)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return to_device(values, self._device, torch.int64)
+
+    @cached_property
+    def input_ids(self) -> Tensor:
+        """The tokens: [1, T]."""
+        return self._tensor(self._ids)[None]
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Their positions, each in its own sequence: [1, T]."""
+        return self._tensor(self._positions)[None]
+
+    @cached_property
+    def slots(self) -> tuple[Tensor, Tensor]:
         """Block and row in it of each of the T new tokens."""
-        self.logits_to_keep = torch.tensor(keep or [0], device=device)
+        rows = [position % self._block_size for position in self._positions]
+        return self._tensor(self._slot_blocks), self._tensor(rows)
+
+    @cached_property
+    def logits_to_keep(self) -> Tensor:
         """Indices in the flat batch, one for each of `sampled`; one that nobody looks at if there is none."""
+        return self._tensor(self._keep or [0])
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from engine import hooks
 from engine.batch import Batch
+from engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
+from engine.cuda.varlen import VarlenStep, parts_of
 from engine.model import LoadedModel, Progress, load
 from engine.pool import BlockPool
 from engine.sampler import Draw, logprobs, sample
@@ -48,10 +50,13 @@ class Engine:
         self._set_threads()
         self.pool = BlockPool(num_blocks, settings.block_size)
         self.scheduler = Scheduler(self.pool)
-        self.storage = KVStorage(model.layout, num_blocks, model.device)
+        on_gpu = model.device.type == "cuda"
+        # On a GPU one more: what pads a recorded step needs somewhere to write.
+        self.storage = KVStorage(model.layout, num_blocks + on_gpu, model.device)
         self._cache = hooks.PagedCache(self.storage, model.direct)
         model.module.set_attn_implementation(hooks.NAME)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
+        self._graphs = self._make_graphs(CudaRecorder(model.device)) if on_gpu else None
 
     @classmethod
     def open(cls, settings: EngineSettings, progress: Progress | None = None) -> "Engine":
@@ -64,6 +69,20 @@ class Engine:
         model = load(settings, progress)
         check(model, settings, progress)
         return cls(model, settings)
+
+    def _make_graphs(self, recorder: Recorder) -> DecodeGraphs | None:
+        """For a model of which every layer attends by `varlen_attn`."""
+        if self.model.varlen.keys() != self.storage.keys.keys():
+            return None
+        return DecodeGraphs(
+            self.storage,
+            self.model.varlen,
+            max_batch=self.settings.max_batch,
+            max_blocks=min(self.pool.num_blocks, -(-self.model.context_length // self.settings.block_size)),
+            spare=self.pool.num_blocks,
+            compute=self._compute,
+            recorder=recorder,
+        )
 
     def _set_threads(self) -> None:
         """The kernels have threads of their own; torch's would spin beside them."""
@@ -161,6 +180,8 @@ class Engine:
         for seq, num_tokens in batch.plan:
             seq.num_computed += num_tokens
             self._publish(seq, seq.num_computed - num_tokens)
+        if self._graphs is not None:
+            self._graphs.prepare(batch.sampled)
         draws = [Draw(seq.sampling, seq.seed, seq.num_output, seq.token_ids) for seq in batch.sampled]
         logits = logits[: len(draws)]
         tokens = sample(logits, draws)
@@ -174,9 +195,19 @@ class Engine:
         """Logits [rows to keep, vocabulary]; the KV of all the batch's tokens is in the pool afterwards."""
         if batch.fresh_blocks:
             self.storage.clear(batch.fresh_blocks)
+        if self._graphs is not None and self._graphs.suits(batch.plan):
+            return self._graphs.run([seq for seq, _ in batch.plan])
         if self.model.native is not None:
             batch.page(self.model.native, self.storage)
-        keep = {"logits_to_keep": batch.logits_to_keep} if self._keeps_logits else {}
+        if self.model.varlen:
+            parts = parts_of(batch.plan, self.settings.block_size, self.model.device)
+            batch.varlen = VarlenStep(self.storage, self.model.varlen, parts, batch.slots)
+        if not self._keeps_logits:
+            return self._compute(batch)[batch.logits_to_keep]
+        return self._compute(batch, logits_to_keep=batch.logits_to_keep)
+
+    def _compute(self, batch: Batch, **keep: Tensor) -> Tensor:
+        """The model's forward pass over the batch: logits [rows to keep or all, vocabulary]."""
         token = hooks.current_batch.set(batch)
         try:
             output = self.model.module(
@@ -189,7 +220,7 @@ class Engine:
         finally:
             hooks.current_batch.reset(token)
         logits: Tensor = output.logits[0]
-        return logits if keep else logits[batch.logits_to_keep]
+        return logits
 
     def _import(self, seq: Sequence) -> None:
         """Copy what the worker fetched into the sequence's own blocks."""

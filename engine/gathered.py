@@ -52,7 +52,10 @@ class Chunk:
 
 
 class Gathered:
-    """Which blocks to gather, which of their rows belong to whom, and who sees what. The plan is in the batch's order."""
+    """Which blocks to gather, which of their rows belong to whom, and who sees what.
+
+    The plan is in the batch's order.
+    """
 
     def __init__(self, plan: Plan, block_size: int, device: torch.device) -> None:
         singles = [seq for seq, num in plan if num == 1]

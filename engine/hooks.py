@@ -7,8 +7,8 @@
 
 The model itself sees one sequence of T tokens, shape [1, T]; who belongs to whom is in the `Batch`.
 
-Where the native kernels run, and K and V go from the one place to the other untouched, nothing is gathered: `update()`
-returns what it was given, and attention reads the pool.
+Where the native kernels run, or a GPU's, and K and V go from the one place to the other untouched, nothing is
+gathered: `update()` returns what it was given, and attention reads the pool.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-from engine.attention import Scores, attend_gathered
+from engine.attention import Attended, Scores, attend_gathered
 from engine.batch import Batch
 from engine.masks import Unsupported, first_keys, mask_rule, masks_of
 from engine.storage import KVStorage, LayerShape
@@ -120,19 +120,21 @@ class PagedCache(_PositionedCache):
     ) -> tuple[Tensor, Tensor]:
         """Store K and V, [1, heads, T, size]; return those of all gathered rows, [1, heads, rows, size]."""
         batch = current_batch.get()
-        if batch.paged is not None and layer_idx in self.direct:
-            batch.paged.write(layer_idx, key_states, value_states)
+        step = batch.paged or batch.varlen
+        if step is not None and layer_idx in self.direct:
+            step.write(layer_idx, key_states, value_states)
             batch.given[layer_idx] = (key_states, value_states)
             return key_states, value_states
         keys, values = self.storage.keys[layer_idx], self.storage.values[layer_idx]
         keys.index_put_(batch.slots, key_states[0].transpose(0, 1))
         values.index_put_(batch.slots, value_states[0].transpose(0, 1))
         table = batch.gathered.table
-        batch.given[layer_idx] = found = (_gather(keys, table), _gather(values, table))
+        batch.given[layer_idx] = found = (gather(keys, table), gather(values, table))
         return found
 
 
-def _gather(pool: Tensor, table: Tensor) -> Tensor:
+def gather(pool: Tensor, table: Tensor) -> Tensor:
+    """The rows of those blocks, of K or V of a layer: [1, heads, rows, size]."""
     return pool.index_select(0, table).flatten(0, 1).transpose(0, 1)[None]
 
 
@@ -166,8 +168,10 @@ def paged_attention(
     if batch.paged is not None and owner is not None and key.shape[2] == batch.num_tokens:
         batch.paged.aim(owner, how.scale, first_keys(batch, attention_mask, sliding_window))
         return batch.paged.attend(query, sinks, softcap), None
+    if batch.varlen is not None and owner is not None and owner in batch.varlen.windows:
+        return batch.varlen.attend(owner, query, how.scale), None
     if owner is not None:
-        batch.direct.add(owner)
+        batch.direct[owner] = Attended(query.shape[1], how, attention_mask, sliding_window)
     gathered = batch.gathered
     if key.shape[2] != gathered.num_rows:
         raise Unsupported("a layer's keys and values do not come from the cache")

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.hooks import current_batch, first_keys
+from engine.hooks import current_batch
 from engine.kernels import library
 from engine.kernels.norm import NativeNorm
 from engine.kernels.packed import Activation, PackedLinears
+from engine.masks import first_keys
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -99,7 +100,8 @@ class NativeLayer(nn.Module):
         """[1, T, hidden] to the same."""
         batch = current_batch.get()
         paged = batch.paged
-        assert paged is not None and position_embeddings is not None
+        assert paged is not None
+        assert position_embeddings is not None
         x = hidden_states.contiguous()
         cos, sin = (table.contiguous() for table in position_embeddings)
         out = torch.empty_like(x)

@@ -22,10 +22,11 @@ class MaskRule:
     """
 
     def __init__(self, rule: Callable[..., Any]) -> None:
-        self._visible: Visible | None = None
+        self.visible: Visible | None = None
+        """None: all that came before."""
         if rule is not causal_mask_function:
             zero = torch.zeros((), dtype=torch.long)
-            self._visible = lambda query, key: rule(zero.to(query.device), zero.to(query.device), query, key)
+            self.visible = lambda query, key: rule(zero.to(query.device), zero.to(query.device), query, key)
             _refuse_unusual(rule, zero)
         self._masks: Masks | None = None
         self._first_keys: Tensor | None = None
@@ -41,13 +42,13 @@ class MaskRule:
     def masks(self, gathered: Gathered, dtype: torch.dtype) -> Masks:
         """The masks of this kind of layer, made at its first layer."""
         if self._masks is None:
-            self._masks = gathered.masks(self._visible, dtype)
+            self._masks = gathered.masks(self.visible, dtype)
         return self._masks
 
     def first_keys(self, batch: Batch) -> Tensor | None:
         """For each row the first position it sees, int32 [T], made at the first layer; None if that is 0 for all."""
-        if self._first_keys is None and self._visible is not None:
-            self._first_keys = _first_visible(self._visible, batch.position_ids[0])
+        if self._first_keys is None and self.visible is not None:
+            self._first_keys = _first_visible(self.visible, batch.position_ids[0])
         return self._first_keys
 
 
@@ -62,6 +63,7 @@ def _refuse_unusual(rule: Callable[..., Any], zero: Tensor) -> None:
 
 
 def mask_rule(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> MaskRule:
+    """What transformers calls for the mask of one kind of layer."""
     return MaskRule(mask_function)
 
 
@@ -82,6 +84,23 @@ def first_keys(batch: Batch, rule: object, window: int | None) -> Tensor | None:
         raise Unsupported("it makes its attention masks itself")
     visible = _window_rule(window)
     return None if visible is None else _first_visible(visible, batch.position_ids[0])
+
+
+def visible_of(rule: object, window: int | None) -> Visible | None:
+    """What a layer lets a token see; None: all that came before."""
+    return rule.visible if isinstance(rule, MaskRule) else _window_rule(window)
+
+
+def window_of(visible: Visible | None, length: int) -> int | None:
+    """How many tokens each sees back, itself included, among `length` tokens: 0 for all; None if that varies."""
+    if visible is None:
+        return 0
+    positions = torch.arange(length)
+    num_seen = positions - _first_visible(visible, positions) + 1
+    most = int(num_seen.max())
+    if not bool((num_seen == (positions + 1).clamp(max=most)).all()):
+        return None
+    return most if most < length else 0
 
 
 def _window_rule(window: int | None) -> Visible | None:

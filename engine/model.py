@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer
 
+from engine.cuda.varlen import Windows
 from engine.files import DEMO_MODEL, Progress, locate, one_line, weight_files
 from engine.fingerprint import digests, fingerprint, stamp
 from engine.kernels.library import Library
@@ -61,8 +62,10 @@ class LoadedModel:
     """The files its parameters may be views of; whoever packs a parameter elsewhere calls `weights.release()`."""
     native: Library | None = None
     """The kernels it runs on, if it was put on them."""
+    varlen: Windows = field(default_factory=dict)
+    """Layers whose attention `varlen_attn` computes, on a GPU."""
     direct: frozenset[int] = frozenset()
-    """Layers whose attention the kernels compute."""
+    """Layers whose attention those kernels compute, or `varlen_attn`."""
 
 
 def load(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
@@ -160,6 +163,8 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ModelLoadError(f"no device {name!r}: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ModelLoadError(f"no device {name!r}: models run on cpu and cuda")
     return device
 
 

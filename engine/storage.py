@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cuda.copies import Staging, to_device
+from engine.kernels.memory import zeros
 from engine.sequence import Payload
 
 
@@ -53,8 +55,10 @@ class KVStorage:
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
-        self.data = torch.zeros(num_blocks, layout.block_elements, dtype=layout.dtype, device=device)
-        self._bytes = self.data.view(torch.uint8).numpy() if device.type == "cpu" else None
+        flat = (zeros(num_blocks * layout.block_elements, layout.dtype) if device.type == "cpu"
+                else torch.zeros(num_blocks * layout.block_elements, dtype=layout.dtype, device=device))  # fmt: skip
+        self.data = flat.view(num_blocks, layout.block_elements)
+        self._staging = Staging.on(device, layout.block_elements, layout.dtype) if device.type == "cuda" else None
         self._parts: list[tuple[int, int, int]] = []  # (offset, heads, size of a head) of each K and V in a row
         self.keys: dict[int, Tensor] = {}
         """By layer: [num_blocks, block_size, heads, size]."""
@@ -71,21 +75,18 @@ class KVStorage:
 
     def clear(self, blocks: list[int]) -> None:
         """Zero the blocks, so that what a previous owner left cannot be met, not even behind a mask."""
-        self.data.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
+        self.data.index_fill_(0, to_device(blocks, self.data.device, torch.int64), 0)
 
     def write(self, block: int, payload: Payload) -> None:
         """Fill a block from `block_bytes` bytes."""
-        content = np.frombuffer(payload, dtype=np.uint8)
-        if self._bytes is not None:
-            self._bytes[block] = content
-            return
-        staging = torch.empty(self.layout.block_bytes, dtype=torch.uint8)
-        staging.numpy()[:] = content
-        self.data[block].copy_(staging.view(self.layout.dtype))
+        if self._staging is not None:
+            self._staging.put(self.data[block], payload)
+        else:
+            self.data[block].view(torch.uint8).numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
 
     def read(self, block: int, num_rows: int) -> memoryview:
         """A copy of a block's bytes; rows (tokens) from `num_rows` on are zero."""
-        copy = self.data[block].to("cpu", copy=True)
+        copy = self.data[block].clone() if self._staging is None else self._staging.get(self.data[block])
         if num_rows < self.layout.block_size:
             for offset, heads, size in self._parts:
                 part = copy[offset : offset + heads * self.layout.block_size * size]

@@ -20,7 +20,8 @@ class Packed(Structure):
     """A packed group of linear layers."""
 
     _fields_: ClassVar = [
-        ("data", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("num_panels", c_int64), ("element_bytes", c_int32),
+        ("data", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("num_panels", c_int64),
+        ("element_bytes", c_int32),
     ]  # fmt: skip
 
 
@@ -117,8 +118,8 @@ class StepArgs(Structure):
     """What all layers of a step share."""
 
     _fields_: ClassVar = [
-        ("x", c_void_p), ("out", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("blocks", c_void_p), ("offsets", c_void_p),
-        ("rows", c_int64), ("hidden", c_int64),
+        ("x", c_void_p), ("out", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("blocks", c_void_p),
+        ("offsets", c_void_p), ("rows", c_int64), ("hidden", c_int64),
     ]  # fmt: skip
 
 
@@ -149,7 +150,10 @@ class Library:
         self.select(os.environ.get(ISA_VARIABLE, ""))
 
     def select(self, isa: str) -> None:
-        """Run on the named instruction set from now on, or on the best there is for "". `SettingsError` if it cannot."""
+        """Run on the named instruction set from now on, or on the best there is for "".
+
+        Raises `SettingsError` if that cannot run here.
+        """
         name = self._select(isa.encode())
         if name is None:
             raise SettingsError(f"{ISA_VARIABLE}={isa}: this processor or this build does not have it")

@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.kernels import library
 from engine.kernels.library import Library
+from engine.kernels.memory import zeros
 
 PANEL = 32
 """Output columns of a panel."""
@@ -34,8 +34,8 @@ class Activation(IntEnum):
 class PackedLinears:
     """The weights of linear layers with the same input, packed together: one pass over them serves all.
 
-    With an `activation` there are two of them, gate and up, and the result is act(gate) * up, rounded where the separate
-    modules round. Rows [.., inputs] in, a tensor [.., outputs] for each layer out. A row's result depends on
+    With an `activation` there are two of them, gate and up, and the result is act(gate) * up, rounded where the
+    separate modules round. Rows [.., inputs] in, a tensor [.., outputs] for each layer out. A row's result depends on
     that row alone.
     """
 
@@ -56,7 +56,7 @@ class PackedLinears:
         firsts = [0, 0] if activation else [sum(panels[:i]) for i in range(len(panels))]
         num_panels = panels[0] if activation else sum(panels)
         units = -(-self.inputs * self.dtype.itemsize // 4)
-        self._memory = _aligned(num_panels * units * PANEL)
+        self._memory = zeros(num_panels * units * PANEL, torch.int32)
         for i, weight in enumerate(weights):
             column = width * i if activation else 0
             for row in range(0, len(weight), _PIECE):
@@ -103,15 +103,9 @@ class PackedLinears:
 
 def weight_of(linear: nn.Module) -> Tensor:
     """The weight as [outputs, inputs]."""
-    weight: Any = linear.weight
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
     return weight.detach().t() if isinstance(linear, Conv1D) else weight.detach()
-
-
-def _aligned(num_units: int) -> Tensor:
-    """int32 [num_units], zero, at an address that 64 divides."""
-    whole = torch.zeros(num_units + 16, dtype=torch.int32)
-    skip = -whole.data_ptr() % 64 // 4
-    return whole[skip : skip + num_units]
 
 
 def _bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_panels: int) -> Tensor | None:
@@ -137,6 +131,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.group = group
         self.in_features, self.out_features = group.inputs, group.outputs[0]
+        self.weight = torch.empty(0, dtype=group.dtype)
+        """Empty: some models ask it for its dtype."""
         self._x: Tensor | None = None
         self._outs: list[Tensor] = []
 
@@ -165,6 +161,7 @@ class PackedFollower(nn.Module):
         self._first = [first]  # in a list, so that it is not a submodule of this one too
         self._index = index
         self.in_features, self.out_features = first.group.inputs, first.group.outputs[index]
+        self.weight = torch.empty(0, dtype=first.group.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., inputs] to [.., outputs]."""

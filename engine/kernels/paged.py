@@ -24,7 +24,9 @@ class PagedStep:
         self._blocks, self._offsets = slots
         layout = storage.layout
         self._layers = {shape.layer: shape for shape in layout.layers}
-        segments, table, row = [], [], 0
+        segments: list[tuple[int, int, int, int]] = []
+        table: list[int] = []
+        row = 0
         for seq, num in plan:
             segments.append((row, num, seq.num_computed, len(table)))
             table += seq.blocks[: -(-(seq.num_computed + num) // layout.block_size)]

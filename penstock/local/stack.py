@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -39,13 +40,13 @@ class Worker:
 
 
 def shares_of_cores(num_workers: int) -> list[list[int]]:
-    """This process's cores, dealt out to the workers as evenly as they go; no shares where there are too few.
+    """The cores of this process, dealt out to the workers as evenly as they go; no shares where there are too few.
 
     Threads that compute on cores of their own do not wait for each other's.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     bounds = [len(cores) * i // num_workers for i in range(num_workers + 1)]
-    return [cores[low:high] if len(cores) >= num_workers else [] for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [cores[low:high] if len(cores) >= num_workers else [] for low, high in pairwise(bounds)]
 
 
 class Stack:

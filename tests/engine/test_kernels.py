@@ -112,7 +112,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     for threads in (1, 2, 3):
         native.set_threads(threads)
         for size in (2, 7, 16, 31, 64, 500):
-            batched = torch.cat([group(part)[0] for part in x.split(size)])
+            batched = torch.cat([group(part)[0] for part in torch.split(x, size)])
             assert torch.equal(batched, alone), f"batches of {size} on {threads} threads"
 
 

@@ -2,10 +2,10 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from engine import accelerate
 from engine.accelerate import speed_up
@@ -52,12 +52,14 @@ def _prompts() -> list[list[int]]:
     return [[rng.randrange(5, 1000) for _ in range(length)] for length in lengths]
 
 
-def _sequences() -> list[Sequence]:
+def _sequence(index: int, **given: Any) -> Sequence:
     """Greedy and sampled ones in turns."""
-    return [
-        sequence(prompt, MAX_NEW, name=f"s{i}", **({"sampling": SAMPLED, "seed": i} if i % 2 else {}))
-        for i, prompt in enumerate(_prompts())
-    ]
+    how: dict[str, Any] = {"sampling": SAMPLED, "seed": index} if index % 2 else {}
+    return sequence(_prompts()[index], MAX_NEW, name=f"s{index}", **how, **given)
+
+
+def _sequences() -> list[Sequence]:
+    return [_sequence(index) for index in range(len(_prompts()))]
 
 
 def _engine(model: LoadedModel, *, threads: int = 1, chunk: int = 256, batch: int = 32) -> Engine:
@@ -100,10 +102,7 @@ def test_tokens_do_not_depend_on_a_hand_off_or_a_prefix_hit(fast: LoadedModel) -
 def test_a_resumed_request_goes_on_as_if_nothing_had_happened(fast: LoadedModel) -> None:
     alone = [run(_engine(fast), [seq])[0] for seq in _sequences()]
     for cut in (1, 20, MAX_NEW - 1):
-        resumed = [
-            sequence(prompt, MAX_NEW, given=output[:cut], **({"sampling": SAMPLED, "seed": i} if i % 2 else {}))
-            for i, (prompt, output) in enumerate(zip(_prompts(), alone, strict=True))
-        ]
+        resumed = [_sequence(index, given=output[:cut]) for index, output in enumerate(alone)]
         assert run(_engine(fast, chunk=33), resumed) == alone, f"resumed after {cut} tokens"
 
 
@@ -121,7 +120,7 @@ def test_blocks_of_another_instruction_set_are_not_taken_for_ours() -> None:
 
 
 @pytest.mark.parametrize("broken", ["norm", "scale"])
-def test_a_layer_that_only_looks_like_the_common_one_stays_as_it_is(broken: str, demo: LoadedModel) -> None:
+def test_a_layer_that_only_looks_like_the_common_one_stays_as_it_is(broken: str) -> None:
     model = load(EngineSettings(dtype="float32"))
     layer = model.module.model.layers[2]
     if broken == "norm":
@@ -131,14 +130,3 @@ def test_a_layer_that_only_looks_like_the_common_one_stays_as_it_is(broken: str,
     speed_up(model)
     kinds = [isinstance(part, NativeLayer) for part in model.module.model.layers]
     assert kinds == [True, True, False, True, True, True]
-    del demo
-
-
-def test_a_model_of_another_form_keeps_its_modules_and_gets_packed_layers() -> None:
-    config = transformers.Gemma2Config(
-        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=96, vocab_size=256, sliding_window=24, max_position_embeddings=256,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    module = transformers.Gemma2ForCausalLM(config).eval()
-    assert module is not None

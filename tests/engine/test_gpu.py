@@ -1,0 +1,399 @@
+"""What runs on a GPU: all that can be held on a CPU with stand-ins (`no_gpu.py`), the rest marked `gpu`."""
+
+import random
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention import Attended, Scores
+from engine.check import check
+from engine.cuda import trial
+from engine.cuda.copies import Staging
+from engine.cuda.decode import DecodeGraphs, HostRows
+from engine.cuda.varlen import bucket, parts_of
+from engine.engine import Engine
+from engine.masks import MaskRule, visible_of, window_of
+from engine.model import LoadedModel, load
+from engine.sequence import Sequence
+from engine.storage import LayerShape
+from penstock.messages import Sampling
+from penstock.settings import EngineSettings
+from tests.engine.helpers import handed_over, run, sequence
+from tests.engine.no_gpu import Queues, TapeRecorder, model_on, recording, varlen_attn
+
+CPU = torch.device("cpu")
+SAMPLED = Sampling(temperature=0.9, top_p=0.95)
+SMALL = EngineSettings(max_batch=6, max_step_tokens=40, pool_mb=16)
+
+
+@pytest.fixture(scope="module")
+def prompts(demo: LoadedModel) -> list[list[int]]:
+    """Of 1 to 90 tokens; two begin alike."""
+    rng = random.Random(6)
+    found = [[rng.randrange(demo.vocab_size) for _ in range(length)] for length in (1, 5, 16, 17, 33, 90, 40)]
+    return [*found, found[-1][:32] + found[0]]
+
+
+@pytest.fixture(scope="module")
+def expected(demo: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
+    return run(Engine(demo, SMALL), _seqs(prompts))
+
+
+def _seqs(prompts: list[list[int]]) -> list[Sequence]:
+    """Some greedy, some sampled, of different lengths."""
+    return [
+        sequence(p, 6 + 5 * n, name=str(n), sampling=SAMPLED if n % 3 else Sampling(temperature=0.0))
+        for n, p in enumerate(prompts)
+    ]
+
+
+# Which layers
+
+
+def test_all_layers_of_a_plain_model_are_taken(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_on(monkeypatch, demo, varlen_attn)
+    assert model.varlen == {shape.layer: 0 for shape in demo.layout.layers}
+    assert model.direct == frozenset(model.varlen)
+    assert demo.varlen == {}
+
+
+def _refuses(*args: Any, **kwargs: Any) -> Tensor:
+    raise RuntimeError("Paged KV cache block size must be divisible by 256")
+
+
+def _sees_too_much(*args: Any, seqused_k: Tensor, **kwargs: Any) -> Tensor:
+    return varlen_attn(*args, seqused_k=seqused_k + 1, **kwargs)
+
+
+def _sees_too_little(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> Tensor:
+    return varlen_attn(*args, window_size=(60, 0), **kwargs)
+
+
+@pytest.mark.parametrize("kernel", [_refuses, _sees_too_much, _sees_too_little])
+def test_a_kernel_that_cannot_or_is_wrong_is_not_used(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]
+) -> None:
+    model = model_on(monkeypatch, demo, kernel)
+    assert model.varlen == {}
+    assert model.direct == frozenset()
+
+
+def test_no_layer_of_a_model_in_32_bits_is_taken(demo: LoadedModel) -> None:
+    assert demo.dtype == torch.float32
+    trial.use_varlen(demo)
+    assert demo.varlen == {}
+
+
+@pytest.mark.parametrize(
+    ("softcap", "sinks", "window", "found"),
+    [
+        (None, None, None, 0),
+        (None, None, 7, 7),
+        (30.0, None, None, None),
+        (None, torch.zeros(4), None, None),
+    ],
+)
+def test_what_a_layer_may_have(
+    demo: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window: int | None,
+    found: int | None,
+) -> None:
+    model = model_on(monkeypatch, demo, varlen_attn)
+    how = Attended(4, Scores(0.2, softcap, sinks), None, window)
+    assert trial.window_if_it_agrees(model, LayerShape(0, (2, 16), (2, 16)), how) == found
+
+
+def _rule(visible: Callable[[Any, Any], Any]) -> MaskRule:
+    return MaskRule(lambda batch, head, query, key: (key <= query) & visible(query, key))
+
+
+def test_windows_are_found_in_rules() -> None:
+    assert window_of(visible_of(None, None), 100) == 0
+    assert window_of(visible_of(None, 100), 100) == 0  # it never hides anything
+    assert window_of(visible_of(None, 99), 100) == 99
+    assert window_of(visible_of(_rule(lambda query, key: key > query - 8), None), 100) == 8
+    assert window_of(visible_of(_rule(lambda query, key: key // 8 == query // 8), None), 100) is None
+
+
+# Steps
+
+
+def test_sizes_are_padded_to_powers_of_two() -> None:
+    assert [bucket(n) for n in (1, 2, 3, 4, 5, 31, 33)] == [1, 2, 4, 4, 8, 32, 64]
+
+
+def test_a_step_is_two_calls_at_most() -> None:
+    plan = []
+    for length, computed, num, blocks in ((9, 8, 1, [4, 2, 7]), (1, 0, 1, [9]), (2, 1, 1, [5]), (12, 5, 6, [3, 1, 8])):
+        seq = sequence([0] * length, prefix_keys=[])
+        seq.num_computed, seq.blocks = computed, blocks
+        plan.append((seq, num))
+    singles, chunks = parts_of(plan, 4, CPU)
+    assert singles.tables.tolist() == [[4, 2, 7, 4], [9, 9, 9, 9], [5, 5, 5, 5], [4, 4, 4, 4]]
+    assert singles.lengths.tolist() == [9, 1, 2, 1]
+    assert (singles.rows, singles.num_queries, singles.starts.tolist()) == (slice(0, 3), 4, [0, 1, 2, 3, 4])
+    assert chunks.tables.tolist() == [[3, 1, 8, 3]]
+    assert (chunks.lengths.tolist(), chunks.starts.tolist()) == ([11], [0, 6])
+    assert (chunks.rows, chunks.num_queries, chunks.longest) == (slice(3, 9), 8, 8)
+
+
+def test_tokens_are_the_torch_paths(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    model = model_on(monkeypatch, demo, varlen_attn)
+    engine = Engine(model, SMALL)
+    first = sequence(prompts[5], 11)
+    assert run(engine, [first], remove=False) == run(Engine(demo, SMALL), [sequence(prompts[5], 11)])
+    assert run(Engine(model, SMALL), [handed_over(engine, first)]) == [first.output]
+    assert run(Engine(model, SMALL), _seqs(prompts)) == expected
+
+
+# Recorded decode steps
+
+
+def test_recorded_steps_give_the_same_tokens(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine, recorder = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
+    assert run(engine, _seqs(prompts)) == expected
+    assert recorder.num_recorded == 4  # 1, 2, 4 and 8 sequences
+    assert recorder.num_replayed > 20
+
+
+def test_recorded_steps_survive_preemption(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine, recorder = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
+    engine.pool._free = type(engine.pool._free)(range(10))  # blocks for less than all
+    for seq in (seqs := _seqs(prompts)):
+        engine.add(seq)
+    while engine.has_work():
+        for item in engine.step():
+            if item.seq.num_output == item.seq.max_new:
+                engine.remove(item.seq)
+    assert [seq.output for seq in seqs] == expected
+    assert engine.scheduler.num_preemptions > 0
+    assert recorder.num_replayed > 20
+
+
+def test_padding_writes_to_the_spare_block_only(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, recorder = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
+    seqs = [sequence([n + 3] * 20, 6, name=str(n)) for n in range(3)]
+    run(engine, seqs, remove=False)
+    assert recorder.num_replayed > 0
+    used = {block for seq in seqs for block in seq.blocks} | {engine.pool.num_blocks}
+    written = {block for block, content in enumerate(engine.storage.data) if bool(content.any())}
+    assert written == used
+
+
+def test_what_cannot_be_recorded_is_run(
+    demo: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def waits(*args: Any, **kwargs: Any) -> Tensor:
+        return varlen_attn(*args, **kwargs) * (1 if float(args[0].sum()) else 2)
+
+    engine, recorder = recording(model_on(monkeypatch, demo, waits), SMALL)
+    assert run(engine, _seqs(prompts)) == expected
+    assert recorder.num_recorded == 0
+    assert [record.message for record in caplog.records] == [
+        "decode steps are launched one kernel at a time: operation not permitted when stream is capturing"
+    ]
+
+
+def test_graphs_need_every_layer(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_on(monkeypatch, demo, varlen_attn)
+    model.varlen = {layer: window for layer, window in model.varlen.items() if layer}
+    assert Engine(model, SMALL)._make_graphs(TapeRecorder()) is None
+
+
+# The inputs of a recorded step
+
+
+def _decoding(blocks: list[int], length: int) -> Sequence:
+    seq = sequence([100 + length] * length, max_new=50, prefix_keys=[])
+    seq.blocks, seq.num_computed = blocks, length - 1
+    return seq
+
+
+def _contents(host: HostRows, size: int) -> list[Any]:
+    return [x.tolist() for x in (host.numbers[:, :size], host.lengths[:size], host.tables[:size])]
+
+
+def _anew(seqs: list[Sequence], size: int) -> list[Any]:
+    host = HostRows(8, 4, 4, 99, pinned=False)
+    host.fill(seqs, size)
+    return _contents(host, size)
+
+
+def test_rows_of_a_decode_step() -> None:
+    seqs = [_decoding([7, 3], 6), _decoding([5], 1), _decoding([1, 2, 4], 9)]
+    assert _anew(seqs, 4) == [
+        [[106, 101, 109, 0], [5, 0, 8, 0], [3, 5, 4, 99], [1, 0, 0, 0]],
+        [6, 1, 9, 1],
+        [[7, 3, 99, 99], [5, 99, 99, 99], [1, 2, 4, 99], [99, 99, 99, 99]],
+    ]
+
+
+def test_only_what_changed_is_written() -> None:
+    host = HostRows(8, 4, 4, 99, pinned=False)
+    seqs = [_decoding([7, 3], 6), _decoding([5], 4), _decoding([1, 2, 6], 9)]
+    assert host.fill(seqs, 4) == 3
+    assert host.fill(seqs, 4) == 0
+    for seq in seqs:
+        seq.token_ids.append(200)
+        seq.num_computed += 1
+    assert host.prepare(seqs) == 2  # the second one's next block is not there yet
+    seqs[1].blocks += [8]
+    assert host.fill(seqs, 4) == 1
+    assert _contents(host, 4) == _anew(seqs, 4)
+
+
+def test_rows_follow_who_leaves_and_who_comes() -> None:
+    host = HostRows(8, 4, 4, 99, pinned=False)
+    seqs = [_decoding([n, n + 10, n + 20], 9 + n % 3) for n in range(6)]
+    host.fill(seqs, 8)
+    for now in (seqs[1:], seqs[3:], [*seqs[3:], _decoding([55], 2)], [_decoding([2], 10 - 7)], seqs):
+        host.fill(now, bucket(len(now)))
+        assert _contents(host, bucket(len(now))) == _anew(now, bucket(len(now)))
+    seqs[0].blocks = [70, 71, 72]  # preempted, and back
+    host.fill(seqs, 8)
+    assert _contents(host, 8) == _anew(seqs, 8)
+
+
+# Copies
+
+
+def _staging(num_buffers: int) -> tuple[Queues, Staging, Tensor]:
+    queues = Queues()
+    return queues, Staging(queues, torch.zeros(num_buffers, 2, dtype=torch.int16)), torch.zeros(6, 2, dtype=torch.int16)
+
+
+def _payload(number: int) -> bytes:
+    return number.to_bytes(2, "little") * 2
+
+
+def test_a_step_reads_what_was_imported_before_it() -> None:
+    queues, staging, pool = _staging(2)
+    seen: list[list[int]] = []
+    queues.compute(lambda: seen.append(pool[:, 0].tolist()))  # a step under way, which still reads the old content
+    for block in range(6):
+        staging.put(pool[block], _payload(block + 1))
+    queues.compute(lambda: seen.append(pool[:, 1].tolist()))
+    queues.finish()
+    assert seen == [[0] * 6, [1, 2, 3, 4, 5, 6]]
+
+
+def test_an_export_has_what_was_computed_before_it_and_waits_for_no_more() -> None:
+    queues, staging, pool = _staging(2)
+    done: list[str] = []
+    queues.compute(lambda: pool.fill_(7))
+    queues.compute(lambda: done.append("before"))
+    staging.put(pool[1], _payload(5))
+    first = staging.get(pool[0])
+    queues.compute(lambda: done.append("after"))
+    second = staging.get(pool[1])
+    assert (first.tolist(), second.tolist(), done) == ([7, 7], [5, 5], ["before", "after"])
+    third = staging.get(pool[2])
+    queues.compute(lambda: done.append("later"))
+    assert third.tolist() == [7, 7]
+    assert done == ["before", "after"]
+    assert first.tolist() == [7, 7]  # no view of a buffer that is used again
+
+
+# On a GPU
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+on_gpu = pytest.mark.parametrize("block_size", [pytest.param(16, marks=needs_gpu), pytest.param(256, marks=needs_gpu)])
+
+
+def _gpu(block_size: int, dtype: Literal["float32", "bfloat16"]) -> LoadedModel:
+    """The demo model, checked and put on the GPU's kernels."""
+    settings = EngineSettings(device="cuda", dtype=dtype, block_size=block_size)
+    model = load(settings)
+    check(model, settings)
+    return model
+
+
+def _settings(block_size: int) -> EngineSettings:
+    return SMALL.model_copy(update={"block_size": block_size, "pool_mb": 128})
+
+
+def _plain(prompts: list[list[int]], num_new: int) -> list[Sequence]:
+    return [sequence(p, num_new, name=str(n), prefix_keys=[]) for n, p in enumerate(prompts)]
+
+
+@on_gpu
+def test_float32_tokens_are_the_cpus(demo: LoadedModel, prompts: list[list[int]], block_size: int) -> None:
+    model = _gpu(block_size, "float32")
+    assert model.varlen == {}
+    assert run(Engine(model, _settings(block_size)), _plain(prompts, 12)) == run(
+        Engine(demo, SMALL), _plain(prompts, 12)
+    )
+
+
+@on_gpu
+def test_16_bits_use_paged_attention_and_graphs(prompts: list[list[int]], block_size: int) -> None:
+    model = _gpu(block_size, "bfloat16")
+    assert model.varlen.keys() == {shape.layer for shape in model.layout.layers}
+    engine = Engine(model, _settings(block_size))
+    run(engine, _plain(prompts, 24))
+    assert isinstance(engine._graphs, DecodeGraphs)
+    assert engine._graphs._works
+    assert set(engine._graphs._replays) >= {4, 8}
+
+
+@on_gpu
+@torch.inference_mode()
+def test_a_replayed_step_is_a_launched_one(prompts: list[list[int]], block_size: int) -> None:
+    engine = Engine(_gpu(block_size, "bfloat16"), _settings(block_size))
+    graphs = engine._graphs
+    assert graphs is not None
+    for seq in (seqs := _plain(prompts[2:5], 30)):
+        engine.add(seq)
+    for _ in range(12):
+        engine.step()
+    assert 4 in graphs._replays
+    decoding = [seq for seq in seqs if seq.num_pending == 1]
+    for seq in decoding:  # a block for the next token
+        assert seq.num_computed < len(seq.blocks) * block_size
+    replayed = graphs.run(decoding)[: len(decoding)].clone()
+    launched = graphs._work(4)[: len(decoding)]
+    assert torch.equal(replayed, launched)
+
+
+@on_gpu
+def test_16_bit_tokens_are_nearly_the_torch_paths(prompts: list[list[int]], block_size: int) -> None:
+    model = _gpu(block_size, "bfloat16")
+    fast = run(Engine(model, _settings(block_size)), _plain(prompts, 12))
+    model.varlen, model.direct = {}, frozenset()
+    slow = run(Engine(model, _settings(block_size)), _plain(prompts, 12))
+    assert sum(a == b for a, b in zip(fast, slow, strict=True)) >= len(prompts) // 2
+
+
+@on_gpu
+def test_blocks_travel(demo: LoadedModel, prompts: list[list[int]], block_size: int) -> None:
+    model = _gpu(block_size, "float32")
+    engine, again = (Engine(model, _settings(block_size)) for _ in range(2))
+    seq = sequence(prompts[5], 11, prefix_keys=[])
+    run(engine, [seq], remove=False)
+    taken = handed_over(engine, seq)
+    payloads = [bytes(payload) for _, payload in taken.imported]
+    assert run(again, [taken], remove=False) == [seq.output]
+    for index, payload in enumerate(payloads[: len(prompts[5]) // block_size]):
+        assert bytes(again.export_block(taken, index)) == payload
+
+
+@on_gpu
+def test_a_pool_that_is_too_large_is_refused(block_size: int) -> None:
+    with pytest.raises(Exception, match="not enough memory on cuda"):
+        load(EngineSettings(device="cuda", pool_mb=10**7, block_size=block_size))
