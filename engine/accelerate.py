@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine import hooks
 from engine.batch import Batch
+from engine.body import NativeBody, body_of
 from engine.cuda.trial import use_varlen
 from engine.kernels.library import Library, load
 from engine.kernels.norm import NativeNorm
@@ -33,7 +34,7 @@ from engine.kernels.packed import (
     weight_of,
 )
 from engine.layer import LayerForm, NativeLayer, form_of
-from engine.masks import Unsupported
+from engine.masks import MaskRule, Unsupported
 from engine.model import LoadedModel
 from engine.sequence import Sequence
 from engine.storage import KVStorage
@@ -63,6 +64,8 @@ class _Record:
     kept: list[Tensor] = field(default_factory=list)
     """Those tensors, so that none takes another's identity."""
     direct: frozenset[int] = frozenset()
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    """[T, vocabulary]"""
 
 
 @torch.inference_mode()
@@ -76,7 +79,9 @@ def speed_up(model: LoadedModel) -> None:
         return
     record = _watch(model)
     model.native, model.direct = native, record.direct
-    _Replacer(model, native, model.weights.release, record).run()
+    replacer = _Replacer(model, native, model.weights.release, record)
+    replacer.run()
+    model.body = replacer.body()
     if model.dtype != torch.float32:
         # In 16 bits another instruction set rounds otherwise: its blocks are not ours.
         model.fingerprint = hashlib.sha256(f"{model.fingerprint} {native.isa}".encode()).hexdigest()
@@ -98,7 +103,8 @@ def _watch(model: LoadedModel) -> _Record:
     try:
         with hooks.running(model.module, batch):
             ids, positions = batch.input_ids, batch.position_ids
-            model.module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            output = model.module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            record.logits = output.logits[0].float()
     finally:
         for handle in handles:
             handle.remove()
@@ -158,6 +164,18 @@ class _Replacer:
                     self._put(name, norm)
         for names in self._record.inputs.values():
             self._replace_linears(names)
+
+    def body(self) -> NativeBody | None:
+        """The whole model as one, if its form allows that and it gives the same logits."""
+        masks = [call.kwargs.get("attention_mask") for call in self._record.calls.values() if call.kwargs]
+        new, batch = body_of(self._root), _batch(self._model)
+        if new is None or not all(isinstance(mask, MaskRule) and mask.is_plain for mask in masks):
+            return None
+        batch.page(self._native, self._storage)
+        with hooks.running(self._root, batch):
+            mine = new(batch.input_ids, batch.position_ids).logits[0].float()
+        error = (mine - self._record.logits).square().mean().sqrt()
+        return new if error <= self._tolerance * self._record.logits.std() else None
 
     def _put(self, name: str, new: nn.Module) -> None:
         parent, _, child = name.rpartition(".")

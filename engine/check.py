@@ -138,9 +138,13 @@ def _compare_logits(model: LoadedModel, settings: EngineSettings, tokens: list[i
 def _last_logits(model: LoadedModel) -> Iterator[list[Tensor]]:
     """The logits of the last position of each forward pass, as they come."""
     seen: list[Tensor] = []
-    handle = model.module.register_forward_hook(
-        lambda module, args, output: seen.append(output.logits[0, -1].float().clone())
-    )
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        if model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # it is only recorded
+        seen.append(output.logits[0, -1].float().clone())
+
+    handle = (model.body or model.module).register_forward_hook(note)
     try:
         yield seen
     finally:

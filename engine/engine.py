@@ -15,6 +15,7 @@ from engine import hooks
 from engine.batch import Batch
 from engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
 from engine.cuda.varlen import VarlenStep, parts_of
+from engine.memory import keep_freed_memory
 from engine.model import LoadedModel, Progress, load
 from engine.pool import BlockPool
 from engine.sampler import Draw, logprobs, sample
@@ -80,12 +81,12 @@ class Engine:
             max_batch=self.settings.max_batch,
             max_blocks=min(self.pool.num_blocks, -(-self.model.context_length // self.settings.block_size)),
             spare=self.pool.num_blocks,
-            compute=self._compute,
             recorder=recorder,
         )
 
     def _set_threads(self) -> None:
         """The kernels have threads of their own; torch's would spin beside them."""
+        keep_freed_memory()
         native = self.model.native
         torch.set_num_threads(1 if native else self.settings.threads)
         if native is not None:
@@ -196,7 +197,7 @@ class Engine:
         if batch.fresh_blocks:
             self.storage.clear(batch.fresh_blocks)
         if self._graphs is not None and self._graphs.suits(batch.plan):
-            return self._graphs.run([seq for seq, _ in batch.plan])
+            return self._graphs.run([seq for seq, _ in batch.plan], self._compute)
         if self.model.native is not None:
             batch.page(self.model.native, self.storage)
         if self.model.varlen:
@@ -210,7 +211,7 @@ class Engine:
         """The model's forward pass over the batch: logits [rows to keep or all, vocabulary]."""
         token = hooks.current_batch.set(batch)
         try:
-            output = self.model.module(
+            output = (self.model.body or self.model.module)(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 past_key_values=self._cache,

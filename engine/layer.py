@@ -12,6 +12,7 @@ from engine.hooks import current_batch
 from engine.kernels import library
 from engine.kernels.norm import NativeNorm
 from engine.kernels.packed import Activation, PackedLinears
+from engine.kernels.paged import PagedStep
 from engine.masks import first_keys
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -81,7 +82,8 @@ class NativeLayer(nn.Module):
         activation: Activation,
     ) -> None:
         super().__init__()
-        self._form, self._groups, self._norms = form, groups, norms
+        self.form = form
+        self._groups, self._norms = groups, norms
         qkv, output, gate_up, down = (ctypes.pointer(group.packed) for group in groups)
         weights = [norm.weight.data_ptr() for norm in norms] + [None] * (4 - len(norms))
         self._args = library.LayerArgs(
@@ -99,14 +101,19 @@ class NativeLayer(nn.Module):
     ) -> Tensor:
         """[1, T, hidden] to the same."""
         batch = current_batch.get()
-        paged = batch.paged
-        assert paged is not None
+        assert batch.paged is not None
         assert position_embeddings is not None
-        x = hidden_states.contiguous()
-        cos, sin = (table.contiguous() for table in position_embeddings)
-        out = torch.empty_like(x)
-        form, step = self._form, paged.step
-        paged.aim(form.index, form.scale, first_keys(batch, attention_mask, form.window))
+        first_key = first_keys(batch, attention_mask, self.form.window)
+        return self.run(batch.paged, hidden_states.contiguous(), position_embeddings, first_key)
+
+    def run(
+        self, paged: PagedStep, x: Tensor, position_embeddings: tuple[Tensor, Tensor], first_key: Tensor | None
+    ) -> Tensor:
+        """The same, contiguous, for tokens that see what came after `first_key` (`PagedStep.aim`)."""
+        cos, sin = position_embeddings
+        cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
+        form, step = self.form, paged.step
+        paged.aim(form.index, form.scale, first_key)
         paged.args.heads, paged.args.sinks, paged.args.softcap = form.heads, None, 0.0
         step.x, step.out, step.cos, step.sin = x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
         step.hidden = x.shape[-1]

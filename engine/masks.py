@@ -39,6 +39,11 @@ class MaskRule:
     def __getitem__(self, index: object) -> Any:
         raise Unsupported("it works on its attention mask itself, as sparse indexers do")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token sees all that came before."""
+        return self.visible is None
+
     def masks(self, gathered: Gathered, dtype: torch.dtype) -> Masks:
         """The masks of this kind of layer, made at its first layer."""
         if self._masks is None:

@@ -1,5 +1,6 @@
 """How much memory there is for a model, so that one that does not fit is refused instead of killed later."""
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,18 @@ def check_room(weights: int, pool_mb: int, device: torch.device) -> None:
             f"not enough memory on {device}: the weights take {_mb(weights)}, the KV pool "
             f"{_mb(pool)} (PENSTOCK_ENGINE_POOL_MB={pool_mb}), and {_mb(available)} are available"
         )
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator keep what is freed, as far as it has a say (glibc).
+
+    The large tensors of a step would otherwise be mapped and unmapped by each: a page fault for every 4 KB of logits.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(mmap_threshold, 32 * 2**20)  # the most it takes
+        mallopt(trim_threshold, 512 * 2**20)
 
 
 def _mb(size: int) -> str:

@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer
 
+from engine.body import NativeBody
 from engine.cuda.varlen import Windows
 from engine.files import DEMO_MODEL, Progress, locate, one_line, weight_files
 from engine.fingerprint import digests, fingerprint, stamp
@@ -66,6 +67,8 @@ class LoadedModel:
     """Layers whose attention `varlen_attn` computes, on a GPU."""
     direct: frozenset[int] = frozenset()
     """Layers whose attention those kernels compute, or `varlen_attn`."""
+    body: NativeBody | None = None
+    """What the engine calls in the module's place, if that has a shorter way to the logits."""
 
 
 def load(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:

@@ -21,6 +21,8 @@ __all__ = ["Draw", "logprobs", "sample", "uniform"]
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """One token for each row of `logits` [rows, vocabulary], which stay as they are."""
     assert len(logits) == len(draws)
+    if not any(changes_scores(draw.sampling) or draw.sampling.temperature > 0 for draw in draws):
+        return list(best(logits).tolist())
     scores = logits.float()
     if any(changes_scores(draw.sampling) for draw in draws):
         scores = scores.clone() if scores is logits else scores

@@ -13,7 +13,7 @@ NUM_BUFFERS = 8
 """Blocks that can be under way to the GPU at once."""
 
 
-def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> Tensor:
+def to_device(values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> Tensor:
     """The numbers on the device. The host does not wait for them to be there."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)

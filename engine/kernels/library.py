@@ -97,6 +97,15 @@ class PackArgs(Structure):
     ]  # fmt: skip
 
 
+class BestArgs(Structure):
+    """The highest value of each row."""
+
+    _fields_: ClassVar = [
+        ("values", c_void_p), ("rows", c_int64), ("columns", c_int64), ("row_stride", c_int64), ("best", c_void_p),
+        ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
 class LookupArgs(Structure):
     """Rows of a packed weight."""
 
@@ -130,7 +139,7 @@ class Library:
         handle.penstock_select.argtypes, handle.penstock_select.restype = [c_char_p], c_char_p
         handle.penstock_set_threads.argtypes = [c_int]
         handle.penstock_read.argtypes, handle.penstock_read.restype = [c_void_p, c_int64], c_uint64
-        for name in ("pack", "linear", "lookup", "attention", "write", "norm", "rope"):
+        for name in ("pack", "linear", "lookup", "attention", "write", "norm", "rope", "best"):
             getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
             getattr(handle, f"penstock_{name}").restype = None
         handle.penstock_layer.argtypes = [c_void_p, c_void_p, c_void_p]
@@ -145,6 +154,7 @@ class Library:
         self.write = handle.penstock_write
         self.norm = handle.penstock_norm
         self.rope = handle.penstock_rope
+        self.best = handle.penstock_best
         self._select = handle.penstock_select
         self.isa = ""
         self.select(os.environ.get(ISA_VARIABLE, ""))

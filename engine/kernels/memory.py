@@ -1,6 +1,7 @@
 """Memory for what is read all the time: weights and KV blocks."""
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -16,8 +17,6 @@ def zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
     num_bytes = max(1, num_elements * dtype.itemsize)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them
     return torch.frombuffer(memory, dtype=torch.uint8)[: num_elements * dtype.itemsize].view(dtype)

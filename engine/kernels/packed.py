@@ -101,6 +101,16 @@ class PackedLinears:
         return outs
 
 
+def native_best(native: Library, scores: Tensor) -> Tensor:
+    """The column of each row's highest value, the first of equal ones: [rows, columns] to int64 [rows]."""
+    found = torch.empty(len(scores), dtype=torch.int64)
+    args = library.BestArgs(
+        scores.data_ptr(), *scores.shape, scores.stride(0), found.data_ptr(), scores.element_size()
+    )  # fmt: skip
+    native.best(ctypes.addressof(args))
+    return found
+
+
 def weight_of(linear: nn.Module) -> Tensor:
     """The weight as [outputs, inputs]."""
     weight = linear.weight

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.cuda.copies import to_device
 from engine.sampling.draw import Draw, uniform
 from engine.sampling.ranking import MAX_BY_BLOCKS, first
 from engine.sampling.shares import pick, pick_in_blocks, weigh, weigh_blocks
@@ -103,4 +104,4 @@ class _Columns:
         self.uniform = self._column([uniform(draw.seed, draw.position) for draw in draws], torch.float64)
 
     def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)[:, None]
+        return to_device(values, self._device, dtype)[:, None]

@@ -9,6 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.kernels import library
+from engine.kernels.packed import DTYPES, native_best
+
 BLOCK = 64
 MAX_BY_BLOCKS = 128
 """More tokens than this are ranked by looking at the whole row."""
@@ -37,7 +40,11 @@ def in_blocks(scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best(scores: Tensor) -> Tensor:
-    """Id of each row's highest score, the lowest of equal ones: [rows]."""
+    """Id of each row's highest score, the lowest of equal ones: [rows]. Scores may be of any floating dtype."""
+    native = library.load()
+    if native is not None and scores.device.type == "cpu" and scores.dtype in DTYPES and scores.stride(1) == 1:
+        return native_best(native, scores)
+    scores = scores.float()
     block = by_block(scores, _maximum).argmax(-1, keepdim=True)
     found, ids = in_blocks(scores, block)
     return ids.gather(1, found.argmax(-1, keepdim=True))[:, 0]

@@ -70,6 +70,9 @@ def model_on(monkeypatch: pytest.MonkeyPatch, model: LoadedModel, kernel: Callab
     return model
 
 
+_WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
+
+
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operation, with the tensors it read and made."""
 
@@ -78,7 +81,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func in _WAITS:
             raise RuntimeError("operation not permitted when stream is capturing")
         out = func(*args, **kwargs or {})
         self.operations.append((func, args, kwargs or {}, out))

@@ -1,5 +1,5 @@
-// RMSNorm and rotary embeddings, rounded where the transformers modules round; and a plain reading of memory, the limit
-// that everything else is compared with.
+// RMSNorm and rotary embeddings, rounded where the transformers modules round; the best of a row of logits; and a plain
+// reading of memory, the limit that everything else is compared with.
 #include <atomic>
 #include <cmath>
 
@@ -62,6 +62,29 @@ template <class T> void rope_of(const RopeArgs& a) {
   });
 }
 
+// Lanes keep their own first maximum; values before NaNs win, as nothing compares greater than them.
+template <class T> int64_t best_of(const T* values, int64_t columns) {
+  const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32x16 high = all(-INFINITY);
+  i32x16 where = lanes;
+  for (int64_t i = 0; i < columns; i += 16) {
+    f32x16 v = load_first(values + i, int(columns - i));
+    if (columns - i < 16) v = lanes < int(columns - i) ? v : all(-INFINITY);
+    i32x16 higher = v > high;
+    high = higher ? v : high;
+    where = higher ? lanes + int(i) : where;
+  }
+  int best = 0;
+  for (int lane = 1; lane < 16; lane++) {
+    if (high[lane] > high[best] || (high[lane] == high[best] && where[lane] < where[best])) best = lane;
+  }
+  return where[best];
+}
+
+template <class T> void best_rows(const BestArgs& a) {
+  pool::run(int(a.rows), [&](int row) { a.best[row] = best_of((const T*)a.values + row * a.row_stride, a.columns); });
+}
+
 uint64_t read_piece(const uint32_t* p, const uint32_t* end) {
   u32x16 mixed[4] = {};
   for (; p + 64 <= end; p += 64) {
@@ -88,6 +111,7 @@ uint64_t read(const void* data, int64_t bytes) {
   return mixed;
 }
 
+void best(const BestArgs* a) { a->element_bytes == 4 ? best_rows<float>(*a) : best_rows<bf16>(*a); }
 void norm(const NormArgs* a) { a->element_bytes == 4 ? norm_of<float>(*a) : norm_of<bf16>(*a); }
 void rope(const RopeArgs* a) { a->element_bytes == 4 ? rope_of<float>(*a) : rope_of<bf16>(*a); }
 

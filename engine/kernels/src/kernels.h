@@ -158,6 +158,14 @@ struct LookupArgs {
   int64_t rows;
 };
 
+// The column of each row's highest value, the first of equal ones.
+struct BestArgs {
+  const void* values;  // [rows, columns]
+  int64_t rows, columns, row_stride;
+  int64_t* best;  // [rows]
+  int32_t element_bytes;
+};
+
 // The functions of one instruction set.
 struct Table {
   const char* name;
@@ -168,6 +176,7 @@ struct Table {
   void (*write)(const WriteArgs*);
   void (*norm)(const NormArgs*);
   void (*rope)(const RopeArgs*);
+  void (*best)(const BestArgs*);
   // `attention` says all but q and out.
   void (*layer)(const LayerArgs*, const StepArgs*, const AttentionArgs* attention);
   uint64_t (*read)(const void* data, int64_t bytes);  // all of it once, as fast as memory gives it; returns a mixture

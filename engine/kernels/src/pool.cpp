@@ -13,7 +13,7 @@ namespace pool {
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int kSpins = 4000;  // pauses a helper waits for the next job before it sleeps: some tens of microseconds
+constexpr int kSpins = 20000;  // pauses a helper waits for the next job before it sleeps: some hundred microseconds
 
 void relax() {
 #if defined(__x86_64__)

@@ -12,10 +12,11 @@ void attention(const AttentionArgs*);
 void write(const WriteArgs*);
 void norm(const NormArgs*);
 void rope(const RopeArgs*);
+void best(const BestArgs*);
 void layer(const LayerArgs*, const StepArgs*, const AttentionArgs*);
 uint64_t read(const void*, int64_t);
 
 extern const Table table;
-const Table table = {TEXT(ISA), pack, linear, lookup, attention, write, norm, rope, layer, read};
+const Table table = {TEXT(ISA), pack, linear, lookup, attention, write, norm, rope, best, layer, read};
 
 }  // namespace ISA
