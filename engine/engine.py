@@ -56,6 +56,8 @@ class Engine:
         self.storage = KVStorage(model.layout, num_blocks + on_gpu, model.device)
         self._cache = hooks.PagedCache(self.storage, model.direct)
         model.module.set_attn_implementation(hooks.NAME)
+        # Rows that nobody wrote are met only where whole blocks are gathered, behind a mask.
+        self._gathers = model.native is None or model.direct != self.storage.keys.keys()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
         self._graphs = self._make_graphs(CudaRecorder(model.device)) if on_gpu else None
 
@@ -194,7 +196,7 @@ class Engine:
 
     def _forward(self, batch: Batch) -> Tensor:
         """Logits [rows to keep, vocabulary]; the KV of all the batch's tokens is in the pool afterwards."""
-        if batch.fresh_blocks:
+        if batch.fresh_blocks and self._gathers:
             self.storage.clear(batch.fresh_blocks)
         if self._graphs is not None and self._graphs.suits(batch.plan):
             return self._graphs.run([seq for seq, _ in batch.plan], self._compute)

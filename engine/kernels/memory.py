@@ -7,16 +7,44 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 * 2**20
+_SLAB = 64 * 2**20
+_LINE = 64
+
+
+class Arena:
+    """Gives out pieces of large mappings, so that small matrices lie on huge pages too.
+
+    A huge page spares 512 lookups of the page table as its bytes stream by: a tenth to a quarter of the time. A mapping
+    goes when the last of its pieces does.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros at the beginning of a cache line."""
+        num_bytes = num_elements * dtype.itemsize
+        taken = -(-num_bytes // _LINE) * _LINE
+        if taken > _SLAB // 2:
+            return _mapping(taken)[:num_bytes].view(dtype)
+        if taken > len(self._rest):
+            self._rest = _mapping(_SLAB)
+        piece, self._rest = self._rest[:num_bytes], self._rest[taken:]
+        return piece.view(dtype)
 
 
 def zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor of zeros that begins at a page, on huge pages where the system has them.
+    """A flat tensor of zeros in a mapping of its own, on huge pages where the system has them."""
+    num_bytes = num_elements * dtype.itemsize
+    return _mapping(num_bytes)[:num_bytes].view(dtype)
 
-    They spare a lookup of the page table for every 4 KB that stream by: a tenth of the time at long contexts.
-    """
-    num_bytes = max(1, num_elements * dtype.itemsize)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+
+def _mapping(num_bytes: int) -> Tensor:
+    """Zeros, at least `num_bytes` bytes; where that fills huge pages, from the beginning of one on."""
+    huge = num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+    memory = mmap.mmap(-1, max(1, num_bytes) + huge * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge:
         with suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[: num_elements * dtype.itemsize].view(dtype)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % HUGE_PAGE :] if huge else whole

@@ -10,13 +10,14 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.kernels import library
 from engine.kernels.library import Library
-from engine.kernels.memory import zeros
+from engine.kernels.memory import Arena
 
 PANEL = 32
 """Output columns of a panel."""
 DTYPES = (torch.float32, torch.bfloat16)
 """What the kernels compute in."""
 
+_ARENA = Arena()
 _PIECE = 128 * PANEL  # rows of a weight that are packed before their memory is let go
 
 Release = Callable[[Tensor], None]
@@ -56,7 +57,7 @@ class PackedLinears:
         firsts = [0, 0] if activation else [sum(panels[:i]) for i in range(len(panels))]
         num_panels = panels[0] if activation else sum(panels)
         units = -(-self.inputs * self.dtype.itemsize // 4)
-        self._memory = zeros(num_panels * units * PANEL, torch.int32)
+        self._memory = _ARENA.zeros(num_panels * units * PANEL, torch.int32)
         for i, weight in enumerate(weights):
             column = width * i if activation else 0
             for row in range(0, len(weight), _PIECE):

@@ -20,7 +20,7 @@ constexpr int kMaxBlockRows = 3;
 constexpr int kColumns = 32;
 constexpr int kSliceUnits = 512;   // of the input at a time: 64 KB of weights stay in the second-level cache
 constexpr int kChunkRows = 224;    // rows that are packed at a time: half a megabyte a slice
-constexpr int kAheadBytes = 4096;  // how far ahead weights are fetched when they are used once
+constexpr int kAheadBytes = 8192;  // how far ahead weights are fetched when they are used once
 
 // Tiles take 16 lines of weights at a time and up to 32 rows; what they cannot is left to the vectors.
 #if defined(__AMX_BF16__)
@@ -114,13 +114,14 @@ template <class T> Input pack_input(const LinearArgs& a, int64_t first_row, int 
 
 // ---- one block of rows times one panel
 
-// How weights that come later are fetched meanwhile: `step` bytes from `address` on with each unit.
+// How weights that come later are fetched meanwhile: `step` bytes from `address` on with each unit. Weights used ONCE
+// stream through the second cache, others stay in the first for the next block of rows.
 struct Ahead {
   const char* address;
   int step;
 };
 
-template <class T, int ROWS, bool TWICE>
+template <class T, int ROWS, bool ONCE>
 void multiply(const uint32_t* w, const uint32_t* x, int units, bool begins, float* c, Ahead ahead) {
   f32x16 left[ROWS], right[ROWS];
 #pragma GCC unroll 16
@@ -129,8 +130,12 @@ void multiply(const uint32_t* w, const uint32_t* x, int units, bool begins, floa
     right[r] = begins ? f32x16{} : load(c + r * kColumns + 16);
   }
   for (int u = 0; u < units; u++) {
-    prefetch(ahead.address);
-    if (TWICE) prefetch(ahead.address + 64);
+    if (ONCE) {
+      prefetch_far(ahead.address);
+      prefetch_far(ahead.address + 64);
+    } else {
+      prefetch(ahead.address);
+    }
     ahead.address += ahead.step;
     u32x16 a = load(w), b = load(w + 16);
 #pragma GCC unroll 16
@@ -196,15 +201,15 @@ void multiply_tiles(const uint32_t* w, const uint32_t* x, int units, int rows, b
 
 template <class T> using Multiply = void (*)(const uint32_t*, const uint32_t*, int, bool, float*, Ahead);
 
-template <class T, bool TWICE, int... ROWS>
+template <class T, bool ONCE, int... ROWS>
 Multiply<T> choose(int rows, std::integer_sequence<int, ROWS...>) {
-  static constexpr Multiply<T> table[] = {multiply<T, ROWS + 1, TWICE>...};
+  static constexpr Multiply<T> table[] = {multiply<T, ROWS + 1, ONCE>...};
   return table[rows - 1];
 }
 
-template <class T> Multiply<T> choose(int rows, bool twice) {
+template <class T> Multiply<T> choose(int rows, bool once) {
   std::make_integer_sequence<int, kMaxBlockRows> all_rows;
-  return twice ? choose<T, true>(rows, all_rows) : choose<T, false>(rows, all_rows);
+  return once ? choose<T, true>(rows, all_rows) : choose<T, false>(rows, all_rows);
 }
 
 // ---- what is done with the sums

@@ -203,6 +203,8 @@ INLINE void transpose(u32x16 rows[16]) {
 #endif
 }
 
+// Into the first cache, or into the second for what is wanted later.
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace ISA
