@@ -9,7 +9,7 @@ A block is in exactly one of three places:
 A block gets its key when it is full; from then on it is never written, so that sharing it copies nothing.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 
 
 class BlockPool:
@@ -26,7 +26,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
-        self._free: deque[int] = deque(range(num_blocks))
+        self._free = list(reversed(range(num_blocks)))  # the last one freed is taken first: it is still in the caches
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -68,7 +68,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks of unknown content, held once. The caller has looked at `num_free`."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
-        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
         return blocks

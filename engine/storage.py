@@ -67,7 +67,8 @@ class KVStorage:
         for shape in layout.layers:
             for views, (heads, size) in ((self.keys, shape.k_shape), (self.values, shape.v_shape)):
                 strides = (layout.block_elements, size, layout.block_size * size, 1)
-                views[shape.layer] = self.data.as_strided((num_blocks, layout.block_size, heads, size), strides, offset)
+                start = self.data.storage_offset() + offset
+                views[shape.layer] = self.data.as_strided((num_blocks, layout.block_size, heads, size), strides, start)
                 self._parts.append((offset, heads, size))
                 offset += heads * size * layout.block_size
         self.addresses = {layer: (k.data_ptr(), self.values[layer].data_ptr()) for layer, k in self.keys.items()}
