@@ -55,6 +55,7 @@ def findings() -> Iterator[Finding]:
         _python,
         _packages,
         _machine,
+        _kernels,
         _model,
         _servers,
         lambda: _redis("stream Redis", addresses.stream_url, evicting_is_fine=False),
@@ -91,6 +92,22 @@ def _machine() -> Iterator[Finding]:
 
         found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, workers run on the CPU"
         yield Finding("ok", "GPU", found)
+
+
+def _kernels() -> Iterator[Finding]:
+    """Whether the engine's kernels were built, and what that means for tokens in 16 bits."""
+    if importlib.util.find_spec("engine") is None:
+        return
+    from engine.kernels import library
+
+    native = library.load()
+    if native is not None:
+        found = f"{native.isa}; in bfloat16 too no token depends on the batch"
+        yield Finding("ok", "native kernels", found)
+        return
+    found = "not built: slower, and in bfloat16 some tokens depend on the batch; in float32 none does"
+    advice = "install a C++ compiler (Debian: apt-get install g++), then the project again"
+    yield Finding("note", "native kernels", found, advice)
 
 
 def _model() -> Iterator[Finding]:
