@@ -33,7 +33,7 @@ STREAMS = 8
 PROMPT = 1024
 BLOCK = 16
 LOADS = {"saturation": 1.0, "half": 0.5}
-_LEAD_S = 3.0  # streams have their first tokens before a window begins
+_LEAD_S = 1.5  # streams have their first tokens before a window begins
 _KEEPS_UP = 0.9
 _TIMEOUT_S = 900.0
 
@@ -50,7 +50,7 @@ class Extent:
 
 
 FULL = Extent("q06", 3072, window_s=40.0, search_s=25.0, rounds=4)
-QUICK = Extent("small", 768, window_s=4.0, search_s=3.0, rounds=2)
+QUICK = Extent("small", 768, window_s=4.0, search_s=2.0, rounds=2)
 
 
 class Worker:
