@@ -52,7 +52,7 @@ class Extent:
     flip_new: int
 
 
-FULL = Extent(("small", "q06"), OTHERS, rounds=5, rounds_s=420.0, loads=3, flip_prompts=48, flip_new=48)
+FULL = Extent(("small", "q06"), OTHERS, rounds=5, rounds_s=240.0, loads=3, flip_prompts=48, flip_new=48)
 QUICK = Extent(("small",), QUICK_OTHERS, rounds=3, rounds_s=30.0, loads=1, flip_prompts=12, flip_new=32)
 
 

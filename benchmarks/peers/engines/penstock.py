@@ -31,7 +31,9 @@ def load(
         {"model": str(model), "dtype": dtype, "device": device, "threads": threads, "pool_mb": pool_mb,
          "max_batch": MAX_BATCH, "max_step_tokens": step_tokens}
     )  # fmt: skip
-    return Penstock(Engine.open(settings))
+    engine = Engine.open(settings)
+    engine.storage.data.zero_()  # the others touch their pools at the start too
+    return Penstock(engine)
 
 
 @dataclass
