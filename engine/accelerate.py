@@ -9,6 +9,7 @@ An original's weights go as soon as they are packed, so that memory never holds 
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +34,8 @@ from engine.kernels.packed import (
     Release,
     weight_of,
 )
-from engine.layer import LayerForm, NativeLayer, form_of
-from engine.masks import MaskRule, Unsupported
+from engine.layer import NativeLayer, form_of
+from engine.masks import MaskRule, Unsupported, is_interval, visible_of
 from engine.model import LoadedModel
 from engine.sequence import Sequence
 from engine.storage import KVStorage
@@ -66,6 +67,8 @@ class _Record:
     direct: frozenset[int] = frozenset()
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     """[T, vocabulary]"""
+    position_ids: Tensor = field(default_factory=lambda: torch.empty(0))
+    """[1, T]: the last ones of the context, where what depends on the position shows."""
 
 
 @torch.inference_mode()
@@ -100,15 +103,18 @@ def _watch(model: LoadedModel) -> _Record:
         elif _is_norm(part) or form_of(part, is_linear) is not None:
             handles.append(part.register_forward_hook(_note_call(record, name), with_kwargs=True))
     batch, cache = _batch(model), hooks.PagedCache(_storage(model))
+    record.position_ids = batch.position_ids + max(0, model.context_length - NUM_PROBED)
     try:
         with hooks.running(model.module, batch):
-            ids, positions = batch.input_ids, batch.position_ids
+            ids, positions = batch.input_ids, record.position_ids
             output = model.module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
             record.logits = output.logits[0].float()
     finally:
         for handle in handles:
             handle.remove()
-    record.direct = frozenset(batch.direct)
+    record.direct = frozenset(
+        layer for layer, how in batch.direct.items() if is_interval(visible_of(how.rule, how.window))
+    )
     return record
 
 
@@ -153,13 +159,12 @@ class _Replacer:
         self._storage, self._tolerance = _storage(model), TOLERANCE[model.dtype]
 
     def run(self) -> None:
-        for name, part in list(self._root.named_modules()):
-            form = form_of(part, is_linear)
-            if form is not None and name in self._record.calls and form.index in self._model.direct:
-                self._replace_layer(name, form)
-        for name, part in list(self._root.named_modules()):
-            if _is_norm(part) and name in self._record.calls:
-                norm = self._norm(name, part)
+        # By name: whoever holds a module holds its weights.
+        for name in self._record.calls:
+            self._replace_layer(name)
+        for name in self._record.calls:
+            if self._has(name, _is_norm):
+                norm = self._norm(name, self._root.get_submodule(name))
                 if norm is not None:
                     self._put(name, norm)
         for names in self._record.inputs.values():
@@ -173,7 +178,7 @@ class _Replacer:
             return None
         batch.page(self._native, self._storage)
         with hooks.running(self._root, batch):
-            mine = new(batch.input_ids, batch.position_ids).logits[0].float()
+            mine = new(batch.input_ids, self._record.position_ids).logits[0].float()
         error = (mine - self._record.logits).square().mean().sqrt()
         return new if error <= self._tolerance * self._record.logits.std() else None
 
@@ -183,8 +188,12 @@ class _Replacer:
 
     # Decoder layers
 
-    def _replace_layer(self, name: str, form: LayerForm) -> None:
-        layer, activation = self._root.get_submodule(name), _activation(self._root.get_submodule(f"{name}.mlp"))
+    def _replace_layer(self, name: str) -> None:
+        layer = self._root.get_submodule(name)
+        form = form_of(layer, is_linear)
+        if form is None or form.place.index not in self._model.direct:
+            return
+        activation = _activation(layer.get_submodule("mlp"))
         paths = {id(part): path for path, part in layer.named_modules(prefix=name)}
         norms = [self._norm(paths[id(norm)], norm) for norm in form.norms + form.head_norms]
         good = [norm for norm in norms if norm is not None]
@@ -196,7 +205,7 @@ class _Replacer:
             PackedLinears(self._native, form.gate_up, _keep, activation),
             PackedLinears(self._native, [form.down], _keep),
         )
-        new = NativeLayer(form, groups, good, activation)
+        new = NativeLayer(form.place, groups, good, activation)
         if not self._same(new, name):
             return
         self._put(name, new)
@@ -209,7 +218,7 @@ class _Replacer:
         try:
             with hooks.running(self._root, batch):
                 mine = new(*call.args, **call.kwargs).float()
-        except (TypeError, Unsupported):
+        except (TypeError, ValueError, Unsupported):
             return False
         right, given = call.output.float(), _given(call).float()
         added = (right - given).square().mean().sqrt()
@@ -239,7 +248,7 @@ class _Replacer:
     # Linear layers
 
     def _replace_linears(self, names: list[str]) -> None:
-        names = [name for name in dict.fromkeys(names) if self._is_there(name)]
+        names = [name for name in dict.fromkeys(names) if self._has(name, is_linear)]
         linears = [self._root.get_submodule(name) for name in names]
         if not linears or any(linear.weight.dtype != self._model.dtype for linear in linears):
             return
@@ -251,10 +260,10 @@ class _Replacer:
         if tied:
             self._put(tied, PackedEmbedding(self._native, group))
 
-    def _is_there(self, name: str) -> bool:
-        """Whether the layer is still in the model: it is not if its decoder layer was replaced."""
+    def _has(self, name: str, is_kind: Callable[[nn.Module], bool]) -> bool:
+        """Whether it is still in the model: not if the decoder layer around it was replaced."""
         try:
-            return is_linear(self._root.get_submodule(name))
+            return is_kind(self._root.get_submodule(name))
         except AttributeError:
             return False
 

@@ -54,6 +54,6 @@ def body_of(module: Any) -> NativeBody | None:
         return None
     if {name for name, _ in module.model.named_children()} != _INNER:
         return None
-    if not all(isinstance(layer, NativeLayer) and layer.form.window is None for layer in module.model.layers):
+    if not all(isinstance(layer, NativeLayer) and layer.place.window is None for layer in module.model.layers):
         return None
     return NativeBody(module)

@@ -24,6 +24,7 @@ from engine.sequence import Sequence
 from engine.storage import KVStorage
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
 from penstock.messages import Logprobs
+from penstock.names import PriorityClass
 from penstock.settings import EngineSettings
 
 
@@ -116,9 +117,9 @@ class Engine:
         """Blocks that a new sequence could have, those only kept as cache included."""
         return self.pool.num_free
 
-    def room(self) -> int:
-        """How many more sequences would run soon if they were added."""
-        return max(0, self.settings.max_batch - self.num_running - self.num_waiting)
+    def room(self, klass: PriorityClass = "batch") -> int:
+        """How many more sequences of a class would run soon if they were added: batch makes way for interactive."""
+        return max(0, self.settings.max_batch - self.scheduler.num_before(klass))
 
     def has_work(self) -> bool:
         """Whether `step()` may have something to do."""
@@ -182,17 +183,27 @@ class Engine:
         logits = self._forward(batch)
         for seq, num_tokens in batch.plan:
             seq.num_computed += num_tokens
+        try:
+            sampled = self._sample(batch, logits)
+        except BaseException:
+            for seq, num_tokens in batch.plan:  # as if the step had not been: it can be tried again
+                seq.num_computed -= num_tokens
+            raise
+        for seq, num_tokens in batch.plan:
             self._publish(seq, seq.num_computed - num_tokens)
+        for item in sampled:
+            item.seq.append(item.token_id)
+        return sampled
+
+    def _sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:
+        """The tokens that the step decides; meanwhile a GPU's next step is prepared."""
         if self._graphs is not None:
             self._graphs.prepare(batch.sampled)
         draws = [Draw(seq.sampling, seq.seed, seq.num_output, seq.token_ids) for seq in batch.sampled]
         logits = logits[: len(draws)]
         tokens = sample(logits, draws)
         told = logprobs(logits, draws, tokens)
-        sampled = [Sampled(*entry) for entry in zip(batch.sampled, tokens, told, strict=True)]
-        for item in sampled:
-            item.seq.append(item.token_id)
-        return sampled
+        return [Sampled(*entry) for entry in zip(batch.sampled, tokens, told, strict=True)]
 
     def _forward(self, batch: Batch) -> Tensor:
         """Logits [rows to keep, vocabulary]; the KV of all the batch's tokens is in the pool afterwards."""

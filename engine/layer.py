@@ -13,7 +13,7 @@ from engine.kernels import library
 from engine.kernels.norm import NativeNorm
 from engine.kernels.packed import Activation, PackedLinears
 from engine.kernels.paged import PagedStep
-from engine.masks import first_keys
+from engine.masks import Unsupported, first_keys
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -22,10 +22,20 @@ _MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 @dataclass(frozen=True)
+class LayerPlace:
+    """Which layer it is, and how it attends."""
+
+    index: int
+    heads: int
+    scale: float
+    window: int | None
+
+
+@dataclass(frozen=True)
 class LayerForm:
     """The modules of a decoder layer that may be computed as one."""
 
-    index: int
+    place: LayerPlace
     projections: list[nn.Module]
     """q, k, v."""
     output: nn.Module
@@ -35,9 +45,6 @@ class LayerForm:
     """Before attention, before the MLP."""
     head_norms: list[nn.Module]
     """Of q and of k; or none."""
-    heads: int
-    scale: float
-    window: int | None
 
 
 def form_of(layer: nn.Module, is_linear: Callable[[nn.Module], bool]) -> LayerForm | None:
@@ -57,12 +64,14 @@ def form_of(layer: nn.Module, is_linear: Callable[[nn.Module], bool]) -> LayerFo
     size = getattr(attention, "head_dim", None)
     if not all(map(is_linear, linears)) or not isinstance(size, int) or linears[0].out_features % size:
         return None
+    place = LayerPlace(
+        attention.layer_idx, heads=linears[0].out_features // size,
+        scale=float(getattr(attention, "scaling", size**-0.5)), window=getattr(attention, "sliding_window", None),
+    )  # fmt: skip
     return LayerForm(
-        index=attention.layer_idx, projections=linears[:3], output=linears[3], gate_up=linears[4:6], down=linears[6],
+        place, projections=linears[:3], output=linears[3], gate_up=linears[4:6], down=linears[6],
         norms=[layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm")],
         head_norms=[attention.q_norm, attention.k_norm] if head_norms else [],
-        heads=linears[0].out_features // size, scale=float(getattr(attention, "scaling", size**-0.5)),
-        window=getattr(attention, "sliding_window", None),
     )  # fmt: skip
 
 
@@ -76,13 +85,13 @@ class NativeLayer(nn.Module):
 
     def __init__(
         self,
-        form: LayerForm,
+        place: LayerPlace,
         groups: tuple[PackedLinears, PackedLinears, PackedLinears, PackedLinears],
         norms: list[NativeNorm],
         activation: Activation,
     ) -> None:
         super().__init__()
-        self.form = form
+        self.place = place
         self._groups, self._norms = groups, norms
         qkv, output, gate_up, down = (ctypes.pointer(group.packed) for group in groups)
         weights = [norm.weight.data_ptr() for norm in norms] + [None] * (4 - len(norms))
@@ -103,8 +112,12 @@ class NativeLayer(nn.Module):
         batch = current_batch.get()
         assert batch.paged is not None
         assert position_embeddings is not None
-        first_key = first_keys(batch, attention_mask, self.form.window)
-        return self.run(batch.paged, hidden_states.contiguous(), position_embeddings, first_key)
+        first_key = first_keys(batch, attention_mask, self.place.window)
+        x, (cos, sin) = hidden_states.contiguous(), position_embeddings
+        size = batch.paged.key_size(self.place.index)
+        if any(table.shape != (*x.shape[:2], size) or table.dtype != x.dtype for table in (cos, sin)):
+            raise Unsupported("its rotary embedding is not of a head's size and dtype")
+        return self.run(batch.paged, x, (cos, sin), first_key)
 
     def run(
         self, paged: PagedStep, x: Tensor, position_embeddings: tuple[Tensor, Tensor], first_key: Tensor | None
@@ -112,9 +125,9 @@ class NativeLayer(nn.Module):
         """The same, contiguous, for tokens that see what came after `first_key` (`PagedStep.aim`)."""
         cos, sin = position_embeddings
         cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
-        form, step = self.form, paged.step
-        paged.aim(form.index, form.scale, first_key)
-        paged.args.heads, paged.args.sinks, paged.args.softcap = form.heads, None, 0.0
+        place, step = self.place, paged.step
+        paged.aim(place.index, place.scale, first_key)
+        paged.args.heads, paged.args.sinks, paged.args.softcap = place.heads, None, 0.0
         step.x, step.out, step.cos, step.sin = x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
         step.hidden = x.shape[-1]
         paged.native.layer(self._address, ctypes.addressof(step), ctypes.addressof(paged.args))

@@ -10,6 +10,8 @@ from transformers.masking_utils import causal_mask_function
 from engine.batch import Batch
 from engine.gathered import Gathered, Masks, Visible
 
+_SHOWN = 128
+
 
 class Unsupported(Exception):
     """The model does something that cannot be paged. The message is a clause that says what."""
@@ -110,6 +112,16 @@ def window_of(visible: Visible | None, length: int) -> int | None:
 
 def _window_rule(window: int | None) -> Visible | None:
     return None if window is None else lambda query, key: key > query - window
+
+
+def is_interval(visible: Visible | None) -> bool:
+    """Whether what a token sees reaches from some position up to its own without a gap, as far as 128 tokens show."""
+    if visible is None:
+        return True
+    key = torch.arange(_SHOWN)
+    query = key[:, None]
+    first = _first_visible(visible, key)
+    return torch.equal(visible(query, key) & (key <= query), (key >= first[:, None]) & (key <= query))
 
 
 def _first_visible(visible: Visible, positions: Tensor) -> Tensor:

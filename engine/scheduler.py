@@ -26,7 +26,7 @@ from engine.fairness import OUTPUT_COST, PROMPT_COST, FairQueue
 from engine.pool import BlockPool
 from engine.sequence import Sequence, State
 from engine.tables import BlockTables
-from penstock.names import CLASSES
+from penstock.names import CLASSES, PriorityClass
 
 Plan = list[tuple[Sequence, int]]
 """Sequences of one step with the number of tokens each computes in it."""
@@ -75,6 +75,11 @@ class Scheduler:
         self._promoted: Sequence | None = None
         self._num_added = 0
         self._num_steps = 0
+
+    def num_before(self, klass: PriorityClass) -> int:
+        """Sequences, running and waiting, that a new one of the class would not displace."""
+        alive = [seq for seq in self.running if seq.state is State.RUNNING]
+        return sum(CLASSES.index(seq.klass) <= CLASSES.index(klass) for seq in chain(alive, *self._queues))
 
     @property
     def num_waiting(self) -> int:

@@ -193,7 +193,9 @@ def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _cut_rope(rope: dict[str, Any], old_head: int) -> None:
-    """Lists that belong to a head's dimensions get a smaller head's length."""
+    """Lists that belong to a head's dimensions get a smaller head's length; scaling by position begins within it."""
+    if rope.get("llama_4_scaling_beta") and "original_max_position_embeddings" in rope:
+        rope["original_max_position_embeddings"] = WINDOW
     for key in ("short_factor", "long_factor"):
         if isinstance(rope.get(key), list) and old_head:
             rope[key] = rope[key][: max(1, len(rope[key]) * HEAD_SIZE // old_head)]

@@ -92,7 +92,8 @@ class PrefillWorker:
     def turn(self, *, accept: bool = True) -> bool:
         """One turn of the loop; whether it did anything."""
         self.settler.check()
-        deliveries = self.inbox.poll(self.engine.room(), idle=not self.running) if accept else []
+        room = self.engine.room(), self.engine.room("interactive")
+        deliveries = self.inbox.poll(*room, idle=not self.running) if accept else []
         for delivery in deliveries:
             self._admit(delivery)
         sampled = self.engine.step() if self.engine.has_work() else []

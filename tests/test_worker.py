@@ -139,6 +139,21 @@ def test_batch_leaves_a_place_unless_nothing_runs(addresses: Addresses, pipeline
         assert inbox.poll(2, idle=False) == []
 
 
+def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses, pipeline: Pipeline) -> None:
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    publisher = bus.publisher()
+    publisher.publish([Outgoing(pipeline.requests("batch"), b"x", "batch")])
+    publisher.publish([Outgoing(pipeline.requests("interactive"), b"x", str(n)) for n in range(3)])
+    publisher.close()
+    with bus.member("prefill", "a") as member:
+        inbox, taken = Inbox(member), []
+        while len(taken) < 3:
+            taken += inbox.poll(0, 1, idle=False)
+        assert [delivery.klass for delivery in taken] == ["interactive"] * 3
+        assert inbox.poll(0, 1, idle=False) == []
+
+
 def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addresses, pipeline: Pipeline) -> None:
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
         wait_until(lambda: worker_status(addresses), 10, "the first beat")

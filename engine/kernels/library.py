@@ -5,12 +5,15 @@
 
 import ctypes
 import functools
+import logging
 import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from typing import ClassVar
 
 from engine.kernels.build import LIBRARY
 from penstock.errors import SettingsError
+
+log = logging.getLogger("penstock.engine")
 
 ISA_VARIABLE = "PENSTOCK_ENGINE_ISA"
 """Names the instruction set to use instead of the best one: for tests, and for fleets of unlike processors."""
@@ -172,5 +175,12 @@ class Library:
 
 @functools.cache
 def load() -> Library | None:
-    """The library of this process, or None where it was not built."""
-    return Library(ctypes.CDLL(str(LIBRARY))) if LIBRARY.is_file() else None
+    """The library of this process, or None where it was not built, or for another kind of machine."""
+    if not LIBRARY.is_file():
+        return None
+    try:
+        handle = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        log.warning("the native kernels do not load, the engine runs without them: %s", error)
+        return None
+    return Library(handle)

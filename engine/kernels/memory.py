@@ -1,6 +1,7 @@
 """Memory for what is read all the time: weights and KV blocks."""
 
 import mmap
+import threading
 from contextlib import suppress
 
 import torch
@@ -20,23 +21,25 @@ class Arena:
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
 
     def zeros(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of zeros at the beginning of a cache line."""
         num_bytes = num_elements * dtype.itemsize
         taken = -(-num_bytes // _LINE) * _LINE
         if taken > _SLAB // 2:
-            return _mapping(taken)[:num_bytes].view(dtype)
-        if taken > len(self._rest):
-            self._rest = _mapping(_SLAB)
-        piece, self._rest = self._rest[:num_bytes], self._rest[taken:]
+            return zeros(num_elements, dtype)
+        with self._lock:
+            if taken > len(self._rest):
+                self._rest = _mapping(_SLAB)
+            piece, self._rest = self._rest[:num_bytes], self._rest[taken:]
         return piece.view(dtype)
 
 
 def zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
     """A flat tensor of zeros in a mapping of its own, on huge pages where the system has them."""
     num_bytes = num_elements * dtype.itemsize
-    return _mapping(num_bytes)[:num_bytes].view(dtype)
+    return _mapping(num_bytes + _LINE)[:num_bytes].view(dtype)  # kernels may load the rest of a line
 
 
 def _mapping(num_bytes: int) -> Tensor:

@@ -49,6 +49,11 @@ class PagedStep:
         args.keys, args.values = self.storage.addresses[layer]
         args.kv_heads, args.k_size, args.v_size, args.scale = kv_heads, k_size, v_size, scale
         args.first_key = None if first_key is None else first_key.data_ptr()
+        self._first_key = first_key  # until the kernel has read it
+
+    def key_size(self, layer: int) -> int:
+        """Elements of a key's head."""
+        return self._layers[layer].k_shape[1]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store new K and V, both [1, heads, T, size]."""

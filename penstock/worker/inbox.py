@@ -34,18 +34,19 @@ class Inbox:
         self._count += 1
         heapq.heappush(self._waiting, _Waiting(time.monotonic() + wait_s, self._count, delivery))
 
-    def poll(self, room: int, *, idle: bool) -> list[Delivery]:
+    def poll(self, room: int, interactive_room: int | None = None, *, idle: bool) -> list[Delivery]:
         """What to look at now: at most `room` fresh deliveries, waiting for the first only where the worker is idle.
 
-        Batch work leaves one place for what is interactive, unless there is only one and nobody uses it. Those put
-        back take up room until they are settled.
+        There may be more room for interactive ones: they displace batch work. That leaves one place for what is
+        interactive, unless there is only one and nobody uses it. Those put back take up room until they are settled.
         """
         free = max(0, room - len(self._waiting))
-        if not free and not idle:
+        interactive = max(free, (interactive_room or 0) - len(self._waiting))
+        if not interactive and not idle:
             return self._due()
         timeout_s = self._next_in_s() if idle else 0.0
         batch = free - 1 if free > 1 else free * idle
-        fresh = self._member.poll(timeout_s, {"interactive": free, "batch": batch})
+        fresh = self._member.poll(timeout_s, {"interactive": interactive, "batch": batch})
         return self._due() + fresh
 
     def _due(self) -> list[Delivery]:

@@ -1,7 +1,10 @@
 """The engine on its native kernels: the same tokens as without them, and the same bits however a request is run."""
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from engine.kernels import library
 from engine.kernels.norm import NativeNorm
 from engine.kernels.packed import PackedEmbedding, PackedLinear
 from engine.layer import NativeLayer
+from engine.masks import is_interval
 from engine.model import LoadedModel, load
 from engine.sequence import Sequence
 from penstock.messages import Sampling
@@ -130,3 +134,61 @@ def test_a_layer_that_only_looks_like_the_common_one_stays_as_it_is(broken: str)
     speed_up(model)
     kinds = [isinstance(part, NativeLayer) for part in model.module.model.layers]
     assert kinds == [True, True, False, True, True, True]
+
+
+def test_a_layer_that_scales_by_position_is_not_taken_for_the_common_one() -> None:
+    model = load(EngineSettings(dtype="float32"))
+    attention = model.module.model.layers[1].self_attn
+
+    def scaled(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        late = (kwargs["position_ids"] > 500)[..., None]  # in the first part of the context nothing is to be seen
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * torch.where(late, 1.1, 1.0)}
+
+    attention.register_forward_pre_hook(scaled, with_kwargs=True)
+    speed_up(model)
+    kinds = [isinstance(part, NativeLayer) for part in model.module.model.layers]
+    assert kinds == [True, False, True, True, True, True]
+    assert model.body is None
+
+
+def test_the_original_weights_are_gone() -> None:
+    model = load(EngineSettings(dtype="float32"))
+    originals = [weakref.ref(part) for part in model.module.modules() if isinstance(part, torch.nn.Linear)]
+    speed_up(model)
+    gc.collect()
+    assert originals
+    assert not [part for part in originals if part() is not None]
+
+
+def test_a_step_that_failed_can_be_tried_again(fast: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = run(_engine(fast), [_sequence(3)])
+    engine, seq = _engine(fast), _sequence(3)
+    engine.add(seq)
+    engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr("engine.engine.logprobs", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    while engine.has_work():
+        engine.step()
+    assert [seq.output] == right
+
+
+def test_a_library_for_another_machine_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    foreign = tmp_path / "libpenstock.so"
+    foreign.write_bytes(b"\x7fELF of some other kind")
+    monkeypatch.setattr(library, "LIBRARY", foreign)
+    assert library.load.__wrapped__() is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (lambda query, key: key > query - 5, True),
+        (lambda query, key: key // 8 == query // 8, True),
+        (lambda query, key: (key > query - 3) | (key == 0), False),
+        (lambda query, key: (query - key) % 2 == 0, False),
+    ],
+)
+def test_only_masks_without_gaps_go_to_the_kernel(visible: Any, expected: bool) -> None:
+    assert is_interval(visible) is expected
