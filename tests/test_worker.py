@@ -147,7 +147,8 @@ def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses
     publisher.publish([Outgoing(pipeline.requests("interactive"), b"x", str(n)) for n in range(3)])
     publisher.close()
     with bus.member("prefill", "a") as member:
-        inbox, taken = Inbox(member), []
+        inbox = Inbox(member)
+        taken: list[Delivery] = []
         while len(taken) < 3:
             taken += inbox.poll(0, 1, idle=False)
         assert [delivery.klass for delivery in taken] == ["interactive"] * 3
