@@ -179,8 +179,7 @@ class _Replacer:
         batch.page(self._native, self._storage)
         with hooks.running(self._root, batch):
             mine = new(batch.input_ids, self._record.position_ids).logits[0].float()
-        error = (mine - self._record.logits).square().mean().sqrt()
-        return new if error <= self._tolerance * self._record.logits.std() else None
+        return new if _rms(mine - self._record.logits) <= self._tolerance * self._record.logits.std() else None
 
     def _put(self, name: str, new: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
@@ -221,9 +220,7 @@ class _Replacer:
         except (TypeError, ValueError, Unsupported):
             return False
         right, given = call.output.float(), _given(call).float()
-        added = (right - given).square().mean().sqrt()
-        error = (mine - right).square().mean().sqrt()
-        return mine.shape == right.shape and bool(error <= self._tolerance * added)
+        return mine.shape == right.shape and bool(_rms(mine - right) <= self._tolerance * _rms(right - given))
 
     # Norms
 
@@ -240,8 +237,7 @@ class _Replacer:
         right = call.output.float()
         for plus_one in (False, True):
             new = NativeNorm(self._native, weight.detach(), eps, plus_one=plus_one)
-            error = (new(x).float() - right).square().mean().sqrt()
-            if error <= self._tolerance * right.square().mean().sqrt():
+            if _rms(new(x).float() - right) <= self._tolerance * _rms(right):
                 return new
         return None
 
@@ -275,6 +271,10 @@ class _Replacer:
             if part is not linear and isinstance(weight, Tensor) and weight.data_ptr() == address:
                 return name if type(part) is nn.Embedding and part.max_norm is None else ""
         return None
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()
 
 
 def _given(call: _Call) -> Tensor:

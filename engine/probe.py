@@ -62,18 +62,13 @@ def probe(module: Any, block_size: int, dtype: torch.dtype, device: torch.device
     seq = Sequence("probe", [0], sampling=Sampling(), seed=0, max_new=1)
     seq.blocks = [0]
     batch = Batch([(seq, 1)], 1, device)
-    stock = module.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
-    module.set_attn_implementation(hooks.NAME)
-    context = hooks.current_batch.set(batch)
     try:
-        module(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
+        with hooks.running(module, batch):
+            module(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
         _refuse_unhooked(module, cache, batch)
     except Exception as error:
         reason = str(error) if isinstance(error, Unsupported) else _why_not(module, error)
         raise ModelLoadError(f"architecture {type(module).__name__} cannot be served: {reason}") from error
-    finally:
-        hooks.current_batch.reset(context)
-        module.set_attn_implementation(stock)
     return KVLayout(tuple(cache.shapes[layer] for layer in sorted(cache.shapes)), block_size, dtype)
 
 

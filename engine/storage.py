@@ -7,6 +7,7 @@ that travels.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -33,6 +34,11 @@ class KVLayout:
     layers: tuple[LayerShape, ...]
     block_size: int
     dtype: torch.dtype
+
+    @cached_property
+    def by_layer(self) -> dict[int, LayerShape]:
+        """The layers by their index."""
+        return {shape.layer: shape for shape in self.layers}
 
     @property
     def block_elements(self) -> int:

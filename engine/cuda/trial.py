@@ -32,11 +32,10 @@ def use_varlen(model: LoadedModel) -> None:
     """Let `varlen_attn` compute the attention of the layers that it can."""
     if model.dtype not in DTYPES:
         return
-    shapes = {shape.layer: shape for shape in model.layout.layers}
     tried: dict[tuple[object, ...], int | None] = {}
     windows: Windows = {}
     for layer, how in _attended(model).items():
-        shape = shapes[layer]
+        shape = model.layout.by_layer[layer]
         key = (shape.k_shape, shape.v_shape, how.heads, how.scores.scale, is_plain(how), id(how.rule), how.window)
         if key not in tried:
             tried[key] = window_if_it_agrees(model, shape, how)

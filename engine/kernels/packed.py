@@ -48,8 +48,7 @@ class PackedLinears:
         activation: Activation = Activation.NONE,
     ) -> None:
         weights = [weight_of(linear) for linear in linears]
-        outputs, self.inputs = zip(*(w.shape for w in weights), strict=True), weights[0].shape[1]
-        self.outputs = list(next(outputs))
+        self.outputs, self.inputs = [len(weight) for weight in weights], weights[0].shape[1]
         self.dtype = weights[0].dtype
         self._native = native
         width = PANEL // 2 if activation else PANEL
@@ -68,16 +67,12 @@ class PackedLinears:
         bias = self._bias.data_ptr() if self._bias is not None else None
         self.packed = library.Packed(self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize)
         count = 1 if activation else len(weights)
-        self._parts = (library.Part * count)(
-            *(library.Part(None, n, n, first) for n, first in self._shapes(firsts, count))
-        )
+        parts = (library.Part(None, n, n, first) for n, first in zip(self.outputs[:count], firsts, strict=False))
+        self._parts = (library.Part * count)(*parts)
         self._args = library.LinearArgs(
             weight=ctypes.pointer(self.packed), parts=self._parts, num_parts=count, activation=int(activation)
         )
         self._address = ctypes.addressof(self._args)
-
-    def _shapes(self, firsts: list[int], count: int) -> list[tuple[int, int]]:
-        return list(zip(self.outputs[:count], firsts[:count], strict=True))
 
     def _pack(self, weight: Tensor, first_panel: int, columns: int, first_column: int) -> None:
         weight = weight.contiguous()

@@ -23,7 +23,6 @@ class PagedStep:
         self.native, self.storage = native, storage
         self._blocks, self._offsets = slots
         layout = storage.layout
-        self._layers = {shape.layer: shape for shape in layout.layers}
         segments: list[tuple[int, int, int, int]] = []
         table: list[int] = []
         row = 0
@@ -44,7 +43,8 @@ class PagedStep:
 
     def aim(self, layer: int, scale: float, first_key: Tensor | None) -> None:
         """Let `args` mean this layer. `first_key`: for each row the first position it sees, int32 [T]; None: 0."""
-        (kv_heads, k_size), (_, v_size) = self._layers[layer].k_shape, self._layers[layer].v_shape
+        shape = self.storage.layout.by_layer[layer]
+        (kv_heads, k_size), (_, v_size) = shape.k_shape, shape.v_shape
         args = self.args
         args.keys, args.values = self.storage.addresses[layer]
         args.kv_heads, args.k_size, args.v_size, args.scale = kv_heads, k_size, v_size, scale
@@ -53,7 +53,7 @@ class PagedStep:
 
     def key_size(self, layer: int) -> int:
         """Elements of a key's head."""
-        return self._layers[layer].k_shape[1]
+        return self.storage.layout.by_layer[layer].k_shape[1]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store new K and V, both [1, heads, T, size]."""

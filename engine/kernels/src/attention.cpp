@@ -42,15 +42,6 @@ INLINE f32x16 exp2(f32x16 x) {
   return x < -126.0f ? all(0.0f) : scaled;
 }
 
-// Sixteen units of a row of `size` elements from unit `u` on, zeros after its end.
-template <class T> INLINE u32x16 load_units(const T* row, int u, int size) {
-  constexpr int width = Unit<T>::width;
-  if ((u + 16) * width <= size) return load((const uint32_t*)row + u);
-  u32x16 units{};
-  memcpy(&units, row + u * width, (size - u * width) * sizeof(T));
-  return units;
-}
-
 // Some rows of one segment that share a KV head: `first` to `first + count` of its (token, head of the group) pairs.
 struct Task {
   int segment, kv_head, first, count;
@@ -217,7 +208,7 @@ template <class T> class RowBlock {
     for (int g = 0; g < num_groups; g++)
       for (int u = 0; u < units_; u += 16) {
         u32x16 rows[16];
-        for (int i = 0; i < 16; i++) rows[i] = load_units(tile.keys[g * 16 + i], u, args_.k_size);
+        for (int i = 0; i < 16; i++) rows[i] = load_units(tile.keys[g * 16 + i] + u * width, args_.k_size - u * width);
         ahead.fetch((kTile + steps - 1) / steps);
         transpose(rows);
         for (int i = 0; i < 16; i++) store(keys_ + (u + i) * kTile + g * 16, rows[i]);

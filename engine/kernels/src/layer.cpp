@@ -1,17 +1,10 @@
 // A whole decoder layer: the same kernels in the same order as the layer's modules, without the way back to Python
 // between them.
-#include "kernels.h"
+#include "functions.h"
 #include "pool.h"
 #include "vec.h"
 
 namespace ISA {
-
-void linear(const LinearArgs*);
-void attention(const AttentionArgs*);
-void write(const WriteArgs*);
-void norm(const NormArgs*);
-void rope(const RopeArgs*);
-
 namespace {
 
 // A part of rows of [q | k | v]: `heads` heads from column `first` on.

@@ -48,13 +48,6 @@ Blocks blocks_of(int rows, bool tiles) {
 // ---- the input: [slice][block][units of the slice][16 rows], so that a block's rows lie side by side; for tiles
 // [slice][block][units of the slice / 16][32 rows][16 units]
 
-template <class T> u32x16 load_units(const T* row, int64_t left) {
-  if (left >= 16 * Unit<T>::width) return load((const uint32_t*)row);
-  T copy[16 * Unit<T>::width] = {};
-  if (left > 0) memcpy(copy, row, left * sizeof(T));
-  return load((const uint32_t*)copy);
-}
-
 template <class T>
 void pack_for_tiles(const T* x, int64_t stride, int rows, int64_t inputs, int first_unit, int units, uint32_t* out) {
   for (int u = 0; u < units; u += 16) {

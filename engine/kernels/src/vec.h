@@ -118,6 +118,14 @@ template <> struct Unit<bf16> {
   }
 };
 
+// Sixteen units of a row that has `left` elements more; zeros after its end, whose memory is not touched.
+template <class T> INLINE u32x16 load_units(const T* row, int64_t left) {
+  if (left >= 16 * Unit<T>::width) return load((const uint32_t*)row);
+  T copy[16 * Unit<T>::width] = {};
+  if (left > 0) memcpy(copy, row, left * sizeof(T));
+  return load((const uint32_t*)copy);
+}
+
 INLINE float sum(f32x16 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);

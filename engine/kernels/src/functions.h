@@ -1,0 +1,18 @@
+// The kernels of the instruction set that is being compiled.
+#pragma once
+#include "kernels.h"
+
+namespace ISA {
+
+void pack(const PackArgs*);
+void linear(const LinearArgs*);
+void lookup(const LookupArgs*);
+void attention(const AttentionArgs*);
+void write(const WriteArgs*);
+void norm(const NormArgs*);
+void rope(const RopeArgs*);
+void best(const BestArgs*);
+void layer(const LayerArgs*, const StepArgs*, const AttentionArgs*);
+uint64_t read(const void*, int64_t);
+
+}  // namespace ISA
