@@ -151,6 +151,14 @@ class EngineCheckFailed(ModelLoadError):
     """The engine's tokens differ from `generate()`'s."""
 
 
+class KVStoreError(PenstockError):
+    """A tier of the KV store cannot be opened as it is set up."""
+
+
+class DamagedBlock(KVStoreError):
+    """A stored KV block is not whole, or not of this version. Readers take it for a miss; only tools see this."""
+
+
 class SettingsError(PenstockError):
     """An unknown or bad setting."""
 

@@ -19,6 +19,9 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:kv:<block key, hex>`         | string | until evicted or its time is over         | `kvstore`      |
+| `penstock:{kv}:used`                   | zset   | as the blocks: their order of use         | `kvstore`      |
+| `penstock:{kv}:sizes`                  | hash   | as the blocks: their bytes, and the sum   | `kvstore`      |
+| `penstock:{kv}:leases:<block key, hex>`| hash   | as the longest of a block's leases        | `kvstore`      |
 | `penstock:bus:{<pipeline>}:<topic>`    | stream | trimmed as deliveries are settled         | `StreamsBus`   |
 | `penstock:bus:{<pipeline>}:member:<group>:<name>` | string | the bus's session timeout      | `StreamsBus`   |
 """

@@ -27,7 +27,8 @@ class Addresses(BaseSettings):
     stream_url: str = "redis://127.0.0.1:7379/0"
     """Redis for logs and claims: persistent, never evicts. The default is where `penstock up` starts one."""
     kv_url: str = ""
-    """Redis for KV blocks: a cache. Empty: the same server as `stream_url`."""
+    """Redis for KV blocks: a cache. Several addresses, with commas between them, share the blocks. Empty: the same
+    server as `stream_url`."""
 
 
 class BusSettings(BaseSettings):
@@ -60,6 +61,9 @@ class RecordSettings(BaseSettings):
     """Claims without a new token in between, after which a request ends with `attempts_exhausted`."""
 
 
+CodecChoice = Literal["auto", "raw", "lossless", "int8"]
+
+
 class KVSettings(BaseSettings):
     """The KV store."""
 
@@ -67,10 +71,24 @@ class KVSettings(BaseSettings):
 
     salt_secret: str = Field(default="penstock", repr=False)
     """Tenant salts are HMACs under this secret; the same on all workers of a pipeline."""
-    memory_mb: int = Field(default=64, ge=0)
-    """Budget of the in-process tier."""
-    keep_s: float = Field(default=900.0, ge=1)
-    """How long a block stays in Redis after it was last written."""
+    shared_mb: int = Field(default=256, ge=0)
+    """Memory for the blocks that all workers on this host share; 0: none. Allocated at once, by the first worker."""
+    shared_dir: str = ""
+    """Where it is mapped. Empty: `/dev/shm`, or the directory for temporary files where there is none."""
+    disk_mb: int = Field(default=0, ge=0)
+    """Budget of the directory of blocks on disk; 0: none."""
+    disk_dir: str = ""
+    """That directory; it may serve several pipelines. Empty: `~/.cache/penstock/kv`."""
+    redis_mb: int = Field(default=1024, ge=0)
+    """Budget for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
+    disk_codec: CodecChoice = "auto"
+    """How blocks are written on disk. `auto`: compressed without loss where the measured speeds say that it pays."""
+    redis_codec: CodecChoice = "auto"
+    """How blocks are written to Redis. `int8` changes tokens."""
+    lease_s: float = Field(default=300.0, ge=1)
+    """How long the blocks of a job that waits are kept from eviction, at most."""
+    keep_s: float = Field(default=3600.0, ge=1)
+    """How long a block stays in Redis after its last use."""
 
 
 class EngineSettings(BaseSettings):
