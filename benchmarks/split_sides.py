@@ -4,6 +4,7 @@ Each is pinned to its cores and does windows: in one, `streams` sequences decode
 at given times. Clocks are `time.monotonic()`, which all processes of a machine share.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 from engine.engine import Engine
+from engine.handover import landed
 from engine.sequence import Sequence, State
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
@@ -24,6 +26,7 @@ SLOTS = 4
 """Hand-offs under way at most."""
 _GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 _READY_S = 600.0
+_jobs = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,9 @@ def _hand_off(engine: Engine, seq: Sequence, slot: int, jobs: Connection, memory
     size, blocks = engine.block_bytes, -(-seq.num_prompt // engine.settings.block_size)
     room = _room(memory, slot)
     for index in range(blocks):
-        room[index * size : (index + 1) * size] = engine.export_block(seq, index).cast("B")
+        lent = engine.lend(seq, index)
+        room[index * size : (index + 1) * size] = lent.payload
+        engine.give_back(lent)
     jobs.send((seq.id, seq.token_ids, slot, blocks))
 
 
@@ -183,19 +188,16 @@ def _room(memory: SharedMemory, slot: int) -> memoryview:
 
 def decode(engine: Engine, window: Window, jobs: Connection, memory: SharedMemory) -> Seen:
     """Streams, and the long prompts' other tokens; a slot is free again when its KV was copied."""
-    live, seen, copying, is_over = Live(engine), Seen(), list[tuple[int, Sequence]](), False
+    live, seen, is_over = Live(engine), Seen(), False
 
     def arrive(now_s: float) -> None:
         nonlocal is_over
-        for slot, seq in list(copying):
-            if not seq.imported:
-                copying.remove((slot, seq))
-                jobs.send(slot)
         while not is_over and jobs.poll():
             job = jobs.recv()
             is_over = job is None
             if job is not None:
-                copying.append((job[2], _continued(live, memory, *job)))
+                _continue(live, memory, *job)
+                jobs.send(job[2])
 
     _decode(live, window, seen, arrive)
     while not is_over:
@@ -203,12 +205,15 @@ def decode(engine: Engine, window: Window, jobs: Connection, memory: SharedMemor
     return seen
 
 
-def _continued(live: Live, memory: SharedMemory, name: str, tokens: list[int], slot: int, blocks: int) -> Sequence:
-    seq = Sequence(name, tokens[:-1], sampling=_GREEDY, seed=0, max_new=NEW, given=tokens[-1:])
-    size, room = live.engine.block_bytes, _room(memory, slot)
-    seq.imported = [(index, room[index * size : (index + 1) * size]) for index in range(blocks)]
+def _continue(live: Live, memory: SharedMemory, name: str, tokens: list[int], slot: int, blocks: int) -> None:
+    size, room, job = live.engine.block_bytes, _room(memory, slot), next(_jobs)
+    # Nobody has these keys: the same prompt comes again in another window, and is copied again.
+    keys = [f"{job} {index}".encode() for index in range((len(tokens) - 1) // live.engine.settings.block_size)]
+    seq = Sequence(name, tokens[:-1], sampling=_GREEDY, seed=0, max_new=NEW, given=tokens[-1:], prefix_keys=keys)
+    landed(live.engine, seq, [room[index * size : (index + 1) * size] for index in range(blocks)])
+    if seq.tail is not None:
+        seq.tail = bytes(seq.tail)  # the slot is free from now on
     live.add(seq)
-    return seq
 
 
 def _long(window: Window, number: int) -> Sequence:

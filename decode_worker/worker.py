@@ -2,14 +2,15 @@
 
 One turn of the loop, numbered as in the life of a request (docs/structure.md):
 
-    6  claim     epoch + 1 in Redis, the job bound if none is; the log is read, and the KV blocks
+    6  claim     epoch + 1 in Redis, the job bound if none is; the log is read; the KV blocks are fetched while those
+                 that run are stepped
     7  step      one token for each running request, appended at its position; the appends of a step travel while the
-                 next one is computed
+                 next one is computed. Blocks of prompt and answer that became full go to the KV store
     8  end       finish reason, usage and timings are appended
-    9  settle    result out, job done, together
+    9  settle    result out, job done, together; the leases on its blocks end
 
 What a crash costs: after 6 or 7, the next holder reads the log and goes on at its end, logged tokens are never sampled
-again; after 8, it only settles; a crash inside 9 leaves either nothing or all of it.
+again; after 8, it only settles; a crash inside 9 leaves either nothing or all of it. Leases that nobody ends run out.
 """
 
 import contextlib
@@ -25,7 +26,10 @@ from decode_worker.result import outgoing_result, result_of
 from engine.engine import Engine, Sampled
 from engine.sequence import Sequence
 from engine.text import OutputState
-from kvstore.store import KVStore
+from kvstore.block import Name
+from kvstore.chain import Chain
+from kvstore.store import KVStore, Lack
+from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.retries import dead_message
@@ -43,6 +47,9 @@ from penstock.worker import Inbox, Settler, cause_to_end, too_late
 
 log = logging.getLogger(__name__)
 
+WAIT_S = 0.01
+"""How long a loop with nothing to compute waits for a transfer."""
+
 
 @dataclass
 class Decode:
@@ -55,8 +62,16 @@ class Decode:
     span: Span
     said: list[TokenEvent]
     """The log: as it was found, and what was sent to it since."""
+    chain: Chain
+    """Names the blocks of prompt and answer."""
+    tail: Name | None = None
+    """Of the prompt's partial block."""
     seq: Sequence | None = None
-    """None until the engine has it."""
+    """None where there is nothing to generate."""
+    lacks: dict[int, Lack] = field(default_factory=dict)
+    """Full blocks that are to be written, and the tiers that lack them."""
+    num_seen: int = 0
+    """Full blocks, as of the last look at it."""
     started_s: float = field(default_factory=now_s)
     finish: FinishReason | None = None
     """Set with the last token; the end is appended once that token is in the log."""
@@ -67,6 +82,11 @@ class Decode:
 
     def __post_init__(self) -> None:
         self.context = tracing.within(self.span)
+
+    def prompt_names(self) -> list[Name]:
+        """Of the prompt's blocks, a partial last one included."""
+        names = self.chain.names[: len(self.job.token_ids) // self.chain.block_size]
+        return [*names, self.tail] if self.tail else names
 
     def end_event(self) -> EndEvent:
         """The end of the log, stamped now."""
@@ -89,6 +109,7 @@ class DecodeWorker:
         self.pipeline, self.name = pipeline, name
         self.engine, self.store, self.record, self.member = engine, store, record, member
         self.settler, self.leases, self.emitter = Settler(member), LeaseKeeper(record), Emitter(record)
+        self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
         self.inbox = Inbox(member)
         self.running: dict[str, Decode] = {}
 
@@ -97,29 +118,39 @@ class DecodeWorker:
     def turn(self, *, accept: bool = True) -> bool:
         """One turn of the loop; whether it did anything."""
         self.settler.check()
-        room = self.engine.room(), self.engine.room("interactive")
-        deliveries = self.inbox.poll(*room, idle=not self.running) if accept else []
+        self._collect()
+        deliveries = self.inbox.poll(*self._room(), idle=not self.running) if accept else []
         for delivery in deliveries:
             self._admit(delivery)
         sampled = self.engine.step() if self.engine.has_work() else []
+        self._ship_full()
         self._confirm(self.emitter.collect())
         self._expire()
         self._emit(sampled)
+        if self.transfers and not self.engine.has_work():
+            self.transfers.wait(WAIT_S)
         return bool(deliveries or sampled)
+
+    def _room(self) -> tuple[int, int]:
+        """How many more requests to take, and how many interactive ones."""
+        elsewhere = len(self.running) - self.engine.num_running - self.engine.num_waiting
+        return self.engine.room() - elsewhere, self.engine.room("interactive") - elsewhere
 
     def is_settled(self) -> bool:
         """Whether nothing waits, for a lease or for a commit."""
-        return not len(self.inbox) and not len(self.settler)
+        return not len(self.inbox) and not len(self.settler) and not len(self.transfers)
 
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
         self._confirm(self.emitter.collect())
+        self.transfers.close()
         self.settler.wait(timeout_s=10.0)
         for decoding in list(self.running.values()):
             self._forget(decoding)
             self.record.release(decoding.claim)
         self.leases.close()
         self.settler.close()
+        self.store.close()
         self.member.close()
 
     # 6 Claim.
@@ -151,26 +182,26 @@ class DecodeWorker:
         model, sampling = self.engine.model, job.sampling
         output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         said = [event for event in self.record.read_log(job.id) if isinstance(event, TokenEvent)]
-        decoding = self.running[job.id] = Decode(delivery, job, claim, output, span, said)
+        chain = self.store.chain(job.tenant)
+        decoding = self.running[job.id] = Decode(delivery, job, claim, output, span, said, chain)
         self.leases.add(claim)
         for event in said:
             decoding.finish = output.push(event.token)[1]
         decoding.error = self._cause_to_end(decoding)
         if decoding.error is None and decoding.finish is None:
             try:
-                self.engine.add(self._sequence(decoding))
+                self._fetch(decoding)
             except RequestError as error:
                 decoding.error = error
         if decoding.error is not None or decoding.finish is not None:
             self._end(decoding)
 
-    def _sequence(self, decoding: Decode) -> Sequence:
-        """The request as the engine takes it, with the prompt's KV blocks that could be had.
-
-        Only blocks that the pool does not hold are fetched; what is missing is computed again.
-        """
-        job, block_size = decoding.job, self.store.layout.block_size
-        keys = self.store.keys(job.tenant, job.token_ids)
+    def _fetch(self, decoding: Decode) -> None:
+        """Have the KV blocks fetched of all tokens there are, the answer's too; what is missing is computed again."""
+        job, chain, block_size = decoding.job, decoding.chain, self.store.layout.block_size
+        chain.extend(job.token_ids)
+        decoding.tail = chain.tail(job.token_ids)
+        prompt = decoding.prompt_names()
         seq = decoding.seq = Sequence(
             job.id,
             job.token_ids,
@@ -178,19 +209,37 @@ class DecodeWorker:
             seed=job.seed,
             max_new=job.sampling.max_tokens,
             given=[event.token for event in decoding.said],
-            prefix_keys=keys[: len(job.token_ids) // block_size],
             klass=job.klass,
             tenant=job.tenant,
         )
-        if keys[-1].hex() != job.last_block:
+        self.engine.check(seq)
+        if prompt[-1].key.hex() != job.last_block:
             log.warning("%s: its KV is of another model or secret, computing it again", job.id)
-            return seq
-        begun_s = now_s()
-        held = self.engine.cached_blocks(seq.prefix_keys)
-        found = self.store.get_prefix(keys, len(job.token_ids), start=held)
-        seq.imported = [(held + n, payload) for n, payload in enumerate(found)]
-        tracing.note("kv.read", decoding.context, begun_s, now_s(), blocks=len(keys), held=held, found=len(found))
-        return seq
+        chain.extend(seq.token_ids)
+        seq.prefix_keys = [name.key for name in chain.names]
+        to_share = (len(seq.token_ids) - 1) // block_size  # the last token is always computed
+        self.transfers.fetch(Fetch(decoding, chain.names[:to_share], decoding.tail, seq.num_prompt // block_size))
+
+    def _collect(self) -> None:
+        """Go on with what was fetched."""
+        for done in self.transfers.collect():
+            if isinstance(done, Fetch):
+                self._fetched(done.ticket, done)
+
+    def _fetched(self, decoding: Decode, fetch: Fetch) -> None:
+        """What could be had is in the pool: compute the rest, and go on from there."""
+        if decoding is not self.running.get(decoding.job.id):
+            return
+        seq, num_found = decoding.seq, len(fetch.lacks)
+        assert seq is not None
+        seq.tail = fetch.tail_payload
+        lacks = [*fetch.lacks, *[self.store.everywhere] * (len(decoding.chain.names) - num_found)]
+        decoding.lacks = {index: lack for index, lack in enumerate(lacks) if lack}
+        num_prompt = len(decoding.prompt_names())
+        self.store.count_recomputed(num_prompt - num_found - (seq.tail is not None))
+        self.engine.add(seq)
+        found = {"held": fetch.held, "found": num_found - fetch.held + (seq.tail is not None)}
+        tracing.note("kv.read", decoding.context, fetch.begun_s, fetch.ended_s, blocks=num_prompt, **found)
 
     def _cause_to_end(self, decoding: Decode) -> RequestError | None:
         job, claim = decoding.job, decoding.claim
@@ -238,6 +287,27 @@ class DecodeWorker:
                 decoding.tail = decoding.output.flush()
                 self._end(decoding)
 
+    def _ship_full(self) -> None:
+        """Have the blocks written that are full and that some tier lacks, those of the answer too.
+
+        So a later request that goes on with this conversation finds them, and so does a worker that takes this one over.
+        """
+        for decoding in self.running.values():
+            seq = decoding.seq
+            num_full = 0 if seq is None else self.engine.completed_blocks(seq)
+            if seq is None or num_full <= decoding.num_seen:
+                continue
+            added = decoding.chain.extend(seq.token_ids)
+            if added:
+                self.engine.name_blocks(seq, [name.key for name in added])
+                first = len(decoding.chain.names) - len(added)
+                decoding.lacks |= {first + n: self.store.everywhere for n in range(len(added))}
+            decoding.num_seen = num_full
+            ready = [index for index in decoding.lacks if index < num_full]
+            blocks = [(index, decoding.chain.names[index], decoding.lacks.pop(index)) for index in ready]
+            if blocks:
+                self.transfers.ship(seq, Ship(decoding, blocks))
+
     # 8 End.
 
     def _end(self, decoding: Decode) -> None:
@@ -270,3 +340,12 @@ class DecodeWorker:
             reason = f"{result.error.code}: {result.error.message}"
             outputs.append(dead_message(self.pipeline, delivery, reason))
         self.settler.settle(Settlement(delivery, outputs))
+        self._end_leases(job)
+
+    def _end_leases(self, job: Job) -> None:
+        """The job is done: nothing is kept for it any more."""
+        chain = self.store.chain(job.tenant)
+        chain.extend(job.token_ids)
+        tail = chain.tail(job.token_ids)
+        self.transfers.release(job.id, [*chain.names, *([tail] if tail else [])])
+

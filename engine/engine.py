@@ -1,11 +1,13 @@
 """The engine: sequences in, one token each a step out.
 
-add() ─▶ waiting ─▶ [admit: blocks, cached prefix, imported KV] ─▶ running ─▶ step() … ─▶ remove()
-            ▲                                                         │
-            └───────────── [preempt: no blocks are left] ─────────────┘
+add() ─▶ waiting ─▶ [admit: blocks, cached prefix, tail] ─▶ running ─▶ step() … ─▶ remove()
+            ▲                    ▲                            │ │
+            │       close_landing() ◀─ … ◀─ land()            │ └─▶ lend() ─▶ … ─▶ give_back()
+            └──────────── [preempt: no blocks are left] ──────┘
 """
 
 import inspect
+import time
 from typing import NamedTuple
 
 import torch
@@ -15,9 +17,11 @@ from engine import hooks
 from engine.batch import Batch
 from engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
 from engine.cuda.varlen import VarlenStep, parts_of
+from engine.landing import Landing, Lent, Quay
 from engine.memory import keep_freed_memory
 from engine.model import LoadedModel, Progress, load
 from engine.pool import BlockPool
+from engine.rates import PrefillRate
 from engine.sampler import Draw, logprobs, sample
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -55,6 +59,8 @@ class Engine:
         on_gpu = model.device.type == "cuda"
         # On a GPU one more: what pads a recorded step needs somewhere to write.
         self.storage = KVStorage(model.layout, num_blocks + on_gpu, model.device)
+        self.quay = Quay(self.pool, self.storage)
+        self._rate = PrefillRate()
         self._cache = hooks.PagedCache(self.storage, model.direct)
         model.module.set_attn_implementation(hooks.NAME)
         # Rows that nobody wrote are met only where whole blocks are gathered, behind a mask.
@@ -99,7 +105,7 @@ class Engine:
 
     @property
     def block_bytes(self) -> int:
-        """Size of an exported block."""
+        """Size of a block, all layers: what views and payloads have."""
         return self.model.layout.block_bytes
 
     @property
@@ -132,7 +138,12 @@ class Engine:
     # Sequences come and go
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. `PromptTooLong` if it can never run, `InvalidRequest` for unknown token ids."""
+        """Queue a sequence. Raises what `check` raises."""
+        self.check(seq)
+        self.scheduler.add(seq)
+
+    def check(self, seq: Sequence) -> None:
+        """Raise `PromptTooLong` for a sequence that can never run, `InvalidRequest` for unknown token ids."""
         length = seq.num_prompt + seq.max_new
         if length > self.model.context_length:
             raise PromptTooLong(
@@ -146,10 +157,10 @@ class Engine:
             raise InvalidRequest(f"token ids must be between 0 and {self.model.vocab_size - 1}")
         if max(seq.sampling.logit_bias, default=0) >= self.model.vocab_size:
             raise InvalidRequest(f"logit_bias: the vocabulary has {self.model.vocab_size:,} tokens")
-        for index, payload in seq.imported:
-            if memoryview(payload).nbytes != self.block_bytes:
-                raise InternalError(f"{seq.id}: imported block {index} has not {self.block_bytes} bytes")
-        self.scheduler.add(seq)
+        if seq.tail is not None and memoryview(seq.tail).nbytes != self.block_bytes:
+            raise InternalError(f"{seq.id}: its tail has not {self.block_bytes} bytes")
+        if seq.tail is not None and seq.num_prompt % self.settings.block_size == 0:
+            raise InternalError(f"{seq.id}: it has a tail, and its prompt ends with a full block")
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, finished or not, and free its blocks. A second time does nothing."""
@@ -159,11 +170,46 @@ class Engine:
         """Full blocks of the sequence whose KV is in the pool; none again once it is preempted."""
         return seq.num_computed // self.settings.block_size
 
-    def export_block(self, seq: Sequence, index: int) -> memoryview:
-        """A copy of the sequence's `index`-th block, `block_bytes` long; rows not computed are zero."""
+    def name_blocks(self, seq: Sequence, keys: list[bytes]) -> None:
+        """The keys of the sequence's full blocks after those that have one, generated tokens included.
+
+        Others find a block by its key once its KV is computed, and the sequence itself does if it was preempted.
+        """
+        self.scheduler.name_blocks(seq, keys)
+
+    # KV comes and goes, see `landing`; all on the engine's thread
+
+    def land(self, keys: list[bytes]) -> Landing:
+        """Room in the pool for the KV of `keys`, to be filled while steps run.
+
+        It takes what running sequences leave: one block stays for each that still grows. So it may have fewer views
+        than keys are missing, or none.
+        """
+        return self.quay.land(keys, self.scheduler.num_growing())
+
+    def close_landing(self, landing: Landing, num_filled: int) -> None:
+        """The first `num_filled` views hold the KV of their keys; nobody writes to any of them now. Twice is harmless.
+
+        A sequence added from now on finds the filled blocks, until the space is needed.
+        """
+        self.quay.close_landing(landing, num_filled)
+
+    def lend(self, seq: Sequence, index: int) -> Lent:
+        """The sequence's `index`-th block for reading while steps run; rows not computed are zero.
+
+        It stays as it is until it is given back, whatever becomes of the sequence.
+        """
         num_rows = seq.num_computed - index * self.settings.block_size
         assert num_rows > 0, f"block {index} of {seq!r} holds nothing"
-        return self.storage.read(seq.blocks[index], min(num_rows, self.settings.block_size))
+        return self.quay.lend(seq.blocks[index], min(num_rows, self.settings.block_size))
+
+    def give_back(self, lent: Lent) -> None:
+        """Nobody reads the lent block any more. Twice is harmless."""
+        self.quay.give_back(lent)
+
+    def rates(self) -> float | None:
+        """How many prompt tokens it computes in a second, lately; None until a prompt was. Any thread may ask."""
+        return self._rate.tokens_per_s
 
     # The step
 
@@ -173,12 +219,14 @@ class Engine:
 
         Returns the tokens decided; empty if nothing could run or only prompts were read.
         """
+        begun_s = time.perf_counter()
         plan = self.scheduler.schedule(self.settings.max_step_tokens, self.settings.max_batch)
         if not plan:
             return []
         for seq, _ in plan:
-            if seq.imported:
-                self._import(seq)
+            if seq.tail is not None:
+                self.storage.write(seq.blocks[seq.num_prompt // self.settings.block_size], seq.tail)
+                seq.tail = None
         batch = Batch(plan, self.settings.block_size, self.model.device)
         logits = self._forward(batch)
         for seq, num_tokens in batch.plan:
@@ -190,9 +238,15 @@ class Engine:
                 seq.num_computed -= num_tokens
             raise
         for seq, num_tokens in batch.plan:
-            self._publish(seq, seq.num_computed - num_tokens)
+            self.scheduler.publish(seq, seq.num_computed - num_tokens)
         for item in sampled:
             item.seq.append(item.token_id)
+        self._rate.note(
+            sum(num for _, num in batch.plan if num > 1),
+            sum(num for _, num in batch.plan),
+            time.perf_counter() - begun_s,
+            is_done=bool(sampled) or self.model.device.type == "cpu",
+        )
         return sampled
 
     def _sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:
@@ -235,16 +289,3 @@ class Engine:
             hooks.current_batch.reset(token)
         logits: Tensor = output.logits[0]
         return logits
-
-    def _import(self, seq: Sequence) -> None:
-        """Copy what the worker fetched into the sequence's own blocks."""
-        for index, payload in seq.imported:
-            self.storage.write(seq.blocks[index], payload)
-        seq.imported = []
-        self._publish(seq, 0)
-
-    def _publish(self, seq: Sequence, first_token: int) -> None:
-        """Let others share the prompt blocks that became full, from the one `first_token` is in."""
-        size = self.settings.block_size
-        for index in range(first_token // size, min(seq.num_computed // size, len(seq.prefix_keys))):
-            self.pool.publish(seq.blocks[index], seq.prefix_keys[index])

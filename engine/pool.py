@@ -19,15 +19,19 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_hits = 0
-        """Blocks found by key."""
+        """Blocks that sequences found by key when they were first admitted, without those that were landed for them."""
         self.num_misses = 0
-        """Blocks looked up by key and not found."""
+        """The other blocks that they looked up by key then: a store below had them, or nobody."""
         self.num_evictions = 0
+        self.tags = [0] * num_blocks
+        """The page tags: how often each block was allocated. One that changed under a reader has become another's."""
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
         self._free = list(reversed(range(num_blocks)))  # the last one freed is taken first: it is still in the caches
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._landed: set[int] = set()
+        """Blocks that came from a store below and were not found by a sequence yet."""
 
     @property
     def num_free(self) -> int:
@@ -55,15 +59,24 @@ class BlockPool:
         kept = {self._by_key[key] for key in keys}
         return sum(count == self._refs[block] and block not in kept for block, count in held.items())
 
-    def take_prefix(self, keys: list[bytes]) -> list[int]:
-        """The blocks of the leading `keys` that are here, each held once more."""
+    def take_prefix(self, keys: list[bytes], *, counted: bool = True) -> list[int]:
+        """The blocks of the leading `keys` that are here, each held once more. `counted`: as hits and misses."""
         blocks = [self._by_key[key] for key in keys[: self.count_prefix(keys)]]
-        self.num_hits += len(blocks)
-        self.num_misses += len(keys) - len(blocks)
+        if counted:
+            landed = self._landed.intersection(blocks)
+            self._landed -= landed
+            num_hits = len(blocks) - len(landed)
+            self.num_hits += num_hits
+            self.num_misses += len(keys) - num_hits
         for block in blocks:
             self._cached.pop(block, None)
             self._refs[block] += 1
         return blocks
+
+    def hold(self, block: int) -> None:
+        """Hold a block once more that is held already."""
+        assert self._refs[block] > 0, f"block {block} is not held"
+        self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks of unknown content, held once. The caller has looked at `num_free`."""
@@ -71,6 +84,7 @@ class BlockPool:
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
+            self.tags[block] += 1
         return blocks
 
     def _evict(self) -> int:
@@ -79,16 +93,22 @@ class BlockPool:
         assert key is not None
         del self._by_key[key]
         self._keys[block] = None
+        self._landed.discard(block)
         self.num_evictions += 1
         return block
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Give a held, full block its key. A key that names another block already stays with that one."""
+    def publish(self, block: int, key: bytes, *, landed: bool = False) -> None:
+        """Give a held, full block its key. A key that names another block already stays with that one.
+
+        `landed`: it came from a store below, and is no hit for the first sequence that finds it.
+        """
         assert self._refs[block] > 0, f"block {block} is not held"
         if key in self._by_key or self._keys[block] is not None:
             return
         self._by_key[key] = block
         self._keys[block] = key
+        if landed:
+            self._landed.add(block)
 
     def release(self, blocks: list[int]) -> None:
         """Let go of blocks held once each by the caller. The last of them is the first to be evicted."""
@@ -116,3 +136,4 @@ class BlockPool:
         assert all(self._keys[block] is None for block in free), "a free block has a key"
         assert all(self._keys[block] is not None for block in cached), "a cached block has no key"
         assert {key: block for block, key in enumerate(self._keys) if key is not None} == self._by_key
+        assert all(self._keys[block] is not None for block in self._landed), "a landed block has no key"

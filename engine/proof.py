@@ -1,7 +1,7 @@
 """The proof that the engine says what the model says: it is run every way a request can take, next to `generate()`.
 
 A few prompts go through one engine together, in chunks; again, with their prefix in its pool; and through a
-second engine, from exported blocks. The reference is the transformers model, alone and greedy.
+second engine, from the first one's blocks. The reference is the transformers model, alone and greedy.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from engine.engine import Engine
+from engine.handover import landed, taken
 from engine.masks import Unsupported
 from engine.model import LoadedModel
-from engine.sequence import Payload, Sequence
+from engine.sequence import Sequence
 from penstock.errors import EngineCheckFailed
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
@@ -104,8 +105,8 @@ def _outcomes(
     engine, second = Engine(model, settings), Engine(model, settings)
     first = [_sequence(model, prompt) for prompt in told.prompts]
     _run(engine, first)
-    handed = [_handed_over(engine, seq) for seq in first]
-    damaged = [_handed_over(engine, seq, damage=True) for seq in first] if control else []
+    blocks = [taken(engine, seq) for seq in first]
+    handed = [_handed_over(second, seq, payloads) for seq, payloads in zip(first, blocks, strict=True)]
     for seq in first:
         engine.remove(seq)
     again = [_sequence(model, prompt) for prompt in told.prompts]
@@ -115,15 +116,17 @@ def _outcomes(
     _run(second, handed[::-1])
     found = {"batched and in chunks": first, "with its prefix in the pool": again, "from handed-over KV blocks": handed}
     if control:
-        _run(Engine(model, settings), damaged)
-        found["damaged"] = damaged
+        third = Engine(model, settings)
+        wrong = [[_turned(model, payload) for payload in payloads] for payloads in blocks]
+        found["damaged"] = [_handed_over(third, seq, payloads) for seq, payloads in zip(first, wrong, strict=True)]
+        _run(third, found["damaged"])
     return found
 
 
-def _sequence(model: LoadedModel, prompt: list[int]) -> Sequence:
+def _sequence(model: LoadedModel, prompt: list[int], given: list[int] | None = None) -> Sequence:
     size = model.layout.block_size
     keys = [repr(prompt[:end]).encode() for end in range(size, len(prompt) + 1, size)]
-    return Sequence("check", prompt, sampling=_GREEDY, seed=0, max_new=NUM_NEW, prefix_keys=keys)
+    return Sequence("check", prompt, sampling=_GREEDY, seed=0, max_new=NUM_NEW, given=given or (), prefix_keys=keys)
 
 
 def _pool_mb(model: LoadedModel, told: Answers) -> int:
@@ -139,23 +142,18 @@ def _run(engine: Engine, seqs: list[Sequence]) -> None:
         engine.step()
 
 
-def _handed_over(engine: Engine, seq: Sequence, *, damage: bool = False) -> Sequence:
-    """The sequence as a decode worker gets it: the prompt's KV as bytes, and the first token."""
-    copy = Sequence(f"{seq.id}-again", seq.token_ids[: seq.num_prompt], sampling=_GREEDY, seed=0,
-                    max_new=NUM_NEW, given=seq.output[:1])  # fmt: skip
-    num_blocks = -(-seq.num_prompt // engine.settings.block_size)
-    blocks: list[tuple[int, Payload]] = [(index, engine.export_block(seq, index)) for index in range(num_blocks)]
-    if damage:
-        blocks = [(index, _turned(engine.model, payload)) for index, payload in blocks]
-    copy.imported = blocks
+def _handed_over(engine: Engine, seq: Sequence, payloads: list[bytes]) -> Sequence:
+    """The sequence as a decode worker's engine gets it: the prompt's KV as bytes, and the first token."""
+    copy = _sequence(engine.model, seq.token_ids[: seq.num_prompt], seq.output[:1])
+    assert landed(engine, copy, payloads) == len(copy.prefix_keys), "no room for what is handed over"
     return copy
 
 
-def _turned(model: LoadedModel, payload: Payload) -> Payload:
+def _turned(model: LoadedModel, payload: bytes) -> bytes:
     """A block's bytes, moved on by a token and a half."""
     shift = 3 * len(payload) // (2 * len(model.layout.layers) * model.layout.block_size)
     shift -= shift % model.dtype.itemsize
-    return bytes(payload[shift:]) + bytes(payload[:shift])
+    return payload[shift:] + payload[:shift]
 
 
 def named(model: LoadedModel) -> str:

@@ -19,6 +19,7 @@ takes one place of the interactive class, not all.
 """
 
 from bisect import insort
+from collections import Counter
 from itertools import chain, pairwise
 from operator import attrgetter
 
@@ -110,7 +111,27 @@ class Scheduler:
             seq.move_to(State.DONE)
         self.pool.release(seq.blocks)
         seq.blocks = []
-        seq.imported = []
+        seq.tail = None
+
+    # Blocks and their keys
+
+    def name_blocks(self, seq: Sequence, keys: list[bytes]) -> None:
+        """The keys of the full blocks after those that have one; blocks of unknown tokens cannot have any.
+
+        What is computed of them can be shared at once, the rest when it is.
+        """
+        first = len(seq.prefix_keys) * self.pool.block_size
+        assert (len(seq.prefix_keys) + len(keys)) * self.pool.block_size <= len(seq.token_ids), f"{seq}: too many keys"
+        seq.prefix_keys += keys
+        self.publish(seq, first)
+
+    def publish(self, seq: Sequence, first_token: int) -> None:
+        """Let others share the sequence's blocks that are full and named, from the one `first_token` is in."""
+        self._tables.publish(seq, first_token)
+
+    def num_growing(self) -> int:
+        """How many of the running may need another block."""
+        return self._tables.num_growing(self.running)
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -234,14 +255,17 @@ class Scheduler:
     def _admit(self, seq: Sequence, *, is_guest: bool) -> None:
         self._tables.open(seq)
         if not seq.num_preemptions:
-            seq.num_cached = seq.num_computed
+            seq.num_cached = min(seq.num_computed, seq.num_prompt)
             self._charge(seq, PROMPT_COST * seq.num_pending)
         seq.guest = is_guest
         seq.move_to(State.RUNNING)
         insort(self.running, seq, key=_place)
 
-    def check_integrity(self) -> None:
-        """Every sequence is in one place, and all of `tables` holds. For tests."""
+    def check_integrity(self, others: Counter[int] | None = None) -> None:
+        """Every sequence is in one place, and all of `tables` holds. For tests.
+
+        `others`: how often blocks are held by all that is not running; None if that is not known.
+        """
         for rank, queue in enumerate(self._queues):
             queue.check_integrity()
             assert all(seq.rank == rank for seq in queue), "waits in another class"
@@ -254,4 +278,4 @@ class Scheduler:
         assert not any(seq.blocks or seq.num_computed or seq.guest for seq in waiting), "waits with blocks"
         promoted = [seq for seq in everybody if seq.rank < CLASSES.index(seq.klass) and seq.state is not State.DONE]
         assert promoted in ([], [self._promoted]), "more than one is promoted"
-        self._tables.check_integrity(self.running)
+        self._tables.check_integrity(self.running, others)

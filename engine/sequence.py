@@ -30,9 +30,9 @@ class Sequence:
     `given` are output tokens that were said before, by this worker or another: their KV is computed where it
     is missing, but they are never sampled again. `max_new` counts given and generated tokens together.
 
-    `prefix_keys[i]` names the content of the prompt's i-th full block and of all before it; equal keys mean
-    equal KV. `imported` holds (block index, payload) pairs of the prompt's KV that the worker fetched; it is
-    consumed when the sequence is first admitted.
+    `prefix_keys[i]` names the content of the i-th full block and of all before it, output tokens included; equal keys
+    mean equal KV. `tail` is the KV of the prompt's last block if that is partial, with zeros for the rows beyond the
+    prompt. It is consumed at admission, and used if all full blocks before it, and no more, were found in the pool.
 
     A sequence that is preempted loses its blocks and keeps its tokens: from then on its output so far is as good
     as given. What of its prompt is still in the pool when it is admitted again is not computed again.
@@ -63,10 +63,10 @@ class Sequence:
         self.num_computed = 0
         """Leading tokens whose KV is in the pool."""
         self.num_cached = 0
-        """Prompt tokens whose KV was found in the pool or imported when it was first admitted."""
+        """Prompt tokens whose KV was there when it was first admitted: in the pool, or in the tail."""
         self.blocks: list[int] = []
         """Block table: block i holds tokens `i * block_size` and following."""
-        self.imported: list[tuple[int, Payload]] = []
+        self.tail: Payload | None = None
         self.state = State.WAITING
         self.num_preemptions = 0
         self.rank = CLASSES.index(klass)

@@ -41,6 +41,19 @@ class KVLayout:
         return {shape.layer: shape for shape in self.layers}
 
     @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """For each K and V, in the order of a block's bytes: how many vectors it has (heads * block size), and of how
+        many numbers each (size of a head).
+        """
+        shapes = (part for shape in self.layers for part in (shape.k_shape, shape.v_shape))
+        return tuple((heads * self.block_size, size) for heads, size in shapes)
+
+    @property
+    def element(self) -> str:
+        """The form of a number: "float32", "bfloat16" or "float16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def block_elements(self) -> int:
         """Numbers in a block."""
         per_token = sum(h * d for shape in self.layers for h, d in (shape.k_shape, shape.v_shape))
@@ -65,6 +78,7 @@ class KVStorage:
                 else torch.zeros(num_blocks * layout.block_elements, dtype=layout.dtype, device=device))  # fmt: skip
         self.data = flat.view(num_blocks, layout.block_elements)
         self._staging = Staging.on(device, layout.block_elements, layout.dtype) if device.type == "cuda" else None
+        self._bytes = self.data.view(torch.uint8).numpy() if device.type == "cpu" else np.empty((0, 0), np.uint8)
         self._parts: list[tuple[int, int, int]] = []  # (offset, heads, size of a head) of each K and V in a row
         self.keys: dict[int, Tensor] = {}
         """By layer: [num_blocks, block_size, heads, size]."""
@@ -89,7 +103,27 @@ class KVStorage:
         if self._staging is not None:
             self._staging.put(self.data[block], payload)
         else:
-            self.data[block].view(torch.uint8).numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
+            self._bytes[block][:] = np.frombuffer(payload, dtype=np.uint8)
+
+    def room(self, blocks: list[int]) -> tuple[list[memoryview], Tensor | None]:
+        """Writable bytes for each block, and the tensor they are part of, [len(blocks), block elements].
+
+        Without a GPU they are the blocks themselves, and there is no such tensor.
+        """
+        if self._staging is None:
+            return [memoryview(self._bytes[block]) for block in blocks], None
+        staged = self._staging.room(len(blocks))
+        return [memoryview(row) for row in staged.view(torch.uint8).numpy()], staged
+
+    def settle(self, blocks: list[int], staged: Tensor | None) -> None:
+        """What was written to the first of `room` is the content of these blocks, from the next step on."""
+        if self._staging is not None and staged is not None:
+            for block, row in zip(blocks, staged, strict=False):
+                self._staging.upload(self.data[block], row)
+
+    def view(self, block: int) -> memoryview | None:
+        """A block's own bytes, to read only; None if they are on a GPU."""
+        return memoryview(self._bytes[block]).toreadonly() if self._staging is None else None
 
     def read(self, block: int, num_rows: int) -> memoryview:
         """A copy of a block's bytes; rows (tokens) from `num_rows` on are zero."""

@@ -1,14 +1,54 @@
-"""The KV store: the tiers in order, and the rule that only the exact block asked for is ever used."""
+"""The KV store: the tiers in order, and the rule that only the exact block asked for is ever used.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+The engine's pool is the first tier; those here lie below it. Reads go up on demand, as far as fetching is faster than
+computing. Writes go down: those above and including the *hand-off tier* (the first that all decode workers can read)
+before a job is settled, the rest behind it.
+"""
 
-from kvstore.block import chain_keys, chain_root, num_block_tokens, pack, tenant_salt, unpack
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+from kvstore.block import Block, Form, Name, Wanted, chain_root, tenant_salt, tenant_tag
+from kvstore.chain import Chain
+from kvstore.codec import Element, PayloadShape, codec_for
+from kvstore.cost import CostModel
 from kvstore.tiers.contract import Tier
-from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.redis import RedisTier
-from penstock.settings import KVSettings
+from kvstore.tiers.shared import SharedTier
+from penstock.settings import KVSettings, urls_of
+
+HAND_OFF_ORDER = ("redis", "shared", "disk")
+"""The first of these that there is can be read by all decode workers of the pipeline."""
+
+
+class PoolLayout(Protocol):
+    """The form of a pool's blocks, as the engine has it."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all layers' K and V."""
+
+    @property
+    def element(self) -> Element:
+        """What the numbers are."""
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """(Rows, numbers in a row) of each K and V, in order."""
+
+
+Lack = int
+"""The tiers that lack a block: bit i stands for tier i."""
 
 
 @dataclass(frozen=True)
@@ -16,80 +56,196 @@ class Layout:
     """What a model's blocks look like: `payload_bytes` is the K and V of all layers for `block_size` tokens."""
 
     fingerprint: str
+    """64 hex digits."""
     block_size: int
     payload_bytes: int
+    shape: PayloadShape
+    form: str = ""
+    """The layers' shapes, in words."""
+
+    @classmethod
+    def of(cls, fingerprint: str, pool: PoolLayout) -> Self:
+        """What a model's pool has."""
+        shape = PayloadShape(pool.element, pool.rows)
+        return cls(fingerprint, pool.block_size, pool.block_bytes, shape, str(pool))
+
+    def stored_form(self, *, lossy: bool) -> Form:
+        """The form of stored blocks. Blocks that went through a lossy codec are those of another model."""
+        words = f"{self.block_size}|{self.payload_bytes}|{self.form}|{'int8' if lossy else ''}"
+        fingerprint = bytes.fromhex(self.fingerprint)
+        if lossy:
+            fingerprint = hashlib.sha256(b"int8" + fingerprint).digest()
+        return Form(fingerprint, hashlib.sha256(words.encode()).digest()[:16], self.payload_bytes)
+
+
+@dataclass
+class Stats:
+    """What became of the blocks that requests asked for, besides the tiers' own counters."""
+
+    pool_hits: int = 0
+    pool_misses: int = 0
+    recomputed_jobs: int = 0
+    """Jobs whose blocks, or some of them, were gone when decode came for them."""
+    recomputed_blocks: int = 0
+    not_worth: int = 0
+    """Blocks that a tier had, and that were computed because that was faster."""
+    not_written: int = 0
+    """Blocks that were not written below the hand-off tier, because too many were waiting for that."""
 
 
 class KVStore:
-    """Blocks of one model, in every tier."""
+    """Blocks of one model, in every tier below the pool. Methods may be called from several threads."""
 
-    def __init__(self, layout: Layout, tiers: Sequence[Tier], salt_secret: str) -> None:
-        self.layout = layout
-        self.tiers = list(tiers)
-        self._salt_secret = salt_secret
-        self._fingerprint = bytes.fromhex(layout.fingerprint)
+    def __init__(self, layout: Layout, tiers: Sequence[Tier], settings: KVSettings) -> None:
+        self.layout, self.tiers, self.stats = layout, list(tiers), Stats()
+        self.cost = CostModel(layout.block_size)
+        self.lease_s = settings.lease_s
+        self._salt_secret = settings.salt_secret
+        self._fingerprint = layout.stored_form(lossy=is_lossy(settings)).fingerprint.hex()
+        names = [tier.name for tier in tiers]
+        self.hand_off = next((names.index(name) for name in HAND_OFF_ORDER if name in names), -1)
+        """Index of the tier through which jobs are handed off; -1: there is none, decode computes again."""
 
     @classmethod
-    def open(cls, layout: Layout, settings: KVSettings, url: str) -> Self:
-        """The tiers of a worker: this process's memory, then Redis at `url`."""
-        tiers: list[Tier] = [MemoryTier(settings.memory_mb * 2**20), RedisTier(url, settings.keep_s)]
-        return cls(layout, tiers, settings.salt_secret)
+    def open(cls, layout: Layout, settings: KVSettings, urls: str, pipeline: str) -> Self:
+        """The tiers of a worker. Raises `KVStoreError` for one that cannot work as it is set up."""
+        form, tiers = layout.stored_form(lossy=is_lossy(settings)), list[Tier]()
+        if settings.shared_mb:
+            tiers.append(SharedTier.open(form, pipeline, settings.shared_mb * 2**20, settings.shared_dir))
+        if settings.disk_mb:
+            directory = Path(settings.disk_dir).expanduser() if settings.disk_dir else disk_directory()
+            codec = codec_for(settings.disk_codec, layout.shape)
+            tiers.append(DiskTier.open(form, directory, settings.disk_mb * 2**20, codec))
+        if settings.redis_mb:
+            codec = codec_for(settings.redis_codec, layout.shape)
+            tiers.append(RedisTier.open(form, urls_of(urls), settings.redis_mb * 2**20, settings.keep_s, codec))
+        return cls(layout, tiers, settings)
 
-    def keys(self, tenant: str, token_ids: Sequence[int]) -> list[bytes]:
-        """The keys of the blocks that hold a tenant's `token_ids`."""
-        root = chain_root(self.layout.fingerprint, tenant_salt(self._salt_secret, tenant))
-        return chain_keys(root, token_ids, self.layout.block_size)
+    def chain(self, tenant: str) -> Chain:
+        """Names blocks of a tenant's sequences."""
+        salt = tenant_salt(self._salt_secret, tenant)
+        return Chain(chain_root(self._fingerprint, salt), tenant_tag(salt), self.layout.block_size)
 
-    def get_prefix(self, keys: Sequence[bytes], num_tokens: int, start: int = 0) -> list[memoryview]:
-        """Payloads of the blocks `start`, `start + 1`, … of a sequence, up to the first that no tier has.
-
-        `keys` are the sequence's keys from block 0; `num_tokens` its length. A damaged, truncated or foreign block is
-        a miss of its tier, and the next tier is asked.
-        """
-        found: dict[int, memoryview] = {}
+    def depths(self, keys: Sequence[bytes]) -> list[int]:
+        """For each block the index of the first tier that has it, `len(tiers)` where none has. Those are used now."""
+        found = [len(self.tiers)] * len(keys)
+        missing = list(range(len(keys)))
         for depth, tier in enumerate(self.tiers):
-            missing = [index for index in range(start, len(keys)) if index not in found]
-            got = self._read(tier, keys, missing, num_tokens)
-            for above in self.tiers[:depth]:
-                above.put([(keys[index], stored) for index, (stored, _) in got.items()])
-            found |= {index: payload for index, (_, payload) in got.items()}
-        prefix: list[memoryview] = []
-        while (payload := found.get(start + len(prefix))) is not None:
-            prefix.append(payload)
-        return prefix
+            if not missing:
+                break
+            begun = time.perf_counter()
+            here = tier.has([keys[index] for index in missing])
+            self.cost.speed(tier.name).asked(time.perf_counter() - begun)
+            for index, is_here in zip(missing, here, strict=True):
+                if is_here:
+                    found[index] = depth
+            missing = [index for index, is_here in zip(missing, here, strict=True) if not is_here]
+        return found
 
-    def put(self, keys: Sequence[bytes], num_tokens: int, payloads: Sequence[tuple[int, bytes | memoryview]]) -> None:
-        """Write blocks (index, payload) of a sequence to every tier; when this returns, others can read them."""
-        blocks = [
-            (keys[index], pack(keys[index], self._fingerprint, self._count(index, num_tokens), payload))
-            for index, payload in payloads
-        ]
+    def load(self, wanted: Sequence[Wanted]) -> list[int]:
+        """Read the leading blocks that there are, as far as that is worth it: the tier each came from, in order.
+
+        A damaged, foreign or vanished block is a miss of its tier, and the next tier is asked.
+        """
+        places = self.depths([one.name.key for one in wanted])
+        reach = next((index for index, depth in enumerate(places) if depth == len(self.tiers)), len(wanted))
+        origin: dict[int, int] = {}
+        for depth, tier in enumerate(self.tiers):
+            tier.counters.misses += sum(place > depth for place in places)
+            mine = [index for index in range(reach) if places[index] == depth]
+            while mine:
+                count = self.cost.worth(tier.name, len(mine))
+                if not count:
+                    self.stats.not_worth += reach - mine[0]
+                    reach = mine[0]
+                    break
+                whole = self._read(tier, [wanted[index] for index in mine[:count]])
+                for index, is_whole in zip(mine[:count], whole, strict=True):
+                    if is_whole:
+                        origin[index] = depth
+                    else:
+                        places[index] += 1  # the next tier is asked
+                        reach = reach if places[index] < len(self.tiers) else min(reach, index)
+                mine = [index for index in mine[count:] if index < reach]
+        count = next((index for index in range(reach) if index not in origin), reach)
+        return [origin[index] for index in range(count)]
+
+    def _read(self, tier: Tier, wanted: list[Wanted]) -> list[bool]:
+        begun = time.perf_counter()
+        whole = tier.get(wanted)
+        if num_read := sum(whole):
+            self.cost.speed(tier.name).read(num_read, time.perf_counter() - begun)
+        return whole
+
+    def lacking(self, keys: Sequence[bytes], depths: Sequence[int], *, hand_off: bool) -> list[Lack]:
+        """Where blocks of these `depths` are to be written: above; with `hand_off`, there too if it lacks them."""
+        lacks = [(1 << depth) - 1 for depth in depths]
+        unknown = [index for index, depth in enumerate(depths) if depth < self.hand_off] if hand_off else []
+        if unknown:
+            here = self.tiers[self.hand_off].has([keys[index] for index in unknown])
+            for index, is_here in zip(unknown, here, strict=True):
+                lacks[index] |= 0 if is_here else 1 << self.hand_off
+        return lacks
+
+    @property
+    def everywhere(self) -> Lack:
+        """The lack of a block that was just computed."""
+        return (1 << len(self.tiers)) - 1
+
+    def has_handed_off(self, lack: Lack) -> bool:
+        """Whether decode workers can read a block."""
+        return self.hand_off >= 0 and not lack >> self.hand_off & 1
+
+    def needs_behind(self, lack: Lack) -> bool:
+        """Whether a block is to be written behind the hand-off tier."""
+        return lack >> (self.hand_off + 1) > 0
+
+    def put(self, blocks: Sequence[tuple[Block, Lack]], *, behind: bool) -> None:
+        """Write each block to the tiers that lack it: those up to the hand-off tier, or those `behind` it."""
+        for index, tier in enumerate(self.tiers):
+            mine = [block for block, lack in blocks if lack >> index & 1]
+            if mine and (index > self.hand_off) == behind:
+                tier.put(mine)
+
+    def lease(self, owner: str, names: Sequence[Name]) -> None:
+        """Keep a job's blocks in the hand-off tier while it waits, `lease_s` at most."""
+        if self.hand_off >= 0 and names:
+            self.tiers[self.hand_off].lease(owner, [name.key for name in names], self.lease_s)
+
+    def release(self, owner: str, names: Sequence[Name]) -> None:
+        """The job is done: its leases end."""
+        if self.hand_off >= 0 and names:
+            self.tiers[self.hand_off].release(owner, [name.key for name in names])
+
+    def count_recomputed(self, num_blocks: int) -> None:
+        """A job came for its blocks, and so many were gone."""
+        self.stats.recomputed_blocks += max(0, num_blocks)
+        self.stats.recomputed_jobs += num_blocks > 0
+
+    def report(self) -> dict[str, object]:
+        """All counters, for people and graphs."""
+        stats = asdict(self.stats)
+        pool = {"hits": stats.pop("pool_hits"), "misses": stats.pop("pool_misses")}
+        return {"pool": pool, **{tier.name: asdict(tier.counters) for tier in self.tiers}, **stats}
+
+    def measure_against(self, tokens_per_s: Callable[[], float | None]) -> None:
+        """How fast the engine computes prompts, for deciding what is worth fetching."""
+        self.cost.tokens_per_s = tokens_per_s
+
+    def close(self) -> None:
+        """Let go of all tiers. The blocks stay."""
         for tier in self.tiers:
-            tier.put(blocks)
+            with suppress(OSError):
+                tier.close()
 
-    def absent(self, keys: Sequence[bytes], indices: Sequence[int]) -> list[int]:
-        """Those of the blocks `indices` that the last tier, the one shared by all, does not have. Renews the others."""
-        here = self.tiers[-1].touch([keys[index] for index in indices])
-        return [index for index, found in zip(indices, here, strict=True) if not found]
 
-    def _read(
-        self, tier: Tier, keys: Sequence[bytes], indices: Sequence[int], num_tokens: int
-    ) -> dict[int, tuple[bytes, memoryview]]:
-        """Stored bytes and payload of the blocks that the tier has whole, by index; counts the rest."""
-        got = {}
-        for index, stored in zip(indices, tier.get([keys[index] for index in indices]), strict=True):
-            payload = None
-            if stored is not None:
-                count = self._count(index, num_tokens)
-                payload = unpack(stored, keys[index], self._fingerprint, count, self.layout.payload_bytes)
-                tier.counters.damaged += payload is None
-            if stored is None or payload is None:
-                tier.counters.misses += 1
-            else:
-                tier.counters.hits += 1
-                tier.counters.bytes_read += len(stored)
-                got[index] = (stored, payload)
-        return got
+def is_lossy(settings: KVSettings) -> bool:
+    """Whether some blocks go through a codec that changes them."""
+    return (bool(settings.disk_mb) and settings.disk_codec == "int8") or (
+        bool(settings.redis_mb) and settings.redis_codec == "int8"
+    )
 
-    def _count(self, index: int, num_tokens: int) -> int:
-        return num_block_tokens(index, num_tokens, self.layout.block_size)
+
+def disk_directory() -> Path:
+    """Where blocks on disk are by default."""
+    return Path.home() / ".cache" / "penstock" / "kv"

@@ -26,6 +26,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from penstock import messages, names, tracing
+from penstock.affinity import affinity_of
 from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.errors import IdConflict, InvalidRequest, StreamExpired, StreamTimeout
@@ -60,6 +61,7 @@ class RequestFields(TypedDict, total=False):
     id: str | None
     model: str | None
     tenant: str
+    session: str | None
     klass: PriorityClass
     deadline: float | None
     temperature: float
@@ -242,7 +244,8 @@ def outgoing(pipeline: Pipeline, request: Request) -> tuple[Span, Outgoing]:
     if request.deadline is not None:
         headers[names.DEADLINE] = str(request.deadline)
     headers |= tracing.headers_of(tracing.within(span))
-    return span, Outgoing(pipeline.requests(klass), request.encode(), key=request.id, headers=headers)
+    topic = pipeline.requests(klass)
+    return span, Outgoing(topic, request.encode(), request.id, headers, affinity_of(request))
 
 
 @contextmanager

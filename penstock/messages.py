@@ -126,6 +126,8 @@ class Request(Wire):
     klass: PriorityClass | None = Field(default=None, alias="class")
     """Must agree with the topic's class when given."""
     tenant: Tenant = "default"
+    session: RequestId | None = None
+    """Requests of one session, such as the turns of a chat, should find the worker that holds their KV."""
     deadline: float | None = Field(default=None, gt=0)
     """Seconds since the epoch; an answer not complete by then ends with `deadline_exceeded`."""
 

@@ -18,10 +18,13 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:{<id>}:log`       | stream | as the record                             | `record`       |
 | `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
-| `penstock:kv:<block key, hex>`         | string | until evicted or its time is over         | `kvstore`      |
+| `penstock:kv:<block key, hex>`         | string | a set time after the last use             | `kvstore`      |
 | `penstock:{kv}:used`                   | zset   | as the blocks: their order of use         | `kvstore`      |
-| `penstock:{kv}:sizes`                  | hash   | as the blocks: their bytes, and the sum   | `kvstore`      |
-| `penstock:{kv}:leases:<block key, hex>`| hash   | as the longest of a block's leases        | `kvstore`      |
+| `penstock:{kv}:held`                   | zset   | the same of those that are leased         | `kvstore`      |
+| `penstock:{kv}:sizes`                  | hash   | as the blocks: the bytes of each          | `kvstore`      |
+| `penstock:{kv}:leases`                 | hash   | as the leases: owners and ends, by block  | `kvstore`      |
+| `penstock:{kv}:ends`                   | zset   | as the leases: the last end, by block     | `kvstore`      |
+| `penstock:{kv}:state`                  | hash   | as the blocks: sums, clock, budget        | `kvstore`      |
 | `penstock:bus:{<pipeline>}:<topic>`    | stream | trimmed as deliveries are settled         | `StreamsBus`   |
 | `penstock:bus:{<pipeline>}:member:<group>:<name>` | string | the bus's session timeout      | `StreamsBus`   |
 """
@@ -133,6 +136,10 @@ class Pipeline:
 def kv_key(block_key: bytes) -> str:
     """The Redis key of a stored KV block."""
     return f"penstock:kv:{block_key.hex()}"
+
+
+KV_INDEX = tuple(f"penstock:{{kv}}:{part}" for part in ("used", "held", "sizes", "leases", "ends", "state"))
+"""What is known of the stored blocks of one server, in the order in which scripts take it."""
 
 
 # Event ids: `<position>-<rolling hash>`. The hash covers every token id up to and including the position, so a

@@ -151,6 +151,11 @@ def shown(url: str) -> str:
     return url.replace(f":{parts.password}@", ":***@") if parts.password else url
 
 
+def urls_of(text: str) -> list[str]:
+    """The addresses of a setting that may hold several, with commas between."""
+    return [url.strip() for url in text.split(",") if url.strip()]
+
+
 def known_variables(parts: Iterable[type[BaseSettings]] = PARTS) -> list[str]:
     """Every environment variable Penstock reads."""
     return [f"{part.model_config['env_prefix']}{name}".upper() for part in parts for name in part.model_fields]

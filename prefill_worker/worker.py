@@ -4,12 +4,15 @@ One turn of the loop, numbered as in the life of a request (docs/structure.md):
 
     1  poll      take deliveries while there is room
     2  claim     epoch + 1 in Redis; what cannot be answered ends here, and goes on at 5
-    3  compute   one step of the engine; full blocks go to the KV store as they are done
+    3  compute   what the KV store has of the prompt is fetched while others are computed; then it takes part in the
+                 engine's steps, and full blocks go to the store as they are done
     4  emit      token 0 is appended to the log; the blocks of the last chunk follow, nobody waits for them
-    5  settle    job reference out, request done, together; then the claim is given up
+    5  settle    once all blocks are where decode can read them, leased to the request: job reference out, request
+                 done, together; then the claim is given up
 
 What a crash costs: after 2 or 3, the next attempt finds the blocks that were stored; after 4, it finds token 0 in the
-log and keeps it; after 5, the job is in the topic, exactly once. A crash inside 5 leaves either nothing or all of it.
+log and keeps it, and the leases run out if nobody renews them; after 5, the job is in the topic, exactly once. A crash
+inside 5 leaves either nothing or all of it.
 """
 
 import contextlib
@@ -22,7 +25,9 @@ from opentelemetry.trace import Span
 from engine.engine import Engine, Sampled
 from engine.sequence import Sequence
 from engine.text import OutputState
-from kvstore.store import KVStore
+from kvstore.block import Name
+from kvstore.store import KVStore, Lack
+from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.retries import dead_message
@@ -51,6 +56,8 @@ from prefill_worker.tokenize import PromptReader
 
 log = logging.getLogger(__name__)
 
+WAIT_S = 0.01
+"""How long a loop with nothing to compute waits for a transfer."""
 MAX_RETRIES = 3
 RETRY_DELAY_S = 1.0
 
@@ -62,10 +69,11 @@ class Prefill:
     intake: Intake
     claim: Claim
     seq: Sequence
-    keys: list[bytes]
-    unstored: list[int]
-    """Blocks that the KV store does not have yet, in order."""
+    names: list[Name]
+    """Of the prompt's blocks, a partial last one included."""
     span: Span
+    lacks: dict[int, Lack] = field(default_factory=dict)
+    """The prompt's blocks that are still to be written, and the tiers that lack them. Known when it was fetched."""
     lost: bool = False
     """Another worker holds the request now."""
     context: Context = field(init=False)
@@ -84,38 +92,58 @@ class PrefillWorker:
         self.engine, self.store, self.record, self.member = engine, store, record, member
         self.prompts = PromptReader(engine.model)
         self.settler, self.leases = Settler(member), LeaseKeeper(record)
+        self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
         self.inbox = Inbox(member)
         self.running: dict[str, Prefill] = {}
+        """All that is claimed and not settled: it is fetched, computed, or on its way to the store."""
 
     # The loop.
 
     def turn(self, *, accept: bool = True) -> bool:
         """One turn of the loop; whether it did anything."""
         self.settler.check()
-        room = self.engine.room(), self.engine.room("interactive")
-        deliveries = self.inbox.poll(*room, idle=not self.running) if accept else []
+        self._collect()
+        deliveries = self.inbox.poll(*self._room(), idle=not self.running) if accept else []
         for delivery in deliveries:
             self._admit(delivery)
         sampled = self.engine.step() if self.engine.has_work() else []
         firsts = [(self.running[item.seq.id], item) for item in sampled]
         self._emit(firsts)
         for prefill, _ in firsts:
-            self._hand_off(prefill)
-        self._store_chunks()
+            self._finish(prefill)
+        self._ship_chunks()
+        if self.transfers and not self.engine.has_work():
+            self.transfers.wait(WAIT_S)
         return bool(deliveries or sampled)
+
+    def _room(self) -> tuple[int, int]:
+        """How many more requests to take, and how many interactive ones."""
+        elsewhere = len(self.running) - self.engine.num_running - self.engine.num_waiting
+        return self.engine.room() - elsewhere, self.engine.room("interactive") - elsewhere
+
+    def _collect(self) -> None:
+        """Go on with what was fetched and with what was shipped."""
+        for done in self.transfers.collect():
+            match done:
+                case Fetch():
+                    self._fetched(done.ticket, done)
+                case Ship():
+                    self._shipped(done.ticket, done)
 
     def is_settled(self) -> bool:
         """Whether nothing waits, for a lease or for a commit."""
-        return not len(self.inbox) and not len(self.settler)
+        return not len(self.inbox) and not len(self.settler) and not len(self.transfers)
 
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
+        self.transfers.close()
         self.settler.wait(timeout_s=10.0)
         for prefill in list(self.running.values()):
             self._forget(prefill)
             self.record.release(prefill.claim)
         self.leases.close()
         self.settler.close()
+        self.store.close()
         self.member.close()
 
     # 2 Claim.
@@ -157,55 +185,62 @@ class PrefillWorker:
             self._end(intake, claim)
             return
         try:
-            prefill = self._start(intake, claim)
-            self.engine.add(prefill.seq)
+            self._start(intake, claim)
         except RequestError as error:
             intake.error = error
             self._end(intake, claim)
-        else:
-            self.running[prefill.seq.id] = prefill
-            self.leases.add(claim)
 
     # 3 Compute.
 
-    def _start(self, intake: Intake, claim: Claim) -> Prefill:
+    def _start(self, intake: Intake, claim: Claim) -> None:
+        """Have the prompt's blocks fetched."""
         request = intake.request
         assert request is not None
-        span = tracing.begin("prefill", intake.context, prompt_tokens=len(intake.token_ids), attempt=claim.attempts)
-        keys = self.store.keys(request.tenant, intake.token_ids)
-        full = keys[: len(intake.token_ids) // self.store.layout.block_size]
-        held = self.engine.cached_blocks(full)
-        found = self.store.get_prefix(full, len(intake.token_ids), start=held)
+        chain = self.store.chain(request.tenant)
+        chain.extend(intake.token_ids)
+        tail = chain.tail(intake.token_ids)
+        intake.last_block = (tail or chain.names[-1]).key.hex()
         seq = Sequence(
             intake.id,
             intake.token_ids,
             sampling=request.sampling,
             seed=seed_of(request),
             max_new=1,
-            prefix_keys=full,
+            prefix_keys=[name.key for name in chain.names],
             klass=intake.delivery.klass,
             tenant=request.tenant,
         )
-        seq.imported = [(held + n, payload) for n, payload in enumerate(found)]
-        absent = self.store.absent(keys, range(held))
-        unstored = absent + list(range(held + len(found), len(keys)))
-        intake.last_block = keys[-1].hex()
-        return Prefill(intake, claim, seq, keys, unstored, span)
+        self.engine.check(seq)
+        span = tracing.begin("prefill", intake.context, prompt_tokens=len(intake.token_ids), attempt=claim.attempts)
+        names = [*chain.names, *([tail] if tail else [])]
+        prefill = self.running[seq.id] = Prefill(intake, claim, seq, names, span)
+        self.leases.add(claim)
+        to_share = (seq.num_prompt - 1) // self.store.layout.block_size  # the last token is always computed
+        self.transfers.fetch(Fetch(prefill, names[:to_share], lease_to=seq.id))
 
-    def _store_chunks(self) -> None:
+    def _fetched(self, prefill: Prefill, fetch: Fetch) -> None:
+        """What could be had is in the pool: compute the rest."""
+        if prefill is not self.running.get(prefill.seq.id):
+            return
+        lacks = [*fetch.lacks, *[self.store.everywhere] * (len(prefill.names) - len(fetch.lacks))]
+        prefill.lacks = {index: lack for index, lack in enumerate(lacks) if lack}
+        self.engine.add(prefill.seq)
+        found = {"held": fetch.held, "found": len(fetch.lacks) - fetch.held}
+        tracing.note("kv.read", prefill.context, fetch.begun_s, fetch.ended_s, blocks=len(prefill.names), **found)
+
+    def _ship_chunks(self) -> None:
         """Ship the full blocks of the prompts that go on."""
         for prefill in self.running.values():
-            self._store(prefill, self.engine.completed_blocks(prefill.seq))
+            if prefill.lacks:
+                self._ship(prefill, self.engine.completed_blocks(prefill.seq))
 
-    def _store(self, prefill: Prefill, upto: int) -> None:
-        ready = [index for index in prefill.unstored if index < upto]
-        if not ready:
+    def _ship(self, prefill: Prefill, upto: int, *, is_last: bool = False) -> None:
+        """Have the blocks before `upto` written that are not yet."""
+        ready = [index for index in prefill.lacks if index < upto]
+        if not ready and not is_last:
             return
-        begun_s = now_s()
-        payloads = [(index, self.engine.export_block(prefill.seq, index)) for index in ready]
-        self.store.put(prefill.keys, prefill.seq.num_prompt, payloads)
-        prefill.unstored = [index for index in prefill.unstored if index >= upto]
-        tracing.note("kv.write", prefill.context, begun_s, now_s(), blocks=len(ready))
+        blocks = [(index, prefill.names[index], prefill.lacks.pop(index)) for index in ready]
+        self.transfers.ship(prefill.seq, Ship(prefill, blocks, lease_to=prefill.seq.id, is_last=is_last))
 
     # 4 Emit.
 
@@ -236,14 +271,22 @@ class PrefillWorker:
 
     # 5 Settle.
 
-    def _hand_off(self, prefill: Prefill) -> None:
+    def _finish(self, prefill: Prefill) -> None:
+        """The prompt is computed: have the last of its blocks written."""
         if prefill.lost:
             self._forget(prefill)
             self.inbox.put_back(prefill.intake.delivery)
             return
-        self._store(prefill, len(prefill.keys))
-        self._forget(prefill, keep_lease=True)
-        self._settle_job(prefill.intake, prefill.claim)
+        self._ship(prefill, len(prefill.names), is_last=True)
+        self.engine.remove(prefill.seq)
+
+    def _shipped(self, prefill: Prefill, ship: Ship) -> None:
+        """Some of its blocks are where decode can read them, or all."""
+        if ship.blocks:
+            tracing.note("kv.write", prefill.context, ship.begun_s, ship.ended_s, blocks=len(ship.blocks))
+        if ship.is_last and prefill is self.running.get(prefill.seq.id):
+            self._forget(prefill, keep_lease=True)
+            self._settle_job(prefill.intake, prefill.claim)
 
     def _settle_job(self, intake: Intake, claim: Claim) -> None:
         job = job_of(intake, self.store.layout.fingerprint)

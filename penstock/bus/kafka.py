@@ -20,6 +20,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from penstock.bus.contract import Outgoing, check_size
+from penstock.bus.kafka_partitions import Partitions
 from penstock.errors import BusUnavailable, MemberFenced
 from penstock.local.processes import wait_until
 from penstock.messages import MAX_REQUEST_BYTES
@@ -152,8 +153,11 @@ class KafkaPublisher:
     def __init__(self, bus: KafkaBus) -> None:
         settings = producer_settings(bus.bootstrap) | {
             "message.timeout.ms": 10_000,
+            # Else the first question for a topic's partitions waits 50 ms for a connection.
+            "enable.sparse.connections": False,
         }
         self._producer = Producer(settings)
+        self._partitions = Partitions(self._producer)
         self._closing = threading.Event()
         self._reports = threading.Thread(target=self._serve_reports, name="kafka-publisher", daemon=True)
         self._reports.start()
@@ -165,9 +169,13 @@ class KafkaPublisher:
             return
         outcome = _Outcome(len(messages))
         with bus_errors():
-            for message in messages:
-                produce(self._producer, message, outcome.report)
-            outcome.wait(2 * ANSWER_S)
+            try:
+                for message in messages:
+                    produce(self._producer, message, self._partitions, outcome.report)
+                outcome.wait(2 * ANSWER_S)
+            except KafkaException:
+                self._partitions.forget()
+                raise
 
     def close(self) -> None:
         """Send what is left and end."""
@@ -229,14 +237,16 @@ def producer_settings(bootstrap: str) -> dict[str, Any]:
     }
 
 
-def produce(producer: Producer, message: Outgoing, report: Any) -> None:
+def produce(producer: Producer, message: Outgoing, partitions: Partitions, report: Any) -> None:
     """Hand a message to the producer; when its queue is full, wait for room."""
+    partition = partitions.choose(message)
     while True:
         try:
             producer.produce(
                 message.topic,
                 message.value,
                 message.key,
+                partition,
                 headers=[(name, text.encode()) for name, text in message.headers.items()],
                 on_delivery=report,
             )

@@ -6,6 +6,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 
 from penstock.bus.contract import Outgoing
 from penstock.bus.kafka import ANSWER_S, FENCED, bus_errors, produce, producer_settings
+from penstock.bus.kafka_partitions import Partitions
 from penstock.errors import MemberFenced
 
 ABORT_S = 3.0
@@ -35,6 +36,7 @@ class Transactions:
                 "message.timeout.ms": int(timeout_s * 600),
             }
         )
+        self._partitions = Partitions(self._producer)
         self._open = False
         self._in_doubt = False
         with bus_errors():  # ends what an older member of this name left open
@@ -71,7 +73,7 @@ class Transactions:
     def _write(self, outputs: Sequence[Outgoing]) -> None:
         errors: list[KafkaError] = []
         for output in outputs:
-            produce(self._producer, output, lambda error, _: errors.append(error) if error else None)
+            produce(self._producer, output, self._partitions, lambda error, _: errors.append(error) if error else None)
         if outputs and self._producer.flush(ANSWER_S):
             timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
             raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
@@ -89,6 +91,7 @@ class Transactions:
 
     def _after(self, raised: KafkaException) -> None:
         """After a failed step: abort if that is possible now, and say if we were fenced or the group moved."""
+        self._partitions.forget()
         error: KafkaError = raised.args[0]
         if error.fatal() or error.code() in FENCED:
             raise MemberFenced(f"a newer member has this one's place, or it was away too long: {error.str()}")

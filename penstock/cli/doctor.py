@@ -19,7 +19,7 @@ from penstock.bus.connect import connect
 from penstock.errors import DependencyMissing, PenstockError
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
-from penstock.settings import Addresses, BusSettings, EngineSettings, load, shown
+from penstock.settings import Addresses, BusSettings, EngineSettings, load, shown, urls_of
 from penstock.status import worker_status
 
 State = Literal["ok", "note", "fail"]
@@ -56,10 +56,11 @@ def findings() -> Iterator[Finding]:
         _packages,
         _machine,
         _kernels,
+        _copying,
         _model,
         _servers,
         lambda: _redis("stream Redis", addresses.stream_url, evicting_is_fine=False),
-        lambda: _redis("KV Redis", addresses.kv_url or addresses.stream_url, evicting_is_fine=True),
+        lambda: _kv_redis(addresses),
         lambda: _bus(addresses),
         lambda: _workers(addresses),
     ]
@@ -110,6 +111,20 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("note", "native kernels", found, advice)
 
 
+def _copying() -> Iterator[Finding]:
+    """Whether the KV store's copying was built."""
+    if importlib.util.find_spec("kvstore") is None or importlib.util.find_spec("xxhash") is None:
+        return
+    from kvstore.native import library
+
+    native = library.load()
+    if native is not None:
+        yield Finding("ok", "native copying", f"{native.isa}; KV blocks are copied and checked in one pass")
+        return
+    advice = "install a C++ compiler (Debian: apt-get install g++), then the project again"
+    yield Finding("note", "native copying", "not built: KV blocks are copied and checked in two passes", advice)
+
+
 def _model() -> Iterator[Finding]:
     name = load(EngineSettings).model
     if name == "demo":
@@ -158,6 +173,11 @@ def _redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", what, f"{shown(url)}: {version}")
+
+
+def _kv_redis(addresses: Addresses) -> Iterator[Finding]:
+    for url in urls_of(addresses.kv_url or addresses.stream_url):
+        yield from _redis("KV Redis", url, evicting_is_fine=True)
 
 
 def _bus(addresses: Addresses) -> Iterator[Finding]:

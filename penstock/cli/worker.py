@@ -62,13 +62,14 @@ def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, drain_
     engine = Engine.open(load(EngineSettings), beat.progress)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
     model, pipeline = engine.model, Pipeline(addresses.pipeline)
-    layout = Layout(model.fingerprint, engine.settings.block_size, engine.block_bytes)
-    store = KVStore.open(layout, load(KVSettings), addresses.kv_url or addresses.stream_url)
+    layout = Layout.of(model.fingerprint, model.layout)
+    store = KVStore.open(layout, load(KVSettings), addresses.kv_url or addresses.stream_url, pipeline.name)
+    store.measure_against(engine.rates)
     record = Record(redis.Redis.from_url(addresses.stream_url), pipeline, load(RecordSettings))
     member = connect(addresses, load(BusSettings)).member(stage, name)
     kind = PrefillWorker if stage == "prefill" else DecodeWorker
     worker = kind(pipeline, name, engine, store, record, member)
-    beat.watch(lambda: {"running": len(worker.running), "waiting": engine.num_waiting})
+    beat.watch(lambda: {"running": len(worker.running), "waiting": engine.num_waiting, "kv": store.report()})
     beat.say(now=True, state="ready", progress=1.0, model=model.name)
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
     serve(worker, stop, drain_s, lambda: beat.say(now=True, state="draining"))

@@ -17,6 +17,7 @@ from penstock.local.processes import (
 )
 
 IMAGE = "valkey/valkey:9"
+SOCKET = "valkey.sock"
 
 
 def find_binary() -> Path:
@@ -46,6 +47,11 @@ class ValkeyServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
+    def unix_url(self) -> str:
+        """The same server's unix socket; its path may have about 100 characters."""
+        return f"unix://{self.directory.resolve() / SOCKET}?db=0"
+
+    @property
     def pid(self) -> int | None:
         """Its process id while it runs."""
         return self._child.pid if self._child else None
@@ -59,6 +65,8 @@ class ValkeyServer:
         options = {
             "bind": "127.0.0.1",
             "port": str(self.port),
+            "unixsocket": SOCKET,
+            "unixsocketperm": "700",
             "dir": str(self.directory),
             "appendonly": "yes" if self.appendonly else "no",
             "appendfsync": "everysec",

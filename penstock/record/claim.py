@@ -66,9 +66,11 @@ class AppendOutcome(IntEnum):
 def body_hash(request: Request) -> str:
     """SHA-256 (hex) of what a request asks.
 
-    Not of how soon: sent again under its id, it may come with a new deadline or in the other class. Nor of defaults:
-    a worker that knows one more field than the last one still recognises the request.
+    Not of how soon or where: sent again under its id, it may come with a new deadline, in the other class or in another
+    session. Nor of defaults: a worker that knows one more field than the last one still recognises the request.
     """
-    body = request.model_dump(mode="json", by_alias=True, exclude={"deadline", "klass"}, exclude_defaults=True)
+    body = request.model_dump(
+        mode="json", by_alias=True, exclude={"deadline", "klass", "session"}, exclude_defaults=True
+    )
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

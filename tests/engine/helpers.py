@@ -8,8 +8,9 @@ import torch
 
 from engine import hooks
 from engine.engine import Engine
+from engine.handover import landed, taken
 from engine.model import LoadedModel
-from engine.sequence import Payload, Sequence
+from engine.sequence import Sequence
 from penstock.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0)
@@ -44,15 +45,12 @@ def run(engine: Engine, seqs: Iterable[Sequence], *, remove: bool = True) -> lis
     return [seq.output for seq in seqs]
 
 
-def handed_over(engine: Engine, seq: Sequence) -> Sequence:
-    """A decode worker's sequence: the prompt's KV in bytes, the first token given."""
-    size = engine.settings.block_size
-    copy = sequence(seq.token_ids[: seq.num_prompt], seq.max_new, given=seq.output[:1],
-                    sampling=seq.sampling, seed=seq.seed)  # fmt: skip
-    blocks: list[tuple[int, Payload]] = [
-        (i, bytes(engine.export_block(seq, i))) for i in range(-(-seq.num_prompt // size))
-    ]
-    copy.imported = blocks
+def handed_over(first: Engine, second: Engine, seq: Sequence) -> Sequence:
+    """A decode worker's sequence: the prompt's KV handed to the second engine in bytes, the first token given."""
+    prompt = seq.token_ids[: seq.num_prompt]
+    copy = sequence(prompt, seq.max_new, given=seq.output[:1], sampling=seq.sampling, seed=seq.seed,
+                    prefix_keys=keys_of(prompt, first.settings.block_size))  # fmt: skip
+    assert landed(second, copy, taken(first, seq)) == len(copy.prefix_keys), "no room for what is handed over"
     return copy
 
 

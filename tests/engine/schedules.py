@@ -65,15 +65,14 @@ class Dummy:
     def _compute(self, seq: Sequence, num: int) -> None:
         assert num > 0
         assert seq.state is State.RUNNING
-        for index, _ in seq.imported:
-            self._write(seq, range(index * SIZE, min((index + 1) * SIZE, seq.num_prompt)))
-        seq.imported = []
+        if seq.tail is not None:
+            self._write(seq, range(seq.num_prompt // SIZE * SIZE, seq.num_prompt))
+            seq.tail = None
         for position in range(seq.num_computed):
             assert self._rows[self._row(seq, position)] == self._content(seq, position), f"{seq}: foreign KV"
         self._write(seq, range(seq.num_computed, seq.num_computed + num))
         seq.num_computed += num
-        for i in range(min(seq.num_computed // SIZE, len(seq.prefix_keys))):
-            self.pool.publish(seq.blocks[i], seq.prefix_keys[i])
+        self.scheduler.publish(seq, seq.num_computed - num)
         if seq.num_pending == 0:
             seq.append(len(seq.token_ids))
 

@@ -67,7 +67,8 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     engine = Engine(model, settings)
     seqs = [sequence(p, 10) for p in prompts]
     assert run(engine, seqs, remove=False) == expected
-    assert run(Engine(model, settings), [handed_over(engine, seq) for seq in seqs]) == expected
+    second = Engine(model, settings)
+    assert run(second, [handed_over(engine, second, seq) for seq in seqs]) == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from engine.engine import Engine
+from engine.handover import landed, taken
 from engine.model import LoadedModel
 from engine.sequence import Sequence
 from penstock.messages import Sampling
@@ -71,50 +72,51 @@ def test_a_prefix_hit_changes_nothing(demo: LoadedModel, prompts: list[list[int]
 
 def test_hand_off(demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
     first = Engine(demo, EngineSettings())
-    second = Engine(demo, EngineSettings(block_size=16, pool_mb=32))
+    second = Engine(demo, EngineSettings())  # with room for all that lands
     prefilled = [sequence(p, 1) for p in prompts]
     run(first, prefilled, remove=False)
     for seq in prefilled:
         seq.max_new = NUM_NEW
         assert first.completed_blocks(seq) == seq.num_prompt // 16
-    copies = [handed_over(first, seq) for seq in prefilled]
+    copies = [handed_over(first, second, seq) for seq in prefilled]
     assert run(second, copies) == expected
     assert all(copy.num_cached == copy.num_prompt for copy in copies)
 
 
-def test_an_import_for_a_prefill_leaves_the_last_token(demo: LoadedModel, prompts: list[list[int]]) -> None:
+def test_a_prefill_that_finds_its_whole_prompt_computes_the_last_block(
+    demo: LoadedModel, prompts: list[list[int]]
+) -> None:
     prompt = next(p for p in prompts if len(p) == 64)
     first, second = (Engine(demo, EngineSettings()) for _ in range(2))
-    done = sequence(prompt)
+    done, again = sequence(prompt), sequence(prompt)
     (output,) = run(first, [done], remove=False)
-    again = sequence(prompt)
-    again.imported = [(i, first.export_block(done, i)) for i in range(4)]
+    assert landed(second, again, taken(first, done)) == 4
     assert run(second, [again]) == [output]
-    assert again.num_cached == 63
+    assert again.num_cached == 48
 
 
-@pytest.mark.parametrize("partial", [0, 1, 2])
-def test_imports_behind_a_gap_are_not_used(demo: LoadedModel, prompts: list[list[int]], partial: int) -> None:
-    prompt = next(p for p in prompts if len(p) == 64)
+def test_a_tail_for_a_prefill_leaves_the_last_token(demo: LoadedModel, prompts: list[list[int]]) -> None:
+    prompt = next(p for p in prompts if len(p) == 33)
+    for length, num_cached in ((33, 32), (31, 30), (5, 4), (1, 0)):
+        first, second = (Engine(demo, EngineSettings()) for _ in range(2))
+        done, again = sequence(prompt[:length]), sequence(prompt[:length])
+        (output,) = run(first, [done], remove=False)
+        landed(second, again, taken(first, done))
+        assert run(second, [again]) == [output]
+        assert again.num_cached == num_cached
+
+
+@pytest.mark.parametrize("num_landed", [0, 1])
+def test_a_tail_behind_a_gap_is_not_used(demo: LoadedModel, prompts: list[list[int]], num_landed: int) -> None:
+    prompt = next(p for p in prompts if len(p) > 64)[:41]
     first, second = (Engine(demo, EngineSettings()) for _ in range(2))
-    done = sequence(prompt)
+    done, again = sequence(prompt), sequence(prompt)
     (output,) = run(first, [done], remove=False)
-    again = sequence(prompt)
-    again.imported = [(i, first.export_block(done, i)) for i in (0, 1, 3) if i != partial]
+    payloads = taken(first, done)
+    landed(second, again, payloads[:num_landed])
+    again.tail = payloads[-1]
     assert run(second, [again]) == [output]
-    assert again.num_cached == {0: 0, 1: 16, 2: 32}[partial]
-
-
-def test_exported_blocks_are_equal_and_zero_behind_the_end(demo: LoadedModel) -> None:
-    engine = Engine(demo, EngineSettings(pool_mb=1, max_batch=1))
-    run(engine, [sequence(list(range(2, 100)), 4)])  # leaves something behind in the blocks
-    seq = sequence(list(range(200, 221)), 1)
-    run(engine, [seq], remove=False)
-    payload = engine.export_block(seq, 1)
-    assert payload.nbytes == engine.block_bytes
-    row = engine.model.layout.layers[0].k_shape[1] * 4  # the first head's tokens come first
-    assert bytes(payload[5 * row : 16 * row]) == bytes(11 * row)
-    assert any(payload[: 5 * row])
+    assert again.num_cached == 16 * num_landed
 
 
 @pytest.mark.parametrize("num_given", [1, 5, 11])

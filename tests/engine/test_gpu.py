@@ -16,6 +16,7 @@ from engine.cuda.copies import Staging
 from engine.cuda.decode import DecodeGraphs, HostRows
 from engine.cuda.varlen import bucket, parts_of
 from engine.engine import Engine
+from engine.handover import taken
 from engine.masks import MaskRule, visible_of, window_of
 from engine.model import LoadedModel, load
 from engine.sequence import Sequence
@@ -165,7 +166,8 @@ def test_tokens_are_the_torch_paths(
     engine = Engine(model, SMALL)
     first = sequence(prompts[5], 11)
     assert run(engine, [first], remove=False) == run(Engine(demo, SMALL), [sequence(prompts[5], 11)])
-    assert run(Engine(model, SMALL), [handed_over(engine, first)]) == [first.output]
+    again = Engine(model, SMALL)
+    assert run(again, [handed_over(engine, again, first)]) == [first.output]
     assert run(Engine(model, SMALL), _seqs(prompts)) == expected
 
 
@@ -420,11 +422,11 @@ def test_blocks_travel(demo: LoadedModel, prompts: list[list[int]], block_size: 
     engine, again = (Engine(model, _settings(block_size)) for _ in range(2))
     seq = sequence(prompts[5], 11, prefix_keys=[])
     run(engine, [seq], remove=False)
-    taken = handed_over(engine, seq)
-    payloads = [bytes(payload) for _, payload in taken.imported]
-    assert run(again, [taken], remove=False) == [seq.output]
-    for index, payload in enumerate(payloads[: len(prompts[5]) // block_size]):
-        assert bytes(again.export_block(taken, index)) == payload
+    payloads = taken(engine, seq, len(prompts[5]) // block_size)
+    copy = handed_over(engine, again, seq)
+    assert run(again, [copy], remove=False) == [seq.output]
+    assert copy.num_cached == copy.num_prompt
+    assert taken(again, copy, len(payloads)) == payloads
 
 
 @on_gpu

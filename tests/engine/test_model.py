@@ -109,8 +109,12 @@ def test_what_the_engine_does_not_take(demo: LoadedModel) -> None:
     with pytest.raises(InvalidRequest, match="token ids"):
         engine.add(sequence([5, 5000]))
     odd = sequence([5] * 20)
-    odd.imported = [(0, b"short")]
-    with pytest.raises(InternalError, match="imported"):
+    odd.tail = b"short"
+    with pytest.raises(InternalError, match="its tail has not"):
+        engine.add(odd)
+    odd = sequence([5] * 32)
+    odd.tail = bytes(engine.block_bytes)
+    with pytest.raises(InternalError, match="ends with a full block"):
         engine.add(odd)
     assert not engine.has_work()
 

@@ -94,13 +94,15 @@ def test_tokens_do_not_depend_on_a_hand_off_or_a_prefix_hit(fast: LoadedModel) -
     first = _engine(fast, chunk=50)
     seqs = _sequences()
     alone = run(first, seqs, remove=False)
-    handed = [handed_over(first, seq) for seq in seqs]
+    second = _engine(fast, threads=2)
+    handed = [handed_over(first, second, seq) for seq in seqs]
     for seq in seqs:
         first.remove(seq)
     again = _sequences()
     assert run(first, again) == alone
     assert sum(seq.num_cached for seq in again) > 0
-    assert run(_engine(fast, threads=2), handed) == alone
+    assert run(second, handed) == alone
+    assert all(seq.num_cached == seq.num_prompt for seq in handed)
 
 
 def test_a_resumed_request_goes_on_as_if_nothing_had_happened(fast: LoadedModel) -> None:

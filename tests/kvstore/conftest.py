@@ -1,25 +1,54 @@
-"""Tiers, each empty as far as a test can tell: keys are random."""
+"""Every kind of tier, each at an empty place; servers of one's own."""
 
 import contextlib
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvstore.block import Form
 from kvstore.tiers.contract import Tier
-from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.redis import RedisTier
 from penstock.local.valkey import ValkeyServer
+from tests.kvstore.places import Change, DiskPlace, Place, RedisPlace, SharedPlace
 from tests.servers import served
 
+MakeTier = Callable[[Form, int], Tier]
+Damage = Callable[[Tier, bytes, Change], None]
 
-@pytest.fixture(params=["memory", "redis"])
-def tier(request: pytest.FixtureRequest) -> Tier:
-    """Every kind of tier, one after the other."""
-    if request.param == "memory":
-        return MemoryTier(2**20)
-    return RedisTier(request.getfixturevalue("redis_url"), keep_s=60)
+
+@pytest.fixture(scope="session")
+def kv_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The url of a server for blocks alone; each test that uses it finds it empty."""
+    yield from served(_url(ValkeyServer(tmp_path_factory.mktemp("kv"), appendonly=False)))
+
+
+@pytest.fixture(params=["shared", "disk", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A place for tiers of every kind, one after the other."""
+    if request.param == "shared":
+        return SharedPlace(tmp_path)
+    if request.param == "disk":
+        return DiskPlace(tmp_path)
+    return RedisPlace(request.getfixturevalue("kv_url"))
+
+
+@pytest.fixture
+def make_tier(place: Place) -> Iterator[MakeTier]:
+    """Opens tiers, all at the same place; closes them at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(form: Form, budget_bytes: int) -> Tier:
+            tier = place.open(form, budget_bytes)
+            stack.callback(tier.close)
+            return tier
+
+        yield make
+
+
+@pytest.fixture
+def damage(place: Place) -> Damage:
+    """Changes a stored block behind the tier's back."""
+    return place.damage
 
 
 @pytest.fixture
@@ -34,9 +63,3 @@ def own_server(tmp_path: Path) -> Iterator[ValkeyServer]:
 def _url(server: ValkeyServer) -> Iterator[str]:
     with server:
         yield server.url
-
-
-@pytest.fixture
-def new_key() -> Callable[[], bytes]:
-    """Makes keys that nobody else uses."""
-    return lambda: uuid.uuid4().bytes * 2

@@ -1,95 +1,87 @@
-"""A stored block is used only if it is whole and exactly the one asked for."""
+"""What a stored block says of itself, and that nothing changed in it goes unnoticed."""
 
+import dataclasses
 import hashlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block import HEADER_BYTES, num_block_tokens, pack, unpack
+from kvstore.block import HEADER_BYTES, Form, Header, Name, tenant_salt, tenant_tag
+from penstock.errors import DamagedBlock
 
 KEY = hashlib.sha256(b"key").digest()
 MODEL = hashlib.sha256(b"model").digest()
-PAYLOAD = bytes(range(64))
-STORED = pack(KEY, MODEL, 16, PAYLOAD)
-DIGESTS = st.binary(min_size=32, max_size=32)
+TAG = tenant_tag(tenant_salt("secret", "default"))
+FORM = Form(MODEL, b"layout".ljust(16), 64)
+NAME = Name(KEY, 16, TAG)
+HEADER = FORM.header(NAME, checksum=7)
+STORED = HEADER.pack()
+U64 = st.integers(0, 2**64 - 1)
 
 
-def read(stored: bytes | memoryview) -> memoryview | None:
-    return unpack(stored, KEY, MODEL, 16, len(PAYLOAD))
-
-
-@given(DIGESTS, DIGESTS, st.integers(0, 2**32 - 1), st.binary(max_size=300))
-def test_what_is_packed_is_unpacked(key: bytes, model: bytes, num_tokens: int, payload: bytes) -> None:
-    stored = pack(key, model, num_tokens, payload)
-    assert len(stored) == HEADER_BYTES + len(payload)
-    for form in (stored, memoryview(stored)):
-        view = unpack(form, key, model, num_tokens, len(payload))
-        assert view is not None
-        assert bytes(view) == payload
-    assert pack(key, model, num_tokens, memoryview(payload)) == stored
+@given(st.binary(min_size=32, max_size=32), st.integers(0, 2**32 - 1), U64, st.integers(0, 255), U64)
+def test_what_is_packed_is_unpacked(key: bytes, num_tokens: int, checksum: int, codec: int, length: int) -> None:
+    header = FORM.header(Name(key, num_tokens, TAG), checksum, codec, length)
+    stored = header.pack()
+    assert len(stored) == HEADER_BYTES
+    assert Header.unpack(stored) == Header.unpack(memoryview(stored + b"content")) == header
 
 
 def test_the_layout_is_stable() -> None:
     """Blocks written by other processes, and by earlier versions, are read."""
-    assert HEADER_BYTES == 92
-    assert STORED[:20] == b"PKVB" + b"\x01\0" + b"\0\0" + b"\x10\0\0\0" + b"\x40\0\0\0\0\0\0\0"
-    assert STORED[20:84] == KEY + MODEL
-    assert hashlib.sha256(STORED).hexdigest()[:16] == "c19f6d465a7a42e1"
+    assert HEADER_BYTES == 192
+    assert STORED[:16] == b"PKVB" + b"\x02\0" + b"\0\0" + b"\x10\0\0\0" + b"\0\0\0\0"
+    assert STORED[16:32] == b"\x40\0\0\0\0\0\0\0" * 2
+    assert STORED[32:136] == KEY + MODEL + b"layout".ljust(16) + TAG + b"\x07\0\0\0\0\0\0\0"
+    assert hashlib.sha256(STORED).hexdigest()[:16] == "01153b335c348d28"
 
 
-@pytest.mark.parametrize("place", range(len(STORED)))
+@pytest.mark.parametrize("place", range(144))
 def test_no_flipped_bit_goes_unnoticed(place: int) -> None:
     for bit in range(8):
         damaged = bytearray(STORED)
         damaged[place] ^= 1 << bit
-        assert read(bytes(damaged)) is None
+        with pytest.raises(DamagedBlock):
+            Header.unpack(bytes(damaged))
 
 
-@given(st.integers(0, len(STORED) - 1), st.integers(0, 255))
-def test_no_changed_byte_goes_unnoticed(place: int, value: int) -> None:
-    changed = STORED[:place] + bytes([value]) + STORED[place + 1 :]
-    assert (read(changed) is None) == (changed != STORED)
+@pytest.mark.parametrize("length", [0, 1, 143, HEADER_BYTES - 1])
+def test_a_header_cut_short_is_none(length: int) -> None:
+    with pytest.raises(DamagedBlock):
+        Header.unpack(STORED[:length])
 
 
-@pytest.mark.parametrize("length", range(len(STORED)))
-def test_no_truncation_goes_unnoticed(length: int) -> None:
-    assert read(STORED[:length]) is None
-    assert read(STORED[-length:] if length else b"") is None
+def test_another_version_is_not_read() -> None:
+    other = bytearray(STORED)
+    other[4] = 3
+    with pytest.raises(DamagedBlock):
+        Header.unpack(bytes(other))
 
 
-@given(st.binary(min_size=1, max_size=200))
-def test_no_extension_goes_unnoticed(more: bytes) -> None:
-    assert read(STORED + more) is None
-    assert read(more + STORED) is None
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": Name(MODEL, 16, TAG)},
+        {"name": Name(KEY, 15, TAG)},
+        {"name": Name(KEY, 16, tenant_tag(tenant_salt("secret", "other")))},
+        {"fingerprint": KEY},
+        {"layout": bytes(16)},
+        {"payload_bytes": 65},
+    ],
+    ids=["key", "tokens", "tenant", "model", "layout", "length"],
+)
+def test_a_block_is_only_itself(change: dict[str, object]) -> None:
+    assert FORM.is_header_of(HEADER, NAME)
+    assert not FORM.is_header_of(dataclasses.replace(HEADER, **change), NAME)  # type: ignore[arg-type]
 
 
-@given(st.binary(max_size=2 * len(STORED)))
-def test_noise_is_no_block(noise: bytes) -> None:
-    assert read(noise) is None
+def test_codec_and_length_of_the_content_are_the_writers_choice() -> None:
+    assert FORM.is_header_of(FORM.header(NAME, 1, codec=1, content_bytes=10), NAME)
 
 
-@given(DIGESTS, DIGESTS, st.integers(0, 2**32 - 1), st.integers(0, 2**40))
-def test_another_block_is_not_this_one(key: bytes, model: bytes, num_tokens: int, payload_len: int) -> None:
-    for asked in (
-        (key, MODEL, 16, len(PAYLOAD)),
-        (KEY, model, 16, len(PAYLOAD)),
-        (KEY, MODEL, num_tokens, len(PAYLOAD)),
-        (KEY, MODEL, 16, payload_len),
-    ):
-        assert (unpack(STORED, *asked) is None) == (asked != (KEY, MODEL, 16, len(PAYLOAD)))
-
-
-def test_a_foreign_block_with_a_good_checksum_is_not_used() -> None:
-    other = hashlib.sha256(b"other").digest()
-    for foreign in (pack(other, MODEL, 16, PAYLOAD), pack(KEY, other, 16, PAYLOAD), pack(KEY, MODEL, 15, PAYLOAD)):
-        assert read(foreign) is None
-
-
-@given(st.integers(0, 500), st.integers(1, 40))
-def test_the_blocks_of_a_sequence_hold_all_its_tokens(num_tokens: int, block_size: int) -> None:
-    num_blocks = -(-num_tokens // block_size)
-    counts = [num_block_tokens(index, num_tokens, block_size) for index in range(num_blocks + 2)]
-    assert sum(counts) == num_tokens
-    assert all(count == block_size for count in counts[: num_tokens // block_size])
-    assert counts[num_blocks:] == [0, 0]
+def test_a_tag_does_not_give_the_salt_away() -> None:
+    salt = tenant_salt("secret", "default")
+    assert len(TAG) == 16
+    assert TAG not in salt
+    assert salt[:16] not in TAG

@@ -7,8 +7,11 @@ import sys
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvstore.block import chain_keys, chain_root, tenant_salt
+from kvstore.block import Name, chain_keys, chain_root, tenant_salt, tenant_tag
+from kvstore.chain import Chain
+from kvstore.codec import PayloadShape
 from kvstore.store import KVStore, Layout
+from penstock.settings import KVSettings
 
 FINGERPRINT = "5a" * 32
 ROOT = chain_root(FINGERPRINT, tenant_salt("secret", "default"))
@@ -48,9 +51,29 @@ def test_a_partial_block_has_another_key_than_the_full_one(tokens: list[int], si
     assert chain_keys(ROOT, tokens, size)[-1] != chain_keys(ROOT, tokens[:-1], size)[-1]
 
 
-def keys_of(tenant: str, secret: str, fingerprint: str, block_size: int = 4) -> set[bytes]:
-    layout = Layout(fingerprint=fingerprint, block_size=block_size, payload_bytes=8)
-    return set(KVStore(layout, [], secret).keys(tenant, range(12)))
+@given(TOKENS, SIZES, st.lists(st.integers(0, 40), max_size=5))
+def test_a_chain_that_grows_names_what_a_whole_one_does(tokens: list[int], size: int, looks: list[int]) -> None:
+    tag = tenant_tag(b"salt")
+    chain = Chain(ROOT, tag, size)
+    added: list[Name] = []
+    for length in [*sorted(looks), len(tokens)]:
+        added += chain.extend(tokens[: min(length, len(tokens))])
+    num_full = len(tokens) // size
+    keys = chain_keys(ROOT, tokens, size)
+    assert added == chain.names == [Name(key, size, tag) for key in keys[:num_full]]
+    assert chain.extend(tokens) == []
+    rest = len(tokens) % size
+    assert chain.tail(tokens) == (Name(keys[-1], rest, tag) if rest else None)
+
+
+def keys_of(
+    tenant: str, secret: str, fingerprint: str, block_size: int = 4, settings: KVSettings | None = None
+) -> set[bytes]:
+    layout = Layout(fingerprint, block_size, 8, PayloadShape("float32", ((block_size, 1),)))
+    settings = (settings or KVSettings()).model_copy(update={"salt_secret": secret})
+    chain = KVStore(layout, [], settings).chain(tenant)
+    chain.extend(range(12))
+    return {name.key for name in chain.names}
 
 
 def test_tenants_secrets_models_and_block_sizes_share_no_keys() -> None:
@@ -61,6 +84,7 @@ def test_tenants_secrets_models_and_block_sizes_share_no_keys() -> None:
         keys_of("default", "other", FINGERPRINT),
         keys_of("default", "secret", "5b" * 32),
         keys_of("default", "secret", FINGERPRINT, block_size=3),
+        keys_of("default", "secret", FINGERPRINT, settings=KVSettings(redis_codec="int8")),
     ]
     assert len(set.union(*found)) == sum(map(len, found))
 

@@ -1,206 +1,245 @@
 """The store: tiers in order, the prefix up to the first block nobody has, and never a wrong block."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvstore.block import pack
+from kvstore.block import Block, Name, Wanted
+from kvstore.codec import PayloadShape
 from kvstore.store import KVStore, Layout
-from kvstore.tiers.contract import Counters
-from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.redis import RedisTier
 from penstock.local.processes import free_port
 from penstock.settings import KVSettings
+from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
 
 SIZE = 4
-LAYOUT = Layout(fingerprint="5a" * 32, block_size=SIZE, payload_bytes=24)
+LAYOUT = Layout("5a" * 32, SIZE, 24, PayloadShape("float32", ((6, 1),)))
 PROMPT = list(range(100, 118))
 """18 tokens: four full blocks and one of two."""
+ALL = 0b111
+MakeStore = Callable[..., KVStore]
 
 
-def new_store(num_tiers: int = 2, layout: Layout = LAYOUT) -> KVStore:
-    return KVStore(layout, [MemoryTier(2**20) for _ in range(num_tiers)], "secret")
+@pytest.fixture
+def settings(tmp_path: Path) -> KVSettings:
+    return KVSettings(
+        shared_mb=1, shared_dir=str(tmp_path), disk_mb=1, disk_dir=str(tmp_path / "disk"), redis_mb=1, salt_secret="s"
+    )
 
 
-def payloads(tokens: Sequence[int]) -> list[tuple[int, bytes]]:
-    """A payload for each block, made of the tokens up to its end: what a model would make of them."""
-    ends = range(SIZE, len(tokens) + SIZE, SIZE)
-    return [
-        (index, hashlib.sha256(repr(tokens[:end]).encode()).digest()[: LAYOUT.payload_bytes])
-        for index, end in enumerate(ends)
-    ]
+@pytest.fixture
+def make_store(settings: KVSettings, kv_url: str) -> Iterator[MakeStore]:
+    """Opens stores that share their tiers, as workers of a host do."""
+    made = []
+    RedisPlace(kv_url)  # empty
+
+    def make(layout: Layout = LAYOUT, url: str = kv_url, **changes: object) -> KVStore:
+        made.append(KVStore.open(layout, settings.model_copy(update=changes), url, "demo"))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
 
 
-def fill(store: KVStore, tokens: Sequence[int] = PROMPT, tenant: str = "t") -> list[bytes]:
-    keys = store.keys(tenant, tokens)
-    store.put(keys, len(tokens), payloads(tokens))
-    return keys
+@pytest.fixture
+def store(make_store: MakeStore) -> KVStore:
+    return make_store()
 
 
-def read(store: KVStore, tokens: Sequence[int] = PROMPT, tenant: str = "t", start: int = 0) -> list[bytes]:
-    return [bytes(payload) for payload in store.get_prefix(store.keys(tenant, tokens), len(tokens), start)]
+@pytest.fixture
+def places(tmp_path: Path, kv_url: str, store: KVStore) -> list[Place]:
+    """Where the tiers of `store` are, for damage."""
+    assert [tier.name for tier in store.tiers] == ["shared", "disk", "redis"]
+    kept = RedisPlace.__new__(RedisPlace)
+    kept._url = kv_url
+    return [SharedPlace(tmp_path), DiskPlace(tmp_path / "disk"), kept]
+
+
+def names_of(store: KVStore, tokens: Sequence[int] = PROMPT, tenant: str = "t") -> list[Name]:
+    chain = store.chain(tenant)
+    chain.extend(tokens)
+    tail = chain.tail(tokens)
+    return [*chain.names, *([tail] if tail else [])]
 
 
 def expected(tokens: Sequence[int] = PROMPT) -> list[bytes]:
-    return [payload for _, payload in payloads(tokens)]
+    """A payload for each block, made of the tokens up to its end: what a model would make of them."""
+    ends = range(SIZE, len(tokens) + SIZE, SIZE)
+    return [hashlib.sha256(repr(list(tokens[:end])).encode()).digest()[: LAYOUT.payload_bytes] for end in ends]
 
 
-def blocks_of(store: KVStore, depth: int) -> dict[bytes, bytes]:
-    tier = store.tiers[depth]
-    assert isinstance(tier, MemoryTier)
-    return tier._blocks
+def fill(store: KVStore, lack: int = ALL, tokens: Sequence[int] = PROMPT, tenant: str = "t") -> list[Name]:
+    names = names_of(store, tokens, tenant)
+    blocks = [(Block(name, memoryview(one)), lack) for name, one in zip(names, expected(tokens), strict=True)]
+    store.put(blocks, behind=False)
+    store.put(blocks, behind=True)
+    return names
 
 
-def test_an_empty_store_has_nothing() -> None:
-    store = new_store()
+def read(store: KVStore, tokens: Sequence[int] = PROMPT, tenant: str = "t", start: int = 0) -> list[tuple[bytes, int]]:
+    """Payloads found, each with the tier it came from."""
+    wanted = [
+        Wanted(name, memoryview(bytearray(LAYOUT.payload_bytes))) for name in names_of(store, tokens, tenant)[start:]
+    ]
+    return [(bytes(one.into), depth) for one, depth in zip(wanted, store.load(wanted), strict=False)]
+
+
+def found(depth: int, tokens: Sequence[int] = PROMPT) -> list[tuple[bytes, int]]:
+    return [(payload, depth) for payload in expected(tokens)]
+
+
+def test_an_empty_store_has_nothing(store: KVStore) -> None:
     assert read(store) == []
-    assert [tier.counters for tier in store.tiers] == [Counters(misses=5), Counters(misses=5)]
+    assert [tier.counters.misses for tier in store.tiers] == [5, 5, 5]
     assert read(store, []) == []
 
 
-def test_what_is_put_is_read_from_the_first_tier() -> None:
-    store = new_store()
+def test_what_is_put_is_read_from_the_first_tier(store: KVStore) -> None:
     fill(store)
-    assert read(store) == expected()
-    assert store.tiers[0].counters.hits == 5
-    assert store.tiers[0].counters.bytes_read == store.tiers[0].counters.bytes_written
-    assert store.tiers[1].counters.hits == store.tiers[1].counters.misses == 0
+    assert read(store) == found(0)
+    assert [tier.counters.hits for tier in store.tiers] == [5, 0, 0]
+    assert [tier.counters.misses for tier in store.tiers] == [0, 0, 0]
+    assert [tier.counters.bytes_written for tier in store.tiers] == [120, 120, 120]
+    assert store.tiers[0].counters.bytes_read == 120
 
 
-def test_reading_may_start_later() -> None:
-    store = new_store()
-    fill(store)
-    assert read(store, start=3) == expected()[3:]
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_reading_may_start_later(store: KVStore, depth: int) -> None:
+    fill(store, 1 << depth)
+    assert read(store, start=3) == found(depth)[3:]
     assert read(store, start=5) == []
 
 
-@given(st.sets(st.integers(0, 4)), st.sets(st.integers(0, 4)), st.integers(0, 5))
-def test_the_prefix_ends_at_the_first_block_that_no_tier_has(upper: set[int], lower: set[int], start: int) -> None:
-    store = new_store()
-    keys = fill(store)
-    for depth, missing in ((0, upper), (1, lower)):
-        for index in missing:
-            del blocks_of(store, depth)[keys[index]]
-    gone = upper & lower
-    end = next((index for index in range(start, 5) if index in gone), 5)
-    assert read(store, start=start) == expected()[start:end]
+def test_the_prefix_ends_at_the_first_block_that_no_tier_has(store: KVStore) -> None:
+    names = fill(store)
+    store.tiers[0].remove([names[0].key, names[2].key, names[3].key])
+    store.tiers[1].remove([names[0].key, names[3].key])
+    store.tiers[2].remove([names[3].key])
+    payloads = expected()
+    assert read(store) == [(payloads[0], 2), (payloads[1], 0), (payloads[2], 1)]
+    assert read(store, start=3) == []
+    assert read(store, start=4) == [(payloads[4], 0)]
 
 
-def test_what_a_lower_tier_has_is_put_into_those_above() -> None:
-    store = new_store(3)
-    keys = fill(store)
-    for depth in (0, 1):
-        blocks_of(store, depth).clear()
-    assert read(store) == expected()
-    assert [tier.counters.hits for tier in store.tiers] == [0, 0, 5]
-    for depth in (0, 1):
-        assert dict(blocks_of(store, depth)) == dict(blocks_of(store, 2))
-    assert read(store) == expected()
-    assert [tier.counters.hits for tier in store.tiers] == [5, 0, 5]
-    assert len(keys) == len(blocks_of(store, 0))
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(
+    store: KVStore, places: list[Place], depth: int
+) -> None:
+    names = fill(store)
+    for upper in store.tiers[:depth]:
+        upper.remove([name.key for name in names])
+    tier = store.tiers[depth]
+    places[depth].damage(tier, names[2].key, lambda stored: stored[:-1] + bytes([stored[-1] ^ 1]))
+    want = found(depth)
+    if depth < 2:
+        want[2] = (want[2][0], depth + 1)
+    assert read(store) == (want if depth < 2 else want[:2])
+    assert (tier.counters.hits, tier.counters.damaged) == (4, 1)
+    assert tier.has([names[2].key]) == [False]
 
 
-@given(st.integers(0, 4), st.data())
-def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(index: int, data: st.DataObject) -> None:
-    store = new_store()
-    keys = fill(store)
-    held = blocks_of(store, 0)
-    whole = held[keys[index]]
-    place = data.draw(st.integers(0, len(whole) - 1))
-    changed = whole[:place] + bytes([whole[place] ^ data.draw(st.integers(1, 255))]) + whole[place + 1 :]
-    held[keys[index]] = data.draw(st.sampled_from([changed, whole[:place], whole + b"x", b""]))
-    assert read(store) == expected()
-    upper, lower = (tier.counters for tier in store.tiers)
-    assert (upper.hits, upper.misses, upper.damaged) == (4, 1, 1)
-    assert (lower.hits, lower.misses, lower.damaged) == (1, 0, 0)
-    assert held[keys[index]] == whole
-
-
-def test_damaged_everywhere_is_a_miss() -> None:
-    store = new_store()
-    keys = fill(store)
-    for depth in (0, 1):
-        blocks_of(store, depth)[keys[2]] = b"PKVB" + bytes(200)
-    assert read(store) == expected()[:2]
-    assert [tier.counters.damaged for tier in store.tiers] == [1, 1]
-
-
-def test_a_block_under_another_key_is_not_used() -> None:
+def test_swapped_blocks_are_not_used(store: KVStore, places: list[Place]) -> None:
     """A server that mixes up its keys, or a writer that means ill."""
-    store = new_store(1)
-    keys = fill(store)
-    held = blocks_of(store, 0)
-    held[keys[1]] = held[keys[2]]
-    assert read(store) == expected()[:1]
-    other = bytes.fromhex("5b" * 32)
-    held[keys[1]] = pack(keys[1], other, SIZE, expected()[1])
-    assert read(store) == expected()[:1]
+    for depth, place in enumerate(places):
+        names = fill(store, 1 << depth)
+        other = store.tiers[depth].stored(names[2].key)
+        assert other
+        place.damage(store.tiers[depth], names[1].key, lambda _, other=other: other)  # type: ignore[misc]
+        assert read(store) == found(depth)[:1]
+        store.tiers[depth].remove([name.key for name in names])
 
 
-def test_another_tenant_or_model_or_prompt_reads_nothing_of_it() -> None:
-    store = new_store()
+def test_another_tenant_model_or_prompt_reads_nothing_of_it(store: KVStore, make_store: MakeStore) -> None:
     fill(store)
     assert read(store, tenant="u") == []
     assert read(store, [7, *PROMPT[1:]]) == []
-    assert read(store, [*PROMPT[:7], 7]) == expected()[:1]
-    other = KVStore(Layout("5b" * 32, SIZE, LAYOUT.payload_bytes), store.tiers, "secret")
-    assert other.get_prefix(store.keys("t", PROMPT), len(PROMPT)) == []
-    assert other.get_prefix(other.keys("t", PROMPT), len(PROMPT)) == []
+    assert read(store, [*PROMPT[:7], 7]) == found(0)[:1]
+    assert read(make_store(Layout("5b" * 32, SIZE, 24, LAYOUT.shape))) == []
+    assert read(make_store(salt_secret="other")) == []
 
 
-def test_a_partial_block_is_not_used_for_a_longer_prompt() -> None:
-    store = new_store()
+def test_a_partial_block_is_not_used_for_a_longer_prompt(store: KVStore) -> None:
     fill(store)
-    assert read(store, [*PROMPT, 118]) == expected()[:4]
-    assert read(store, PROMPT[:17]) == expected()[:4]
+    assert read(store, [*PROMPT, 118]) == found(0)[:4]
+    assert read(store, PROMPT[:17]) == found(0)[:4]
 
 
-@given(st.lists(st.lists(st.integers(0, 2), max_size=14), max_size=6), st.lists(st.integers(0, 2), max_size=14))
-def test_a_hit_is_always_what_the_tokens_make(stored: list[list[int]], asked: list[int]) -> None:
-    """Prompts of three kinds of token overlap in every way; a payload tells which tokens it was made of."""
-    store = new_store(1)
-    for tokens in stored:
-        fill(store, tokens)
-    found = read(store, asked)
-    assert found == expected(asked)[: len(found)]
-    shared = [tokens for tokens in stored if tokens[:SIZE] == asked[:SIZE] and len(asked) >= SIZE]
-    assert not shared or found
+def test_what_went_through_int8_is_another_models(store: KVStore, make_store: MakeStore) -> None:
+    fill(store)
+    lossy = make_store(redis_codec="int8")
+    assert read(lossy) == []
 
 
-def test_absent_asks_the_tier_that_all_share() -> None:
-    store = new_store()
-    keys = fill(store)
-    del blocks_of(store, 1)[keys[1]]
-    blocks_of(store, 0).clear()
-    assert store.absent(keys, [0, 1, 2]) == [1]
-    assert store.absent(keys, []) == []
+def test_where_a_block_is_to_be_written(store: KVStore) -> None:
+    names = fill(store, 0b110)
+    keys = [name.key for name in names]
+    store.tiers[2].remove(keys[3:])
+    depths = store.depths(keys)
+    assert depths == [1, 1, 1, 1, 1]
+    assert store.hand_off == 2
+    assert store.lacking(keys, depths, hand_off=True) == [0b001, 0b001, 0b001, 0b101, 0b101]
+    assert store.lacking(keys, depths, hand_off=False) == [0b001] * 5
+    assert [store.has_handed_off(lack) for lack in (0b001, 0b101)] == [True, False]
 
 
-# With Redis.
+def test_the_hand_off_tier_is_the_first_that_all_can_read(make_store: MakeStore) -> None:
+    store = make_store(redis_mb=0)
+    assert store.hand_off == 0
+    assert [store.needs_behind(lack) for lack in (0b00, 0b01, 0b11)] == [False, False, True]
+    names = names_of(store)
+    blocks = [(Block(name, memoryview(one)), 0b11) for name, one in zip(names, expected(), strict=True)]
+    store.put(blocks, behind=False)
+    assert [tier.usage().blocks for tier in store.tiers] == [5, 0]
+    store.put(blocks, behind=True)
+    assert [tier.usage().blocks for tier in store.tiers] == [5, 5]
+    assert make_store(redis_mb=0, shared_mb=0).hand_off == 0
+    alone = make_store(redis_mb=0, shared_mb=0, disk_mb=0)
+    assert (alone.hand_off, alone.everywhere) == (-1, 0)
+    assert read(alone) == []
+    alone.lease("job", names)
+    alone.release("job", names)
 
 
-def test_one_workers_blocks_are_read_by_another(redis_url: str, request: pytest.FixtureRequest) -> None:
-    secret = request.node.nodeid + redis_url
-    settings = KVSettings(memory_mb=1, salt_secret=secret)
-    writer, reader = (KVStore.open(LAYOUT, settings, redis_url) for _ in range(2))
-    fill(writer)
-    assert read(reader) == expected()
-    assert read(reader) == expected()
-    assert [tier.counters.hits for tier in reader.tiers] == [5, 5]
-    assert reader.absent(reader.keys("t", PROMPT), range(5)) == []
+def test_leases_are_taken_in_the_hand_off_tier(store: KVStore) -> None:
+    names = fill(store)
+    store.lease("job", names)
+    assert [tier.usage().leased for tier in store.tiers] == [0, 0, 5]
+    store.release("job", names)
+    assert store.tiers[2].usage().leased == 0
 
 
-def test_without_its_server_a_store_lives_from_memory() -> None:
-    store = KVStore.open(LAYOUT, KVSettings(memory_mb=1), f"redis://127.0.0.1:{free_port()}/0")
-    keys = fill(store)
-    assert read(store) == expected()
-    assert store.absent(keys, range(5)) == list(range(5))
-    assert store.tiers[1].counters.errors == 2
-    other = KVStore.open(LAYOUT, KVSettings(memory_mb=0), f"redis://127.0.0.1:{free_port()}/0")
-    fill(other)
-    assert read(other) == []
-    assert isinstance(other.tiers[1], RedisTier)
-    assert (other.tiers[1].counters.misses, other.tiers[1].counters.errors) == (5, 2)
+def test_what_is_slower_than_computing_is_not_read(store: KVStore) -> None:
+    names = fill(store)
+    store.tiers[0].remove([name.key for name in names[2:]])
+    store.measure_against(lambda: 1e12)
+    store.cost.speed("shared").read(1, 0.0)
+    store.cost.speed("disk").read(1, 1.0)
+    assert read(store) == found(0)[:2]
+    assert store.stats.not_worth == 3
+
+
+def test_blocks_live_on_in_another_process_s_store(store: KVStore, make_store: MakeStore) -> None:
+    fill(store)
+    assert read(make_store()) == found(0)
+    assert read(make_store(shared_mb=0)) == found(0)
+    assert read(make_store(shared_mb=0, disk_mb=0)) == found(0)
+
+
+def test_without_its_server_a_store_lives_from_the_rest(make_store: MakeStore) -> None:
+    store = make_store(url=f"redis://127.0.0.1:{free_port()}/0")
+    fill(store)
+    assert read(store) == found(0)
+    assert store.tiers[2].counters.errors > 0
+    alone = make_store(url=f"redis://127.0.0.1:{free_port()}/0", shared_mb=0, disk_mb=0)
+    fill(alone)
+    assert read(alone) == []
+    alone.lease("job", names_of(alone))
+
+
+def test_the_report_has_everything(store: KVStore) -> None:
+    fill(store)
+    report = store.report()
+    assert list(report)[:4] == ["pool", "shared", "disk", "redis"]
+    assert report["recomputed_jobs"] == 0

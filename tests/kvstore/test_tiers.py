@@ -1,209 +1,516 @@
-"""What every tier does, and what is special about each."""
+"""What every tier does, whatever is behind it."""
 
-import socket
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-import redis
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvstore.tiers import redis as redis_tier
+from kvstore.block import HEADER_BYTES, Form, Name, Wanted
 from kvstore.tiers.contract import Tier
-from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.redis import RedisTier
-from penstock.local.processes import free_port, wait_until
-from penstock.local.valkey import ValkeyServer
-from penstock.names import kv_key
+from penstock.local.processes import wait_until
+from tests.kvstore.blocks import (
+    FORM,
+    NUM_TOKENS,
+    PAYLOAD_BYTES,
+    block,
+    content,
+    is_here,
+    keys_of,
+    make_form,
+    new_name,
+    new_names,
+    put,
+    read,
+)
+from tests.kvstore.conftest import Damage, MakeTier
 
-NewKey = Callable[[], bytes]
+AMPLE = 2**20
+"""Room for all that a test puts there, unless it is about room."""
+SMALL = 40 * 2**10
+"""Room for a few blocks."""
+STORED_BYTES = HEADER_BYTES + PAYLOAD_BYTES
 
-# All tiers.
+
+@pytest.fixture
+def tier(make_tier: MakeTier) -> Tier:
+    return make_tier(FORM, AMPLE)
 
 
-def test_what_is_put_is_got_in_the_order_asked(tier: Tier, new_key: NewKey) -> None:
-    one, two, three = new_key(), new_key(), new_key()
-    tier.put([(one, b"first"), (two, b"\x00\xff" * 500)])
-    assert tier.get([two, three, one, two]) == [b"\x00\xff" * 500, None, b"first", b"\x00\xff" * 500]
-    assert tier.counters.bytes_written == 1005
+def fill(tier: Tier) -> list[Name]:
+    """Put blocks, one at a time, until there is no room for another one; what is there then, the oldest first."""
+    names: list[Name] = []
+    while not tier.counters.evictions:
+        names += new_names(1)
+        assert put(tier, names[-1:]) == [True]
+        assert len(names) < 1000
+    kept = {entry.key for entry in tier.entries()}
+    return [name for name in names if name.key in kept]
+
+
+# Put and get.
+
+
+def test_what_is_put_is_got_in_the_order_asked(tier: Tier) -> None:
+    one, two, three = new_names(3)
+    assert put(tier, [one, two]) == [True, True]
+    assert read(tier, [two, three, one, two]) == [content(two), None, content(one), content(two)]
+    counters = tier.counters
+    assert (counters.hits, counters.misses, counters.damaged, counters.errors) == (3, 1, 0, 0)
+    assert (counters.bytes_written, counters.bytes_read) == (2 * PAYLOAD_BYTES, 3 * PAYLOAD_BYTES)
 
 
 def test_nothing_is_a_batch(tier: Tier) -> None:
-    tier.put([])
-    assert tier.get([]) == []
-    assert tier.touch([]) == []
+    assert (tier.put([]), tier.get([]), tier.has([]), tier.remove([])) == ([], [], [], 0)
+    tier.lease("a job", [], 10)
+    tier.release("a job", [])
+    assert (tier.counters.hits, tier.counters.misses) == (0, 0)
 
 
-def test_the_newest_write_wins(tier: Tier, new_key: NewKey) -> None:
-    key = new_key()
-    tier.put([(key, b"old"), (key, b"new")])
-    assert tier.get([key]) == [b"new"]
-    tier.put([(key, b"newest")])
-    assert tier.get([key]) == [b"newest"]
+def test_what_one_worker_puts_another_one_gets(make_tier: MakeTier) -> None:
+    writer, reader = make_tier(FORM, AMPLE), make_tier(FORM, AMPLE)
+    names = new_names(5)
+    assert read(reader, names) == [None] * 5
+    put(writer, names)
+    assert read(reader, names) == [content(name) for name in names]
 
 
-def test_touch_says_what_is_here(tier: Tier, new_key: NewKey) -> None:
-    one, two = new_key(), new_key()
-    tier.put([(one, b"x")])
-    assert tier.touch([two, one, two]) == [False, True, False]
+def test_blocks_stay_when_a_tier_is_closed(make_tier: MakeTier) -> None:
+    first, names = make_tier(FORM, AMPLE), new_names(3)
+    put(first, names)
+    first.close()
+    assert read(make_tier(FORM, AMPLE), names) == [content(name) for name in names]
 
 
-def test_many_blocks(tier: Tier, new_key: NewKey) -> None:
+def test_closing_twice_is_harmless(tier: Tier) -> None:
+    tier.close()
+    tier.close()
+
+
+def test_a_block_that_is_here_already_counts_as_stored(tier: Tier) -> None:
+    name = new_name()
+    assert put(tier, [name]) == [True]
+    assert put(tier, [name, name]) == [True, True]
+    assert read(tier, [name]) == [content(name)]
+    assert tier.usage().blocks == 1
+
+
+def test_twice_in_one_batch(tier: Tier) -> None:
+    name = new_name()
+    assert put(tier, [name, name]) == [True, True]
+    assert read(tier, [name]) == [content(name)]
+    assert tier.usage().blocks == 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, NUM_TOKENS])
+def test_a_partial_block(tier: Tier, num_tokens: int) -> None:
+    name = new_name(num_tokens)
+    put(tier, [name])
+    assert read(tier, [name]) == [content(name)]
+
+
+def test_a_view_of_something_larger(tier: Tier) -> None:
+    """As the pool's blocks are: read from, and written to, the middle of something."""
+    name, payload = new_name(), bytearray(b"\7" * 3 * PAYLOAD_BYTES)
+    payload[PAYLOAD_BYTES : 2 * PAYLOAD_BYTES] = content(name)
+    middle = memoryview(payload)[PAYLOAD_BYTES : 2 * PAYLOAD_BYTES]
+    tier.put([replace(block(name), payload=middle)])
+    middle[:] = bytes(PAYLOAD_BYTES)
+    assert tier.get([Wanted(name, middle)]) == [True]
+    assert payload == b"\7" * PAYLOAD_BYTES + content(name) + b"\7" * PAYLOAD_BYTES
+
+
+def test_many_blocks(make_tier: MakeTier) -> None:
     """More than go in one batch to a server."""
-    blocks = [(new_key(), b"%d" % number) for number in range(1000)]
-    tier.put(blocks)
-    keys = [key for key, _ in blocks]
-    assert tier.get(keys) == [stored for _, stored in blocks]
-    assert all(tier.touch(keys))
+    tier, names = make_tier(FORM, 16 * AMPLE), new_names(1000)
+    assert all(put(tier, names))
+    assert all(is_here(tier, names))
+    assert read(tier, names) == [content(name) for name in names]
 
 
-# Memory: a budget, and the order of use.
+def test_large_blocks(make_tier: MakeTier) -> None:
+    form = make_form("a large model", 3 * 2**20 + 8)
+    tier, names = make_tier(form, 2**25), new_names(5)
+    assert all(put(tier, names, form))
+    assert read(tier, names, form) == [content(name, form) for name in names]
 
 
-class Model:
-    """The same promises, kept in the plainest way: a list, the last used at its end."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.held: list[tuple[int, int]] = []
-
-    def put(self, key: int, size: int) -> None:
-        self.held = [pair for pair in self.held if pair[0] != key]
-        if size <= self.budget:
-            self.held.append((key, size))
-        while sum(size for _, size in self.held) > self.budget:
-            self.held.pop(0)
-
-    def use(self, key: int) -> None:
-        self.held.sort(key=lambda pair: pair[0] == key)
+# What is not the block asked for.
 
 
-KEYS = st.integers(0, 7)
-STEPS = st.lists(st.tuples(st.sampled_from(["put", "get", "touch"]), KEYS, st.integers(0, 12)), max_size=60)
+@pytest.mark.parametrize(
+    "other",
+    [lambda name: replace(name, tag=bytes(16)), lambda name: replace(name, num_tokens=NUM_TOKENS - 1)],
+    ids=["another tenant", "another number of tokens"],
+)
+def test_a_block_of_the_same_key_that_is_another_one(tier: Tier, other: Callable[[Name], Name]) -> None:
+    name = new_name()
+    put(tier, [name])
+    assert read(tier, [other(name)]) == [None]
+    check_damage_was_removed(tier, name)
 
 
-@given(st.integers(0, 30), STEPS)
-def test_memory_keeps_its_budget_and_forgets_what_was_used_longest_ago(
-    budget: int, steps: list[tuple[str, int, int]]
-) -> None:
-    tier, model = MemoryTier(budget), Model(budget)
-    for action, key, size in steps:
-        name = bytes([key])
-        if action == "put":
-            tier.put([(name, bytes(size))])
-            model.put(key, size)
-        else:
-            found = tier.get([name])[0] is not None if action == "get" else tier.touch([name])[0]
-            assert found == (key in dict(model.held))
-            model.use(key)
-        held = {key: len(stored) for key, stored in tier._blocks.items()}
-        assert held == {bytes([key]): size for key, size in model.held}
-        assert sum(held.values()) == tier._used_bytes <= budget
+@pytest.mark.parametrize(
+    "form",
+    [
+        replace(FORM, fingerprint=bytes(32)),
+        replace(FORM, layout=bytes(16)),
+        replace(FORM, payload_bytes=PAYLOAD_BYTES - 8),
+    ],
+    ids=["another model", "another layout", "another size"],
+)
+def test_a_block_of_another_model_is_a_miss(make_tier: MakeTier, form: Form) -> None:
+    ours, theirs, name = make_tier(FORM, AMPLE), make_tier(form, AMPLE), new_name()
+    put(ours, [name])
+    assert read(theirs, [name], form) == [None]
+    assert theirs.counters.misses == 1
 
 
-# Redis: a time to live, and a server that may be away.
+def check_damage_was_removed(tier: Tier, *names: Name) -> None:
+    """Each of the blocks was asked for once, found damaged, and is gone; it can be put again."""
+    counters = tier.counters
+    assert (counters.hits, counters.misses, counters.damaged) == (0, len(names), len(names))
+    assert is_here(tier, names) == [False] * len(names)
+    assert read(tier, names) == [None] * len(names)
+    assert counters.damaged == len(names)
+    assert put(tier, names) == [True] * len(names)
+    assert read(tier, names) == [content(name) for name in names]
 
 
-def test_blocks_in_redis_have_their_time_and_touching_renews_it(redis_url: str, new_key: NewKey) -> None:
-    one, two = new_key(), new_key()
-    RedisTier(redis_url, keep_s=10).put([(one, b"x"), (two, b"x")])
-    RedisTier(redis_url, keep_s=1000).touch([one])
-    with redis.Redis.from_url(redis_url) as client:
-        renewed, left = client.pttl(kv_key(one)), client.pttl(kv_key(two))
-        assert 0 < left <= 10_000 < renewed <= 1_000_000
+FLIPPED = [
+    *range(0, HEADER_BYTES - 48, 9),
+    HEADER_BYTES - 49,
+    HEADER_BYTES,
+    HEADER_BYTES + PAYLOAD_BYTES // 2,
+    STORED_BYTES - 1,
+]
 
 
-def test_a_key_of_another_type_is_nothing(redis_url: str, new_key: NewKey) -> None:
-    key = new_key()
-    with redis.Redis.from_url(redis_url) as client:
-        client.rpush(kv_key(key), "not a block")
-        tier = RedisTier(redis_url, keep_s=60)
-        assert tier.get([key]) == [None]
-        tier.put([(key, b"x")])
-        assert tier.get([key]) == [b"x"]
+@pytest.mark.parametrize("at", FLIPPED)  # a header ends with 48 bytes that say nothing
+def test_a_flipped_bit_is_a_miss(tier: Tier, damage: Damage, at: int) -> None:
+    name, bit = new_name(), random.Random(at).randrange(8)
+
+    def flip(stored: bytes) -> bytes:
+        assert len(stored) == STORED_BYTES
+        return stored[:at] + bytes([stored[at] ^ 1 << bit]) + stored[at + 1 :]
+
+    put(tier, [name])
+    damage(tier, name.key, flip)
+    assert read(tier, [name]) == [None]
+    check_damage_was_removed(tier, name)
 
 
-def test_batches_are_limited_by_bytes(redis_url: str, new_key: NewKey, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_tier, "BATCH_BYTES", 1000)
-    blocks = [(new_key(), bytes(400)) for _ in range(5)]
-    writer, reader = RedisTier(redis_url, keep_s=60), RedisTier(redis_url, keep_s=60)
-    writer.put(blocks)
-    assert writer._batch == 2
-    assert reader.get([key for key, _ in blocks]) == [stored for _, stored in blocks]
-    assert reader._batch == 2
+@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, STORED_BYTES - 1])
+def test_a_truncated_block_is_a_miss(tier: Tier, damage: Damage, length: int) -> None:
+    name = new_name()
+    put(tier, [name])
+    damage(tier, name.key, lambda stored: stored[:length])
+    assert read(tier, [name]) == [None]
+    check_damage_was_removed(tier, name)
 
 
-def check_away(tier: RedisTier, key: bytes) -> None:
-    before = tier.counters.errors
-    assert tier.get([key, key]) == [None, None]
-    tier.put([(key, b"x")])
-    assert tier.touch([key]) == [False]
-    assert tier.counters.errors == before + 3
+def test_swapped_blocks_are_misses(tier: Tier, damage: Damage) -> None:
+    one, two = new_names(2)
+    put(tier, [one, two])
+    first, second = tier.stored(one.key), tier.stored(two.key)
+    assert first
+    assert second
+    damage(tier, one.key, lambda _: second)
+    damage(tier, two.key, lambda _: first)
+    assert read(tier, [one, two]) == [None, None]
+    check_damage_was_removed(tier, one, two)
 
 
-def test_a_server_that_is_not_there(new_key: NewKey) -> None:
-    tier = RedisTier(f"redis://127.0.0.1:{free_port()}/0", keep_s=60)
-    check_away(tier, new_key())
-    assert tier.counters.bytes_written == 0
+def test_the_header_of_one_on_the_content_of_another(tier: Tier, damage: Damage) -> None:
+    one, two = new_names(2)
+    put(tier, [one, two])
+    other = tier.stored(two.key)
+    assert other
+    damage(tier, one.key, lambda stored: stored[:HEADER_BYTES] + other[HEADER_BYTES:])
+    assert read(tier, [one]) == [None]
+    check_damage_was_removed(tier, one)
 
 
-def test_a_server_that_dies_and_comes_back(own_server: ValkeyServer, new_key: NewKey) -> None:
-    key = new_key()
-    tier = RedisTier(own_server.url, keep_s=60)
-    tier.put([(key, b"x")])
-    assert tier.get([key]) == [b"x"]
-    own_server.kill()
-    check_away(tier, key)
-    own_server.start()
-
-    def back() -> bool:
-        tier.put([(key, b"x")])
-        return tier.get([key]) == [b"x"]
-
-    wait_until(back, 10, "the server is asked again")
+def test_damage_does_not_spread(tier: Tier, damage: Damage) -> None:
+    names = new_names(7)
+    put(tier, names)
+    damage(tier, names[3].key, lambda stored: bytes(len(stored)))
+    found = read(tier, names)
+    assert found == [content(name) if name is not names[3] else None for name in names]
+    assert (tier.counters.hits, tier.counters.misses, tier.counters.damaged) == (6, 1, 1)
 
 
-@pytest.fixture(params=[b"", b"what?\r\n", b"-ERR no\r\n"], ids=["silent", "nonsense", "refusing"])
-def broken_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server that accepts connections and answers nothing, or nonsense, or that it will not."""
-    monkeypatch.setattr(redis_tier, "TIMEOUT_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        accepted: list[socket.socket] = []
-
-        def answer(connection: socket.socket) -> None:
-            try:
-                while connection.recv(65536):
-                    connection.sendall(request.param)
-            except OSError:
-                return
-
-        def accept() -> None:
-            try:
-                while True:
-                    accepted.append(server.accept()[0])
-                    threading.Thread(target=answer, args=(accepted[-1],), daemon=True).start()
-            except OSError:
-                return
-
-        acceptor = threading.Thread(target=accept, daemon=True)
-        acceptor.start()
-        yield f"redis://127.0.0.1:{server.getsockname()[1]}/0"
-        server.shutdown(socket.SHUT_RDWR)
-        acceptor.join()
-        for connection in accepted:
-            connection.close()
+def test_a_leased_block_that_is_damaged_is_removed(tier: Tier, damage: Damage) -> None:
+    name = new_name()
+    put(tier, [name])
+    tier.lease("a job", [name.key], 60)
+    damage(tier, name.key, lambda stored: bytes(len(stored)))
+    assert read(tier, [name]) == [None]
+    check_damage_was_removed(tier, name)
+    assert tier.usage().leased == 0
 
 
-def test_a_server_that_is_broken(broken_url: str, new_key: NewKey) -> None:
-    check_away(RedisTier(broken_url, keep_s=60), new_key())
+# The page tag.
 
 
-def test_a_server_without_room(own_server: ValkeyServer, new_key: NewKey) -> None:
-    """It refuses the write; that is an error counted, nothing more."""
-    tier, key = RedisTier(own_server.url, keep_s=60), new_key()
-    with redis.Redis.from_url(own_server.url) as client:
-        client.config_set("maxmemory", 1)
-    tier.put([(key, bytes(100))])
-    assert (tier.counters.errors, tier.counters.bytes_written) == (1, 0)
-    assert tier.get([key]) == [None]
+def test_memory_that_became_another_block_s_is_not_stored(tier: Tier) -> None:
+    good, bad = new_names(2)
+    assert tier.put([block(bad, is_valid=lambda: False), block(good)]) == [False, True]
+    assert read(tier, [bad, good]) == [None, content(good)]
+    assert tier.counters.damaged == 0
+    assert tier.counters.bytes_written == PAYLOAD_BYTES
+    assert [entry.key for entry in tier.entries()] == [good.key]
+    assert put(tier, [bad]) == [True]
+
+
+def test_the_page_tag_is_asked_when_nobody_can_find_the_block_yet(make_tier: MakeTier) -> None:
+    writer, reader, name = make_tier(FORM, AMPLE), make_tier(FORM, AMPLE), new_name()
+    seen: list[list[bytes | None]] = []
+
+    def is_valid() -> bool:
+        seen.append(read(reader, [name]))
+        return True
+
+    assert writer.put([block(name, is_valid=is_valid)]) == [True]
+    assert seen == [[None]]
+    assert read(reader, [name]) == [content(name)]
+
+
+# Room.
+
+
+def test_the_budget_is_kept(make_tier: MakeTier) -> None:
+    tier, names = make_tier(FORM, SMALL), new_names(60)
+    for start in range(0, 60, 3):
+        assert all(put(tier, names[start : start + 3]))
+        usage = tier.usage()
+        assert 0 < usage.blocks * STORED_BYTES <= usage.bytes <= usage.budget <= SMALL
+        assert usage.blocks == sum(1 for _ in tier.entries())
+    assert tier.counters.evictions >= 60 - SMALL // STORED_BYTES
+    assert tier.counters.refused == 0
+    assert is_here(tier, names[-2:]) == [True, True]
+
+
+def test_a_batch_larger_than_the_budget(make_tier: MakeTier) -> None:
+    tier, names = make_tier(FORM, SMALL), new_names(60)
+    put(tier, names)
+    assert tier.usage().bytes <= SMALL
+    found = read(tier, names)
+    assert any(found)
+    assert all(got in (None, content(name)) for got, name in zip(found, names, strict=True))
+    assert tier.counters.damaged == 0
+
+
+def use_by_get(tier: Tier, name: Name) -> None:
+    assert read(tier, [name]) == [content(name)]
+
+
+def use_by_has(tier: Tier, name: Name) -> None:
+    assert is_here(tier, [name]) == [True]
+
+
+def use_by_put(tier: Tier, name: Name) -> None:
+    assert put(tier, [name]) == [True]
+
+
+@pytest.mark.parametrize("use", [use_by_get, use_by_has, use_by_put])
+def test_what_was_used_longest_ago_goes_first(make_tier: MakeTier, use: Callable[[Tier, Name], None]) -> None:
+    tier = make_tier(FORM, 2 * SMALL)
+    names = fill(tier)
+    used = names[::2]
+    for name in used:
+        use(tier, name)
+    order = [name for name in names if name not in used] + used
+    order += (added := new_names(len(names) // 4))
+    for name in added:
+        assert put(tier, [name]) == [True]
+    kept = {entry.key for entry in tier.entries()}
+    here = [name.key in kept for name in order]
+    assert here == sorted(here), "something went before what was used longer ago"
+    assert not here[0]
+    assert all(here[-len(added) - 1 :])
+
+
+# Leases.
+
+
+def test_leased_blocks_stay_and_go_when_they_are_released(make_tier: MakeTier) -> None:
+    tier = make_tier(FORM, SMALL)
+    names = fill(tier)
+    leased = names[:2]
+    tier.lease("a job", keys_of(leased), 600)
+    assert tier.usage().leased == 2
+    for name in new_names(30):
+        assert put(tier, [name]) == [True]
+    kept = {entry.key: entry.leases for entry in tier.entries()}
+    assert [kept.get(name.key) for name in leased] == [1, 1]
+    assert sum(kept.values()) == 2
+    tier.release("a job", keys_of(leased))
+    tier.release("a job", keys_of(leased))
+    assert tier.usage().leased == 0
+    for name in new_names(30):
+        assert put(tier, [name]) == [True]
+    assert is_here(tier, leased) == [False, False]
+
+
+def test_a_lease_ends_with_its_time(make_tier: MakeTier) -> None:
+    tier = make_tier(FORM, SMALL)
+    names = fill(tier)
+    tier.lease("a job", keys_of(names), 0.05)
+    wait_until(lambda: tier.usage().leased == 0, 10, "leases run out")
+    assert put(tier, new_names(2)) == [True, True]
+    assert tier.counters.refused == 0
+
+
+def test_a_second_lease_of_the_same_owner_moves_the_end(make_tier: MakeTier) -> None:
+    tier, (longer, shorter) = make_tier(FORM, AMPLE), new_names(2)
+    put(tier, [longer, shorter])
+    tier.lease("a job", [longer.key], 0.05)
+    tier.lease("a job", [longer.key], 600)
+    tier.lease("a job", [shorter.key], 600)
+    tier.lease("a job", [shorter.key], 0.05)
+    wait_until(lambda: tier.usage().leased == 1, 10, "the shorter lease runs out")
+    assert {entry.key: entry.leases for entry in tier.entries()} == {longer.key: 1, shorter.key: 0}
+    tier.release("a job", [longer.key])
+    assert tier.usage().leased == 0
+
+
+def test_owners_are_independent(make_tier: MakeTier) -> None:
+    tier, other, name = make_tier(FORM, AMPLE), make_tier(FORM, AMPLE), new_name()
+    put(tier, [name])
+    tier.lease("one", [name.key], 600)
+    other.lease("two", [name.key], 600)
+    assert [entry.leases for entry in tier.entries()] == [2]
+    assert tier.usage().leased == 1
+    other.release("one", [name.key])
+    assert [entry.leases for entry in tier.entries()] == [1]
+    tier.release("three", [name.key])
+    assert tier.usage().leased == 1
+    tier.release("two", [name.key])
+    assert tier.usage().leased == 0
+
+
+def test_nothing_to_lease(tier: Tier) -> None:
+    tier.lease("a job", keys_of(new_names(3)), 600)
+    tier.release("a job", keys_of(new_names(3)))
+    assert tier.usage().leased == 0
+
+
+def test_when_all_is_leased_a_block_is_refused(make_tier: MakeTier) -> None:
+    tier = make_tier(FORM, SMALL)
+    names = fill(tier)
+    while put(tier, extra := new_names(1)) == [True]:  # a tier may put out more than it must at a time
+        tier.lease("a job", keys_of(names + extra), 600)
+        names = [*(name for name in names if name.key in {entry.key for entry in tier.entries()}), *extra]
+        assert len(names) < 100
+    assert tier.counters.refused == 1
+    assert is_here(tier, extra) == [False]
+    assert read(tier, names) == [content(name) for name in names]
+    tier.release("a job", keys_of(names[:1]))
+    assert put(tier, extra) == [True]
+    assert is_here(tier, [names[0], *extra]) == [False, True]
+
+
+def test_a_lease_ends_with_its_block(tier: Tier) -> None:
+    name = new_name()
+    put(tier, [name])
+    tier.lease("a job", [name.key], 600)
+    assert tier.remove([name.key]) == 1
+    assert tier.usage().leased == 0
+    put(tier, [name])
+    assert [entry.leases for entry in tier.entries()] == [0]
+
+
+# Looking and removing.
+
+
+def test_has_says_what_is_here_and_counts_nothing(tier: Tier) -> None:
+    one, two = new_names(2)
+    put(tier, [one])
+    assert is_here(tier, [two, one, two]) == [False, True, False]
+    assert (tier.counters.hits, tier.counters.misses) == (0, 0)
+
+
+def test_remove(tier: Tier) -> None:
+    names = new_names(4)
+    put(tier, names)
+    assert tier.remove(keys_of([names[0], new_name(), names[2]])) == 2
+    assert tier.remove(keys_of([names[0]])) == 0
+    assert is_here(tier, names) == [False, True, False, True]
+    assert tier.counters.evictions == 0
+    assert tier.usage().blocks == 2
+    tier.remove(keys_of(names))
+    assert tier.usage().blocks == 0
+
+
+def test_usage_follows_what_is_there(make_tier: MakeTier) -> None:
+    tier, other, names = make_tier(FORM, AMPLE), make_tier(FORM, AMPLE), new_names(10)
+    before = tier.usage()
+    assert (before.blocks, before.leased) == (0, 0)
+    assert before.budget <= AMPLE
+    put(tier, names)
+    after = other.usage()
+    assert after.blocks == 10
+    assert after.bytes - before.bytes >= 10 * STORED_BYTES
+    tier.remove(keys_of(names))
+    assert other.usage() == before
+
+
+def test_entries_and_stored_show_what_is_there(tier: Tier) -> None:
+    names = new_names(3)
+    put(tier, names)
+    entries = {entry.key: entry for entry in tier.entries()}
+    assert entries.keys() == set(keys_of(names))
+    for name in names:
+        assert entries[name.key].bytes >= STORED_BYTES
+        stored = tier.stored(name.key)
+        assert stored is not None
+        assert len(stored) == STORED_BYTES
+        assert stored[HEADER_BYTES:] == content(name)
+    assert tier.stored(new_name().key) is None
+    assert (tier.counters.hits, tier.counters.misses) == (0, 0)
+
+
+def test_entries_tell_the_order_of_use(tier: Tier) -> None:
+    names = new_names(4)
+    for name in names:
+        put(tier, [name])
+    use_by_get(tier, names[0])
+    used = {entry.key: entry.used_s for entry in tier.entries()}
+    assert used[names[0].key] >= used[names[3].key] >= used[names[1].key]
+
+
+# Threads.
+
+
+def test_threads_at_once(make_tier: MakeTier) -> None:
+    """Four threads on two tiers of a small budget put, get, lease, release and remove the same blocks."""
+    tiers, names, failures = [make_tier(FORM, SMALL) for _ in range(2)], new_names(20), list[object]()
+
+    def work(seed: int) -> None:
+        rng, tier = random.Random(seed), tiers[seed % 2]
+        try:
+            for _ in range(60):
+                some = rng.sample(names, 3)
+                put(tier, some)
+                for name, got in zip(some, read(tier, some), strict=True):
+                    if got not in (None, content(name)):
+                        failures.append(name)
+                tier.lease(str(seed), keys_of(some), 600)
+                tier.has(keys_of(some))
+                if rng.random() < 0.2:
+                    tier.remove(keys_of(some[:1]))
+                tier.release(str(seed), keys_of(some))
+        except BaseException as error:  # shown by the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    usage = tiers[0].usage()
+    assert (usage.leased, usage.bytes <= SMALL) == (0, True)
+    assert all(tier.counters.damaged == 0 for tier in tiers)

@@ -8,13 +8,12 @@ import redis
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from kvstore.store import KVStore, Layout
-from kvstore.tiers.redis import RedisTier
 from penstock.bus.connect import connect
 from penstock.bus.contract import Member, Outgoing
 from penstock.messages import Request, Result, decode
 from penstock.names import Pipeline, Stage
 from penstock.record import Record
-from penstock.settings import Addresses, BusSettings, RecordSettings
+from penstock.settings import Addresses, BusSettings, KVSettings, RecordSettings
 from penstock.worker import run_until_idle
 from prefill_worker.worker import PrefillWorker
 from tests.pipeline.workload import SETTINGS, demo_model
@@ -23,8 +22,11 @@ from tests.pipeline.workload import SETTINGS, demo_model
 class Line:
     """The pipeline's arrows, one call each."""
 
-    def __init__(self, addresses: Addresses, record: RecordSettings | None = None) -> None:
+    def __init__(
+        self, addresses: Addresses, record: RecordSettings | None = None, kv: KVSettings | None = None
+    ) -> None:
         self.addresses = addresses
+        self.kv_settings = kv or KVSettings(shared_mb=0, redis_mb=64)
         self.pipeline = Pipeline(addresses.pipeline)
         self.bus = connect(addresses, BusSettings())
         self.bus.create_topics()
@@ -36,8 +38,8 @@ class Line:
 
     def _parts(self, stage: Stage) -> tuple[Pipeline, str, Engine, KVStore, Record, Member]:
         engine = Engine(demo_model(), SETTINGS)
-        layout = Layout(engine.model.fingerprint, SETTINGS.block_size, engine.block_bytes)
-        store = KVStore(layout, [RedisTier(self.addresses.stream_url, 60.0)], "secret")
+        layout = Layout.of(engine.model.fingerprint, engine.model.layout)
+        store = KVStore.open(layout, self.kv_settings, self.addresses.stream_url, self.pipeline.name)
         record = Record(self.client, self.pipeline, self.record_settings)
         member = self.bus.member(stage, f"{stage}-0")
         return self.pipeline, f"{stage}-0", engine, store, record, member

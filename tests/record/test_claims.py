@@ -152,9 +152,9 @@ def test_the_same_id_with_another_body_is_a_conflict(record: Record) -> None:
     assert record.renew([claim]) == [claim]
 
 
-def test_a_body_is_what_is_asked_and_not_how_soon() -> None:
+def test_a_body_is_what_is_asked_and_not_how_soon_or_where() -> None:
     one = Request(id="r1", prompt="hello")
-    assert body_hash(one) == body_hash(Request(id="r1", prompt="hello", klass="batch", deadline=9e9))
+    assert body_hash(one) == body_hash(Request(id="r1", prompt="hello", klass="batch", deadline=9e9, session="s1"))
     assert body_hash(one) != body_hash(Request(id="r1", prompt="hello!"))
     assert body_hash(one) != body_hash(Request(id="r1", prompt="hello", tenant="other"))
 

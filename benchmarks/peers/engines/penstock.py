@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks.peers.workload import MAX_BATCH, Request
 from engine.engine import Engine
-from engine.sequence import Payload, Sequence
+from engine.handover import landed, taken
+from engine.sequence import Sequence
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
 
@@ -113,22 +114,21 @@ class Penstock:
             first.add(seq)
         while any(seq.num_output == 0 for seq in seqs):
             first.step()
-        copies = [handed_over(first, seq) for seq in seqs]
+        copies = [handed_over(first, second, seq) for seq in seqs]
         for seq in seqs:
             first.remove(seq)
         _drive(second, copies)
         return [seq.output for seq in copies]
 
 
-def handed_over(engine: Engine, seq: Sequence) -> Sequence:
-    """The sequence as another engine goes on with it: the prompt's KV as bytes, and the first token."""
+def handed_over(first: Engine, second: Engine, seq: Sequence) -> Sequence:
+    """The sequence as the second engine goes on with it: the prompt's KV as bytes, and the first token."""
+    prompt, size = seq.token_ids[: seq.num_prompt], first.settings.block_size
     copy = Sequence(
-        seq.id, seq.token_ids[: seq.num_prompt], sampling=seq.sampling, seed=seq.seed, max_new=seq.max_new,
-        given=seq.output[:1],
+        seq.id, prompt, sampling=seq.sampling, seed=seq.seed, max_new=seq.max_new, given=seq.output[:1],
+        prefix_keys=[repr(prompt[:end]).encode() for end in range(size, len(prompt) + 1, size)],
     )  # fmt: skip
-    blocks = -(-seq.num_prompt // engine.settings.block_size)
-    payloads: list[tuple[int, Payload]] = [(index, engine.export_block(seq, index)) for index in range(blocks)]
-    copy.imported = payloads
+    landed(second, copy, taken(first, seq))
     return copy
 
 

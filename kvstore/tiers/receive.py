@@ -1,0 +1,70 @@
+"""Reading one stored block from a connection to where it is wanted, and checking it on the way."""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from kvstore.block import HEADER_BYTES, RAW, Form, Header, Wanted
+from kvstore.tiers.wire import Refused, Wire
+from penstock.errors import DamagedBlock
+
+if TYPE_CHECKING:
+    from kvstore.codec import Codec
+
+
+class Found(Enum):
+    """What a server had under a block's key."""
+
+    WHOLE = "whole"
+    NOTHING = "nothing"
+    DAMAGED = "damaged"
+
+
+def receive(wire: Wire, form: Form, want: Wanted, codecs: "Mapping[int, Codec]") -> tuple[Found, int]:
+    """Read the reply to a GET, to its end; what it was, and how many bytes."""
+    try:
+        length = wire.length()
+    except Refused as refused:
+        if str(refused).startswith("WRONGTYPE"):
+            return Found.DAMAGED, 0
+        raise
+    if length is None:
+        return Found.NOTHING, 0
+    if length < HEADER_BYTES:
+        wire.skip(length)
+        wire.end_value()
+        return Found.DAMAGED, length
+    start = bytearray(HEADER_BYTES)
+    wire.read_into(memoryview(start))
+    whole = _content(wire, form, want, memoryview(start), length - HEADER_BYTES, codecs)
+    wire.end_value()
+    return Found.WHOLE if whole else Found.DAMAGED, length
+
+
+def _content(
+    wire: Wire, form: Form, want: Wanted, start: memoryview, length: int, codecs: "Mapping[int, Codec]"
+) -> bool:
+    """Read the `length` bytes after the header; whether they are the content of the block that is wanted."""
+    try:
+        header = Header.unpack(start)
+    except DamagedBlock:
+        header = None
+    if header is None or not form.is_header_of(header, want.name) or header.content_bytes != length:
+        wire.skip(length)
+        return False
+    if header.codec == RAW and length == len(want.into):
+        return _checked(wire, want.into, header)
+    codec = codecs.get(header.codec)
+    if codec is None or length > 2 * form.payload_bytes:
+        wire.skip(length)
+        return False
+    content = memoryview(bytearray(length))
+    return _checked(wire, content, header) and codec.decode_into(content, want.into)
+
+
+def _checked(wire: Wire, into: memoryview, header: Header) -> bool:
+    digest = xxhash.xxh3_64()
+    wire.read_into(into, digest)
+    return digest.intdigest() == header.checksum

@@ -1,0 +1,205 @@
+"""One connection to a Redis server, for large values: received where they shall lie, sent from where they are.
+
+redis-py connects (addresses, passwords, TLS, databases, unix sockets). After that RESP, version 2, is spoken here on
+its socket, in pipelines: commands go out, and the same number of replies is read in order. Who cannot read a reply to
+its end closes the connection, so that nothing is ever taken for the reply to another command.
+"""
+
+import select
+import socket
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import redis
+
+AHEAD = 64 * 2**10
+"""Most bytes that are received beyond what is asked for."""
+LITTLE_AHEAD = 512
+"""The same where values are large, and what was received ahead of its place has to be copied there."""
+LARGE = 32 * 2**10
+PIECE = 256 * 2**10
+"""Values are received and looked at in pieces of at most this, while they are in the processor's caches."""
+MAX_VALUE = 512 * 2**20
+"""No server sends a longer one."""
+MAX_ITEMS = 2**20
+PARTS_AT_ONCE = 512
+"""Parts of one call of `sendmsg`, which takes 1,024 at most."""
+
+Part = bytes | memoryview
+Reply: TypeAlias = "int | bytes | None | Refused | list[Reply]"
+
+
+class NotRedis(Exception):
+    """What came is no reply, or not the one expected."""
+
+
+class Refused(Exception):
+    """The server's reply was an error."""
+
+
+class Digest(Protocol):
+    """What is shown every piece of a value as it comes."""
+
+    def update(self, data: memoryview, /) -> None:
+        """The next piece."""
+
+
+def command(*words: bytes | str | int) -> bytes:
+    """A command as it is sent."""
+    out = [b"*%d\r\n" % len(words)]
+    for word in words:
+        text = word if isinstance(word, bytes) else str(word).encode()
+        out.append(b"$%d\r\n%b\r\n" % (len(text), text))
+    return b"".join(out)
+
+
+class Wire:
+    """One connection. Used by one thread at a time; raises `OSError`, `NotRedis` and `redis.RedisError`."""
+
+    def __init__(self, connection: redis.connection.AbstractConnection, large: bool) -> None:
+        """Connects, if `connection` is not; `large`: whether most values will be."""
+        connection.connect()
+        found = connection._sock  # noqa: SLF001 - redis-py has no public name for it
+        if not isinstance(found, socket.socket):
+            raise NotRedis("there is no socket to read from")
+        self._connection = connection
+        self._socket = found
+        self._scatters = type(found) is socket.socket  # TLS sockets cannot
+        self._ahead = LITTLE_AHEAD if large else AHEAD
+        self._buffer = bytearray(AHEAD)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._connection.disconnect()
+
+    def is_quiet(self) -> bool:
+        """Whether a connection that waits is as it was left: not closed by the server, nothing more received."""
+        if self._start != self._end:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(0)
+
+    def send(self, parts: Sequence[Part]) -> None:
+        """Send the parts, one after the other, without joining large ones."""
+        if not self._scatters:
+            for part in parts:
+                self._socket.sendall(part)
+            return
+        for start in range(0, len(parts), PARTS_AT_ONCE):
+            rest = list(parts[start : start + PARTS_AT_ONCE])
+            while rest:
+                sent = self._socket.sendmsg(rest)
+                done = 0
+                while done < len(rest) and sent >= len(rest[done]):
+                    sent -= len(rest[done])
+                    done += 1
+                del rest[:done]
+                if sent:
+                    rest[0] = memoryview(rest[0])[sent:]
+
+    def length(self) -> int | None:
+        """How many bytes of a value follow, or None: there is none. Raises `Refused`."""
+        line = self._line()
+        if line[:1] == b"$":
+            return self._length(line, MAX_VALUE)
+        if line[:1] == b"-":
+            raise Refused(line[1:].decode(errors="replace"))
+        raise NotRedis(f"no value: {line[:60]!r}")
+
+    def read_into(self, into: memoryview, digest: Digest | None = None) -> None:
+        """The next `len(into)` bytes of a value; `digest` sees each piece."""
+        at = min(len(into), self._end - self._start)
+        into[:at] = self._view[self._start : self._start + at]
+        self._start += at
+        if digest is not None and at:
+            digest.update(into[:at])
+        receive, length = self._socket.recv_into, len(into)
+        while at < length:
+            count = receive(into[at : at + PIECE])
+            if count == 0:
+                raise ConnectionResetError("closed in the middle of a value")
+            if digest is not None:
+                digest.update(into[at : at + count])
+            at += count
+
+    def skip(self, count: int) -> None:
+        """Pass over bytes of a value."""
+        while count:
+            if self._start == self._end:
+                self._fill(AHEAD)
+            step = min(count, self._end - self._start)
+            self._start += step
+            count -= step
+
+    def end_value(self) -> None:
+        """The end that every value has."""
+        while self._end - self._start < 2:
+            self._fill(self._ahead)
+        if self._buffer[self._start : self._start + 2] != b"\r\n":
+            raise NotRedis("a value is longer than was said")
+        self._start += 2
+
+    def reply(self, depth: int = 4) -> Reply:
+        """A reply of any kind, of lists in lists up to `depth`; an error is returned, as more replies may follow it."""
+        line = self._line()
+        kind = line[:1]
+        if kind == b":":
+            return self._number(line)
+        if kind == b"+":
+            return line[1:]
+        if kind == b"-":
+            return Refused(line[1:].decode(errors="replace"))
+        if kind == b"$":
+            length = self._length(line, MAX_VALUE)
+            return None if length is None else self._body(length)
+        if kind == b"*" and depth:
+            count = self._length(line, MAX_ITEMS)
+            return None if count is None else [self.reply(depth - 1) for _ in range(count)]
+        raise NotRedis(f"no reply: {line[:60]!r}")
+
+    def _body(self, length: int) -> bytes:
+        body = bytearray(length)
+        self.read_into(memoryview(body))
+        self.end_value()
+        return bytes(body)
+
+    def _line(self) -> bytes:
+        while (end := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
+            self._fill(self._ahead)
+        line = bytes(self._view[self._start : end])
+        self._start = end + 2
+        return line
+
+    def _fill(self, at_most: int) -> None:
+        """Receive something behind what is in the buffer."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == AHEAD:
+            rest = bytes(self._view[self._start : self._end])
+            self._view[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        room = min(at_most, AHEAD - self._end)
+        if room == 0:
+            raise NotRedis("a line without an end")
+        count = self._socket.recv_into(self._view[self._end : self._end + room])
+        if count == 0:
+            raise ConnectionResetError("closed in the middle of a reply")
+        self._end += count
+
+    def _length(self, line: bytes, limit: int) -> int | None:
+        length = self._number(line)
+        if length == -1:
+            return None
+        if not 0 <= length <= limit:
+            raise NotRedis(f"no length: {line[:60]!r}")
+        return length
+
+    @staticmethod
+    def _number(line: bytes) -> int:
+        try:
+            return int(line[1:])
+        except ValueError:
+            raise NotRedis(f"no number: {line[:60]!r}") from None

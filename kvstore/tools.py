@@ -1,0 +1,121 @@
+"""The tiers of this host for people who look: without a model, and without what only a worker needs.
+
+A tier is opened as it lies there, so blocks of all models and pipelines that share it are seen.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.block import HEADER_BYTES, Header
+from kvstore.copying import hashed
+from kvstore.tiers.contract import Entry, Tier, Usage
+from penstock.errors import DamagedBlock, KVStoreError
+from penstock.settings import KVSettings
+
+T = TypeVar("T")
+REMOVE_BATCH = 256
+"""Blocks that are removed at a time."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tier and where it is."""
+
+    tier: Tier
+    where: str
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self.tier.name
+
+    def usage(self) -> Usage:
+        """What is there. Raises `KVStoreError` if that cannot be asked."""
+        return self._asked(self.tier.usage)
+
+    def entries(self) -> list[Entry]:
+        """All blocks, the least recently used first. Raises `KVStoreError` if they cannot be listed."""
+        return self._asked(lambda: sorted(self.tier.entries(), key=lambda entry: (entry.used_s, entry.key)))
+
+    def stored(self, key: bytes) -> bytes | None:
+        """A block as it lies there. Raises `KVStoreError` if that cannot be asked."""
+        return self._asked(lambda: self.tier.stored(key))
+
+    def remove(self, keys: list[bytes]) -> int:
+        """Forget these blocks; how many were there. Raises `KVStoreError` if that cannot be asked."""
+        return self._asked(lambda: self.tier.remove(keys))
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        """A tier raises nothing; a person wants to know that what it says is not all there is."""
+        errors = self.tier.counters.errors
+        answer = ask()
+        if self.tier.counters.errors > errors:
+            raise KVStoreError(f"the {self.name} tier at {self.where} does not answer")
+        return answer
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a look at one stored block showed."""
+
+    key: bytes
+    bytes: int
+    header: Header | None
+    """None if it cannot be read."""
+    header_problem: str
+    """Empty: nothing is wrong with it."""
+    content_problem: str
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the block; empty: nothing."""
+        return self.header_problem or self.content_problem
+
+
+def examine(key: bytes, stored: bytes) -> Finding:
+    """Check a stored block all through: header, key, length and checksum of the content."""
+    try:
+        header = Header.unpack(stored)
+    except DamagedBlock as damage:
+        return Finding(key, len(stored), None, str(damage), "")
+    content = memoryview(stored)[HEADER_BYTES:]
+    of_header = "" if header.name.key == key else f"it is the block {header.name.key.hex()}"
+    of_content = ""
+    if len(content) != header.content_bytes:
+        of_content = f"{len(content):,} bytes of content, {header.content_bytes:,} were written"
+    elif hashed(content) != header.checksum:
+        of_content = "the content's checksum is wrong"
+    return Finding(key, len(stored), header, of_header, of_content)
+
+
+def look_at(place: Place, key: bytes) -> Finding | None:
+    """Examine a block where it lies; None if it is not there.
+
+    Workers go on meanwhile: one that seems damaged is read again, as it may just have been replaced.
+    """
+    for _ in range(2):
+        stored = place.stored(key)
+        if stored is None:
+            return None
+        finding = examine(key, stored)
+        if not finding.problem:
+            break
+    return finding
+
+
+def removed(place: Place, keys: list[bytes]) -> Iterator[int]:
+    """Remove blocks, a batch at a time: how many of each batch were there."""
+    for start in range(0, len(keys), REMOVE_BATCH):
+        yield place.remove(keys[start : start + REMOVE_BATCH])
+
+
+def open_places(settings: KVSettings, urls: list[str], stack: ExitStack) -> list[Place]:
+    """Every tier there is, in the order in which workers read them; the stack closes them.
+
+    Shared memory and disk count if they are there, whoever made them; Redis if the settings give it a budget. Raises
+    `KVStoreError` for what is there and is no tier.
+    """
+    raise NotImplementedError(settings, urls, stack, Path)

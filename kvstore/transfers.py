@@ -1,0 +1,246 @@
+"""Moving KV while the engine computes: three threads between the pool's memory and the tiers.
+
+    in       reads blocks into a landing of the pool; the sequence that wants them is added when they are there
+    out      writes blocks of the pool to the hand-off tier and those above it; a job is settled when its own are there
+    behind   writes them to the tiers below; nobody waits for that
+
+The worker's loop hands in work and collects what became of it; the pool's books are kept by the loop alone, when it does
+so. Blocks that are read go to a landing, room that the pool keeps for them; a block that is written is lent by the pool,
+so that nobody else is given its memory meanwhile. If a process dies with work under way, what was not written is
+computed again by whoever needs it.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from kvstore.block import Block, Name, Wanted
+from kvstore.store import KVStore, Lack
+from penstock.messages import now_s
+
+log = logging.getLogger(__name__)
+
+
+class Lent(Protocol):
+    """A block that the pool lends for reading."""
+
+    payload: memoryview
+
+    def is_valid(self) -> bool:
+        """The page tag: whether the memory is still this block's."""
+
+
+class Landing(Protocol):
+    """Room in the pool for the blocks of some keys: `held` leading ones are there, the next go to `views`."""
+
+    held: int
+    views: list[memoryview]
+
+
+class Pool(Protocol):
+    """What transfers ask of the engine."""
+
+    def land(self, keys: list[bytes]) -> Any:
+        """A `Landing`. What it holds stays in the pool until it is closed."""
+
+    def close_landing(self, landing: Any, num_filled: int) -> None:
+        """The first views hold their blocks; who comes now finds them."""
+
+    def lend(self, seq: Any, index: int) -> Any:
+        """A sequence's block as `Lent`."""
+
+    def give_back(self, lent: Any) -> None:
+        """It was read."""
+
+
+@dataclass(eq=False)
+class Fetch:
+    """What a sequence wants from the tiers, and what it got."""
+
+    ticket: Any
+    """Whose it is; comes back as it was."""
+    names: Sequence[Name]
+    """Of the full blocks, from the first on."""
+    tail: Name | None = None
+    """The prompt's partial block: read if no full one is there in its place, and all before it are."""
+    tail_index: int = 0
+    lease_to: str = ""
+    """Keep what the hand-off tier has, for this job."""
+    held: int = 0
+    """Blocks that the pool had already."""
+    lacks: list[Lack] = field(default_factory=list)
+    """For each leading block that is in the pool now: which tiers are to be given it."""
+    tail_payload: memoryview | None = None
+    begun_s: float = 0.0
+    ended_s: float = 0.0
+    """When it was read, in seconds since the epoch."""
+
+
+@dataclass(eq=False)
+class Ship:
+    """Blocks of a sequence on their way down."""
+
+    ticket: Any
+    """Whose they are; comes back as it was."""
+    blocks: Sequence[tuple[int, Name, Lack]]
+    """Index, name, and the tiers that are to be given it."""
+    lease_to: str = ""
+    """Keep them in the hand-off tier, for this job."""
+    is_last: bool = False
+    """For the owner of the ticket."""
+    begun_s: float = 0.0
+    ended_s: float = 0.0
+    """When it was written up to the hand-off tier."""
+
+
+class _Cargo(NamedTuple):
+    name: Name
+    lent: Lent
+    lack: Lack
+
+    def block(self) -> tuple[Block, Lack]:
+        return Block(self.name, self.lent.payload, self.lent.is_valid), self.lack
+
+
+class Transfers:
+    """The threads of one worker. All methods are called by one thread, the worker's loop.
+
+    At most `max_behind` blocks wait to be written behind the hand-off tier: they take up room in the pool.
+    """
+
+    def __init__(self, store: KVStore, pool: Pool, max_behind: int) -> None:
+        self._store, self._pool, self._max_behind = store, pool, max_behind
+        self._num_open = self._num_behind = 0
+        self._done: queue.SimpleQueue[tuple[Fetch | Ship | None, Landing | None, list[_Cargo]]] = queue.SimpleQueue()
+        """What is done, None for writes behind, and what of the pool's it had."""
+        self._is_done = threading.Event()
+        self._in, self._out, self._behind = _Thread("in"), _Thread("out"), _Thread("behind")
+
+    def __len__(self) -> int:
+        """Fetches and ships that were not collected yet."""
+        return self._num_open
+
+    # The loop's side.
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Read what the tiers have of it and the pool has not."""
+        landing = self._pool.land([name.key for name in fetch.names])
+        fetch.held = landing.held
+        self._store.stats.pool_hits += landing.held
+        self._store.stats.pool_misses += len(fetch.names) - landing.held
+        self._num_open += 1
+        self._in.do(lambda: self._fetch(fetch, landing))
+
+    def ship(self, seq: Any, ship: Ship) -> None:
+        """Write its blocks; it is collected when others can read them."""
+        cargo = [_Cargo(name, self._pool.lend(seq, index), lack) for index, name, lack in ship.blocks]
+        behind = [one for one in cargo if self._store.needs_behind(one.lack)]
+        if self._num_behind + len(behind) > self._max_behind:
+            self._store.stats.not_written += len(behind)
+            behind = []
+        self._num_behind += len(behind)
+        self._num_open += 1
+        self._out.do(lambda: self._ship(ship, cargo, behind))
+
+    def release(self, owner: str, names: Sequence[Name]) -> None:
+        """End a job's leases."""
+        self._out.do(lambda: self._store.release(owner, names))
+
+    def collect(self) -> list[Fetch | Ship]:
+        """What is done, in the order of its doing. The pool gets back what it gave."""
+        self._is_done.clear()
+        done: list[Fetch | Ship] = []
+        while not self._done.empty():
+            one, landing, cargo = self._done.get()
+            if landing is not None:
+                assert isinstance(one, Fetch)
+                self._pool.close_landing(landing, max(0, len(one.lacks) - one.held))
+            for each in cargo:
+                self._pool.give_back(each.lent)
+            if one is None:
+                self._num_behind -= len(cargo)
+            else:
+                self._num_open -= 1
+                done.append(one)
+        return done
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something can be collected."""
+        self._is_done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Finish what is under way, and stop. Nothing may be handed in afterwards."""
+        for thread in (self._in, self._out, self._behind):
+            thread.close()
+        self.collect()
+
+    # The threads' side.
+
+    def _fetch(self, fetch: Fetch, landing: Landing) -> None:
+        fetch.begun_s = now_s()
+        try:
+            self._read(fetch, landing)
+        finally:
+            fetch.ended_s = now_s()
+            self._report(fetch, landing, [])
+
+    def _read(self, fetch: Fetch, landing: Landing) -> None:
+        store, held = self._store, landing.held
+        keys = [name.key for name in fetch.names]
+        wanted = [Wanted(name, view) for name, view in zip(fetch.names[held:], landing.views, strict=False)]
+        depths = [*store.depths(keys[:held]), *store.load(wanted)]
+        if fetch.tail is not None and len(depths) == fetch.tail_index:
+            into = memoryview(bytearray(store.layout.payload_bytes))
+            fetch.tail_payload = into if store.load([Wanted(fetch.tail, into)]) else None
+        fetch.lacks = store.lacking(keys[: len(depths)], depths, hand_off=bool(fetch.lease_to))
+        if fetch.lease_to:
+            named = zip(fetch.names, fetch.lacks, strict=False)
+            store.lease(fetch.lease_to, [name for name, lack in named if store.has_handed_off(lack)])
+
+    def _ship(self, ship: Ship, cargo: list[_Cargo], behind: list[_Cargo]) -> None:
+        ship.begun_s = now_s()
+        try:
+            self._store.put([one.block() for one in cargo], behind=False)
+            if ship.lease_to:
+                self._store.lease(ship.lease_to, [one.name for one in cargo])
+        finally:
+            ship.ended_s = now_s()
+            self._report(ship, None, [one for one in cargo if one not in behind])
+            if behind:
+                self._behind.do(lambda: self._write_behind(behind))
+
+    def _write_behind(self, cargo: list[_Cargo]) -> None:
+        try:
+            self._store.put([one.block() for one in cargo], behind=True)
+        finally:
+            self._report(None, None, cargo)
+
+    def _report(self, done: Fetch | Ship | None, landing: Landing | None, cargo: list[_Cargo]) -> None:
+        self._done.put((done, landing, cargo))
+        self._is_done.set()
+
+
+class _Thread:
+    """Does one task after the other. One that fails is logged, and what it was to bring is computed again."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
+        self._thread.start()
+
+    def do(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:
+                log.exception("a transfer failed")

@@ -1,0 +1,192 @@
+"""`penstock kv stats | inspect | verify | evict`: look into the tiers of the KV store, and clean them."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from penstock.cli import kv_show
+from penstock.errors import DependencyMissing, InvalidName, KVStoreError
+from penstock.settings import Addresses, KVSettings, load
+from penstock.status import worker_status
+
+if TYPE_CHECKING:
+    from kvstore.tiers.contract import Entry
+    from kvstore.tools import Place
+
+app = typer.Typer(help="The KV store: what is in its tiers, and whether it is whole.", no_args_is_help=True)
+
+TierName = Literal["shared", "disk", "redis"]
+OneTier = Annotated[TierName | None, typer.Option("--tier", help="This tier only.")]
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@app.command()
+def stats(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: bytes, counts and shares as they are.")] = False,
+) -> None:
+    """What each tier holds, and what the live workers found in them."""
+    addresses = load(Addresses)
+    with places() as found:
+        rows = [kv_show.usage_row(place) for place in found]
+    stages = kv_show.by_stage(worker_status(addresses))
+    if as_json:
+        print(json.dumps({"tiers": rows, "workers": stages}, indent=1))  # noqa: T201
+    else:
+        kv_show.print_stats(console(), rows, stages)
+    raise typer.Exit(1 if any("error" in row for row in rows) else 0)
+
+
+@app.command()
+def inspect(key: Annotated[str, typer.Argument(help="The block's key in hex; a beginning that only it has will do.")]) -> None:
+    """Everything about one block, in each tier that has it. Exit code 1 if it is damaged."""
+    from_key = check_hex(key)
+    with places() as found:
+        listed = [(place, place.entries()) for place in found]
+        wanted = one_key(from_key, [entry for _, entries in listed for entry in entries])
+        damaged = False
+        for place, entries in listed:
+            for entry in entries:
+                if entry.key == wanted:
+                    damaged |= kv_show.print_block(console(), place, entry)
+    raise typer.Exit(1 if damaged else 0)
+
+
+@app.command()
+def verify(
+    tier: OneTier = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove what is damaged.")] = False,
+) -> None:
+    """Read and check every block: header, key, and checksum of the content. Exit code 1 if any is damaged."""
+    from kvstore.tools import look_at, removed
+
+    num_checked = num_bytes = num_damaged = num_removed = 0
+    with places(tier) as found, progress() as bar:
+        for place in found:
+            entries = place.entries()
+            task = bar.add_task(place.name, total=sum(entry.bytes for entry in entries))
+            damaged: list[bytes] = []
+            for entry in entries:
+                finding = look_at(place, entry.key)
+                bar.advance(task, entry.bytes)
+                if finding is None:  # gone since it was listed
+                    continue
+                num_checked += 1
+                num_bytes += finding.bytes
+                if finding.problem:
+                    damaged.append(entry.key)
+                    kv_show.print_damage(console(), place, finding)
+            num_damaged += len(damaged)
+            num_removed += sum(removed(place, damaged)) if remove else 0
+    kv_show.print_verdict(console(), num_checked, num_bytes, num_damaged, num_removed if remove else None)
+    raise typer.Exit(1 if num_damaged else 0)
+
+
+@app.command()
+def evict(
+    keys: Annotated[list[str] | None, typer.Argument(help="Blocks, in hex; beginnings that only one has will do.")] = None,
+    tier: OneTier = None,
+    everything: Annotated[bool, typer.Option("--all", help="All blocks.")] = False,
+    older_than: Annotated[str | None, typer.Option(help="Blocks not used for this long: 90s, 30m, 1h, 7d.")] = None,
+    leased: Annotated[bool, typer.Option("--leased", help="Also what jobs in the queue wait for.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove blocks. They are computed again when they are needed."""
+    if bool(keys) + everything + (older_than is not None) != 1:
+        raise typer.BadParameter("give KEYs, --all or --older-than, one of them")
+    is_old = unused_for(older_than) if older_than is not None else None
+    with places(tier) as found:
+        listed = [(place, place.entries()) for place in found]
+        if keys:
+            known = [entry for _, entries in listed for entry in entries]
+            wanted = {one_key(check_hex(key), known) for key in keys}
+            listed = [(place, [entry for entry in entries if entry.key in wanted]) for place, entries in listed]
+        elif is_old is not None:
+            listed = [(place, [entry for entry in entries if is_old(entry)]) for place, entries in listed]
+        num_kept = 0 if leased else sum(entry.leases > 0 for _, entries in listed for entry in entries)
+        chosen = [(place, [entry for entry in entries if leased or not entry.leases]) for place, entries in listed]
+        if everything and not yes:
+            count = sum(len(entries) for _, entries in chosen)
+            typer.confirm(f"Remove {count:,} blocks from {', '.join(place.name for place in found)}?", abort=True)
+        num_removed = remove_all(chosen)
+    kv_show.print_evicted(console(), num_removed, num_kept)
+
+
+def remove_all(chosen: "list[tuple[Place, list[Entry]]]") -> int:
+    """Remove the blocks chosen in each tier; how many there were."""
+    from kvstore.tools import REMOVE_BATCH
+
+    num_removed = 0
+    with progress() as bar:
+        for place, entries in chosen:
+            task = bar.add_task(place.name, total=sum(entry.bytes for entry in entries))
+            for start in range(0, len(entries), REMOVE_BATCH):
+                batch = entries[start : start + REMOVE_BATCH]
+                num_removed += place.remove([entry.key for entry in batch])
+                bar.advance(task, sum(entry.bytes for entry in batch))
+    return num_removed
+
+
+@contextmanager
+def places(tier: TierName | None = None) -> "Iterator[list[Place]]":
+    """The tiers there are. Raises `KVStoreError` if there is none (of that name), or `DependencyMissing`."""
+    try:
+        from kvstore.tools import open_places
+    except ImportError as error:
+        raise DependencyMissing(f"penstock kv needs xxhash: pip install xxhash, or 'penstock[worker]' ({error})") from None
+    addresses = load(Addresses)
+    with ExitStack() as stack:
+        found = open_places(load(KVSettings), addresses.kv_url or addresses.stream_url, stack)
+        chosen = [place for place in found if tier in (None, place.name)]
+        if not chosen:
+            raise KVStoreError(f"there is no {tier or 'KV'} tier here by these settings (PENSTOCK_KV_STORE_…)")
+        yield chosen
+
+
+def check_hex(text: str) -> str:
+    """The beginning of a key, as keys are written. Raises `InvalidName` if it is none."""
+    if re.fullmatch("[0-9a-fA-F]{1,64}", text) is None:
+        raise InvalidName(f"{text!r} is no key of a block: up to 64 hex digits")
+    return text.lower()
+
+
+def one_key(beginning: str, entries: "list[Entry]") -> bytes:
+    """The one key that begins so. Raises `InvalidName` if several do, `KVStoreError` if none does."""
+    found = sorted({entry.key for entry in entries if entry.key.hex().startswith(beginning)})
+    if not found:
+        raise KVStoreError(f"no block's key begins with {beginning}")
+    if len(found) > 1:
+        some = ", ".join(key.hex()[: len(beginning) + 8] + "…" for key in found[:3])
+        raise InvalidName(f"{len(found):,} blocks' keys begin with {beginning}: {some}")
+    return found[0]
+
+
+def unused_for(text: str) -> "Callable[[Entry], bool]":
+    """Whether a block was not used for as long as `text` says. Raises `typer.BadParameter` if that is no time."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no time: write 90s, 30m, 1h or 7d")
+    before_s = time.time() - float(match[1]) * UNITS_S[match[2]]
+    return lambda entry: entry.used_s <= before_s
+
+
+def progress() -> Progress:
+    """A bar of bytes on a terminal, nothing elsewhere."""
+    screen = Console(stderr=True, highlight=False)
+    columns: list[Any] = [
+        TextColumn("{task.description:6}"), BarColumn(24), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    ]  # fmt: skip
+    return Progress(*columns, console=screen, disable=not screen.is_terminal, redirect_stdout=sys.stdout.isatty())
+
+
+def console() -> Console:
+    """Where the answers go."""
+    return Console(highlight=False)

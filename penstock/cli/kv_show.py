@@ -1,0 +1,175 @@
+"""How `penstock kv` shows what it found: within 80 columns."""
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from penstock.errors import KVStoreError
+from penstock.names import STAGES
+
+if TYPE_CHECKING:
+    from kvstore.tiers.contract import Entry
+    from kvstore.tools import Finding, Place
+
+SUMMED = ("hits", "misses", "damaged", "evictions", "refused", "errors", "bytes_read", "bytes_written")
+TIERS = ("pool", "shared", "disk", "redis")
+Row = dict[str, Any]
+
+
+def size(count: float) -> str:
+    """Bytes as people write them."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            break
+        count /= 1024
+    else:
+        unit = "TiB"
+    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+
+
+def ago(seconds: float) -> str:
+    """A time that passed, in one unit."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
+# stats
+
+
+def usage_row(place: "Place") -> Row:
+    """One tier for `stats`; with `error` if it does not answer."""
+    row: Row = {"tier": place.name, "where": place.where}
+    try:
+        usage = place.usage()
+    except KVStoreError as error:
+        return row | {"error": str(error)}
+    return row | {"blocks": usage.blocks, "bytes": usage.bytes, "budget": usage.budget, "leased": usage.leased}
+
+
+def by_stage(workers: Iterable[Row]) -> dict[str, Row]:
+    """What the live workers say of the KV store, summed by stage; a worker that says nothing of it counts as none."""
+    stages: dict[str, Row] = {}
+    for worker in workers:
+        told = worker.get("kv")
+        if not isinstance(told, dict):
+            continue
+        stage = stages.setdefault(str(worker.get("stage")), {"workers": 0, "recomputed_jobs": 0, "tiers": {}})
+        stage["workers"] += 1
+        stage["recomputed_jobs"] += number(told.get("recomputed_jobs"))
+        for tier, counters in told.items():
+            if isinstance(counters, dict):
+                sums = stage["tiers"].setdefault(tier, dict.fromkeys(SUMMED, 0))
+                for name in SUMMED:
+                    sums[name] += number(counters.get(name))
+    for stage in stages.values():
+        for sums in stage["tiers"].values():
+            asked = sums["hits"] + sums["misses"]
+            sums["hit_rate"] = sums["hits"] / asked if asked else None
+    order = {name: index for index, name in enumerate(STAGES)}
+    return dict(sorted(stages.items(), key=lambda item: order.get(item[0], len(order))))  # type: ignore[call-overload]
+
+
+def number(value: object) -> int:
+    """A counter as a worker tells it; 0 for what is none."""
+    return value if isinstance(value, int) else 0
+
+
+def print_stats(console: Console, rows: list[Row], stages: dict[str, Row]) -> None:
+    """Both tables."""
+    table = _table("tier", "blocks", "bytes", "budget", "leased")
+    table.add_column("where", overflow="fold")
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["tier"], *["?"] * 4, f"{escape(row['where'])} [red]does not answer[/]")
+            continue
+        full = f" ({row['bytes'] / row['budget']:.0%})" if row["budget"] else ""
+        cells = (f"{row['blocks']:,}", size(row["bytes"]) + full, size(row["budget"]), f"{row['leased']:,}")
+        table.add_row(row["tier"], *cells, escape(row["where"]))
+    console.print(table)
+    if not stages:
+        console.print("\nno live worker says what it found")
+    for stage, told in stages.items():
+        console.print(f"\n{escape(stage)}, live workers: {told['workers']}, jobs computed again: {told['recomputed_jobs']:,}")
+        table = _table("tier", "hits", "misses", "hit rate", "damaged", "read", "written")
+        for tier, sums in sorted(told["tiers"].items(), key=lambda item: (*TIERS, item[0]).index(item[0])):
+            rate = "" if sums["hit_rate"] is None else f"{sums['hit_rate']:.1%}"
+            counts = (f"{sums['hits']:,}", f"{sums['misses']:,}", rate, f"{sums['damaged']:,}")
+            table.add_row(escape(tier), *counts, size(sums["bytes_read"]), size(sums["bytes_written"]))
+        console.print(table)
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+# inspect
+
+
+def print_block(console: Console, place: "Place", entry: "Entry") -> bool:
+    """One block in one tier; whether it is damaged."""
+    from kvstore.tools import codec_name, look_at
+
+    finding = look_at(place, entry.key)
+    if finding is None:
+        console.print(f"{entry.key.hex()}: gone from {place.name} while it was looked for")
+        return False
+    used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.used_s))
+    lines = {
+        "tier": f"{place.name}, {place.where}",
+        "bytes": f"{finding.bytes:,}, counted as {entry.bytes:,}",
+        "last used": f"{used}, {ago(time.time() - entry.used_s)}",
+        "leases": str(entry.leases),
+        "header": finding.header_problem or "right",
+    }
+    if finding.header is not None:
+        header = finding.header
+        lines |= {
+            "content": finding.content_problem or "right",
+            "tokens": str(header.name.num_tokens),
+            "codec": f"{codec_name(header.codec)}, {header.content_bytes:,} bytes for {header.payload_bytes:,}",
+            "model": header.fingerprint.hex(),
+            "layout": header.layout.hex(),
+            "tenant tag": header.name.tag.hex(),
+        }
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, width=10)
+    table.add_column(overflow="fold")
+    table.add_row("block", f"[bold]{entry.key.hex()}[/]")
+    for name, text in lines.items():
+        wrong = text in (finding.header_problem, finding.content_problem)
+        table.add_row(name, f"[red]{escape(text)}[/]" if wrong else escape(text))
+    console.print(table)
+    return bool(finding.problem)
+
+
+# verify and evict
+
+
+def print_damage(console: Console, place: "Place", finding: "Finding") -> None:
+    """One damaged block."""
+    console.print(f"{place.name:6} {finding.key.hex()}\n       [red]{escape(finding.problem)}[/]", soft_wrap=True)
+
+
+def print_verdict(console: Console, num_checked: int, num_bytes: int, num_damaged: int, num_removed: int | None) -> None:
+    """What a walk found; `num_removed` where that was asked for."""
+    if not num_damaged:
+        console.print(f"checked {num_checked:,} blocks, {size(num_bytes)}: all whole")
+        return
+    removed = "" if num_removed is None else f", {num_removed:,} removed"
+    console.print(f"checked {num_checked:,} blocks, {size(num_bytes)}: {num_damaged:,} damaged{removed}")
+
+
+def print_evicted(console: Console, num_removed: int, num_kept: int) -> None:
+    """What was removed and what was left."""
+    kept = f"; {num_kept:,} are leased to jobs and stay (--leased takes them too)" if num_kept else ""
+    console.print(f"removed {num_removed:,} blocks{kept}")

@@ -1,0 +1,92 @@
+"""Where tiers of each kind keep their blocks in tests, and how to damage one there behind the tier's back.
+
+Tiers opened at the same place for the same form share their blocks, as workers do.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import redis
+
+from kvstore.block import Form
+from kvstore.tiers.contract import Tier
+from penstock.names import kv_key
+
+Change = Callable[[bytes], bytes]
+
+
+class Place(Protocol):
+    """A place that is empty at first."""
+
+    def open(self, form: Form, budget_bytes: int) -> Tier:
+        """Another tier there."""
+
+    def damage(self, tier: Tier, key: bytes, change: Change) -> None:
+        """Replace what is stored under `key` (header and content) by what `change` makes of it."""
+
+
+class SharedPlace:
+    """Arenas in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def open(self, form: Form, budget_bytes: int) -> Tier:
+        """See `Place.open`."""
+        from kvstore.tiers.shared import SharedTier
+
+        return SharedTier.open(form, "demo", budget_bytes, str(self._directory))
+
+    def damage(self, tier: Tier, key: bytes, change: Change) -> None:
+        """See `Place.damage`. A slot has a fixed size: what is cut off is zeros."""
+        from kvstore.tiers.shared import SharedTier
+
+        assert isinstance(tier, SharedTier)
+        place = tier.arena.peek(key)
+        assert place is not None
+        slot = tier.arena.tables.slot(place.slot)
+        stored = bytes(slot)
+        slot[:] = change(stored)[: len(stored)].ljust(len(stored), b"\0")
+
+
+class DiskPlace:
+    """Files in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def open(self, form: Form, budget_bytes: int) -> Tier:
+        """See `Place.open`."""
+        from kvstore.tiers.disk import DiskTier
+
+        return DiskTier.open(form, self._directory, budget_bytes)
+
+    def damage(self, tier: Tier, key: bytes, change: Change) -> None:
+        """See `Place.damage`. The file is the one that holds these bytes; it is changed where it is."""
+        stored = tier.stored(key)
+        assert stored
+        (path,) = [path for path in self._directory.rglob("*") if path.is_file() and path.read_bytes() == stored]
+        path.write_bytes(change(stored))
+
+
+class RedisPlace:
+    """A server that no other test uses meanwhile."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        with redis.Redis.from_url(url) as client:
+            client.flushall()
+
+    def open(self, form: Form, budget_bytes: int) -> Tier:
+        """See `Place.open`."""
+        from kvstore.tiers.redis import RedisTier
+
+        return RedisTier.open(form, [self._url], budget_bytes, keep_s=600.0)
+
+    def damage(self, tier: Tier, key: bytes, change: Change) -> None:
+        """See `Place.damage`."""
+        with redis.Redis.from_url(self._url) as client:
+            stored = client.get(kv_key(key))
+            assert isinstance(stored, bytes)
+            client.set(kv_key(key), change(stored), keepttl=True)

@@ -1,0 +1,119 @@
+"""The copying's checksum is XXH3 as python-xxhash has it, on every instruction set, and is of what was stored."""
+
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.copying import copy_hashed, copy_hashed_in_pieces, hashed
+from kvstore.native import build, library
+
+CopyHashed = Callable[[memoryview, memoryview], int]
+LARGE = 3 * 2**20
+VARIANTS = ["avx512", "avx2", "plain", "pieces"]
+
+
+@pytest.fixture(params=VARIANTS, scope="module")
+def copying(request: pytest.FixtureRequest) -> Iterator[CopyHashed]:
+    """Each way to copy that this machine has."""
+    if request.param == "pieces":
+        yield copy_hashed_in_pieces
+        return
+    native = library.load()
+    if native is None or not native.select(request.param):
+        pytest.skip(f"no native copying with {request.param} here")
+    assert native.isa == request.param
+    yield copy_hashed
+    native.select("")
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return random.Random(5).randbytes(LARGE)
+
+
+def test_the_library_is_built_where_there_is_a_compiler() -> None:
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no compiler")
+    assert library.load() is not None
+
+
+def test_every_length_up_to_5000(copying: CopyHashed, content: bytes) -> None:
+    source = memoryview(content)
+    for length in range(5001):
+        into = bytearray(length + 2)
+        checksum = copying(memoryview(into)[1:-1], source[:length])
+        assert checksum == xxhash.xxh3_64_intdigest(source[:length]), length
+        assert into == b"\0" + source[:length] + b"\0", length
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, LARGE - 128), st.integers(0, 64), st.integers(0, 64))
+def test_any_length_at_any_address(
+    copying: CopyHashed, content: bytes, length: int, source_at: int, into_at: int
+) -> None:
+    source = memoryview(content)[source_at : source_at + length]
+    memory = bytearray(length + into_at + 1)
+    assert copying(memoryview(memory)[into_at:-1], source) == xxhash.xxh3_64_intdigest(source)
+    assert memory[into_at:-1] == source
+    assert not any(memory[:into_at])
+    assert memory[-1] == 0
+
+
+def test_a_source_that_changes_meanwhile_gives_the_checksum_of_the_copy(copying: CopyHashed, content: bytes) -> None:
+    """A writer goes over the source all the time; copies are torn, but their checksum is their own."""
+    source, into = bytearray(content), bytearray(LARGE)
+    stop = threading.Event()
+
+    def scribble() -> None:
+        others = [content, bytes(LARGE)]
+        while not stop.is_set():
+            others.reverse()
+            copy_hashed(memoryview(source), memoryview(others[0]))
+
+    writer = threading.Thread(target=scribble)
+    writer.start()
+    try:
+        for _ in range(30):
+            assert copying(memoryview(into), memoryview(source)) == xxhash.xxh3_64_intdigest(into)
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_views_of_other_items_count_bytes(copying: CopyHashed) -> None:
+    into = bytearray(32)
+    source = memoryview(bytes(range(32))).cast("I")
+    assert copying(memoryview(into).cast("Q"), source) == hashed(bytes(range(32)))
+    assert into == bytes(range(32))
+
+
+def test_what_cannot_be_copied_is_refused_and_nothing_is_held(copying: CopyHashed) -> None:
+    into = bytearray(8)
+    with pytest.raises(ValueError, match="do not fit"):
+        copying(memoryview(into), memoryview(bytes(9)))
+    with pytest.raises((BufferError, TypeError)):
+        copying(memoryview(bytes(8)), memoryview(into))
+    into.clear()  # a view that is still held would forbid it
+
+
+def test_a_foreign_library_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    foreign = tmp_path / "libcopying.so"
+    monkeypatch.setattr(library, "LIBRARY", foreign)
+    for content in (None, b"no library"):
+        if content is not None:
+            foreign.write_bytes(content)
+        assert library.load.__wrapped__() is None
+
+
+def test_it_builds_into_a_new_place(tmp_path: Path) -> None:
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no compiler")
+    build.build(tmp_path / "libcopying.so")
+    assert [path.name for path in tmp_path.iterdir()] == ["libcopying.so"]

@@ -1,0 +1,192 @@
+"""Transfers: what is fetched lands, what is lent comes back, whatever happens in the threads."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.store import KVStore
+from kvstore.transfers import Fetch, Ship, Transfers
+from penstock.local.processes import wait_until
+from penstock.settings import KVSettings
+from tests.kvstore.test_store import LAYOUT, PROMPT, expected, fill, names_of, read
+
+
+class Lent:
+    def __init__(self, payload: bytes) -> None:
+        self.payload = memoryview(payload)
+        self.valid = True
+
+    def is_valid(self) -> bool:
+        return self.valid
+
+
+class Landing:
+    def __init__(self, held: int, num_views: int) -> None:
+        self.held = held
+        self.views = [memoryview(bytearray(LAYOUT.payload_bytes)) for _ in range(num_views)]
+
+
+class Pool:
+    """Lends the blocks of one prompt, and counts what comes back."""
+
+    def __init__(self, held: int = 0, room: int = 99) -> None:
+        self.held, self.room = held, room
+        self.landed: list[list[bytes]] = []
+        self.lent: list[Lent] = []
+        self.returned: list[Lent] = []
+        self.valid = True
+
+    def land(self, keys: list[bytes]) -> Landing:
+        held = min(self.held, len(keys))
+        return Landing(held, min(self.room, len(keys) - held))
+
+    def close_landing(self, landing: Any, num_filled: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.landed.append([bytes(view) for view in landing.views[:num_filled]])
+
+    def lend(self, seq: Any, index: int) -> Lent:
+        lent = Lent(expected()[index])
+        lent.valid = self.valid
+        self.lent.append(lent)
+        return lent
+
+    def give_back(self, lent: Any) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.returned.append(lent)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[KVStore]:
+    settings = KVSettings(shared_mb=1, shared_dir=str(tmp_path), disk_mb=1, disk_dir=str(tmp_path / "d"), redis_mb=0)
+    store = KVStore.open(LAYOUT, settings, "", "demo")
+    yield store
+    store.close()
+
+
+def collected(transfers: Transfers, count: int = 1) -> list[Fetch | Ship]:
+    done: list[Fetch | Ship] = []
+
+    def enough() -> bool:
+        done.extend(transfers.collect())
+        return len(done) >= count
+
+    wait_until(enough, 20, "the transfers")
+    assert len(transfers) == 0
+    return done
+
+
+def all_back(transfers: Transfers, pool: Pool) -> None:
+    def done() -> bool:
+        transfers.collect()
+        return len(pool.returned) == len(pool.lent)
+
+    wait_until(done, 20, "all is given back")
+    assert set(pool.returned) == set(pool.lent)
+
+
+def test_what_the_tiers_have_lands(store: KVStore) -> None:
+    names, pool = fill(store, 0b11), Pool(held=1)
+    transfers = Transfers(store, pool, 10)
+    transfers.fetch(Fetch("mine", names[:4], names[4], 4))
+    (done,) = collected(transfers)
+    assert isinstance(done, Fetch)
+    assert (done.ticket, done.held, done.lacks) == ("mine", 1, [0, 0, 0, 0])
+    assert pool.landed == [expected()[1:4]]
+    assert done.tail_payload is not None
+    assert bytes(done.tail_payload) == expected()[4]
+    assert (store.stats.pool_hits, store.stats.pool_misses) == (1, 3)
+    transfers.close()
+
+
+def test_a_tail_without_its_blocks_is_not_read(store: KVStore) -> None:
+    names, pool = fill(store, 0b11), Pool(room=2)
+    transfers = Transfers(store, pool, 10)
+    transfers.fetch(Fetch("mine", names[:4], names[4], 4))
+    (done,) = collected(transfers)
+    assert isinstance(done, Fetch)
+    assert done.tail_payload is None
+    assert pool.landed == [expected()[:2]]
+    transfers.close()
+
+
+def test_what_the_tiers_lack_is_said(store: KVStore) -> None:
+    names, pool = fill(store, 0b10), Pool(held=3)
+    store.tiers[1].remove([names[0].key])
+    transfers = Transfers(store, pool, 10)
+    transfers.fetch(Fetch("mine", names[:4]))
+    (done,) = collected(transfers)
+    assert isinstance(done, Fetch)
+    assert done.lacks == [0b11, 0b01, 0b01, 0b01]
+    transfers.close()
+
+
+def test_shipped_blocks_can_be_read_and_go_behind(store: KVStore) -> None:
+    names, pool = names_of(store), Pool()
+    transfers = Transfers(store, pool, 10)
+    transfers.ship("seq", Ship("mine", [(i, name, store.everywhere) for i, name in enumerate(names)], "job", True))
+    (done,) = collected(transfers)
+    assert isinstance(done, Ship)
+    assert done.is_last
+    assert [payload for payload, _ in read(store)] == expected()
+    assert store.tiers[0].usage().leased == 5
+    all_back(transfers, pool)
+    assert store.tiers[1].usage().blocks == 5
+    transfers.release("job", names)
+    transfers.close()
+    assert store.tiers[0].usage().leased == 0
+
+
+def test_what_would_take_up_too_much_of_the_pool_is_not_written_behind(store: KVStore) -> None:
+    names, pool = names_of(store), Pool()
+    transfers = Transfers(store, pool, 4)
+    transfers.ship("seq", Ship("mine", [(i, name, store.everywhere) for i, name in enumerate(names)]))
+    collected(transfers)
+    all_back(transfers, pool)
+    transfers.close()
+    assert [tier.usage().blocks for tier in store.tiers] == [5, 0]
+    assert store.stats.not_written == 5
+
+
+def test_a_block_that_was_recycled_under_its_reader_is_not_stored(store: KVStore) -> None:
+    names, pool = names_of(store), Pool()
+    pool.valid = False
+    transfers = Transfers(store, pool, 10)
+    transfers.ship("seq", Ship("mine", [(0, names[0], store.everywhere)]))
+    collected(transfers)
+    all_back(transfers, pool)
+    transfers.close()
+    assert read(store) == []
+
+
+def test_a_failure_in_a_thread_loses_nothing(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker goes on as if the store had been empty."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    names, pool = names_of(store), Pool(held=2)
+    transfers = Transfers(store, pool, 10)
+    monkeypatch.setattr(store, "load", broken)
+    monkeypatch.setattr(store, "put", broken)
+    transfers.fetch(Fetch("one", names[:4]))
+    transfers.ship("seq", Ship("two", [(0, names[0], store.everywhere)]))
+    done = {one.ticket: one for one in collected(transfers, 2)}
+    assert isinstance(done["one"], Fetch)
+    assert done["one"].lacks == []
+    assert pool.landed == [[]]
+    all_back(transfers, pool)
+    monkeypatch.undo()
+    transfers.fetch(Fetch("three", names[:4]))
+    assert collected(transfers)[0].ticket == "three"
+    transfers.close()
+
+
+def test_waiting_ends_with_the_transfer(store: KVStore) -> None:
+    transfers = Transfers(store, Pool(), 10)
+    transfers.fetch(Fetch("mine", names_of(store, PROMPT[:8])))
+    transfers.wait(20)
+    assert len(transfers.collect()) == 1
+    transfers.close()
