@@ -30,6 +30,7 @@ _PIECE = 2**20
 _AHEAD = 4
 """GETs that the raw socket keeps under way; more are not faster."""
 _TIMEOUT_S = 60.0
+_CHECK = -1
 
 
 def form(block_bytes: int) -> Form:
@@ -38,7 +39,7 @@ def form(block_bytes: int) -> Form:
 
 
 def touched(num_bytes: int) -> memoryview:
-    """Memory of this process whose pages are there, in huge ones where the system gives them, as the engine's pool has."""
+    """Memory of this process, all of it there, in huge pages where the system gives them: like the engine's pool."""
     memory = mmap.mmap(-1, num_bytes)
     with suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -74,6 +75,11 @@ class Blocks:
         """To read."""
         return [Wanted(*pair) for pair in zip(self.names(number), pieces(self.target, self.size), strict=True)]
 
+    def check(self, where: str) -> None:
+        """Raises `RuntimeError` if what was read last is not what was written."""
+        if not np.array_equal(np.frombuffer(self.target, np.uint64), np.frombuffer(self.source, np.uint64)):
+            raise RuntimeError(f"{where} gave back something else")
+
 
 def timed(call: Callable[[], object]) -> float:
     """Seconds that it takes."""
@@ -97,10 +103,9 @@ def get(tier: Tier, wanted: Sequence[Wanted]) -> None:
 def put_and_get(tier: Tier, blocks: Blocks, number: int) -> tuple[float, float]:
     """Seconds of writing and of reading; what was read is compared, and forgotten."""
     writing, reading = blocks.blocks(number), blocks.wanted(number)
-    blocks.target[:] = bytes(len(blocks.target))
+    np.frombuffer(blocks.target, np.uint8)[:] = 0
     put_s, get_s = timed(lambda: put(tier, writing)), timed(lambda: get(tier, reading))
-    if blocks.target != blocks.source:
-        raise RuntimeError(f"the {tier.name} tier gave back something else")
+    blocks.check(f"the {tier.name} tier")
     tier.remove([block.name.key for block in writing])
     return put_s, get_s
 
@@ -122,6 +127,11 @@ class Reader:
         self._pipe.send(number)
         return self._answer()
 
+    def check(self) -> None:
+        """Let it compare what it read. It ends, and is not heard of again, if that is not what was written."""
+        self._pipe.send(_CHECK)
+        self._answer()
+
     def close(self) -> None:
         """End it."""
         with suppress(OSError):
@@ -140,10 +150,12 @@ def _read_forever(pipe: Connection, count: int, size: int, budget_bytes: int, di
     tier = SharedTier.open(blocks.form, PIPELINE, budget_bytes, directory)
     pipe.send(0.0)
     while (number := pipe.recv()) is not None:
+        if number == _CHECK:
+            blocks.check("shared memory")
+            pipe.send(0.0)
+            continue
         wanted = blocks.wanted(number)
         pipe.send(timed(lambda wanted=wanted: get(tier, wanted)))  # type: ignore[misc]
-        if blocks.target != blocks.source:
-            raise RuntimeError("the other process read something else")
     tier.close()
 
 
@@ -165,7 +177,7 @@ class Copies:
 class Socket:
     """Reads the stored blocks of a round with GETs on a plain socket, and looks at nothing."""
 
-    def __init__(self, server: ValkeyServer, *, unix: bool, blocks: Blocks) -> None:
+    def __init__(self, server: ValkeyServer, blocks: Blocks, *, unix: bool) -> None:
         self._blocks = blocks
         if unix:
             self._socket = socket.socket(socket.AF_UNIX)
@@ -207,17 +219,18 @@ class Files:
     def __init__(self, directory: Path) -> None:
         found = (file for file in directory.rglob("*") if file.is_file())
         self.files = [file for file in found if file.stat().st_size > BLOCK_BYTES // 2]
-        self._room = touched(sum(file.stat().st_size for file in self.files))
+        self._sizes = [file.stat().st_size for file in self.files]
+        self._room = touched(sum(self._sizes))
 
     def seconds(self) -> float:
         """Of reading them all, whole, side by side."""
         begun_s, start = time.perf_counter(), 0
-        for file in self.files:
-            descriptor = os.open(file, os.O_RDONLY)
-            while count := os.preadv(descriptor, [self._room[start : start + 2 * BLOCK_BYTES]], 0):
-                start += count
-                break
+        for file, size in zip(self.files, self._sizes, strict=True):
+            descriptor, done = os.open(file, os.O_RDONLY), 0
+            while done < size:
+                done += os.preadv(descriptor, [self._room[start + done : start + size]], done)
             os.close(descriptor)
+            start += size
         return time.perf_counter() - begun_s
 
     def cool(self) -> None:

@@ -64,8 +64,8 @@ class Decode:
     """The log: as it was found, and what was sent to it since."""
     chain: Chain
     """Names the blocks of prompt and answer."""
-    tail: Name | None = None
-    """Of the prompt's partial block."""
+    partial: Name | None = None
+    """Of the prompt's last block, if that is partial."""
     seq: Sequence | None = None
     """None where there is nothing to generate."""
     lacks: dict[int, Lack] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Decode:
     def prompt_names(self) -> list[Name]:
         """Of the prompt's blocks, a partial last one included."""
         names = self.chain.names[: len(self.job.token_ids) // self.chain.block_size]
-        return [*names, self.tail] if self.tail else names
+        return [*names, self.partial] if self.partial else names
 
     def end_event(self) -> EndEvent:
         """The end of the log, stamped now."""
@@ -200,7 +200,7 @@ class DecodeWorker:
         """Have the KV blocks fetched of all tokens there are, the answer's too; what is missing is computed again."""
         job, chain, block_size = decoding.job, decoding.chain, self.store.layout.block_size
         chain.extend(job.token_ids)
-        decoding.tail = chain.tail(job.token_ids)
+        decoding.partial = chain.tail(job.token_ids)
         prompt = decoding.prompt_names()
         seq = decoding.seq = Sequence(
             job.id,
@@ -218,7 +218,7 @@ class DecodeWorker:
         chain.extend(seq.token_ids)
         seq.prefix_keys = [name.key for name in chain.names]
         to_share = (len(seq.token_ids) - 1) // block_size  # the last token is always computed
-        self.transfers.fetch(Fetch(decoding, chain.names[:to_share], decoding.tail, seq.num_prompt // block_size))
+        self.transfers.fetch(Fetch(decoding, chain.names[:to_share], decoding.partial, seq.num_prompt // block_size))
 
     def _collect(self) -> None:
         """Go on with what was fetched."""

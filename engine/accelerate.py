@@ -8,7 +8,6 @@
 An original's weights go as soon as they are packed, so that memory never holds the model twice.
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from engine import hooks
 from engine.batch import Batch
 from engine.body import NativeBody, body_of
 from engine.cuda.trial import use_varlen
+from engine.fingerprint import computed_by
 from engine.kernels.library import Library, load
 from engine.kernels.norm import NativeNorm
 from engine.kernels.packed import (
@@ -74,20 +74,25 @@ class _Record:
 @torch.inference_mode()
 def speed_up(model: LoadedModel) -> None:
     """Put the model on the native kernels, where they were built and compute in its dtype; on a GPU on torch's."""
+    arithmetic = _speed_up(model)
+    if model.dtype != torch.float32:
+        model.fingerprint = computed_by(model.fingerprint, arithmetic)
+
+
+def _speed_up(model: LoadedModel) -> str:
+    """What computes now, by name; in 16 bits two of another name may round otherwise."""
     if model.device.type == "cuda":
         use_varlen(model)
-        return
+        return f"cuda {sorted(model.varlen)}"
     native = load()
     if native is None or model.dtype not in DTYPES:
-        return
+        return f"torch {torch.backends.cpu.get_cpu_capability()}"
     record = _watch(model)
     model.native, model.direct = native, record.direct
     replacer = _Replacer(model, native, model.weights.release, record)
     replacer.run()
     model.body = replacer.body()
-    if model.dtype != torch.float32:
-        # In 16 bits another instruction set rounds otherwise: its blocks are not ours.
-        model.fingerprint = hashlib.sha256(f"{model.fingerprint} {native.isa}".encode()).hexdigest()
+    return native.isa
 
 
 def is_linear(module: nn.Module) -> bool:

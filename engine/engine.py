@@ -18,6 +18,7 @@ from engine.batch import Batch
 from engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
 from engine.cuda.varlen import VarlenStep, parts_of
 from engine.landing import Landing, Lent, Quay
+from engine.limits import check_sequence
 from engine.memory import keep_freed_memory
 from engine.model import LoadedModel, Progress, load
 from engine.pool import BlockPool
@@ -26,7 +27,7 @@ from engine.sampler import Draw, logprobs, sample
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.storage import KVStorage
-from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
+from penstock.errors import ModelLoadError
 from penstock.messages import Logprobs
 from penstock.names import PriorityClass
 from penstock.settings import EngineSettings
@@ -144,23 +145,7 @@ class Engine:
 
     def check(self, seq: Sequence) -> None:
         """Raise `PromptTooLong` for a sequence that can never run, `InvalidRequest` for unknown token ids."""
-        length = seq.num_prompt + seq.max_new
-        if length > self.model.context_length:
-            raise PromptTooLong(
-                f"{seq.num_prompt:,} prompt tokens and up to {seq.max_new:,} new ones are {length:,}; "
-                f"the model's context has {self.model.context_length:,}"
-            )
-        needed = seq.blocks_needed(self.settings.block_size)
-        if needed > self.pool.num_blocks:
-            raise PromptTooLong(f"{length:,} tokens need {needed:,} KV blocks; the pool has {self.pool.num_blocks:,}")
-        if min(seq.token_ids) < 0 or max(seq.token_ids) >= self.model.vocab_size:
-            raise InvalidRequest(f"token ids must be between 0 and {self.model.vocab_size - 1}")
-        if max(seq.sampling.logit_bias, default=0) >= self.model.vocab_size:
-            raise InvalidRequest(f"logit_bias: the vocabulary has {self.model.vocab_size:,} tokens")
-        if seq.tail is not None and memoryview(seq.tail).nbytes != self.block_bytes:
-            raise InternalError(f"{seq.id}: its tail has not {self.block_bytes} bytes")
-        if seq.tail is not None and seq.num_prompt % self.settings.block_size == 0:
-            raise InternalError(f"{seq.id}: it has a tail, and its prompt ends with a full block")
+        check_sequence(seq, self.model, self.pool.num_blocks)
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, finished or not, and free its blocks. A second time does nothing."""

@@ -1,4 +1,5 @@
-"""The name under which KV blocks are exchanged: a hash over weights, configuration and block layout.
+"""The name under which KV blocks are exchanged: a hash over weights, configuration, block layout and, in 16 bits, the
+arithmetic.
 
 It protects against mistakes, not against attackers: two workers that were given different models, a file that was
 damaged on its way, a directory that changed while it was read. Whoever can choose the weights can choose the
@@ -6,14 +7,19 @@ tokens anyway, so the bulk goes through xxh3, at the speed of memory, and only i
 """
 
 import hashlib
+import json
 import mmap
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from engine.files import Progress
 
 _PIECE = 8 * 2**20  # what of a file is in this process's memory at once
+
+_SILENT = {"_name_or_path", "_attn_implementation", "transformers_version", "dtype", "torch_dtype"}
+"""The dtype is part of the layout, and the attention the engine's own."""
 
 Stamp = tuple[tuple[int, ...], ...]
 
@@ -51,10 +57,28 @@ def _hash_piece(digest: "xxhash.xxh3_128", mapped: mmap.mmap, offset: int) -> No
     mapped.madvise(mmap.MADV_DONTNEED, offset, min(_PIECE, len(mapped) - offset))
 
 
-def fingerprint(directory: Path, files: list[Path], digests: list[str], layout: str) -> str:
-    """Hex SHA-256 over the weights' names, sizes and digests, the configuration, and the form of KV blocks."""
+def fingerprint(directory: Path, files: list[Path], digests: list[str], config: Any, layout: str) -> str:
+    """Hex SHA-256 over the weights' names, sizes and digests, the configuration, and the form of KV blocks.
+
+    The configuration twice: as its file has it, and with all that transformers fills in where the file is silent, such
+    as a rope base, which another version of it may do in another way.
+    """
     combined = hashlib.sha256(f"{layout}\n".encode())
     combined.update((directory / "config.json").read_bytes())
+    settled = json.dumps(_settled(config.to_dict()), sort_keys=True, default=lambda value: type(value).__name__)
+    combined.update(f"\n{settled}".encode())
     for file, digest in zip(files, digests, strict=True):
         combined.update(f"\n{file.name} {file.stat().st_size} {digest}".encode())
     return combined.hexdigest()
+
+
+def computed_by(name: str, arithmetic: str) -> str:
+    """The fingerprint of what is computed in 16 bits: with other arithmetic it rounds otherwise."""
+    return hashlib.sha256(f"{name} {arithmetic}".encode()).hexdigest()
+
+
+def _settled(values: Any) -> Any:
+    """A configuration without what says nothing about KV, such as where it was read from."""
+    if isinstance(values, dict):
+        return {str(key): _settled(value) for key, value in values.items() if str(key) not in _SILENT}
+    return [_settled(value) for value in values] if isinstance(values, list | tuple) else values

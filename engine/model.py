@@ -51,7 +51,8 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     fingerprint: str
-    """Hex digest of weights, configuration, dtype and KV layout: if equal, KV blocks can be exchanged."""
+    """Hex digest of weights, configuration, dtype, KV layout and, in 16 bits, what computes (known once it was
+    accelerated): if equal, KV blocks can be exchanged."""
     module: Any
     """The transformers model."""
     layout: KVLayout
@@ -99,7 +100,8 @@ def _load(settings: EngineSettings, report: Progress) -> LoadedModel:
     module = load_module(skeleton, config, weights, device, report)
     layout = probe(module, settings.block_size, dtype, device)
     weights.sweep()
-    name = fingerprint(directory, files, hashes, f"penstock kv layout {LAYOUT_VERSION}\n{layout}")
+    form = f"penstock kv layout {LAYOUT_VERSION}\n{layout}"
+    name = fingerprint(directory, files, hashes, module.config, form)
     if stamp(sources) != before:
         raise ModelLoadError(f"{directory} was written to while it was loaded")
     return LoadedModel(

@@ -129,7 +129,7 @@ class Header:
             raise DamagedBlock(f"{len(start)} bytes are no header")
         fields = start[: _FIELDS.size]
         (expected,) = _CHECKSUM.unpack_from(start, _FIELDS.size)
-        if xxhash.xxh3_64_intdigest(fields) != expected:
+        if xxhash.xxh3_64_intdigest(fields) != expected or start[-len(_PADDING) :] != _PADDING:
             raise DamagedBlock("the header's checksum is wrong")
         magic, version, codec, _, num_tokens, _, payload, content, key, fingerprint, layout, tag, checksum = (
             _FIELDS.unpack(fields)

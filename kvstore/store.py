@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Protocol, Self
 
 from kvstore.block import Block, Form, Name, Wanted, chain_root, tenant_salt, tenant_tag
@@ -113,9 +112,8 @@ class KVStore:
         if settings.shared_mb:
             tiers.append(SharedTier.open(form, pipeline, settings.shared_mb * 2**20, settings.shared_dir))
         if settings.disk_mb:
-            directory = Path(settings.disk_dir).expanduser() if settings.disk_dir else disk_directory()
             codec = codec_for(settings.disk_codec, layout.shape)
-            tiers.append(DiskTier.open(form, directory, settings.disk_mb * 2**20, codec))
+            tiers.append(DiskTier.open(form, settings.disk_path, settings.disk_mb * 2**20, codec))
         if settings.redis_mb:
             codec = codec_for(settings.redis_codec, layout.shape)
             tiers.append(RedisTier.open(form, urls_of(urls), settings.redis_mb * 2**20, settings.keep_s, codec))
@@ -244,8 +242,3 @@ def is_lossy(settings: KVSettings) -> bool:
     return (bool(settings.disk_mb) and settings.disk_codec == "int8") or (
         bool(settings.redis_mb) and settings.redis_codec == "int8"
     )
-
-
-def disk_directory() -> Path:
-    """Where blocks on disk are by default."""
-    return Path.home() / ".cache" / "penstock" / "kv"

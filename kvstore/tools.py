@@ -3,19 +3,20 @@
 A tier is opened as it lies there, so blocks of all models and pipelines that share it are seen.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
-from kvstore.block import HEADER_BYTES, Header
+from kvstore.block import HEADER_BYTES, RAW, Header
 from kvstore.copying import hashed
 from kvstore.tiers.contract import Entry, Tier, Usage
-from penstock.errors import DamagedBlock, KVStoreError
-from penstock.settings import KVSettings
+from penstock.errors import DamagedBlock, DependencyMissing, KVStoreError
+from penstock.settings import KVSettings, shown
 
 T = TypeVar("T")
+CODECS = {RAW: "raw", 1: "lossless", 2: "int8"}
+"""Named here, as the codecs themselves need packages that a look does not."""
 REMOVE_BATCH = 256
 """Blocks that are removed at a time."""
 
@@ -82,13 +83,18 @@ def examine(key: bytes, stored: bytes) -> Finding:
     except DamagedBlock as damage:
         return Finding(key, len(stored), None, str(damage), "")
     content = memoryview(stored)[HEADER_BYTES:]
-    of_header = "" if header.name.key == key else f"it is the block {header.name.key.hex()}"
+    of_header = "" if header.name.key == key else f"it is another block, {header.name.key.hex()[:16]}…"
     of_content = ""
     if len(content) != header.content_bytes:
         of_content = f"{len(content):,} bytes of content, {header.content_bytes:,} were written"
     elif hashed(content) != header.checksum:
         of_content = "the content's checksum is wrong"
     return Finding(key, len(stored), header, of_header, of_content)
+
+
+def codec_name(number: int) -> str:
+    """What the codec of that number in headers is called."""
+    return CODECS.get(number, f"unknown, number {number}")
 
 
 def look_at(place: Place, key: bytes) -> Finding | None:
@@ -112,10 +118,55 @@ def removed(place: Place, keys: list[bytes]) -> Iterator[int]:
         yield place.remove(keys[start : start + REMOVE_BATCH])
 
 
-def open_places(settings: KVSettings, urls: list[str], stack: ExitStack) -> list[Place]:
-    """Every tier there is, in the order in which workers read them; the stack closes them.
+def open_places(
+    settings: KVSettings, urls: Sequence[str], stack: ExitStack, only: str | None, tell: Callable[[str], None]
+) -> list[Place]:
+    """Every tier there is (or the `only` one), in the order in which workers read them; the stack closes them.
 
-    Shared memory and disk count if they are there, whoever made them; Redis if the settings give it a budget. Raises
-    `KVStoreError` for what is there and is no tier.
+    Shared memory and disk count if they are there, whoever made them; Redis if the settings give it a budget. What is
+    there and cannot be opened is left out, and the reason told. With `only` it is raised: `KVStoreError`, or
+    `DependencyMissing`.
     """
-    raise NotImplementedError(settings, urls, stack, Path)
+    openers: dict[str, Callable[[], Iterator[Place]]] = {
+        "shared": lambda: _shared(settings.shared_dir),
+        "disk": lambda: _disk(settings),
+        "redis": lambda: _redis(urls if settings.redis_mb else ()),
+    }
+    found: list[Place] = []
+    for name, opener in openers.items():
+        if only not in (None, name):
+            continue
+        try:
+            for place in opener():
+                stack.callback(place.tier.close)
+                found.append(place)
+        except (ImportError, KVStoreError) as error:
+            missing = DependencyMissing(f"the {name} tier needs pip install 'penstock[worker]' ({error})")
+            reason = missing if isinstance(error, ImportError) else error
+            if only is not None:
+                raise reason from None
+            tell(f"left out: {reason}")
+    return found
+
+
+def _shared(directory: str) -> Iterator[Place]:
+    from kvstore.arena.file import find_arenas
+    from kvstore.tiers.shared import SharedTier
+
+    for arena in find_arenas(directory):
+        used = "" if arena.in_use else ", in no process"
+        yield Place(SharedTier.attach(arena.path), f"{arena.path}{used}")
+
+
+def _disk(settings: KVSettings) -> Iterator[Place]:
+    from kvstore.tiers.disk import DiskTier
+
+    if settings.disk_path.is_dir():
+        yield Place(DiskTier.attach(settings.disk_path), str(settings.disk_path))
+
+
+def _redis(urls: Sequence[str]) -> Iterator[Place]:
+    from kvstore.tiers.redis import RedisTier
+
+    if urls:
+        yield Place(RedisTier.attach(urls), ", ".join(map(shown, urls)))

@@ -6,6 +6,7 @@ An unknown `PENSTOCK_` variable is an error that names the nearest known one; so
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -89,6 +90,11 @@ class KVSettings(BaseSettings):
     """How long the blocks of a job that waits are kept from eviction, at most."""
     keep_s: float = Field(default=3600.0, ge=1)
     """How long a block stays in Redis after its last use."""
+
+    @property
+    def disk_path(self) -> Path:
+        """The directory of blocks on disk."""
+        return Path(self.disk_dir or "~/.cache/penstock/kv").expanduser()
 
 
 class EngineSettings(BaseSettings):

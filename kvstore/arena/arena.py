@@ -1,16 +1,14 @@
 """An arena: memory for blocks that all processes of a host share, and that survives the death of any of them.
 
-The tables are read and changed under one lock, which the kernel gives back when its holder dies. A dirty flag is set
-before a change and cleared after it. Who takes the lock and finds the flag set makes again what follows from the slot
-table, so a death between any two instructions costs at most the block that was being written. Payload is copied
-outside the lock.
+The tables are read and changed under one lock, which the kernel gives back when its holder dies; if that was in the
+middle of a change, the next one makes again what follows from the slot table (guard.py). So a death between any two
+instructions costs at most the blocks that were being written. Payload is copied outside the lock.
 
 Each opening owns a byte that it keeps locked while it lives. Slots of owners whose byte is not locked are taken back.
 """
 
 import mmap
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.arena import steps
-from kvstore.arena.file import SETTING, arena_path, no_room, open_in_use, remove_former, reserve
+from kvstore.arena.file import SETTING, arena_path, open_in_use, remove_arena, remove_former, reserve
 from kvstore.arena.growth import Growth
+from kvstore.arena.guard import Changing, Guard
 from kvstore.arena.layout import (
     READY,
+    W_ALLOCATED,
     W_CLOCK,
-    W_DIRTY,
     W_NUM_FREE,
     W_NUM_READY,
     WRITING,
@@ -58,13 +57,12 @@ class Arena:
         self.num_evicted = 0
         """Blocks that this process put out to make room."""
         self._fd, self._locks = fd, ByteLocks(fd)
-        self._thread_lock = threading.Condition(threading.Lock())
         self.tables = Tables(mmap.mmap(fd, geometry.total_bytes), geometry)
         self._slots = Slots(self.tables)
+        self._guard = Guard(self._slots, self._locks)
+        self._changing = Changing(self._guard)
         self.growth = Growth(fd, self.tables, self._slots, self._locks, self._changing)
-        self._is_closed = False
-        self._num_writing = 0
-        self._owner = self._become_owner()
+        self.owner = self._become_owner()
 
     @classmethod
     def open(cls, form: Form, pipeline: str, budget_bytes: int, directory: str = "") -> "Arena":
@@ -75,17 +73,14 @@ class Arena:
         path = arena_path(directory, pipeline, form, geometry)
         remove_former(directory, pipeline, keep=path)
         fd = open_in_use(path, create=True)
-        try:
+        with _closing_on_error(fd, path):
             steps.reached("open 1")
             locks = ByteLocks(fd)
             locks.lock_metadata()
-            if read_superblock(os.pread(fd, mmap.PAGESIZE, 0)) is None:
+            if _superblock(fd) is None:
                 _make(fd, path, geometry, form, pipeline)
             locks.unlock_metadata()
             arena = cls(path, fd, geometry, form)
-        except BaseException:
-            os.close(fd)
-            raise
         arena.growth.start()
         return arena
 
@@ -93,25 +88,27 @@ class Arena:
     def attach(cls, path: Path) -> "Arena":
         """An arena that is there already, whatever its form. Raises `KVStoreError`."""
         fd = open_in_use(path, create=False)
-        try:
-            described = read_superblock(os.pread(fd, mmap.PAGESIZE, 0))
+        with _closing_on_error(fd, path):
+            described = _superblock(fd)
             if described is None:
                 raise KVStoreError(f"shared memory: {path} is not an arena of this version")
             return cls(path, fd, *described)
-        except BaseException:
-            os.close(fd)
-            raise
+
+    @property
+    def num_usable(self) -> int:
+        """Slots that have memory, or will."""
+        return self.tables.words[W_ALLOCATED] if self.growth.is_over else self.geometry.num_slots
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
         """Where blocks are that can be read. Those were used now."""
-        with self._locked() as is_open:
-            return [self._use(slot) if slot >= 0 else None for slot in self._find(keys if is_open else ())] or (
-                [None] * len(keys)
-            )
+        with self._guard as is_open:
+            if not is_open:
+                return [None] * len(keys)
+            return [self._use(slot) if slot >= 0 else None for slot in self._find(keys)]
 
     def peek(self, key: bytes) -> Place | None:
         """Where a block is; it was not used by that."""
-        with self._locked() as is_open:
+        with self._guard as is_open:
             (slot,) = self._find([key]) if is_open else (-1,)
             return Place(slot, self.tables.generation[slot]) if slot >= 0 else None
 
@@ -121,20 +118,19 @@ class Arena:
         They are this process's alone until it publishes them.
         """
         self.growth.provide(len(keys))
-        with self._changing() as is_open:
+        with self._changing as is_open:
             if not is_open:
                 return [None] * len(keys)
             if self.tables.words[W_NUM_FREE] < len(keys):
                 self._tidy()
             places = [self._take(key) for key in keys]
-            self._num_writing += sum(place is not None and place is not HERE for place in places)
+            self._guard.num_writing += sum(place is not None and place is not HERE for place in places)
             return places
 
     def publish(self, places: Sequence[tuple[Place, bytes, bool]]) -> list[bool]:
-        """For each slot taken, the key, and whether the block is whole there: now it can be found, or its slot is free."""
-        with self._changing():
-            self._num_writing -= len(places)
-            self._thread_lock.notify_all()
+        """Each slot taken, with its key and whether the block is whole there: now it is found, or the slot is free."""
+        with self._changing:
+            self._guard.wrote(len(places))
             return [self._publish(*one) for one in places]
 
     def is_still(self, place: Place) -> bool:
@@ -143,7 +139,7 @@ class Arena:
 
     def drop(self, places: Sequence[Place]) -> int:
         """Forget the blocks that lie there still, leased or not; how many did."""
-        with self._changing() as is_open:
+        with self._changing as is_open:
             num_dropped = 0
             for place in places if is_open else ():
                 if self.tables.state[place.slot] == READY and self.is_still(place):
@@ -153,7 +149,7 @@ class Arena:
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Forget blocks; how many were here."""
-        with self._changing() as is_open:
+        with self._changing as is_open:
             num_removed = 0
             for key in keys if is_open else ():
                 if (slot := self._slots.index.find(key)) >= 0:
@@ -163,20 +159,20 @@ class Arena:
 
     def lease(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
         """Keep these blocks from eviction."""
-        with self._changing() as is_open:
+        with self._changing as is_open:
             if is_open:
                 self._expire()
                 self._slots.leases.take(owner, [slot for slot in self._find(keys) if slot >= 0], seconds)
 
     def release(self, owner: str, keys: Sequence[bytes]) -> None:
         """End leases."""
-        with self._changing() as is_open:
+        with self._changing as is_open:
             if is_open:
                 self._slots.leases.release(owner, [slot for slot in self._find(keys) if slot >= 0])
 
     def count(self) -> tuple[int, int]:
         """How many blocks there are, and how many of them are leased."""
-        with self._changing() as is_open:
+        with self._changing as is_open:
             if not is_open:
                 return 0, 0
             self._expire()
@@ -184,7 +180,7 @@ class Arena:
 
     def rows(self) -> list[tuple[bytes, int, int]]:
         """Key, time of last use (ns, monotonic) and leases of every block."""
-        with self._changing() as is_open:
+        with self._changing as is_open:
             if not is_open:
                 return []
             self._expire()
@@ -194,48 +190,22 @@ class Arena:
 
     def tidy(self) -> None:
         """Free what dead owners were writing and end leases whose time is over, as is done when room is wanted."""
-        with self._changing() as is_open:
+        with self._changing as is_open:
             if is_open:
                 self._tidy()
+
+    @contextmanager
+    def holding(self) -> Iterator[ByteLocks]:
+        """Nothing changes meanwhile: for who looks at the tables."""
+        with self._guard:
+            yield self._locks
 
     def close(self) -> None:
         """Let go, once what is being written is published. The blocks stay."""
         self.growth.stop()
-        with self._thread_lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._thread_lock.wait_for(lambda: not self._num_writing)
+        if self._guard.close():
             self._locks.unlock_all()
             os.close(self._fd)
-
-    @contextmanager
-    def _locked(self) -> Iterator[bool]:
-        """Holds the lock over tables that agree with each other; whether the arena is open."""
-        with self._thread_lock:
-            if self._is_closed and not self._num_writing:
-                yield False
-                return
-            self._locks.lock_metadata()
-            try:
-                if self.tables.words[W_DIRTY]:
-                    self._slots.rebuild()
-                    self.tables.words[W_DIRTY] = 0
-                    steps.reached("rebuild 4")
-                yield not self._is_closed
-            finally:
-                self._locks.unlock_metadata()
-
-    @contextmanager
-    def _changing(self) -> Iterator[bool]:
-        """`_locked`, for changes. What raises in it leaves the flag set, and so tables that are made again."""
-        with self._locked() as is_open:
-            if is_open or self._num_writing:
-                self.tables.words[W_DIRTY] = 1
-                yield is_open
-                self.tables.words[W_DIRTY] = 0
-            else:
-                yield False
 
     def _find(self, keys: Sequence[bytes]) -> list[int]:
         find = self._slots.index.find
@@ -254,12 +224,12 @@ class Arena:
             return HERE
         if not self.tables.words[W_NUM_FREE]:
             self.num_evicted += self._slots.evict()
-        slot = self._slots.take(key, self._owner)
+        slot = self._slots.take(key, self.owner)
         return Place(slot, self.tables.generation[slot]) if slot >= 0 else None
 
     def _publish(self, place: Place, key: bytes, is_whole: bool) -> bool:
         tables, slot = self.tables, place.slot
-        if tables.state[slot] != WRITING or tables.owner[slot] != self._owner or not self.is_still(place):
+        if tables.state[slot] != WRITING or tables.owner[slot] != self.owner or not self.is_still(place):
             return False
         before = self._slots.index.find(key)
         if is_whole and before < 0:
@@ -274,7 +244,7 @@ class Arena:
     def _tidy(self) -> None:
         self._expire()
         for owner in self._slots.writers():
-            if owner != self._owner and not self._locks.is_held_elsewhere(OWNERS + owner):
+            if owner != self.owner and not self._locks.is_held_elsewhere(OWNERS + owner):
                 self._slots.reclaim(owner)
 
     def _expire(self) -> None:
@@ -283,14 +253,36 @@ class Arena:
 
     def _become_owner(self) -> int:
         """Lock a byte of one's own, and free what its former owner and other dead ones were writing."""
-        with self._changing():
+        with self._changing:
             mine = next((owner for owner in range(MAX_OWNERS) if self._locks.try_lock(OWNERS + owner)), None)
             if mine is None:
                 raise KVStoreError(f"shared memory: {self.path} is open in {MAX_OWNERS} processes")
             self._slots.reclaim(mine)
-            self._owner = mine
+            self.owner = mine
             self._tidy()
             return mine
+
+
+@contextmanager
+def _closing_on_error(fd: int, path: Path) -> Iterator[None]:
+    """Close the file if opening the arena fails; what the system refuses is a `KVStoreError`."""
+    try:
+        yield
+    except BaseException as error:
+        is_empty = not os.fstat(fd).st_size
+        ByteLocks(fd).unlock_all()
+        os.close(fd)
+        if is_empty:
+            remove_arena(path)
+        if isinstance(error, OSError):
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}") from None
+        raise
+
+
+def _superblock(fd: int) -> tuple[Geometry, Form] | None:
+    """What the file says it is; None if it is no arena (yet)."""
+    described = read_superblock(os.pread(fd, mmap.PAGESIZE, 0))
+    return described if described and os.fstat(fd).st_size >= described[0].total_bytes else None
 
 
 def _make(fd: int, path: Path, geometry: Geometry, form: Form, pipeline: str) -> None:

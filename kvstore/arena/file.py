@@ -52,7 +52,7 @@ def arena_path(directory: str, pipeline: str, form: Form, geometry: Geometry) ->
 
 
 def find_arenas(directory: str = "") -> list[ArenaFile]:
-    """This user's arenas there."""
+    """The arenas there that are this user's."""
     found = []
     for path in sorted(arena_directory(directory).glob(f"{_PREFIX}-{os.geteuid()}-*")):
         with suppress(OSError):
@@ -98,7 +98,7 @@ def open_in_use(path: Path, *, create: bool) -> int:
         try:
             fd = os.open(path, flags, 0o600)
         except OSError as error:
-            raise KVStoreError(f"shared memory: {path}: {error.strerror} (PENSTOCK_KV_STORE_SHARED_DIR)") from None
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {SETTING}=0 does without") from None
         try:
             status = os.fstat(fd)
             if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):

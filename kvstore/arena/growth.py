@@ -13,7 +13,6 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -40,12 +39,13 @@ class Growth:
         tables: Tables,
         slots: Slots,
         locks: ByteLocks,
-        changing: Callable[[], AbstractContextManager[None]],
+        changing: AbstractContextManager[object],
     ) -> None:
         self._fd, self._tables, self._slots, self._locks, self._changing = fd, tables, slots, locks, changing
         self._one_at_a_time = threading.Lock()
         self._stopped = threading.Event()
         self._failed = False
+        """No more can be allocated here: there is no room, or this opening is closed."""
         self._thread = threading.Thread(target=self._run, name="kv arena", daemon=True)
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
 
@@ -59,10 +59,12 @@ class Growth:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the background thread."""
+        """End the background thread, and allocate no more."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
+        with self._one_at_a_time:
+            self._failed = True
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all slots have memory that is mapped here; whether they do."""
@@ -94,6 +96,8 @@ class Growth:
         if not self._one_at_a_time.acquire(blocking=wait):
             return False
         try:
+            if self._failed:
+                return False
             if wait:
                 self._locks.lock(ALLOCATION)
             elif not self._locks.try_lock(ALLOCATION):
@@ -110,7 +114,7 @@ class Growth:
     def _allocate_next(self) -> None:
         geometry, first = self._tables.geometry, self._tables.words[W_ALLOCATED]
         count = min(self._piece(), geometry.num_slots - first)
-        if not count or self._failed:
+        if not count:
             return
         steps.reached("allocate 1")
         try:
@@ -124,7 +128,7 @@ class Growth:
             )  # fmt: skip
             return
         steps.reached("allocate 2")
-        with self._changing():
+        with self._changing:
             self._slots.add(first, count)
 
     def _map(self, first: int, count: int) -> None:

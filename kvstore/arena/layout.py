@@ -98,6 +98,8 @@ class Tables:
     def __init__(self, memory: mmap.mmap, geometry: Geometry) -> None:
         whole = memoryview(memory)
         self.memory, self.geometry = whole, geometry
+        self._slots_at, self._slot_bytes = geometry.metadata_bytes, geometry.slot_bytes
+        self._stored_bytes = HEADER_BYTES + geometry.payload_bytes
         self.words: memoryview[int] = whole[:1024].cast("Q")
         views: dict[str, memoryview[int]] = {}
         at = _SUPERBLOCK
@@ -122,8 +124,8 @@ class Tables:
 
     def slot(self, number: int) -> memoryview:
         """A slot's header and payload."""
-        at = self.geometry.metadata_bytes + number * self.geometry.slot_bytes
-        return self.memory[at : at + HEADER_BYTES + self.geometry.payload_bytes]
+        at = self._slots_at + number * self._slot_bytes
+        return self.memory[at : at + self._stored_bytes]
 
     def key_of(self, slot: int) -> bytes:
         """The key in a slot's row."""

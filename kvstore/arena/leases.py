@@ -1,7 +1,7 @@
 """Who may rely on which blocks, and until when. All of it under the metadata lock.
 
 A lease is one row: owner (a hash of its name), slot, generation, end (nanoseconds of the host's monotonic clock; 0: the
-row is free). How many leases a slot has follows from that. The table is bounded; a lease that finds no place is not taken.
+row is free). How many leases a slot has follows from that. The table is bounded: who finds no row gets no lease.
 """
 
 import hashlib

@@ -55,7 +55,7 @@ class ByteLocks:
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, byte))
 
     def unlock_all(self) -> None:
-        """Give back all of them. (Closing the file is not enough while it is mapped.)"""
+        """Give back all of them; closing the file is not enough while it is mapped."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, 0, length=0))
 
     def is_held_elsewhere(self, byte: int) -> bool:

@@ -23,7 +23,7 @@ class Slots:
     """The slot table of an arena, with the index and the leases that go with it."""
 
     def __init__(self, tables: Tables) -> None:
-        self._tables, self._words = tables, tables.words
+        self._tables, self.words = tables, tables.words
         self.index, self.leases = Index(tables), Leases(tables)
         self._victims: list[tuple[int, int]] = []
         """Slots and the time of their last use: what is to go next, the last one first."""
@@ -36,7 +36,7 @@ class Slots:
         if slot < 0:
             return -1
         start = 32 * slot
-        tables.key[start : start + 32] = key  # type: ignore[assignment]
+        tables.key[start : start + 32] = key
         tables.generation[slot] += 1
         tables.owner[slot] = owner
         steps.reached("put 1.1")
@@ -49,7 +49,7 @@ class Slots:
         self._tables.state[slot] = READY
         steps.reached("put 5.1")
         self.index.insert(slot)
-        self._words[W_NUM_READY] += 1
+        self.words[W_NUM_READY] += 1
         steps.reached("put 5.2")
 
     def free(self, slot: int) -> None:
@@ -65,7 +65,7 @@ class Slots:
 
     def evict(self) -> bool:
         """Forget the block that was used longest ago among those without a lease, if there is one."""
-        tables, words = self._tables, self._words
+        tables, words = self._tables, self.words
         if self._chosen_at != words[W_NUM_UNLEASED]:
             self._victims.clear()
         while self._victims or self._choose():
@@ -80,21 +80,25 @@ class Slots:
         for slot in range(first + count - 1, first - 1, -1):
             self._push(slot)
         steps.reached("allocate 3")
-        self._words[W_ALLOCATED] = first + count
+        self.words[W_ALLOCATED] = first + count
 
     def reclaim(self, owner: int) -> None:
         """Free what this owner, who is dead, was writing."""
-        for slot in self._written_by(owner):
+        tables = self._tables
+        for slot in np.flatnonzero((tables.state_array == WRITING) & (tables.owner_array == owner)).tolist():
             self.free(slot)
 
     def writers(self) -> list[int]:
         """The owners of slots that are being written."""
-        tables = self._tables
-        return np.unique(tables.owner_array[tables.state_array == WRITING]).tolist()
+        tables, words = self._tables, self.words
+        if words[W_ALLOCATED] == words[W_NUM_FREE] + words[W_NUM_READY]:
+            return []
+        owners: list[int] = np.unique(tables.owner_array[tables.state_array == WRITING]).tolist()
+        return owners
 
     def rebuild(self) -> None:
         """Make free list, leases and index again from the slot table, as somebody died while they were changed."""
-        tables, words = self._tables, self._words
+        tables, words = self._tables, self.words
         self.leases.rebuild()
         steps.reached("rebuild 1")
         words[W_FREE_HEAD], words[W_NUM_FREE] = NOBODY, 0
@@ -106,16 +110,12 @@ class Slots:
         words[W_NUM_READY] = int(np.count_nonzero(states == READY))
         steps.reached("rebuild 3")
 
-    def _written_by(self, owner: int) -> list[int]:
-        tables = self._tables
-        return np.flatnonzero((tables.state_array == WRITING) & (tables.owner_array == owner)).tolist()
-
     def _drop(self, slot: int) -> None:
         self.index.delete(slot)
         steps.reached("forget 1")
         self.leases.clear(slot)
         self._tables.state[slot] = FREE
-        self._words[W_NUM_READY] -= 1
+        self.words[W_NUM_READY] -= 1
         steps.reached("forget 2")
 
     def _choose(self) -> bool:
@@ -129,17 +129,17 @@ class Slots:
             slots, used = slots[oldest], used[oldest]
         order = np.argsort(used)[::-1]
         self._victims = list(zip(slots[order].tolist(), used[order].tolist(), strict=True))
-        self._chosen_at = self._words[W_NUM_UNLEASED]
+        self._chosen_at = self.words[W_NUM_UNLEASED]
         return bool(self._victims)
 
     def _push(self, slot: int) -> None:
-        words = self._words
+        words = self.words
         self._tables.next_free[slot] = words[W_FREE_HEAD]
         words[W_FREE_HEAD] = slot
         words[W_NUM_FREE] += 1
 
     def _pop(self) -> int:
-        words = self._words
+        words = self.words
         slot = words[W_FREE_HEAD]
         if slot == NOBODY:
             return -1

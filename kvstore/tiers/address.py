@@ -15,7 +15,8 @@ deleted; 4. blocks are written, each with its checksum; 5. those that were not a
 Between 2 and 3 of one writer another may write the same block anew, and the first one deletes it: a miss.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.block import HEADER_BYTES, RAW, Block, Form, Wanted
@@ -28,7 +29,7 @@ from kvstore.tiers.wire import NotRedis, Part, Refused, Wire, command
 from penstock.names import kv_key
 
 if TYPE_CHECKING:
-    from kvstore.codec import Codec
+    from kvstore.codec import Codecs
 
 T = TypeVar("T")
 
@@ -42,10 +43,9 @@ Content = tuple[Block, int, Part]
 class Address:
     """One server. Nothing here raises for it: a call that failed did less, and is counted as an error."""
 
-    def __init__(self, server: Server, form: Form, index: Index, codec: "Codec | None") -> None:
+    def __init__(self, server: Server, form: Form, index: Index, codec: "Codecs | None") -> None:
         self._server, self._form, self._index, self._codec = server, form, index, codec
-        self._codecs: Mapping[int, Codec] = {} if codec is None else {codec.number: codec}
-        self._window = max(2, min(AT_ONCE, BATCH_BYTES // (HEADER_BYTES + form.payload_bytes)))
+        self._window = max(2, min(AT_ONCE, BATCH_BYTES // (HEADER_BYTES + form.payload_bytes) // server.lanes))
 
     def ask(self, call: Callable[[Wire, Index], T], counters: Counters) -> T | None:
         """What `call` returns, or None if the server did not do it."""
@@ -58,7 +58,8 @@ class Address:
     def get(self, wanted: Sequence[Wanted], counters: Counters) -> list[bool]:
         """See `Tier.get`."""
         found = [False] * len(wanted)
-        self._server.ask(lambda wire: self._read(wire, wanted, found, counters), counters)
+        lanes = min(self._server.lanes, len(wanted))
+        self._server.ask_on(lanes, lambda wires: self._read(wires, wanted, found, counters), counters)
         counters.hits += sum(found)
         counters.misses += len(found) - sum(found)
         counters.bytes_read += sum(found) * self._form.payload_bytes
@@ -80,24 +81,48 @@ class Address:
 
         return self._server.ask(look, counters) or [False] * len(keys)
 
-    def _read(self, wire: Wire, wanted: Sequence[Wanted], found: list[bool], counters: Counters) -> None:
-        uses, asked = Uses(), 0
+    def _read(self, wires: Sequence[Wire], wanted: Sequence[Wanted], found: list[bool], counters: Counters) -> None:
+        """Each connection has every so-manieth block; a piece is received from each in turn."""
+        results: dict[int, tuple[Found, int]] = {}
+        lanes = [
+            self._lane(wire, wanted, range(start, len(wanted), len(wires)), found, results)
+            for start, wire in enumerate(wires)
+        ]
+        begun = time.perf_counter()
+        try:
+            while lanes:
+                lanes = [lane for lane in lanes if next(lane, self) is None]
+        finally:
+            counters.damaged += sum(kind is Found.DAMAGED for kind, _ in results.values())
+        lengths = [length for kind, length in results.values() if kind is Found.WHOLE]
+        if all(length == HEADER_BYTES + self._form.payload_bytes for length in lengths):  # else decoding took time, too
+            self._moved(sum(lengths), begun)
+        uses = Uses()
         for index, want in enumerate(wanted):
-            if asked < len(wanted) and asked - index <= self._window // 2:
-                till = index + self._window
-                wire.send([b"".join(command("GET", kv_key(each.name.key)) for each in wanted[asked:till])])
-                asked = till
-            kind, length = receive(wire, self._form, want, self._codecs)
-            key = want.name.key
+            kind, length = results[index]
             if kind is Found.WHOLE:
-                found[index] = True
-                uses.sizes[key] = length
-            elif kind is Found.NOTHING:
-                uses.absent.append(key)
+                uses.sizes[want.name.key] = length
             else:
-                counters.damaged += 1
-                uses.damaged.append(key)
-        self._index.note(wire, uses, counters)
+                (uses.absent if kind is Found.NOTHING else uses.damaged).append(want.name.key)
+        self._index.note(wires[0], uses, counters)
+
+    def _lane(
+        self,
+        wire: Wire,
+        wanted: Sequence[Wanted],
+        indices: Sequence[int],
+        found: list[bool],
+        results: dict[int, tuple[Found, int]],
+    ) -> Iterator[None]:
+        """Read the blocks `indices` over one connection, with a pause after each piece."""
+        asked = 0
+        for done, index in enumerate(indices):
+            if asked < len(indices) and asked - done <= self._window // 2:
+                part = indices[asked : done + self._window]
+                wire.send([b"".join(command("GET", kv_key(wanted[i].name.key)) for i in part)])
+                asked = done + self._window
+            results[index] = yield from receive(wire, self._form, wanted[index], self._codec)
+            found[index] = results[index][0] is Found.WHOLE
 
     def _write(self, wire: Wire, blocks: Sequence[Block], stored: set[bytes], counters: Counters) -> None:
         sizes = _sizes(wire, [block.name.key for block in blocks])
@@ -117,13 +142,14 @@ class Address:
     def _encoded(self, block: Block) -> tuple[int, Part]:
         if self._codec is None:
             return RAW, block.payload
-        return self._codec.number, memoryview(self._codec.encode(block.payload))
+        return self._codec.encode(block.payload)
 
     def _write_batch(self, wire: Wire, batch: Sequence[Content], stored: set[bytes], counters: Counters) -> None:
         """Steps 2 to 5."""
         sizes = [(block.name.key, HEADER_BYTES + len(content)) for block, _, content in batch]
-        sent, failed, refusal = list[bytes](), list[bytes](), None
-        for (block, number, content), ok in zip(batch, self._index.make_room(wire, sizes, counters), strict=True):
+        room = self._index.make_room(wire, sizes, counters)
+        sent, failed, refusal, begun = list[bytes](), list[bytes](), None, time.perf_counter()
+        for (block, number, content), ok in zip(batch, room, strict=True):
             if ok:
                 parts = self._parts(block, number, content)
                 wire.send(parts)
@@ -138,9 +164,16 @@ class Address:
                 failed.append(key)
             else:
                 raise NotRedis(f"not what a SET is answered: {reply!r}")
+        done = set(sent)
+        self._moved(sum(size for key, size in sizes if key in done), begun)
         self._index.delete(wire, failed)
         if refusal is not None:
             raise refusal
+
+    def _moved(self, num_bytes: int, begun: float) -> None:
+        """So many bytes came or went since then: the codecs decide by that what pays."""
+        if self._codec is not None:
+            self._codec.moved(num_bytes, time.perf_counter() - begun)
 
     def _parts(self, block: Block, number: int, content: Part) -> list[Part]:
         """The command that stores a block; nothing, if its memory holds something else by now."""

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 
 from kvstore.tiers.address import Address
 from kvstore.tiers.contract import Counters, Entry
-from kvstore.tiers.index import AT_ONCE, page, replies
+from kvstore.tiers.index import AT_ONCE, Index, page, replies
 from kvstore.tiers.wire import NotRedis, Reply, Wire, command
 from penstock.names import KV_INDEX
 
@@ -18,7 +19,7 @@ def entries(address: Address, counters: Counters) -> Iterator[Entry]:
     for part in (HELD, USED):
         cursor = b"0"
         while True:
-            piece = address.ask(lambda wire, _, part=part, cursor=cursor: _piece(wire, part, cursor), counters)
+            piece = address.ask(partial(_piece, part, cursor), counters)
             if piece is None:
                 return
             cursor, found = piece
@@ -28,7 +29,7 @@ def entries(address: Address, counters: Counters) -> Iterator[Entry]:
                 break
 
 
-def _piece(wire: Wire, part: str, cursor: bytes) -> tuple[bytes, list[Entry]]:
+def _piece(part: str, cursor: bytes, wire: Wire, _: Index) -> tuple[bytes, list[Entry]]:
     """Some entries of a part of the index, and where to go on."""
     wire.send([command("ZSCAN", part, cursor, "COUNT", AT_ONCE), command("TIME")])
     cursor, found = page(wire)

@@ -98,7 +98,7 @@ class Index:
         wire.send([scripts.CHECK.call(self.budget, self.keep_ms)])
         (wrong,) = replies(wire, 1)
         found = [str(line) for line in wrong] if isinstance(wrong, list) else [f"no list: {wrong!r}"]
-        cursor: Reply = b"0"
+        cursor = b"0"
         while True:
             wire.send([command("SCAN", cursor, "MATCH", kv_key(b"") + "*", "COUNT", AT_ONCE)])
             cursor, keys = page(wire)

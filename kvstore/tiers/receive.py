@@ -1,8 +1,8 @@
 """Reading one stored block from a connection to where it is wanted, and checking it on the way."""
 
-from collections.abc import Mapping
+from collections.abc import Generator
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
@@ -11,7 +11,11 @@ from kvstore.tiers.wire import Refused, Wire
 from penstock.errors import DamagedBlock
 
 if TYPE_CHECKING:
-    from kvstore.codec import Codec
+    from kvstore.codec import Codecs
+
+T = TypeVar("T")
+Receiving = Generator[None, None, T]
+"""Work with pauses, in which something else can be received."""
 
 
 class Found(Enum):
@@ -22,8 +26,8 @@ class Found(Enum):
     DAMAGED = "damaged"
 
 
-def receive(wire: Wire, form: Form, want: Wanted, codecs: "Mapping[int, Codec]") -> tuple[Found, int]:
-    """Read the reply to a GET, to its end; what it was, and how many bytes."""
+def receive(wire: Wire, form: Form, want: Wanted, codecs: "Codecs | None") -> Receiving[tuple[Found, int]]:
+    """Read the reply to a GET, to its end, in pieces; what it was, and how many bytes."""
     try:
         length = wire.length()
     except Refused as refused:
@@ -38,14 +42,14 @@ def receive(wire: Wire, form: Form, want: Wanted, codecs: "Mapping[int, Codec]")
         return Found.DAMAGED, length
     start = bytearray(HEADER_BYTES)
     wire.read_into(memoryview(start))
-    whole = _content(wire, form, want, memoryview(start), length - HEADER_BYTES, codecs)
+    whole = yield from _content(wire, form, want, memoryview(start), length - HEADER_BYTES, codecs)
     wire.end_value()
     return Found.WHOLE if whole else Found.DAMAGED, length
 
 
 def _content(
-    wire: Wire, form: Form, want: Wanted, start: memoryview, length: int, codecs: "Mapping[int, Codec]"
-) -> bool:
+    wire: Wire, form: Form, want: Wanted, start: memoryview, length: int, codecs: "Codecs | None"
+) -> Receiving[bool]:
     """Read the `length` bytes after the header; whether they are the content of the block that is wanted."""
     try:
         header = Header.unpack(start)
@@ -55,16 +59,15 @@ def _content(
         wire.skip(length)
         return False
     if header.codec == RAW and length == len(want.into):
-        return _checked(wire, want.into, header)
-    codec = codecs.get(header.codec)
-    if codec is None or length > 2 * form.payload_bytes:
+        return (yield from _checked(wire, want.into, header))
+    if codecs is None or not codecs.knows(header.codec) or length > 2 * form.payload_bytes:
         wire.skip(length)
         return False
     content = memoryview(bytearray(length))
-    return _checked(wire, content, header) and codec.decode_into(content, want.into)
+    return (yield from _checked(wire, content, header)) and codecs.decode_into(header.codec, content, want.into)
 
 
-def _checked(wire: Wire, into: memoryview, header: Header) -> bool:
+def _checked(wire: Wire, into: memoryview, header: Header) -> Receiving[bool]:
     digest = xxhash.xxh3_64()
-    wire.read_into(into, digest)
+    yield from wire.pieces(into, digest)
     return digest.intdigest() == header.checksum

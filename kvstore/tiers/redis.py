@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvstore.block import Block, Form, Wanted
@@ -17,12 +18,12 @@ from kvstore.tiers.entries import entries
 from kvstore.tiers.index import Index
 from kvstore.tiers.server import Server
 from kvstore.tiers.spread import Spread
-from kvstore.tiers.wire import LARGE, command
+from kvstore.tiers.wire import LARGE, Wire, command
 from penstock.errors import KVStoreError
 from penstock.names import kv_key
 
 if TYPE_CHECKING:
-    from kvstore.codec import Codec
+    from kvstore.codec import Codecs
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class RedisTier:
 
     @classmethod
     def open(
-        cls, form: Form, urls: Sequence[str], budget_bytes: int, keep_s: float, codec: "Codec | None" = None
+        cls, form: Form, urls: Sequence[str], budget_bytes: int, keep_s: float, codec: "Codecs | None" = None
     ) -> Self:
         """The blocks of a model at these addresses (in any order), `budget_bytes` at each of them.
 
@@ -55,13 +56,11 @@ class RedisTier:
 
     @classmethod
     def attach(cls, urls: Sequence[str]) -> Self:
-        """What is there, whoever's it is, for tools: looking changes neither budget nor order of use, and no block can be
-        got or put.
-        """
+        """What is there, of any model, for tools: looking changes neither budget nor order of use."""
         return cls._at(UNKNOWN, urls, Index(0, 0), None)
 
     @classmethod
-    def _at(cls, form: Form, urls: Sequence[str], index: Index, codec: "Codec | None") -> Self:
+    def _at(cls, form: Form, urls: Sequence[str], index: Index, codec: "Codecs | None") -> Self:
         distinct = list(dict.fromkeys(urls))
         if not distinct:
             raise KVStoreError("a Redis tier needs an address")
@@ -145,10 +144,7 @@ class RedisTier:
     ) -> list[bool]:
         """What `call` says of each item, each at its key's address."""
         dealt = self._spread.deal(keys)
-        calls = [
-            lambda counters, at=self._addresses[place], part=[items[i] for i in indices]: call(at, part, counters)
-            for place, indices in dealt.items()
-        ]
+        calls = [partial(call, self._addresses[place], [items[i] for i in indices]) for place, indices in dealt.items()]
         result = [False] * len(keys)
         for indices, part in zip(dealt.values(), self._run(calls), strict=True):
             for index, ok in zip(indices, part, strict=True):
@@ -157,15 +153,14 @@ class RedisTier:
 
     def _each(self, keys: Sequence[bytes], call: Callable[[Address, list[bytes], Counters], T]) -> list[T]:
         """What `call` says at each address that holds some of the keys."""
-        calls = [
-            lambda counters, at=self._addresses[place], part=[keys[i] for i in indices]: call(at, part, counters)
-            for place, indices in self._spread.deal(keys).items()
-        ]
-        return self._run(calls)
+        dealt = self._spread.deal(keys)
+        return self._run(
+            [partial(call, self._addresses[place], [keys[i] for i in indices]) for place, indices in dealt.items()]
+        )
 
     def _all(self, call: Callable[[Address, Counters], T]) -> list[T]:
         """What `call` says at each address."""
-        return self._run([lambda counters, at=address: call(at, counters) for address in self._addresses])
+        return self._run([partial(call, address) for address in self._addresses])
 
     def _run(self, calls: Sequence[Callable[[Counters], T]]) -> list[T]:
         """Do them side by side."""

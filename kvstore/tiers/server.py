@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 2.0
 LEFT_ALONE_S = 1.0
 """How long a server that did not answer is not asked again: one that hangs must not hold up every request."""
-IDLE = 4
+LANES = 4
+"""Large values come over so many connections at once from a unix socket. It holds no more than 200 KB, and the
+server sleeps until most of it was read: over one alone, server and reader work in turns. TCP holds megabytes."""
+IDLE = 8
 """Connections that are kept for the next call."""
 
 
@@ -31,6 +34,7 @@ class Server:
         """`large`: whether most values will be. Raises `KVStoreError` for what is no url; connects later."""
         self._name = shown(url)
         self._large = large
+        self.lanes = LANES if large and url.startswith("unix:") else 1
         try:
             self._maker = redis.ConnectionPool.from_url(
                 url, protocol=2, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
@@ -44,23 +48,28 @@ class Server:
 
     def ask(self, call: Callable[[Wire], T], counters: Counters) -> T | None:
         """What `call` returns, or None, counted and logged, when the server did not do it."""
+        return self.ask_on(1, lambda wires: call(wires[0]), counters)
+
+    def ask_on(self, count: int, call: Callable[[list[Wire]], T], counters: Counters) -> T | None:
+        """The same on several connections at once."""
         if time.monotonic() < self._ask_again_at:
             counters.errors += 1
             return None
-        wire = None
+        wires: list[Wire] = []
         try:
-            wire = self._connection()
-            result = call(wire)
+            while len(wires) < count:
+                wires.append(self._connection())
+            result = call(wires)
         except (OSError, redis.RedisError, NotRedis, Refused) as error:
-            self._drop(wire)
+            self._drop(wires)
             counters.errors += 1
             self._ask_again_at = time.monotonic() + LEFT_ALONE_S
             log.warning("the KV server %s did not answer, going on without it: %r", self._name, error)
             return None
         except BaseException:
-            self._drop(wire)
+            self._drop(wires)
             raise
-        self._keep(wire)
+        self._keep(wires)
         return result
 
     def close(self) -> None:
@@ -89,18 +98,17 @@ class Server:
                 if (reply := wire.reply()) != script.sha.encode():
                     raise reply if isinstance(reply, Refused) else NotRedis(f"a script has another hash: {reply!r}")
         except BaseException:
-            connection.disconnect()
+            connection.disconnect()  # type: ignore[no-untyped-call]
             raise
         return wire
 
-    def _keep(self, wire: Wire) -> None:
+    def _keep(self, wires: list[Wire]) -> None:
         with self._lock:
-            if not self._closed and len(self._idle) < IDLE:
-                self._idle.append(wire)
-                return
-        wire.close()
+            room = 0 if self._closed else IDLE - len(self._idle)
+            self._idle += wires[:room]
+        self._drop(wires[room:])
 
     @staticmethod
-    def _drop(wire: Wire | None) -> None:
-        if wire is not None:
+    def _drop(wires: list[Wire]) -> None:
+        for wire in wires:
             wire.close()

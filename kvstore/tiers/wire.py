@@ -7,10 +7,10 @@ its end closes the connection, so that nothing is ever taken for the reply to an
 
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
-import redis
+from redis.connection import ConnectionInterface
 
 AHEAD = 64 * 2**10
 """Most bytes that are received beyond what is asked for."""
@@ -26,7 +26,7 @@ PARTS_AT_ONCE = 512
 """Parts of one call of `sendmsg`, which takes 1,024 at most."""
 
 Part = bytes | memoryview
-Reply: TypeAlias = "int | bytes | None | Refused | list[Reply]"
+Reply: TypeAlias = "int | bytes | Refused | list[Reply] | None"
 
 
 class NotRedis(Exception):
@@ -56,10 +56,10 @@ def command(*words: bytes | str | int) -> bytes:
 class Wire:
     """One connection. Used by one thread at a time; raises `OSError`, `NotRedis` and `redis.RedisError`."""
 
-    def __init__(self, connection: redis.connection.AbstractConnection, large: bool) -> None:
+    def __init__(self, connection: ConnectionInterface, large: bool) -> None:
         """Connects, if `connection` is not; `large`: whether most values will be."""
-        connection.connect()
-        found = connection._sock  # noqa: SLF001 - redis-py has no public name for it
+        connection.connect()  # type: ignore[no-untyped-call]
+        found = getattr(connection, "_sock", None)  # redis-py has no public name for it
         if not isinstance(found, socket.socket):
             raise NotRedis("there is no socket to read from")
         self._connection = connection
@@ -72,7 +72,7 @@ class Wire:
 
     def close(self) -> None:
         """Drop the connection."""
-        self._connection.disconnect()
+        self._connection.disconnect()  # type: ignore[no-untyped-call]
 
     def is_quiet(self) -> bool:
         """Whether a connection that waits is as it was left: not closed by the server, nothing more received."""
@@ -109,8 +109,13 @@ class Wire:
             raise Refused(line[1:].decode(errors="replace"))
         raise NotRedis(f"no value: {line[:60]!r}")
 
-    def read_into(self, into: memoryview, digest: Digest | None = None) -> None:
-        """The next `len(into)` bytes of a value; `digest` sees each piece."""
+    def read_into(self, into: memoryview) -> None:
+        """The next `len(into)` bytes of a value."""
+        for _ in self.pieces(into):
+            pass
+
+    def pieces(self, into: memoryview, digest: Digest | None = None) -> Iterator[None]:
+        """The same, a piece at a time, with a pause after each; `digest` sees each piece."""
         at = min(len(into), self._end - self._start)
         into[:at] = self._view[self._start : self._start + at]
         self._start += at
@@ -124,6 +129,7 @@ class Wire:
             if digest is not None:
                 digest.update(into[at : at + count])
             at += count
+            yield
 
     def skip(self, count: int) -> None:
         """Pass over bytes of a value."""

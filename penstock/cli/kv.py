@@ -1,6 +1,7 @@
 """`penstock kv stats | inspect | verify | evict`: look into the tiers of the KV store, and clean them."""
 
 import json
+import logging
 import re
 import sys
 import time
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from penstock.cli import kv_show
 from penstock.errors import DependencyMissing, InvalidName, KVStoreError
-from penstock.settings import Addresses, KVSettings, load
+from penstock.settings import Addresses, KVSettings, load, urls_of
 from penstock.status import worker_status
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @app.command()
 def stats(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: bytes, counts and shares as they are.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For programs: bytes, counts and shares as they are.")
+    ] = False,
 ) -> None:
     """What each tier holds, and what the live workers found in them."""
     addresses = load(Addresses)
@@ -45,7 +48,9 @@ def stats(
 
 
 @app.command()
-def inspect(key: Annotated[str, typer.Argument(help="The block's key in hex; a beginning that only it has will do.")]) -> None:
+def inspect(
+    key: Annotated[str, typer.Argument(help="The block's key in hex; a beginning that only it has will do.")],
+) -> None:
     """Everything about one block, in each tier that has it. Exit code 1 if it is damaged."""
     from_key = check_hex(key)
     with places() as found:
@@ -65,10 +70,10 @@ def verify(
     remove: Annotated[bool, typer.Option("--remove", help="Remove what is damaged.")] = False,
 ) -> None:
     """Read and check every block: header, key, and checksum of the content. Exit code 1 if any is damaged."""
-    from kvstore.tools import look_at, removed
-
     num_checked = num_bytes = num_damaged = num_removed = 0
     with places(tier) as found, progress() as bar:
+        from kvstore.tools import look_at, removed
+
         for place in found:
             entries = place.entries()
             task = bar.add_task(place.name, total=sum(entry.bytes for entry in entries))
@@ -91,7 +96,9 @@ def verify(
 
 @app.command()
 def evict(
-    keys: Annotated[list[str] | None, typer.Argument(help="Blocks, in hex; beginnings that only one has will do.")] = None,
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="Blocks, in hex; beginnings that only one has will do.")
+    ] = None,
     tier: OneTier = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks.")] = False,
     older_than: Annotated[str | None, typer.Option(help="Blocks not used for this long: 90s, 30m, 1h, 7d.")] = None,
@@ -140,14 +147,19 @@ def places(tier: TierName | None = None) -> "Iterator[list[Place]]":
     try:
         from kvstore.tools import open_places
     except ImportError as error:
-        raise DependencyMissing(f"penstock kv needs xxhash: pip install xxhash, or 'penstock[worker]' ({error})") from None
+        raise DependencyMissing(
+            f"penstock kv needs xxhash: pip install xxhash, or 'penstock[worker]' ({error})"
+        ) from None
+    logging.getLogger("kvstore").setLevel(logging.ERROR)  # what does not answer is told here
     addresses = load(Addresses)
     with ExitStack() as stack:
-        found = open_places(load(KVSettings), addresses.kv_url or addresses.stream_url, stack)
-        chosen = [place for place in found if tier in (None, place.name)]
-        if not chosen:
+        urls = urls_of(addresses.kv_url or addresses.stream_url)
+        found = open_places(
+            load(KVSettings), urls, stack, tier, Console(stderr=True, highlight=False, markup=False).print
+        )
+        if not found:
             raise KVStoreError(f"there is no {tier or 'KV'} tier here by these settings (PENSTOCK_KV_STORE_…)")
-        yield chosen
+        yield found
 
 
 def check_hex(text: str) -> str:
@@ -181,7 +193,7 @@ def progress() -> Progress:
     """A bar of bytes on a terminal, nothing elsewhere."""
     screen = Console(stderr=True, highlight=False)
     columns: list[Any] = [
-        TextColumn("{task.description:6}"), BarColumn(24), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        TextColumn("{task.description:6}"), BarColumn(24), DownloadColumn(), TransferSpeedColumn(),
         TimeRemainingColumn(),
     ]  # fmt: skip
     return Progress(*columns, console=screen, disable=not screen.is_terminal, redirect_stdout=sys.stdout.isatty())

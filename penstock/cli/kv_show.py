@@ -20,15 +20,12 @@ TIERS = ("pool", "shared", "disk", "redis")
 Row = dict[str, Any]
 
 
-def size(count: float) -> str:
+def size(count: int) -> str:
     """Bytes as people write them."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            break
-        count /= 1024
-    else:
-        unit = "TiB"
-    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+    for unit, length in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= length:
+            return f"{count / length:,.1f} {unit}"
+    return f"{count} bytes"
 
 
 def ago(seconds: float) -> str:
@@ -95,7 +92,9 @@ def print_stats(console: Console, rows: list[Row], stages: dict[str, Row]) -> No
     if not stages:
         console.print("\nno live worker says what it found")
     for stage, told in stages.items():
-        console.print(f"\n{escape(stage)}, live workers: {told['workers']}, jobs computed again: {told['recomputed_jobs']:,}")
+        console.print(
+            f"\n{escape(stage)}, live workers: {told['workers']}, jobs computed again: {told['recomputed_jobs']:,}"
+        )
         table = _table("tier", "hits", "misses", "hit rate", "damaged", "read", "written")
         for tier, sums in sorted(told["tiers"].items(), key=lambda item: (*TIERS, item[0]).index(item[0])):
             rate = "" if sums["hit_rate"] is None else f"{sums['hit_rate']:.1%}"
@@ -149,6 +148,7 @@ def print_block(console: Console, place: "Place", entry: "Entry") -> bool:
         wrong = text in (finding.header_problem, finding.content_problem)
         table.add_row(name, f"[red]{escape(text)}[/]" if wrong else escape(text))
     console.print(table)
+    console.print()
     return bool(finding.problem)
 
 
@@ -160,7 +160,9 @@ def print_damage(console: Console, place: "Place", finding: "Finding") -> None:
     console.print(f"{place.name:6} {finding.key.hex()}\n       [red]{escape(finding.problem)}[/]", soft_wrap=True)
 
 
-def print_verdict(console: Console, num_checked: int, num_bytes: int, num_damaged: int, num_removed: int | None) -> None:
+def print_verdict(
+    console: Console, num_checked: int, num_bytes: int, num_damaged: int, num_removed: int | None
+) -> None:
     """What a walk found; `num_removed` where that was asked for."""
     if not num_damaged:
         console.print(f"checked {num_checked:,} blocks, {size(num_bytes)}: all whole")

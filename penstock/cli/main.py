@@ -1,4 +1,4 @@
-"""`penstock`: up, generate, worker, topics, doctor, demo."""
+"""`penstock`: up, generate, worker, topics, kv, doctor, demo."""
 
 import logging
 import sys
@@ -6,7 +6,7 @@ import sys
 import redis
 import typer
 
-from penstock.cli import demo, doctor, generate, topics, up, worker
+from penstock.cli import demo, doctor, generate, kv, topics, up, worker
 from penstock.errors import PenstockError, RequestError
 from penstock.settings import check_environment
 
@@ -23,6 +23,7 @@ app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 app.add_typer(worker.app, name="worker")
 app.add_typer(topics.app, name="topics")
+app.add_typer(kv.app, name="kv")
 
 
 def main() -> None:

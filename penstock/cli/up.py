@@ -1,22 +1,48 @@
 """`penstock up`: the whole pipeline on this machine."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from penstock.local.stack import DEFAULT_PORT, Stack
-from penstock.settings import Addresses, load
+from penstock.local.stack import DEFAULT_PORT, SHARED_DIR, Stack
+from penstock.settings import Addresses, KVSettings, load
 from penstock.worker import StopSignal
 
 READY_WITHIN_S = 600.0
+DISK_MB = 1024
+"""What of the KV store is kept from one run to the next, unless the settings say otherwise."""
 
 
 def data_directory() -> Path:
     """Where the embedded stack keeps its data and logs by default."""
     return Path.home() / ".local" / "share" / "penstock"
+
+
+def kv_environment() -> dict[str, str]:
+    """Where the workers keep KV: where `penstock kv` looks, and on disk too."""
+    from kvstore.arena.file import arena_directory
+
+    settings = load(KVSettings)
+    disk_mb = settings.disk_mb if "disk_mb" in settings.model_fields_set else DISK_MB
+    return {SHARED_DIR: str(arena_directory(settings.shared_dir)), "PENSTOCK_KV_STORE_DISK_MB": str(disk_mb)}
+
+
+@contextmanager
+def memory_freed(pipeline: str) -> Iterator[None]:
+    """Give the workers' shared memory back afterwards: what is on disk stays."""
+    from kvstore.arena.file import find_arenas, remove_arena
+
+    try:
+        yield
+    finally:
+        for arena in find_arenas(load(KVSettings).shared_dir):
+            if arena.pipeline == pipeline:
+                remove_arena(arena.path)
 
 
 def up(
@@ -40,8 +66,9 @@ def up(
         port=port,
         prefill=prefill,
         decode=decode,
+        environment=kv_environment(),
     )
-    with stack:
+    with memory_freed(stack.addresses.pipeline), stack:
         with console.status("starting") as status:
             stack.wait_ready(READY_WITHIN_S, status.update)
         stop = StopSignal().install()

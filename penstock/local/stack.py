@@ -1,8 +1,10 @@
 """The embedded stack: a Valkey server where no Redis is given, and workers that are started again when they die."""
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from penstock.settings import Addresses, BusSettings, load
 from penstock.status import worker_status
 
 DEFAULT_PORT = 7379
+REDIS_MB, SHARED_DIR = "PENSTOCK_KV_STORE_REDIS_MB", "PENSTOCK_KV_STORE_SHARED_DIR"
+MEMORY = Path("/dev/shm")
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Before a worker that died is started again: longer the more often it died soon after its start."""
 STEADY_S = 20.0
@@ -72,6 +76,9 @@ class Stack:
         url = redis or (self._server.url if self._server else "")
         self.addresses = load(Addresses, pipeline=pipeline, kafka=kafka, stream_url=url)
         self._environment = dict(environment or {})
+        if self._server is not None:  # all workers are on this host: they need no other tier to share blocks
+            self._environment.setdefault(REDIS_MB, os.environ.get(REDIS_MB, "0"))
+        self._own_memory: Path | None = None
         slots: list[tuple[Stage, int]] = [("prefill", prefill), ("decode", decode)]
         self.workers = [Worker(stage, f"{stage}-{n}") for stage, count in slots for n in range(count)]
         self._shares = shares_of_cores(len(self.workers))
@@ -79,6 +86,9 @@ class Stack:
     def start(self) -> Self:
         """Start the server, make the topics, start the workers."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        if not (self._environment.keys() | os.environ.keys()) & {SHARED_DIR}:
+            self._own_memory = Path(tempfile.mkdtemp(prefix="penstock-", dir=MEMORY if MEMORY.is_dir() else None))
+            self._environment[SHARED_DIR] = str(self._own_memory)
         if self._server is not None:
             self._server.start()
         connect(self.addresses, load(BusSettings)).create_topics()
@@ -87,8 +97,12 @@ class Stack:
         return self
 
     def stop(self) -> None:
-        """End the workers in order, then the server."""
+        """End the workers in order, then the server. Shared memory of their own goes with them."""
         self.stop_workers()
+        if self._own_memory is not None:
+            shutil.rmtree(self._own_memory, ignore_errors=True)
+            del self._environment[SHARED_DIR]
+            self._own_memory = None
         if self._server is not None:
             self._server.stop()
 

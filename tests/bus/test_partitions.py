@@ -98,9 +98,9 @@ def test_a_hot_session_is_spread(bus: KafkaBus, pipeline: Pipeline) -> None:
         messages.append(message)
     publish(bus, messages)
     with bus.member("prefill", "a") as member:
-        taken = take(member, 100)
+        taken = take(member, 120, {"interactive": 120})
         counts = [sum(partition(d) == number for d in taken) for number in range(NUM)]
-    assert min(counts) >= 10
+    assert min(counts) >= 20
 
 
 def test_partitions_that_are_added_are_used(

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import hooks
 from engine.cuda import trial, varlen
 from engine.engine import Engine
+from engine.landing import Quay
 from engine.model import LoadedModel
 from engine.storage import KVStorage
 from penstock.settings import EngineSettings
@@ -129,6 +130,7 @@ def recording(model: LoadedModel, settings: EngineSettings) -> tuple[Engine, Tap
     """An engine that records its decode steps, as on a GPU."""
     engine, recorder = Engine(model, settings), TapeRecorder()
     engine.storage = KVStorage(model.layout, engine.pool.num_blocks + 1, model.device)
+    engine.quay = Quay(engine.pool, engine.storage)
     engine._cache = hooks.PagedCache(engine.storage, model.direct)
     engine._graphs = engine._make_graphs(recorder)
     return engine, recorder
@@ -168,6 +170,20 @@ class Queues:
             work = queue[self._num_done[id(queue)]]
             self._num_done[id(queue)] += 1
             work()
+
+
+class AtOnce:
+    """A lane that copies at once, as all that computes is done on a CPU."""
+
+    def after_compute(self) -> None:
+        """It is done."""
+
+    def before_compute(self) -> None:
+        """The copies are done."""
+
+    def copy(self, target: Tensor, source: Tensor) -> Now:
+        target.copy_(source)
+        return Now()
 
 
 class Until:

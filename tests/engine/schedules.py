@@ -1,7 +1,9 @@
 """An engine without a model, for the scheduler's tests: it writes down what each row of each block would hold."""
 
+import struct
 from collections.abc import Callable
 
+from engine.landing import Landing, Quay
 from engine.pool import BlockPool
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, State
@@ -9,6 +11,7 @@ from penstock.names import PriorityClass
 from tests.engine.helpers import keys_of, sequence
 
 SIZE = 4
+_ROW = struct.Struct("<q")
 
 
 def seq_of(
@@ -19,16 +22,47 @@ def seq_of(
     return sequence(prompt, max_new, prefix_keys=keys_of(prompt, SIZE), klass=klass, tenant=tenant)
 
 
+def kv_of(tokens: list[int], index: int) -> bytes:
+    """The KV of a block of these tokens: each row stands for all tokens up to its own. Zeros behind the end."""
+    upto = range(index * SIZE + 1, min((index + 1) * SIZE, len(tokens)) + 1)
+    return b"".join(_ROW.pack(hash(tuple(tokens[:end]))) for end in upto).ljust(SIZE * _ROW.size, b"\0")
+
+
+class Blocks:
+    """The bytes of a pool's blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._data = memoryview(bytearray(num_blocks * SIZE * _ROW.size))
+
+    def room(self, blocks: list[int]) -> tuple[list[memoryview], None]:
+        return [self[block] for block in blocks], None
+
+    def settle(self, blocks: list[int], staged: None) -> None:
+        """They are there already."""
+
+    def view(self, block: int) -> memoryview:
+        return self[block].toreadonly()
+
+    def read(self, block: int, num_rows: int) -> memoryview:
+        return memoryview(bytes(self[block][: num_rows * _ROW.size]).ljust(SIZE * _ROW.size, b"\0"))
+
+    def __getitem__(self, block: int) -> memoryview:
+        return self._data[block * SIZE * _ROW.size : (block + 1) * SIZE * _ROW.size]
+
+    def row(self, block: int, row: int) -> memoryview:
+        return self[block][row * _ROW.size : (row + 1) * _ROW.size]
+
+
 class Dummy:
     """A scheduler, and what the engine does around it. The token after n tokens is n."""
 
     def __init__(self, num_blocks: int = 100, *, budget: int = 100, max_batch: int = 8) -> None:
         self.pool = BlockPool(num_blocks, SIZE)
         self.scheduler = Scheduler(self.pool)
+        self.blocks = Blocks(num_blocks)
+        self.quay = Quay(self.pool, self.blocks)
         self.budget, self.max_batch = budget, max_batch
         self.alive: list[Sequence] = []
-        self._rows: dict[tuple[int, int], int] = {}
-        """By block and row: the hash of the tokens up to the one whose KV is there."""
 
     def add(self, *seqs: Sequence) -> None:
         for seq in seqs:
@@ -38,6 +72,14 @@ class Dummy:
     def remove(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
         self.alive.remove(seq)
+
+    def land(self, keys: list[bytes]) -> Landing:
+        """As the engine does it, checked."""
+        num_free, num_growing = self.pool.num_free, self.scheduler.num_growing()
+        cached = self.pool.num_free - self.pool.num_free_beside(keys[: self.pool.count_prefix(keys)])
+        landing = self.quay.land(keys, num_growing)
+        assert self.pool.num_free >= min(num_growing, num_free - cached)
+        return landing
 
     def step(self) -> Plan:
         """One step, checked; sequences that are done are removed after it."""
@@ -69,7 +111,7 @@ class Dummy:
             self._write(seq, range(seq.num_prompt // SIZE * SIZE, seq.num_prompt))
             seq.tail = None
         for position in range(seq.num_computed):
-            assert self._rows[self._row(seq, position)] == self._content(seq, position), f"{seq}: foreign KV"
+            assert self._row(seq, position) == self._content(seq, position), f"{seq}: foreign KV"
         self._write(seq, range(seq.num_computed, seq.num_computed + num))
         seq.num_computed += num
         self.scheduler.publish(seq, seq.num_computed - num)
@@ -78,12 +120,11 @@ class Dummy:
 
     def _write(self, seq: Sequence, positions: range) -> None:
         for position in positions:
-            row = self._row(seq, position)
-            assert self.pool.num_refs(row[0]) == 1, f"{seq} writes a shared block"
-            self._rows[row] = self._content(seq, position)
+            assert self.pool.num_refs(seq.blocks[position // SIZE]) == 1, f"{seq} writes a shared block"
+            self._row(seq, position)[:] = self._content(seq, position)
 
-    def _row(self, seq: Sequence, position: int) -> tuple[int, int]:
-        return seq.blocks[position // SIZE], position % SIZE
+    def _row(self, seq: Sequence, position: int) -> memoryview:
+        return self.blocks.row(seq.blocks[position // SIZE], position % SIZE)
 
-    def _content(self, seq: Sequence, position: int) -> int:
-        return hash(tuple(seq.token_ids[: position + 1]))
+    def _content(self, seq: Sequence, position: int) -> bytes:
+        return _ROW.pack(hash(tuple(seq.token_ids[: position + 1])))

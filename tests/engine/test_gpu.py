@@ -24,7 +24,7 @@ from engine.storage import LayerShape
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
 from tests.engine.helpers import handed_over, run, sequence
-from tests.engine.no_gpu import Queues, TapeRecorder, model_on, recording, varlen_attn
+from tests.engine.no_gpu import AtOnce, Queues, TapeRecorder, model_on, recording, varlen_attn
 
 CPU = torch.device("cpu")
 SAMPLED = Sampling(temperature=0.9, top_p=0.95)
@@ -344,6 +344,47 @@ def test_an_export_has_what_was_computed_before_it_and_waits_for_no_more() -> No
     assert third.tolist() == [5, 5]
     assert done == ["before", "after"]
     assert first.tolist() == [7, 7]  # no view of a buffer that is used again
+
+
+def test_a_step_reads_what_landed_before_it_and_none_under_way_does() -> None:
+    queues, staging, pool = _staging(2)
+    seen: list[list[int]] = []
+    staged = staging.room(3)
+    queues.compute(lambda: seen.append(pool[:, 0].tolist()))  # a step under way: the blocks may be its sequences'
+    staged.copy_(torch.tensor([[1, 1], [2, 2], [3, 3]]))
+    for block, row in zip((4, 0), staged, strict=False):
+        staging.upload(pool[block], row)
+    queues.compute(lambda: seen.append(pool[:, 1].tolist()))
+    queues.finish()
+    assert seen == [[0] * 6, [2, 0, 0, 0, 1, 0]]
+
+
+def test_kv_comes_and_goes_through_memory_of_the_host(
+    demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    first, second = Engine(demo, SMALL), Engine(demo, SMALL)
+    for engine in (first, second):
+        buffers = torch.zeros(2, demo.layout.block_elements, dtype=demo.dtype)
+        engine.storage._staging = Staging(AtOnce(), buffers)
+    done = _seqs(prompts)
+    run(first, done, remove=False)
+    assert [seq.output for seq in done] == expected
+    lent = first.lend(done[5], 0)
+    assert first.pool.num_refs(done[5].blocks[0]) == 1  # a copy holds nothing
+    before = bytes(lent.payload)
+    first.storage.data[done[5].blocks[0]].fill_(3)
+    assert bytes(lent.payload) == before
+    assert lent.payload.readonly
+    assert lent.is_valid()
+    first.storage.write(done[5].blocks[0], before)
+    landing = second.land([b"else"])
+    landing.views[0][:] = bytes(b"\1" * second.block_bytes)
+    assert not second.storage.data.any()  # not before it is closed
+    second.close_landing(landing, 1)
+    assert second.storage.data.any()
+    copies = [handed_over(first, second, seq) for seq in done]
+    assert run(second, copies) == expected
+    assert all(copy.num_cached == copy.num_prompt for copy in copies)
 
 
 # On a GPU

@@ -1,32 +1,60 @@
 """Whatever comes, in whatever order: all of it ends, and every block is whose it should be."""
 
+from dataclasses import dataclass
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.landing import Landing, Lent
 from engine.sequence import State
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import keys_of, sequence
-from tests.engine.schedules import SIZE, Dummy
+from tests.engine.schedules import SIZE, Dummy, kv_of
 
 TENANTS = ("", "a", "b")
 
 
+@dataclass
+class Fetched:
+    """A landing, and who writes to it."""
+
+    landing: Landing
+    tokens: list[int]
+    num_filled: int = 0
+
+
+@dataclass
+class Read:
+    """A lent block, and what it has to say until it is given back."""
+
+    lent: Lent
+    content: bytes
+
+
+def _text(length: int, common: int, salt: int, num_said: int) -> tuple[list[int], list[int]]:
+    """A prompt that often begins as others do, and what is said to it."""
+    return [i if i < common else salt + i for i in range(length)], list(range(length, length + num_said))
+
+
 class Scheduling(RuleBasedStateMachine):
-    """Sequences come, run, are cancelled; prompts often share their beginning."""
+    """Sequences come, run, are cancelled; prompts often share their beginning; KV comes from below and goes there."""
 
     @initialize(num_blocks=st.integers(7, 24), budget=st.integers(1, 24), max_batch=st.integers(1, 6))
     def begin(self, num_blocks: int, budget: int, max_batch: int) -> None:
         self.dummy = Dummy(num_blocks, budget=budget, max_batch=max_batch)
         self.num_blocks = num_blocks
+        self.landings: list[Fetched] = []
+        self.lent: list[Read] = []
 
     @rule(
         length=st.integers(1, 18),
         common=st.integers(0, 18),
         salt=st.integers(100, 102),
         max_new=st.integers(1, 10),
-        num_given=st.integers(0, 4),
-        imported=st.sets(st.integers(0, 3)),
+        num_given=st.integers(0, 8),
+        has_tail=st.booleans(),
+        names_given=st.booleans(),
         klass=st.sampled_from(CLASSES),
         tenant=st.sampled_from(TENANTS),
     )
@@ -37,14 +65,15 @@ class Scheduling(RuleBasedStateMachine):
         salt: int,
         max_new: int,
         num_given: int,
-        imported: set[int],
+        has_tail: bool,
+        names_given: bool,
         klass: PriorityClass,
         tenant: str,
     ) -> None:
-        prompt = [i if i < common else salt + i for i in range(length)]
-        given = range(length, length + min(num_given, max_new - 1))
-        seq = sequence(prompt, max_new, given=given, prefix_keys=keys_of(prompt, SIZE), klass=klass, tenant=tenant)
-        seq.imported = [(index, b"") for index in sorted(imported) if index * SIZE < length]
+        prompt, given = _text(length, common, salt, min(num_given, max_new - 1))
+        keys = keys_of(prompt + given if names_given else prompt, SIZE)
+        seq = sequence(prompt, max_new, given=given, prefix_keys=keys, klass=klass, tenant=tenant)
+        seq.tail = b"" if has_tail and length % SIZE else None
         self.dummy.add(seq)
 
     @rule(num_steps=st.integers(1, 8))
@@ -61,17 +90,83 @@ class Scheduling(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         self.dummy.remove(data.draw(st.sampled_from(self.dummy.alive)))
 
+    @precondition(lambda self: self.dummy.alive)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def name(self, data: st.DataObject, count: int) -> None:
+        seq = data.draw(st.sampled_from(self.dummy.alive))
+        further = keys_of(seq.token_ids, SIZE)[len(seq.prefix_keys) :][:count]
+        self.dummy.scheduler.name_blocks(seq, further)
+
+    # In
+
+    @rule(length=st.integers(1, 18), common=st.integers(0, 18), salt=st.integers(100, 102), num_said=st.integers(0, 10))
+    def land(self, length: int, common: int, salt: int, num_said: int) -> None:
+        prompt, said = _text(length, common, salt, num_said)
+        landing = self.dummy.land(keys_of(prompt + said, SIZE))
+        self.landings.append(Fetched(landing, prompt + said))
+
+    @precondition(lambda self: self.landings)
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        fetched = data.draw(st.sampled_from(self.landings))
+        views = fetched.landing.views
+        if fetched.num_filled < len(views):
+            assert fetched.landing.is_valid()
+            views[fetched.num_filled][:] = kv_of(fetched.tokens, fetched.landing.held + fetched.num_filled)
+            fetched.num_filled += 1
+
+    @precondition(lambda self: self.landings)
+    @rule(data=st.data(), wasted=st.integers(0, 1))
+    def close_landing(self, data: st.DataObject, wasted: int) -> None:
+        fetched = data.draw(st.sampled_from(self.landings))
+        self.landings.remove(fetched)
+        count = max(0, fetched.num_filled - wasted)
+        keys = fetched.landing.keys[: fetched.landing.held + count]
+        for _ in range(2):
+            self.dummy.quay.close_landing(fetched.landing, count)
+        assert self.dummy.pool.count_prefix(keys) == len(keys)
+        assert not fetched.landing.is_valid()
+
+    # Out
+
+    @precondition(lambda self: any(seq.num_computed for seq in self.dummy.alive))
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from([seq for seq in self.dummy.alive if seq.num_computed]))
+        index = data.draw(st.integers(0, (seq.num_computed - 1) // SIZE))
+        lent = self.dummy.quay.lend(seq.blocks[index], min(SIZE, seq.num_computed - index * SIZE))
+        self.lent.append(Read(lent, kv_of(seq.token_ids[: seq.num_computed], index)))
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        read = data.draw(st.sampled_from(self.lent))
+        self.lent.remove(read)
+        for _ in range(2):
+            self.dummy.quay.give_back(read.lent)
+
     @invariant()
     def nothing_is_lost(self) -> None:
-        scheduler, alive = self.dummy.scheduler, self.dummy.alive
-        scheduler.check_integrity()
+        scheduler, alive, visitors = self.dummy.scheduler, self.dummy.alive, self.dummy.quay.held()
+        scheduler.check_integrity(visitors)
         assert scheduler.num_waiting == sum(seq.state is State.WAITING for seq in alive)
         assert scheduler.num_running == sum(seq.state is State.RUNNING for seq in alive)
-        assert self.num_blocks - self.dummy.pool.num_free == len({block for seq in alive for block in seq.blocks})
+        held = {block for seq in alive for block in seq.blocks} | visitors.keys()
+        assert self.num_blocks - self.dummy.pool.num_free == len(held)
+
+    @invariant()
+    def what_is_lent_stays(self) -> None:
+        for read in self.lent:
+            assert bytes(read.lent.payload) == read.content
+            assert read.lent.is_valid()
 
     def teardown(self) -> None:
         if not hasattr(self, "dummy"):
             return
+        for fetched in self.landings:
+            self.dummy.quay.close_landing(fetched.landing, fetched.num_filled)
+        for read in self.lent:
+            self.dummy.quay.give_back(read.lent)
         rest = list(self.dummy.alive)
         self.dummy.run()
         for seq in rest:
@@ -81,4 +176,4 @@ class Scheduling(RuleBasedStateMachine):
 
 
 TestScheduling = Scheduling.TestCase
-TestScheduling.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestScheduling.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -63,11 +63,10 @@ class DiskPlace:
         return DiskTier.open(form, self._directory, budget_bytes)
 
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
-        """See `Place.damage`. The file is the one that holds these bytes; it is changed where it is."""
-        stored = tier.stored(key)
-        assert stored
-        (path,) = [path for path in self._directory.rglob("*") if path.is_file() and path.read_bytes() == stored]
-        path.write_bytes(change(stored))
+        """See `Place.damage`. The file is changed where it is."""
+        path = self._directory / key.hex()[:2] / f"{key.hex()}.kv"
+        assert path.read_bytes() == tier.stored(key)
+        path.write_bytes(change(path.read_bytes()))
 
 
 class RedisPlace:

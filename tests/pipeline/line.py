@@ -13,7 +13,7 @@ from penstock.bus.contract import Member, Outgoing
 from penstock.messages import Request, Result, decode
 from penstock.names import Pipeline, Stage
 from penstock.record import Record
-from penstock.settings import Addresses, BusSettings, KVSettings, RecordSettings
+from penstock.settings import Addresses, BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.worker import run_until_idle
 from prefill_worker.worker import PrefillWorker
 from tests.pipeline.workload import SETTINGS, demo_model
@@ -23,9 +23,14 @@ class Line:
     """The pipeline's arrows, one call each."""
 
     def __init__(
-        self, addresses: Addresses, record: RecordSettings | None = None, kv: KVSettings | None = None
+        self,
+        addresses: Addresses,
+        record: RecordSettings | None = None,
+        kv: KVSettings | None = None,
+        engine: EngineSettings = SETTINGS,
     ) -> None:
         self.addresses = addresses
+        self.engine_settings = engine
         self.kv_settings = kv or KVSettings(shared_mb=0, redis_mb=64)
         self.pipeline = Pipeline(addresses.pipeline)
         self.bus = connect(addresses, BusSettings())
@@ -37,9 +42,11 @@ class Line:
         self.publisher = self.bus.publisher()
 
     def _parts(self, stage: Stage) -> tuple[Pipeline, str, Engine, KVStore, Record, Member]:
-        engine = Engine(demo_model(), SETTINGS)
+        engine = Engine(demo_model(), self.engine_settings)
         layout = Layout.of(engine.model.fingerprint, engine.model.layout)
-        store = KVStore.open(layout, self.kv_settings, self.addresses.stream_url, self.pipeline.name)
+        store = KVStore.open(
+            layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
+        )
         record = Record(self.client, self.pipeline, self.record_settings)
         member = self.bus.member(stage, f"{stage}-0")
         return self.pipeline, f"{stage}-0", engine, store, record, member

@@ -1,24 +1,52 @@
 """A damaged KV block is a miss, and the answer is right; without the checksum it would not be."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from kvstore import block
 from kvstore.block import HEADER_BYTES
+from kvstore.tiers import shared
+from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Sampling
-from penstock.names import Pipeline, kv_key
-from penstock.settings import Addresses
+from penstock.names import Pipeline
+from penstock.settings import Addresses, KVSettings
+from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
+from tests.pipeline.faults import Vandal, num_reads, serve_damaged, tight_settings
 from tests.pipeline.line import Line
-from tests.pipeline.workload import alone, requests
+from tests.pipeline.workload import SETTINGS, alone, requests
 
 WORK = 6
+READS = 1500
+SMALL_POOL = SETTINGS.model_copy(update={"pool_mb": 8})
+TIERS = ["shared", "disk", "redis"]
 
 
 @pytest.fixture
-def line(redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
-    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as made:
+def kv_server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    """A server for blocks alone."""
+    with ValkeyServer(tmp_path / "valkey", appendonly=False) as server:
+        yield server
+
+
+@pytest.fixture
+def line(
+    request: pytest.FixtureRequest, redis_url: str, kv_server: ValkeyServer, pipeline: Pipeline, tmp_path: Path
+) -> Iterator[Line]:
+    """A pipeline whose workers hand over through one tier."""
+    sizes = dict.fromkeys((f"{name}_mb" for name in TIERS), 0) | {f"{request.param}_mb": 64}
+    kv = KVSettings(shared_dir=str(tmp_path), disk_dir=str(tmp_path / "disk"), **sizes)  # type: ignore[arg-type]
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kv_url=kv_server.url)
+    with Line(addresses, kv=kv) as made:
         yield made
+
+
+def place_of(line: Line, directory: Path) -> Place:
+    kinds = {"shared": SharedPlace, "disk": DiskPlace}
+    (tier,) = line.decode.store.tiers
+    if tier.name == "redis":
+        return RedisPlace(line.addresses.kv_url)
+    return kinds[tier.name](directory if tier.name == "shared" else directory / "disk")
 
 
 def work_of(line: Line) -> list[Request]:
@@ -28,38 +56,70 @@ def work_of(line: Line) -> list[Request]:
     ]
 
 
-def damage(line: Line, request: Request) -> None:
-    """Flip one bit of one byte of the prompt's first stored block: the exponent of a number in it."""
-    keys = line.prefill.store.keys(request.tenant, list(request.token_ids or ()))
-    name = kv_key(keys[0])
-    stored = bytearray(line.client.get(name))  # type: ignore[arg-type]
+def flip(stored: bytes) -> bytes:
+    """Flip one bit: in the exponent of a number."""
     place = HEADER_BYTES + 4 * 1000 + 3
-    stored[place] ^= 0x40
-    line.client.set(name, bytes(stored))
+    return stored[:place] + bytes([stored[place] ^ 0x40]) + stored[place + 1 :]
 
 
-def run_damaged(line: Line) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+def run_damaged(line: Line, place: Place) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """Tokens got and expected, with a byte flipped in a block of each request between prefill and decode."""
     work = work_of(line)
     line.send(*work)
     line.run_prefill(len(work))
     for request in work:
-        damage(line, request)
+        chain = line.prefill.store.chain(request.tenant)
+        place.damage(line.decode.store.tiers[0], chain.extend(request.token_ids or [])[0].key, flip)
     results = line.run_until(len(work))
     expected = {request_id: answer.token_ids for request_id, answer in alone(work).items()}
     return {result.id: result.token_ids for result in results}, expected
 
 
-def test_a_flipped_byte_changes_no_token(line: Line) -> None:
-    got, expected = run_damaged(line)
+@pytest.mark.parametrize("line", TIERS, indirect=True)
+def test_a_flipped_byte_changes_no_token(line: Line, tmp_path: Path) -> None:
+    place = place_of(line, tmp_path)
+    got, expected = run_damaged(line, place)
     assert got == expected
-    assert line.decode.store.tiers[-1].counters.damaged == len(expected)
+    assert line.decode.store.tiers[0].counters.damaged == len(expected)
+    assert line.decode.store.stats.recomputed_jobs == len(expected)
 
 
-def test_without_the_checksum_it_would(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line", ["shared"], indirect=True)
+def test_without_the_checksum_it_would(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the equality test can fail."""
-    monkeypatch.setattr(block, "checksum", lambda header, payload: 0)
-    got, expected = run_damaged(line)
+
+    def copied(into: memoryview, source: memoryview) -> int:
+        into[:] = source
+        return 0
+
+    monkeypatch.setattr(shared, "copy_hashed", copied)
+    got, expected = run_damaged(line, place_of(line, tmp_path))
     assert got.keys() == expected.keys()
     assert got != expected
-    assert line.decode.store.tiers[-1].counters.damaged == 0
+    assert line.decode.store.tiers[0].counters.damaged == 0
+
+
+def test_damage_everywhere_all_the_time_changes_no_token(
+    redis_url: str, kv_server: ValkeyServer, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    """Flipped, cut and swapped blocks in all tiers while the pipeline serves, and a KV server that is restarted empty.
+
+    The pool is small, so that nearly all is read from the tiers.
+    """
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kv_url=kv_server.url)
+    with (
+        Line(addresses, kv=tight_settings(tmp_path), engine=SMALL_POOL) as line,
+        Vandal(line.decode.store, tmp_path / "disk", kv_server.url, seed=1) as vandal,
+    ):
+
+        def restart(number: int) -> None:
+            if number % 2 == 1:
+                kv_server.kill()
+                kv_server.start()
+
+        answers, wrong = serve_damaged(line, lambda: num_reads(line) >= READS, restart)
+        counters = [tier.counters for store in (line.prefill.store, line.decode.store) for tier in store.tiers]
+        assert wrong == 0, f"{wrong} of {answers} answers; {dict(vandal.strikes)}"
+        assert sum(one.damaged for one in counters) > 0
+        assert {strike.split()[0] for strike in vandal.strikes} == set(TIERS)
+        assert all(tier.usage().leased == 0 for tier in line.decode.store.tiers)

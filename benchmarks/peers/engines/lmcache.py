@@ -39,7 +39,9 @@ class LMCache:
             "chunk_size": shape[2], "local_cpu": False, "max_local_cpu_size": room_gb, "remote_url": url,
             "remote_serde": "naive", "save_unfull_chunk": False, "extra_config": {"save_chunk_meta": False},
         })  # fmt: skip
-        metadata = parts["metadata"].LMCacheMetadata("benchmark", 1, 1, 0, 0, torch.bfloat16, shape, chunk_size=shape[2])
+        metadata = parts["metadata"].LMCacheMetadata(
+            "benchmark", 1, 1, 0, 0, torch.bfloat16, shape, chunk_size=shape[2]
+        )
         self._local = parts["local"].LocalCPUBackend(config=settings, metadata=metadata, dst_device="cpu")
         self._remote = parts["remote"].RemoteBackend(settings, metadata, self._loop, self._local, dst_device="cpu")
         assert self._remote.connection is not None, f"LMCache cannot reach {url}"

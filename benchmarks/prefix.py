@@ -1,0 +1,89 @@
+"""What the KV store saves: time to first token with a shared prefix, and how many tokens of many requests it finds.
+
+python -m benchmarks.prefix [--quick] [--json FILE]
+
+**Time to first token.** The 0.6B shape in bf16 with random weights, two threads, one prefill worker with shared memory,
+disk and a real Valkey. Each request is a prefix of 2,000 tokens and a short end of its own, and takes the whole way: it
+is submitted, taken from the bus, fetched, computed; its first token is in the log when the clock stops. In each round a
+new prefix is asked for once cold, then with its blocks in the pool, and then in one tier only: those above have lost
+them. The order of the tiers turns from round to round. Speedups are formed within a round. Whether to fetch or to
+compute is the store's own decision, by the speeds it has measured; the table says what it was.
+
+**Hit rate.** Two prefill and two decode workers as processes on the demo model; tenants that share a set of prefixes,
+drawn by zipf, each request with an end of its own. Tokens that were found, against what an infinite cache with the same
+block size would have found: every full block of a prompt but the one with its last token that any request of the tenant
+had which prefill took earlier, also one that was still being computed (`hit_rate_gap_points`), or only one whose first
+token was out by then (`hit_rate_gap_points_known`). No request may find anything before its tenant had asked for it.
+"""
+
+import statistics
+
+from matplotlib.figure import Figure
+
+from benchmarks.common import Arguments, arguments, machine, report, save, spread
+from benchmarks.prefix_first import TIERS, First, measure_first
+from benchmarks.prefix_hits import Hits, measure_hits
+
+COLD = "cold"
+
+
+def speedups(rounds: list[dict[str, First]]) -> dict[str, float]:
+    """Cold to hit, within a round; the median of the rounds, and the smallest."""
+    figures = {}
+    for tier in TIERS:
+        ratios = [one[COLD].seconds / one[tier].seconds for one in rounds]
+        figures[f"ttft_speedup_{tier}"] = statistics.median(ratios)
+        figures[f"ttft_speedup_{tier}_min"] = min(ratios)
+    return figures
+
+
+def table(rounds: list[dict[str, First]]) -> None:
+    """Print what was measured, and what the store decided."""
+    for side in rounds[0]:
+        firsts = [one[side] for one in rounds]
+        seconds = [first.seconds * 1000 for first in firsts]
+        cached, asked = firsts[-1].cached_tokens, firsts[-1].prompt_tokens
+        print(f"{side:6} first token {spread(seconds):28} ms   {cached} of {asked} tokens found; {firsts[-1].decided}")
+
+
+def draw(rounds: list[dict[str, First]], hits: Hits) -> None:
+    """First tokens by where the prefix was; the hit rate as the requests came."""
+    figure = Figure(figsize=(10, 3.8))
+    left, right = figure.subplots(1, 2)
+    sides = list(rounds[0])
+    left.boxplot([[one[side].seconds * 1000 for one in rounds] for side in sides], tick_labels=sides)
+    left.set(yscale="log", ylabel="ms", title="first token, shared prefix of 2,000 tokens")
+    for name, values in hits.over_time().items():
+        right.plot(values, label=name)
+    right.set(title="share of prompt tokens found", xlabel="requests", ylim=(0, 1))
+    right.legend()
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    save(figure, "prefix")
+
+
+def run(given: Arguments) -> dict[str, float]:
+    """Measure, print, draw; returns the figures."""
+    rounds = measure_first(3 if given.quick else 8)
+    print(f"{machine()}; 0.6B shape, bf16")
+    table(rounds)
+    hits = measure_hits(400 if given.quick else 2000)
+    print(f"found {hits.rate:.4f}; an infinite cache finds {hits.infinite:.4f}, in what was computed {hits.known:.4f}")
+    if not given.quick:
+        draw(rounds, hits)
+    return speedups(rounds) | {
+        "hit_rate": hits.rate,
+        "hit_rate_infinite": hits.infinite,
+        "hit_rate_gap_points": 100 * (hits.infinite - hits.rate),
+        "hit_rate_gap_points_known": 100 * (hits.known - hits.rate),
+        "cross_tenant_hits": hits.foreign,
+    }
+
+
+def main() -> None:
+    given = arguments(__doc__ or "")
+    report(run(given), given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Time to first token through a prefill worker, with the prefix in one tier or another: `benchmarks.prefix`."""
+
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+from rich.progress import track
+
+from benchmarks.peers.setup import DIRECTORY
+from benchmarks.peers.shapes import SHAPES
+from benchmarks.peers.write import model_directory
+from engine.engine import Engine
+from kvstore.store import KVStore, Layout
+from penstock.bus.connect import connect
+from penstock.client import Client
+from penstock.local.valkey import ValkeyServer
+from penstock.messages import Job, decode
+from penstock.names import Pipeline
+from penstock.record import Record
+from penstock.settings import Addresses, BusSettings, EngineSettings, KVSettings, RecordSettings
+from prefill_worker.worker import PrefillWorker
+
+PREFIX, OWN = 2000, 24
+"""Tokens that requests share, and tokens of their own."""
+TIERS = ("pool", "shm", "disk", "redis")
+_SHORT = {"shared": "shm"}
+_SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class First:
+    """One request's first token."""
+
+    seconds: float
+    """From before its submission until it was in the log."""
+    prompt_tokens: int
+    cached_tokens: int
+    decided: str
+    """What the store fetched, and what it thought."""
+
+
+class Prefilling:
+    """A prefill worker in this process, and what can be asked of it."""
+
+    def __init__(self, addresses: Addresses, settings: EngineSettings, kv: KVSettings) -> None:
+        self._pipeline = Pipeline(addresses.pipeline)
+        self._bus = connect(addresses, BusSettings())
+        self._bus.create_topics()
+        self.engine = Engine.open(settings)
+        layout = Layout.of(self.engine.model.fingerprint, self.engine.model.layout)
+        self.store = KVStore.open(layout, kv, addresses.stream_url, addresses.pipeline)
+        self.store.measure_against(self.engine.rates)
+        self._redis = redis.Redis.from_url(addresses.stream_url)
+        record = Record(self._redis, self._pipeline, RecordSettings())
+        member = self._bus.member("prefill", "prefill-0")
+        self._worker = PrefillWorker(self._pipeline, "prefill-0", self.engine, self.store, record, member)
+        self._client = Client(addresses)
+
+    def first(self, token_ids: list[int]) -> First:
+        """Submit a prompt, and turn the worker until the request is handed off."""
+        skipped = self.store.stats.not_worth
+        read = {tier.name: tier.counters.hits for tier in self.store.tiers}
+        begun_s = time.time()
+        request_id = self._client.submit(token_ids=token_ids, max_tokens=2, temperature=0.0, ignore_eos=True)
+        job = self._handed_off(request_id)
+        fetched = {tier.name: tier.counters.hits - read[tier.name] for tier in self.store.tiers}
+        parts = [f"{count} blocks from {_SHORT.get(name, name)}" for name, count in fetched.items() if count]
+        parts += [f"{count} not worth fetching" for count in (self.store.stats.not_worth - skipped,) if count]
+        taken_s = job.timings.first_token - begun_s
+        return First(taken_s, len(token_ids), job.cached_tokens, ", ".join(parts) or "nothing fetched")
+
+    def _handed_off(self, request_id: str) -> Job:
+        """Turn the worker until the request's job is out and all its blocks are written."""
+        worker, end_s = self._worker, time.monotonic() + _TIMEOUT_S
+        begun = False
+        while not begun or worker.running or not worker.is_settled():
+            worker.turn()
+            begun = begun or request_id in worker.running
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"{request_id} was not handed off")
+        jobs = (decode(Job, message.value) for message in self._bus.read_all(self._pipeline.jobs("interactive")))
+        return next(job for job in jobs if job.id == request_id)
+
+    def leave_only(self, tier: str, token_ids: list[int]) -> None:
+        """Take the prefix from the tiers above this one. Raises `RuntimeError` where it is not in this one."""
+        names = self.store.chain("default").extend(token_ids)
+        keys = [name.key for name in names]
+        if tier != "pool":
+            pool = self.engine.pool
+            pool.release(pool.allocate(pool.num_free))  # what was cached is not kept
+        for one in self.store.tiers:
+            if _SHORT.get(one.name, one.name) == tier and not all(one.has(keys)):
+                raise RuntimeError(f"not all of the prefix is in {tier}")
+        for above in self.store.tiers[: max(0, TIERS.index(tier) - 1)]:
+            above.remove(keys)
+
+    def forget(self, token_ids: list[int]) -> None:
+        """Take a prefix from everywhere below the pool."""
+        keys = [name.key for name in self.store.chain("default").extend(token_ids)]
+        for tier in self.store.tiers:
+            tier.remove(keys)
+
+    def thoughts(self) -> str:
+        """What the store believes to know about its tiers and the engine."""
+        compute_s = self.store.layout.block_size / (self.engine.rates() or float("inf"))
+        speeds = {tier.name: self.store.cost.speed(tier.name).block_s or 0.0 for tier in self.store.tiers}
+        told = ", ".join(f"{_SHORT.get(name, name)} {block_s * 1000:.2f}" for name, block_s in speeds.items())
+        return f"ms a block: {told}; computed {compute_s * 1000:.1f}"
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._worker.close()
+        self._client.close()
+        self._redis.close()
+
+
+@contextlib.contextmanager
+def prefilling(shape: str) -> Iterator[Prefilling]:
+    """A worker on tiers of its own, warm."""
+    model = str(model_directory(SHAPES[shape], DIRECTORY / "models"))
+    settings = EngineSettings(model=model, dtype="bfloat16", device="cpu", threads=2, pool_mb=1024, max_step_tokens=512)
+    with contextlib.ExitStack() as exits:
+        memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-prefix-", dir=_SHM))
+        directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-prefix-")))
+        server = exits.enter_context(ValkeyServer(directory / "valkey", appendonly=False))
+        addresses = Addresses(pipeline="benchmark", stream_url=server.url)
+        kv = KVSettings(shared_mb=1024, shared_dir=memory, disk_mb=1024, disk_dir=str(directory / "blocks"),
+                        redis_mb=1024)  # fmt: skip
+        worker = Prefilling(addresses, settings, kv)
+        exits.callback(worker.close)
+        yield worker
+
+
+def measure_first(rounds: int, shape: str = "q06") -> list[dict[str, First]]:
+    """Cold, then a hit in each tier, in every round; the first round warms up and is not told."""
+    measured = []
+    with prefilling(shape) as worker:
+        vocabulary = SHAPES[shape].vocabulary
+
+        def tokens(name: str, count: int) -> list[int]:
+            chance = random.Random(name)
+            return [chance.randrange(300, vocabulary) for _ in range(count)]
+
+        for number in track(range(rounds + 1), "first tokens", transient=True):
+            prefix = tokens(f"prefix {number}", PREFIX)
+            found = {"cold": worker.first(prefix + tokens(f"{number} cold", OWN))}
+            for tier in (*TIERS[number % len(TIERS) :], *TIERS[: number % len(TIERS)]):
+                worker.leave_only(tier, prefix)
+                found[tier] = worker.first(prefix + tokens(f"{number} {tier}", OWN))
+            worker.forget(prefix)
+            if number:
+                measured.append({side: found[side] for side in ("cold", *TIERS)})
+        print(worker.thoughts())
+    return measured

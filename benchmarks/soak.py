@@ -1,0 +1,198 @@
+"""Ten minutes at full budgets: memory stays flat, answers stay right, and nothing is left behind.
+
+python -m benchmarks.soak [--quick] [--json FILE]
+
+One prefill and one decode worker as processes on the demo model in float32, with shared memory, disk and a Valkey of
+its own for blocks, each with a budget that is full after seconds, so that all of them evict all the time. A few
+requests are under way at any time. Most are new; the others come again and again, from several tenants, greedy and
+sampled, some as the next turn of an earlier answer, and what they are answered is compared with the undivided model.
+Every second the resident memory of each process and the usage of each tier are noted.
+
+When all is answered, the workers have ended and a checker goes through every tier: its own books, leases, slots that
+somebody was writing to, files that are no blocks. `soak_rss_growth_mb` is the mean of the last quarter less that of the
+second one, of the worker that grew most; the first quarter is left out as a warm-up.
+"""
+
+import contextlib
+import itertools
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from benchmarks.common import Arguments, arguments, machine, report, save
+from benchmarks.soak_load import Load
+from kvstore.tools import Place, open_places
+from penstock.client import Client
+from penstock.local.stack import Stack
+from penstock.local.valkey import ValkeyServer
+from penstock.settings import KVSettings
+
+BUDGET_MB = 24
+SAMPLE_S = 1.0
+_SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
+_MB = 2**20
+
+
+class Watch:
+    """Notes resident memory and the tiers' usage, until it is closed."""
+
+    def __init__(self, stack: Stack, server: ValkeyServer, places: list[Place]) -> None:
+        self.memory: dict[str, list[float]] = {}
+        """MB of each process, sample by sample."""
+        self.usage: dict[str, list[float]] = {}
+        """Share of each tier's budget."""
+        self._pids = {worker.name: worker.child.pid for worker in stack.workers if worker.child is not None}
+        self._pids["Valkey, blocks"] = server.pid or 0
+        self._places, self._over = places, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._over.set()
+        self._thread.join()
+
+    def growth_mb(self) -> float:
+        """See above; of the workers alone."""
+        grown = []
+        for name, values in self.memory.items():
+            quarter = len(values) // 4
+            if not name.startswith("Valkey"):
+                grown.append(statistics.mean(values[3 * quarter :]) - statistics.mean(values[quarter : 2 * quarter]))
+        return max(grown)
+
+    def _run(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            rss = resident_mb(list(self._pids.values()))
+            for name, pid in self._pids.items():
+                if pid in rss:
+                    self.memory.setdefault(name, []).append(rss[pid])
+            for place in self._places:
+                usage = place.tier.usage()
+                self.usage.setdefault(place.name, []).append(usage.bytes / max(1, usage.budget))
+
+
+def resident_mb(pids: list[int]) -> dict[int, float]:
+    """Resident memory of each process that lives."""
+    command = ["ps", "-o", "pid=,rss=", "-p", ",".join(map(str, pids))]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    return {int(pid): int(kib) / 1024 for pid, kib in (line.split() for line in lines)}
+
+
+def leaks(places: list[Place], disk: Path) -> list[str]:
+    """What is left behind, in words, with no process at work."""
+    found = []
+    for place in places:
+        check = getattr(place.tier, "check_integrity", None)
+        found += [f"{place.name}: {line}" for line in (check() or () if check else ("has no checker",))]
+        usage = place.usage()
+        if usage.leased:
+            found.append(f"{place.name}: {usage.leased} blocks are leased")
+        if usage.bytes > usage.budget:
+            found.append(f"{place.name}: {usage.bytes} bytes are more than the budget of {usage.budget}")
+    temporary = [file.name for file in disk.rglob("*") if file.is_file() and "tmp" in file.name.lower()]
+    return found + [f"disk: {name} was never finished" for name in temporary]
+
+
+@contextlib.contextmanager
+def system() -> Iterator[tuple[Stack, ValkeyServer, list[Place], Path]]:
+    """The stack, ready, its KV server, and its tiers as one sees them from outside."""
+    with contextlib.ExitStack() as exits:
+        memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-", dir=_SHM))
+        directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-")))
+        server = exits.enter_context(ValkeyServer(directory / "kv", appendonly=False))
+        disk = directory / "blocks"
+        environment = {
+            "PENSTOCK_ENGINE_DTYPE": "float32",
+            "PENSTOCK_ENGINE_DEVICE": "cpu",
+            "PENSTOCK_ENGINE_POOL_MB": "48",
+            "PENSTOCK_RECORD_KEEP_S": "30",
+            "PENSTOCK_KV_URL": server.url,
+            "PENSTOCK_KV_STORE_SHARED_MB": str(BUDGET_MB),
+            "PENSTOCK_KV_STORE_SHARED_DIR": memory,
+            "PENSTOCK_KV_STORE_DISK_MB": str(BUDGET_MB),
+            "PENSTOCK_KV_STORE_DISK_DIR": str(disk),
+            "PENSTOCK_KV_STORE_REDIS_MB": str(BUDGET_MB),
+        }
+        stack = exits.enter_context(Stack(directory / "stack", pipeline="soak", environment=environment))
+        stack.wait_ready(300)
+        settings = KVSettings(shared_dir=memory, disk_mb=BUDGET_MB, disk_dir=str(disk), redis_mb=BUDGET_MB)
+        places = open_places(settings, [server.url], exits, None, print)
+        if len(places) != 3:
+            raise RuntimeError(f"three tiers should be there: {[place.name for place in places]}")
+        yield stack, server, places, disk
+
+
+def soak(stack: Stack, load: Load, minutes: float) -> None:
+    """Keep requests under way for so long, then wait for the last."""
+    until = time.monotonic() + 60 * minutes
+    with Client(stack.addresses) as client, Progress(transient=True) as progress:
+        task = progress.add_task("soak", total=60 * minutes)
+        while (left_s := until - time.monotonic()) > 0:
+            load.keep_up(client)
+            progress.update(task, completed=60 * minutes - left_s, description=f"soak, {load.answered} answered")
+        load.finish(client)
+
+
+def run(given: Arguments) -> dict[str, float]:
+    """Run, check, draw; returns the figures."""
+    minutes = 1.0 if given.quick else 10.0
+    load = Load()
+    with system() as (stack, server, places, disk):
+        watch = Watch(stack, server, places)
+        try:
+            soak(stack, load, minutes)
+        finally:
+            watch.close()
+        names = {worker.name for worker in stack.workers}
+        stack.stop_workers()
+        left = leaks(places, disk)
+    for line in [*load.wrong, *left]:
+        print(line)
+    print(f"\n{machine()}; {load.answered} requests, {load.compared} compared; {', '.join(sorted(names))}")
+    for name, shares in watch.usage.items():
+        print(f"{name:16} at most {max(shares):.0%} of its budget, {statistics.median(shares):.0%} in the median")
+    if not given.quick:
+        draw(watch)
+    return {
+        "soak_minutes": minutes,
+        "soak_requests": load.answered,
+        "soak_compared": load.compared,
+        "soak_wrong": len(load.wrong),
+        "soak_stuck": load.stuck,
+        "soak_rss_growth_mb": watch.growth_mb(),
+        "soak_most_of_budget": max(itertools.chain.from_iterable(watch.usage.values())),
+        "soak_leaked": len(left),
+    }
+
+
+def draw(watch: Watch) -> None:
+    """Memory and usage over time."""
+    figure = Figure(figsize=(10, 3.8))
+    left, right = figure.subplots(1, 2)
+    for axis, lines, title in (
+        (left, watch.memory, "resident memory, MB"),
+        (right, watch.usage, "used, of the budget"),
+    ):
+        for name, values in lines.items():
+            axis.plot([at * SAMPLE_S / 60 for at in range(len(values))], values, label=name)
+        axis.set(title=title, xlabel="minutes", ylim=(0, None))
+        axis.grid(alpha=0.3)
+        axis.legend()
+    save(figure, "soak")
+
+
+def main() -> None:
+    given = arguments(__doc__ or "")
+    report(run(given), given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""What an engine can never run, whatever comes and goes."""
+
+from engine.model import LoadedModel
+from engine.sequence import Sequence
+from penstock.errors import InternalError, InvalidRequest, PromptTooLong
+
+
+def check_sequence(seq: Sequence, model: LoadedModel, num_blocks: int) -> None:
+    """Raise `PromptTooLong` for what fits neither context nor pool (`num_blocks` blocks), `InvalidRequest` for unknown
+    token ids, `InternalError` for a tail that is none.
+    """
+    length, layout = seq.num_prompt + seq.max_new, model.layout
+    if length > model.context_length:
+        raise PromptTooLong(
+            f"{seq.num_prompt:,} prompt tokens and up to {seq.max_new:,} new ones are {length:,}; "
+            f"the model's context has {model.context_length:,}"
+        )
+    needed = seq.blocks_needed(layout.block_size)
+    if needed > num_blocks:
+        raise PromptTooLong(f"{length:,} tokens need {needed:,} KV blocks; the pool has {num_blocks:,}")
+    if min(seq.token_ids) < 0 or max(seq.token_ids) >= model.vocab_size:
+        raise InvalidRequest(f"token ids must be between 0 and {model.vocab_size - 1}")
+    if max(seq.sampling.logit_bias, default=0) >= model.vocab_size:
+        raise InvalidRequest(f"logit_bias: the vocabulary has {model.vocab_size:,} tokens")
+    if seq.tail is not None and memoryview(seq.tail).nbytes != layout.block_bytes:
+        raise InternalError(f"{seq.id}: its tail has not {layout.block_bytes} bytes")
+    if seq.tail is not None and seq.num_prompt % layout.block_size == 0:
+        raise InternalError(f"{seq.id}: it has a tail, and its prompt ends with a full block")

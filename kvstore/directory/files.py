@@ -1,0 +1,121 @@
+"""The files of blocks: written elsewhere and renamed, read whole and checked.
+
+Files are read with `preadv`, not mapped: a file that somebody cuts off under a mapping kills the reader (SIGBUS), and
+no cache may do that. What is read goes into one buffer that stays in the processor's caches, and from there to where
+it is wanted with the checksum taken on the way, which costs less than a second look at memory.
+"""
+
+import os
+import threading
+import time
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvstore.block import HEADER_BYTES, RAW, Form, Header, Wanted
+from kvstore.copying import copy_hashed, hashed
+from kvstore.directory import steps
+from penstock.errors import DamagedBlock
+
+if TYPE_CHECKING:
+    from kvstore.codec import Codecs
+
+
+class Found(Enum):
+    """What a reader found."""
+
+    WHOLE = "whole"
+    NOTHING = "nothing"
+    DAMAGED = "damaged"
+
+
+class _Buffers(threading.local):
+    """A buffer for each thread that reads."""
+
+    def __init__(self) -> None:
+        self.header = memoryview(bytearray(HEADER_BYTES))
+        self.content = memoryview(bytearray())
+
+    def for_content(self, length: int) -> memoryview:
+        """`length` bytes that the next call gives to others."""
+        if len(self.content) < length:
+            self.content = memoryview(bytearray(length))
+        return self.content[:length]
+
+
+class Files:
+    """Reads and writes the blocks of one form."""
+
+    def __init__(self, form: Form, codec: "Codecs | None") -> None:
+        self._form, self._codec = form, codec
+        self._buffers = _Buffers()
+
+    def encode(self, payload: memoryview) -> tuple[int, memoryview]:
+        """What is stored for a payload, and the number of its codec."""
+        return (RAW, payload) if self._codec is None else self._codec.encode(payload)
+
+    def write(self, path: str, header: bytes, content: memoryview) -> None:
+        """Make a file of a block. Raises `OSError`, also where not all of it could be written."""
+        begun = time.perf_counter()
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            left = [memoryview(header), content.cast("B")]
+            while left:
+                written = os.writev(fd, left)
+                steps.reached("put 2.1")
+                while left and written >= len(left[0]):
+                    written -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][written:]
+            now = time.time_ns()
+            os.utime(fd, ns=(now, now))  # finer than the clock that the kernel sets it by
+        finally:
+            os.close(fd)
+        self._moved(len(content), begun)
+
+    def read(self, path: str, wanted: Wanted) -> tuple[Found, int]:
+        """Steps 1 to 4 of a get; what was found, and the number of the file that was read. Raises `OSError`."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return Found.NOTHING, 0
+        try:
+            steps.reached("get 1")
+            stat = os.fstat(fd)
+            if not self._is_whole(fd, stat.st_size, wanted):
+                return Found.DAMAGED, stat.st_ino
+            now = time.time_ns()
+            os.utime(fd, ns=(now, now))
+            steps.reached("get 3")
+            return Found.WHOLE, stat.st_ino
+        finally:
+            os.close(fd)
+
+    def _is_whole(self, fd: int, size: int, wanted: Wanted) -> bool:
+        """Read a file of `size` bytes, which may change meanwhile."""
+        length = size - HEADER_BYTES
+        if not 0 <= length <= 2 * self._form.payload_bytes:
+            return False
+        begun = time.perf_counter()
+        start, content = self._buffers.header, self._buffers.for_content(length)
+        if os.preadv(fd, [start, content], 0) != size:
+            return False
+        self._moved(size, begun)
+        steps.reached("get 2")
+        try:
+            header = Header.unpack(start)
+        except DamagedBlock:
+            return False
+        is_it = self._form.is_header_of(header, wanted.name) and header.content_bytes == length
+        return is_it and self._take(header, content, wanted.into)
+
+    def _take(self, header: Header, content: memoryview, into: memoryview) -> bool:
+        """Step 3 of a get."""
+        if header.codec == RAW:
+            return len(content) == len(into) and copy_hashed(into, content) == header.checksum
+        if self._codec is None or hashed(content) != header.checksum:
+            return False
+        return self._codec.decode_into(header.codec, content, into)
+
+    def _moved(self, num_bytes: int, begun: float) -> None:
+        if self._codec is not None:
+            self._codec.moved(num_bytes, time.perf_counter() - begun)

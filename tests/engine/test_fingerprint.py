@@ -1,0 +1,148 @@
+"""Equal fingerprints mean equal KV; and equal models have equal fingerprints, wherever they are."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine import accelerate
+from engine import model as loading
+from engine.accelerate import speed_up
+from engine.kernels import library
+from engine.model import load
+from penstock.settings import EngineSettings
+
+PRINT = """
+import sys
+from engine.model import load
+from penstock.settings import EngineSettings
+print(load(EngineSettings(model=sys.argv[1])).fingerprint)
+"""
+
+
+def _settings(directory: Path, **given: object) -> EngineSettings:
+    return EngineSettings.model_validate({"model": str(directory), **given})
+
+
+def _print(directory: Path, **given: object) -> str:
+    return load(_settings(directory, **given)).fingerprint
+
+
+@pytest.fixture
+def copied(tiny_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_dir, tmp_path / "model"))
+
+
+def test_the_directory_does_not_matter(tiny_dir: Path, copied: Path) -> None:
+    assert _print(tiny_dir) == _print(copied)
+
+
+def test_another_process_computes_the_same(tiny_dir: Path) -> None:
+    prints = {
+        subprocess.run(
+            [sys.executable, "-c", PRINT, str(tiny_dir)],
+            env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert prints == {_print(tiny_dir)}
+
+
+@pytest.mark.parametrize("at", [-1, -20_000])
+def test_a_changed_byte_of_the_weights(tiny_dir: Path, copied: Path, at: int) -> None:
+    weights = bytearray((copied / "model.safetensors").read_bytes())
+    weights[at] ^= 1
+    (copied / "model.safetensors").write_bytes(weights)
+    assert _print(copied) != _print(tiny_dir)
+
+
+def _edit(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    change(config)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+        {"rms_norm_eps": 1e-5},
+    ],
+)
+def test_rope_and_other_settings(tiny_dir: Path, copied: Path, values: dict[str, Any]) -> None:
+    _edit(copied, lambda config: config.update(values))
+    assert _print(copied) != _print(tiny_dir)
+
+
+def test_what_the_configuration_leaves_to_transformers(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _edit(copied, lambda config: config.pop("rope_parameters"))
+    before = load(_settings(copied))
+    monkeypatch.setattr(transformers.LlamaConfig, "default_theta", 500_000.0)
+    after = load(_settings(copied))
+    assert [model.module.config.rope_parameters["rope_theta"] for model in (before, after)] == [10_000.0, 500_000.0]
+    assert before.fingerprint != after.fingerprint
+
+
+@pytest.mark.parametrize("given", [{"block_size": 8}, {"dtype": "bfloat16"}, {"dtype": "float16"}])
+def test_dtype_and_block_size(tiny_dir: Path, given: dict[str, object]) -> None:
+    assert _print(tiny_dir, **given) != _print(tiny_dir)
+
+
+def test_the_form_of_a_block(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _print(tiny_dir)
+    monkeypatch.setattr(loading, "LAYOUT_VERSION", loading.LAYOUT_VERSION + 1)
+    assert _print(tiny_dir) != before
+
+
+# In 16 bits what computes is named too.
+
+
+def _by(directory: Path, dtype: str) -> str:
+    model = load(_settings(directory, dtype=dtype))
+    speed_up(model)
+    return model.fingerprint
+
+
+@pytest.mark.skipif(library.load() is None, reason="the kernels were not built")
+def test_kernels_and_torch_in_16_bits(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {dtype: _by(tiny_dir, dtype) for dtype in ("float32", "bfloat16")}
+    monkeypatch.setattr(accelerate, "load", lambda: None)
+    assert _by(tiny_dir, "float32") == kernels["float32"]
+    assert _by(tiny_dir, "bfloat16") != kernels["bfloat16"]
+
+
+def test_instruction_sets_in_16_bits(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate, "load", lambda: None)
+    prints = set()
+    for name in ("AVX2", "AVX512", "AVX2"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=name: name)
+        prints.add((_by(tiny_dir, "float32"), _by(tiny_dir, "bfloat16")))
+    assert len(prints) == 2
+    assert len({whole for whole, _ in prints}) == 1
+
+
+def test_a_gpu_and_its_attention_in_16_bits(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prints = []
+    for windows in ({}, {0: 0, 1: 0}):
+        model = replace(load(_settings(tiny_dir, dtype="bfloat16")), device=torch.device("cuda"))
+        monkeypatch.setattr(accelerate, "use_varlen", lambda model, windows=windows: setattr(model, "varlen", windows))
+        speed_up(model)
+        prints.append(model.fingerprint)
+    assert len({*prints, _by(tiny_dir, "bfloat16")}) == 3
+
+
+def test_what_codecs_know_of_a_block(tiny_dir: Path) -> None:
+    layout = load(_settings(tiny_dir, dtype="bfloat16", block_size=8)).layout
+    assert layout.rows == ((8, 16),) * 4  # a head of 16 numbers and 8 tokens, for K and V of two layers
+    assert layout.element == "bfloat16"
+    assert sum(count * size for count, size in layout.rows) * 2 == layout.block_bytes

@@ -1,0 +1,99 @@
+"""A process that works on an arena, as tests tell it: `python -m tests.kvstore.arena_child DIRECTORY WHAT …`.
+
+`die STEP N`: does all that an arena can do, over and over, until it has come to the step N times, and is killed there.
+`halt STEP`: the same, but it stands still there until it is killed, and says so by making the file `halted`.
+`work SEED`: puts and gets blocks of a few names, and ends with the number of wrong ones as its status.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from kvstore.arena import steps
+from kvstore.arena.layout import W_DIRTY, Geometry
+from kvstore.block import Name
+from kvstore.tiers.shared import SharedTier
+from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, put, read
+
+FORM = make_form("a model that dies")
+NAMES = [Name(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]
+NUM_SLOTS = 8
+
+
+def open_tier(directory: Path, num_slots: int = NUM_SLOTS) -> SharedTier:
+    """The arena that all these processes and their test share."""
+    return SharedTier.open(FORM, "demo", Geometry(PAYLOAD_BYTES, num_slots).total_bytes, str(directory))
+
+
+def live(directory: Path) -> None:
+    """Pass every step: the arena is full, so that blocks are evicted; some leases stay and some end; some blocks go."""
+    tier = open_tier(directory)
+    for turn in range(1000):
+        some = random.Random(turn).sample(NAMES, 4)
+        put(tier, some, FORM)
+        tier.lease("a job", keys_of(some[:2]), 600)
+        tier.lease("another", keys_of(some[1:3]), 600)
+        read(tier, some, FORM)
+        tier.put([block(some[0], FORM), block(NAMES[turn % 24], FORM, lambda: False)])
+        tier.release("another", keys_of(some[1:3]))
+        tier.remove(keys_of(some[3:]))
+        tier.arena.tables.words[W_DIRTY] = turn % 5 == 4
+        is_here(tier, some)
+        if turn % 5 == 4:
+            tier.release("a job", keys_of(NAMES))
+
+
+def die(directory: Path, step: str, times: int) -> None:
+    """Be killed at a step."""
+    seen = []
+
+    def reached(name: str) -> None:
+        seen.append(name)
+        if name == step and seen.count(step) == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    steps.reached = reached
+    live(directory)
+
+
+def halt(directory: Path, step: str) -> None:
+    """Stand still at a step."""
+
+    def reached(name: str) -> None:
+        if name == step:
+            (directory / "halted").touch()
+            threading.Event().wait()
+
+    steps.reached = reached
+    live(directory)
+
+
+def work(directory: Path, seed: int) -> int:
+    """Write and read with others; how many blocks were read wrong."""
+    tier, rng, num_wrong, num_hits = open_tier(directory), random.Random(seed), 0, 0
+    for turn in range(400):
+        some = rng.sample(NAMES, 3)
+        if seed % 2 and turn % 2:
+            tier.lease(str(seed), keys_of(some), 600)
+            tier.release(str(seed), keys_of(some))
+        if seed % 2:
+            put(tier, some, FORM)
+        for name, got in zip(some, read(tier, some, FORM), strict=True):
+            num_wrong += got not in (None, content(name, FORM))
+            num_hits += got is not None
+    if seed % 2 and not num_hits:
+        return 99
+    return num_wrong + tier.counters.damaged
+
+
+if __name__ == "__main__":
+    _, where, what, *rest = sys.argv
+    if what == "die":
+        die(Path(where), rest[0], int(rest[1]))
+    elif what == "halt":
+        halt(Path(where), rest[0])
+    else:
+        sys.exit(work(Path(where), int(rest[0])))

@@ -1,0 +1,398 @@
+"""Arenas as files: sizes, names, opening, memory that comes by and by, attaching, removing, and the checker."""
+
+import errno
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.arena import growth
+from kvstore.arena.arena import Arena
+from kvstore.arena.check import check_integrity
+from kvstore.arena.file import arena_directory, find_arenas, open_in_use, remove_arena
+from kvstore.arena.layout import (
+    NEVER,
+    NOBODY,
+    W_ALLOCATED,
+    W_FREE_HEAD,
+    W_LEASE_TOP,
+    W_NEXT_END,
+    W_NUM_FREE,
+    W_NUM_READY,
+    Geometry,
+)
+from kvstore.arena.locks import ALLOCATION, ByteLocks
+from kvstore.block import HEADER_BYTES, Form
+from kvstore.tiers.shared import SharedTier
+from penstock.errors import KVStoreError
+from penstock.local.processes import wait_until
+from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
+
+BUDGET = 2**18
+Open = Callable[..., SharedTier]
+
+
+@pytest.fixture
+def open_tier(tmp_path: Path) -> Iterator[Open]:
+    opened: list[SharedTier] = []
+
+    def make(form: Form = FORM, pipeline: str = "demo", budget: int = BUDGET) -> SharedTier:
+        opened.append(SharedTier.open(form, pipeline, budget, str(tmp_path)))
+        return opened[-1]
+
+    yield make
+    for tier in opened:
+        tier.close()
+
+
+def paths(directory: Path) -> list[Path]:
+    return [arena.path for arena in find_arenas(str(directory))]
+
+
+# Sizes.
+
+
+@given(st.integers(0, 10**7), st.integers(0, 10**9))
+def test_an_arena_is_the_largest_that_its_budget_holds(payload_bytes: int, budget: int) -> None:
+    geometry = Geometry.within(payload_bytes, budget)
+    if geometry.num_slots:
+        assert geometry.total_bytes <= budget
+    assert Geometry(payload_bytes, geometry.num_slots + 1).total_bytes > budget
+    assert geometry.slot_bytes % 4096 == geometry.metadata_bytes % 4096 == 0
+    assert HEADER_BYTES + payload_bytes <= geometry.slot_bytes < HEADER_BYTES + payload_bytes + 4096
+
+
+def test_tables_cost_little() -> None:
+    geometry = Geometry.within(1835008, 2**28)
+    assert geometry.num_slots == 145
+    assert Geometry.within(4000, 2**28).metadata_bytes < 2**28 // 15
+
+
+def test_the_budget_is_that_of_the_file(open_tier: Open) -> None:
+    tier = open_tier()
+    assert tier.arena.growth.wait(30)
+    put(tier, new_names(200))
+    status = tier.arena.path.stat()
+    assert BUDGET - 8192 < status.st_blocks * 512 <= BUDGET
+    assert status.st_size <= BUDGET
+
+
+@pytest.mark.parametrize("budget", [0, 1, 4096, Geometry(PAYLOAD_BYTES, 1).total_bytes - 1])
+def test_a_budget_without_room_for_a_block(tmp_path: Path, budget: int) -> None:
+    with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_SHARED_MB"):
+        SharedTier.open(FORM, "demo", budget, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_smallest_arena(open_tier: Open) -> None:
+    tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 1).total_bytes), new_names(3)
+    assert put(tier, names) == [True] * 3
+    assert read(tier, names) == [None, None, content(names[2])]
+
+
+# Opening.
+
+
+def test_the_file_is_the_user_s_alone(open_tier: Open, tmp_path: Path) -> None:
+    open_tier(pipeline="a-b/c d")
+    (arena,) = find_arenas(str(tmp_path))
+    assert arena.pipeline == "a-b/c d"
+    assert stat.S_IMODE(arena.path.stat().st_mode) == 0o600
+    assert arena.in_use
+
+
+def test_shared_memory_is_where_arenas_are() -> None:
+    assert arena_directory() == Path("/dev/shm")
+    assert arena_directory("/somewhere") == Path("/somewhere")
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in ("missing", "file"):
+        with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_SHARED_MB"):
+            SharedTier.open(FORM, "demo", BUDGET, str(tmp_path / directory))
+
+
+def test_more_than_the_directory_has_room_for(tmp_path: Path) -> None:
+    with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_SHARED_MB"):
+        SharedTier.open(make_form(payload_bytes=2**30), "demo", 2**50, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_others_may_write_is_refused(open_tier: Open) -> None:
+    tier = open_tier()
+    tier.close()
+    tier.arena.path.chmod(0o666)
+    with pytest.raises(KVStoreError, match="not this user's alone"):
+        open_tier()
+
+
+def test_a_link_is_refused(open_tier: Open, tmp_path: Path) -> None:
+    path = (tier := open_tier()).arena.path
+    tier.close()
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(KVStoreError):
+        open_tier()
+
+
+def test_nothing_is_left_open(tmp_path: Path) -> None:
+    def held() -> tuple[int, int, int]:
+        maps = Path("/proc/self/maps").read_text().count(str(tmp_path))
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+
+    before = held()
+    for _ in range(20):
+        tier = SharedTier.open(FORM, "demo", BUDGET, str(tmp_path))
+        put(tier, new_names(3))
+        tier.close()
+        del tier
+    with pytest.raises(KVStoreError):
+        SharedTier.open(FORM, "demo", 1, str(tmp_path))
+    assert held() == before
+
+
+# Memory that comes by and by.
+
+
+def test_opening_does_not_wait_for_memory(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here another process is at it, and does not get on. When it is gone the next one goes on."""
+    monkeypatch.setattr(growth, "PIECE_BYTES", 8192)
+    first = open_tier()
+    assert first.arena.growth.wait(30)
+    path = first.arena.path
+    first.close()
+    path.unlink()
+    empty = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    ByteLocks(empty).lock(ALLOCATION)
+    tier, names = open_tier(), new_names(5)
+    writer = threading.Thread(target=put, args=(tier, names))
+    writer.start()
+    assert not tier.arena.growth.wait(0.1)
+    assert tier.usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 0
+    os.close(empty)
+    writer.join(30)
+    assert read(tier, names) == [content(name) for name in names]
+    assert tier.arena.growth.wait(30)
+    assert tier.arena.tables.words[W_ALLOCATED] == tier.arena.geometry.num_slots
+    assert check_integrity(tier.arena) == []
+
+
+def test_nothing_is_evicted_before_all_memory_is_there(open_tier: Open) -> None:
+    tier = open_tier()
+    assert all(put(tier, new_names(tier.arena.geometry.num_slots)))
+    assert tier.counters.evictions == 0
+    put(tier, new_names(1))
+    assert tier.counters.evictions == 1
+
+
+def test_memory_that_runs_out_later(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody else filled the directory meanwhile: the arena stays as small as it is."""
+    monkeypatch.setattr(growth, "PIECE_BYTES", 16384)
+    left, allocate = [4], os.posix_fallocate
+
+    def runs_out(fd: int, offset: int, length: int) -> None:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left[0] -= 1
+        allocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", runs_out)
+    with caplog.at_level(logging.WARNING):
+        tier = open_tier()
+        assert tier.arena.growth.wait(30)
+        names = new_names(30)
+        assert all(put(tier, names))
+    assert tier.usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 12
+    assert read(tier, names[-12:]) == [content(name) for name in names[-12:]]
+    assert caplog.text.count("PENSTOCK_KV_STORE_SHARED_MB") == 1
+    assert check_integrity(tier.arena) == []
+
+
+def test_no_memory_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(KVStoreError, match=r"No space left on device.*PENSTOCK_KV_STORE_SHARED_MB"):
+        SharedTier.open(FORM, "demo", BUDGET, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+# Several arenas.
+
+
+def test_two_models_side_by_side(open_tier: Open, tmp_path: Path) -> None:
+    one, other = open_tier(), open_tier(make_form("another model"), "another")
+    names = new_names(3)
+    put(one, names)
+    assert is_here(other, names) == [False] * 3
+    assert read(one, names) == [content(name) for name in names]
+    assert len(paths(tmp_path)) == 2
+
+
+def test_memory_of_a_former_model_is_given_back(open_tier: Open, tmp_path: Path) -> None:
+    """Of the same pipeline, and only when nobody has it open."""
+    old, elsewhere = open_tier(), open_tier(make_form("a third"), "another")
+    elsewhere.close()
+    new = open_tier(make_form("a new model"))
+    assert set(paths(tmp_path)) == {old.arena.path, new.arena.path, elsewhere.arena.path}
+    old.close()
+    open_tier(make_form("a new model"))
+    assert set(paths(tmp_path)) == {new.arena.path, elsewhere.arena.path}
+    newest = open_tier(make_form("the newest model"))
+    assert set(paths(tmp_path)) == {newest.arena.path, new.arena.path, elsewhere.arena.path}
+
+
+def test_an_arena_is_removed_when_nobody_has_it_open(open_tier: Open, tmp_path: Path) -> None:
+    tier, other = open_tier(), open_tier()
+    path = tier.arena.path
+    tier.close()
+    assert not remove_arena(path)
+    assert put(other, new_names(1)) == [True]
+    other.close()
+    assert [arena.in_use for arena in find_arenas(str(tmp_path))] == [False]
+    assert remove_arena(path)
+    assert remove_arena(path)
+    assert paths(tmp_path) == []
+    assert open_tier().usage().blocks == 0
+
+
+def test_who_waited_while_it_was_removed_makes_a_new_one(open_tier: Open, tmp_path: Path) -> None:
+    """It opened the file before, and holds no file that nobody else will ever find."""
+    tier = open_tier()
+    path = tier.arena.path
+    tier.close()
+    remover = os.open(path, os.O_RDWR)
+    assert ByteLocks(remover).try_lock(2)
+    opened: list[int] = []
+    waiting = threading.Thread(target=lambda: opened.append(open_in_use(path, create=True)))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    path.unlink()
+    os.close(remover)
+    waiting.join(30)
+    assert os.fstat(opened[0]).st_ino == path.stat().st_ino
+    os.close(opened[0])
+
+
+# Attaching.
+
+
+def test_tools_attach_without_knowing_the_model(open_tier: Open) -> None:
+    tier, names = open_tier(), new_names(4)
+    put(tier, names)
+    tool = SharedTier.attach(tier.arena.path)
+    assert tool.form == FORM
+    assert {entry.key for entry in tool.entries()} == set(keys_of(names))
+    assert read(tool, names) == [content(name) for name in names]
+    assert tool.remove(keys_of(names[:1])) == 1
+    assert is_here(tier, names) == [False, True, True, True]
+    tool.close()
+
+
+@pytest.mark.parametrize("written", [b"", b"something else", bytes(10000), b"PKVARENA" + bytes(10000)])
+def test_what_is_no_arena_is_not_attached(tmp_path: Path, written: bytes) -> None:
+    path = tmp_path / "file"
+    path.touch(0o600)
+    path.write_bytes(written)
+    with pytest.raises(KVStoreError):
+        SharedTier.attach(path)
+    with pytest.raises(KVStoreError):
+        SharedTier.attach(tmp_path / "nothing")
+
+
+def test_an_arena_of_another_version_or_cut_off_is_not_attached(open_tier: Open) -> None:
+    tier = open_tier()
+    tier.close()
+    path = tier.arena.path
+    whole = path.read_bytes()
+    path.write_bytes(whole[:8] + b"\2" + whole[9:])
+    with pytest.raises(KVStoreError, match="not an arena of this version"):
+        SharedTier.attach(path)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(KVStoreError, match="not an arena of this version"):
+        SharedTier.attach(path)
+
+
+# Leases.
+
+
+def test_the_lease_table_is_bounded(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever finds no place gets no lease, and that is said once; leases that ran out make place."""
+    tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 2).total_bytes), new_names(2)
+    put(tier, names)
+    for number in range(8):
+        tier.lease(str(number), keys_of(names[:1]), 0 if number == 5 else 600)
+        tier.arena.growth.wait(30)
+    tier.arena.tidy()
+    tier.lease("5", keys_of(names[:1]), 600)
+    for _ in range(3):
+        tier.lease("late", keys_of(names), 600)
+    assert [entry.leases for entry in sorted(tier.entries(), key=lambda entry: entry.leases)] == [0, 8]
+    assert caplog.text.count("lease table") == 1
+    tier.lease("3", keys_of(names[:1]), 0)
+    tier.lease("late", keys_of(names[1:]), 600)
+    assert {entry.key: entry.leases for entry in tier.entries()} == {names[0].key: 7, names[1].key: 1}
+    assert check_integrity(tier.arena) == []
+
+
+# The checker.
+
+
+def set_word(word: int, value: int) -> Callable[[Arena], None]:
+    return lambda arena: arena.tables.words.__setitem__(word, value)
+
+
+def change(table: str, at: int, value: int) -> Callable[[Arena], None]:
+    return lambda arena: getattr(arena.tables, table).__setitem__(at, value)
+
+
+def swap_in_index(arena: Arena) -> None:
+    index = arena.tables.index
+    index[:] = memoryview(bytes(index)[4:] + bytes(index)[:4]).cast("I")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        set_word(W_FREE_HEAD, NOBODY), set_word(W_NUM_FREE, 3), set_word(W_NUM_READY, 3),
+        set_word(W_ALLOCATED, 3), set_word(W_LEASE_TOP, 0), set_word(W_NEXT_END, NEVER), change("state", 0, 0),
+        change("state", 1, 1), change("state", 9, 1), change("state", 9, 2), change("generation", 0, 7),
+        change("lease_count", 2, 1), change("lease_end", 0, 0), change("lease_slot", 1, 0), change("next_free", 7, 2),
+        swap_in_index,
+    ],
+)  # fmt: skip
+def test_the_checker_finds_what_is_wrong(open_tier: Open, damage: Callable[[Arena], None]) -> None:
+    tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 10).total_bytes), new_names(4)
+    assert tier.arena.growth.wait(30)
+    put(tier, names)
+    tier.lease("a job", keys_of(names[:2]), 600)
+    assert check_integrity(tier.arena) == []
+    damage(tier.arena)
+    assert check_integrity(tier.arena) != []
+
+
+def test_the_checker_finds_leases_that_nobody_ended(open_tier: Open) -> None:
+    tier, names = open_tier(), new_names(1)
+    put(tier, names)
+    tier.lease("a job", keys_of(names), -2)
+    assert check_integrity(tier.arena) == ["a lease was not ended in time"]
+    tier.arena.tidy()
+    assert check_integrity(tier.arena) == []
+
+
+def test_growth_ends_with_the_tier(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier()
+    tier.close()
+    wait_until(lambda: not tier.arena.growth._thread.is_alive(), 10, "the thread ends")
+    assert tier.arena.growth.is_over

@@ -1,0 +1,171 @@
+"""An arena that two openings change by turns does what the plainest model of it does."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstore.arena.check import check_integrity
+from kvstore.arena.layout import W_DIRTY, Geometry
+from kvstore.block import Name
+from kvstore.tiers.shared import SharedTier
+from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, make_form, read
+
+NUM_SLOTS = 4
+KEYS = st.integers(0, 6)
+PICKS = st.integers(0, 20)
+"""A key, or mostly one of those that are there: see `pick`."""
+OWNERS = st.sampled_from(["one", "two", "three"])
+TIERS = st.integers(0, 1)
+FORM = make_form("a machine")
+NAMES = [Name(bytes([number % 3]) * 8 + bytes([number]) * 24, 16, TAG) for number in range(10)]
+"""Their keys collide in the index."""
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """The model: keys in the order of their use, and the owners of leases on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.tiers = [self.open(), self.open()]
+        self.order: list[int] = []
+        self.leases: dict[int, set[str]] = {}
+
+    def open(self) -> SharedTier:
+        budget = Geometry(PAYLOAD_BYTES, NUM_SLOTS).total_bytes
+        return SharedTier.open(FORM, "demo", budget, self.directory.name)
+
+    @initialize()
+    def fill(self) -> None:
+        self.put_some(0, list(range(NUM_SLOTS)))
+
+    def pick(self, number: int) -> int:
+        """The key that a number stands for, or that of its place in the order of use."""
+        return number if number < 7 or not self.order else self.order[number % len(self.order)]
+
+    def use(self, key: int) -> None:
+        self.order.remove(key)
+        self.order.append(key)
+
+    @rule(tier=TIERS, keys=st.lists(KEYS, min_size=1, max_size=6))
+    def put_some(self, tier: int, keys: list[int]) -> None:
+        for key in keys:
+            self.put(tier, key, is_valid=True)
+
+    @rule(tier=TIERS, key=KEYS, is_valid=st.booleans())
+    def put(self, tier: int, key: int, is_valid: bool) -> None:
+        stored = self.tiers[tier].put([block(NAMES[key], FORM, lambda: is_valid)])
+        if key in self.order:
+            self.use(key)
+            assert stored == [True]
+            return
+        if len(self.order) == NUM_SLOTS:
+            victim = next((other for other in self.order if not self.leases.get(other)), None)
+            if victim is None:
+                assert stored == [False]
+                return
+            self.order.remove(victim)
+        assert stored == [is_valid]
+        if is_valid:
+            self.order.append(key)
+
+    @rule(tier=TIERS, numbers=st.lists(PICKS, max_size=4))
+    def get(self, tier: int, numbers: list[int]) -> None:
+        keys = [self.pick(number) for number in numbers]
+        found = read(self.tiers[tier], [NAMES[key] for key in keys], FORM)
+        assert found == [content(NAMES[key], FORM) if key in self.order else None for key in keys]
+        for key in keys:
+            if key in self.order:
+                self.use(key)
+
+    @rule(tier=TIERS, number=PICKS)
+    def has(self, tier: int, number: int) -> None:
+        key = self.pick(number)
+        assert self.tiers[tier].has([NAMES[key].key]) == [key in self.order]
+        if key in self.order:
+            self.use(key)
+
+    @rule(tier=TIERS, owner=OWNERS, numbers=st.lists(PICKS, max_size=3))
+    def lease(self, tier: int, owner: str, numbers: list[int]) -> None:
+        keys = [self.pick(number) for number in numbers]
+        self.tiers[tier].lease(owner, [NAMES[key].key for key in keys], 600)
+        for key in keys:
+            if key in self.order:
+                self.leases.setdefault(key, set()).add(owner)
+
+    @rule(tier=TIERS, owner=OWNERS, numbers=st.lists(PICKS, max_size=3))
+    def release(self, tier: int, owner: str, numbers: list[int]) -> None:
+        keys = [self.pick(number) for number in numbers]
+        self.tiers[tier].release(owner, [NAMES[key].key for key in keys])
+        for key in keys:
+            self.leases.get(key, set()).discard(owner)
+
+    @rule(tier=TIERS, owner=OWNERS, number=PICKS)
+    def lease_that_is_over(self, tier: int, owner: str, number: int) -> None:
+        key = self.pick(number)
+        self.tiers[tier].lease(owner, [NAMES[key].key], 0)
+        self.tiers[tier].arena.tidy()
+        self.leases.get(key, set()).discard(owner)
+
+    @rule(tier=TIERS, number=PICKS)
+    def remove(self, tier: int, number: int) -> None:
+        key = self.pick(number)
+        assert self.tiers[tier].remove([NAMES[key].key]) == (key in self.order)
+        self.forget(key)
+
+    @rule(tier=TIERS, number=PICKS, at=st.integers(0, PAYLOAD_BYTES + 143))
+    def damage(self, tier: int, number: int, at: int) -> None:
+        key = self.pick(number)
+        arena = self.tiers[tier].arena
+        if (place := arena.peek(NAMES[key].key)) is not None:
+            arena.tables.slot(place.slot)[at] ^= 1
+            assert read(self.tiers[tier], [NAMES[key]], FORM) == [None]
+            self.forget(key)
+
+    def forget(self, key: int) -> None:
+        if key in self.order:
+            self.order.remove(key)
+        self.leases.pop(key, None)
+
+    @rule(tier=TIERS)
+    def somebody_died(self, tier: int) -> None:
+        """The tables that follow from the others are made again."""
+        self.tiers[tier].arena.tables.words[W_DIRTY] = 1
+
+    @rule(tier=TIERS)
+    def reopen(self, tier: int) -> None:
+        self.tiers[tier].close()
+        self.tiers[tier] = self.open()
+
+    @invariant()
+    def everything_agrees(self) -> None:
+        entries = sorted(self.tiers[0].entries(), key=lambda entry: entry.used_s)
+        seen = {next(key for key in range(10) if NAMES[key].key == entry.key): entry.leases for entry in entries}
+        assert seen == {key: len(self.leases.get(key, ())) for key in self.order}
+        usage = self.tiers[1].usage()
+        assert (usage.blocks, usage.leased) == (len(self.order), sum(map(bool, self.leases.values())))
+        assert check_integrity(self.tiers[0].arena) == []
+
+    def teardown(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+        self.directory.cleanup()
+
+
+ArenaMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+test_any_sequence = pytest.mark.timeout(120)(ArenaMachine.TestCase)
+
+
+def test_the_order_of_use_is_one_of_the_host(tmp_path: Path) -> None:
+    """Even many uses in one tick of the clock have an order."""
+    tier = SharedTier.open(FORM, "demo", Geometry(PAYLOAD_BYTES, NUM_SLOTS).total_bytes, str(tmp_path))
+    tier.put([block(name, FORM) for name in NAMES[:4]])
+    for _ in range(200):
+        tier.has([name.key for name in NAMES[:4]])
+    used = [used_ns for _, used_ns, _ in tier.arena.rows()]
+    assert len(set(used)) == 4
+    tier.close()

@@ -1,0 +1,301 @@
+"""What is special about the Redis tier: time, the index, what else a server may have."""
+
+import random
+import threading
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from kvstore.block import HEADER_BYTES, Block, Name, Wanted
+from kvstore.tiers import index as redis_index
+from kvstore.tiers import server as redis_server
+from kvstore.tiers.redis import RedisTier
+from penstock.local.processes import wait_until
+from penstock.names import KV_INDEX, kv_key
+from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, new_names, put, read
+from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES
+
+
+@pytest.fixture
+def client(kv_url: str) -> Iterator[redis.Redis]:
+    """The server, seen by somebody else; empty."""
+    with redis.Redis.from_url(kv_url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def tier(client: redis.Redis, kv_url: str) -> Iterator[RedisTier]:
+    """A tier with room for all; its index is whole when the test is over."""
+    tier = RedisTier.open(FORM, [kv_url], AMPLE, 600.0)
+    yield tier
+    assert tier.check_integrity() == []
+    tier.close()
+
+
+# Time.
+
+
+def ttls(client: redis.Redis) -> list[int]:
+    return [client.pttl(key) for key in client.scan_iter()]
+
+
+def test_nothing_stays_for_ever(tier: RedisTier, client: redis.Redis) -> None:
+    names = new_names(5)
+    put(tier, names)
+    tier.lease("a job", keys_of(names[:2]), 60)
+    assert len(ttls(client)) == 5 + len(KV_INDEX)
+    assert all(0 < ttl <= 2 * 600_000 for ttl in ttls(client))
+
+
+def test_use_renews_a_block_s_time(client: redis.Redis, kv_url: str) -> None:
+    brief, long = RedisTier.open(FORM, [kv_url], AMPLE, 10), RedisTier.open(FORM, [kv_url], AMPLE, 1000)
+    names = new_names(4)
+    put(brief, names)
+    read(long, names[:1])
+    is_here(long, names[1:2])
+    put(long, names[2:3])
+    left = [client.pttl(kv_key(name.key)) for name in names]
+    assert 0 < left[3] <= 10_000
+    assert all(10_000 < time <= 1_000_000 for time in left[:3])
+
+
+def test_a_lease_outlives_a_block_s_time(client: redis.Redis, kv_url: str) -> None:
+    tier, names = RedisTier.open(FORM, [kv_url], AMPLE, 0.05), new_names(2)
+    put(tier, names)
+    tier.lease("a job", keys_of(names[:1]), 600)
+    assert client.pttl(kv_key(names[0].key)) > 500_000
+    wait_until(lambda: not client.exists(kv_key(names[1].key)), 10, "the other one's time is over")
+    assert is_here(tier, names) == [True, False]
+    wait_until(lambda: put(tier, new_names(1)) and tier.usage().blocks <= 2, 10, "its entry is gone as well")
+    assert tier.counters.evictions == 0
+    assert tier.check_integrity() == []
+
+
+# The index.
+
+
+def test_an_entry_without_block_is_forgotten(
+    tier: RedisTier, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = new_names(3)
+    put(tier, names)
+    client.delete(*(kv_key(name.key) for name in names[:2]))
+    assert is_here(tier, names) == [False, False, True]
+    assert tier.usage().blocks == 3, "a writer may just be about to write them"
+    monkeypatch.setattr(redis_index, "GRACE_MS", 0)
+    assert read(tier, names[:1]) == [None]
+    assert tier.usage().blocks == 2
+    assert is_here(tier, names) == [False, False, True]
+    assert (tier.usage().blocks, tier.usage().bytes) == (1, STORED_BYTES)
+
+
+@pytest.mark.parametrize("lost", [*KV_INDEX, ""])
+def test_an_index_that_lost_a_part_is_begun_anew(tier: RedisTier, client: redis.Redis, lost: str) -> None:
+    names = new_names(4)
+    put(tier, names)
+    tier.lease("a job", keys_of(names[:2]), 600)
+    client.delete(*([lost] if lost else KV_INDEX))
+    assert is_here(tier, names[:3]) == [True] * 3
+    assert (tier.usage().blocks, tier.usage().bytes) == (3, 3 * STORED_BYTES)
+    assert read(tier, names) == [content(name) for name in names]
+    assert tier.usage().bytes == 4 * STORED_BYTES
+
+
+def test_a_block_that_nobody_noted_is_put_out_where_there_is_no_room(client: redis.Redis, kv_url: str) -> None:
+    tier, names = RedisTier.open(FORM, [kv_url], 3 * STORED_BYTES, 600), new_names(4)
+    put(tier, names[:1])
+    client.delete(*KV_INDEX)
+    put(tier, names[1:])
+    tier.lease("a job", keys_of(names[1:]), 600)
+    assert is_here(tier, names) == [True] * 4
+    assert is_here(tier, names) == [False, True, True, True]
+    assert tier.usage().bytes == 3 * STORED_BYTES
+    assert tier.check_integrity() == []
+
+
+def test_a_batch_does_not_put_out_its_own(client: redis.Redis, kv_url: str) -> None:
+    """The first blocks of a prefix are the ones that others share."""
+    tier, names = RedisTier.open(FORM, [kv_url], 3 * STORED_BYTES, 600), new_names(5)
+    put(tier, new_names(3))
+    assert put(tier, names) == [True, True, True, False, False]
+    assert (tier.counters.evictions, tier.counters.refused) == (3, 2)
+
+
+def test_a_block_larger_than_the_budget(client: redis.Redis, kv_url: str) -> None:
+    tier, large = RedisTier.open(FORM, [kv_url], AMPLE, 600), RedisTier.open(LARGE_FORM, [kv_url], 100_000, 600)
+    names = new_names(3)
+    put(tier, names)
+    assert put(large, new_names(1), LARGE_FORM) == [False]
+    assert (large.counters.refused, large.counters.evictions) == (1, 0)
+    assert is_here(tier, names) == [True] * 3
+
+
+def test_the_index_stays_whole_whatever_happens(client: redis.Redis, kv_url: str) -> None:
+    rng, names = random.Random(3), new_names(30)
+    tiers = [RedisTier.open(FORM, [kv_url], 12 * STORED_BYTES, 600) for _ in range(2)]
+    for step in range(300):
+        tier, some, owner = rng.choice(tiers), rng.sample(names, rng.randrange(1, 6)), rng.choice("ab")
+        match rng.randrange(8):
+            case 0 | 1:
+                put(tier, some)
+            case 2:
+                assert all(got in (None, content(name)) for name, got in zip(some, read(tier, some), strict=True))
+            case 3:
+                is_here(tier, some)
+            case 4:
+                tier.lease(owner, keys_of(some), rng.choice([0.001, 600]))
+            case 5:
+                tier.release(owner, keys_of(some))
+            case 6:
+                tier.remove(keys_of(some[:1]))
+            case 7:
+                client.delete(kv_key(some[0].key))
+        usage = tier.usage()
+        assert usage.bytes <= usage.budget
+        if step % 10 == 0:
+            assert tier.check_integrity() == []
+    assert all(tier.counters.errors == tier.counters.damaged == 0 for tier in tiers)
+    tiers[0].release("a", keys_of(names))
+    tiers[0].release("b", keys_of(names))
+    assert tiers[0].usage().leased == 0
+    assert tiers[0].check_integrity() == []
+
+
+def test_a_check_finds_what_does_not_agree(tier: RedisTier, client: redis.Redis) -> None:
+    names = new_names(2)
+    put(tier, names)
+    client.hincrby(KV_INDEX[5], "sum", 7)
+    client.persist(kv_key(names[0].key))
+    assert len(tier.check_integrity()) == 2
+    client.hincrby(KV_INDEX[5], "sum", -7)
+    client.pexpire(kv_key(names[0].key), 1000)
+
+
+def test_tools_look_and_change_nothing(tier: RedisTier, kv_url: str) -> None:
+    names = new_names(3)
+    put(tier, names)
+    before = {entry.key: entry for entry in tier.entries()}
+    looking = RedisTier.attach([kv_url])
+    assert looking.usage() == tier.usage()
+    assert is_here(looking, names) == [True] * 3
+    assert {entry.key: entry for entry in looking.entries()} == before
+    assert looking.stored(names[0].key) == tier.stored(names[0].key)
+    assert looking.remove(keys_of(names[:2])) == 2
+    assert tier.usage().blocks == 1
+    looking.close()
+
+
+# What a server may have under a block's key.
+
+
+def test_a_key_of_another_type_is_damage(tier: RedisTier, client: redis.Redis) -> None:
+    names = new_names(3)
+    put(tier, names[2:])
+    for name in names[:2]:
+        client.rpush(kv_key(name.key), "not a block")
+    assert is_here(tier, names[:1]) == [False]
+    assert read(tier, [names[0], names[2]]) == [None, content(names[2])]
+    assert (tier.counters.damaged, tier.counters.errors) == (1, 0)
+    assert put(tier, names[:2]) == [True, True]
+    assert read(tier, names) == [content(name) for name in names]
+
+
+@pytest.mark.parametrize("length", [STORED_BYTES - 1, STORED_BYTES + 1, 2 * STORED_BYTES, 2**20])
+def test_a_value_of_another_length_is_not_taken_for_the_next_one(
+    tier: RedisTier, client: redis.Redis, length: int
+) -> None:
+    names = new_names(3)
+    put(tier, names)
+    client.setrange(kv_key(names[1].key), length - 3, b"\r\n$")
+    value = client.get(kv_key(names[1].key))
+    assert isinstance(value, bytes)
+    client.set(kv_key(names[1].key), value[:length], keepttl=True)
+    assert read(tier, names) == [content(names[0]), None, content(names[2])]
+    assert (tier.counters.damaged, tier.counters.errors) == (1, 0)
+
+
+def test_scripts_that_the_server_forgot(tier: RedisTier, client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    names = new_names(1)
+    put(tier, names)
+    client.script_flush()
+    assert read(tier, names) == [content(names[0])]
+    assert tier.counters.errors == 1
+    assert read(tier, names) == [content(names[0])]
+    assert tier.counters.errors == 1
+
+
+# Codecs.
+
+
+class Zlib:
+    """A codec that makes content of another length."""
+
+    number, name = 200, "zlib"
+
+    def encode(self, payload: memoryview) -> bytes:
+        return zlib.compress(payload, 1)
+
+    def decode_into(self, content: memoryview, into: memoryview) -> bool:
+        into[:] = zlib.decompress(content)
+        return True
+
+
+def test_a_reader_knows_the_codec_by_its_number(tier: RedisTier, client: redis.Redis, kv_url: str) -> None:
+    coded, names = RedisTier.open(FORM, [kv_url], AMPLE, 600, Zlib()), new_names(3)
+    payloads = [bytes(1000) + content(name)[1000:] for name in names]
+    blocks = [Block(name, memoryview(payload)) for name, payload in zip(names, payloads, strict=True)]
+    assert coded.put(blocks[:2]) == [True, True]
+    assert tier.put(blocks[2:]) == [True]
+    assert coded.usage().bytes < 3 * STORED_BYTES
+    places = [bytearray(PAYLOAD_BYTES) for _ in names]
+    wanted = [Wanted(name, memoryview(place)) for name, place in zip(names, places, strict=True)]
+    assert coded.get(wanted) == [True] * 3
+    assert places == payloads
+    assert coded.counters.bytes_written == 2 * PAYLOAD_BYTES
+    assert tier.get(wanted[1:]) == [False, True], "one who does not know the codec"
+    client.setrange(kv_key(names[0].key), HEADER_BYTES + 50, b"?!")
+    assert coded.get(wanted[:1]) == [False]
+    assert coded.counters.damaged == 1
+
+
+# Threads and what changes meanwhile.
+
+
+def test_memory_that_changes_after_it_was_hashed_is_damage(tier: RedisTier) -> None:
+    (name,) = new_names(1)
+    payload = bytearray(content(name))
+
+    def is_valid() -> bool:
+        payload[100] ^= 1
+        return True
+
+    changed = block(name, is_valid=is_valid)
+    changed = type(changed)(name, memoryview(payload), is_valid)
+    assert tier.put([changed]) == [True]
+    assert tier.get([Wanted(name, memoryview(bytearray(PAYLOAD_BYTES)))]) == [False]
+    assert tier.counters.damaged == 1
+
+
+def test_threads_have_connections_of_their_own(tier: RedisTier, client: redis.Redis) -> None:
+    names: list[Name] = new_names(50)
+    put(tier, names)
+    failures: list[object] = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                assert read(tier, names) == [content(name) for name in names]
+        except BaseException as error:  # shown by the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert tier.counters.hits == 4 * 20 * 50

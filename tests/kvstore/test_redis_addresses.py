@@ -1,0 +1,140 @@
+"""Ways to reach a Redis server, and several of them."""
+
+import os
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from kvstore.block import Form
+from kvstore.tiers.redis import RedisTier
+from penstock.local.processes import wait_until
+from penstock.local.valkey import ValkeyServer
+from penstock.names import KV_INDEX, kv_key
+from penstock.settings import urls_of
+from tests.kvstore.blocks import FORM, content, is_here, keys_of, new_names, put, read
+from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away, check_works
+from tests.kvstore.redis_servers import Proxy, unix_server
+
+
+@pytest.fixture
+def empty_url(kv_url: str) -> str:
+    """A server that no other test uses meanwhile."""
+    with redis.Redis.from_url(kv_url) as client:
+        client.flushall()
+    return kv_url
+
+
+# Ways to reach one.
+
+
+@pytest.mark.parametrize("form", [FORM, LARGE_FORM], ids=["small", "large"])
+def test_a_unix_socket(tmp_path: Path, form: Form) -> None:
+    with unix_server(tmp_path) as url:
+        check_works(RedisTier.open(form, [url], AMPLE, 60), form)
+
+
+def test_damage_on_several_connections(tmp_path: Path) -> None:
+    """Through a unix socket large blocks come over several at once."""
+    names = new_names(11)
+    with unix_server(tmp_path) as url, redis.Redis.from_url(url) as client:
+        tier = RedisTier.open(LARGE_FORM, [url], AMPLE, 60)
+        put(tier, names, LARGE_FORM)
+        client.setrange(kv_key(names[2].key), 1000, b"?")
+        client.delete(kv_key(names[5].key))
+        client.set(kv_key(names[7].key), b"")
+        expected = [None if at in (2, 5, 7) else content(name, LARGE_FORM) for at, name in enumerate(names)]
+        assert read(tier, names, LARGE_FORM) == expected
+        assert (tier.counters.hits, tier.counters.misses, tier.counters.damaged) == (8, 3, 2)
+        assert list(tier.entries()) == sorted(tier.entries(), key=lambda entry: entry.used_s)
+        assert tier.check_integrity() == []
+        tier.close()
+
+
+def test_a_password(own_server: ValkeyServer) -> None:
+    with redis.Redis.from_url(own_server.url) as client:
+        client.config_set("requirepass", "open sesame")
+    check_away(RedisTier.open(FORM, [own_server.url], AMPLE, 60))
+    host = f"127.0.0.1:{own_server.port}/0"
+    check_works(RedisTier.open(FORM, [f"redis://:open%20sesame@{host}"], AMPLE, 60))
+
+
+def _serves(client: redis.Redis) -> bool:
+    try:
+        return client.set("ready", 1, px=60_000) is not None
+    except redis.ResponseError:
+        return False
+
+
+def test_a_cluster_takes_the_keys(tmp_path: Path) -> None:
+    """A server in cluster mode refuses commands and scripts whose keys do not share a slot."""
+    assert len({key_slot(key.encode()) for key in KV_INDEX}) == 1
+    with unix_server(tmp_path, "--cluster-enabled", "yes", "--cluster-require-full-coverage", "no") as url:
+        with redis.Redis.from_url(url) as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            wait_until(lambda: _serves(client), 20, "the cluster serves")
+        check_works(RedisTier.open(FORM, [url], AMPLE, 60))
+
+
+def test_tls(own_server: ValkeyServer, tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl to make a certificate with")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True, env={**os.environ, "RANDFILE": str(tmp_path / "random")},
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with Proxy(own_server.port, context) as proxy:
+        url = f"rediss://127.0.0.1:{proxy.port}/0"
+        check_works(RedisTier.open(LARGE_FORM, [f"{url}?ssl_ca_certs={certificate}"], AMPLE, 60), LARGE_FORM)
+        check_away(RedisTier.open(FORM, [url], AMPLE, 60))
+
+
+# Several addresses.
+
+
+def test_several_addresses_share_the_blocks(empty_url: str, own_server: ValkeyServer) -> None:
+    urls = [own_server.url, empty_url]
+    tier, other = RedisTier.open(FORM, urls, AMPLE, 60), RedisTier.open(FORM, urls[::-1], AMPLE, 60)
+    names = new_names(40)
+    assert put(tier, names) == [True] * 40
+    assert read(other, names) == [content(name) for name in names]
+    tier.lease("a job", keys_of(names[:7]), 60)
+    usage = other.usage()
+    assert (usage.blocks, usage.bytes, usage.budget, usage.leased) == (40, 40 * STORED_BYTES, 2 * AMPLE, 7)
+    assert {entry.key for entry in other.entries()} == set(keys_of(names))
+    alone = [RedisTier.attach([url]).usage().blocks for url in urls]
+    assert sum(alone) == 40
+    assert min(alone) > 5
+    other.release("a job", keys_of(names))
+    assert tier.check_integrity() == []
+    assert tier.remove(keys_of(names)) == 40
+    tier.close()
+    other.close()
+
+
+def test_one_address_down_loses_its_share_only(empty_url: str, own_server: ValkeyServer) -> None:
+    tier, names = RedisTier.open(FORM, [own_server.url, empty_url], AMPLE, 60), new_names(40)
+    put(tier, names)
+    here = {entry.key for entry in RedisTier.attach([empty_url]).entries()}
+    own_server.kill()
+    expected = [content(name) if name.key in here else None for name in names]
+    assert read(tier, names) == expected
+    assert tier.counters.errors == 1
+    assert is_here(tier, names) == [name.key in here for name in names]
+    assert put(tier, names) == [name.key in here for name in names]
+    assert tier.usage().blocks == len(here)
+    tier.close()
+
+
+def test_addresses_of_a_setting() -> None:
+    assert urls_of(" redis://a, ,redis://b/1,") == ["redis://a", "redis://b/1"]
+    assert urls_of("") == []

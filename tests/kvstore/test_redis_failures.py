@@ -1,0 +1,179 @@
+"""Redis servers that fail: away, broken, cut off, full, emptied."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from kvstore.block import HEADER_BYTES
+from kvstore.tiers import server as redis_server
+from kvstore.tiers.redis import RedisTier
+from penstock.errors import KVStoreError
+from penstock.local.processes import free_port, wait_until
+from penstock.local.valkey import ValkeyServer
+from tests.kvstore.blocks import FORM, content, new_names, put, read
+from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away
+from tests.kvstore.redis_servers import Proxy
+
+
+def test_a_server_that_is_not_there() -> None:
+    tier = RedisTier.open(FORM, [f"redis://127.0.0.1:{free_port()}/0"], AMPLE, 60)
+    check_away(tier)
+    assert (tier.counters.misses, tier.counters.bytes_written) == (2, 0)
+
+
+def test_what_is_no_address() -> None:
+    for urls in (["http://127.0.0.1"], []):
+        with pytest.raises(KVStoreError):
+            RedisTier.open(FORM, urls, AMPLE, 60)
+
+
+def test_a_server_that_dies_and_comes_back_empty(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.2)
+    tier, names = RedisTier.open(FORM, [own_server.url], AMPLE, 60), new_names(3)
+    put(tier, names)
+    own_server.kill()
+    check_away(tier)
+    own_server.start()
+    wait_until(lambda: put(tier, names[:1]) == [True], 10, "the server is asked again")
+    assert read(tier, names) == [content(names[0]), None, None]
+    assert tier.check_integrity() == []
+
+
+def test_a_restart_that_nobody_noticed_costs_no_error(own_server: ValkeyServer) -> None:
+    tier, names = RedisTier.open(FORM, [own_server.url], AMPLE, 60), new_names(1)
+    put(tier, names)
+    own_server.kill()
+    own_server.start()
+    assert read(tier, names) == [None]
+    assert put(tier, names) == [True]
+    assert tier.counters.errors == 0
+
+
+@pytest.fixture(params=[b"", b"what?\r\n", b"-ERR no\r\n", b"$-7\r\n", b"*1\r\n" * 5000, b":1" * 100_000])
+def broken_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that accepts connections and answers nothing, or nonsense, or that it will not."""
+    monkeypatch.setattr(redis_server, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 600.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        accepted: list[socket.socket] = []
+
+        def answer(connection: socket.socket) -> None:
+            try:
+                while connection.recv(65536):
+                    connection.sendall(request.param)
+            except OSError:
+                return
+
+        def accept() -> None:
+            try:
+                while True:
+                    accepted.append(server.accept()[0])
+                    threading.Thread(target=answer, args=(accepted[-1],), daemon=True).start()
+            except OSError:
+                return
+
+        acceptor = threading.Thread(target=accept, daemon=True)
+        acceptor.start()
+        yield f"redis://127.0.0.1:{server.getsockname()[1]}/0"
+        server.shutdown(socket.SHUT_RDWR)
+        acceptor.join()
+        for connection in accepted:
+            connection.close()
+
+
+def test_a_server_that_is_broken(broken_url: str) -> None:
+    check_away(RedisTier.open(FORM, [broken_url], AMPLE, 60))
+
+
+@pytest.mark.parametrize("cut", [0, 5, 100, 250, 70_000, 310_000, 600_250, 899_000])
+def test_a_connection_cut_while_blocks_are_read(
+    own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """What came whole is used, the rest of the batch is misses; nothing is damaged, and the next call is as before."""
+    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    names = new_names(3)
+    with Proxy(own_server.port) as proxy:
+        tier = RedisTier.open(LARGE_FORM, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
+        put(tier, names, LARGE_FORM)
+        proxy.left = cut
+        whole = cut // (300_000 + HEADER_BYTES + 11)
+        expected = [content(name, LARGE_FORM) if at < whole else None for at, name in enumerate(names)]
+        assert read(tier, names, LARGE_FORM) == expected
+        assert (tier.counters.hits, tier.counters.misses, tier.counters.damaged) == (whole, 3 - whole, 0)
+        assert tier.counters.errors == 1
+        proxy.left = None
+        assert read(tier, names, LARGE_FORM) == [content(name, LARGE_FORM) for name in names]
+        tier.close()
+
+
+@pytest.mark.parametrize("cut", [0, 10, 30, 50])
+def test_a_connection_cut_while_blocks_are_written(
+    own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    names = new_names(3)
+    with Proxy(own_server.port) as proxy:
+        tier = RedisTier.open(FORM, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
+        assert read(tier, names) == [None] * 3
+        proxy.left = cut
+        assert not all(put(tier, names))
+        assert tier.counters.errors == 1
+        proxy.left = None
+        assert put(tier, names) == [True] * 3
+        assert read(tier, names) == [content(name) for name in names]
+        assert (tier.usage().blocks, tier.usage().bytes) == (3, 3 * STORED_BYTES)
+        assert tier.check_integrity() == []
+        tier.close()
+
+
+def test_a_late_reply_is_nobody_s(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply that comes after its call gave up goes with its connection."""
+    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    monkeypatch.setattr(redis_server, "TIMEOUT_S", 0.2)
+    names = new_names(2)
+    with Proxy(own_server.port) as proxy:
+        tier = RedisTier.open(FORM, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
+        put(tier, names)
+        proxy.passing.clear()
+        assert read(tier, names[:1]) == [None]
+        assert tier.counters.errors == 1
+        proxy.passing.set()
+        assert read(tier, names[1:]) == [content(names[1])]
+        assert proxy.connections == 2
+        tier.close()
+
+
+def test_a_server_without_memory(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses the write: an error counted, nothing taken in. What it has can still be read."""
+    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    tier, names = RedisTier.open(FORM, [own_server.url], AMPLE, 60), new_names(3)
+    put(tier, names[:1])
+    with redis.Redis.from_url(own_server.url) as client:
+        client.config_set("maxmemory", 1)
+    assert put(tier, names[1:]) == [False, False]
+    assert tier.counters.errors == 1
+    assert read(tier, names) == [content(names[0]), None, None]
+    assert (tier.usage().blocks, tier.usage().bytes) == (1, STORED_BYTES)
+    assert tier.counters.errors == 1
+    assert tier.check_integrity() == []
+
+
+def test_a_server_that_evicts(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take blocks and parts of the index; no wrong block, and the sums do not drift."""
+    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    tier = RedisTier.open(LARGE_FORM, [own_server.url], 2**30, 60)
+    with redis.Redis.from_url(own_server.url) as client:
+        used = client.info("memory")["used_memory"]
+        client.config_set("maxmemory-policy", "allkeys-random")
+        client.config_set("maxmemory", used + 3 * 2**20)
+    names = new_names(30)
+    for name in names:
+        put(tier, [name], LARGE_FORM)
+    found = read(tier, names, LARGE_FORM)
+    assert None in found
+    assert all(got in (None, content(name, LARGE_FORM)) for name, got in zip(names, found, strict=True))
+    assert tier.counters.damaged == 0
+    assert [line for line in tier.check_integrity() if "lost" not in line] == []

@@ -1,0 +1,281 @@
+"""The shared memory tier: what may happen between the steps of a put and of a get."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.arena import steps
+from kvstore.arena.check import check_integrity
+from kvstore.arena.layout import READY, Geometry
+from kvstore.block import HEADER_BYTES, Block
+from kvstore.tiers.shared import SharedTier
+from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, new_name, new_names, put, read
+
+NUM_SLOTS = 4
+
+
+@pytest.fixture
+def make_tier(tmp_path: Path) -> Iterator[Callable[[], SharedTier]]:
+    opened: list[SharedTier] = []
+
+    def make() -> SharedTier:
+        budget = Geometry(PAYLOAD_BYTES, NUM_SLOTS).total_bytes
+        opened.append(SharedTier.open(FORM, "demo", budget, str(tmp_path)))
+        return opened[-1]
+
+    yield make
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture
+def tier(make_tier: Callable[[], SharedTier]) -> SharedTier:
+    return make_tier()
+
+
+@pytest.fixture
+def other(make_tier: Callable[[], SharedTier]) -> SharedTier:
+    """Another worker's opening of the same arena."""
+    return make_tier()
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object]], None]:
+    """Does something the first time that a step is reached."""
+
+    def do(step: str, action: Callable[[], object]) -> None:
+        def reached(name: str) -> None:
+            if name == step:
+                monkeypatch.undo()
+                action()
+
+        monkeypatch.setattr(steps, "reached", reached)
+
+    return do
+
+
+AtStep = Callable[[str, Callable[[], object]], None]
+
+
+# A get.
+
+
+@pytest.mark.parametrize("step", ["get 1", "get 2", "get 3"])
+def test_a_slot_that_is_given_to_another_block_under_a_reader(
+    tier: SharedTier, other: SharedTier, at_step: AtStep, step: str
+) -> None:
+    """A plain miss: nothing was damaged, and the new block stays."""
+    name, usurpers = new_name(), new_names(NUM_SLOTS)
+    put(tier, [name])
+    at_step(step, lambda: put(other, usurpers))
+    assert read(tier, [name]) == [None]
+    assert (tier.counters.misses, tier.counters.damaged) == (1, 0)
+    assert read(tier, usurpers) == [content(usurper) for usurper in usurpers]
+    assert check_integrity(tier.arena) == []
+
+
+def test_a_slot_that_is_given_away_and_back_under_a_reader(
+    tier: SharedTier, other: SharedTier, at_step: AtStep
+) -> None:
+    """The same block in the same slot is another generation."""
+    name = new_name()
+    put(tier, [name])
+
+    def away_and_back() -> None:
+        assert other.remove([name.key]) == 1
+        assert put(other, [name]) == [True]
+
+    at_step("get 3", away_and_back)
+    assert read(tier, [name]) == [None]
+    assert (tier.counters.misses, tier.counters.damaged) == (1, 0)
+    assert read(tier, [name]) == [content(name)]
+
+
+def test_a_half_overwritten_slot_is_a_miss(tier: SharedTier, other: SharedTier, at_step: AtStep) -> None:
+    """The reader comes when the next owner has copied its payload, and not yet written its header."""
+    name, usurper = new_name(), new_name()
+    fill = new_names(NUM_SLOTS - 1)
+    put(tier, [name, *fill])
+
+    def while_it_reads() -> None:
+        other.remove([name.key])
+        (place,) = other.arena.take([usurper.key])
+        assert place is not None
+        other.arena.tables.slot(place.slot)[HEADER_BYTES:] = content(usurper)
+        other.arena.publish([(place, usurper.key, False)])
+
+    at_step("get 1", while_it_reads)
+    assert read(tier, [name]) == [None]
+    assert tier.counters.damaged == 0
+    assert is_here(tier, [name, *fill]) == [False, True, True, True]
+
+
+def test_damage_is_told_from_reuse(tier: SharedTier, at_step: AtStep) -> None:
+    name = new_name()
+    put(tier, [name])
+    place = tier.arena.peek(name.key)
+    assert place is not None
+    at_step("get 1", lambda: tier.arena.tables.slot(place.slot).__setitem__(HEADER_BYTES, 1 ^ content(name)[0]))
+    assert read(tier, [name]) == [None]
+    assert (tier.counters.misses, tier.counters.damaged) == (1, 1)
+    assert tier.usage().blocks == 0
+
+
+# A put.
+
+
+def test_the_same_block_from_two_writers_at_once(tier: SharedTier, other: SharedTier, at_step: AtStep) -> None:
+    name = new_name()
+    at_step("put 4", lambda: put(other, [name]))
+    assert put(tier, [name]) == [True]
+    assert tier.usage().blocks == 1
+    assert read(tier, [name]) == [content(name)]
+    assert check_integrity(tier.arena) == []
+
+
+@pytest.mark.parametrize("step", ["put 1", "put 2", "put 3", "put 4"])
+def test_nobody_finds_a_block_before_it_is_published(
+    tier: SharedTier, other: SharedTier, at_step: AtStep, step: str
+) -> None:
+    name, seen = new_name(), list[bytes | None]()
+    at_step(step, lambda: seen.extend(read(other, [name])))
+    assert put(tier, [name]) == [True]
+    assert seen == [None]
+    assert other.counters.damaged == 0
+
+
+def test_memory_that_changes_while_it_is_copied(tier: SharedTier, at_step: AtStep) -> None:
+    """The page tag says so: neither the old nor the new content is stored under the key."""
+    name, is_valid, payload = new_name(), [True], bytearray(PAYLOAD_BYTES)
+
+    def recycled() -> None:
+        payload[:] = b"\1" * PAYLOAD_BYTES
+        is_valid[0] = False
+
+    at_step("put 1", recycled)
+    assert tier.put([Block(name, memoryview(payload), lambda: is_valid[0])]) == [False]
+    assert tier.usage().blocks == 0
+    assert check_integrity(tier.arena) == []
+
+
+def test_a_payload_of_another_size_is_the_caller_s_mistake(tier: SharedTier) -> None:
+    """It raises, and takes no slot away."""
+    good = new_names(NUM_SLOTS)
+    with pytest.raises(ValueError, match="bytes"):
+        tier.put([Block(new_name(), memoryview(b"short"))])
+    assert put(tier, good) == [True] * NUM_SLOTS
+    assert tier.usage().blocks == NUM_SLOTS
+    assert check_integrity(tier.arena) == []
+
+
+def test_a_page_tag_that_raises_takes_no_slot_away(tier: SharedTier) -> None:
+    def broken() -> bool:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError):
+        tier.put([block(new_name(), is_valid=broken)])
+    assert put(tier, new_names(NUM_SLOTS)) == [True] * NUM_SLOTS
+    assert check_integrity(tier.arena) == []
+
+
+def test_slots_that_others_write_are_not_taken(tier: SharedTier, other: SharedTier, at_step: AtStep) -> None:
+    """Where all others are leased a block is refused; the writer keeps its slot."""
+    names = new_names(NUM_SLOTS - 1)
+    put(tier, names)
+    tier.lease("a job", keys_of(names), 600)
+    refused: list[bool] = []
+    at_step("put 2", lambda: refused.extend(put(other, new_names(1))))
+    mine = new_name()
+    assert put(tier, [mine]) == [True]
+    assert refused == [False]
+    assert other.counters.refused == 1
+    assert read(tier, [mine]) == [content(mine)]
+
+
+# Room.
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+def test_a_block_whose_lease_ended_is_the_next_to_go(tier: SharedTier, other: SharedTier, is_released: bool) -> None:
+    """If it was used longest ago, though others were chosen before its lease ended, by whoever ended it."""
+    names = new_names(NUM_SLOTS)
+    put(tier, names)
+    tier.lease("a job", keys_of(names[:1]), 600)
+    newer = new_names(2)
+    put(tier, newer[:1])
+    assert {entry.key for entry in tier.entries()} == {name.key for name in [names[0], *names[2:], newer[0]]}
+    if is_released:
+        other.release("a job", keys_of(names[:1]))
+    else:
+        other.lease("a job", keys_of(names[:1]), 0)
+    put(tier, newer[1:])
+    assert {entry.key for entry in tier.entries()} == {name.key for name in [*names[2:], *newer]}
+
+
+def test_leases_go_with_their_block(tier: SharedTier) -> None:
+    names = new_names(2)
+    put(tier, names)
+    tier.lease("a job", keys_of(names), 600)
+    tier.remove(keys_of(names[:1]))
+    assert check_integrity(tier.arena) == []
+    assert tier.arena.tables.lease_end_array.astype(bool).sum() == 1
+
+
+# Closing.
+
+
+def test_closing_waits_for_what_is_being_written(tier: SharedTier, other: SharedTier) -> None:
+    name, begun, go_on = new_name(), threading.Event(), threading.Event()
+
+    def is_valid() -> bool:
+        begun.set()
+        return go_on.wait(30)
+
+    stored: list[bool] = []
+    writer = threading.Thread(target=lambda: stored.extend(tier.put([block(name, is_valid=is_valid)])))
+    writer.start()
+    assert begun.wait(30)
+    closer = threading.Thread(target=tier.close)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    other.arena.tidy()
+    assert [state for state in other.arena.tables.state.tolist() if state] == [1]
+    go_on.set()
+    closer.join(30)
+    writer.join(30)
+    assert stored == [True]
+    assert read(other, [name]) == [content(name)]
+
+
+def test_a_closed_tier_has_nothing_and_takes_nothing(tier: SharedTier, other: SharedTier) -> None:
+    names = new_names(2)
+    put(tier, names[:1])
+    tier.close()
+    assert read(tier, names) == [None, None]
+    assert put(tier, names) == [False, False]
+    assert is_here(tier, names) == [False, False]
+    tier.lease("a job", keys_of(names), 600)
+    tier.release("a job", keys_of(names))
+    assert tier.remove(keys_of(names)) == 0
+    assert list(tier.entries()) == []
+    assert tier.stored(names[0].key) is None
+    assert tier.usage().blocks == 0
+    assert is_here(other, names) == [True, False]
+    assert other.usage().leased == 0
+
+
+def test_each_evicts_what_the_other_one_put(tier: SharedTier, other: SharedTier) -> None:
+    """What was chosen to go next is chosen again when it was used meanwhile, by whomever."""
+    names = new_names(NUM_SLOTS)
+    put(tier, names)
+    put(tier, new_names(1))
+    assert is_here(other, names) == [False, True, True, True]
+    is_here(other, names[1:2])
+    put(tier, new_names(2))
+    kept = {entry.key for entry in tier.entries()}
+    assert [name.key in kept for name in names] == [False, True, False, True]
+    assert tier.arena.tables.state.tolist() == [READY] * NUM_SLOTS
+    assert (tier.counters.evictions, other.counters.evictions) == (3, 0)
