@@ -127,7 +127,7 @@ class DecodeWorker:
         self._confirm(self.emitter.collect())
         self._expire()
         self._emit(sampled)
-        if self.transfers and not self.engine.has_work():
+        if self.transfers and not self.engine.num_running:
             self.transfers.wait(WAIT_S)
         return bool(deliveries or sampled)
 

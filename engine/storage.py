@@ -8,6 +8,7 @@ that travels.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -49,9 +50,12 @@ class KVLayout:
         return tuple((heads * self.block_size, size) for heads, size in shapes)
 
     @property
-    def element(self) -> str:
+    def element(self) -> Literal["float32", "bfloat16", "float16"]:
         """The form of a number: "float32", "bfloat16" or "float16"."""
-        return str(self.dtype).removeprefix("torch.")
+        names: dict[torch.dtype, Literal["float32", "bfloat16", "float16"]] = {
+            torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
+        }  # fmt: skip
+        return names[self.dtype]
 
     @property
     def block_elements(self) -> int:

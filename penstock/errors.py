@@ -22,6 +22,8 @@ PenstockError
 │   └── MemberFenced           this member was replaced by a newer one of its name; it must end
 ├── ModelLoadError           a model cannot be loaded; the message says why
 │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
+├── KVStoreError             a tier of the KV store cannot work as it is set up, or does not answer a tool
+│   └── DamagedBlock           a stored block is not whole, or not of this version
 ├── SettingsError            an unknown or bad setting
 ├── InvalidName              a pipeline, request or event id that cannot be one
 └── DependencyMissing        a program or package that is not installed; the message says what to install

@@ -112,7 +112,7 @@ class PrefillWorker:
         for prefill, _ in firsts:
             self._finish(prefill)
         self._ship_chunks()
-        if self.transfers and not self.engine.has_work():
+        if self.transfers and not self.engine.num_running:
             self.transfers.wait(WAIT_S)
         return bool(deliveries or sampled)
 

@@ -70,18 +70,22 @@ class Directory:
         return drafts
 
     def publish(self, drafts: Mapping[Draft, bytes | None]) -> int:
-        """Step 4 of a put: drafts get the name of a key, or go; how many blocks are new."""
-        num_new = 0
+        """Step 4 of a put: drafts get the name of a key, or go; how many blocks are new.
+
+        Raises `OSError` after all of them if one could not get its name.
+        """
+        num_new, failure = 0, None
         with self.ledger.held() as record:
             if self._writer is None:
                 raise FileNotFoundError("closed meanwhile, and the drafts are gone")
             self.ledger.change()
             steps.reached("put 4.1")
             for draft, key in drafts.items():
-                target = self.layout.block(key) if key is not None else ""
-                if target and not os.path.exists(target):
-                    os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
-                    os.rename(draft.path, target)
+                try:
+                    is_new = key is not None and self._name(draft, self.layout.block(key))
+                except OSError as error:
+                    is_new, failure = False, error
+                if is_new:
                     num_new, record.blocks = num_new + 1, record.blocks + 1
                     steps.reached("put 4.2")
                 else:
@@ -90,7 +94,17 @@ class Directory:
                 self._writer.reserve(-draft.size)
                 steps.reached("put 4.3")
             record.changes += 1
+        if failure is not None:
+            raise failure
         return num_new
+
+    def _name(self, draft: Draft, path: str) -> bool:
+        """Give it its name, unless somebody else wrote the same block meanwhile."""
+        if os.path.exists(path):
+            return False
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        os.rename(draft.path, path)
+        return True
 
     def lease(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
         """See `Tier.lease`."""

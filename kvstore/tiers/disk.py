@@ -19,12 +19,12 @@ Leases (`leases.py`): 1. the owner's folder has a link to each block; 2. all hav
 release, the same the other way. A removal: 1. the leases of the block go; 2. the block goes.
 """
 
-import contextlib
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -151,7 +151,7 @@ class DiskTier:
                 for key, stat in self._directory.layout.blocks()
             ]
 
-        return iter(self._try(look, []))
+        return iter(self._try(look, list[Entry]()))
 
     def stored(self, key: bytes) -> bytes | None:
         """See `Tier.stored`."""
@@ -171,25 +171,26 @@ class DiskTier:
     def _put(self, blocks: Sequence[Block]) -> set[bytes]:
         """A batch; the keys that others can read now."""
         ready = [(block, *self._files.encode(block.payload)) for block in blocks]
-        evicted = self._directory.num_evicted
-        drafts = self._try(lambda: self._directory.reserve([HEADER_BYTES + len(content) for *_, content in ready]), [])
+        lengths = [HEADER_BYTES + len(content) for *_, content in ready]
+        drafts = self._try(lambda: self._directory.reserve(lengths), list[Draft | None]())
         steps.reached("put 1")
-        with self._counting:
-            self.counters.refused += drafts.count(None)
-            self.counters.evictions += self._directory.num_evicted - evicted
         named = dict[Draft, bytes | None].fromkeys(draft for draft in drafts if draft is not None)
-        for draft, (block, number, content) in zip(drafts, ready, strict=False):
-            if draft is None:
-                continue
-            if not self._try(lambda: self._write(draft, block, number, content), instead=False):  # noqa: B023 (called at once)
-                break
-            if block.is_valid():
-                named[draft] = block.name.key
-            steps.reached("put 3")
-        num_new = self._try(lambda: self._directory.publish(named), -1) if named else 0
-        steps.reached("put 4")
-        with self._counting:
-            self.counters.bytes_written += max(0, num_new) * self._form.payload_bytes
+        num_new = 0
+        try:
+            for draft, made in zip(drafts, ready, strict=False):
+                if draft is not None and not self._try(partial(self._write, draft, *made), instead=False):
+                    break
+                if draft is not None and made[0].is_valid():
+                    named[draft] = made[0].name.key
+                steps.reached("put 3")
+        finally:  # whatever happened, a draft gets its name or goes
+            if named:
+                num_new = self._try(lambda: self._directory.publish(named), -1)
+            steps.reached("put 4")
+            with self._counting:
+                self.counters.refused += drafts.count(None)
+                self.counters.evictions = self._directory.num_evicted
+                self.counters.bytes_written += max(0, num_new) * self._form.payload_bytes
         return {key for key in named.values() if key is not None} if num_new >= 0 else set()
 
     def _write(self, draft: Draft, block: Block, number: int, content: memoryview) -> bool:

@@ -2,19 +2,20 @@
 
 import random
 import threading
-import zlib
 from collections.abc import Iterator
 
 import pytest
 import redis
 
 from kvstore.block import HEADER_BYTES, Block, Name, Wanted
+from kvstore.codec import PayloadShape, codec_for
+from kvstore.codec.choice import Choice
 from kvstore.tiers import index as redis_index
 from kvstore.tiers import server as redis_server
 from kvstore.tiers.redis import RedisTier
 from penstock.local.processes import wait_until
 from penstock.names import KV_INDEX, kv_key
-from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, new_names, put, read
+from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, make_form, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES
 
 
@@ -231,22 +232,13 @@ def test_scripts_that_the_server_forgot(tier: RedisTier, client: redis.Redis, mo
 # Codecs.
 
 
-class Zlib:
-    """A codec that makes content of another length."""
-
-    number, name = 200, "zlib"
-
-    def encode(self, payload: memoryview) -> bytes:
-        return zlib.compress(payload, 1)
-
-    def decode_into(self, content: memoryview, into: memoryview) -> bool:
-        into[:] = zlib.decompress(content)
-        return True
+SHAPE = PayloadShape("float32", ((25, 10),) * 3)
+"""Of 3,000 bytes."""
 
 
-def test_a_reader_knows_the_codec_by_its_number(tier: RedisTier, client: redis.Redis, kv_url: str) -> None:
-    coded, names = RedisTier.open(FORM, [kv_url], AMPLE, 600, Zlib()), new_names(3)
-    payloads = [bytes(1000) + content(name)[1000:] for name in names]
+def test_blocks_of_any_codec_lie_side_by_side(tier: RedisTier, client: redis.Redis, kv_url: str) -> None:
+    coded, names = RedisTier.open(FORM, [kv_url], AMPLE, 600, codec_for("lossless", SHAPE)), new_names(3)
+    payloads = [bytes(1500) + content(name)[1500:] for name in names]
     blocks = [Block(name, memoryview(payload)) for name, payload in zip(names, payloads, strict=True)]
     assert coded.put(blocks[:2]) == [True, True]
     assert tier.put(blocks[2:]) == [True]
@@ -256,10 +248,22 @@ def test_a_reader_knows_the_codec_by_its_number(tier: RedisTier, client: redis.R
     assert coded.get(wanted) == [True] * 3
     assert places == payloads
     assert coded.counters.bytes_written == 2 * PAYLOAD_BYTES
-    assert tier.get(wanted[1:]) == [False, True], "one who does not know the codec"
     client.setrange(kv_key(names[0].key), HEADER_BYTES + 50, b"?!")
-    assert coded.get(wanted[:1]) == [False]
-    assert coded.counters.damaged == 1
+    assert coded.get(wanted) == [False, True, True]
+    assert tier.get(wanted[1:]) == [False, True], "one who knows no codec"
+    assert (coded.counters.damaged, tier.counters.damaged) == (1, 1)
+
+
+def test_a_codec_that_chooses_is_told_the_speed(client: redis.Redis, kv_url: str) -> None:
+    form, shape = make_form(payload_bytes=120_000), PayloadShape("float32", ((100, 100),) * 3)
+    codec = codec_for("auto", shape)
+    tier, names = RedisTier.open(form, [kv_url], AMPLE, 600, codec), new_names(6)
+    assert all(put(tier, names, form))
+    assert isinstance(codec._writer, Choice)
+    written = codec._writer._link.num_bytes
+    assert written >= 6 * 120_000
+    assert read(tier, names, form) == [content(name, form) for name in names]
+    assert codec._writer._link.num_bytes >= written
 
 
 # Threads and what changes meanwhile.

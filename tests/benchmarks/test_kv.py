@@ -1,0 +1,96 @@
+"""The arithmetic of the KV store's benchmarks: ratios, what an infinite cache finds, and what is a foreign hit."""
+
+import pytest
+
+from benchmarks.kv_rounds import Rounds
+from benchmarks.prefix import speedups
+from benchmarks.prefix_first import First
+from benchmarks.prefix_hits import BLOCK, TENANTS, Asked, Infinite, Seen, offline, workload
+from penstock.messages import Timings
+
+PREFIX = list(range(100, 100 + 2 * BLOCK))
+
+
+def seen(tenant: str, tokens: list[int], begun: float, first: float, cached: int = 0, prefix: int = 0) -> Seen:
+    return Seen(Asked(tenant, prefix, tokens), cached, Timings(prefill_started=begun, first_token=first))
+
+
+def test_ratios_are_formed_within_a_round_and_sides_take_turns() -> None:
+    rounds, order = Rounds(), list[str]()
+    speeds = {"ours": iter([9.0, 9.0, 1.0, 2.0, 4.0]), "theirs": iter([1.0, 1.0, 2.0, 4.0, 8.0])}
+
+    def side(name: str) -> float:
+        order.append(name)
+        return next(speeds[name])
+
+    rounds.take(3, 10**9, "test", {name: lambda _, name=name: side(name) for name in speeds})  # type: ignore[misc]
+    assert rounds.ratio("ours", "theirs") == 2.0
+    assert rounds.speeds("theirs") == [0.5, 0.25, 0.125]
+    assert order[:4] == ["ours", "theirs", "theirs", "ours"]
+
+
+def test_speedups_are_cold_to_hit_of_the_same_round() -> None:
+    rounds = [
+        {side: First(seconds * factor, 10, 0, "") for side, seconds in
+         {"cold": 8.0, "pool": 1.0, "shm": 2.0, "disk": 4.0, "redis": 8.0}.items()}
+        for factor in (1.0, 3.0)
+    ]  # fmt: skip
+    rounds[1]["redis"] = First(48.0, 10, 0, "")
+    figures = speedups(rounds)
+    assert (figures["ttft_speedup_pool"], figures["ttft_speedup_disk"]) == (8.0, 2.0)
+    assert (figures["ttft_speedup_redis"], figures["ttft_speedup_redis_min"]) == (0.75, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        (PREFIX, BLOCK),  # the block with the last token is always computed
+        ([*PREFIX, 1], 2 * BLOCK),
+        ([*PREFIX[:BLOCK], 1], BLOCK),
+        ([*PREFIX[: BLOCK - 1], 1, 1], 0),
+        ([1, *PREFIX], 0),
+    ],
+)
+def test_an_infinite_cache_finds_full_blocks_with_the_same_tokens_before_them(tokens: list[int], found: int) -> None:
+    cache = Infinite()
+    cache.learns(Asked("a", 0, PREFIX))
+    assert cache.finds(Asked("a", 0, tokens)) == found
+    assert cache.finds(Asked("b", 0, tokens)) == 0
+
+
+def test_the_caches_know_what_was_taken_and_what_was_computed() -> None:
+    prompt = [*PREFIX, 1]
+    hits = offline([
+        seen("a", prompt, 3.0, 4.0, 2 * BLOCK),
+        seen("a", prompt, 1.0, 2.0),
+        seen("a", prompt, 1.5, 2.5),
+        seen("b", prompt, 5.0, 6.0),
+    ])  # fmt: skip
+    assert [one.timings.prefill_started for one in hits.seen] == [1.0, 1.5, 3.0, 5.0]
+    assert hits.best == [0, 2 * BLOCK, 2 * BLOCK, 0]
+    assert hits.possible == [0, 0, 2 * BLOCK, 0]
+    assert hits.rate == hits.known == pytest.approx(2 * BLOCK / (4 * len(prompt)))
+    assert hits.infinite == 2 * hits.known
+    assert hits.foreign == 0
+
+
+def test_a_hit_before_the_tenant_had_asked_is_foreign() -> None:
+    prompt = [*PREFIX, 1]
+    mine, other = seen("a", prompt, 1.0, 2.0), seen("b", prompt, 3.0, 4.0, BLOCK)
+    assert offline([mine, other]).foreign == 1
+    assert offline([mine, other, seen("b", prompt, 5.0, 6.0, BLOCK)]).foreign == 1
+    assert offline([mine, other, seen("b", prompt, 3.5, 6.0)]).foreign == 0  # the two shared what they computed
+
+
+def test_the_workload_shares_prefixes_between_tenants_and_nothing_else() -> None:
+    work = list(workload(500))
+    assert work == list(workload(500))
+    assert len({one.tenant for one in work}) == TENANTS
+    by_prefix: dict[int, set[tuple[int, ...]]] = {}
+    tenants: dict[int, set[str]] = {}
+    for one in work:
+        by_prefix.setdefault(one.prefix, set()).add(tuple(one.token_ids[: 2 * BLOCK]))
+        tenants.setdefault(one.prefix, set()).add(one.tenant)
+    assert all(len(starts) == 1 for starts in by_prefix.values())
+    assert len(tenants[0]) == TENANTS
+    assert len({tuple(one.token_ids[-8:]) for one in work}) == len(work)

@@ -1,0 +1,113 @@
+"""A process that works on a directory of blocks, as tests tell it: `python -m tests.kvstore.disk_child DIRECTORY WHAT …`.
+
+`die STEP N`: does all that a disk tier can do, over and over, until it has come to the step N times, and is killed there.
+`halt STEP`: the same, but it stands still there until it is killed, and says so by making the file `halted` beside.
+`work SEED`: puts and gets blocks of a few names, and ends with the number of wrong ones as its status.
+`limit BYTES`: no file may grow beyond that; puts blocks, and ends with 0 if that was counted and nothing was lost.
+"""
+
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from kvstore.block import HEADER_BYTES, Name
+from kvstore.directory import steps
+from kvstore.directory.layout import room
+from kvstore.tiers.disk import DiskTier
+from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, put, read
+
+FORM = make_form("a model that dies")
+NAMES = [Name(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]
+NUM_ROOMS = 8
+BUDGET = NUM_ROOMS * room(HEADER_BYTES + PAYLOAD_BYTES)
+
+
+def open_tier(directory: Path) -> DiskTier:
+    """The directory that all these processes and their test share."""
+    return DiskTier.open(FORM, directory / "kv", BUDGET)
+
+
+def live(directory: Path) -> None:
+    """Pass every step: there is little room, so that blocks are evicted; some leases stay and some end; some blocks go."""
+    tier = open_tier(directory)
+    for turn in range(1000):
+        some = random.Random(turn).sample(NAMES, 4)
+        put(tier, some, FORM)
+        tier.lease("a job", keys_of(some[:2]), 600)
+        tier.lease("another", keys_of(some[1:3]), 600)
+        tier.lease("late", keys_of(some[2:]), 0)
+        read(tier, some, FORM)
+        tier.put([block(some[0], FORM), block(NAMES[turn % 24], FORM, lambda: False)])
+        tier.release("another", keys_of(some[1:3]))
+        tier.remove(keys_of(some[1:2] if turn % 2 else some[3:]))
+        is_here(tier, some)
+        if turn % 3 == 2:
+            tier.release("a job", keys_of(NAMES))
+
+
+def die(directory: Path, step: str, times: int) -> None:
+    """Be killed at a step."""
+    seen = []
+
+    def reached(name: str) -> None:
+        seen.append(name)
+        if name == step and seen.count(step) == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    steps.reached = reached
+    live(directory)
+
+
+def halt(directory: Path, step: str) -> None:
+    """Stand still at a step."""
+
+    def reached(name: str) -> None:
+        if name == step:
+            (directory / "halted").touch()
+            threading.Event().wait()
+
+    steps.reached = reached
+    live(directory)
+
+
+def work(directory: Path, seed: int) -> int:
+    """Write and read with others, within the budget; how many blocks were read wrong."""
+    tier, rng, num_wrong, num_hits = open_tier(directory), random.Random(seed), 0, 0
+    for turn in range(300):
+        some = rng.sample(NAMES, 3)
+        if turn % 3:
+            put(tier, some, FORM)
+        if turn % 4 == 0:
+            tier.lease(str(seed), keys_of(some), 600)
+        for name, got in zip(some, read(tier, some, FORM), strict=True):
+            num_wrong += got not in (None, content(name, FORM))
+            num_hits += got is not None
+        tier.release(str(seed), keys_of(some))
+        num_wrong += tier.usage().bytes > BUDGET
+    counters = tier.counters
+    tier.close()
+    return num_wrong + counters.damaged + counters.errors + (not num_hits)
+
+
+def limit(directory: Path, num_bytes: int) -> int:
+    """Meet EFBIG in the middle of a block, as a full disk would give ENOSPC."""
+    tier = open_tier(directory)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+    stored = put(tier, NAMES[:3], FORM)
+    counters = tier.counters
+    tier.close()
+    return 0 if stored == [False] * 3 and counters.errors > 0 and not counters.bytes_written else 1
+
+
+if __name__ == "__main__":
+    _, where, what, *rest = sys.argv
+    if what == "die":
+        die(Path(where), rest[0], int(rest[1]))
+    elif what == "halt":
+        halt(Path(where), rest[0])
+    else:
+        sys.exit((work if what == "work" else limit)(Path(where), int(rest[0])))

@@ -1,0 +1,359 @@
+"""What only the disk tier does; its contract is in test_tiers.py, deaths and faults in test_disk_faults.py."""
+
+import os
+import random
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.block import HEADER_BYTES, Name
+from kvstore.codec import PayloadShape, codec_for
+from kvstore.directory.layout import Layout, room
+from kvstore.tiers import disk
+from kvstore.tiers.disk import DiskTier
+from penstock.errors import KVStoreError
+from penstock.local.processes import wait_until
+from tests.kvstore.blocks import (
+    FORM,
+    PAYLOAD_BYTES,
+    block,
+    content,
+    is_here,
+    keys_of,
+    make_form,
+    new_name,
+    new_names,
+    put,
+    read,
+)
+
+AMPLE = 2**20
+FILE_BYTES = room(HEADER_BYTES + PAYLOAD_BYTES)
+SHAPE = PayloadShape("float32", ((PAYLOAD_BYTES // 100, 25),))
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    tier = DiskTier.open(FORM, tmp_path, AMPLE)
+    yield tier
+    tier.close()
+
+
+def path_of(directory: Path, name: Name) -> Path:
+    return directory / name.key.hex()[:2] / f"{name.key.hex()}.kv"
+
+
+# Opening.
+
+
+def test_a_directory_that_cannot_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KVStoreError, match="file"):
+        DiskTier.open(FORM, tmp_path / "file", AMPLE)
+    with pytest.raises(KVStoreError, match="nowhere"):
+        DiskTier.attach(tmp_path / "nowhere")
+
+
+def test_it_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    tier = DiskTier.open(FORM, tmp_path / "a" / "b", AMPLE)
+    name = new_name()
+    put(tier, [name])
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o77 == 0
+    assert path_of(tmp_path / "a" / "b", name).stat().st_mode & 0o77 == 0
+    tier.close()
+
+
+def test_attached_it_shows_and_removes_but_neither_gets_nor_puts(tier: DiskTier, tmp_path: Path) -> None:
+    name = new_name()
+    put(tier, [name])
+    tool = DiskTier.attach(tmp_path)
+    assert tool.usage() == tier.usage()
+    assert [entry.key for entry in tool.entries()] == [name.key]
+    assert tool.stored(name.key) == tier.stored(name.key)
+    assert put(tool, [new_name()]) == [False]
+    assert tool.check_integrity() == []
+    assert tool.remove([name.key]) == 1
+    assert is_here(tier, [name]) == [False]
+    assert tier.usage().budget == AMPLE
+    tool.close()
+
+
+def test_a_smaller_budget_is_kept_from_the_start(tier: DiskTier, tmp_path: Path) -> None:
+    names = new_names(20)
+    for name in names:
+        put(tier, [name])
+    tier.close()
+    smaller = DiskTier.open(FORM, tmp_path, 5 * FILE_BYTES)
+    assert smaller.usage().bytes <= 5 * FILE_BYTES
+    assert is_here(smaller, names) == [False] * 15 + [True] * 5
+    assert smaller.check_integrity() == []
+    smaller.close()
+
+
+@pytest.mark.parametrize("record", [b"", b"no record", bytes(72)])
+def test_a_broken_record_is_made_anew(tier: DiskTier, tmp_path: Path, record: bytes) -> None:
+    put(tier, new_names(3))
+    (tmp_path / "lock").write_bytes(record)
+    assert tier.usage().blocks == 3
+    assert tier.check_integrity() == []
+
+
+def test_after_a_restart_of_the_machine_files_are_counted(tier: DiskTier, tmp_path: Path) -> None:
+    """The record may be older than what is there, or newer."""
+    name, other = new_names(2)
+    put(tier, [name, other])
+    record = bytearray((tmp_path / "lock").read_bytes())
+    tier.close()
+    path_of(tmp_path, name).unlink()
+    (tmp_path / "lock").write_bytes(record)
+    again = DiskTier.open(FORM, tmp_path, AMPLE)
+    again._directory.ledger._boot = bytes(range(16))
+    assert again.usage().blocks == 1
+    assert again.check_integrity() == []
+    again.close()
+
+
+def test_models_share_a_directory(tier: DiskTier, tmp_path: Path) -> None:
+    """One budget, and none reads the other's blocks."""
+    form = make_form("another model", 7000)
+    other = DiskTier.open(form, tmp_path, AMPLE)
+    names = new_names(2)
+    put(tier, names[:1])
+    assert put(other, names[1:], form) == [True]
+    assert tier.usage() == other.usage()
+    assert tier.usage().blocks == 2
+    assert read(other, names, form) == [None, content(names[1], form)]
+    other.close()
+
+
+# Damage.
+
+
+def test_files_cut_off_while_they_are_read(tier: DiskTier, tmp_path: Path) -> None:
+    """At any time, to any length: a miss, never a signal, never a wrong block."""
+    names, stop, rng = new_names(6), threading.Event(), random.Random(3)
+    put(tier, names)
+
+    def cut() -> None:
+        while not stop.is_set():
+            name = rng.choice(names)
+            try:
+                os.truncate(path_of(tmp_path, name), rng.randrange(HEADER_BYTES + PAYLOAD_BYTES))
+            except FileNotFoundError:
+                put(tier, [name])
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        while tier.counters.damaged < 200:
+            for name, got in zip(names, read(tier, names), strict=True):
+                assert got in (None, content(name))
+    finally:
+        stop.set()
+        thread.join()
+    assert tier.counters.errors == 0
+    tier.remove(keys_of(names))
+    assert tier.usage().bytes == 0
+    assert tier.check_integrity() == []
+
+
+def test_a_block_that_was_cut_off_or_grew_is_counted_right(tier: DiskTier, tmp_path: Path) -> None:
+    short, grown = new_names(2)
+    put(tier, [short, grown])
+    os.truncate(path_of(tmp_path, short), 5)
+    os.truncate(path_of(tmp_path, grown), 10 * FILE_BYTES)
+    assert read(tier, [short, grown]) == [None, None]
+    assert (tier.usage().bytes, tier.usage().blocks) == (0, 0)
+    assert tier.check_integrity() == []
+
+
+def test_a_damaged_block_that_was_replaced_stays(
+    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the read and the removal another worker wrote it anew."""
+    name = new_name()
+    put(tier, [name])
+    path = path_of(tmp_path, name)
+    os.truncate(path, 100)
+    drop = tier._directory.drop
+
+    def late(keys: dict[bytes, int | None]) -> int:
+        other = DiskTier.open(FORM, tmp_path, AMPLE)
+        kept = path.with_suffix(".old")
+        path.rename(kept)  # its number stays taken
+        put(other, [name])
+        other.close()
+        kept.unlink()
+        return drop(keys)
+
+    monkeypatch.setattr(tier._directory, "drop", late)
+    assert read(tier, [name]) == [None]
+    assert read(tier, [name]) == [content(name)]
+
+
+def test_a_directory_in_the_place_of_a_block(tier: DiskTier, tmp_path: Path) -> None:
+    name = new_name()
+    path_of(tmp_path, name).mkdir(parents=True)
+    assert read(tier, [name]) == [None]
+    assert (tier.counters.misses, tier.counters.errors) == (1, 1)
+
+
+# A disk that takes no more.
+
+
+def test_a_full_disk_is_counted_and_left_alone_for_a_while(
+    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files may have no more than so many bytes: writing fails in the middle of a block."""
+    kept, lost, later = new_names(3)
+    put(tier, [kept])
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        assert put(tier, [lost]) == [False]
+        assert tier.counters.errors == 1
+        assert put(tier, [later]) == [False]
+        assert tier.counters.errors == 1, "it was not left alone"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert read(tier, [kept, lost]) == [content(kept), None]
+    assert tier.usage().blocks == 1
+    assert tier.check_integrity() == []
+    monkeypatch.setattr(disk, "REST_S", 0.0)
+    wait_until(lambda: put(tier, [lost]) == [True], 10, "the disk is tried again")
+    assert read(tier, [lost]) == [content(lost)]
+
+
+def test_an_error_in_the_middle_of_a_batch_keeps_what_was_written(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = new_names(3)
+    write = tier._files.write
+
+    def fails_once(path: str, header: bytes, stored: memoryview) -> None:
+        if stored == content(names[1]):
+            raise OSError(28, "No space left on device")
+        write(path, header, stored)
+
+    monkeypatch.setattr(tier._files, "write", fails_once)
+    assert put(tier, names) == [True, False, False]
+    assert read(tier, names) == [content(names[0]), None, None]
+    assert tier.check_integrity() == []
+
+
+def test_an_error_of_the_caller_leaves_no_draft(tier: DiskTier, tmp_path: Path) -> None:
+    def fails() -> bool:
+        raise RuntimeError("a tag that cannot be asked")
+
+    good, bad = new_names(2)
+    with pytest.raises(RuntimeError):
+        tier.put([block(good), block(bad, is_valid=fails)])
+    assert is_here(tier, [good, bad]) == [True, False]
+    assert tier.check_integrity() == []
+    assert [path.name for path in (tmp_path / "writers").glob("*/*")] == ["reserved"]
+
+
+# Room.
+
+
+@pytest.fixture
+def listings(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
+    """Grows by one whenever all blocks are listed."""
+    found, blocks = list[Layout](), Layout.blocks
+
+    def listed(layout: Layout) -> Iterator[tuple[bytes, os.stat_result]]:
+        found.append(layout)
+        return blocks(layout)
+
+    monkeypatch.setattr(Layout, "blocks", listed)
+    return found
+
+
+def test_the_directory_is_not_listed_for_every_put(tmp_path: Path, listings: list[Layout]) -> None:
+    tier, names = DiskTier.open(FORM, tmp_path, 200 * FILE_BYTES), new_names(600)
+    put(tier, names)
+    assert tier.counters.evictions == 400
+    assert len(listings) <= 10
+    assert is_here(tier, names) == [False] * 400 + [True] * 200
+    assert tier.check_integrity() == []
+    tier.close()
+
+
+def test_where_all_is_leased_the_directory_is_not_listed_again(tmp_path: Path, listings: list[Layout]) -> None:
+    tier, names = DiskTier.open(FORM, tmp_path, 4 * FILE_BYTES), new_names(4)
+    put(tier, names)
+    tier.lease("a job", keys_of(names), 600)
+    before = len(listings)
+    assert put(tier, new_names(3)) == [False] * 3
+    assert (len(listings) - before, tier.counters.refused) == (1, 3)
+    tier.release("a job", keys_of(names[:1]))
+    assert put(tier, new_names(1)) == [True]
+    tier.close()
+
+
+def test_a_lease_that_ended_makes_room(tmp_path: Path) -> None:
+    tier = DiskTier.open(FORM, tmp_path, 4 * FILE_BYTES)
+    names = new_names(4)
+    put(tier, names)
+    tier.lease("a job", keys_of(names), 0.2)
+    wait_until(lambda: put(tier, new_names(1)) == [True], 10, "the leases end")
+    assert tier.usage().leased == 0
+    assert not list((tmp_path / "leases").iterdir())
+    assert tier.check_integrity() == []
+    tier.close()
+
+
+# Codecs.
+
+
+@pytest.mark.parametrize("choice", ["lossless", "int8"])
+def test_blocks_are_written_as_the_codec_says(tmp_path: Path, choice: str) -> None:
+    name, payload = new_name(), bytes(PAYLOAD_BYTES)
+    tier = DiskTier.open(FORM, tmp_path, AMPLE, codec_for(choice, SHAPE))  # type: ignore[arg-type]
+    assert tier.put([replace(block(name), payload=memoryview(payload))]) == [True]
+    stored = tier.stored(name.key)
+    assert stored is not None
+    assert len(stored) < HEADER_BYTES + PAYLOAD_BYTES
+    assert read(tier, [name]) == [payload]
+    plain = DiskTier.open(FORM, tmp_path, AMPLE)
+    assert read(plain, [name]) == [None]
+    assert is_here(tier, [name]) == [False], "what nobody here can read is removed"
+    plain.close()
+    tier.close()
+
+
+def test_damage_in_compressed_blocks(tmp_path: Path) -> None:
+    tier, rng = DiskTier.open(FORM, tmp_path, AMPLE, codec_for("lossless", SHAPE)), random.Random(1)
+    for _ in range(50):
+        name = new_name()
+        payload = bytes(rng.choices(range(4), k=PAYLOAD_BYTES))
+        tier.put([replace(block(name), payload=memoryview(payload))])
+        path = path_of(tmp_path, name)
+        stored = bytearray(path.read_bytes())
+        stored[rng.randrange(len(stored))] ^= 1 << rng.randrange(8)
+        path.write_bytes(stored)
+        assert read(tier, [name]) == [None]
+    assert tier.counters.damaged == 50
+    assert tier.usage().blocks == 0
+    tier.close()
+
+
+# The checker itself.
+
+
+def test_the_checker_sees_what_is_wrong(tier: DiskTier, tmp_path: Path) -> None:
+    name, leased = new_names(2)
+    put(tier, [name, leased])
+    tier.lease("a job", [leased.key], 600)
+    path_of(tmp_path, leased).unlink()
+    (tmp_path / "writers" / "0123").mkdir()
+    (tmp_path / "writers" / "0123" / "draft").write_bytes(b"left")
+    found = "\n".join(tier.check_integrity())
+    for words in ("no lease of a block", "dead process", "are recorded"):
+        assert words in found

@@ -1,0 +1,342 @@
+"""What may happen to a directory of blocks: its users die at any step, disks fill up, files are cut off and vanish."""
+
+import errno
+import os
+import random
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.block import HEADER_BYTES
+from kvstore.directory import steps, writers
+from kvstore.directory.files import Files
+from kvstore.tiers import disk
+from kvstore.tiers.disk import DiskTier
+from penstock.errors import KVStoreError
+from penstock.local.processes import Child, start_child, wait_until
+from tests.kvstore.blocks import PAYLOAD_BYTES, content, is_here, keys_of, new_names, put, read
+from tests.kvstore.disk_child import BUDGET, FORM, NAMES, NUM_ROOMS, open_tier
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(directory: Path, *what: str) -> Child:
+    command = [sys.executable, "-m", "tests.kvstore.disk_child", str(directory), *what]
+    return start_child(command, name=" ".join(what), directory=ROOT, log=directory / "log")
+
+
+def files(directory: Path) -> list[Path]:
+    """The files of blocks."""
+    return sorted((directory / "kv").glob("??/*.kv"))
+
+
+def check_sound(tier: DiskTier, directory: Path) -> None:
+    """The directory agrees with itself, nothing torn is in it, and it can be filled with other blocks to the brim."""
+    found = read(tier, NAMES, FORM)
+    assert all(got in (None, content(name, FORM)) for name, got in zip(NAMES, found, strict=True))
+    assert tier.counters.damaged == 0
+    for owner in ("a job", "another", "late", "0", "1"):
+        tier.release(owner, keys_of(NAMES))
+    assert tier.usage().leased == 0
+    for name in NAMES:
+        assert put(tier, [name], FORM) == [True]
+    assert sum(is_here(tier, NAMES)) == tier.usage().blocks == len(files(directory)) == NUM_ROOMS
+    assert (tier.counters.refused, tier.counters.errors) == (0, 0)
+    assert tier.usage().bytes == BUDGET
+    assert tier.check_integrity() == []
+    assert all(path.stat().st_nlink == 1 for path in files(directory))
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    opened = open_tier(tmp_path)
+    yield opened
+    opened.close()
+
+
+# Deaths.
+
+DEATHS = [(step, 1) for step in steps.STEPS]
+DEATHS += [(step, 7) for step in steps.STEPS if not step.startswith("open")]
+
+
+@pytest.mark.parametrize(("step", "times"), DEATHS)
+def test_killed_at_a_step(tmp_path: Path, step: str, times: int) -> None:
+    child = start(tmp_path, "die", step, str(times))
+    assert child.wait(60) == -9, child.tail()
+    tier = open_tier(tmp_path)
+    assert tier.check_integrity() == []
+    check_sound(tier, tmp_path)
+    tier.close()
+
+
+@pytest.mark.parametrize("step", ["put 1.1", "put 2.1", "put 4.2", "evict 2", "lease 1", "remove 2"])
+def test_killed_while_another_one_has_it_open(tmp_path: Path, tier: DiskTier, step: str) -> None:
+    """Who has the directory open all the time goes on too, without opening it again."""
+    assert start(tmp_path, "die", step, "2").wait(60) == -9
+    check_sound(tier, tmp_path)
+
+
+@pytest.fixture
+def halted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Child]:
+    child = start(tmp_path, "halt", request.param)
+    wait_until((tmp_path / "halted").exists, 60, "the child comes to the step")
+    yield child
+    if child.alive():
+        child.kill()
+
+
+@pytest.mark.parametrize("halted", ["put 4.1"], indirect=True)
+def test_the_lock_of_a_dead_holder_is_free(tmp_path: Path, halted: Child) -> None:
+    """It stands still with the lock in its hands; who waits goes on when it dies."""
+    found: list[DiskTier] = []
+    opener = threading.Thread(target=lambda: found.append(open_tier(tmp_path)))
+    opener.start()
+    opener.join(0.2)
+    assert opener.is_alive(), "it waits for the lock"
+    halted.kill()
+    opener.join(30)
+    check_sound(found[0], tmp_path)
+    found[0].close()
+
+
+@pytest.mark.parametrize("halted", ["put 2"], indirect=True)
+def test_files_of_the_living_are_left_alone_and_count(tmp_path: Path, halted: Child, tier: DiskTier) -> None:
+    """While it writes, its drafts count against the budget, however wanted room is; when it is dead, they go."""
+    drafts = [path for path in (tmp_path / "kv" / "writers").rglob("*") if path.is_file() and path.stat().st_size > 64]
+    assert drafts
+    for name in NAMES:
+        put(tier, [name], FORM)
+    assert all(path.exists() for path in drafts)
+    usage = tier.usage()
+    assert usage.bytes <= BUDGET
+    assert usage.blocks < NUM_ROOMS
+    assert tier.check_integrity() == []
+    halted.kill()
+    assert tier.check_integrity() != []
+    check_sound(tier, tmp_path)
+    assert not any(path.exists() for path in drafts)
+
+
+def test_two_writers_at_a_small_budget(tmp_path: Path, tier: DiskTier) -> None:
+    children = [start(tmp_path, "work", str(seed)) for seed in range(2)]
+    assert [child.wait(120) for child in children] == [0, 0], [child.tail() for child in children]
+    check_sound(tier, tmp_path)
+
+
+def test_killed_again_and_again_while_others_work(tmp_path: Path, tier: DiskTier) -> None:
+    worker = start(tmp_path, "work", "0")
+    for step in ("put 4.2", "put 2", "lease 1", "remove 1"):
+        assert start(tmp_path, "die", step, "3").wait(60) == -9
+        tier.release("a job", keys_of(NAMES))
+        tier.release("another", keys_of(NAMES))
+    assert worker.wait(120) == 0, worker.tail()
+    check_sound(tier, tmp_path)
+
+
+# Opening.
+
+
+def test_a_restart_finds_everything(tmp_path: Path, tier: DiskTier) -> None:
+    put(tier, NAMES[:NUM_ROOMS], FORM)
+    tier.lease("a job", keys_of(NAMES[:1]), 600)
+    before = tier.usage()
+    tier.close()
+    again = open_tier(tmp_path)
+    assert again.usage() == before
+    assert read(again, NAMES[:NUM_ROOMS], FORM) == [content(name, FORM) for name in NAMES[:NUM_ROOMS]]
+    assert put(again, NAMES[NUM_ROOMS:], FORM)[-1]
+    assert is_here(again, NAMES[:1]) == [True], "leases outlive a restart"
+    assert again.check_integrity() == []
+    again.close()
+
+
+def test_nobody_else_can_read_it(tmp_path: Path, tier: DiskTier) -> None:
+    put(tier, NAMES[:3], FORM)
+    tier.lease("a job", keys_of(NAMES[:3]), 600)
+    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path, tier: DiskTier) -> None:
+    put(tier, NAMES[:NUM_ROOMS], FORM)
+    smaller = DiskTier.open(FORM, tmp_path / "kv", BUDGET // 2)
+    usage = smaller.usage()
+    assert usage.bytes <= usage.budget == BUDGET // 2
+    assert len(files(tmp_path)) == usage.blocks == NUM_ROOMS // 2
+    smaller.close()
+
+
+def test_what_cannot_be_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_DISK_DIR"):
+        DiskTier.open(FORM, tmp_path / "file" / "kv", BUDGET)
+
+
+def test_a_budget_without_room_for_a_block(tmp_path: Path) -> None:
+    with pytest.raises(KVStoreError, match="PENSTOCK_KV_STORE_DISK_MB"):
+        DiskTier.open(FORM, tmp_path / "kv", PAYLOAD_BYTES)
+
+
+def test_attached_for_tools(tmp_path: Path, tier: DiskTier) -> None:
+    names = NAMES[:3]
+    put(tier, names, FORM)
+    tool = DiskTier.attach(tmp_path / "kv")
+    assert tool.usage() == tier.usage()
+    assert {entry.key for entry in tool.entries()} == set(keys_of(names))
+    assert tool.stored(names[0].key) == tier.stored(names[0].key)
+    assert tool.remove(keys_of(names[:2])) == 2
+    assert is_here(tier, names) == [False, False, True]
+    tool.close()
+    assert tier.check_integrity() == []
+
+
+# Failures of the file system.
+
+
+def test_a_file_that_cannot_grow(tmp_path: Path) -> None:
+    """The kernel ends a write in the middle of a block."""
+    child = start(tmp_path, "limit", str(HEADER_BYTES + 100))
+    assert child.wait(60) == 0, child.tail()
+    tier = open_tier(tmp_path)
+    assert tier.usage().blocks == 0
+    assert tier.check_integrity() == []
+    check_sound(tier, tmp_path)
+    tier.close()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_disk_that_takes_nothing_is_left_alone_for_a_while(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    kept, tries = NAMES[:2], list[str]()
+    put(tier, kept, FORM)
+
+    def write(files: Files, path: str, *_: object) -> None:
+        tries.append(path)
+        Path(path).write_bytes(b"half of it")
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "write", write)
+        assert put(tier, NAMES[2:5], FORM) == [False] * 3
+        assert (len(tries), tier.counters.errors) == (1, 1)
+        assert put(tier, NAMES[5:6], FORM) == [False]
+        assert len(tries) == 1, "not asked again at once"
+    assert read(tier, kept, FORM) == [content(name, FORM) for name in kept]
+    assert tier.usage().blocks == 2
+    assert tier.check_integrity() == []
+    assert not any(Path(path).exists() for path in tries)
+    wait_until(lambda: put(tier, NAMES[2:5], FORM) == [True] * 3, 10, "it takes blocks again")
+
+
+def test_files_that_are_cut_off_while_they_are_read(tmp_path: Path) -> None:
+    tier, names = DiskTier.open(FORM, tmp_path / "kv", 2**20), new_names(40)
+    over = threading.Event()
+
+    def cut() -> None:
+        rng = random.Random(1)
+        while not over.is_set():
+            if there := files(tmp_path):
+                path = rng.choice(there)
+                try:
+                    os.truncate(path, rng.randrange(HEADER_BYTES + PAYLOAD_BYTES))
+                except FileNotFoundError:
+                    continue
+            over.wait(0.0005)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        for _ in range(30):
+            put(tier, names, FORM)
+            for name, got in zip(names, read(tier, names, FORM), strict=True):
+                assert got in (None, content(name, FORM))
+    finally:
+        over.set()
+        thread.join()
+    assert tier.counters.damaged > 0
+    assert tier.counters.hits > 0
+    assert tier.counters.errors == 0
+    read(tier, names, FORM)
+    assert tier.check_integrity() == []
+    tier.close()
+
+
+def test_blocks_that_vanish(tmp_path: Path, tier: DiskTier) -> None:
+    put(tier, NAMES[:NUM_ROOMS], FORM)
+    for path in files(tmp_path)[::2]:
+        path.unlink()
+    assert sum(got is not None for got in read(tier, NAMES, FORM)) == NUM_ROOMS // 2
+    assert (tier.counters.damaged, tier.counters.errors) == (0, 0)
+    check_sound(tier, tmp_path)
+
+
+@pytest.mark.parametrize("what", [".", "*", "??", "lock", "writers", "leases"])
+def test_parts_of_the_directory_are_deleted(tmp_path: Path, tier: DiskTier, what: str) -> None:
+    """Nothing is raised, and after a while it is all as new, also for who opens it now."""
+    put(tier, NAMES[:4], FORM)
+    tier.lease("a job", keys_of(NAMES[:2]), 600)
+    for path in [tmp_path / "kv"] if what == "." else list((tmp_path / "kv").glob(what)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for call in everything(tier):
+        call()
+    other = open_tier(tmp_path)
+    for one in (tier, other):
+        wait_until(lambda one=one: put(one, NAMES[5:7], FORM) == [True, True], 10, "it takes blocks again")  # type: ignore[misc]
+        assert read(one, NAMES[5:7], FORM) == [content(name, FORM) for name in NAMES[5:7]]
+    check_sound(other, tmp_path)
+    assert tier.usage() == other.usage()
+    other.close()
+
+
+def everything(tier: DiskTier) -> list[Callable[[], object]]:
+    """All that can be asked of a tier."""
+    keys = keys_of(NAMES[:3])
+    return [
+        lambda: put(tier, NAMES[:6], FORM), lambda: read(tier, NAMES[:6], FORM), lambda: tier.has(keys),
+        lambda: tier.lease("a job", keys, 600), lambda: tier.release("a job", keys), lambda: tier.stored(keys[0]),
+        tier.usage, lambda: list(tier.entries()), lambda: tier.remove(keys),
+    ]  # fmt: skip
+
+
+def test_strangers_in_the_directory(tmp_path: Path, tier: DiskTier) -> None:
+    """Files that are not ours are left where they are, and harm nothing."""
+    put(tier, NAMES[:2], FORM)
+    root = tmp_path / "kv"
+    strangers = [root / "ab", root / "notes.txt", root / "leases" / "what", root / "writers" / "what"]
+    strangers = [path for path in strangers if not path.exists()]
+    for path in strangers:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("not ours")
+    for call in everything(tier):
+        call()
+    for name in NAMES:
+        if not (root / name.key.hex()[:2]).is_file():
+            assert put(tier, [name], FORM) == [True]
+    assert tier.usage().bytes == BUDGET
+    assert tier.counters.errors == 0
+
+
+def test_a_closed_tier_does_nothing(tier: DiskTier) -> None:
+    put(tier, NAMES[:2], FORM)
+    tier.close()
+    for call in everything(tier):
+        call()
+
+
+def test_leases_that_ran_out_do_not_stay(tier: DiskTier, tmp_path: Path) -> None:
+    put(tier, NAMES[:NUM_ROOMS], FORM)
+    tier.lease("a job that died", keys_of(NAMES[:NUM_ROOMS]), 0)
+    assert put(tier, NAMES[NUM_ROOMS:], FORM)[-1]
+    assert not list((tmp_path / "kv" / "leases").rglob("*.*"))
+    assert tier.check_integrity() == []
+
+
+def test_rest_is_short() -> None:
+    assert 0 < disk.REST_S <= 1
+    assert writers.RESERVED
