@@ -138,7 +138,7 @@ def prefilling(shape: str) -> Iterator[Prefilling]:
 
 
 def measure_first(rounds: int, shape: str = "q06") -> list[dict[str, First]]:
-    """Cold, then a hit in each tier, in every round; the first round warms up and is not told."""
+    """Cold, then a hit in each tier, in every round; a shorter round before them warms up."""
     measured = []
     with prefilling(shape) as worker:
         vocabulary = SHAPES[shape].vocabulary
@@ -148,7 +148,7 @@ def measure_first(rounds: int, shape: str = "q06") -> list[dict[str, First]]:
             return [chance.randrange(300, vocabulary) for _ in range(count)]
 
         for number in track(range(rounds + 1), "first tokens", transient=True):
-            prefix = tokens(f"prefix {number}", PREFIX)
+            prefix = tokens(f"prefix {number}", PREFIX if number else PREFIX // 4)
             found = {"cold": worker.first(prefix + tokens(f"{number} cold", OWN))}
             for tier in (*TIERS[number % len(TIERS) :], *TIERS[: number % len(TIERS)]):
                 worker.leave_only(tier, prefix)

@@ -28,6 +28,11 @@ from rich.progress import Progress
 
 from benchmarks.common import Arguments, arguments, machine, report, save
 from benchmarks.soak_load import Load
+from kvstore.arena.check import check_integrity
+from kvstore.arena.layout import WRITING
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.shared import SharedTier
 from kvstore.tools import Place, open_places
 from penstock.client import Client
 from penstock.local.stack import Stack
@@ -90,15 +95,18 @@ def leaks(places: list[Place], disk: Path) -> list[str]:
     """What is left behind, in words, with no process at work."""
     found = []
     for place in places:
-        check = getattr(place.tier, "check_integrity", None)
-        found += [f"{place.name}: {line}" for line in (check() or () if check else ("has no checker",))]
+        tier = place.tier
+        if isinstance(tier, SharedTier):
+            found += [f"shared: {line}" for line in check_integrity(tier.arena)]
+            writing = int((tier.arena.tables.state_array == WRITING).sum())
+            found += [f"shared: {writing} slots are being written"] if writing else []
+        elif isinstance(tier, DiskTier | RedisTier):
+            found += [f"{place.name}: {line}" for line in tier.check_integrity()]
         usage = place.usage()
-        if usage.leased:
-            found.append(f"{place.name}: {usage.leased} blocks are leased")
-        if usage.bytes > usage.budget:
-            found.append(f"{place.name}: {usage.bytes} bytes are more than the budget of {usage.budget}")
-    temporary = [file.name for file in disk.rglob("*") if file.is_file() and "tmp" in file.name.lower()]
-    return found + [f"disk: {name} was never finished" for name in temporary]
+        found += [f"{place.name}: {usage.leased} blocks are leased"] if usage.leased else []
+        found += [f"{place.name}: {usage.bytes} bytes, {usage.budget} allowed"] if usage.bytes > usage.budget else []
+    files = (file for file in disk.rglob("*") if file.is_file())
+    return found + [f"disk: {file} is no block" for file in files if file.suffix != ".kv" and file != disk / "lock"]
 
 
 @contextlib.contextmanager

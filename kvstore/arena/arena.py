@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.arena import steps
-from kvstore.arena.file import SETTING, arena_path, open_in_use, remove_arena, remove_former, reserve
+from kvstore.arena.file import SETTING, arena_path, closing_on_error, make, open_in_use, remove_former, superblock
 from kvstore.arena.growth import Growth
 from kvstore.arena.guard import Changing, Guard
 from kvstore.arena.layout import (
@@ -28,8 +28,6 @@ from kvstore.arena.layout import (
     WRITING,
     Geometry,
     Tables,
-    read_superblock,
-    write_superblock,
 )
 from kvstore.arena.locks import MAX_OWNERS, OWNERS, ByteLocks
 from kvstore.arena.slots import Slots
@@ -73,13 +71,9 @@ class Arena:
         path = arena_path(directory, pipeline, form, geometry)
         remove_former(directory, pipeline, keep=path)
         fd = open_in_use(path, create=True)
-        with _closing_on_error(fd, path):
+        with closing_on_error(fd, path):
             steps.reached("open 1")
-            locks = ByteLocks(fd)
-            locks.lock_metadata()
-            if _superblock(fd) is None:
-                _make(fd, path, geometry, form, pipeline)
-            locks.unlock_metadata()
+            make(fd, path, geometry, form, pipeline)
             arena = cls(path, fd, geometry, form)
         arena.growth.start()
         return arena
@@ -88,8 +82,8 @@ class Arena:
     def attach(cls, path: Path) -> "Arena":
         """An arena that is there already, whatever its form. Raises `KVStoreError`."""
         fd = open_in_use(path, create=False)
-        with _closing_on_error(fd, path):
-            described = _superblock(fd)
+        with closing_on_error(fd, path):
+            described = superblock(fd)
             if described is None:
                 raise KVStoreError(f"shared memory: {path} is not an arena of this version")
             return cls(path, fd, *described)
@@ -261,34 +255,3 @@ class Arena:
             self.owner = mine
             self._tidy()
             return mine
-
-
-@contextmanager
-def _closing_on_error(fd: int, path: Path) -> Iterator[None]:
-    """Close the file if opening the arena fails; what the system refuses is a `KVStoreError`."""
-    try:
-        yield
-    except BaseException as error:
-        is_empty = not os.fstat(fd).st_size
-        ByteLocks(fd).unlock_all()
-        os.close(fd)
-        if is_empty:
-            remove_arena(path)
-        if isinstance(error, OSError):
-            raise KVStoreError(f"shared memory: {path}: {error.strerror}") from None
-        raise
-
-
-def _superblock(fd: int) -> tuple[Geometry, Form] | None:
-    """What the file says it is; None if it is no arena (yet)."""
-    described = read_superblock(os.pread(fd, mmap.PAGESIZE, 0))
-    return described if described and os.fstat(fd).st_size >= described[0].total_bytes else None
-
-
-def _make(fd: int, path: Path, geometry: Geometry, form: Form, pipeline: str) -> None:
-    """Steps 2 to 4 of opening, where nobody has done them."""
-    reserve(fd, path, geometry, geometry.metadata_bytes + geometry.slot_bytes)
-    steps.reached("open 2")
-    with mmap.mmap(fd, geometry.metadata_bytes) as memory:
-        write_superblock(memory, geometry, form, pipeline)
-    steps.reached("open 4")

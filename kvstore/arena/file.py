@@ -9,16 +9,20 @@ A name says whose the arena is, for which form, size, version and boot of the ho
 4. The version is written: it is an arena.
 """
 
+import fcntl
 import hashlib
+import mmap
 import os
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from kvstore.arena.layout import VERSION, Geometry
+from kvstore.arena import steps
+from kvstore.arena.layout import PAGE, VERSION, Geometry, read_superblock, write_superblock
 from kvstore.arena.locks import IN_USE, ByteLocks
 from kvstore.block import Form
 from penstock.errors import KVStoreError
@@ -93,6 +97,8 @@ def remove_former(directory: str, pipeline: str, keep: Path) -> None:
 
 def open_in_use(path: Path, *, create: bool) -> int:
     """Step 1: open an arena's file and hold it in use; the descriptor. Raises `KVStoreError`."""
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        raise KVStoreError(f"shared memory: this system lacks locks of open files; {SETTING}=0 does without")
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     while True:
         try:
@@ -112,22 +118,57 @@ def open_in_use(path: Path, *, create: bool) -> int:
         os.close(fd)
 
 
-def reserve(fd: int, path: Path, geometry: Geometry, first_bytes: int) -> None:
+def make(fd: int, path: Path, geometry: Geometry, form: Form, pipeline: str) -> None:
+    """Steps 2 to 4, where nobody has done them. Raises `KVStoreError`."""
+    locks = ByteLocks(fd)
+    locks.lock_metadata()
+    if superblock(fd) is None:
+        _reserve(fd, path, geometry, geometry.metadata_bytes + geometry.slot_bytes)
+        steps.reached("open 2")
+        with mmap.mmap(fd, geometry.metadata_bytes) as memory:
+            write_superblock(memory, geometry, form, pipeline)
+        steps.reached("open 4")
+    locks.unlock_metadata()
+
+
+def superblock(fd: int) -> tuple[Geometry, Form] | None:
+    """What the file says it is; None if it is no arena (yet)."""
+    described = read_superblock(os.pread(fd, PAGE, 0))
+    return described if described and os.fstat(fd).st_size >= described[0].total_bytes else None
+
+
+@contextmanager
+def closing_on_error(fd: int, path: Path) -> Iterator[None]:
+    """Close the file if opening the arena fails; what the system refuses is a `KVStoreError`."""
+    try:
+        yield
+    except BaseException as error:
+        is_empty = not os.fstat(fd).st_size
+        ByteLocks(fd).unlock_all()
+        os.close(fd)
+        if is_empty:
+            remove_arena(path)
+        if isinstance(error, OSError):
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {SETTING}=0 does without") from None
+        raise
+
+
+def _reserve(fd: int, path: Path, geometry: Geometry, first_bytes: int) -> None:
     """Step 2: an empty file of the arena's size, its first bytes with memory. Raises `KVStoreError`."""
     os.ftruncate(fd, 0)
     system = os.fstatvfs(fd)
     free = system.f_bavail * system.f_frsize
     if free < geometry.total_bytes:
-        raise KVStoreError(no_room(path, geometry, f"{free // 2**20} MB are free"))
+        raise KVStoreError(_no_room(path, geometry, f"{free // 2**20} MB are free"))
     os.ftruncate(fd, geometry.total_bytes)
     try:
         os.posix_fallocate(fd, 0, first_bytes)
     except OSError as error:
         os.ftruncate(fd, 0)
-        raise KVStoreError(no_room(path, geometry, str(error.strerror))) from None
+        raise KVStoreError(_no_room(path, geometry, str(error.strerror))) from None
 
 
-def no_room(path: Path, geometry: Geometry, why: str) -> str:
+def _no_room(path: Path, geometry: Geometry, why: str) -> str:
     """What to say where an arena does not fit."""
     return f"shared memory: no room for {geometry.total_bytes // 2**20} MB in {path.parent} ({why}): lower {SETTING}"
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvstore.directory import leases, steps, writers
 from kvstore.directory.eviction import Eviction
-from kvstore.directory.layout import Layout, room, unlink
+from kvstore.directory.layout import Layout, make_folder, room, unlink
 from kvstore.directory.ledger import Ledger
 
 
@@ -48,6 +48,7 @@ class Directory:
             self._writer = writers.Writer(self.layout)
             steps.reached("open 1")
             record.used -= writers.bury(self.layout)
+            leases.tidy(self.layout)
             steps.reached("open 2")
             record.budget = self.budget
             self._eviction.make_room(0)
@@ -57,16 +58,21 @@ class Directory:
         """Step 1 of a put: where to write files of these lengths, None for one that there is no room for."""
         drafts = list[Draft | None]()
         with self.ledger.held() as record:
-            for size in map(room, lengths):
-                if self._writer is None or not self._eviction.make_room(size):
-                    drafts.append(None)
-                    continue
-                self.ledger.change()
-                self._writer.reserve(size)
-                steps.reached("put 1.1")
-                record.used += size
-                drafts.append(Draft(self._writer.new_file(), size))
-                steps.reached("put 1.2")
+            try:
+                for size in map(room, lengths):
+                    if self._writer is None or not self._eviction.make_room(size):
+                        drafts.append(None)
+                        continue
+                    self.ledger.change()
+                    self._writer.reserve(size)
+                    steps.reached("put 1.1")
+                    record.used += size
+                    drafts.append(Draft(self._writer.new_file(), size))
+                    steps.reached("put 1.2")
+            except OSError:
+                if self._writer is not None:
+                    self._writer.reserve(-sum(draft.size for draft in drafts if draft is not None))
+                raise  # and the next holder counts anew
         return drafts
 
     def publish(self, drafts: Mapping[Draft, bytes | None]) -> int:
@@ -102,7 +108,7 @@ class Directory:
         """Give it its name, unless somebody else wrote the same block meanwhile."""
         if os.path.exists(path):
             return False
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        make_folder(os.path.dirname(path))
         os.rename(draft.path, path)
         return True
 

@@ -5,6 +5,7 @@ no cache may do that. What is read goes into one buffer that stays in the proces
 it is wanted with the checksum taken on the way, which costs less than a second look at memory.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -83,8 +84,9 @@ class Files:
             stat = os.fstat(fd)
             if not self._is_whole(fd, stat.st_size, wanted):
                 return Found.DAMAGED, stat.st_ino
-            now = time.time_ns()
-            os.utime(fd, ns=(now, now))
+            with contextlib.suppress(OSError):  # a disk that can only be read is still good for that
+                now = time.time_ns()
+                os.utime(fd, ns=(now, now))
             steps.reached("get 3")
             return Found.WHOLE, stat.st_ino
         finally:

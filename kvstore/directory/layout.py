@@ -40,7 +40,7 @@ class Layout:
 
     def blocks(self) -> Iterator[tuple[bytes, os.stat_result]]:
         """Keys and files of all blocks. What goes meanwhile is left out."""
-        for folder in entries(self.root):
+        for folder in folders(self.root):
             if len(folder.name) == 2 and set(folder.name) <= HEX:
                 for entry in entries(folder.path):
                     key = key_of(entry.name, ".kv")
@@ -56,6 +56,22 @@ def entries(folder: str) -> list[os.DirEntry[str]]:
             return list(found)
     except FileNotFoundError:
         return []
+
+
+def folders(folder: str) -> list[os.DirEntry[str]]:
+    """The folders in a folder; what else may be there is not ours."""
+    return [entry for entry in entries(folder) if entry.is_dir(follow_symlinks=False)]
+
+
+def make_folder(path: str) -> None:
+    """Make a folder that may be there already, and those that it is in, for this user alone."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        make_folder(os.path.dirname(path))
+        make_folder(path)
 
 
 def key_of(name: str, ending: str) -> bytes | None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvstore.directory import steps
-from kvstore.directory.layout import Layout, entries, key_of, unlink
+from kvstore.directory.layout import Layout, entries, folders, key_of, make_folder, unlink
 
 
 def now_ms() -> int:
@@ -21,7 +21,7 @@ def now_ms() -> int:
 def lease(layout: Layout, owner: str, keys: Sequence[bytes], seconds: float) -> None:
     """Link those that are here; an older link of the same owner is renamed."""
     folder = layout.owner(owner)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    make_folder(folder)
     older = {key: path for key, _, path in _links(folder)}
     end = now_ms() + max(0, int(seconds * 1000))
     for key in dict.fromkeys(keys):
@@ -49,7 +49,7 @@ def release(layout: Layout, owner: str, keys: Sequence[bytes]) -> None:
 
 def all_leases(layout: Layout) -> Iterator[tuple[bytes, int, str]]:
     """(Key, end, path) of every lease, ended or not."""
-    for folder in entries(layout.leases):
+    for folder in folders(layout.leases):
         yield from _links(folder.path)
 
 
@@ -66,7 +66,7 @@ def tidy(layout: Layout, *, everything: bool = False) -> int:
     With `everything` also those whose block is gone, and what is none.
     """
     now, ends = now_ms(), list[int]()
-    for folder in entries(layout.leases):
+    for folder in folders(layout.leases):
         for entry in entries(folder.path):
             key, end = _parsed(entry.name)
             if end > now and (not everything or (key is not None and _is_of_block(layout, key, entry))):
@@ -81,7 +81,7 @@ def tidy(layout: Layout, *, everything: bool = False) -> int:
 def astray(layout: Layout) -> list[str]:
     """What is no lease of a block that is here, for checks."""
     found = []
-    for folder in entries(layout.leases):
+    for folder in folders(layout.leases):
         for entry in entries(folder.path):
             key, _ = _parsed(entry.name)
             if key is None or not _is_of_block(layout, key, entry):

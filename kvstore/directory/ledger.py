@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kvstore.copying import hashed
 from kvstore.directory import leases, writers
-from kvstore.directory.layout import Layout, room
+from kvstore.directory.layout import Layout, make_folder, room
 
 MAGIC = b"PKVD\0\0\0\1"
 _RECORD = struct.Struct("<8s16sQQQQQ")
@@ -48,7 +48,7 @@ class Ledger:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._threads = threading.Lock()
-        self._fd = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd, self._is_closed = _open(layout.lock), False
         self._boot = _boot()
         self._is_changing = False
         self.record = Record()
@@ -57,9 +57,7 @@ class Ledger:
     def held(self) -> Iterator[Record]:
         """The lock, and the usage. Call `change` before the first change."""
         with self._threads:
-            if self._fd < 0:
-                raise OSError(errno.EBADF, "closed")
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            self._lock()
             try:
                 found = self._read()
                 self._is_changing = False
@@ -73,6 +71,21 @@ class Ledger:
                     self._write(is_certain=True)
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _lock(self) -> None:
+        """Wait for the lock; if its file was deleted meanwhile, it is another file's: all must wait for the same."""
+        if self._is_closed:
+            raise OSError(errno.EBADF, "closed")
+        while True:
+            if self._fd < 0:
+                make_folder(self._layout.root)
+                self._fd = _open(self._layout.lock)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(self._layout.lock), os.fstat(self._fd)):
+                    return
+            os.close(self._fd)
+            self._fd = -1
 
     def change(self) -> None:
         """Something is about to change: the record is uncertain until the lock is given up."""
@@ -89,11 +102,9 @@ class Ledger:
         self.record.blocks = len(sizes)
 
     def peek(self) -> Record:
-        """The usage without the lock; counted if it is uncertain."""
-        with self._threads:
-            found = self._read() if self._fd >= 0 else self.record
-        if found is not None:
-            return found
+        """The usage; after closing what it was."""
+        if self._is_closed:
+            return self.record
         with self.held() as record:
             return record
 
@@ -102,7 +113,7 @@ class Ledger:
         with self._threads:
             if self._fd >= 0:
                 os.close(self._fd)
-            self._fd = -1
+            self._fd, self._is_closed = -1, True
 
     def _read(self) -> Record | None:
         stored = os.pread(self._fd, _RECORD.size + _CHECKSUM.size, 0)
@@ -122,6 +133,10 @@ class Ledger:
         now = self.record
         fields = _RECORD.pack(MAGIC, self._boot, is_certain, max(0, now.used), now.blocks, now.budget, now.changes)
         os.pwrite(self._fd, fields + _CHECKSUM.pack(hashed(fields)), 0)
+
+
+def _open(lock: str) -> int:
+    return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _boot() -> bytes:

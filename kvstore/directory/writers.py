@@ -11,7 +11,7 @@ import secrets
 import shutil
 import struct
 
-from kvstore.directory.layout import Layout, entries
+from kvstore.directory.layout import Layout, folders, make_folder
 
 RESERVED = "reserved"
 _COUNT = struct.Struct("<Q")
@@ -22,14 +22,17 @@ class Writer:
 
     def __init__(self, layout: Layout) -> None:
         self._folder = f"{layout.writers}/{secrets.token_hex(8)}"
-        os.makedirs(self._folder, mode=0o700)
-        self._fd = os.open(f"{self._folder}/{RESERVED}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
         self._num_reserved = 0
+        self._fd = self._make()
         self.reserve(0)
 
     def reserve(self, num_bytes: int) -> None:
         """So many bytes more (or less) are for what is being written."""
+        if not os.path.exists(f"{self._folder}/{RESERVED}"):  # somebody deleted it
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+            self._fd = self._make()
         self._num_reserved += num_bytes
         os.pwrite(self._fd, _COUNT.pack(self._num_reserved), 0)
 
@@ -40,14 +43,22 @@ class Writer:
     def close(self) -> int:
         """Give it up; how many bytes were still reserved."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
         return self._num_reserved
+
+    def _make(self) -> int:
+        """The folder, and its lock in our hands."""
+        make_folder(self._folder)
+        fd = os.open(f"{self._folder}/{RESERVED}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return fd
 
 
 def bury(layout: Layout) -> int:
     """Remove the folders of dead processes; how many bytes they had reserved."""
     total = 0
-    for folder in entries(layout.writers):
+    for folder in folders(layout.writers):
         with _claimed(folder.path) as reserved:
             if reserved is not None:
                 shutil.rmtree(folder.path)
@@ -57,13 +68,13 @@ def bury(layout: Layout) -> int:
 
 def reserved(layout: Layout) -> int:
     """How many bytes all writers have reserved, dead or alive."""
-    return sum(_reserved(f"{folder.path}/{RESERVED}") for folder in entries(layout.writers))
+    return sum(_reserved(f"{folder.path}/{RESERVED}") for folder in folders(layout.writers))
 
 
 def dead(layout: Layout) -> list[str]:
     """The folders of dead processes, for checks."""
     found = []
-    for folder in entries(layout.writers):
+    for folder in folders(layout.writers):
         with _claimed(folder.path) as reserved:
             if reserved is not None:
                 found.append(folder.path)

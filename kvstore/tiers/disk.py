@@ -34,7 +34,7 @@ from kvstore.directory import leases, steps
 from kvstore.directory.check import check
 from kvstore.directory.directory import Directory, Draft
 from kvstore.directory.files import Files, Found
-from kvstore.directory.layout import room
+from kvstore.directory.layout import make_folder, room
 from kvstore.tiers.contract import Counters, Entry, Usage
 from penstock.errors import KVStoreError
 
@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 BATCH, BATCH_BYTES = 32, 8 * 2**20
 """About so much is written at a time, and reserved."""
+SETTING = "PENSTOCK_KV_STORE_DISK"
 REST_S = 1.0
 """How long nothing is written after the disk did not take something."""
 
@@ -66,11 +67,14 @@ class DiskTier:
     @classmethod
     def open(cls, form: Form, directory: Path, budget_bytes: int, codec: "Codecs | None" = None) -> Self:
         """The blocks in a directory, which is made if it is not there. Raises `KVStoreError` if it cannot be used."""
+        size = room(HEADER_BYTES + form.payload_bytes)
+        if budget_bytes < size:
+            raise KVStoreError(f"{SETTING}_MB: {budget_bytes} bytes hold no block of {size} bytes")
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(str(directory))
             return cls(Directory(directory, budget_bytes, writes=True), form, codec)
         except OSError as error:
-            raise KVStoreError(f"{directory}: no directory for KV blocks: {error}") from error
+            raise KVStoreError(f"{SETTING}_DIR: {directory} cannot hold KV blocks: {error}") from error
 
     @classmethod
     def attach(cls, directory: Path) -> Self:
@@ -207,8 +211,10 @@ class DiskTier:
         now = time.time_ns()
         try:
             os.utime(self._path(key), ns=(now, now))
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError:  # a disk that can only be read is still good for that
+            return os.path.exists(self._path(key))
         return True
 
     def _try(self, call: Callable[[], T], instead: T) -> T:

@@ -1,11 +1,19 @@
 """The arithmetic of the KV store's benchmarks: ratios, what an infinite cache finds, and what is a foreign hit."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.kv_rounds import Rounds
+from benchmarks.kv_sides import Blocks, put
 from benchmarks.prefix import speedups
 from benchmarks.prefix_first import First
 from benchmarks.prefix_hits import BLOCK, TENANTS, Asked, Infinite, Seen, offline, workload
+from benchmarks.soak import leaks
+from kvstore.arena.layout import WRITING
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.shared import SharedTier
+from kvstore.tools import Place
 from penstock.messages import Timings
 
 PREFIX = list(range(100, 100 + 2 * BLOCK))
@@ -94,3 +102,28 @@ def test_the_workload_shares_prefixes_between_tenants_and_nothing_else() -> None
     assert all(len(starts) == 1 for starts in by_prefix.values())
     assert len(tenants[0]) == TENANTS
     assert len({tuple(one.token_ids[-8:]) for one in work}) == len(work)
+
+
+def test_what_is_left_behind_is_found(tmp_path: Path) -> None:
+    blocks, disk = Blocks(2, 4096), tmp_path / "disk"
+    shared = SharedTier.open(blocks.form, "test", 2**20, str(tmp_path))
+    stored = DiskTier.open(blocks.form, disk, 2**20)
+    keys = [name.key for name in blocks.names(0)]
+    for tier in (shared, stored):
+        put(tier, blocks.blocks(0))
+    stored.close()  # its process is at an end
+    places = [Place(shared, "here"), Place(DiskTier.attach(disk), "there")]
+    assert leaks(places, disk) == []
+
+    for place in places:
+        place.tier.lease("somebody", keys[:1], 60.0)
+    (disk / "writers" / "dead").mkdir(parents=True)
+    (disk / "writers" / "dead" / "half").touch()
+    shared.arena.tables.state_array[-1] = WRITING
+    found = "\n".join(leaks(places, disk))
+    assert "shared: 1 blocks are leased" in found
+    assert "disk: 1 blocks are leased" in found
+    assert "writers/dead/half is no block" in found
+    assert "1 slots are being written" in found
+    for place in places:
+        place.tier.close()

@@ -1,6 +1,6 @@
-"""A process that works on a directory of blocks, as tests tell it: `python -m tests.kvstore.disk_child DIRECTORY WHAT …`.
+"""A process that works on blocks on disk, as tests tell it: `python -m tests.kvstore.disk_child DIRECTORY WHAT …`.
 
-`die STEP N`: does all that a disk tier can do, over and over, until it has come to the step N times, and is killed there.
+`die STEP N`: does all that the tier can do, over and over, until it has come to the step N times, and is killed there.
 `halt STEP`: the same, but it stands still there until it is killed, and says so by making the file `halted` beside.
 `work SEED`: puts and gets blocks of a few names, and ends with the number of wrong ones as its status.
 `limit BYTES`: no file may grow beyond that; puts blocks, and ends with 0 if that was counted and nothing was lost.
@@ -32,7 +32,7 @@ def open_tier(directory: Path) -> DiskTier:
 
 
 def live(directory: Path) -> None:
-    """Pass every step: there is little room, so that blocks are evicted; some leases stay and some end; some blocks go."""
+    """Pass every step: there is little room, so blocks are evicted; some leases stay and some end; some blocks go."""
     tier = open_tier(directory)
     for turn in range(1000):
         some = random.Random(turn).sample(NAMES, 4)

@@ -11,6 +11,9 @@ import redis
 
 from kvstore.block import Form
 from kvstore.tiers.contract import Tier
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.shared import SharedTier
 from penstock.names import kv_key
 
 Change = Callable[[bytes], bytes]
@@ -34,14 +37,10 @@ class SharedPlace:
 
     def open(self, form: Form, budget_bytes: int) -> Tier:
         """See `Place.open`."""
-        from kvstore.tiers.shared import SharedTier
-
         return SharedTier.open(form, "demo", budget_bytes, str(self._directory))
 
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
         """See `Place.damage`. A slot has a fixed size: what is cut off is zeros."""
-        from kvstore.tiers.shared import SharedTier
-
         assert isinstance(tier, SharedTier)
         place = tier.arena.peek(key)
         assert place is not None
@@ -58,8 +57,6 @@ class DiskPlace:
 
     def open(self, form: Form, budget_bytes: int) -> Tier:
         """See `Place.open`."""
-        from kvstore.tiers.disk import DiskTier
-
         return DiskTier.open(form, self._directory, budget_bytes)
 
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
@@ -79,8 +76,6 @@ class RedisPlace:
 
     def open(self, form: Form, budget_bytes: int) -> Tier:
         """See `Place.open`."""
-        from kvstore.tiers.redis import RedisTier
-
         return RedisTier.open(form, [self._url], budget_bytes, keep_s=600.0)
 
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:

@@ -45,7 +45,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def pick(self, number: int) -> int:
         """The key that a number stands for, or that of its place in the order of use."""
-        return number if number < 7 or not self.order else self.order[number % len(self.order)]
+        return number if number < 7 else self.order[number % len(self.order)] if self.order else number % 7
 
     def use(self, key: int) -> None:
         self.order.remove(key)

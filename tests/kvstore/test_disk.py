@@ -59,42 +59,6 @@ def test_a_directory_that_cannot_be_one(tmp_path: Path) -> None:
         DiskTier.attach(tmp_path / "nowhere")
 
 
-def test_it_is_made_for_its_owner_alone(tmp_path: Path) -> None:
-    tier = DiskTier.open(FORM, tmp_path / "a" / "b", AMPLE)
-    name = new_name()
-    put(tier, [name])
-    assert (tmp_path / "a" / "b").stat().st_mode & 0o77 == 0
-    assert path_of(tmp_path / "a" / "b", name).stat().st_mode & 0o77 == 0
-    tier.close()
-
-
-def test_attached_it_shows_and_removes_but_neither_gets_nor_puts(tier: DiskTier, tmp_path: Path) -> None:
-    name = new_name()
-    put(tier, [name])
-    tool = DiskTier.attach(tmp_path)
-    assert tool.usage() == tier.usage()
-    assert [entry.key for entry in tool.entries()] == [name.key]
-    assert tool.stored(name.key) == tier.stored(name.key)
-    assert put(tool, [new_name()]) == [False]
-    assert tool.check_integrity() == []
-    assert tool.remove([name.key]) == 1
-    assert is_here(tier, [name]) == [False]
-    assert tier.usage().budget == AMPLE
-    tool.close()
-
-
-def test_a_smaller_budget_is_kept_from_the_start(tier: DiskTier, tmp_path: Path) -> None:
-    names = new_names(20)
-    for name in names:
-        put(tier, [name])
-    tier.close()
-    smaller = DiskTier.open(FORM, tmp_path, 5 * FILE_BYTES)
-    assert smaller.usage().bytes <= 5 * FILE_BYTES
-    assert is_here(smaller, names) == [False] * 15 + [True] * 5
-    assert smaller.check_integrity() == []
-    smaller.close()
-
-
 @pytest.mark.parametrize("record", [b"", b"no record", bytes(72)])
 def test_a_broken_record_is_made_anew(tier: DiskTier, tmp_path: Path, record: bytes) -> None:
     put(tier, new_names(3))

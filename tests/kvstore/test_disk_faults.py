@@ -7,14 +7,14 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvstore.block import HEADER_BYTES
-from kvstore.directory import steps, writers
+from kvstore.directory import steps
 from kvstore.directory.files import Files
-from kvstore.tiers import disk
 from kvstore.tiers.disk import DiskTier
 from penstock.errors import KVStoreError
 from penstock.local.processes import Child, start_child, wait_until
@@ -234,6 +234,41 @@ def test_a_disk_that_takes_nothing_is_left_alone_for_a_while(
     wait_until(lambda: put(tier, NAMES[2:5], FORM) == [True] * 3, 10, "it takes blocks again")
 
 
+def test_a_disk_that_can_only_be_read(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tier, NAMES[:2], FORM)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        for name in ("utime", "unlink", "mkdir", "rename", "link", "pwrite", "writev"):
+            patch.setattr(os, name, refuse)
+        for call in everything(tier):
+            call()
+        assert is_here(tier, NAMES[:3]) == [True, True, False]
+        assert read(tier, NAMES[:2], FORM) == [content(name, FORM) for name in NAMES[:2]]
+    assert tier.counters.errors > 0
+    wait_until(lambda: put(tier, NAMES[3:4], FORM) == [True], 10, "it takes blocks again")
+    assert tier.check_integrity() == []
+
+
+def test_a_failure_while_room_is_made(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was reserved for the batch until then is free again."""
+    put(tier, NAMES[: NUM_ROOMS - 1], FORM)
+
+    def refuse(_: str) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse)
+        assert put(tier, NAMES[NUM_ROOMS : NUM_ROOMS + 2], FORM) == [False, False]
+    assert tier.counters.errors == 1
+    assert tier.usage().bytes == BUDGET // NUM_ROOMS * (NUM_ROOMS - 1)
+    assert tier.check_integrity() == []
+    wait_until(lambda: put(tier, NAMES[-2:], FORM) == [True, True], 10, "it takes blocks again")
+    assert tier.usage().bytes == BUDGET
+
+
 def test_files_that_are_cut_off_while_they_are_read(tmp_path: Path) -> None:
     tier, names = DiskTier.open(FORM, tmp_path / "kv", 2**20), new_names(40)
     over = threading.Event()
@@ -287,11 +322,15 @@ def test_parts_of_the_directory_are_deleted(tmp_path: Path, tier: DiskTier, what
         call()
     other = open_tier(tmp_path)
     for one in (tier, other):
-        wait_until(lambda one=one: put(one, NAMES[5:7], FORM) == [True, True], 10, "it takes blocks again")  # type: ignore[misc]
+        wait_until(partial(takes, one), 10, "it takes blocks again")
         assert read(one, NAMES[5:7], FORM) == [content(name, FORM) for name in NAMES[5:7]]
     check_sound(other, tmp_path)
     assert tier.usage() == other.usage()
     other.close()
+
+
+def takes(tier: DiskTier) -> bool:
+    return put(tier, NAMES[5:7], FORM) == [True, True]
 
 
 def everything(tier: DiskTier) -> list[Callable[[], object]]:
@@ -337,6 +376,8 @@ def test_leases_that_ran_out_do_not_stay(tier: DiskTier, tmp_path: Path) -> None
     assert tier.check_integrity() == []
 
 
-def test_rest_is_short() -> None:
-    assert 0 < disk.REST_S <= 1
-    assert writers.RESERVED
+def test_leases_that_ran_out_go_when_it_is_opened(tier: DiskTier, tmp_path: Path) -> None:
+    put(tier, NAMES[:2], FORM)
+    tier.lease("a job that died", keys_of(NAMES[:2]), 0)
+    open_tier(tmp_path).close()
+    assert all(path.stat().st_nlink == 1 for path in files(tmp_path))

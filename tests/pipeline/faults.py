@@ -26,9 +26,9 @@ Change = Callable[[bytes], bytes]
 
 
 def tight_settings(directory: Path) -> KVSettings:
-    """All tiers, each with room for about the blocks of twenty prompts."""
+    """All tiers, each with room for little more than the blocks of one round."""
     return KVSettings(
-        shared_mb=40, shared_dir=str(directory), disk_mb=40, disk_dir=str(directory / "disk"), redis_mb=40
+        shared_mb=64, shared_dir=str(directory), disk_mb=64, disk_dir=str(directory / "disk"), redis_mb=64
     )  # fmt: skip
 
 
@@ -88,10 +88,11 @@ class Vandal:
         if name == "shared":
             tier = self.store.tiers[0]
             assert isinstance(tier, SharedTier)
-            found = tier.place_of(key)
-            if found is None:
+            place = tier.arena.peek(key)
+            if place is None:
                 return False
-            found[:] = change(bytes(found))[: len(found)].ljust(len(found), b"\0")
+            slot = tier.arena.tables.slot(place.slot)
+            slot[:] = change(bytes(slot))[: len(slot)].ljust(len(slot), b"\0")
         elif name == "disk":
             (path,) = self.disk.rglob(f"{key.hex()}.kv")
             path.write_bytes(change(path.read_bytes()))

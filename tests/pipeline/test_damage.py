@@ -17,7 +17,7 @@ from tests.pipeline.line import Line
 from tests.pipeline.workload import SETTINGS, alone, requests
 
 WORK = 6
-READS = 1500
+READS = 1000
 SMALL_POOL = SETTINGS.model_copy(update={"pool_mb": 8})
 TIERS = ["shared", "disk", "redis"]
 
@@ -42,11 +42,10 @@ def line(
 
 
 def place_of(line: Line, directory: Path) -> Place:
-    kinds = {"shared": SharedPlace, "disk": DiskPlace}
     (tier,) = line.decode.store.tiers
     if tier.name == "redis":
         return RedisPlace(line.addresses.kv_url)
-    return kinds[tier.name](directory if tier.name == "shared" else directory / "disk")
+    return SharedPlace(directory) if tier.name == "shared" else DiskPlace(directory / "disk")
 
 
 def work_of(line: Line) -> list[Request]:

@@ -1,0 +1,64 @@
+"""`python -m benchmarks.faults [--quick] [--json FILE]`: damage in every tier while a pipeline serves.
+
+Blocks are flipped, cut off and swapped at random in shared memory, on disk and in Redis, and the KV server is restarted
+empty now and then, while a prefill and a decode worker answer the same prompts again and again from a small pool. Every
+answer is compared with the undivided model's. Quick stops after 1,000 reads of blocks, the full run after 10,000.
+"""
+
+import tempfile
+from pathlib import Path
+
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from benchmarks.common import arguments, report
+from penstock.local.valkey import ValkeyServer
+from penstock.settings import Addresses
+from tests.pipeline.faults import Vandal, num_reads, serve_damaged, tight_settings
+from tests.pipeline.line import Line
+from tests.pipeline.workload import SETTINGS
+
+SMALL_POOL = SETTINGS.model_copy(update={"pool_mb": 8})
+RESTART_EVERY = 5
+
+
+def main() -> None:
+    given = arguments("damage in every tier of the KV store while it serves")
+    reads = 1_000 if given.quick else 10_000
+    with tempfile.TemporaryDirectory(prefix="penstock-faults-") as name:
+        directory = Path(name)
+        with ValkeyServer(directory / "stream") as stream, ValkeyServer(directory / "kv", appendonly=False) as kv:
+            report(run(directory, stream, kv, reads), given)
+
+
+def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int) -> dict[str, float]:
+    addresses = Addresses(pipeline="faults", stream_url=stream.url, kv_url=kv.url)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Line(addresses, kv=tight_settings(directory), engine=SMALL_POOL) as line,
+        Vandal(line.decode.store, directory / "disk", kv.url, seed=20261121) as vandal,
+        Progress(*columns) as progress,
+    ):
+        task = progress.add_task("reads", total=reads)
+
+        def restart(number: int) -> None:
+            progress.update(task, completed=min(reads, num_reads(line)))
+            if number % RESTART_EVERY == RESTART_EVERY - 1:
+                kv.kill()
+                kv.start()
+
+        answers, wrong = serve_damaged(line, lambda: num_reads(line) >= reads, restart)
+        counters = [tier.counters for store in (line.prefill.store, line.decode.store) for tier in store.tiers]
+        figures = {
+            "faults_reads": num_reads(line),
+            "faults_answers": answers,
+            "faults_wrong": wrong,
+            "faults_damaged_blocks_met": sum(one.damaged for one in counters),
+            "faults_leases_left": sum(tier.usage().leased for tier in line.decode.store.tiers),
+        }
+        for strike, count in sorted(vandal.strikes.items()):
+            figures[f"faults_{strike.replace(' ', '_')}"] = count
+        return {name: float(value) for name, value in figures.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A directory that two tiers change by turns does what the plainest model of it does."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvstore.block import HEADER_BYTES, Name
+from kvstore.tiers.disk import DiskTier
+from tests.kvstore.blocks import TAG, block, content, make_form, read
+
+SIZES = [1, 2]
+"""Pages a block has, by model: they share the budget."""
+FORMS = [make_form(f"model {pages}", pages * 4096 - HEADER_BYTES) for pages in SIZES]
+NUM_PAGES = 6
+NAMES = [Name(bytes([number]) * 32, 16, TAG) for number in range(10)]
+KEYS, TIERS = st.integers(0, 9), st.integers(0, 1)
+OWNERS = st.sampled_from(["one", "two", "three"])
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """The model: the pages of each block that is there, and the owners of leases on it. Key n is one of model n % 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.tiers = [self.open(0), self.open(1)]
+        self.here: set[int] = set()
+        self.leases: dict[int, set[str]] = {}
+
+    def open(self, which: int) -> DiskTier:
+        return DiskTier.open(FORMS[which], Path(self.directory.name), NUM_PAGES * 4096)
+
+    def pages(self) -> int:
+        return sum(SIZES[key % 2] for key in self.here)
+
+    @rule(key=KEYS, is_valid=st.booleans())
+    def put(self, key: int, is_valid: bool) -> None:
+        """What must go, goes; nothing does that is leased, or that there was room for."""
+        tier, form = self.tiers[key % 2], FORMS[key % 2]
+        (stored,) = tier.put([block(NAMES[key], form, lambda: is_valid)])
+        if key in self.here:
+            assert stored
+            return
+        size, kept = SIZES[key % 2], {key for key in self.here if self.leases.get(key)}
+        fits = sum(SIZES[other % 2] for other in kept) + size <= NUM_PAGES
+        assert stored == (fits and is_valid)
+        left = {other for other in self.here if NAMES[other].key in self.listed()}
+        assert kept <= left
+        evicted = sorted(SIZES[other % 2] for other in self.here - left)
+        if evicted and fits:
+            assert self.pages() + size - sum(evicted) + evicted[-1] > NUM_PAGES, "the last one need not have gone"
+        self.here = left | ({key} if stored else set())
+
+    @rule(which=TIERS, keys=st.lists(KEYS, max_size=4))
+    def get(self, which: int, keys: list[int]) -> None:
+        keys = [key for key in keys if key % 2 == which]
+        found = read(self.tiers[which], [NAMES[key] for key in keys], FORMS[which])
+        assert found == [content(NAMES[key], FORMS[which]) if key in self.here else None for key in keys]
+
+    @rule(which=TIERS, key=KEYS)
+    def has(self, which: int, key: int) -> None:
+        assert self.tiers[which].has([NAMES[key].key]) == [key in self.here]
+
+    @rule(which=TIERS, owner=OWNERS, keys=st.lists(KEYS, max_size=3), seconds=st.sampled_from([600, 600, 0]))
+    def lease(self, which: int, owner: str, keys: list[int], seconds: float) -> None:
+        self.tiers[which].lease(owner, [NAMES[key].key for key in keys], seconds)
+        for key in self.here.intersection(keys):
+            owners = self.leases.setdefault(key, set())
+            (owners.add if seconds else owners.discard)(owner)
+
+    @rule(which=TIERS, owner=OWNERS, keys=st.lists(KEYS, max_size=3))
+    def release(self, which: int, owner: str, keys: list[int]) -> None:
+        self.tiers[which].release(owner, [NAMES[key].key for key in keys])
+        for key in keys:
+            self.leases.get(key, set()).discard(owner)
+
+    @rule(which=TIERS, key=KEYS)
+    def remove(self, which: int, key: int) -> None:
+        assert self.tiers[which].remove([NAMES[key].key]) == (key in self.here)
+        self.forget(key)
+
+    @rule(key=KEYS, length=st.integers(0, 9000))
+    def damage(self, key: int, length: int) -> None:
+        """Files that are cut off, or grow, are found and gone, and the usage is right."""
+        path = Path(self.directory.name, NAMES[key].key.hex()[:2], f"{NAMES[key].key.hex()}.kv")
+        if key in self.here and length != path.stat().st_size:
+            os.truncate(path, length)
+            assert read(self.tiers[key % 2], [NAMES[key]], FORMS[key % 2]) == [None]
+            self.forget(key)
+
+    def forget(self, key: int) -> None:
+        self.here.discard(key)
+        self.leases.pop(key, None)
+
+    @rule()
+    def somebody_died(self) -> None:
+        """The usage is not known."""
+        Path(self.directory.name, "lock").write_bytes(b"torn")
+
+    @rule(which=TIERS)
+    def reopen(self, which: int) -> None:
+        self.tiers[which].close()
+        self.tiers[which] = self.open(which)
+
+    def listed(self) -> dict[bytes, int]:
+        return {entry.key: entry.leases for entry in self.tiers[0].entries()}
+
+    @invariant()
+    def everything_agrees(self) -> None:
+        assert self.listed() == {NAMES[key].key: len(self.leases.get(key, ())) for key in self.here}
+        usage = self.tiers[1].usage()
+        assert usage.bytes == self.pages() * 4096 <= usage.budget
+        assert (usage.blocks, usage.leased) == (len(self.here), sum(map(bool, self.leases.values())))
+        assert self.tiers[0].check_integrity() == []
+        assert all(tier.counters.errors == 0 for tier in self.tiers)
+
+    def teardown(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+        self.directory.cleanup()
+
+
+DiskMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+test_any_sequence = pytest.mark.timeout(120)(DiskMachine.TestCase)
