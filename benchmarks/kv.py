@@ -82,7 +82,7 @@ def run(given: Arguments) -> dict[str, float]:
 
 def draw(read: Rounds, moved: Rounds, latencies: dict[str, float]) -> None:
     """The speed of every side in every round, and the latencies by size."""
-    figure = Figure(figsize=(12, 4.6))
+    figure = Figure(figsize=(13, 4.6))
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.4, 1, 1))
     shown = [side for side in read.seconds if not side.endswith("drained") and side not in ("shm put", "shm get")]
     speeds = {side: read.speeds(side) for side in shown}
@@ -98,7 +98,7 @@ def draw(read: Rounds, moved: Rounds, latencies: dict[str, float]) -> None:
                 values = [latencies[f"{tier}_{what}_p{percent}_us_{label}"] for label in SIZES]
                 name = tier.replace("_", " ") if percent == 50 else None
                 axis.plot(list(SIZES.values()), values, line, color=f"C{number}", label=name)
-        axis.set(xscale="log", yscale="log", title=f"{what} of one block, p50 and p99 (dotted)", xlabel="bytes")
+        axis.set(xscale="log", yscale="log", title=f"one {what}, p50 and p99 (dotted)", xlabel="bytes of the block")
         axis.set_xticks(list(SIZES.values()), list(SIZES), minor=False)
         axis.legend()
     middle.set_ylabel("microseconds")

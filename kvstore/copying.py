@@ -10,6 +10,8 @@ import xxhash
 from kvstore.native import library
 
 PIECE = 512 * 2**10
+UNIT = 1024
+"""Bytes that are hashed together."""
 
 
 def copy_hashed(into: memoryview, source: memoryview) -> int:
@@ -32,6 +34,33 @@ def copy_hashed_in_pieces(into: memoryview, source: memoryview) -> int:
         piece[:] = source[start : start + PIECE]
         digest.update(piece)
     return digest.intdigest()
+
+
+class Pieces:
+    """A copy whose source comes in pieces: `into` is filled from its start, and hashed on the way."""
+
+    def __init__(self, into: memoryview) -> None:
+        self._into = into.cast("B")
+        self._native, self._sums, self._digest = library.load(), library.Sums(), xxhash.xxh3_64()
+        self._start, self._checksum = 0, hashed(b"")
+
+    def add(self, piece: memoryview) -> None:
+        """The next bytes: a multiple of `UNIT` of them, or all that are left. Raises `ValueError` for other numbers."""
+        end = self._start + len(piece)
+        if end > len(self._into) or (end < len(self._into) and len(piece) % UNIT):
+            raise ValueError(f"no piece of {len(piece)} bytes at {self._start} of {len(self._into)}")
+        if self._native is None:
+            self._into[self._start : end] = piece
+            self._digest.update(self._into[self._start : end])
+        else:
+            self._checksum = self._native.copy_piece(self._sums, self._into, piece, self._start)
+        self._start = end
+
+    def checksum(self) -> int:
+        """The xxh3 (64 bits) of `into`. Raises `ValueError` before all pieces are there."""
+        if self._start < len(self._into):
+            raise ValueError(f"only {self._start} of {len(self._into)} bytes were copied")
+        return self._digest.intdigest() if self._native is None else self._checksum
 
 
 def hashed(content: bytes | memoryview) -> int:

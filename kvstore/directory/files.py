@@ -1,8 +1,8 @@
 """The files of blocks: written elsewhere and renamed, read whole and checked.
 
 Files are read with `preadv`, not mapped: a file that somebody cuts off under a mapping kills the reader (SIGBUS), and
-no cache may do that. What is read goes into one buffer that stays in the processor's caches, and from there to where
-it is wanted with the checksum taken on the way, which costs less than a second look at memory.
+no cache may do that. What is read goes, in pieces, into one buffer that stays in the processor's caches, and from there
+to where it is wanted with the checksum taken on the way: faster than reading it there, and looking at it again.
 """
 
 import contextlib
@@ -13,12 +13,16 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvstore.block import HEADER_BYTES, RAW, Form, Header, Wanted
-from kvstore.copying import copy_hashed, hashed
+from kvstore.copying import Pieces
 from kvstore.directory import steps
 from penstock.errors import DamagedBlock
 
 if TYPE_CHECKING:
     from kvstore.codec import Codecs
+
+
+PIECE = 2**20
+"""So much is read at a time: measured, half of a processor's own cache."""
 
 
 class Found(Enum):
@@ -30,17 +34,11 @@ class Found(Enum):
 
 
 class _Buffers(threading.local):
-    """A buffer for each thread that reads."""
+    """Those of each thread that reads."""
 
     def __init__(self) -> None:
         self.header = memoryview(bytearray(HEADER_BYTES))
-        self.content = memoryview(bytearray())
-
-    def for_content(self, length: int) -> memoryview:
-        """`length` bytes that the next call gives to others."""
-        if len(self.content) < length:
-            self.content = memoryview(bytearray(length))
-        return self.content[:length]
+        self.piece = memoryview(bytearray(PIECE))
 
 
 class Files:
@@ -93,31 +91,49 @@ class Files:
             os.close(fd)
 
     def _is_whole(self, fd: int, size: int, wanted: Wanted) -> bool:
-        """Read a file of `size` bytes, which may change meanwhile."""
+        """Steps 2 and 3 of a get, of a file of `size` bytes, which may change meanwhile."""
         length = size - HEADER_BYTES
         if not 0 <= length <= 2 * self._form.payload_bytes:
             return False
         begun = time.perf_counter()
-        start, content = self._buffers.header, self._buffers.for_content(length)
-        if os.preadv(fd, [start, content], 0) != size:
+        piece = self._buffers.piece[:length]
+        header = self._header(fd, piece)
+        if header is None or not self._form.is_header_of(header, wanted.name) or header.content_bytes != length:
             return False
-        self._moved(size, begun)
         steps.reached("get 2")
-        try:
-            header = Header.unpack(start)
-        except DamagedBlock:
-            return False
-        is_it = self._form.is_header_of(header, wanted.name) and header.content_bytes == length
-        return is_it and self._take(header, content, wanted.into)
-
-    def _take(self, header: Header, content: memoryview, into: memoryview) -> bool:
-        """Step 3 of a get."""
         if header.codec == RAW:
-            return len(content) == len(into) and copy_hashed(into, content) == header.checksum
-        if self._codec is None or hashed(content) != header.checksum:
+            checksum = _read_on(fd, piece, wanted.into) if length == len(wanted.into) else None
+            self._moved(size, begun)
+            return checksum == header.checksum
+        if self._codec is None or not self._codec.knows(header.codec):
             return False
-        return self._codec.decode_into(header.codec, content, into)
+        content = memoryview(bytearray(length))
+        checksum = _read_on(fd, piece, content)
+        self._moved(size, begun)
+        return checksum == header.checksum and self._codec.decode_into(header.codec, content, wanted.into)
+
+    def _header(self, fd: int, piece: memoryview) -> Header | None:
+        """The header, and after it the first piece of the content; None if they are not there."""
+        start = self._buffers.header
+        try:
+            is_there = os.preadv(fd, [start, piece], 0) == HEADER_BYTES + len(piece)
+            return Header.unpack(start) if is_there else None
+        except DamagedBlock:
+            return None
 
     def _moved(self, num_bytes: int, begun: float) -> None:
         if self._codec is not None:
             self._codec.moved(num_bytes, time.perf_counter() - begun)
+
+
+def _read_on(fd: int, piece: memoryview, into: memoryview) -> int | None:
+    """Step 3 of a get: `piece`, and what follows it in the file, to `into`; its checksum, or None if there is less."""
+    pieces, start = Pieces(into), 0
+    while start < len(into):
+        if start:
+            piece = piece[: len(into) - start]
+            if os.preadv(fd, [piece], HEADER_BYTES + start) != len(piece):
+                return None
+        pieces.add(piece)
+        start += len(piece)
+    return pieces.checksum()

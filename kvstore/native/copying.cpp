@@ -225,24 +225,35 @@ EXPORT const char* penstock_copying_select(const char* name) {
   return nullptr;
 }
 
-// Copy `n` bytes, which do not overlap; the XXH3 of what `into` holds then.
-EXPORT uint64_t penstock_copy_hashed(Byte* into, const Byte* source, size_t n) {
-  if (n <= 240) {
-    memcpy(into, source, n);
-    return hash_up_to_240(into, n);
+// Copy `n` bytes to `into + start`, the next ones of `total`; they do not overlap. All pieces but the last are whole
+// blocks of 1024 bytes. `sums` is kept between the pieces. After the last one: the XXH3 of what `into` holds then.
+EXPORT uint64_t penstock_copy_piece(Word* sums, Byte* into, const Byte* source, size_t start, size_t n, size_t total) {
+  Byte* const at = into + start;
+  const bool is_last = start + n == total;
+  if (total <= 240) {
+    memcpy(at, source, n);
+    return is_last ? hash_up_to_240(into, total) : 0;
   }
-  alignas(64) Word sums[8] = {k32c, k64a, k64b, k64c, k64d, k32b, k64e, k32a};
-  const size_t stripes = (n - 1) / kStripe;
-  const bool streams = n >= kStreamFrom && reinterpret_cast<uintptr_t>(into) % kStripe == 0;
-  (streams ? chosen->streamed : chosen->stripes)(sums, into, source, stripes);
-  memcpy(into + kStripe * stripes, source + kStripe * stripes, n - kStripe * stripes);
+  constexpr Word kFirst[8] = {k32c, k64a, k64b, k64c, k64d, k32b, k64e, k32a};
+  if (start == 0) memcpy(sums, kFirst, sizeof kFirst);
+  const size_t stripes = is_last ? (n - 1) / kStripe : n / kStripe;
+  const bool streams = total >= kStreamFrom && reinterpret_cast<uintptr_t>(at) % kStripe == 0;
+  (streams ? chosen->streamed : chosen->stripes)(sums, at, source, stripes);
+  if (!is_last) return 0;
+  memcpy(at + kStripe * stripes, source + kStripe * stripes, n - kStripe * stripes);
   Word last[8];
-  memcpy(last, into + n - kStripe, kStripe);
+  memcpy(last, into + total - kStripe, kStripe);
   add_stripe(sums, last, kLastStripe);
-  Word result = n * k64a;
+  Word result = total * k64a;
   for (size_t i = 0; i < 8; i += 2) {
     const Byte* const secret = kSecret + 11 + 8 * i;
     result += folded_product(sums[i] ^ word(secret), sums[i + 1] ^ word(secret + 8));
   }
   return finish(result);
+}
+
+// The same in one piece.
+EXPORT uint64_t penstock_copy_hashed(Byte* into, const Byte* source, size_t n) {
+  Word sums[8];
+  return penstock_copy_piece(sums, into, source, 0, n, n);
 }

@@ -1,5 +1,6 @@
 """The compiled library, or None where it was not built (no compiler at install)."""
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -9,6 +10,9 @@ from typing import ClassVar
 from kvstore.native.build import LIBRARY
 
 log = logging.getLogger("penstock.kv")
+
+Sums = c_uint64 * 8
+"""What is kept of a copy between its pieces."""
 
 _READ = 0
 _WRITE = 1
@@ -36,6 +40,9 @@ class Library:
     def __init__(self, handle: ctypes.CDLL) -> None:
         self._copy_hashed = handle.penstock_copy_hashed
         self._copy_hashed.argtypes, self._copy_hashed.restype = [c_void_p, c_void_p, c_size_t], c_uint64
+        self._copy_piece = handle.penstock_copy_piece
+        self._copy_piece.argtypes = [c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t]
+        self._copy_piece.restype = c_uint64
         self._select = handle.penstock_copying_select
         self._select.argtypes, self._select.restype = [c_char_p], c_char_p
         self.isa = ""
@@ -50,18 +57,31 @@ class Library:
 
     def copy_hashed(self, into: memoryview, source: memoryview) -> int:
         """See `kvstore.copying.copy_hashed`."""
-        target, origin = _View(), _View()
-        _hold(into, byref(target), _WRITE)
-        try:
-            _hold(source, byref(origin), _READ)
-            try:
-                if target.bytes != origin.bytes:
-                    raise ValueError(f"{origin.bytes} bytes do not fit over {target.bytes}")
-                return int(self._copy_hashed(target.start, origin.start, target.bytes))
-            finally:
-                _release(byref(origin))
-        finally:
-            _release(byref(target))
+        with _held(into, _WRITE) as target, _held(source, _READ) as origin:
+            if target.bytes != origin.bytes:
+                raise ValueError(f"{origin.bytes} bytes do not fit over {target.bytes}")
+            return int(self._copy_hashed(target.start, origin.start, target.bytes))
+
+    def copy_piece(self, sums: "ctypes.Array[c_uint64]", into: memoryview, source: memoryview, start: int) -> int:
+        """See `kvstore.copying.Pieces`: `source` to `into[start:]`; the checksum after the last piece, or 0."""
+        with _held(into, _WRITE) as target, _held(source, _READ) as origin:
+            if start + origin.bytes > target.bytes:
+                raise ValueError(f"{origin.bytes} bytes do not fit over the last {target.bytes - start}")
+            return int(self._copy_piece(sums, target.start, origin.start, start, origin.bytes, target.bytes))
+
+
+class _held(contextlib.AbstractContextManager[_View]):  # noqa: N801 (used as a function)
+    """The memory of an object, which stays where it is meanwhile."""
+
+    def __init__(self, found: memoryview, flags: int) -> None:
+        self._view = _View()
+        _hold(found, byref(self._view), flags)
+
+    def __enter__(self) -> _View:
+        return self._view
+
+    def __exit__(self, *_: object) -> None:
+        _release(byref(self._view))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.copying import copy_hashed, copy_hashed_in_pieces, hashed
+from kvstore.copying import UNIT, Pieces, copy_hashed, copy_hashed_in_pieces, hashed
 from kvstore.native import build, library
 
 CopyHashed = Callable[[memoryview, memoryview], int]
@@ -92,6 +92,51 @@ def test_views_of_other_items_count_bytes(copying: CopyHashed) -> None:
     source = memoryview(bytes(range(32))).cast("I")
     assert copying(memoryview(into).cast("Q"), source) == hashed(bytes(range(32)))
     assert into == bytes(range(32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 9 * UNIT), st.lists(st.integers(1, 4), max_size=8), st.integers(0, 64))
+def test_in_pieces(copying: CopyHashed, content: bytes, length: int, sizes: list[int], into_at: int) -> None:
+    """Any pieces of whole units, and what is left."""
+    memory, source = bytearray(length + into_at + 1), memoryview(content)[:length]
+    _in_pieces(copying, memoryview(memory)[into_at:-1], source, [size * UNIT for size in sizes])
+    assert memory[into_at:-1] == source
+    assert not any(memory[:into_at])
+    assert memory[-1] == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 240, 241, UNIT, UNIT + 1, 2 * UNIT, LARGE, LARGE - 1, LARGE - UNIT])
+def test_in_large_pieces(copying: CopyHashed, content: bytes, length: int) -> None:
+    _in_pieces(copying, memoryview(bytearray(length)), memoryview(content)[:length], [2**20] * 2)
+
+
+def _in_pieces(copying: CopyHashed, into: memoryview, source: memoryview, sizes: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if copying is copy_hashed_in_pieces:
+            patch.setattr(library, "load", lambda: None)
+        pieces, start = Pieces(into), 0
+        for size in sizes:
+            if start + size < len(source):
+                pieces.add(source[start : start + size])
+                start += size
+        if start < len(source):
+            with pytest.raises(ValueError, match="only"):
+                pieces.checksum()
+            pieces.add(source[start:])
+        assert pieces.checksum() == xxhash.xxh3_64_intdigest(source)
+        assert into == source
+
+
+def test_a_piece_that_is_none(copying: CopyHashed) -> None:
+    pieces = Pieces(memoryview(bytearray(3 * UNIT)))
+    for wrong in (UNIT - 1, 3 * UNIT + 1):
+        with pytest.raises(ValueError, match="no piece"):
+            pieces.add(memoryview(bytes(wrong)))
+    pieces.add(memoryview(bytes(UNIT)))
+    with pytest.raises(ValueError, match="no piece"):
+        pieces.add(memoryview(bytes(2 * UNIT + 1)))
+    pieces.add(memoryview(bytes(2 * UNIT)))
+    assert pieces.checksum() == hashed(bytes(3 * UNIT))
 
 
 def test_what_cannot_be_copied_is_refused_and_nothing_is_held(copying: CopyHashed) -> None:

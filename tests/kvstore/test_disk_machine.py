@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ SIZES = [1, 2]
 """Pages a block has, by model: they share the budget."""
 FORMS = [make_form(f"model {pages}", pages * 4096 - HEADER_BYTES) for pages in SIZES]
 NUM_PAGES = 6
-NAMES = [Name(bytes([number]) * 32, 16, TAG) for number in range(10)]
-KEYS, TIERS = st.integers(0, 9), st.integers(0, 1)
-OWNERS = st.sampled_from(["one", "two", "three"])
+NAMES = [Name(bytes([number]) * 32, 16, TAG) for number in range(8)]
+KEYS, TIERS = st.integers(0, 7), st.integers(0, 1)
+MANY = st.sampled_from([range(8), range(0, 8, 2), range(3)]) | st.lists(KEYS, max_size=4)
+OWNERS = st.sampled_from(["one", "two"])
 
 
 class DiskMachine(RuleBasedStateMachine):
@@ -37,6 +39,11 @@ class DiskMachine(RuleBasedStateMachine):
 
     def pages(self) -> int:
         return sum(SIZES[key % 2] for key in self.here)
+
+    @rule(keys=st.lists(KEYS, min_size=1, max_size=8, unique=True))
+    def put_some(self, keys: list[int]) -> None:
+        for key in keys:
+            self.put(key, is_valid=True)
 
     @rule(key=KEYS, is_valid=st.booleans())
     def put(self, key: int, is_valid: bool) -> None:
@@ -66,15 +73,15 @@ class DiskMachine(RuleBasedStateMachine):
     def has(self, which: int, key: int) -> None:
         assert self.tiers[which].has([NAMES[key].key]) == [key in self.here]
 
-    @rule(which=TIERS, owner=OWNERS, keys=st.lists(KEYS, max_size=3), seconds=st.sampled_from([600, 600, 0]))
-    def lease(self, which: int, owner: str, keys: list[int], seconds: float) -> None:
+    @rule(which=TIERS, owner=OWNERS, keys=MANY, seconds=st.sampled_from([600, 600, 0]))
+    def lease(self, which: int, owner: str, keys: Sequence[int], seconds: float) -> None:
         self.tiers[which].lease(owner, [NAMES[key].key for key in keys], seconds)
         for key in self.here.intersection(keys):
             owners = self.leases.setdefault(key, set())
             (owners.add if seconds else owners.discard)(owner)
 
-    @rule(which=TIERS, owner=OWNERS, keys=st.lists(KEYS, max_size=3))
-    def release(self, which: int, owner: str, keys: list[int]) -> None:
+    @rule(which=TIERS, owner=OWNERS, keys=MANY)
+    def release(self, which: int, owner: str, keys: Sequence[int]) -> None:
         self.tiers[which].release(owner, [NAMES[key].key for key in keys])
         for key in keys:
             self.leases.get(key, set()).discard(owner)
@@ -125,5 +132,5 @@ class DiskMachine(RuleBasedStateMachine):
         self.directory.cleanup()
 
 
-DiskMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+DiskMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 test_any_sequence = pytest.mark.timeout(120)(DiskMachine.TestCase)

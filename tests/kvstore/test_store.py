@@ -124,9 +124,7 @@ def test_the_prefix_ends_at_the_first_block_that_no_tier_has(store: KVStore) -> 
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(
-    store: KVStore, places: list[Place], depth: int
-) -> None:
+def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(store: KVStore, places: list[Place], depth: int) -> None:
     names = fill(store)
     for upper in store.tiers[:depth]:
         upper.remove([name.key for name in names])

@@ -1,0 +1,197 @@
+"""What the pipeline makes of its KV store: prefixes, answers, leases, and jobs whose blocks are gone."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.block import Wanted
+from kvstore.store import KVStore
+from kvstore.transfers import Fetch
+from penstock.messages import Request, Result, Sampling
+from penstock.names import Pipeline
+from penstock.settings import Addresses, KVSettings
+from penstock.worker import run_until_idle
+from tests.pipeline.line import Line
+from tests.pipeline.workload import SETTINGS, alone, requests
+
+BLOCK = SETTINGS.block_size
+GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture
+def line(redis_url: str, pipeline: Pipeline, tmp_path: Path) -> Iterator[Line]:
+    """Workers of one host: shared memory, and the disk behind it."""
+    kv = KVSettings(shared_mb=64, shared_dir=str(tmp_path), disk_mb=64, disk_dir=str(tmp_path / "disk"), redis_mb=0)
+    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url), kv=kv) as made:
+        yield made
+
+
+def prompt_of(length: int, line: Line) -> Request:
+    work = requests(40, line.pipeline.name)
+    (longest,) = work[-1:]
+    assert longest.token_ids is not None
+    return longest.model_copy(update={"token_ids": longest.token_ids[:length], "sampling": GREEDY})
+
+
+def ask(line: Line, request: Request, request_id: str) -> Result:
+    line.send(request.model_copy(update={"id": request_id}))
+    results = line.run_until(len(line.results()) + 1)
+    (mine,) = [result for result in results if result.id == request_id]
+    return mine
+
+
+def tokens_alone(request: Request) -> list[int]:
+    return alone([request])[request.id].token_ids
+
+
+def empty_pools(line: Line) -> None:
+    """As if both workers had just been started."""
+    for worker in (line.prefill, line.decode):
+        pool = worker.engine.pool
+        pool.release(pool.allocate(pool.num_free))
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 7])
+def test_a_prompt_asked_again_is_found(line: Line, length: int) -> None:
+    request = prompt_of(length, line)
+    expected = tokens_alone(request)
+    found = (length - 1) // BLOCK * BLOCK
+    for number, where in enumerate(["nowhere", "pool", "tiers"]):
+        if where == "tiers":
+            empty_pools(line)
+        result = ask(line, request, f"{request.id}-{number}")
+        assert result.token_ids == expected
+        assert result.usage.cached_tokens == (0 if where == "nowhere" else found)
+    assert line.decode.store.stats.recomputed_jobs == 0
+
+
+def test_the_next_turn_finds_the_answers_kv(line: Line) -> None:
+    """Also when another worker wrote the answer, and its pool is gone."""
+    first = prompt_of(3 * BLOCK + 5, line)
+    answer = ask(line, first, "turn-1")
+    assert first.token_ids is not None
+    told = first.token_ids + answer.token_ids
+    second = first.model_copy(update={"token_ids": [*told, *first.token_ids[:9]]})
+    expected = tokens_alone(second)
+    empty_pools(line)
+    result = ask(line, second, "turn-2")
+    assert result.token_ids == expected
+    # the KV of the answer's last token was never computed
+    assert result.usage.cached_tokens == (len(told) - 1) // BLOCK * BLOCK > len(first.token_ids)
+
+
+def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: Line) -> None:
+    request = prompt_of(2 * BLOCK + 3, line)
+    expected = tokens_alone(request)
+    line.send(request)
+    line.run_prefill(1)
+    decode = line.decode
+    while not decode.running or len(next(iter(decode.running.values())).said) < BLOCK + 4:
+        decode.turn()
+    decode.close()  # hands back what is not finished
+    line.renew_decode()
+    fetched: list[Fetch] = []
+    collect = line.decode.transfers.collect
+
+    def noted() -> Sequence[object]:
+        done = collect()
+        fetched.extend(one for one in done if isinstance(one, Fetch))
+        return done
+
+    line.decode.transfers.collect = noted  # type: ignore[method-assign, assignment]
+    (result,) = line.run_until(1)
+    assert result.token_ids == expected
+    assert len(fetched[0].lacks) == (2 * BLOCK + 3 + BLOCK + 3) // BLOCK
+
+
+def test_leases_live_as_long_as_the_job(line: Line) -> None:
+    request = prompt_of(4 * BLOCK + 2, line)
+    line.send(request)
+    line.run_prefill(1)
+    (shared, _) = line.decode.store.tiers
+    assert shared.usage().leased == 5
+    line.run_until(1)
+    line.decode.transfers.close()
+    assert shared.usage().leased == 0
+
+
+def test_a_job_whose_blocks_are_gone_is_computed_again_and_counted(line: Line) -> None:
+    request = prompt_of(4 * BLOCK + 2, line)
+    expected = tokens_alone(request)
+    line.send(request)
+    line.run_prefill(1)
+    for tier in line.decode.store.tiers:
+        tier.remove([entry.key for entry in tier.entries()][:3])
+    (result,) = line.run_until(1)
+    assert result.token_ids == expected
+    stats = line.decode.store.stats
+    assert stats.recomputed_jobs == 1
+    assert 1 <= stats.recomputed_blocks <= 5
+
+
+def test_tenants_share_nothing(line: Line) -> None:
+    request = prompt_of(6 * BLOCK, line)
+    ask(line, request, "one")
+    result = ask(line, request.model_copy(update={"tenant": "another"}), "two")
+    assert result.usage.cached_tokens == 0
+    assert ask(line, request, "three").usage.cached_tokens == 5 * BLOCK
+
+
+def held_up(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Reading blocks waits: one event says that it has begun, the other lets it go on."""
+    begun, go_on = threading.Event(), threading.Event()
+    load: Callable[[Sequence[Wanted]], list[int]] = store.load
+
+    def slow(wanted: Sequence[Wanted]) -> list[int]:
+        begun.set()
+        assert go_on.wait(60)
+        return load(wanted)
+
+    monkeypatch.setattr(store, "load", slow)
+    return begun, go_on
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_cancelled_while_its_blocks_are_fetched(line: Line, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end comes at once; the fetch ends later, and its room goes back to the pool."""
+    request = prompt_of(4 * BLOCK + 2, line)
+    ask(line, request, "first")
+    empty_pools(line)
+    worker = line.prefill if stage == "prefill" else line.decode
+    if stage == "decode":
+        line.send(request.model_copy(update={"id": "second"}))
+        line.run_prefill(1)
+        empty_pools(line)
+    begun, go_on = held_up(worker.store, monkeypatch)
+    if stage == "prefill":
+        line.send(request.model_copy(update={"id": "second"}))
+    while not begun.is_set():
+        worker.turn()
+    line.prefill.record.cancel("second")
+    go_on.set()
+    results = line.run_until(2)
+    assert {result.id: result.finish_reason for result in results}["second"] == "cancelled"
+    assert worker.engine.num_free_blocks == worker.engine.pool.num_blocks
+
+
+def test_no_step_waits_for_a_tier(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one job's blocks are fetched, another's tokens are generated."""
+    slow, quick = prompt_of(4 * BLOCK + 2, line), prompt_of(1, line)
+    line.send(quick.model_copy(update={"id": "quick"}))
+    line.run_prefill(1)
+    while not line.decode.engine.num_running:
+        line.decode.turn()
+    line.send(slow.model_copy(update={"id": "slow"}))
+    while "slow" not in {job.key for job in line.bus.read_all(line.pipeline.jobs("interactive"))}:
+        run_until_idle(line.prefill)
+    begun, go_on = held_up(line.decode.store, monkeypatch)
+    while not begun.is_set():
+        line.decode.turn()
+    said = line.decode.running["quick"].said
+    while len(said) < GREEDY.max_tokens:
+        line.decode.turn()
+    assert "slow" in line.decode.running
+    go_on.set()
+    assert {result.id for result in line.run_until(2)} == {"quick", "slow"}
