@@ -47,9 +47,6 @@ from penstock.worker import Inbox, Settler, cause_to_end, too_late
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 0.01
-"""How long a loop with nothing to compute waits for a transfer."""
-
 
 @dataclass
 class Decode:
@@ -119,7 +116,7 @@ class DecodeWorker:
         """One turn of the loop; whether it did anything."""
         self.settler.check()
         self._collect()
-        deliveries = self.inbox.poll(*self._room(), idle=not self.running) if accept else []
+        deliveries = self._poll() if accept else []
         for delivery in deliveries:
             self._admit(delivery)
         sampled = self.engine.step() if self.engine.has_work() else []
@@ -128,13 +125,13 @@ class DecodeWorker:
         self._expire()
         self._emit(sampled)
         if self.transfers and not self.engine.num_running:
-            self.transfers.wait(WAIT_S)
+            self.transfers.wait()
         return bool(deliveries or sampled)
 
-    def _room(self) -> tuple[int, int]:
-        """How many more requests to take, and how many interactive ones."""
-        elsewhere = len(self.running) - self.engine.num_running - self.engine.num_waiting
-        return self.engine.room() - elsewhere, self.engine.room("interactive") - elsewhere
+    def _poll(self) -> list[Delivery]:
+        engine, idle = self.engine, not self.running
+        moving = len(self.running) - engine.num_running - engine.num_waiting  # their KV comes or goes
+        return self.inbox.poll(engine.room(), engine.room("interactive"), taken=moving, idle=idle)
 
     def is_settled(self) -> bool:
         """Whether nothing waits, for a lease or for a commit."""
@@ -290,7 +287,7 @@ class DecodeWorker:
     def _ship_full(self) -> None:
         """Have the blocks written that are full and that some tier lacks, those of the answer too.
 
-        So a later request that goes on with this conversation finds them, and so does a worker that takes this one over.
+        A later request that goes on with this conversation finds them, and so does a worker that takes this one over.
         """
         for decoding in self.running.values():
             seq = decoding.seq
@@ -348,4 +345,3 @@ class DecodeWorker:
         chain.extend(job.token_ids)
         tail = chain.tail(job.token_ids)
         self.transfers.release(job.id, [*chain.names, *([tail] if tail else [])])
-

@@ -4,9 +4,9 @@
     out      writes blocks of the pool to the hand-off tier and those above it; a job is settled when its own are there
     behind   writes them to the tiers below; nobody waits for that
 
-The worker's loop hands in work and collects what became of it; the pool's books are kept by the loop alone, when it does
-so. Blocks that are read go to a landing, room that the pool keeps for them; a block that is written is lent by the pool,
-so that nobody else is given its memory meanwhile. If a process dies with work under way, what was not written is
+The worker's loop hands in work and collects what became of it; the pool's books are kept by the loop alone, when it
+does so. Blocks that are read go to a landing, room that the pool keeps for them; a block that is written is lent by the
+pool, so that nobody else is given its memory meanwhile. If a process dies with work under way, what was not written is
 computed again by whoever needs it.
 """
 
@@ -22,6 +22,8 @@ from kvstore.store import KVStore, Lack
 from penstock.messages import now_s
 
 log = logging.getLogger(__name__)
+
+MOMENT_S = 0.01
 
 
 class Lent(Protocol):
@@ -167,9 +169,9 @@ class Transfers:
                 done.append(one)
         return done
 
-    def wait(self, timeout_s: float) -> None:
-        """Until something can be collected."""
-        self._is_done.wait(timeout_s)
+    def wait(self) -> None:
+        """Until something can be collected, for a moment: who has nothing to compute looks at other things too."""
+        self._is_done.wait(MOMENT_S)
 
     def close(self) -> None:
         """Finish what is under way, and stop. Nothing may be handed in afterwards."""

@@ -56,8 +56,6 @@ from prefill_worker.tokenize import PromptReader
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 0.01
-"""How long a loop with nothing to compute waits for a transfer."""
 MAX_RETRIES = 3
 RETRY_DELAY_S = 1.0
 
@@ -103,7 +101,7 @@ class PrefillWorker:
         """One turn of the loop; whether it did anything."""
         self.settler.check()
         self._collect()
-        deliveries = self.inbox.poll(*self._room(), idle=not self.running) if accept else []
+        deliveries = self._poll() if accept else []
         for delivery in deliveries:
             self._admit(delivery)
         sampled = self.engine.step() if self.engine.has_work() else []
@@ -113,13 +111,13 @@ class PrefillWorker:
             self._finish(prefill)
         self._ship_chunks()
         if self.transfers and not self.engine.num_running:
-            self.transfers.wait(WAIT_S)
+            self.transfers.wait()
         return bool(deliveries or sampled)
 
-    def _room(self) -> tuple[int, int]:
-        """How many more requests to take, and how many interactive ones."""
-        elsewhere = len(self.running) - self.engine.num_running - self.engine.num_waiting
-        return self.engine.room() - elsewhere, self.engine.room("interactive") - elsewhere
+    def _poll(self) -> list[Delivery]:
+        engine, idle = self.engine, not self.running
+        moving = len(self.running) - engine.num_running - engine.num_waiting  # their KV comes or goes
+        return self.inbox.poll(engine.room(), engine.room("interactive"), taken=moving, idle=idle)
 
     def _collect(self) -> None:
         """Go on with what was fetched and with what was shipped."""

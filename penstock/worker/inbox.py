@@ -34,14 +34,16 @@ class Inbox:
         self._count += 1
         heapq.heappush(self._waiting, _Waiting(time.monotonic() + wait_s, self._count, delivery))
 
-    def poll(self, room: int, interactive_room: int = 0, *, idle: bool) -> list[Delivery]:
+    def poll(self, room: int, interactive_room: int = 0, *, taken: int = 0, idle: bool) -> list[Delivery]:
         """What to look at now: at most `room` fresh deliveries, waiting for the first only where the worker is idle.
 
         There may be more room for interactive ones: they displace batch work. That leaves one place for what is
-        interactive, unless there is only one and nobody uses it. Those put back take up room until they are settled.
+        interactive, unless there is only one and nobody uses it. Those put back take up room until they are settled,
+        and so do those `taken` that are not where the room is, yet or any more.
         """
-        free = max(0, room - len(self._waiting))
-        interactive = max(free, interactive_room - len(self._waiting))
+        taken += len(self._waiting)
+        free = max(0, room - taken)
+        interactive = max(free, interactive_room - taken)
         if not interactive and not idle:
             return self._due()
         timeout_s = self._next_in_s() if idle else 0.0
