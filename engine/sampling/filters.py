@@ -84,8 +84,10 @@ def _draw_filtered(scores: Tensor, draws: Sequence[Draw], totals: list[int], wid
     least = weights[:, :1].double() * settings.min_p
     inside = ((reached - weights).double() < limit) | (settings.top_p == 1)
     inside &= weights.double() >= least
-    complete = top_k_seen | (weights[:, -1:].double() < least)
-    complete |= (settings.top_k == scores.shape[1]) & (settings.top_p < 1) & (reached[:, -1:].double() >= limit)
+    # With top-k beyond the width, what top-p is a share of is not known yet, so min-p alone cannot end the search.
+    whole_known = (settings.top_k == scores.shape[1]) | (settings.top_p == 1)
+    complete = top_k_seen | (whole_known & (weights[:, -1:].double() < least))
+    complete |= whole_known & (settings.top_p < 1) & (reached[:, -1:].double() >= limit)
     tokens = ids.gather(1, pick(weights.masked_fill_(~inside, 0), settings.uniform))
     found: list[int] = torch.where(complete, tokens, -1)[:, 0].tolist()
     return found

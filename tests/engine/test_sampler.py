@@ -141,11 +141,18 @@ SIZES = st.sampled_from([7, 64, 65, 200, 8300])
 STEPS = st.sampled_from([0.0, 0.5, 3.0])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 WIDE = (Sampling(top_p=0.95, temperature=5.0), 5, [1], [2])  # a nucleus of thousands
+PAST_FIRST = (
+    Sampling(temperature=0.3, top_k=129, top_p=0.5, min_p=0.01),
+    0,
+    [],
+    [],
+)  # top-k of more than is ranked first
 
 
 @settings(deadline=None)
 @given(row=ROWS, size=SIZES, seed=st.integers(0, 1000), step=STEPS, dtype=DTYPES)
 @example(row=WIDE, size=8300, seed=1, step=0.5, dtype=torch.float32)
+@example(row=PAST_FIRST, size=200, seed=1, step=0.0, dtype=torch.float32)
 @example(row=(Sampling(top_k=5000), 7, [], [1]), size=8300, seed=2, step=3.0, dtype=torch.float32)
 def test_the_token_is_that_of_the_reference(row: Row, size: int, seed: int, step: float, dtype: torch.dtype) -> None:
     logits, draw = _logits(1, size, seed, step, dtype), _draw(row)
