@@ -1,15 +1,19 @@
 """Splitting changes no token: two prefill and two decode workers as processes, undisturbed and killed repeatedly."""
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from penstock.client import Client
-from penstock.local.processes import wait_until
+from penstock.local.processes import Child, wait_until
 from penstock.local.stack import Stack
 from penstock.messages import Request, Result
+from penstock.names import STAGES, Stage
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.workload import SETTINGS, Answer, alone, requests
 
@@ -40,6 +44,28 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         assert set(counts.values()) == {1}, "a request has more than one result"
 
 
+@contextmanager
+def tended(stack: Stack) -> Iterator[None]:
+    """What dies is started again, as `penstock up` does."""
+    ended = threading.Event()
+
+    def tend() -> None:
+        while not ended.wait(0.1):
+            stack.tend()
+
+    thread = threading.Thread(target=tend)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def living(stack: Stack, stage: Stage) -> list[Child]:
+    return [worker.child for worker in stack.workers if worker.stage == stage and worker.child and worker.child.alive()]
+
+
 def submit(client: Client, work: list[Request]) -> None:
     for request in work:
         client.submit(
@@ -55,7 +81,6 @@ def results_when_all_there(stack: Stack, expected: dict[str, Answer]) -> list[Re
     found: list[Result] = []
 
     def all_there() -> bool:
-        stack.tend()
         found[:] = results_of(stack.addresses)
         return expected.keys() <= {result.id for result in found}
 
@@ -78,38 +103,34 @@ def test_tokens_equal_while_workers_are_killed(stack: Stack) -> None:
     """After every few answers a prefill and a decode worker are killed, without warning."""
     work = requests(NUM_REQUESTS, "killed", max_tokens=40)
     chance = random.Random(7)
-    with Client(stack.addresses) as client:
+    with Client(stack.addresses) as client, tended(stack):
         streams = Streams(client, work)
         submit(client, work)
         kills = 0
         for _ in range(NUM_KILLS):
             streams.wait_for(NUM_REQUESTS // (NUM_KILLS * 2))
-            for stage in ("prefill", "decode"):
-                victims = [worker for worker in stack.workers if worker.stage == stage and worker.child]
-                victim = chance.choice(victims).child
-                assert victim is not None
-                victim.kill()
+            for stage in STAGES:
+                wait_until(partial(living, stack, stage), 30, f"a {stage} worker")
+                chance.choice(living(stack, stage)).kill()
                 kills += 1
-            stack.tend()
         streams.finish()
-    assert kills == 2 * NUM_KILLS
-    expected = alone(work)
-    check_streams(streams, expected)
-    check_results(results_when_all_there(stack, expected), expected)
+        assert kills == 2 * NUM_KILLS
+        expected = alone(work)
+        check_streams(streams, expected)
+        check_results(results_when_all_there(stack, expected), expected)
 
 
 def test_workers_leave_on_request(stack: Stack) -> None:
     """SIGTERM in the middle of work: what runs is finished or handed back, and every process ends with status 0."""
     work = requests(12, "leaving", max_tokens=60)
     stack.wait_ready(120)
-    with Client(stack.addresses) as client:
+    with Client(stack.addresses) as client, tended(stack):
         streams = Streams(client, work)
         submit(client, work)
         streams.wait_for(2)
         for worker in stack.workers[::2]:
             assert worker.child is not None
             assert worker.child.stop(timeout_s=60.0) == 0
-        stack.tend()
         streams.finish()
     expected = alone(work)
     check_streams(streams, expected)
