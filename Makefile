@@ -23,7 +23,7 @@ demo-kafka: install
 	@$(BIN)/penstock demo --kafka --since $(STARTED)
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 format: install
 	$(BIN)/ruff format .

@@ -119,12 +119,12 @@ class DecodeWorker:
         deliveries = self._poll() if accept else []
         for delivery in deliveries:
             self._admit(delivery)
-        sampled = self.engine.step() if self.engine.has_work() else []
+        sampled = self.engine.step()
         self._ship_full()
         self._confirm(self.emitter.collect())
         self._expire()
         self._emit(sampled)
-        if self.transfers and not self.engine.num_running:
+        if self.running and not self.engine.has_run:
             self.transfers.wait()
         return bool(deliveries or sampled)
 
@@ -140,11 +140,11 @@ class DecodeWorker:
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
         self._confirm(self.emitter.collect())
-        self.transfers.close()
-        self.settler.wait(timeout_s=10.0)
         for decoding in list(self.running.values()):
             self._forget(decoding)
             self.record.release(decoding.claim)
+        self.transfers.close()
+        self.settler.wait(timeout_s=10.0)
         self.leases.close()
         self.settler.close()
         self.store.close()
@@ -215,7 +215,8 @@ class DecodeWorker:
         chain.extend(seq.token_ids)
         seq.prefix_keys = [name.key for name in chain.names]
         to_share = (len(seq.token_ids) - 1) // block_size  # the last token is always computed
-        self.transfers.fetch(Fetch(decoding, chain.names[:to_share], decoding.partial, seq.num_prompt // block_size))
+        wanted = chain.names[:to_share]
+        self.transfers.fetch(Fetch(decoding, wanted, decoding.partial, seq.num_prompt // block_size, klass=job.klass))
 
     def _collect(self) -> None:
         """Go on with what was fetched."""
@@ -344,4 +345,4 @@ class DecodeWorker:
         chain = self.store.chain(job.tenant)
         chain.extend(job.token_ids)
         tail = chain.tail(job.token_ids)
-        self.transfers.release(job.id, [*chain.names, *([tail] if tail else [])])
+        self.transfers.release(self.pipeline.lease_owner(job.id), [*chain.names, *([tail] if tail else [])])

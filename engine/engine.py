@@ -22,14 +22,14 @@ from engine.limits import check_sequence
 from engine.memory import keep_freed_memory
 from engine.model import LoadedModel, Progress, load
 from engine.pool import BlockPool
-from engine.rates import PrefillRate
+from engine.rates import PrefillRate, first_rate
 from engine.sampler import Draw, logprobs, sample
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.storage import KVStorage
 from penstock.errors import ModelLoadError
-from penstock.messages import Logprobs
-from penstock.names import PriorityClass
+from penstock.messages import Logprobs, Sampling
+from penstock.names import CLASSES, PriorityClass
 from penstock.settings import EngineSettings
 
 
@@ -61,6 +61,8 @@ class Engine:
         # On a GPU one more: what pads a recorded step needs somewhere to write.
         self.storage = KVStorage(model.layout, num_blocks + on_gpu, model.device)
         self.quay = Quay(self.pool, self.storage)
+        self.has_run = False
+        """Whether the last step computed anything. If not, blocks have to come free first, or there is no work."""
         self._rate = PrefillRate()
         self._cache = hooks.PagedCache(self.storage, model.direct)
         model.module.set_attn_implementation(hooks.NAME)
@@ -79,7 +81,9 @@ class Engine:
 
         model = load(settings, progress)
         check(model, settings, progress)
-        return cls(model, settings)
+        engine = cls(model, settings)
+        engine.measure()
+        return engine
 
     def _make_graphs(self, recorder: Recorder) -> DecodeGraphs | None:
         """For a model of which every layer attends by `varlen_attn`."""
@@ -143,9 +147,12 @@ class Engine:
         self.check(seq)
         self.scheduler.add(seq)
 
-    def check(self, seq: Sequence) -> None:
-        """Raise `PromptTooLong` for a sequence that can never run, `InvalidRequest` for unknown token ids."""
-        check_sequence(seq, self.model, self.pool.num_blocks)
+    def check(self, seq: Sequence, max_new: int = 0) -> None:
+        """Raise `PromptTooLong` for a sequence that can never run, `InvalidRequest` for unknown token ids.
+
+        `max_new`: as if so many were to be generated, if that is more than it says.
+        """
+        check_sequence(seq, self.model, self.pool.num_blocks, max_new)
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, finished or not, and free its blocks. A second time does nothing."""
@@ -164,13 +171,22 @@ class Engine:
 
     # KV comes and goes, see `landing`; all on the engine's thread
 
-    def land(self, keys: list[bytes]) -> Landing:
+    def land(self, keys: list[bytes], klass: PriorityClass = "interactive") -> Landing | None:
         """Room in the pool for the KV of `keys`, to be filled while steps run.
 
-        It takes what running sequences leave: one block stays for each that still grows. So it may have fewer views
-        than keys are missing, or none.
+        It takes what others of its class and above leave: what the waiting need, and one block for each that still
+        grows. None if that is too little and more will be left soon, or if the first block that is missing is landing
+        already: ask again. Where waiting is no use, it has fewer views than keys are missing, or none.
         """
-        return self.quay.land(keys, self.scheduler.num_growing())
+        rank, num_held = CLASSES.index(klass), self.pool.count_prefix(keys)
+        if self.quay.is_landing(keys[num_held : num_held + 1]):
+            return None
+        num_spared = self.scheduler.num_spared(rank)
+        num_left = self.pool.num_free_beside(keys[:num_held]) - num_spared
+        may_wait = self.quay.has_landings or self.scheduler.is_full_of(rank)
+        if len(keys) - num_held > num_left and may_wait:
+            return None
+        return self.quay.land(keys, num_spared)
 
     def close_landing(self, landing: Landing, num_filled: int) -> None:
         """The first `num_filled` views hold the KV of their keys; nobody writes to any of them now. Twice is harmless.
@@ -196,6 +212,24 @@ class Engine:
         """How many prompt tokens it computes in a second, lately; None until a prompt was. Any thread may ask."""
         return self._rate.tokens_per_s
 
+    def measure(self) -> None:
+        """Compute a few prompts for `rates()`: a decode worker has to choose between fetching and computing at once."""
+        room = self.pool.num_blocks * self.settings.block_size
+        most = min(self.settings.max_step_tokens, self.model.context_length - 1, room)
+        generator = torch.Generator().manual_seed(20)
+        tokens = torch.randint(self.model.vocab_size, (max(1, most),), generator=generator).tolist()
+        self._rate = first_rate(lambda num_tokens: self._time_prompt(tokens[:num_tokens]), len(tokens))
+
+    def _time_prompt(self, tokens: list[int]) -> float:
+        """Seconds for a prompt that leaves nothing behind."""
+        begun_s = time.perf_counter()
+        seq = Sequence("measure", tokens, sampling=Sampling(temperature=0.0), seed=0, max_new=1)
+        self.add(seq)
+        while self.has_work():
+            self.step()
+        self.remove(seq)
+        return time.perf_counter() - begun_s
+
     # The step
 
     @torch.inference_mode()
@@ -206,6 +240,7 @@ class Engine:
         """
         begun_s = time.perf_counter()
         plan = self.scheduler.schedule(self.settings.max_step_tokens, self.settings.max_batch)
+        self.has_run = bool(plan)
         if not plan:
             return []
         for seq, _ in plan:

@@ -23,6 +23,8 @@ def landed(engine: Engine, seq: Sequence, payloads: Items[Payload]) -> int:
     Those with keys land in the pool, as far as there is room; the prompt's partial block becomes the tail.
     """
     landing = engine.land(seq.prefix_keys[: len(payloads)])
+    if landing is None:
+        return engine.cached_blocks(seq.prefix_keys[: len(payloads)])
     for view, payload in zip(landing.views, payloads[landing.held :], strict=False):
         view[:] = payload
     count = landing.held + len(landing.views)

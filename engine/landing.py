@@ -41,7 +41,7 @@ class Landing:
     """Room in the pool for the KV of some keys: the leading `held` are there already, the next go to `views`.
 
     What it holds stays in the pool until it is closed. `views` must not be written after that: their blocks are others'
-    then. The views themselves refuse it; whoever kept a slice of one can ask `is_valid`.
+    then. The views themselves refuse it, slices of them do not.
     """
 
     def __init__(self, pool: BlockPool, keys: list[bytes], found: list[int], blocks: list[int]) -> None:
@@ -49,6 +49,7 @@ class Landing:
         self.views: list[memoryview] = []
         """A block's bytes each, `block_bytes` long and writable; of undefined content at first."""
         self.found, self.blocks = found, blocks
+        self.coming = set(keys[self.held : self.held + len(blocks)])
         self.staged: Any = None
         self.is_open = True
         self._pool, self._tags = pool, [pool.tags[block] for block in blocks]
@@ -80,6 +81,15 @@ class Quay:
         self._pool, self._memory = pool, memory
         self._landings: set[Landing] = set()
         self._lent: set[Lent] = set()
+
+    @property
+    def has_landings(self) -> bool:
+        """Whether any is open."""
+        return bool(self._landings)
+
+    def is_landing(self, keys: list[bytes]) -> bool:
+        """Whether room for one of them is kept already."""
+        return any(key in landing.coming for landing in self._landings for key in keys)
 
     def land(self, keys: list[bytes], num_spared: int) -> Landing:
         """Room for `keys`: as many blocks as can be had if `num_spared` are to be left."""

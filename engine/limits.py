@@ -5,17 +5,18 @@ from engine.sequence import Sequence
 from penstock.errors import InternalError, InvalidRequest, PromptTooLong
 
 
-def check_sequence(seq: Sequence, model: LoadedModel, num_blocks: int) -> None:
+def check_sequence(seq: Sequence, model: LoadedModel, num_blocks: int, max_new: int = 0) -> None:
     """Raise `PromptTooLong` for what fits neither context nor pool (`num_blocks` blocks), `InvalidRequest` for unknown
-    token ids, `InternalError` for a tail that is none.
+    token ids, `InternalError` for a tail that is none. `max_new`: new tokens, if they are more than it says itself.
     """
-    length, layout = seq.num_prompt + seq.max_new, model.layout
+    max_new, layout = max(max_new, seq.max_new), model.layout
+    length = seq.num_prompt + max_new
     if length > model.context_length:
         raise PromptTooLong(
-            f"{seq.num_prompt:,} prompt tokens and up to {seq.max_new:,} new ones are {length:,}; "
+            f"{seq.num_prompt:,} prompt tokens and up to {max_new:,} new ones are {length:,}; "
             f"the model's context has {model.context_length:,}"
         )
-    needed = seq.blocks_needed(layout.block_size)
+    needed = -(-(length - 1) // layout.block_size)
     if needed > num_blocks:
         raise PromptTooLong(f"{length:,} tokens need {needed:,} KV blocks; the pool has {num_blocks:,}")
     if min(seq.token_ids) < 0 or max(seq.token_ids) >= model.vocab_size:

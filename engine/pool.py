@@ -38,10 +38,6 @@ class BlockPool:
         """Blocks that can be allocated now, cached ones included."""
         return len(self._free) + len(self._cached)
 
-    def hit_rate(self) -> float:
-        """Share of the blocks looked up by key that were here; 0 before the first."""
-        return self.num_hits / max(1, self.num_hits + self.num_misses)
-
     def count_prefix(self, keys: list[bytes]) -> int:
         """How many of the leading `keys` are here now. Takes nothing and counts no hits."""
         for count, key in enumerate(keys):

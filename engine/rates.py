@@ -1,7 +1,13 @@
 """How fast the engine computes prompts, for deciding whether fetching their KV is faster."""
 
+from collections.abc import Callable
+
 HALF_LIFE_TOKENS = 4096
 """After so many prompt tokens a step counts half."""
+FIRST_TOKENS = 16
+"""Length of the prompt that warms up; the next one is four times as long."""
+FIRST_S = 0.1
+"""How long prompts are computed for the first rate; the last of them may take longer."""
 
 
 class PrefillRate:
@@ -30,3 +36,22 @@ class PrefillRate:
         self._seconds = self._seconds * kept + self._open_seconds
         self._open_tokens, self._open_seconds = 0, 0.0
         self.tokens_per_s = self._tokens / max(self._seconds, 1e-9)
+
+
+def first_rate(compute: Callable[[int], float], most: int) -> PrefillRate:
+    """What computing some prompts takes, before there are any: `compute` does one of so many tokens, in seconds.
+
+    The first one warms up. The others grow up to `most` tokens, until some time has passed: short ones keep a large
+    device idle. The quickest counts; if that is too quick, more is computed than should be, and shows it.
+    """
+    num_tokens, spent_s = min(FIRST_TOKENS, most), 0.0
+    compute(num_tokens)
+    times = []
+    while spent_s < FIRST_S:
+        num_tokens = min(4 * num_tokens, most)
+        times.append((num_tokens, compute(num_tokens)))
+        spent_s += times[-1][1]
+    rate = PrefillRate()
+    num_tokens, seconds = max(times, key=lambda one: one[0] / max(one[1], 1e-9))
+    rate.note(num_tokens, num_tokens, seconds, is_done=True)
+    return rate

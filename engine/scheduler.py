@@ -129,9 +129,17 @@ class Scheduler:
         """Let others share the sequence's blocks that are full and named, from the one `first_token` is in."""
         self._tables.publish(seq, first_token)
 
-    def num_growing(self) -> int:
-        """How many of the running may need another block."""
-        return self._tables.num_growing(self.running)
+    def num_spared(self, rank: int) -> int:
+        """Blocks that somebody new of a class leaves to others: to the waiting of that class and above what they come
+        in with, and one to each of the running that may need another.
+        """
+        waiting = chain(*self._queues[: rank + 1])
+        return self._tables.num_growing(self.running) + sum(map(self._tables.num_blocks, waiting))
+
+    def is_full_of(self, rank: int) -> bool:
+        """Whether there are sequences of that class and above only: nobody would make way for one of them."""
+        running = [seq for seq in self.running if seq.state is State.RUNNING]
+        return bool(running or self.num_waiting) and all(seq.rank <= rank for seq in running)
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)

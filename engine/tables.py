@@ -33,7 +33,7 @@ class BlockTables:
         wants no more than its own.
         """
         shared = self._shared(seq)
-        num_wanted = self._num_blocks(seq) - len(shared)
+        num_wanted = self.num_blocks(seq) - len(shared)
         num_free = self.pool.num_free_beside(shared)
         if num_wanted > num_free and not leaving:
             return None
@@ -59,7 +59,7 @@ class BlockTables:
         """
         seq.blocks = self.pool.take_prefix(self._shareable(seq), counted=not seq.num_preemptions)
         num_shared = len(seq.blocks)
-        seq.blocks += self.pool.allocate(self._num_blocks(seq) - num_shared)
+        seq.blocks += self.pool.allocate(self.num_blocks(seq) - num_shared)
         seq.num_computed = num_shared * self.pool.block_size
         if num_shared != seq.num_prompt // self.pool.block_size:
             seq.tail = None
@@ -101,13 +101,13 @@ class BlockTables:
         keys = self._shareable(seq)
         return keys[: self.pool.count_prefix(keys)]
 
-    def _num_blocks(self, seq: Sequence) -> int:
+    def num_blocks(self, seq: Sequence) -> int:
         """Blocks for the tokens it has."""
         return -(-len(seq.token_ids) // self.pool.block_size)
 
     def _grows(self, seq: Sequence) -> bool:
         """Whether it may need more blocks than it has, or would come in with."""
-        return (len(seq.blocks) or self._num_blocks(seq)) < seq.blocks_needed(self.pool.block_size)
+        return (len(seq.blocks) or self.num_blocks(seq)) < seq.blocks_needed(self.pool.block_size)
 
     def check_integrity(self, running: Iterable[Sequence], others: Counter[int] | None = None) -> None:
         """Everybody has the blocks it should have, and none writes another's. For tests.

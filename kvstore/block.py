@@ -60,11 +60,6 @@ def chain_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list
     return keys
 
 
-def num_block_tokens(index: int, num_tokens: int, block_size: int) -> int:
-    """How many of a sequence's first `num_tokens` tokens block `index` holds."""
-    return max(0, min(block_size, num_tokens - index * block_size))
-
-
 def always() -> bool:
     """The page tag of memory that nobody else writes."""
     return True

@@ -84,7 +84,7 @@ class Stats:
     pool_hits: int = 0
     pool_misses: int = 0
     recomputed_jobs: int = 0
-    """Jobs whose blocks, or some of them, were gone when decode came for them."""
+    """Jobs of whose blocks some were not read when decode came for them: gone, not worth it, or no room for them."""
     recomputed_blocks: int = 0
     not_worth: int = 0
     """Blocks that a tier had, and that were computed because that was faster."""

@@ -4,26 +4,35 @@
     out      writes blocks of the pool to the hand-off tier and those above it; a job is settled when its own are there
     behind   writes them to the tiers below; nobody waits for that
 
+Each does what is interactive before what is batch, and last what no job waits for. A fetch for which the pool has no
+room yet waits, and those of its class and below behind it.
+
 The worker's loop hands in work and collects what became of it; the pool's books are kept by the loop alone, when it
 does so. Blocks that are read go to a landing, room that the pool keeps for them; a block that is written is lent by the
 pool, so that nobody else is given its memory meanwhile. If a process dies with work under way, what was not written is
 computed again by whoever needs it.
 """
 
+import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from kvstore.block import Block, Name, Wanted
 from kvstore.store import KVStore, Lack
 from penstock.messages import now_s
+from penstock.names import CLASSES, PriorityClass
 
 log = logging.getLogger(__name__)
 
 MOMENT_S = 0.01
+FOR_NOBODY = len(CLASSES)
+"""The rank of what no job waits for, after those of the classes."""
 
 
 class Lent(Protocol):
@@ -45,8 +54,8 @@ class Landing(Protocol):
 class Pool(Protocol):
     """What transfers ask of the engine."""
 
-    def land(self, keys: list[bytes]) -> Any:
-        """A `Landing`. What it holds stays in the pool until it is closed."""
+    def land(self, keys: list[bytes], klass: PriorityClass) -> Any:
+        """A `Landing`, or None as long as it has to wait. What it holds stays in the pool until it is closed."""
 
     def close_landing(self, landing: Any, num_filled: int) -> None:
         """The first views hold their blocks; who comes now finds them."""
@@ -71,6 +80,7 @@ class Fetch:
     tail_index: int = 0
     lease_to: str = ""
     """Keep what the hand-off tier has, for this job."""
+    klass: PriorityClass = "interactive"
     held: int = 0
     """Blocks that the pool had already."""
     lacks: list[Lack] = field(default_factory=list)
@@ -90,9 +100,10 @@ class Ship:
     blocks: Sequence[tuple[int, Name, Lack]]
     """Index, name, and the tiers that are to be given it."""
     lease_to: str = ""
-    """Keep them in the hand-off tier, for this job."""
-    is_last: bool = False
-    """For the owner of the ticket."""
+    """Keep them in the hand-off tier, for this job. Without one nobody waits for them, and they may be left out."""
+    klass: PriorityClass = "interactive"
+    then: Callable[[], None] | None = None
+    """Called on the thread, once they are written or cannot be: what is not to wait for the loop."""
     begun_s: float = 0.0
     ended_s: float = 0.0
     """When it was written up to the hand-off tier."""
@@ -102,6 +113,10 @@ class _Cargo(NamedTuple):
     name: Name
     lent: Lent
     lack: Lack
+    is_optional: bool
+    """Whether anybody waits for it."""
+    is_behind: bool
+    """Whether it is to be written behind the hand-off tier, too."""
 
     def block(self) -> tuple[Block, Lack]:
         return Block(self.name, self.lent.payload, self.lent.is_valid), self.lack
@@ -110,12 +125,15 @@ class _Cargo(NamedTuple):
 class Transfers:
     """The threads of one worker. All methods are called by one thread, the worker's loop.
 
-    At most `max_behind` blocks wait to be written behind the hand-off tier: they take up room in the pool.
+    Blocks on their way take up room in the pool: of those that nobody waits for, at most `max_optional` do.
     """
 
-    def __init__(self, store: KVStore, pool: Pool, max_behind: int) -> None:
-        self._store, self._pool, self._max_behind = store, pool, max_behind
-        self._num_open = self._num_behind = 0
+    def __init__(self, store: KVStore, pool: Pool, max_optional: int) -> None:
+        self._store, self._pool, self._max_optional = store, pool, max_optional
+        self._num_open = self._num_optional = 0
+        self._wanting: dict[PriorityClass, deque[Fetch]] = {klass: deque() for klass in CLASSES}
+        """Fetches for which the pool has no room yet."""
+        self._is_closing = False
         self._done: queue.SimpleQueue[tuple[Fetch | Ship | None, Landing | None, list[_Cargo]]] = queue.SimpleQueue()
         """What is done, None for writes behind, and what of the pool's it had."""
         self._is_done = threading.Event()
@@ -129,32 +147,57 @@ class Transfers:
 
     def fetch(self, fetch: Fetch) -> None:
         """Read what the tiers have of it and the pool has not."""
-        landing = self._pool.land([name.key for name in fetch.names])
-        fetch.held = landing.held
-        self._store.stats.pool_hits += landing.held
-        self._store.stats.pool_misses += len(fetch.names) - landing.held
         self._num_open += 1
-        self._in.do(lambda: self._fetch(fetch, landing))
+        if fetch.names or fetch.tail is not None:
+            self._wanting[fetch.klass].append(fetch)
+            self._begin_fetches()
+        else:
+            self._report(fetch, None, [])
+
+    def _begin_fetches(self) -> None:
+        """Those that there is room for, in order."""
+        for rank, klass in enumerate(CLASSES):
+            waiting = self._wanting[klass]
+            while waiting:
+                fetch = waiting[0]
+                landing = self._pool.land([name.key for name in fetch.names], klass)
+                if landing is None:
+                    return
+                waiting.popleft()
+                fetch.held = landing.held
+                self._store.stats.pool_hits += landing.held
+                self._store.stats.pool_misses += len(fetch.names) - landing.held
+                self._in.do(rank, partial(self._fetch, fetch, landing))
 
     def ship(self, seq: Any, ship: Ship) -> None:
         """Write its blocks; it is collected when others can read them."""
-        cargo = [_Cargo(name, self._pool.lend(seq, index), lack) for index, name, lack in ship.blocks]
-        behind = [one for one in cargo if self._store.needs_behind(one.lack)]
-        if self._num_behind + len(behind) > self._max_behind:
-            self._store.stats.not_written += len(behind)
-            behind = []
-        self._num_behind += len(behind)
+        needs_behind = self._store.needs_behind
+        num_optional = sum(not ship.lease_to or needs_behind(lack) for *_, lack in ship.blocks)
+        has_room = self._num_optional + num_optional <= self._max_optional
+        if has_room:
+            self._num_optional += num_optional
+        else:
+            self._store.stats.not_written += num_optional
+        cargo = [
+            _Cargo(name, self._pool.lend(seq, index), lack, is_behind or not ship.lease_to, is_behind)
+            for index, name, lack in ship.blocks
+            if ship.lease_to or has_room
+            for is_behind in (has_room and needs_behind(lack),)
+        ]
         self._num_open += 1
-        self._out.do(lambda: self._ship(ship, cargo, behind))
+        rank = CLASSES.index(ship.klass) if ship.lease_to else FOR_NOBODY
+        self._out.do(rank, partial(self._ship, ship, cargo))
 
     def release(self, owner: str, names: Sequence[Name]) -> None:
         """End a job's leases."""
-        self._out.do(lambda: self._store.release(owner, names))
+        self._out.do(FOR_NOBODY, partial(self._store.release, owner, names))
 
-    def collect(self) -> list[Fetch | Ship]:
-        """What is done, in the order of its doing. The pool gets back what it gave."""
+    def collect(self) -> Iterator[Fetch | Ship]:
+        """What is done, in the order of its doing. The pool gets back what it gave.
+
+        At the end fetches begin that there was no room for: after the caller has added what was fetched.
+        """
         self._is_done.clear()
-        done: list[Fetch | Ship] = []
         while not self._done.empty():
             one, landing, cargo = self._done.get()
             if landing is not None:
@@ -162,29 +205,32 @@ class Transfers:
                 self._pool.close_landing(landing, max(0, len(one.lacks) - one.held))
             for each in cargo:
                 self._pool.give_back(each.lent)
-            if one is None:
-                self._num_behind -= len(cargo)
-            else:
+            self._num_optional -= sum(each.is_optional for each in cargo)
+            if one is not None:
                 self._num_open -= 1
-                done.append(one)
-        return done
+                yield one
+        self._begin_fetches()
 
     def wait(self) -> None:
         """Until something can be collected, for a moment: who has nothing to compute looks at other things too."""
         self._is_done.wait(MOMENT_S)
 
     def close(self) -> None:
-        """Finish what is under way, and stop. Nothing may be handed in afterwards."""
+        """Write what jobs wait for, drop the rest, and stop. Nothing may be handed in afterwards."""
+        self._is_closing = True
+        for waiting in self._wanting.values():
+            waiting.clear()
         for thread in (self._in, self._out, self._behind):
             thread.close()
-        self.collect()
+        list(self.collect())
 
     # The threads' side.
 
     def _fetch(self, fetch: Fetch, landing: Landing) -> None:
         fetch.begun_s = now_s()
         try:
-            self._read(fetch, landing)
+            if not self._is_closing:
+                self._read(fetch, landing)
         finally:
             fetch.ended_s = now_s()
             self._report(fetch, landing, [])
@@ -202,21 +248,26 @@ class Transfers:
             named = zip(fetch.names, fetch.lacks, strict=False)
             store.lease(fetch.lease_to, [name for name, lack in named if store.has_handed_off(lack)])
 
-    def _ship(self, ship: Ship, cargo: list[_Cargo], behind: list[_Cargo]) -> None:
+    def _ship(self, ship: Ship, cargo: list[_Cargo]) -> None:
         ship.begun_s = now_s()
         try:
-            self._store.put([one.block() for one in cargo], behind=False)
+            if ship.lease_to or not self._is_closing:
+                self._store.put([one.block() for one in cargo], behind=False)
             if ship.lease_to:
                 self._store.lease(ship.lease_to, [one.name for one in cargo])
         finally:
             ship.ended_s = now_s()
-            self._report(ship, None, [one for one in cargo if one not in behind])
+            behind = [one for one in cargo if one.is_behind]
             if behind:
-                self._behind.do(lambda: self._write_behind(behind))
+                self._behind.do(FOR_NOBODY, partial(self._write_behind, behind))
+            self._report(ship, None, [one for one in cargo if not one.is_behind])
+            if ship.then is not None:
+                ship.then()
 
     def _write_behind(self, cargo: list[_Cargo]) -> None:
         try:
-            self._store.put([one.block() for one in cargo], behind=True)
+            if not self._is_closing:
+                self._store.put([one.block() for one in cargo], behind=True)
         finally:
             self._report(None, None, cargo)
 
@@ -226,22 +277,29 @@ class Transfers:
 
 
 class _Thread:
-    """Does one task after the other. One that fails is logged, and what it was to bring is computed again."""
+    """Does one task after the other, by rank. One that fails is logged, and what it was to bring is computed again."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
+        self._count = itertools.count()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
         self._thread.start()
 
-    def do(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
+    def do(self, rank: int, task: Callable[[], None]) -> None:
+        self._tasks.put((rank, next(self._count), task))
 
     def close(self) -> None:
-        self._tasks.put(None)
+        """Once all is done."""
+        self.do(FOR_NOBODY + 1, self._stop)
         self._thread.join()
 
+    def _stop(self) -> None:
+        self._is_closed = True
+
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while not self._is_closed:
+            *_, task = self._tasks.get()
             try:
                 task()
             except Exception:

@@ -120,6 +120,10 @@ class Pipeline:
         """Where the events of the log are published as they are appended."""
         return f"penstock:{self.name}:{{{request_id}}}:live"
 
+    def lease_owner(self, request_id: str) -> str:
+        """Whose the leases on a job's KV blocks are; pipelines may share a store."""
+        return f"{self.name}:{request_id}"
+
     def worker_key(self, stage: str, name: str) -> str:
         """A worker's heartbeat."""
         return f"penstock:{self.name}:worker:{stage}:{name}"

@@ -17,7 +17,9 @@ inside 5 leaves either nothing or all of it.
 
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
@@ -30,7 +32,7 @@ from kvstore.store import KVStore, Lack
 from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.retries import dead_message
+from penstock.bus.retries import dead_message, place
 from penstock.errors import (
     POISONOUS,
     Cancelled,
@@ -104,13 +106,13 @@ class PrefillWorker:
         deliveries = self._poll() if accept else []
         for delivery in deliveries:
             self._admit(delivery)
-        sampled = self.engine.step() if self.engine.has_work() else []
+        sampled = self.engine.step()
         firsts = [(self.running[item.seq.id], item) for item in sampled]
         self._emit(firsts)
         for prefill, _ in firsts:
             self._finish(prefill)
         self._ship_chunks()
-        if self.transfers and not self.engine.num_running:
+        if self.running and not self.engine.has_run:
             self.transfers.wait()
         return bool(deliveries or sampled)
 
@@ -134,11 +136,12 @@ class PrefillWorker:
 
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
-        self.transfers.close()
-        self.settler.wait(timeout_s=10.0)
+        self._collect()
         for prefill in list(self.running.values()):
             self._forget(prefill)
             self.record.release(prefill.claim)
+        self.transfers.close()
+        self.settler.wait(timeout_s=10.0)
         self.leases.close()
         self.settler.close()
         self.store.close()
@@ -177,7 +180,7 @@ class PrefillWorker:
             intake.error = cause_to_end(claim, intake.request.deadline)
         if (older := self.running.get(intake.id)) is not None:  # held until its lease ran out, and now claimed anew
             self._forget(older)
-            if older.intake.delivery.position != intake.delivery.position:
+            if place(self.pipeline, older.intake.delivery) != place(self.pipeline, intake.delivery):
                 self.inbox.put_back(older.intake.delivery)
         if claim.ended or intake.error is not None:
             self._end(intake, claim)
@@ -208,13 +211,14 @@ class PrefillWorker:
             klass=intake.delivery.klass,
             tenant=request.tenant,
         )
-        self.engine.check(seq)
+        self.engine.check(seq, request.sampling.max_tokens)
         span = tracing.begin("prefill", intake.context, prompt_tokens=len(intake.token_ids), attempt=claim.attempts)
         names = [*chain.names, *([tail] if tail else [])]
         prefill = self.running[seq.id] = Prefill(intake, claim, seq, names, span)
         self.leases.add(claim)
         to_share = (seq.num_prompt - 1) // self.store.layout.block_size  # the last token is always computed
-        self.transfers.fetch(Fetch(prefill, names[:to_share], lease_to=seq.id))
+        lease_to = self.pipeline.lease_owner(seq.id)
+        self.transfers.fetch(Fetch(prefill, names[:to_share], lease_to=lease_to, klass=seq.klass))
 
     def _fetched(self, prefill: Prefill, fetch: Fetch) -> None:
         """What could be had is in the pool: compute the rest."""
@@ -232,13 +236,14 @@ class PrefillWorker:
             if prefill.lacks:
                 self._ship(prefill, self.engine.completed_blocks(prefill.seq))
 
-    def _ship(self, prefill: Prefill, upto: int, *, is_last: bool = False) -> None:
+    def _ship(self, prefill: Prefill, upto: int, then: Callable[[], None] | None = None) -> None:
         """Have the blocks before `upto` written that are not yet."""
         ready = [index for index in prefill.lacks if index < upto]
-        if not ready and not is_last:
+        if not ready and then is None:
             return
         blocks = [(index, prefill.names[index], prefill.lacks.pop(index)) for index in ready]
-        self.transfers.ship(prefill.seq, Ship(prefill, blocks, lease_to=prefill.seq.id, is_last=is_last))
+        seq, lease_to = prefill.seq, self.pipeline.lease_owner(prefill.seq.id)
+        self.transfers.ship(seq, Ship(prefill, blocks, lease_to=lease_to, klass=seq.klass, then=then))
 
     # 4 Emit.
 
@@ -270,23 +275,25 @@ class PrefillWorker:
     # 5 Settle.
 
     def _finish(self, prefill: Prefill) -> None:
-        """The prompt is computed: have the last of its blocks written."""
+        """The prompt is computed: have the last of its blocks written, and then the hand-off made, whatever the loop
+        is at.
+        """
         if prefill.lost:
             self._forget(prefill)
             self.inbox.put_back(prefill.intake.delivery)
             return
-        self._ship(prefill, len(prefill.names), is_last=True)
+        self._ship(prefill, len(prefill.names), then=partial(self._settle_job, prefill.intake, prefill.claim))
         self.engine.remove(prefill.seq)
 
     def _shipped(self, prefill: Prefill, ship: Ship) -> None:
         """Some of its blocks are where decode can read them, or all."""
         if ship.blocks:
             tracing.note("kv.write", prefill.context, ship.begun_s, ship.ended_s, blocks=len(ship.blocks))
-        if ship.is_last and prefill is self.running.get(prefill.seq.id):
+        if ship.then is not None and prefill is self.running.get(prefill.seq.id):
             self._forget(prefill, keep_lease=True)
-            self._settle_job(prefill.intake, prefill.claim)
 
     def _settle_job(self, intake: Intake, claim: Claim) -> None:
+        """On the loop's thread, or the one that wrote the last block."""
         job = job_of(intake, self.store.layout.fingerprint)
         span = tracing.begin("hand_off", intake.context, job=job.job)
         outputs = [outgoing_job(self.pipeline, job, intake.context)]

@@ -9,6 +9,7 @@ import torch
 from engine import hooks
 from engine.engine import Engine
 from engine.handover import landed, taken
+from engine.landing import Landing
 from engine.model import LoadedModel
 from engine.sequence import Sequence
 from penstock.messages import Sampling
@@ -29,6 +30,13 @@ def keys_of(prompt: list[int], block_size: int = BLOCK) -> list[bytes]:
 def sequence(prompt: list[int], max_new: int = 12, *, name: str = "seq", **given: Any) -> Sequence:
     values: dict[str, Any] = {"sampling": GREEDY, "seed": 7, "prefix_keys": keys_of(prompt), **given}
     return Sequence(name, prompt, max_new=max_new, **values)
+
+
+def land(engine: Engine, keys: list[bytes]) -> Landing:
+    """Room for `keys`, which need not wait."""
+    landing = engine.land(keys)
+    assert landing is not None
+    return landing
 
 
 def run(engine: Engine, seqs: Iterable[Sequence], *, remove: bool = True) -> list[list[int]]:

@@ -7,7 +7,7 @@ from engine.landing import Landing, Quay
 from engine.pool import BlockPool
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, State
-from penstock.names import PriorityClass
+from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import keys_of, sequence
 
 SIZE = 4
@@ -75,10 +75,10 @@ class Dummy:
 
     def land(self, keys: list[bytes]) -> Landing:
         """As the engine does it, checked."""
-        num_free, num_growing = self.pool.num_free, self.scheduler.num_growing()
+        num_free, num_spared = self.pool.num_free, self.scheduler.num_spared(len(CLASSES) - 1)
         cached = self.pool.num_free - self.pool.num_free_beside(keys[: self.pool.count_prefix(keys)])
-        landing = self.quay.land(keys, num_growing)
-        assert self.pool.num_free >= min(num_growing, num_free - cached)
+        landing = self.quay.land(keys, num_spared)
+        assert self.pool.num_free >= min(num_spared, num_free - cached)
         return landing
 
     def step(self) -> Plan:

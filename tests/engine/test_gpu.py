@@ -23,7 +23,7 @@ from engine.sequence import Sequence
 from engine.storage import LayerShape
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
-from tests.engine.helpers import handed_over, run, sequence
+from tests.engine.helpers import handed_over, land, run, sequence
 from tests.engine.no_gpu import AtOnce, Queues, TapeRecorder, model_on, recording, varlen_attn
 
 CPU = torch.device("cpu")
@@ -377,7 +377,7 @@ def test_kv_comes_and_goes_through_memory_of_the_host(
     assert lent.payload.readonly
     assert lent.is_valid()
     first.storage.write(done[5].blocks[0], before)
-    landing = second.land([b"else"])
+    landing = land(second, [b"else"])
     landing.views[0][:] = bytes(b"\1" * second.block_bytes)
     assert not second.storage.data.any()  # not before it is closed
     second.close_landing(landing, 1)

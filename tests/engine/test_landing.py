@@ -14,7 +14,7 @@ from engine.model import LoadedModel, load
 from engine.sequence import Sequence, State
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
-from tests.engine.helpers import keys_of, run, sequence
+from tests.engine.helpers import keys_of, land, run, sequence
 from tests.engine.no_gpu import model_on, recording, varlen_attn
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95)
@@ -71,7 +71,7 @@ def test_views_are_the_pools_own_memory_and_sequences_find_what_landed(demo: Loa
     (output,) = run(first, seqs, remove=False)
     payloads = taken(first, done)
     again = sequence(_prompts()[5], NUM_NEW)
-    landing = second.land(again.prefix_keys)
+    landing = land(second, again.prefix_keys)
     assert (landing.held, len(landing.views)) == (0, 4)
     assert second.num_free_blocks == second.pool.num_blocks - 4
     for block, view, payload in zip(landing.blocks, landing.views, payloads, strict=False):
@@ -83,7 +83,7 @@ def test_views_are_the_pools_own_memory_and_sequences_find_what_landed(demo: Loa
     second.close_landing(landing, 0)
     assert second.cached_blocks(again.prefix_keys) == 3
     assert second.num_free_blocks == second.pool.num_blocks
-    further = second.land(again.prefix_keys)
+    further = land(second, again.prefix_keys)
     assert (further.held, len(further.views)) == (3, 1)
     second.close_landing(further, 0)
     assert run(second, [again]) == [output]
@@ -92,7 +92,7 @@ def test_views_are_the_pools_own_memory_and_sequences_find_what_landed(demo: Loa
 
 def test_a_closed_landing_cannot_be_written(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
-    landing = engine.land([b"a", b"b"])
+    landing = land(engine, [b"a", b"b"])
     kept = landing.views[1][:10]
     engine.close_landing(landing, 2)
     with pytest.raises(ValueError, match="released"):
@@ -104,7 +104,7 @@ def test_a_closed_landing_cannot_be_written(demo: LoadedModel) -> None:
 def test_a_block_that_was_computed_meanwhile_stays_and_the_landed_one_goes(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
     seq = sequence(_prompts()[3], 2)
-    landing = engine.land(seq.prefix_keys)
+    landing = land(engine, seq.prefix_keys)
     (output,) = run(engine, [seq], remove=False)
     for view in landing.views:
         view[:] = b"\7" * engine.block_bytes
@@ -124,20 +124,60 @@ def test_a_landing_leaves_a_block_to_each_that_grows(demo: LoadedModel) -> None:
         engine.add(seq)
     engine.step()
     num_free = engine.num_free_blocks
-    keys = [bytes([n % 256, n // 256]) for n in range(engine.pool.num_blocks + 10)]
-    landing = engine.land(keys)
+    keys = [bytes([n % 256, n // 256]) for n in range(num_free)]
+    assert engine.land(keys) is None  # one block too many: it waits for those that are at work
+    landing = land(engine, keys[3:])
     assert len(landing.views) == num_free - 3
-    none = engine.land(keys)
-    assert (none.held, none.views) == (0, [])
     for _ in range(8):
         engine.step()
     assert engine.scheduler.num_preemptions == 0
     engine.scheduler.check_integrity()
     engine.close_landing(landing, 0)
-    engine.close_landing(none, 0)
     _drive(engine, engine.scheduler.check_integrity)
     assert [seq.num_output for seq in seqs] == [NUM_NEW] * 3
     assert engine.num_free_blocks == engine.pool.num_blocks
+
+
+def test_what_landed_for_one_that_waits_is_not_taken_by_the_next_landing(demo: LoadedModel) -> None:
+    first, engine = Engine(demo, SMALL), Engine(demo, SMALL)
+    prompt = _prompts()[5]
+    done = sequence(prompt, NUM_NEW)
+    (output,) = run(first, [done], remove=False)
+    seq = sequence(prompt, NUM_NEW)
+    landed(engine, seq, taken(first, done)[:4])
+    engine.add(seq)
+    others = [bytes([n % 256, n // 256]) for n in range(engine.pool.num_blocks - -(-len(prompt) // 16))]
+    assert engine.land([*others, b"one more"]) is None
+    landing = land(engine, others)
+    engine.step()
+    assert seq.num_cached == 64
+    engine.close_landing(landing, 0)
+    _drive(engine, engine.scheduler.check_integrity)
+    assert seq.output == output
+
+
+def test_batch_leaves_the_waiting_of_its_class_their_room_and_interactive_does_not_wait_for_it(
+    demo: LoadedModel,
+) -> None:
+    engine = Engine(demo, SMALL)
+    keys = [bytes([n % 256, n // 256]) for n in range(engine.pool.num_blocks)]
+    engine.add(sequence([5] * 40, NUM_NEW, klass="batch"))
+    assert engine.land(keys, "batch") is None
+    engine.step()
+    assert engine.land(keys, "batch") is None
+    landing = land(engine, keys)  # it comes in by preemption: what there is room for has to do
+    assert 0 < len(landing.views) < len(keys)
+    engine.close_landing(landing, 0)
+
+
+def test_what_is_landing_already_is_waited_for(demo: LoadedModel) -> None:
+    engine = Engine(demo, SMALL)
+    landing = land(engine, [b"a", b"b"])
+    assert engine.land([b"a", b"c"]) is None
+    other = land(engine, [b"c", b"a"])  # of another prompt: keys are names of all that is before, too
+    engine.close_landing(other, 0)
+    engine.close_landing(landing, 2)
+    assert land(engine, [b"a", b"b"]).held == 2
 
 
 def test_what_is_fetched_for_a_sequence_is_no_hit_and_a_second_look_counts_nothing(demo: LoadedModel) -> None:
@@ -163,7 +203,7 @@ def test_blocks_are_filled_by_another_thread_while_steps_run(model: LoadedModel)
     expected = run(first, [*others, *done], remove=False)
     second.storage.data.fill_(7)
     copies = [_resumed(seq, 0) for seq in done]
-    landings = [second.land(copy.prefix_keys) for copy in copies]
+    landings = [land(second, copy.prefix_keys) for copy in copies]
     payloads = [taken(first, seq, seq.num_prompt // 16) for seq in done]
     stepping, filled = threading.Event(), threading.Event()
 

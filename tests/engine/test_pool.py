@@ -16,7 +16,6 @@ def test_blocks_are_kept_for_their_keys_until_the_space_is_needed() -> None:
     assert pool.count_prefix([b"a", b"b", b"x", b"c"]) == 2
     assert pool.take_prefix([b"a", b"b", b"x"]) == blocks[:2]
     assert (pool.num_hits, pool.num_misses) == (2, 1)
-    assert pool.hit_rate() == 2 / 3
     pool.allocate(2)  # the free one, then `c`
     assert pool.count_prefix([b"a", b"b", b"c"]) == 2
     assert pool.num_evictions == 1
@@ -41,10 +40,6 @@ def test_the_first_block_with_a_key_keeps_it() -> None:
     pool.release([first, second])
     assert pool.take_prefix([b"a"]) == [first]
     pool.check_integrity()
-
-
-def test_the_hit_rate_of_a_pool_that_nobody_asked() -> None:
-    assert BlockPool(2, 16).hit_rate() == 0.0
 
 
 def test_what_releasing_would_free() -> None:

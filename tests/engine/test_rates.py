@@ -1,8 +1,8 @@
 import pytest
 
 from engine.engine import Engine
-from engine.model import LoadedModel
-from engine.rates import HALF_LIFE_TOKENS, PrefillRate
+from engine.model import LoadedModel, load
+from engine.rates import FIRST_S, HALF_LIFE_TOKENS, PrefillRate, first_rate
 from penstock.settings import EngineSettings
 from tests.engine.helpers import run, sequence
 
@@ -47,3 +47,55 @@ def test_the_engine_measures_its_prompts(demo: LoadedModel) -> None:
     rate = engine.rates()
     assert rate is not None
     assert rate > 1
+
+
+def test_an_engine_knows_its_rate_before_its_first_prompt() -> None:
+    engine = Engine.open(EngineSettings(pool_mb=4))
+    rate = engine.rates()
+    assert rate is not None
+    assert rate > 1
+    assert not engine.has_work()
+    assert engine.num_free_blocks == engine.pool.num_blocks
+    assert engine.pool.num_hits == engine.pool.num_misses == 0
+    engine.pool.check_integrity()
+    run(engine, [sequence([5], 3)])  # as a decode worker that fetched all but one token
+    assert engine.rates() == rate
+
+
+def test_a_pool_of_one_block_is_enough_to_measure() -> None:
+    settings = EngineSettings(pool_mb=1, block_size=160, max_step_tokens=2048)
+    engine = Engine(load(settings), settings)
+    assert engine.pool.num_blocks == 1
+    engine.measure()
+    assert engine.rates() is not None
+
+
+@pytest.mark.parametrize(
+    ("token_s", "at_least_s", "most", "expected"),
+    [
+        (0.0005, 0.0, 256, [16, 64, 256]),
+        (0.00001, 0.01, 4096, [16, 64, 256, 1024, 4096, 4096]),  # a device that small prompts do not fill
+        (1.0, 0.0, 256, [16, 64]),  # a large model
+        (0.01, 0.0, 5, [5, 5, 5]),
+    ],
+)
+def test_the_first_prompts_grow_while_that_is_quick(
+    token_s: float, at_least_s: float, most: int, expected: list[int]
+) -> None:
+    computed: list[int] = []
+
+    def compute(num_tokens: int) -> float:
+        computed.append(num_tokens)
+        return max(at_least_s, num_tokens * token_s) + (9.0 if len(computed) == 1 else 0.0)  # it warms up
+
+    rate = first_rate(compute, most)
+    assert computed == expected
+    assert rate.tokens_per_s == pytest.approx(computed[-1] / max(at_least_s, computed[-1] * token_s))
+    assert sum(computed[1:-1]) * token_s < FIRST_S
+
+
+def test_real_prompts_replace_the_first_rate() -> None:
+    rate = first_rate(lambda num_tokens: num_tokens / 100, 256)
+    for _ in range(20):
+        rate.note(1024, 1024, 1.0, is_done=True)
+    assert rate.tokens_per_s == pytest.approx(1024, rel=0.02)

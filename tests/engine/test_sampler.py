@@ -141,12 +141,7 @@ SIZES = st.sampled_from([7, 64, 65, 200, 8300])
 STEPS = st.sampled_from([0.0, 0.5, 3.0])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 WIDE = (Sampling(top_p=0.95, temperature=5.0), 5, [1], [2])  # a nucleus of thousands
-PAST_FIRST = (
-    Sampling(temperature=0.3, top_k=129, top_p=0.5, min_p=0.01),
-    0,
-    [],
-    [],
-)  # top-k of more than is ranked first
+PAST_FIRST: Row = (Sampling(temperature=0.3, top_k=129, top_p=0.5, min_p=0.01), 0, [], [])  # more than is ranked first
 
 
 @settings(deadline=None)

@@ -38,8 +38,11 @@ class Pool:
         self.lent: list[Lent] = []
         self.returned: list[Lent] = []
         self.valid = True
+        self.is_full = False
 
-    def land(self, keys: list[bytes]) -> Landing:
+    def land(self, keys: list[bytes], klass: str) -> Landing | None:
+        if self.is_full:
+            return None
         held = min(self.held, len(keys))
         return Landing(held, min(self.room, len(keys) - held))
 
@@ -80,7 +83,7 @@ def collected(transfers: Transfers, count: int = 1) -> list[Fetch | Ship]:
 
 def all_back(transfers: Transfers, pool: Pool) -> None:
     def done() -> bool:
-        transfers.collect()
+        list(transfers.collect())
         return len(pool.returned) == len(pool.lent)
 
     wait_until(done, 20, "all is given back")
@@ -124,12 +127,14 @@ def test_what_the_tiers_lack_is_said(store: KVStore) -> None:
 
 
 def test_shipped_blocks_can_be_read_and_go_behind(store: KVStore) -> None:
-    names, pool = names_of(store), Pool()
+    names, pool, written = names_of(store), Pool(), threading.Event()
     transfers = Transfers(store, pool, 10)
-    transfers.ship("seq", Ship("mine", [(i, name, store.everywhere) for i, name in enumerate(names)], "job", True))
+    transfers.ship(
+        "seq", Ship("mine", [(i, name, store.everywhere) for i, name in enumerate(names)], "job", then=written.set)
+    )
     (done,) = collected(transfers)
     assert isinstance(done, Ship)
-    assert done.is_last
+    assert written.wait(20)
     assert [payload for payload, _ in read(store)] == expected()
     assert store.tiers[0].usage().leased == 5
     all_back(transfers, pool)
@@ -142,12 +147,99 @@ def test_shipped_blocks_can_be_read_and_go_behind(store: KVStore) -> None:
 def test_what_would_take_up_too_much_of_the_pool_is_not_written_behind(store: KVStore) -> None:
     names, pool = names_of(store), Pool()
     transfers = Transfers(store, pool, 4)
-    transfers.ship("seq", Ship("mine", [(i, name, store.everywhere) for i, name in enumerate(names)]))
+    transfers.ship("seq", Ship("mine", [(i, name, store.everywhere) for i, name in enumerate(names)], "job"))
     collected(transfers)
     all_back(transfers, pool)
     transfers.close()
     assert [tier.usage().blocks for tier in store.tiers] == [5, 0]
     assert store.stats.not_written == 5
+
+
+def test_what_no_job_waits_for_takes_up_so_much_of_the_pool_at_most(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, pool, gate = names_of(store), Pool(), threading.Event()
+    held_up(store, "put", gate, monkeypatch)
+    transfers = Transfers(store, pool, 3)
+    for i, name in enumerate(names):
+        transfers.ship("seq", Ship(i, [(i, name, store.everywhere)]))
+    assert len(pool.lent) == 3
+    assert store.stats.not_written == 2
+    gate.set()
+    assert {one.ticket for one in collected(transfers, 5)} == set(range(5))
+    all_back(transfers, pool)
+    transfers.ship("seq", Ship("again", [(3, names[3], store.everywhere)]))
+    collected(transfers)
+    all_back(transfers, pool)
+    transfers.close()
+    assert [tier.usage().blocks for tier in store.tiers] == [4, 4]
+
+
+def held_up(store: KVStore, method: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have a method of the store wait for the gate; the event returned says that it does."""
+    call, waits = getattr(store, method), threading.Event()
+
+    def waiting(*args: Any, **more: Any) -> Any:
+        waits.set()
+        assert gate.wait(20)
+        return call(*args, **more)
+
+    monkeypatch.setattr(store, method, waiting)
+    return waits
+
+
+def test_interactive_before_batch_and_what_needs_nothing_at_once(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, gate = fill(store, 0b11), threading.Event()
+    begun = held_up(store, "load", gate, monkeypatch)
+    transfers = Transfers(store, Pool(), 10)
+    transfers.fetch(Fetch("first", names[:4], klass="batch"))
+    assert begun.wait(20)
+    transfers.fetch(Fetch("batch", names[:4], klass="batch"))
+    transfers.fetch(Fetch("interactive", names[:4]))
+    transfers.fetch(Fetch("nothing", []))
+    assert [one.ticket for one in transfers.collect()] == ["nothing"]
+    gate.set()
+    assert [one.ticket for one in collected(transfers, 3)] == ["first", "interactive", "batch"]
+    transfers.close()
+
+
+def test_a_fetch_without_room_waits_and_those_behind_it(store: KVStore) -> None:
+    names, pool = fill(store, 0b11), Pool(room=0)
+    pool.is_full = True
+    transfers = Transfers(store, pool, 10)
+    transfers.fetch(Fetch("batch", names[:2], klass="batch"))
+    transfers.fetch(Fetch("one", names[:4]))
+    transfers.fetch(Fetch("two", names[:1]))
+    assert list(transfers.collect()) == []
+    pool.is_full, pool.room = False, 99
+    assert [one.ticket for one in collected(transfers, 3)] == ["one", "two", "batch"]
+    assert pool.landed == [expected()[:4], expected()[:1], expected()[:2]]
+    transfers.close()
+
+
+def test_closing_drops_what_no_job_waits_for(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the pool lent comes back, and every landing is closed."""
+    names, pool, gate = names_of(store), Pool(), threading.Event()
+    writes = held_up(store, "put", gate, monkeypatch)
+    reads = held_up(store, "load", gate, monkeypatch)
+    transfers = Transfers(store, pool, 10)
+    written = threading.Event()
+    transfers.ship("seq", Ship("job", [(0, names[0], store.everywhere)], "job", then=written.set))
+    transfers.ship("seq", Ship("answer", [(1, names[1], store.everywhere)]))
+    transfers.fetch(Fetch("one", names[:4]))
+    transfers.fetch(Fetch("two", names[:4]))
+    assert writes.wait(20)
+    assert reads.wait(20)
+    closing = threading.Timer(0.05, gate.set)
+    closing.start()
+    transfers.close()
+    closing.join()
+    assert written.is_set()
+    assert set(pool.returned) == set(pool.lent)
+    assert len(pool.landed) == 2
+    assert store.depths([name.key for name in names[:2]]) == [0, 2]
 
 
 def test_a_block_that_was_recycled_under_its_reader_is_not_stored(store: KVStore) -> None:
@@ -190,6 +282,6 @@ def test_waiting_ends_with_the_transfer(store: KVStore) -> None:
     done: list[Fetch | Ship] = []
     while not done:
         transfers.wait()
-        done = transfers.collect()
+        done = list(transfers.collect())
     assert len(done) == 1
     transfers.close()

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.block import Wanted
 from kvstore.store import KVStore
-from kvstore.transfers import Fetch
+from kvstore.transfers import Fetch, Ship
 from penstock.messages import Request, Result, Sampling
 from penstock.names import Pipeline
 from penstock.settings import Addresses, KVSettings
@@ -67,6 +67,26 @@ def test_a_prompt_asked_again_is_found(line: Line, length: int) -> None:
     assert line.decode.store.stats.recomputed_jobs == 0
 
 
+def test_many_at_once_in_a_small_pool_each_get_what_is_stored(
+    redis_url: str, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    """What is fetched for one is not put out by what is fetched for the next."""
+    kv = KVSettings(shared_mb=64, shared_dir=str(tmp_path), redis_mb=0)
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
+    with Line(addresses, kv=kv, engine=SETTINGS.model_copy(update={"pool_mb": 3})) as line:
+        longest = prompt_of(10**6, line).token_ids or []
+        prompts = [longest[n : n + 12 * BLOCK] for n in range(8)]
+        for turn in ("first", "again"):
+            empty_pools(line)
+            for n, prompt in enumerate(prompts):
+                request = Request(id=f"{turn}-{n}", token_ids=prompt, sampling=Sampling(temperature=0, max_tokens=2))
+                line.send(request)
+            found = line.run_until(len(prompts) * (1 if turn == "first" else 2))
+        again = [result for result in found if result.id.startswith("again")]
+        assert [result.usage.cached_tokens for result in again] == [11 * BLOCK] * len(prompts)
+        assert line.decode.store.stats.recomputed_jobs == 0
+
+
 def test_the_next_turn_finds_the_answers_kv(line: Line) -> None:
     """Also when another worker wrote the answer, and its pool is gone."""
     first = prompt_of(3 * BLOCK + 5, line)
@@ -95,12 +115,13 @@ def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: Line) 
     fetched: list[Fetch] = []
     collect = line.decode.transfers.collect
 
-    def noted() -> Sequence[object]:
-        done = collect()
-        fetched.extend(one for one in done if isinstance(one, Fetch))
-        return done
+    def noted() -> Iterator[Fetch | Ship]:
+        for done in collect():
+            if isinstance(done, Fetch):
+                fetched.append(done)
+            yield done
 
-    line.decode.transfers.collect = noted  # type: ignore[method-assign, assignment]
+    line.decode.transfers.collect = noted  # type: ignore[method-assign]
     (result,) = line.run_until(1)
     assert result.token_ids == expected
     assert len(fetched[0].lacks) == (2 * BLOCK + 3 + BLOCK + 3) // BLOCK
