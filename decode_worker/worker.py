@@ -24,7 +24,7 @@ from opentelemetry.trace import Span
 from decode_worker.emit import Emitter
 from decode_worker.result import outgoing_result, result_of
 from engine.engine import Engine, Sampled
-from engine.sequence import Sequence
+from engine.sequence import Sequence, State
 from engine.text import OutputState
 from kvstore.block import Name
 from kvstore.chain import Chain
@@ -42,8 +42,8 @@ from penstock.errors import (
 )
 from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, TokenEvent, Usage, decode, now_s
 from penstock.names import Pipeline
-from penstock.record import AppendOutcome, Bound, Busy, Claim, LeaseKeeper, Record
-from penstock.worker import Inbox, Settler, cause_to_end, too_late
+from penstock.record import AppendOutcome, Bound, Busy, Claim, LeaseKeeper, Record, Renewal
+from penstock.worker import Inbox, Settler, cause_to_end, pack, too_late, unpack
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class DecodeWorker:
     ) -> None:
         self.pipeline, self.name = pipeline, name
         self.engine, self.store, self.record, self.member = engine, store, record, member
-        self.settler, self.leases, self.emitter = Settler(member), LeaseKeeper(record), Emitter(record)
+        self.settler, self.leases, self.emitter = Settler(member), LeaseKeeper(record, "decode"), Emitter(record)
         self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
         self.inbox = Inbox(member)
         self.running: dict[str, Decode] = {}
@@ -116,9 +116,11 @@ class DecodeWorker:
         """One turn of the loop; whether it did anything."""
         self.settler.check()
         self._collect()
+        self._hear()
         deliveries = self._poll() if accept else []
         for delivery in deliveries:
             self._admit(delivery)
+        self._take_over(accept=accept)
         sampled = self.engine.step()
         self._ship_full()
         self._confirm(self.emitter.collect())
@@ -131,6 +133,7 @@ class DecodeWorker:
     def _poll(self) -> list[Delivery]:
         engine, idle = self.engine, not self.running
         moving = len(self.running) - engine.num_running - engine.num_waiting  # their KV comes or goes
+        self.leases.room = engine.room() - moving
         return self.inbox.poll(engine.room(), engine.room("interactive"), taken=moving, idle=idle)
 
     def is_settled(self) -> bool:
@@ -142,7 +145,7 @@ class DecodeWorker:
         self._confirm(self.emitter.collect())
         for decoding in list(self.running.values()):
             self._forget(decoding)
-            self.record.release(decoding.claim)
+            self.record.release(decoding.claim, delivered=decoding.delivery.is_held)
         self.transfers.close()
         self.settler.wait(timeout_s=10.0)
         self.leases.close()
@@ -159,8 +162,10 @@ class DecodeWorker:
             with contextlib.suppress(DeliveryLost):
                 self.member.dead(delivery, f"{error.code}: {error}")
             return
-        claimed = self.record.claim_decode(job.id, self.name, job.job)
+        claimed = self.record.claim_decode(job.id, self.name, job.job, pack(delivery))
         match claimed:
+            case Busy() if (running := self._without_delivery(job)) is not None:
+                running.delivery = delivery
             case Busy(wait_s=wait_s):
                 self.inbox.put_back(delivery, wait_s)
             case Bound():
@@ -170,9 +175,36 @@ class DecodeWorker:
             case Claim():
                 self._begin(delivery, job, claimed)
 
+    def _without_delivery(self, job: Job) -> Decode | None:
+        """What was taken over from the holder of this job, here."""
+        running = self.running.get(job.id)
+        return running if running and running.job.job == job.job and not running.delivery.is_held else None
+
+    def _take_over(self, *, accept: bool) -> None:
+        """Go on with what dead workers held. Their deliveries come back later, perhaps to somebody else."""
+        for request_id in self.leases.overdue() if accept else []:
+            taken = self.record.take_over(request_id, "decode", self.name)
+            if taken is not None:
+                delivery = unpack(taken.message)
+                self._begin(delivery, decode(Job, delivery.value), taken.claim)
+
+    def _hear(self) -> None:
+        """Let go of what others hold, and end what is to end."""
+        for claim, renewal in self.leases.news():
+            decoding = self.running.get(claim.id)
+            if decoding is None or decoding.claim is not claim:
+                continue
+            if renewal is Renewal.FENCED:
+                self._forget(decoding)
+                self.inbox.put_back(decoding.delivery)
+            elif decoding.seq is not None and decoding.seq.state is State.WAITING:  # else its next token is refused
+                decoding.error = Cancelled("cancelled before it was decoded")
+                self._end(decoding)
+
     def _begin(self, delivery: Delivery, job: Job, claim: Claim) -> None:
-        if job.id in self.running:  # held until its lease ran out, and now claimed anew
-            self._forget(self.running[job.id])
+        if (older := self.running.get(job.id)) is not None:  # held until its lease ran out, and now claimed anew
+            self._forget(older)
+            delivery = delivery if delivery.is_held else older.delivery
         parent = tracing.context_of(delivery.headers)
         tracing.note("queue.wait", parent, delivery.timestamp_s, now_s(), topic=delivery.topic)
         span = tracing.begin("decode", parent, attempt=claim.attempts)
@@ -337,7 +369,8 @@ class DecodeWorker:
         if result.error is not None and result.error.code in POISONOUS and job.error is None:
             reason = f"{result.error.code}: {result.error.message}"
             outputs.append(dead_message(self.pipeline, delivery, reason))
-        self.settler.settle(Settlement(delivery, outputs))
+        if delivery.is_held:
+            self.settler.settle(Settlement(delivery, outputs))
         self._end_leases(job)
 
     def _end_leases(self, job: Job) -> None:

@@ -112,6 +112,10 @@ class Pipeline:
         """What is known of a request."""
         return f"penstock:{self.name}:{{{request_id}}}:record"
 
+    def held_key(self, stage: Stage) -> str:
+        """Which requests a stage's workers hold."""
+        return f"penstock:{self.name}:held:{stage}"
+
     def log_key(self, request_id: str) -> str:
         """A request's token log."""
         return f"penstock:{self.name}:{{{request_id}}}:log"

@@ -25,7 +25,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
 from engine.engine import Engine, Sampled
-from engine.sequence import Sequence
+from engine.sequence import Sequence, State
 from engine.text import OutputState
 from kvstore.block import Name
 from kvstore.store import KVStore, Lack
@@ -50,8 +50,8 @@ from penstock.messages import (
     now_s,
 )
 from penstock.names import Pipeline
-from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record
-from penstock.worker import Inbox, Settler, cause_to_end
+from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record, Renewal
+from penstock.worker import Inbox, Settler, cause_to_end, pack, unpack
 from prefill_worker.handoff import job_of, outgoing_job, timings_of
 from prefill_worker.intake import Intake, read, seed_of
 from prefill_worker.tokenize import PromptReader
@@ -91,7 +91,7 @@ class PrefillWorker:
         self.pipeline, self.name = pipeline, name
         self.engine, self.store, self.record, self.member = engine, store, record, member
         self.prompts = PromptReader(engine.model)
-        self.settler, self.leases = Settler(member), LeaseKeeper(record)
+        self.settler, self.leases = Settler(member), LeaseKeeper(record, "prefill")
         self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
         self.inbox = Inbox(member)
         self.running: dict[str, Prefill] = {}
@@ -103,9 +103,11 @@ class PrefillWorker:
         """One turn of the loop; whether it did anything."""
         self.settler.check()
         self._collect()
+        self._hear()
         deliveries = self._poll() if accept else []
         for delivery in deliveries:
             self._admit(delivery)
+        self._take_over(accept=accept)
         sampled = self.engine.step()
         firsts = [(self.running[item.seq.id], item) for item in sampled]
         self._emit(firsts)
@@ -119,6 +121,7 @@ class PrefillWorker:
     def _poll(self) -> list[Delivery]:
         engine, idle = self.engine, not self.running
         moving = len(self.running) - engine.num_running - engine.num_waiting  # their KV comes or goes
+        self.leases.room = engine.room() - moving
         return self.inbox.poll(engine.room(), engine.room("interactive"), taken=moving, idle=idle)
 
     def _collect(self) -> None:
@@ -139,7 +142,7 @@ class PrefillWorker:
         self._collect()
         for prefill in list(self.running.values()):
             self._forget(prefill)
-            self.record.release(prefill.claim)
+            self.record.release(prefill.claim, delivered=prefill.intake.delivery.is_held)
         self.transfers.close()
         self.settler.wait(timeout_s=10.0)
         self.leases.close()
@@ -158,7 +161,7 @@ class PrefillWorker:
             with contextlib.suppress(DeliveryLost):
                 self.member.retry(delivery, f"{intake.error.code}: {intake.error}"[:1000], RETRY_DELAY_S)
             return
-        claimed = self.record.claim_prefill(intake.id, self.name, intake.body)
+        claimed = self.record.claim_prefill(intake.id, self.name, intake.body, pack(delivery))
         match claimed:
             case Busy(wait_s=wait_s):
                 self.inbox.put_back(delivery, wait_s)
@@ -170,6 +173,27 @@ class PrefillWorker:
             case Claim():
                 self._begin(intake, claimed)
 
+    def _take_over(self, *, accept: bool) -> None:
+        """Go on with what dead workers held. Their deliveries come back later, perhaps to somebody else."""
+        for request_id in self.leases.overdue() if accept else []:
+            taken = self.record.take_over(request_id, "prefill", self.name)
+            intake = read(unpack(taken.message), self.prompts) if taken else None
+            if taken is not None and intake is not None:
+                self._begin(intake, taken.claim)
+
+    def _hear(self) -> None:
+        """Let go of what others hold, and end what is to end."""
+        for claim, renewal in self.leases.news():
+            prefill = self.running.get(claim.id)
+            if prefill is None or prefill.claim is not claim or prefill.seq.state is State.DONE:
+                continue
+            self._forget(prefill)
+            if renewal is Renewal.FENCED:
+                self.inbox.put_back(prefill.intake.delivery)
+            else:
+                prefill.intake.error = Cancelled("cancelled in prefill")
+                self._end(prefill.intake, claim)
+
     def _bury(self, delivery: Delivery, reason: str) -> None:
         """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""
         with contextlib.suppress(DeliveryLost):
@@ -180,8 +204,11 @@ class PrefillWorker:
             intake.error = cause_to_end(claim, intake.request.deadline)
         if (older := self.running.get(intake.id)) is not None:  # held until its lease ran out, and now claimed anew
             self._forget(older)
-            if place(self.pipeline, older.intake.delivery) != place(self.pipeline, intake.delivery):
-                self.inbox.put_back(older.intake.delivery)
+            mine, other = intake.delivery, older.intake.delivery
+            if not mine.is_held:
+                intake.delivery = other
+            elif other.is_held and place(self.pipeline, mine) != place(self.pipeline, other):
+                self.inbox.put_back(other)
         if claim.ended or intake.error is not None:
             self._end(intake, claim)
             return
@@ -307,7 +334,7 @@ class PrefillWorker:
             if settled:
                 self.record.handed(claim)
             else:
-                self.record.release(claim)
+                self.record.release(claim, delivered=intake.delivery.is_held)
 
         self.leases.add(claim)
         self.settler.settle(Settlement(intake.delivery, outputs), done)

@@ -64,6 +64,9 @@ class Delivery:
     klass: PriorityClass
     timestamp_s: float
     """When the message was published, seconds since the epoch."""
+    is_held: bool = True
+    """False: the request was taken over from a dead worker, and the message is, or will be, delivered to somebody
+    else, who finishes it. Its `position` is empty."""
 
     @property
     def attempt(self) -> int:
@@ -74,7 +77,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Settlement:
-    """One delivery that is done, and what it brings forth."""
+    """One delivery that is done, and what it brings forth. One that is not held brings forth, and stays."""
 
     delivery: Delivery
     outputs: Sequence[Outgoing] = ()

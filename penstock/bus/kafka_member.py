@@ -89,11 +89,11 @@ class KafkaMember:
 
         When the group moves meanwhile (another member joined or left), what is still ours is settled anew.
         """
-        deliveries = [settlement.delivery for settlement in settlements]
+        deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
         outputs = [output for settlement in settlements for output in settlement.outputs]
         check_size(outputs)
         end = time.monotonic() + ANSWER_S
-        while deliveries:
+        while settlements:
             with self._settling, bus_errors():
                 try:
                     self._transact(deliveries, outputs)

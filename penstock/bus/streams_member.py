@@ -91,7 +91,8 @@ class StreamsMember:
             return
         outputs = [output for settlement in settlements for output in settlement.outputs]
         check_size(outputs)
-        places = [place(self._pipeline, settlement.delivery) for settlement in settlements]
+        deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
+        places = [place(self._pipeline, delivery) for delivery in deliveries]
         stream_key = self._pipeline.stream_key
         keys = [
             self._key,
@@ -114,9 +115,9 @@ class StreamsMember:
         if refused == [-1]:
             self._fenced = True
             self._check()
-        lost = [settlements[index].delivery for index in refused]
+        lost = [deliveries[index] for index in refused]
         with self._lock:
-            for gone in lost or [settlement.delivery for settlement in settlements]:
+            for gone in lost or deliveries:
                 self._held.pop(place(self._pipeline, gone), None)
         if lost:
             raise DeliveryLost(lost)

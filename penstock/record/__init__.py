@@ -4,7 +4,7 @@
 Each change is one Lua script under `lua/`, which says what a crash around it costs.
 """
 
-from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, body_hash
+from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, Renewal, TakenOver, body_hash
 from penstock.record.lease import LeaseKeeper
 from penstock.record.log import AsyncLog, Log, Status, parse_event
 from penstock.record.record import Record
@@ -19,7 +19,9 @@ __all__ = [
     "LeaseKeeper",
     "Log",
     "Record",
+    "Renewal",
     "Status",
+    "TakenOver",
     "body_hash",
     "parse_event",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from penstock.messages import Logprobs, Request, TokenEvent
-from penstock.names import roll
+from penstock.names import Stage, roll
 
 
 @dataclass(eq=False)
@@ -17,6 +17,7 @@ class Claim:
     """
 
     id: str
+    stage: Stage
     epoch: int
     num_tokens: int
     hash: str
@@ -34,6 +35,14 @@ class Claim:
         """The event of the next token: at the next position, with the hash rolled on."""
         rolled = roll(self.hash, token_id)
         return TokenEvent.at(self.num_tokens, rolled, token_id, text, logprobs)
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """A request whose holder died, and the message that it came with. Somebody else has, or will get, the delivery."""
+
+    claim: Claim
+    message: bytes
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,18 @@ class AppendOutcome(IntEnum):
     OK = 1
     CANCELLED = 2
     """Not written: somebody asked for the end. The claim holds; finish it."""
+
+
+class Renewal(IntEnum):
+    """What became of a lease that was to be renewed. Values are the replies of `renew.lua`."""
+
+    FENCED = 0
+    """Another worker holds the request now."""
+    OK = 1
+    OVER = 2
+    """It ended, was handed off or given back, by our own doing."""
+    CANCELLED = 3
+    """Renewed; somebody asked for the end."""
 
 
 def body_hash(request: Request) -> str:

@@ -1,29 +1,31 @@
-"""A thread that keeps the leases of everything a worker holds."""
+"""A thread that keeps the leases of everything a worker holds, and looks for requests whose workers died."""
 
 import threading
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 import redis
 
-from penstock.record.claim import Claim
+from penstock.names import Stage
+from penstock.record.claim import Claim, Renewal
 from penstock.record.record import Record
 
 
 class LeaseKeeper:
     """Renews all registered claims every third of a lease, on a thread and a connection of its own.
 
-    A claim found fenced goes into `lost` and is told to `on_lost` (on the keeper's thread), once. While Redis
-    cannot be reached nothing is known to be lost; the epoch guards the log.
+    What it finds out is for the worker's loop, which asks each turn: claims that another holds now, claims whose end
+    somebody asked for, and requests to take over. While Redis cannot be reached nothing is known to be lost; the epoch
+    guards the log.
     """
 
-    def __init__(self, record: Record, on_lost: Callable[[Claim], None] | None = None) -> None:
-        self.lost: set[Claim] = set()
-        """Claims found fenced and not dropped since."""
-        self._record = record
-        self._on_lost = on_lost
+    def __init__(self, record: Record, stage: Stage) -> None:
+        self.room = 0
+        """How many requests the worker could take over. The loop sets it."""
+        self._record, self._stage = record, stage
         self._claims: set[Claim] = set()
+        self._told: dict[Claim, Renewal] = {}
+        self._overdue: list[str] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-leases", daemon=True)
@@ -38,7 +40,19 @@ class LeaseKeeper:
         """Forget a claim: it ended, was handed off, released or lost."""
         with self._lock:
             self._claims.discard(claim)
-            self.lost.discard(claim)
+            self._told.pop(claim, None)
+
+    def news(self) -> list[tuple[Claim, Renewal]]:
+        """Claims found `FENCED`, each once, or `CANCELLED`, for as long as they are kept."""
+        with self._lock:
+            told, self._told = self._told, {}
+        return list(told.items())
+
+    def overdue(self) -> list[str]:
+        """Requests found whose holders seem to be dead; each is told to one worker for a while."""
+        with self._lock:
+            found, self._overdue = self._overdue, []
+        return found
 
     def close(self) -> None:
         """Stop renewing: the leases that are left run out."""
@@ -47,23 +61,29 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         while not self._stop.wait(self._record.lease_s / 3):
-            with self._lock:
-                claims = list(self._claims)
             try:
-                fenced = self._record.renew(claims)
+                self._renew()
+                self._look()
             except (redis.ConnectionError, redis.TimeoutError):
                 continue  # the next round tries again
-            for claim in fenced:
-                self._lose(claim)
 
-    def _lose(self, claim: Claim) -> None:
+    def _renew(self) -> None:
         with self._lock:
-            if claim not in self._claims:
-                return  # dropped meanwhile
-            self._claims.discard(claim)
-            self.lost.add(claim)
-        if self._on_lost is not None:
-            self._on_lost(claim)
+            claims = list(self._claims)
+        renewals = self._record.renew(claims)
+        with self._lock:
+            for claim, renewal in zip(claims, renewals, strict=True):
+                if claim in self._claims and renewal in (Renewal.FENCED, Renewal.CANCELLED):
+                    self._told[claim] = renewal
+                    if renewal is Renewal.FENCED:
+                        self._claims.discard(claim)
+
+    def _look(self) -> None:
+        room = self.room - len(self._overdue)
+        if room > 0:
+            found = self._record.overdue(self._stage, room)
+            with self._lock:
+                self._overdue += found
 
     def __enter__(self) -> Self:
         return self

@@ -1,15 +1,16 @@
 """The workers' side of the record: each method is one of its scripts, explained under `lua/`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import redis
 from redis.exceptions import NoScriptError
 
 from penstock.messages import EndEvent, TokenEvent
-from penstock.names import START_HASH, Pipeline
+from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record import scripts
 from penstock.record.append import Appends, append_head
-from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict
+from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, Renewal, TakenOver
 from penstock.record.log import Log, Status
 from penstock.settings import RecordSettings
 
@@ -35,19 +36,26 @@ class Record:
         """How long a claim lasts without being renewed."""
         return self._settings.lease_s
 
-    def claim_prefill(self, request_id: str, owner: str, body: str) -> Claim | Busy | Bound | Conflict:
-        """Claim a request for prefill. `body` is its `body_hash`, `owner` a name for people."""
-        return self._claim(request_id, ["prefill", owner, "", body])
+    def claim_prefill(
+        self, request_id: str, owner: str, body: str, message: bytes = b""
+    ) -> Claim | Busy | Bound | Conflict:
+        """Claim a request for prefill. `body` is its `body_hash`, `owner` a name for people.
 
-    def claim_decode(self, request_id: str, owner: str, job: str) -> Claim | Busy | Bound:
-        """Claim a request for decode with its job, which is bound to it if none is."""
-        outcome = self._claim(request_id, ["decode", owner, job, ""])
+        `message`: what somebody who takes the request over has to know of its delivery; empty: nobody can.
+        """
+        return self._claim(request_id, "prefill", [owner, "", body], message)
+
+    def claim_decode(self, request_id: str, owner: str, job: str, message: bytes = b"") -> Claim | Busy | Bound:
+        """Claim a request for decode with its job, which is bound to it if none is. `message`: as above."""
+        outcome = self._claim(request_id, "decode", [owner, job, ""], message)
         assert not isinstance(outcome, Conflict), "a job carries no body to compare"
         return outcome
 
-    def _claim(self, request_id: str, who: list[str]) -> Claim | Busy | Bound | Conflict:
-        keys = self._keys(request_id)
-        reply = scripts.CLAIM.run(self._client, keys, [*who, self._lease_ms, self._pending_ms, START_HASH])
+    def _claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Claim | Busy | Bound | Conflict:
+        if message:
+            self._hold(stage, [request_id], self._lease_ms)
+        args: list[str | int | bytes] = [stage, *who, self._lease_ms, self._pending_ms, START_HASH, message]
+        reply = scripts.CLAIM.run(self._client, self._keys(request_id), args)
         match reply[0]:
             case b"busy":
                 return Busy(reply[1] / 1000)
@@ -55,9 +63,35 @@ class Record:
                 return Bound()
             case b"conflict":
                 return Conflict()
+        return self._claimed(request_id, stage, reply)
+
+    def overdue(self, stage: Stage, limit: int) -> list[str]:
+        """At most `limit` requests of a stage whose leases may have run out. Others are not told for a while."""
+        keys, args = [self._pipeline.held_key(stage)], [limit, max(1, self._lease_ms // 2)]
+        return [found.decode() for found in scripts.OVERDUE.run(self._client, keys, args)]
+
+    def take_over(self, request_id: str, stage: Stage, owner: str) -> TakenOver | None:
+        """Go on with a request whose holder's lease ran out; None if there is nothing to go on with."""
+        args: list[str | int | bytes] = [stage, owner, self._lease_ms, self._pending_ms]
+        reply = scripts.TAKEOVER.run(self._client, self._keys(request_id), args)
+        match reply[0]:
+            case b"busy":
+                self._hold(stage, [request_id], reply[1] + 1)
+                return None
+            case b"gone":
+                self._client.zrem(self._pipeline.held_key(stage), request_id)
+                return None
+        return TakenOver(self._claimed(request_id, stage, reply[:-1]), reply[-1])
+
+    def _hold(self, stage: Stage, request_ids: Sequence[str], due_ms: int) -> None:
+        scripts.HELD.run(self._client, [self._pipeline.held_key(stage)], [due_ms, *request_ids])
+
+    def _claimed(self, request_id: str, stage: Stage, reply: Sequence[Any]) -> Claim:
+        keys = self._keys(request_id)
         _, epoch, num_tokens, rolled, ended, cancelled, attempts = reply
         return Claim(
             id=request_id,
+            stage=stage,
             epoch=epoch,
             num_tokens=num_tokens,
             hash=rolled.decode(),
@@ -104,23 +138,29 @@ class Record:
         """The hand-off is durable: give the lease back. False when the request has gone on, which is fine."""
         return bool(scripts.HANDED.run(self._client, self._keys(claim.id)[:1], [claim.epoch]))
 
-    def release(self, claim: Claim, *, failed: bool = False) -> bool:
+    def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True) -> bool:
         """Give an unfinished request back: the next claim need not wait. False when it was lost before.
 
-        With `failed` the attempt counts; without, the worker was merely told to stop.
+        With `failed` the attempt counts; without, the worker was merely told to stop. Not `delivered`: the request was
+        taken over, there is no delivery that the bus would give to another.
         """
-        return bool(scripts.RELEASE.run(self._client, self._keys(claim.id)[:1], [claim.epoch, int(failed)]))
+        args = [claim.epoch, int(failed), int(delivered)]
+        released = bool(scripts.RELEASE.run(self._client, self._keys(claim.id)[:1], args))
+        if released and not delivered:
+            self._hold(claim.stage, [claim.id], 0)
+        return released
 
-    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Renew the leases of all claims in one round trip; returns those that are fenced."""
+    def renew(self, claims: Sequence[Claim]) -> list[Renewal]:
+        """Renew the leases of all claims in one round trip, those of one stage."""
         if not claims:
             return []
+        self._hold(claims[0].stage, [claim.id for claim in claims], self._lease_ms)
         try:
             replies = self._renew(claims)
         except NoScriptError:
             self._client.script_load(scripts.RENEW.text)
             replies = self._renew(claims)
-        return [claim for claim, reply in zip(claims, replies, strict=True) if reply == 0]
+        return [Renewal(reply) for reply in replies]
 
     def _renew(self, claims: Sequence[Claim]) -> list[int]:
         with self._client.pipeline(transaction=False) as pipe:

@@ -33,6 +33,9 @@ def load(name: str) -> Script:
 
 
 CLAIM = load("claim")
+TAKEOVER = load("takeover")
+HELD = load("held")
+OVERDUE = load("overdue")
 APPEND = load("append")
 FINISH = load("finish")
 HANDED = load("handed")

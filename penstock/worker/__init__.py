@@ -4,6 +4,7 @@ from penstock.worker.ends import cause_to_end, too_late
 from penstock.worker.heartbeat import Heartbeat, slot_name, stay_on
 from penstock.worker.inbox import Inbox
 from penstock.worker.loop import StopSignal, run_until_idle, serve
+from penstock.worker.parcel import pack, unpack
 from penstock.worker.settler import Settler
 
 __all__ = [
@@ -12,9 +13,11 @@ __all__ = [
     "Settler",
     "StopSignal",
     "cause_to_end",
+    "pack",
     "run_until_idle",
     "serve",
     "slot_name",
     "stay_on",
     "too_late",
+    "unpack",
 ]

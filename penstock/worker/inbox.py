@@ -30,7 +30,12 @@ class Inbox:
         return len(self._waiting)
 
     def put_back(self, delivery: Delivery, wait_s: float = 0.0) -> None:
-        """Look at a delivery again in `wait_s` seconds: its request is held by another, whose lease may run out."""
+        """Look at a delivery again in `wait_s` seconds: its request is held by another, whose lease may run out.
+
+        One that is not held is somebody else's to look at.
+        """
+        if not delivery.is_held:
+            return
         self._count += 1
         heapq.heappush(self._waiting, _Waiting(time.monotonic() + wait_s, self._count, delivery))
 

@@ -21,8 +21,10 @@ class _Order:
     done: Callable[[bool], None]
 
     @property
-    def place(self) -> tuple[str, str]:
-        return self.settlement.delivery.topic, self.settlement.delivery.position
+    def place(self) -> tuple[str, str] | int:
+        """What it settles; one that settles nothing has a place of its own."""
+        delivery = self.settlement.delivery
+        return (delivery.topic, delivery.position) if delivery.is_held else id(self)
 
 
 class Settler:

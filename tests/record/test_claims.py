@@ -1,10 +1,11 @@
 """Who may hold a request: claims, leases, binding, cancelling."""
 
+import pytest
 import redis
 
 from penstock.messages import Request
-from penstock.names import START_HASH, Pipeline
-from penstock.record import Bound, Busy, Claim, Conflict, LeaseKeeper, Record, Status, body_hash
+from penstock.names import START_HASH, Pipeline, Stage
+from penstock.record import Bound, Busy, Claim, Conflict, LeaseKeeper, Record, Renewal, Status, TakenOver, body_hash
 from penstock.settings import RecordSettings
 from tests.record.play import decode, end, prefill, say, wait_for
 
@@ -55,29 +56,28 @@ def test_a_new_token_clears_the_attempts(hasty: Record) -> None:
         say(hasty, claim, [7])
 
 
-def test_renewing_keeps_a_lease_and_names_what_is_lost(hasty: Record) -> None:
+def test_renewing_keeps_a_lease_and_says_what_became_of_the_others(hasty: Record) -> None:
     lost = prefill(hasty, "r1")
     taken = wait_for(lambda: hasty.claim_prefill("r1", "p2", "b"))
     assert isinstance(taken, Claim)
-    kept, ended = prefill(hasty, "r2"), prefill(hasty, "r3")
+    kept, ended, unwanted = prefill(hasty, "r2"), prefill(hasty, "r3"), prefill(hasty, "r4")
     hasty.finish(ended, end())
-    assert hasty.renew([lost, kept, ended]) == [lost]
+    hasty.cancel("r4")
+    expected = [Renewal.FENCED, Renewal.OK, Renewal.OVER, Renewal.CANCELLED]
+    assert hasty.renew([lost, kept, ended, unwanted]) == expected
     assert hasty.renew([]) == []
 
 
 def test_renewing_teaches_a_server_that_forgot_the_script(record: Record, client: "redis.Redis") -> None:
     claim = prefill(record)
     client.script_flush()
-    assert record.renew([claim]) == []
+    assert record.renew([claim]) == [Renewal.OK]
     client.script_flush()
     assert say(record, claim, [1]) == [1]
 
 
-def test_the_keeper_outlasts_many_leases_and_reports_what_is_lost(
-    hasty: Record, client: "redis.Redis", pipeline: Pipeline
-) -> None:
-    told: list[Claim] = []
-    with LeaseKeeper(hasty, told.append) as keeper:
+def test_the_keeper_outlasts_many_leases_and_tells_what_is_lost_or_cancelled(hasty: Record) -> None:
+    with LeaseKeeper(hasty, "prefill") as keeper:
         kept, left = prefill(hasty, "kept"), prefill(hasty, "left")
         keeper.add(kept)
         for _ in range(3):  # the lease of "left" runs out three times
@@ -85,10 +85,78 @@ def test_the_keeper_outlasts_many_leases_and_reports_what_is_lost(
             assert isinstance(hasty.claim_prefill("kept", "p2", "b"), Busy)
         keeper.add(left)
         assert isinstance(taken, Claim)
-        wait_for(lambda: Busy(1) if left not in keeper.lost else "told")
-        wait_for(lambda: Busy(1) if told != [left] else "told")
-        keeper.drop(left)
-        assert keeper.lost == set()
+        assert wait_for(lambda: keeper.news() or Busy(1)) == [(left, Renewal.FENCED)]
+        hasty.cancel("kept")
+        assert wait_for(lambda: keeper.news() or Busy(1)) == [(kept, Renewal.CANCELLED)]
+        keeper.drop(kept)
+        assert keeper.news() == []
+
+
+# Taking over
+
+
+def test_what_a_dead_worker_held_is_taken_over_with_its_message(hasty: Record) -> None:
+    dead = hasty.claim_decode("r1", "d1", "j1", b"the message")
+    assert isinstance(dead, Claim)
+    say(hasty, dead, [7, 8])
+    assert hasty.take_over("r1", "decode", "d2") is None  # it lives
+    assert wait_for(lambda: hasty.overdue("decode", 9) or Busy(1)) == ["r1"]
+    assert hasty.overdue("decode", 9) == []  # others are not told at once
+    taken = wait_for(lambda: hasty.take_over("r1", "decode", "d2") or Busy(1))
+    assert isinstance(taken, TakenOver)
+    assert taken.message == b"the message"
+    assert (taken.claim.num_tokens, taken.claim.hash, taken.claim.attempts) == (2, dead.hash, 1)
+    assert taken.claim.epoch > dead.epoch
+    assert say(hasty, dead, [9]) == [0]
+    assert say(hasty, taken.claim, [9]) == [1]
+    assert isinstance(hasty.claim_decode("r1", "d3", "j1"), Busy)  # the delivery came back
+    assert isinstance(hasty.claim_decode("r1", "d3", "j2"), Bound)
+
+
+@pytest.mark.parametrize("over", ["ended", "handed off", "given back", "of the other stage", "without a message"])
+def test_there_is_nothing_to_take_over(hasty: Record, over: str) -> None:
+    claim = hasty.claim_prefill("r1", "p1", "b", b"" if over == "without a message" else b"message")
+    assert isinstance(claim, Claim)
+    match over:
+        case "ended":
+            hasty.finish(claim, end())
+        case "handed off":
+            hasty.handed(claim)
+        case "given back":
+            hasty.release(claim)
+    stage: Stage = "decode" if over == "of the other stage" else "prefill"
+    if over == "without a message":
+        assert hasty.overdue(stage, 9) == []
+        wait_for(lambda: hasty.claim_prefill("r1", "p2", "b"))
+    assert hasty.take_over("r1", stage, "w2") is None
+    assert hasty.overdue(stage, 9) == []
+
+
+def test_what_was_taken_over_and_is_given_back_can_be_taken_over_at_once(hasty: Record) -> None:
+    wait_for(lambda: hasty.claim_prefill("r1", "p1", "b", b"message"))
+    first = wait_for(lambda: hasty.take_over("r1", "prefill", "p2") or Busy(1))
+    assert isinstance(first, TakenOver)
+    assert hasty.release(first.claim, delivered=False)
+    assert hasty.overdue("prefill", 9) == ["r1"]
+    second = hasty.take_over("r1", "prefill", "p3")
+    assert second is not None
+    assert (second.claim.attempts, second.message) == (first.claim.attempts, b"message")
+
+
+def test_the_keeper_finds_what_is_to_be_taken_over_if_there_is_room(hasty: Record) -> None:
+    for name in ("r1", "r2", "r3"):
+        hasty.claim_decode(name, "d1", "j1", b"message")
+    with LeaseKeeper(hasty, "decode") as keeper:
+        wait_for(lambda: hasty.take_over("r3", "decode", "d2") or Busy(1))
+        assert keeper.overdue() == []
+        keeper.room = 2
+        found: list[str] = []
+
+        def look() -> list[str] | Busy:
+            found.extend(keeper.overdue())
+            return sorted(found) if len(found) == 2 else Busy(1)
+
+        assert wait_for(look) == ["r1", "r2"]
 
 
 def test_a_hand_off_gives_the_lease_back(record: Record) -> None:
@@ -104,7 +172,7 @@ def test_decode_does_not_wait_for_the_lease_of_a_prefill_that_is_done(record: Re
     held = decode(record)
     assert not record.handed(first)
     assert isinstance(record.claim_prefill("r1", "p2", "b"), Bound)
-    assert record.renew([held]) == []
+    assert record.renew([held]) == [Renewal.OK]
 
 
 def test_a_released_request_is_free_at_once_and_the_attempt_does_not_count(record: Record) -> None:
@@ -149,7 +217,7 @@ def test_the_same_id_with_another_body_is_a_conflict(record: Record) -> None:
     decode(record)
     assert isinstance(record.claim_prefill("r1", "p1", "two"), Conflict)
     assert isinstance(record.claim_prefill("r1", "p1", "one"), Bound)
-    assert record.renew([claim]) == [claim]
+    assert record.renew([claim]) == [Renewal.FENCED]
 
 
 def test_a_body_is_what_is_asked_and_not_how_soon_or_where() -> None:
@@ -169,7 +237,7 @@ def test_a_lost_record_starts_afresh_and_old_claims_stay_fenced(
     new = decode(record, job="j1")
     assert (new.num_tokens, new.attempts) == (0, 1)
     assert new.epoch > old.epoch
-    assert record.renew([old]) == [old]
+    assert record.renew([old]) == [Renewal.FENCED]
 
 
 def test_cancelling_reaches_whoever_claims_later(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:

@@ -158,7 +158,7 @@ def write_all(record: Record, owner: str, length: int) -> bool:
     if isinstance(claim, Busy):
         status = record.status("r1")
         assert status is not None
-        record.release(Claim("r1", status.epoch, 0, "", False, False, 0, False))
+        record.release(Claim("r1", "decode", status.epoch, 0, "", False, False, 0, False))
         return False
     assert isinstance(claim, Claim)
     while not claim.ended and claim.num_tokens < length:

@@ -3,15 +3,16 @@
 -- KEYS[1]  record   hash
 -- KEYS[2]  log      stream
 -- ARGV     stage ('prefill' or 'decode'), owner, job ('' in prefill), body hash ('' in decode),
---          lease in ms, keep of a pending record in ms, hash before the first token
+--          lease in ms, keep of a pending record in ms, hash before the first token, the delivery's message
 --
 -- Replies  {'claim', epoch, tokens, hash, ended, cancelled, attempts}
 --          {'busy', ms}     another holds the lease for that long at most
 --          {'bound'}        another message settles this request, and is durable
 --          {'conflict'}     the id was used for another body
 --
--- Crash    before: nothing happened. After: the lease runs out, and the next claim gets the next epoch. A decode claim
---          has bound its job, which is durable and comes back to some worker.
+-- Crash    before: nothing happened. After: the lease runs out, and somebody takes the request over with the message
+--          that is kept here, or claims it with the delivery when that comes back; either gets the next epoch. A decode
+--          claim has bound its job, which is durable.
 --
 -- An epoch is the server's clock in ms, or one more than the last: a server that forgot its last writes, or all of
 -- them, does not give one out a second time.
@@ -47,7 +48,7 @@ if lease > now and (prefill or was ~= 'prefill') then return {'busy', lease - no
 -- 5. It is ours.
 epoch, attempts = math.max(epoch + 1, now), attempts + 1
 redis.call('HSET', KEYS[1], 'epoch', epoch, 'owner', owner, 'lease', now + ARGV[5], 'stage', stage, 'attempts', attempts,
-  'tokens', tokens, 'hash', hash)
+  'tokens', tokens, 'hash', hash, 'message', ARGV[8])
 if prefill then redis.call('HSET', KEYS[1], 'body', body) else redis.call('HSET', KEYS[1], 'bound', job) end
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 redis.call('PEXPIRE', KEYS[2], ARGV[6])

@@ -13,7 +13,7 @@ if r[1] ~= ARGV[2] or r[2] ~= ARGV[3] then return 0 end
 if r[3] == 'end' then return 1 end
 
 redis.call('XADD', KEYS[2], ARGV[3] .. '-2', 'e', ARGV[4])
-redis.call('HSET', KEYS[1], 'stage', 'end', 'lease', 0, 'owner', '')
+redis.call('HSET', KEYS[1], 'stage', 'end', 'lease', 0, 'owner', '', 'message', '')
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
 redis.call('PUBLISH', ARGV[1], ARGV[4])

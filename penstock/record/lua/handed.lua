@@ -9,5 +9,5 @@
 
 local r = redis.call('HMGET', KEYS[1], 'epoch', 'stage')
 if r[1] ~= ARGV[1] or r[2] ~= 'prefill' then return 0 end
-redis.call('HSET', KEYS[1], 'stage', 'handed', 'lease', 0, 'owner', '', 'attempts', 0)
+redis.call('HSET', KEYS[1], 'stage', 'handed', 'lease', 0, 'owner', '', 'attempts', 0, 'message', '')
 return 1
