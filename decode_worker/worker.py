@@ -40,6 +40,7 @@ from penstock.errors import (
     InternalError,
     RequestError,
 )
+from penstock.failpoints import failpoint
 from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, TokenEvent, Usage, decode, now_s
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Bound, Busy, Claim, LeaseKeeper, Record, Renewal
@@ -119,9 +120,12 @@ class DecodeWorker:
         self._hear()
         deliveries = self._poll() if accept else []
         for delivery in deliveries:
+            failpoint("decode.6.polled")
             self._admit(delivery)
         self._take_over(accept=accept)
         sampled = self.engine.step()
+        if self.engine.has_run:
+            failpoint("decode.7.stepped")
         self._ship_full()
         self._confirm(self.emitter.collect())
         self._expire()
@@ -173,6 +177,7 @@ class DecodeWorker:
             case Claim() if claimed.ended:
                 self._settle(delivery, job, self.record.read_log(job.id))
             case Claim():
+                failpoint("decode.6.claimed")
                 self._begin(delivery, job, claimed)
 
     def _without_delivery(self, job: Job) -> Decode | None:
@@ -185,6 +190,7 @@ class DecodeWorker:
         for request_id in self.leases.overdue() if accept else []:
             taken = self.record.take_over(request_id, "decode", self.name)
             if taken is not None:
+                failpoint("decode.6.taken")
                 delivery = unpack(taken.message)
                 self._begin(delivery, decode(Job, delivery.value), taken.claim)
 
@@ -211,6 +217,7 @@ class DecodeWorker:
         model, sampling = self.engine.model, job.sampling
         output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         said = [event for event in self.record.read_log(job.id) if isinstance(event, TokenEvent)]
+        failpoint("decode.6.read")
         chain = self.store.chain(job.tenant)
         decoding = self.running[job.id] = Decode(delivery, job, claim, output, span, said, chain)
         self.leases.add(claim)
@@ -260,6 +267,7 @@ class DecodeWorker:
         """What could be had is in the pool: compute the rest, and go on from there."""
         if decoding is not self.running.get(decoding.job.id):
             return
+        failpoint("decode.6.fetched")
         seq, num_found = decoding.seq, len(fetch.lacks)
         assert seq is not None
         seq.tail = fetch.tail_payload
@@ -293,10 +301,13 @@ class DecodeWorker:
             if decoding.finish is not None:
                 self.engine.remove(item.seq)
         self.emitter.send(entries)
+        if entries:
+            failpoint("decode.7.sent")
 
     def _confirm(self, outcomes: list[tuple[Claim, AppendOutcome]]) -> None:
         """Act on what became of the last step's tokens."""
         for claim, outcome in outcomes:
+            failpoint("decode.7.confirmed")
             decoding = self.running.get(claim.id)
             if decoding is None or decoding.claim is not claim:
                 continue
@@ -337,6 +348,7 @@ class DecodeWorker:
             blocks = [(index, decoding.chain.names[index], decoding.lacks.pop(index)) for index in ready]
             if blocks:
                 self.transfers.ship(seq, Ship(decoding, blocks))
+                failpoint("decode.7.shipping")
 
     # 8 End.
 
@@ -346,6 +358,7 @@ class DecodeWorker:
         self._forget(decoding)
         end = decoding.end_event()
         if self.record.finish(decoding.claim, end):
+            failpoint("decode.8.ended")
             self._settle(decoding.delivery, decoding.job, [*decoding.said, end])
         else:
             self.inbox.put_back(decoding.delivery)
@@ -371,6 +384,7 @@ class DecodeWorker:
             outputs.append(dead_message(self.pipeline, delivery, reason))
         if delivery.is_held:
             self.settler.settle(Settlement(delivery, outputs))
+            failpoint("decode.9.asked")
         self._end_leases(job)
 
     def _end_leases(self, job: Job) -> None:

@@ -10,7 +10,10 @@ PenstockError
 │   ├── IdConflict             the id was used before with another body
 │   ├── DeadlineExceeded       its deadline passed
 │   ├── Cancelled              somebody asked for it to stop
-│   ├── AttemptsExhausted      it was tried too often without progress
+│   ├── AttemptsExhausted      its workers were lost too often, without progress
+│   ├── OutOfMemory            computing it takes more memory than there is
+│   ├── StoreUnreachable       what is stored of it cannot be read or written
+│   ├── ModelError             computing it fails
 │   └── InternalError          a bug or a fault of the machine; the message says what is known
 ├── StreamError              reading a token stream
 │   ├── StreamDiverged         the log says something else than the reader saw
@@ -24,6 +27,8 @@ PenstockError
 │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
 ├── KVStoreError             a tier of the KV store cannot work as it is set up, or does not answer a tool
 │   └── DamagedBlock           a stored block is not whole, or not of this version
+├── SequenceFailed           a step of the engine fails because of one sequence; `error` is its request's
+├── DeadLetterError          a dead letter that does not exist, or that cannot be put back
 ├── SettingsError            an unknown or bad setting
 ├── InvalidName              a pipeline, request or event id that cannot be one
 └── DependencyMissing        a program or package that is not installed; the message says what to install
@@ -41,6 +46,8 @@ class RequestError(PenstockError):
     """A request that cannot be answered. The class's `code` is what clients see."""
 
     code: ClassVar[str] = "request_error"
+    stack: str = ""
+    """Where it failed, for its dead letter."""
 
 
 class InvalidRequest(RequestError):
@@ -92,9 +99,27 @@ class Cancelled(RequestError):
 
 
 class AttemptsExhausted(RequestError):
-    """The request was tried too often without progress."""
+    """The request was tried too often without progress, and none of its workers lived to say why."""
 
     code = "attempts_exhausted"
+
+
+class OutOfMemory(RequestError):
+    """Computing the request takes more memory than there is."""
+
+    code = "out_of_memory"
+
+
+class StoreUnreachable(RequestError):
+    """What is stored of the request cannot be read or written."""
+
+    code = "store_unreachable"
+
+
+class ModelError(RequestError):
+    """Computing the request fails."""
+
+    code = "model_error"
 
 
 class InternalError(RequestError):
@@ -103,7 +128,7 @@ class InternalError(RequestError):
     code = "internal_error"
 
 
-POISONOUS = (AttemptsExhausted.code, InternalError.code)
+POISONOUS = tuple(kind.code for kind in (AttemptsExhausted, OutOfMemory, StoreUnreachable, ModelError, InternalError))
 """Ends that somebody should look at: the message goes to the dead-letter topic as well."""
 
 REQUEST_ERRORS: dict[str, type[RequestError]] = {cls.code: cls for cls in RequestError.__subclasses__()}
@@ -159,6 +184,19 @@ class KVStoreError(PenstockError):
 
 class DamagedBlock(KVStoreError):
     """A stored KV block is not whole, or not of this version. Readers take it for a miss; only tools see this."""
+
+
+class SequenceFailed(PenstockError):
+    """A step of the engine failed because of one sequence. The step is undone; the sequence is still there."""
+
+    def __init__(self, seq: Any, error: RequestError) -> None:
+        super().__init__(f"{seq.id}: {error}")
+        self.seq = seq
+        self.error = error
+
+
+class DeadLetterError(PenstockError):
+    """There is no such dead letter, or it cannot be put back."""
 
 
 class SettingsError(PenstockError):

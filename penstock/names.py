@@ -18,6 +18,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:{<id>}:log`       | stream | as the record                             | `record`       |
 | `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
+| `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
 | `penstock:kv:<block key, hex>`         | string | a set time after the last use             | `kvstore`      |
 | `penstock:{kv}:used`                   | zset   | as the blocks: their order of use         | `kvstore`      |
 | `penstock:{kv}:held`                   | zset   | the same of those that are leased         | `kvstore`      |
@@ -54,6 +55,8 @@ ATTEMPT = "penstock-attempt"
 NOT_BEFORE = "penstock-not-before"
 ORIGIN = "penstock-origin"
 REASON = "penstock-reason"
+STACK = "penstock-stack"
+BURIED = "penstock-buried"
 TRUNCATED = "penstock-truncated"
 
 
@@ -131,6 +134,11 @@ class Pipeline:
     def worker_key(self, stage: str, name: str) -> str:
         """A worker's heartbeat."""
         return f"penstock:{self.name}:worker:{stage}:{name}"
+
+    @property
+    def requeued_key(self) -> str:
+        """How often dead requests were put back, by id."""
+        return f"penstock:{self.name}:requeued"
 
     def stream_key(self, topic: str) -> str:
         """The Redis stream that holds a topic."""

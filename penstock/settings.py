@@ -52,14 +52,22 @@ class RecordSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_RECORD_", extra="forbid")
 
-    lease_s: float = Field(default=1.5, ge=0.2)
+    lease_s: float = Field(default=1.0, ge=0.2)
     """A claim not renewed for this long may be taken over."""
     keep_s: float = Field(default=3600.0, ge=1)
     """How long an ended stream can be read and its id is remembered."""
     pending_keep_s: float = Field(default=7 * 86400.0, ge=60)
     """How long the record of an unfinished request is kept after its last change."""
     max_attempts: int = Field(default=8, ge=1)
-    """Claims without a new token in between, after which a request ends with `attempts_exhausted`."""
+    """Claims without a new token in between, after which a request ends with `attempts_exhausted`: its workers died."""
+    fail_attempts: int = Field(default=3, ge=1)
+    """Claims without a new token in between, after which a request whose work fails ends with what failed."""
+    retry_first_s: float = Field(default=1.0, ge=0)
+    """How long a request whose work failed waits until it is tried again."""
+    retry_factor: float = Field(default=2.0, ge=1)
+    """How many times longer it waits after each further failure."""
+    retry_cap_s: float = Field(default=30.0, ge=0)
+    """The longest that it waits."""
 
 
 CodecChoice = Literal["auto", "raw", "lossless", "int8"]
@@ -144,8 +152,18 @@ class TraceSettings(BaseSettings):
     """Append finished spans to this file, one JSON object a line. Empty: spans are not recorded."""
 
 
+class FaultSettings(BaseSettings):
+    """Failing on purpose, for tests."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid")
+
+    failpoints: str = ""
+    """Where the worker is to kill or stop itself (`penstock/failpoints.py`): `decode.7.sent=kill@3`. Empty: nowhere."""
+
+
 PARTS: tuple[type[BaseSettings], ...] = (
     Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, WorkerSettings, TraceSettings,
+    FaultSettings,
 )  # fmt: skip
 
 S = TypeVar("S", bound=BaseSettings)

@@ -41,6 +41,7 @@ from penstock.errors import (
     InternalError,
     RequestError,
 )
+from penstock.failpoints import failpoint
 from penstock.messages import (
     EndEvent,
     ErrorInfo,
@@ -51,7 +52,7 @@ from penstock.messages import (
 )
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record, Renewal
-from penstock.worker import Inbox, Settler, cause_to_end, pack, unpack
+from penstock.worker import Inbox, Settler, cause_to_end, pack, too_late, unpack
 from prefill_worker.handoff import job_of, outgoing_job, timings_of
 from prefill_worker.intake import Intake, read, seed_of
 from prefill_worker.tokenize import PromptReader
@@ -104,11 +105,15 @@ class PrefillWorker:
         self.settler.check()
         self._collect()
         self._hear()
+        self._expire()
         deliveries = self._poll() if accept else []
         for delivery in deliveries:
+            failpoint("prefill.1.polled")
             self._admit(delivery)
         self._take_over(accept=accept)
         sampled = self.engine.step()
+        if self.engine.has_run:
+            failpoint("prefill.3.stepped")
         firsts = [(self.running[item.seq.id], item) for item in sampled]
         self._emit(firsts)
         for prefill, _ in firsts:
@@ -171,6 +176,7 @@ class PrefillWorker:
                 error = IdConflict(f"the id {intake.id!r} belongs to a request with another body")
                 self._bury(delivery, f"{error.code}: {error}")
             case Claim():
+                failpoint("prefill.2.claimed")
                 self._begin(intake, claimed)
 
     def _take_over(self, *, accept: bool) -> None:
@@ -179,6 +185,7 @@ class PrefillWorker:
             taken = self.record.take_over(request_id, "prefill", self.name)
             intake = read(unpack(taken.message), self.prompts) if taken else None
             if taken is not None and intake is not None:
+                failpoint("prefill.2.taken")
                 self._begin(intake, taken.claim)
 
     def _hear(self) -> None:
@@ -187,12 +194,24 @@ class PrefillWorker:
             prefill = self.running.get(claim.id)
             if prefill is None or prefill.claim is not claim or prefill.seq.state is State.DONE:
                 continue
-            self._forget(prefill)
             if renewal is Renewal.FENCED:
+                self._forget(prefill)
                 self.inbox.put_back(prefill.intake.delivery)
             else:
-                prefill.intake.error = Cancelled("cancelled in prefill")
-                self._end(prefill.intake, claim)
+                self._stop(prefill, Cancelled("cancelled in prefill"))
+
+    def _expire(self) -> None:
+        """End what is too late; what is computed already goes on, for decode to end it."""
+        for prefill in list(self.running.values()):
+            request = prefill.intake.request
+            error = too_late(request.deadline if request else None)
+            if error is not None and prefill.seq.state is not State.DONE:
+                self._stop(prefill, error)
+
+    def _stop(self, prefill: Prefill, error: RequestError) -> None:
+        self._forget(prefill)
+        prefill.intake.error = error
+        self._end(prefill.intake, prefill.claim)
 
     def _bury(self, delivery: Delivery, reason: str) -> None:
         """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""
@@ -251,6 +270,7 @@ class PrefillWorker:
         """What could be had is in the pool: compute the rest."""
         if prefill is not self.running.get(prefill.seq.id):
             return
+        failpoint("prefill.3.fetched")
         lacks = [*fetch.lacks, *[self.store.everywhere] * (len(prefill.names) - len(fetch.lacks))]
         prefill.lacks = {index: lack for index, lack in enumerate(lacks) if lack}
         self.engine.add(prefill.seq)
@@ -271,6 +291,7 @@ class PrefillWorker:
         blocks = [(index, prefill.names[index], prefill.lacks.pop(index)) for index in ready]
         seq, lease_to = prefill.seq, self.pipeline.lease_owner(prefill.seq.id)
         self.transfers.ship(seq, Ship(prefill, blocks, lease_to=lease_to, klass=seq.klass, then=then))
+        failpoint("prefill.3.shipping")
 
     # 4 Emit.
 
@@ -289,6 +310,8 @@ class PrefillWorker:
                 event = prefill.claim.next_event(sampled.token_id, text, sampled.logprobs)
                 events.append((prefill, event, finish))
         outcomes = self.record.append([(prefill.claim, event) for prefill, event, _ in events])
+        if events:
+            failpoint("prefill.4.appended")
         for (prefill, _, finish), outcome in zip(events, outcomes, strict=True):
             prefill.intake.first_token_s = now_s() if outcome is AppendOutcome.OK else 0.0
             if outcome is AppendOutcome.FENCED:
@@ -321,6 +344,7 @@ class PrefillWorker:
 
     def _settle_job(self, intake: Intake, claim: Claim) -> None:
         """On the loop's thread, or the one that wrote the last block."""
+        failpoint("prefill.4.written")
         job = job_of(intake, self.store.layout.fingerprint)
         span = tracing.begin("hand_off", intake.context, job=job.job)
         outputs = [outgoing_job(self.pipeline, job, intake.context)]
@@ -329,10 +353,12 @@ class PrefillWorker:
             outputs.append(dead_message(self.pipeline, intake.delivery, reason))
 
         def done(settled: bool) -> None:
+            failpoint("prefill.5.settled")
             span.end()
             self.leases.drop(claim)
             if settled:
                 self.record.handed(claim)
+                failpoint("prefill.5.handed")
             else:
                 self.record.release(claim, delivered=intake.delivery.is_held)
 
@@ -344,6 +370,7 @@ class PrefillWorker:
         if not claim.ended and not self._append_end(intake, claim):
             self.inbox.put_back(intake.delivery)
             return
+        failpoint("prefill.2.ended")
         self._settle_job(intake, claim)
 
     def _append_end(self, intake: Intake, claim: Claim, finish: FinishReason | None = None) -> bool:

@@ -32,6 +32,7 @@ class Holdings:
         self._handed_out: set[Place] = set()
         self._passed: set[Partition] = set()
         self._full: set[str] = set()
+        self._stretched: set[Partition] = set()
         self._orphans: list[Delivery] = []
         self.shelf = Shelf()
 
@@ -60,6 +61,7 @@ class Holdings:
         for partition in gone:
             self._offsets.pop(partition, None)
         self._passed -= gone
+        self._stretched -= gone
         self._handed_out = {held for held in self._handed_out if held[0] not in gone}
         for klass, buffer in self._buffers.items():
             kept = [delivery for delivery in buffer if self.place(delivery)[0] not in gone]
@@ -87,6 +89,12 @@ class Holdings:
             self._handed_out.add((partition, offset))
             self._orphans.append(delivery)
 
+    def reach_end(self, partition: Partition, end: int) -> None:
+        """The log has nothing more before `end`: what is there instead are the markers of transactions."""
+        offsets = self._offsets.get(partition)
+        if offsets is not None and offsets.reach(end):
+            self._passed.add(partition)
+
     def orphans(self) -> list[Delivery]:
         """Messages of the retry topic that are nobody's, each told once: they belong to the dead letters."""
         found, self._orphans = self._orphans, []
@@ -113,7 +121,7 @@ class Holdings:
     def to_commit(self, deliveries: Sequence[Delivery] = ()) -> list[tuple[Partition, int, str]]:
         """What to commit when these are finished: partition, offset, metadata. Changes nothing.
 
-        It includes partitions where another stage's retries were passed over since the last commit.
+        It includes partitions where others' retries, or markers, were passed over since the last commit.
         """
         also: dict[Partition, set[int]] = {partition: set() for partition in self._passed}
         for partition, offset in map(self.place, deliveries):
@@ -129,11 +137,21 @@ class Holdings:
 
     @property
     def has_passed(self) -> bool:
-        """Whether messages of the other stage were passed over since the last commit."""
+        """Whether the other stage's messages, or markers, were passed over since the last commit."""
         return bool(self._passed)
 
-    def full_topics(self) -> set[str]:
-        """The topics to pause now."""
+    def to_pause(self) -> set[Partition]:
+        """The partitions to pause now: of classes with a full buffer, and those read far beyond a slow request."""
+        for partition, offsets in self._offsets.items():
+            share = offsets.stretch
+            if share >= 1:
+                self._stretched.add(partition)
+            elif share <= 0.5:
+                self._stretched.discard(partition)
+        full = self._full_topics()
+        return {one for one in self._offsets if one[0] in full or one in self._stretched}
+
+    def _full_topics(self) -> set[str]:
         for klass, topic in self._topics.items():
             share = max(len(self._buffers[klass]) / BUFFER_MESSAGES, self._num_bytes[klass] / BUFFER_BYTES)
             if share >= 1:
@@ -144,7 +162,7 @@ class Holdings:
             self._full.discard(self._pipeline.retries)
         else:
             self._full.add(self._pipeline.retries)
-        return set(self._full)
+        return self._full
 
     def place(self, delivery: Delivery) -> Place:
         """Partition and offset of a delivery."""

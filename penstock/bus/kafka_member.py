@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from confluent_kafka import (
     OFFSET_BEGINNING,
     Consumer,
+    KafkaError,
     KafkaException,
     Message,
     TopicPartition,
@@ -24,7 +25,7 @@ from penstock.bus.kafka import (
     read_headers,
     read_key,
 )
-from penstock.bus.kafka_buffer import Holdings
+from penstock.bus.kafka_buffer import Holdings, Partition
 from penstock.bus.kafka_transactions import GroupMoved, Transactions
 from penstock.bus.retries import dead_message, retry_message
 from penstock.errors import BusError, BusUnavailable, DeliveryLost, MemberFenced
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 MEMBERSHIP_S = 0.02
 PASSED_COMMIT_S = 1.0
-"""How often the offsets of the other stage's retries are committed when nothing is settled."""
+"""How often the offsets of what is passed over are committed when nothing is settled."""
 
 
 class KafkaMember:
@@ -58,7 +59,7 @@ class KafkaMember:
         self._settling = threading.Lock()
         self._state = threading.Condition()
         self._holdings = Holdings(bus.pipeline, stage)
-        self._paused: set[str] = set()
+        self._paused: set[Partition] = set()
         self._failure: BusError | None = None
         self._closing = threading.Event()
         self._doubtful: list[Delivery] = []
@@ -201,6 +202,10 @@ class KafkaMember:
     def _arrived(self, message: Message) -> None:
         error = message.error()
         if error is not None:
+            if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+                with self._state:
+                    self._holdings.reach_end((message.topic() or "", message.partition() or 0), message.offset() or 0)
+                return
             if error.fatal():
                 raise KafkaException(error)
             log.warning("Kafka: %s", error.str())
@@ -231,7 +236,7 @@ class KafkaMember:
                 self._holdings.assign((found.topic, found.partition), max(0, found.offset), found.metadata)
             started.append(TopicPartition(found.topic, found.partition, start))
         consumer.incremental_assign(started)
-        consumer.pause([p for p in started if p.topic in self._paused])
+        self._paused -= {(p.topic, p.partition) for p in started}
 
     def _committed(self, consumer: Consumer, partitions: list[TopicPartition]) -> list[TopicPartition]:
         """The group's committed offsets. A dead member's open transaction over them is waited for."""
@@ -254,13 +259,13 @@ class KafkaMember:
 
     def _pause_full(self) -> None:
         with self._state:
-            full, partitions = self._holdings.full_topics(), self._holdings.partitions
-        for topics, change in (
+            full, partitions = self._holdings.to_pause(), self._holdings.partitions
+        for changed, change in (
             (full - self._paused, self._consumer.pause),
-            (self._paused - full, self._consumer.resume),
+            (self._paused.intersection(partitions) - full, self._consumer.resume),
         ):
-            if topics:
-                change([TopicPartition(topic, number) for topic, number in partitions if topic in topics])
+            if changed:
+                change([TopicPartition(*partition) for partition in changed])
         self._paused = full
 
     def _refresh_membership(self) -> None:
@@ -309,6 +314,7 @@ def _consumer_settings(bootstrap: str, group: str, name: str) -> dict[str, objec
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
         "auto.offset.reset": "earliest",
+        "enable.partition.eof": True,  # behind the last message there may be markers: committed too, nothing lags
         "fetch.wait.max.ms": 50,
         "fetch.error.backoff.ms": 50,
         "fetch.max.bytes": 2 * MAX_BATCH_BYTES,

@@ -8,6 +8,7 @@ from penstock.bus.contract import Outgoing
 from penstock.bus.kafka import ANSWER_S, FENCED, bus_errors, produce, producer_settings
 from penstock.bus.kafka_partitions import Partitions
 from penstock.errors import MemberFenced
+from penstock.failpoints import failpoint
 
 ABORT_S = 3.0
 STALE_GROUP = (
@@ -64,8 +65,11 @@ class Transactions:
             self._producer.begin_transaction()
             self._open = True
             self._write(outputs)  # 3
+            failpoint("kafka.3.written")
             self._producer.send_offsets_to_transaction(offsets, membership, ANSWER_S)  # 4
+            failpoint("kafka.4.offsets")
             self._commit()  # 5
+            failpoint("kafka.5.committed")
         except KafkaException as raised:
             self._after(raised)
             raise

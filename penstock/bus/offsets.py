@@ -8,6 +8,9 @@ finished: so runs stay runs.
     offset     10 11 12 13 14 15 16 17
     state       f  f  .  f  -  f  f          f finished   . unfinished   - left out by the log
     committed        12, and the metadata says 13..16
+
+A partition is read on only as long as its metadata is sure to have room for all that may be finished, and not too far
+beyond its first unfinished offset (`stretch`). So a restart repeats no finished work, however slow one request is.
 """
 
 import base64
@@ -18,7 +21,12 @@ from collections.abc import Collection, Iterable
 MAX_METADATA_BYTES = 4000
 """A broker takes 4,096 by default."""
 
+MAX_AHEAD = 100_000
+"""How far beyond its first unfinished offset a partition is read: after a restart so much may be read again, and passed
+over."""
+
 _PREFIX = "penstock1:"
+_MAX_PACKED = (MAX_METADATA_BYTES - len(_PREFIX)) // 4 * 3
 Range = tuple[int, int]
 """First and last offset, both included."""
 
@@ -36,12 +44,29 @@ class PartitionOffsets:
         """Delivered and not finished."""
         return len(self._unfinished)
 
+    @property
+    def stretch(self) -> float:
+        """How far it is read beyond its first unfinished offset, as a share of what is allowed. At 1 it has to wait.
+
+        The metadata has at most one run more than there are unfinished offsets, of two numbers each. A number takes a
+        byte, and one more for each 127 offsets that it spans, at most.
+        """
+        ahead = self._next - next(iter(self._unfinished), self._next)
+        return max(ahead / MAX_AHEAD, (2 * (len(self._unfinished) + 1) + ahead // 127) / _MAX_PACKED)
+
+    def reach(self, end: int) -> bool:
+        """Note that the log has nothing more before `end`; whether that is news."""
+        if end <= self._next:
+            return False
+        self._finished = _union([*self._finished, (self._next, end - 1)])
+        self._next = end
+        return True
+
     def deliver(self, offset: int) -> bool:
         """Note the next offset of the log; False if its work was finished before a restart."""
         if offset < self._next:
             return False
-        if offset > self._next:
-            self._finished = _union([*self._finished, (self._next, offset - 1)])
+        self.reach(offset)
         self._next = offset + 1
         if _contains(self._finished, offset):
             return False

@@ -1,9 +1,9 @@
 """The retry and dead-letter topics, the same on both buses.
 
 Both stages' groups read the one retry topic. A message there says in its headers where it came from
-(`ORIGIN`), how often it was tried (`ATTEMPT`), why (`REASON`), and from when on it may be tried again
-(`NOT_BEFORE`, milliseconds since the epoch). Each group delivers those that came from its own stage and
-passes over the others.
+(`ORIGIN`), how often it was tried (`ATTEMPT`), why (`REASON`) and where (`STACK`), and from when on it may be
+tried again (`NOT_BEFORE`, milliseconds since the epoch). Each group delivers those that came from its own stage
+and passes over the others. A dead letter also says since when it is one (`BURIED`, likewise).
 """
 
 import heapq
@@ -14,20 +14,34 @@ from dataclasses import replace
 from typing import Literal
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
-from penstock.names import ATTEMPT, CLASSES, NOT_BEFORE, ORIGIN, REASON, TRUNCATED, Pipeline, PriorityClass, Stage
+from penstock.names import (
+    ATTEMPT,
+    BURIED,
+    CLASSES,
+    NOT_BEFORE,
+    ORIGIN,
+    REASON,
+    STACK,
+    TRUNCATED,
+    Pipeline,
+    PriorityClass,
+    Stage,
+)
 
 SHELF_CAPACITY = 1024
 """Messages a member keeps while they are not due. With more it stops reading the retry topic for a while."""
 
 MAX_REASON_CHARS = 1000
+MAX_STACK_CHARS = 6000
+"""The end of a stack says most."""
 _RETRY_POSITION = "retry:"
 
 Verdict = Literal["ours", "theirs", "nobody"]
 
 
-def retry_message(pipeline: Pipeline, delivery: Delivery, reason: str, delay_s: float) -> Outgoing:
+def retry_message(pipeline: Pipeline, delivery: Delivery, reason: str, delay_s: float, stack: str = "") -> Outgoing:
     """What goes to the retry topic for a delivery: attempt + 1, not before `delay_s` from now."""
-    headers = dict(delivery.headers)
+    headers = _with_stack(delivery.headers, stack)
     headers[ORIGIN] = delivery.topic
     headers[ATTEMPT] = str(delivery.attempt + 1)
     headers[NOT_BEFORE] = str(int((time.time() + delay_s) * 1000))
@@ -35,18 +49,29 @@ def retry_message(pipeline: Pipeline, delivery: Delivery, reason: str, delay_s: 
     return Outgoing(pipeline.retries, delivery.value, delivery.key, headers)
 
 
-def dead_message(pipeline: Pipeline, delivery: Delivery, reason: str) -> Outgoing:
-    """What goes to the dead-letter topic for a delivery."""
-    headers = {name: value for name, value in delivery.headers.items() if name != NOT_BEFORE}
+def dead_message(
+    pipeline: Pipeline, delivery: Delivery, reason: str, stack: str = "", attempts: int | None = None
+) -> Outgoing:
+    """What goes to the dead-letter topic for a delivery, that was tried so often (or as its headers say).
+
+    Without a stack it keeps the last retry's, if there was one.
+    """
+    headers = {name: value for name, value in _with_stack(delivery.headers, stack).items() if name != NOT_BEFORE}
     headers[ORIGIN] = delivery.topic
     headers[REASON] = reason[:MAX_REASON_CHARS]
+    headers[ATTEMPT] = str(delivery.attempt + 1 if attempts is None else attempts)
+    headers[BURIED] = str(int(time.time() * 1000))
     message = Outgoing(pipeline.dead, delivery.value, delivery.key, headers)
     return message if message.num_bytes <= MAX_MESSAGE_BYTES else _cut(message)
 
 
+def _with_stack(headers: Mapping[str, str], stack: str) -> dict[str, str]:
+    return {**headers, STACK: stack[-MAX_STACK_CHARS:]} if stack else dict(headers)
+
+
 def _cut(message: Outgoing) -> Outgoing:
     """The beginning of a message that no topic takes whole, and what is known of it: a dead letter always fits."""
-    kept = {name: message.headers[name][:MAX_REASON_CHARS] for name in (ORIGIN, REASON)}
+    kept = {name: message.headers[name][:MAX_REASON_CHARS] for name in (ORIGIN, REASON, ATTEMPT, BURIED)}
     kept[TRUNCATED] = str(len(message.value))
     key = message.key if message.key is not None and len(message.key) <= MAX_REASON_CHARS else None
     return Outgoing(message.topic, message.value[: MAX_MESSAGE_BYTES // 2], key, kept)

@@ -6,7 +6,7 @@ import logging
 import redis
 import typer
 
-from penstock import tracing
+from penstock import failpoints, tracing
 from penstock.bus.connect import connect
 from penstock.errors import DependencyMissing
 from penstock.names import Pipeline, Stage
@@ -14,6 +14,7 @@ from penstock.settings import (
     Addresses,
     BusSettings,
     EngineSettings,
+    FaultSettings,
     KVSettings,
     RecordSettings,
     TraceSettings,
@@ -42,6 +43,7 @@ def run(stage: Stage) -> None:
     """Read the settings, load the model, join the group, work until told to stop."""
     addresses, settings = load(Addresses), load(WorkerSettings)
     name, pipeline = slot_name(settings.name), Pipeline(addresses.pipeline)
+    failpoints.arm(load(FaultSettings).failpoints)
     stay_on(settings.cores)
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing.recording(f"penstock-{stage}", load(TraceSettings).file))

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -43,17 +43,21 @@ _POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
 </project>
 """
 
-BROKER_SETTINGS = {
-    "message.max.bytes": str(2 * MAX_REQUEST_BYTES + 2**20),
-    "replica.fetch.max.bytes": str(2 * MAX_REQUEST_BYTES + 2**20),
-    "auto.create.topics.enable": "false",
-    "group.initial.rebalance.delay.ms": "0",
+SHORT_TIMEOUTS = {
     # A dead member is noticed after three seconds instead of 45.
     "group.min.session.timeout.ms": "1000",
     "group.consumer.min.session.timeout.ms": "1000",
     "group.consumer.session.timeout.ms": "3000",
     "group.consumer.min.heartbeat.interval.ms": "100",
     "group.consumer.heartbeat.interval.ms": "300",
+}
+"""Of groups: for development. Without them the broker has its defaults."""
+
+BROKER_SETTINGS = {
+    "message.max.bytes": str(2 * MAX_REQUEST_BYTES + 2**20),
+    "replica.fetch.max.bytes": str(2 * MAX_REQUEST_BYTES + 2**20),
+    "auto.create.topics.enable": "false",
+    "group.initial.rebalance.delay.ms": "0",
     # A broker that was killed may register again soon.
     "broker.heartbeat.interval.ms": "500",
     "broker.session.timeout.ms": "3000",
@@ -79,11 +83,22 @@ _JVM = ("-Xms64m", "-Xmx320m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-
 
 
 class KafkaServer:
-    """One broker with its data in `directory`; started again, it has the data it had."""
+    """One broker with its data in `directory`; started again, it has the data it had.
 
-    def __init__(self, directory: Path, port: int | None = None) -> None:
+    Clients are told to connect to the port `advertised`, where that is given. `timeouts`: those of groups.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        port: int | None = None,
+        *,
+        advertised: int | None = None,
+        timeouts: Mapping[str, str] = SHORT_TIMEOUTS,
+    ) -> None:
         self.directory = directory
         self.port = port or free_port()
+        self._advertised, self._timeouts = advertised or self.port, timeouts
         self._controller_port = free_port()
         self._child: Child | None = None
 
@@ -126,13 +141,13 @@ class KafkaServer:
             self._child = None
 
     def _settings(self) -> dict[str, str]:
-        return BROKER_SETTINGS | {
+        return BROKER_SETTINGS | dict(self._timeouts) | {
             "process.roles": "broker,controller",
             "node.id": "1",
             "controller.quorum.bootstrap.servers": f"127.0.0.1:{self._controller_port}",
             "controller.listener.names": "CONTROLLER",
             "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{self._controller_port}",
-            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self.port}",
+            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self._advertised}",
             "log.dirs": str(self.directory / "data"),
         }
 
@@ -227,7 +242,7 @@ def _container() -> Iterator[str]:
     from testcontainers.core.container import DockerContainer
 
     port = free_port()
-    settings = BROKER_SETTINGS | {
+    settings = BROKER_SETTINGS | SHORT_TIMEOUTS | {
         "process.roles": "broker,controller",
         "node.id": "1",
         "controller.quorum.voters": "1@localhost:9093",

@@ -182,9 +182,12 @@ class Stack:
         if share and not environment.keys() & {"PENSTOCK_WORKER_CORES", "PENSTOCK_ENGINE_THREADS"}:
             environment["PENSTOCK_WORKER_CORES"] = ",".join(map(str, share))
             environment["PENSTOCK_ENGINE_THREADS"] = str(len(share))
-        command = [sys.executable, "-m", "penstock.cli.main", "worker", worker.stage]
         worker.was_ready, worker.started_at = False, time.monotonic()
-        worker.child = start_child(command, name=worker.name, log=self._log(worker), environment=environment)
+        worker.child = self._launch(worker, environment)
+
+    def _launch(self, worker: Worker, environment: Mapping[str, str]) -> Child:
+        command = [sys.executable, "-m", "penstock.cli.main", "worker", worker.stage]
+        return start_child(command, name=worker.name, log=self._log(worker), environment=environment)
 
     def _log(self, worker: Worker) -> Path:
         return self.directory / f"{worker.name}.log"

@@ -10,7 +10,7 @@ def cause_to_end(claim: Claim, deadline: float | None) -> RequestError | None:
     if claim.cancelled:
         return Cancelled("cancelled")
     if claim.exhausted:
-        return AttemptsExhausted(f"tried {claim.attempts - 1} times without a new token")
+        return AttemptsExhausted(f"worker lost: {claim.attempts - 1} in a row, without a new token of this request")
     return too_late(deadline)
 
 

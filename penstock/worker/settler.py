@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from penstock.bus.contract import Member, Settlement
 from penstock.errors import BusUnavailable, DeliveryLost
+from penstock.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Settler:
         tries = 0
         while batch:
             try:
+                failpoint("settle.begun")
                 self._member.settle([order.settlement for order in batch])
             except DeliveryLost as error:
                 lost = {(delivery.topic, delivery.position) for delivery in error.deliveries}
@@ -111,6 +113,7 @@ class Settler:
                 log.warning("settling failed, trying again (%d of %d)", tries, SETTLE_TRIES, exc_info=True)
                 time.sleep(0.05 * 2**tries)
             else:
+                failpoint("settle.done")
                 self._finish(batch, settled=True)
                 return
 

@@ -37,23 +37,31 @@ class Line:
         self.bus.create_topics()
         self.client = redis.Redis.from_url(addresses.stream_url)
         self.record_settings = record or RecordSettings()
-        self.prefill = PrefillWorker(*self._parts("prefill"))
-        self.decode = DecodeWorker(*self._parts("decode"))
+        self.add_prefill("prefill-0")
+        self.add_decode("decode-0")
         self.publisher = self.bus.publisher()
 
-    def _parts(self, stage: Stage) -> tuple[Pipeline, str, Engine, KVStore, Record, Member]:
+    def add_prefill(self, name: str) -> None:
+        """A prefill worker. The one before goes on for whoever has it."""
+        self.prefill = PrefillWorker(*self._parts("prefill", name))
+
+    def add_decode(self, name: str) -> None:
+        """A decode worker, as above."""
+        self.decode = DecodeWorker(*self._parts("decode", name))
+
+    def _parts(self, stage: Stage, name: str) -> tuple[Pipeline, str, Engine, KVStore, Record, Member]:
         engine = Engine(demo_model(), self.engine_settings)
         layout = Layout.of(engine.model.fingerprint, engine.model.layout)
         store = KVStore.open(
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )
         record = Record(self.client, self.pipeline, self.record_settings)
-        member = self.bus.member(stage, f"{stage}-0")
-        return self.pipeline, f"{stage}-0", engine, store, record, member
+        member = self.bus.member(stage, name)
+        return self.pipeline, name, engine, store, record, member
 
     def renew_decode(self) -> None:
         """Another decode worker, in the place of one that left."""
-        self.decode = DecodeWorker(*self._parts("decode"))
+        self.add_decode("decode-0")
 
     def publish(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
         """Put raw bytes in the interactive requests topic, or another."""

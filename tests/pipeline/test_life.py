@@ -9,11 +9,12 @@ import pytest
 from penstock import names
 from penstock.client import Client
 from penstock.errors import Cancelled
-from penstock.messages import Request, Sampling
+from penstock.local.processes import wait_until
+from penstock.messages import Request, Sampling, now_s
 from penstock.names import Pipeline
 from penstock.record import body_hash
 from penstock.settings import Addresses, RecordSettings
-from penstock.worker import StopSignal, serve
+from penstock.worker import StopSignal, run_until_idle, serve
 from tests.pipeline.line import Line
 
 
@@ -180,3 +181,27 @@ def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: Line) -> None:
     said = [event.token for event in [*first, *rest] if hasattr(event, "token")]
     assert said == result.token_ids
     assert len(said) == 60
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deadline_exceeded"])
+def test_ended_while_its_prompt_is_computed(line: Line, how: str) -> None:
+    """In the middle of a long prompt: no token is sampled, and the blocks are free again."""
+    token_ids = [5 + n % 200 for n in range(900)]
+    late = {"deadline": now_s() + 1.0} if how == "deadline_exceeded" else {}
+    line.send(ask("stopped", prompt=None, token_ids=token_ids, **late))
+    prefill = line.prefill
+    while not (prefill.running and prefill.running["stopped"].seq.num_computed > 0):
+        prefill.turn()
+    if how == "cancelled":
+        assert prefill.record.cancel("stopped")
+
+    def has_ended() -> bool:  # no step is made: it hears of it without one
+        prefill._hear()
+        prefill._expire()
+        return not prefill.running
+
+    wait_until(has_ended, 30, "the end")
+    (result,) = line.run_until(1)
+    run_until_idle(prefill)
+    assert prefill.engine.num_free_blocks == prefill.engine.pool.num_blocks
+    assert (result.error and result.error.code, result.token_ids) == (how, [])

@@ -1,0 +1,66 @@
+"""Reaching servers: how long Redis may take to answer, what counts as an outage, and how long to pause then."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthorizationError, ClusterDownError, OutOfMemoryError, TryAgainError
+from redis.retry import Retry
+
+from penstock.errors import BusUnavailable
+
+ANSWER_S = 2.0
+"""A Redis that does not answer within this time counts as away."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+
+_AWAY = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.ReadOnlyError,
+    OutOfMemoryError,
+    ClusterDownError,
+    TryAgainError,
+)
+_REFUSED = (redis.AuthenticationError, AuthorizationError)
+_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "BUSY ", "UNKILLABLE")
+"""Errors that redis-py has no class for: the disk is full, replicas are gone, all data is gone, a script does not end."""
+
+
+def redis_client(url: str) -> "redis.Redis":
+    """A client that gives up in time. A connection that the server had closed is opened again, once."""
+    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 1, (redis.ConnectionError,)), **_limits())
+
+
+def async_redis_client(url: str) -> "redis.asyncio.Redis":
+    """The same for asyncio."""
+    retry = redis.asyncio.retry.Retry(NoBackoff(), 1, (redis.ConnectionError,))
+    return redis.asyncio.Redis.from_url(url, retry=retry, **_limits())
+
+
+def _limits() -> dict[str, Any]:
+    return {"socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S, "socket_keepalive": True}
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether an error means that a server is away, or cannot work now: the same may succeed later.
+
+    A wrong password or a bug, in ours or in a script, is not that.
+    """
+    if isinstance(error, BusUnavailable):
+        cause = error.__cause__
+        return not isinstance(cause, redis.RedisError) or is_away(cause)
+    if isinstance(error, _REFUSED):
+        return False
+    return isinstance(error, _AWAY) or (isinstance(error, redis.ResponseError) and str(error).startswith(_CODES))
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait before each further attempt: longer and longer, and no two workers' alike."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        yield pause_s * random.uniform(0.5, 1.0)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

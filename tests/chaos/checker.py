@@ -1,0 +1,178 @@
+"""Holds a history against the promises. It knows nothing of how they are kept.
+
+A history is a sequence of entries, each a flat JSON object with `what` and, nearly always, the request's `id`:
+
+| `what`      | Other fields                      | Says that                                                           |
+|-------------|-----------------------------------|---------------------------------------------------------------------|
+| `submitted` | `tokens`, `text`, `finish`, `may` | somebody is about to send it; this is the undivided model's answer, and `may` names the typed errors that may end it before |
+| `accepted`  |                                   | it is durable, the sender knows: it has to be answered              |
+| `token`     | `reader`, `event`, `token`        | a reader saw a token, under that event id                           |
+| `end`       | `reader`, `finish`, `count`, `error` | a reader saw the end, after `count` tokens (none known: null), with that error code or null |
+| `failed`    | `reader`, `error`                 | reading came to nothing, by that name of an error                   |
+| `result`    | `tokens`, `text`, `finish`, `error` | it is in the results topic, read_committed                        |
+| `dead`      | `reason`                          | it is among the dead letters                                        |
+
+Other entries tell what was done to the system; they are passed over. The order of one reader's entries is the order in
+which it saw them, over all its connections. The history ends when nobody would wait any longer.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.names import START_HASH, parse_event_id, roll
+
+KINDS = ("lost", "duplicated", "diverged", "wrong", "reordered", "stuck")
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A promise that was broken."""
+
+    kind: str
+    """One of `KINDS`."""
+    id: str
+    """The request's."""
+    story: str
+
+
+@dataclass
+class _Request:
+    id: str
+    submitted: Entry | None = None
+    accepted: bool = False
+    readers: dict[str, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    results: list[Entry] = field(default_factory=list)
+    dead: list[Entry] = field(default_factory=list)
+
+
+def check(history: Iterable[Entry]) -> list[Finding]:
+    """All that is not as it was promised."""
+    requests: dict[str, _Request] = {}
+    for entry in history:
+        if "id" in entry:
+            _note(requests.setdefault(entry["id"], _Request(entry["id"])), entry)
+    return [
+        Finding(kind, request.id, story) for request in requests.values() for kind, story in _broken_promises(request)
+    ]
+
+
+def tally(findings: Iterable[Finding]) -> dict[str, int]:
+    """How many there are of each kind."""
+    counts = dict.fromkeys(KINDS, 0)
+    for finding in findings:
+        counts[finding.kind] += 1
+    return counts
+
+
+def _note(request: _Request, entry: Entry) -> None:
+    match entry["what"]:
+        case "submitted":
+            request.submitted = entry
+        case "accepted":
+            request.accepted = True
+        case "token" | "end" | "failed":
+            request.readers[entry["reader"]].append(entry)
+        case "result":
+            request.results.append(entry)
+        case "dead":
+            request.dead.append(entry)
+
+
+Broken = Iterator[tuple[str, str]]
+
+
+def _broken_promises(request: _Request) -> Broken:
+    if request.accepted and not request.results:
+        yield "lost", "it was accepted, and has no result"
+    if len(request.results) > 1:
+        yield "duplicated", f"it has {len(request.results)} results"
+    for reader, seen in request.readers.items():
+        yield from _order(reader, seen)
+        yield from _ends(reader, seen)
+    yield from _agreement(request)
+    if request.submitted is not None:
+        yield from _truth(request, request.submitted)
+
+
+def _order(reader: str, seen: list[Entry]) -> Broken:
+    """Every position once, in order; nothing after the end."""
+    next_one, missing, over = 0, set[int](), False
+    for entry in seen:
+        if over:
+            yield "duplicated", f"{reader} was told more after the end: {entry['what']}"
+        over = over or entry["what"] == "end"
+        if entry["what"] != "token":
+            continue
+        position = parse_event_id(entry["event"])[0]
+        if position in missing:
+            yield "reordered", f"{reader} saw token {position} after token {next_one - 1}"
+            missing.discard(position)
+        elif position < next_one:
+            yield "duplicated", f"{reader} saw token {position} again"
+        else:
+            missing |= set(range(next_one, position))
+            next_one = position + 1
+    for position in sorted(missing):
+        yield "lost", f"{reader} never saw token {position}"
+
+
+def _ends(reader: str, seen: list[Entry]) -> Broken:
+    """A stream ends, and with the number of tokens that it had."""
+    last, num_tokens = seen[-1], sum(entry["what"] == "token" for entry in seen)
+    if last["what"] == "token":
+        yield "stuck", f"{reader} saw {num_tokens} tokens and no end"
+    if last["what"] == "end" and last["count"] not in (None, num_tokens):
+        yield "lost", f"{reader} saw {num_tokens} of {last['count']} tokens"
+    if last["what"] == "failed":
+        kind = {"StreamTimeout": "stuck", "StreamDiverged": "diverged"}.get(last["error"], "lost")
+        yield kind, f"{reader} could not read on: {last['error']} {last.get('story', '')}"
+
+
+def _agreement(request: _Request) -> Broken:
+    """All readers and all results say the same, and the event ids are those of what they say."""
+    said: dict[int, int] = {}
+    for reader, seen in request.readers.items():
+        rolled, next_one = START_HASH, 0
+        for entry in (entry for entry in seen if entry["what"] == "token"):
+            position, named = parse_event_id(entry["event"])
+            if said.setdefault(position, entry["token"]) != entry["token"]:
+                yield "diverged", f"{reader} saw {entry['token']} at {position}, others {said[position]}"
+            if position == next_one:
+                rolled, next_one = roll(rolled, entry["token"]), position + 1
+                if rolled != named:
+                    yield "diverged", f"{reader} saw {entry['event']}, which is no id of what it had seen"
+    for result in request.results:
+        for position, token in enumerate(result["tokens"]):
+            if said.setdefault(position, token) != token:
+                yield "diverged", f"a result has {token} at {position}, others {said[position]}"
+
+
+def _truth(request: _Request, expected: Entry) -> Broken:
+    """The tokens, text and end of the undivided model, or of a beginning of it and an error that may be."""
+    may, tokens = expected.get("may", ()), list(expected["tokens"])
+    for reader, seen in request.readers.items():
+        for entry in (entry for entry in seen if entry["what"] == "token"):
+            position = parse_event_id(entry["event"])[0]
+            if tokens[position : position + 1] != [entry["token"]]:
+                yield "wrong", f"{reader} saw {entry['token']} at {position}"
+    ends = [(reader, entry) for reader, seen in request.readers.items() for entry in seen if entry["what"] == "end"]
+    for who, end in [*ends, *(("a result", result) for result in request.results)]:
+        if end["error"] is not None:
+            if end["error"] not in may:
+                yield "wrong", f"{who} ends with the error {end['error']}"
+        elif end["finish"] != expected["finish"]:
+            yield "wrong", f"{who} ends with {end['finish']}, not {expected['finish']}"
+        elif end.get("count", len(tokens)) != len(tokens):
+            yield "wrong", f"{who} ends after {end['count']} tokens, not {len(tokens)}"
+    for result in request.results:
+        length = len(tokens) if result["error"] is None else len(result["tokens"])
+        if list(result["tokens"]) != tokens[:length]:
+            yield "wrong", f"a result has other tokens: {result['tokens']}"
+        if result["error"] is None and result["text"] != expected["text"]:
+            yield "wrong", f"a result has another text: {result['text']!r}"
+    for letter in request.dead:
+        if not any(code in letter["reason"] for code in may):
+            yield "wrong", f"it is among the dead letters: {letter['reason']}"

@@ -1,0 +1,121 @@
+"""A TCP proxy on this machine that can cut, hang, slow down and refuse connections."""
+
+import asyncio
+import contextlib
+import threading
+from types import TracebackType
+from typing import Self
+
+from penstock.local.processes import free_port
+
+CHUNK = 2**16
+
+
+class Proxy:
+    """Forwards a port to another one, from a thread of its own. What it does to connections is changed from any."""
+
+    def __init__(self, target_port: int, port: int | None = None) -> None:
+        self.port, self.target_port = port or free_port(), target_port
+        self._loop = asyncio.new_event_loop()
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._delay_s, self._refuses = 0.0, False
+        self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"proxy-{self.port}", daemon=True)
+
+    # From any thread.
+
+    def cut(self) -> None:
+        """End all connections at once; new ones are welcome."""
+        self._loop.call_soon_threadsafe(self._abort_all)
+
+    def hang(self) -> None:
+        """Forward nothing from now on; connections stay open, and new ones are accepted."""
+        self._loop.call_soon_threadsafe(self._flows.clear)
+
+    def slow(self, delay_s: float) -> None:
+        """Forward each piece that much later."""
+        self._delay_s = delay_s
+
+    def refuse(self) -> None:
+        """End all connections, and new ones as they come."""
+        self._refuses = True
+        self.cut()
+
+    def heal(self) -> None:
+        """Be a proxy as any other again; what was held back goes on."""
+        self._delay_s, self._refuses = 0.0, False
+        self._loop.call_soon_threadsafe(self._flows.set)
+
+    # On the loop.
+
+    def _abort_all(self) -> None:
+        for writer in self._open:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._open.add(writer)
+        try:
+            await self._connect_through(reader, writer)
+        finally:
+            self._open.discard(writer)
+            self._tasks.discard(task)
+            writer.transport.abort()
+
+    async def _connect_through(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refuses:
+            return
+        with contextlib.suppress(OSError):
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+            self._open.add(far_writer)
+            try:
+                ways = [self._forward(reader, far_writer), self._forward(far_reader, writer)]
+                pumps = [asyncio.create_task(way) for way in ways]
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
+            finally:
+                self._open.discard(far_writer)
+                far_writer.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(CHUNK):
+            if self._delay_s:
+                await asyncio.sleep(self._delay_s)
+            await self._flows.wait()
+            writer.write(piece)
+            await writer.drain()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            server = runner.run(self._listen())
+            self._started.set()
+            self._loop.run_forever()
+            server.close()
+            runner.run(self._end())
+
+    async def _listen(self) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+
+    async def _end(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()

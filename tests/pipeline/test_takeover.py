@@ -1,0 +1,117 @@
+"""A worker falls silent: another goes on without a delivery, and when the first one wakes up it does no harm."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from decode_worker.worker import DecodeWorker
+from penstock.client import Client
+from penstock.local.processes import wait_until
+from penstock.messages import EndEvent, Request, Sampling, TokenEvent
+from penstock.names import Pipeline
+from penstock.settings import Addresses, RecordSettings
+from penstock.worker import run_until_idle
+from prefill_worker.worker import PrefillWorker
+from tests.pipeline.line import Line
+from tests.pipeline.workload import alone, requests
+
+
+@pytest.fixture(params=["embedded", "kafka"])
+def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
+    with Line(addresses, RecordSettings(lease_s=0.4)) as made:
+        yield made
+
+
+def long(max_tokens: int) -> Request:
+    sampling = Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return requests(4, "any")[-1].model_copy(update={"id": "long", "sampling": sampling})
+
+
+def silence(worker: PrefillWorker | DecodeWorker) -> None:
+    """Its loop stands still and its leases run out; it stays a member of its group, which knows nothing of it."""
+    worker.leases.close()
+
+
+def goes_on(line: Line, worker: PrefillWorker | DecodeWorker, request_id: str) -> list[TokenEvent | EndEvent]:
+    """Turn a worker until the stream of a request has its end; the whole stream, as a client reads it."""
+    events: list[TokenEvent | EndEvent] = []
+
+    def read() -> None:
+        with Client(line.addresses) as client:
+            events.extend(client.stream(request_id, timeout_s=60))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+
+    def has_ended() -> bool:
+        worker.turn()
+        return not reader.is_alive()
+
+    wait_until(has_ended, 60, "the stream's end", 0)
+    return events
+
+
+def test_another_decode_worker_goes_on_and_the_holder_of_the_delivery_settles(line: Line) -> None:
+    request = long(40)
+    line.send(request)
+    line.run_prefill(1)
+    zombie = line.decode
+    while not (zombie.running and zombie.running["long"].claim.num_tokens > 5):
+        zombie.turn()
+    silence(zombie)
+    line.add_decode("decode-1")
+    events = goes_on(line, line.decode, "long")
+    expected = alone([request])["long"].token_ids
+    assert [event.token for event in events if isinstance(event, TokenEvent)] == expected
+    if not line.addresses.kafka:  # Kafka gives a part of the partitions, and their deliveries, to who joins
+        assert line.results() == []  # the delivery is the zombie's, and nobody else settles it
+    while not line.results():
+        zombie.turn()
+        line.decode.turn()
+    run_until_idle(zombie)
+    (result,) = line.results()
+    assert result.token_ids == expected
+    assert not zombie.running
+    zombie.close()
+
+
+def test_another_prefill_worker_goes_on(line: Line) -> None:
+    """It hands off what it computed; when the first one wakes up, its request is bound, and settled without output."""
+    request = long(12)
+    line.send(request)
+    zombie = line.prefill
+    while not zombie.running:
+        zombie.turn()
+    silence(zombie)
+    line.add_prefill("prefill-1")
+    line.run_prefill(1)
+    run_until_idle(line.decode)
+    expected = alone([request])["long"].token_ids
+    assert [result.token_ids for result in line.results()] == [expected]
+    zombie.turn()
+    run_until_idle(zombie)
+    run_until_idle(line.decode)
+    assert len(line.results()) == 1
+    assert zombie.member.held() == 0
+    zombie.close()
+
+
+def test_a_delivery_that_comes_to_who_took_over_settles_there(line: Line) -> None:
+    request = long(60)
+    line.send(request)
+    line.run_prefill(1)
+    silent = line.decode
+    while not (silent.running and silent.running["long"].claim.num_tokens > 5):
+        silent.turn()
+    silence(silent)
+    line.add_decode("decode-1")
+    while "long" not in line.decode.running:
+        line.decode.turn()
+    assert not line.decode.running["long"].delivery.is_held
+    silent.member.close()  # now its group knows
+    (result,) = line.run_until(1)
+    assert result.token_ids == alone([request])["long"].token_ids
+    assert line.decode.member.held() == 0
