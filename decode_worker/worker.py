@@ -32,19 +32,25 @@ from kvstore.store import KVStore, Lack
 from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.retries import dead_message
-from penstock.errors import (
-    POISONOUS,
-    Cancelled,
-    DeliveryLost,
-    InternalError,
-    RequestError,
-)
+from penstock.errors import Cancelled, DeliveryLost, InternalError, RequestError, SequenceFailed
 from penstock.failpoints import failpoint
 from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, TokenEvent, Usage, decode, now_s
-from penstock.names import Pipeline
+from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, LeaseKeeper, Record, Renewal
-from penstock.worker import Inbox, Settler, cause_to_end, pack, too_late, unpack
+from penstock.worker import (
+    Failures,
+    Held,
+    Inbox,
+    Load,
+    Settler,
+    cause_of,
+    cause_to_end,
+    is_suspect,
+    letters,
+    pack,
+    too_late,
+    unpack,
+)
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +114,8 @@ class DecodeWorker:
         self.engine, self.store, self.record, self.member = engine, store, record, member
         self.settler, self.leases, self.emitter = Settler(member), LeaseKeeper(record, "decode"), Emitter(record)
         self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
-        self.inbox = Inbox(member)
+        self.inbox, self.load = Inbox(member), Load()
+        self.failures = Failures(pipeline, record, self.settler, self.inbox)
         self.running: dict[str, Decode] = {}
 
     # The loop.
@@ -123,22 +130,49 @@ class DecodeWorker:
             failpoint("decode.6.polled")
             self._admit(delivery)
         self._take_over(accept=accept)
-        sampled = self.engine.step()
+        sampled, failed = self._step()
         if self.engine.has_run:
             failpoint("decode.7.stepped")
         self._ship_full()
         self._confirm(self.emitter.collect())
+        if failed is not None:
+            self._fail(failed)
         self._expire()
         self._emit(sampled)
+        self.load.pace.note(len(sampled), is_busy=bool(self.running))
         if self.running and not self.engine.has_run:
             self.transfers.wait()
         return bool(deliveries or sampled)
 
     def _poll(self) -> list[Delivery]:
-        engine, idle = self.engine, not self.running
-        moving = len(self.running) - engine.num_running - engine.num_waiting  # their KV comes or goes
-        self.leases.room = engine.room() - moving
-        return self.inbox.poll(engine.room(), engine.room("interactive"), taken=moving, idle=idle)
+        rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
+        self.leases.room = max(rooms.values())
+        return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=not self.running)
+
+    def _room(self, klass: PriorityClass) -> int:
+        """How many more jobs of a class to take: none while some of it wait for blocks."""
+        if self.transfers.is_wanting(klass):
+            return 0
+        rank = CLASSES.index(klass)
+        num_before = sum(CLASSES.index(one.delivery.klass) <= rank for one in self.running.values())
+        each, most = self.load.expected(klass, self.engine.settings.max_batch - num_before)
+        return max(0, min(most, self.engine.room(klass, each)))
+
+    def report(self) -> dict[str, object]:
+        """What it holds and how fast it is, for the heartbeat. Any thread may ask."""
+        held = [
+            Held(
+                one.delivery.klass,
+                is_running,
+                max(0, one.seq.num_pending - 1) if one.seq is not None and is_running else 0,  # else it may be stored
+                one.job.sampling.max_tokens - one.claim.num_tokens,
+            )
+            for one in list(self.running.values())
+            for is_running in (one.seq is not None and one.seq.state is not State.WAITING,)
+        ]
+        waiting = {klass: self.inbox.num_waiting(klass) for klass in CLASSES}
+        rates = {"prompt_tokens_per_s": self.engine.rates(), "output_tokens_per_s": self.load.pace.tokens_per_s}
+        return self.load.report(held, waiting) | rates
 
     def is_settled(self) -> bool:
         """Whether nothing waits, for a lease or for a commit."""
@@ -151,10 +185,19 @@ class DecodeWorker:
             self._forget(decoding)
             self.record.release(decoding.claim, delivered=decoding.delivery.is_held)
         self.transfers.close()
-        self.settler.wait(timeout_s=10.0)
-        self.leases.close()
         self.settler.close()
+        self.leases.close()
         self.store.close()
+        self.member.close()
+
+    def abandon(self) -> None:
+        """Let go of everything, as a crash would: see `penstock.worker.outage`. Engine and store stay."""
+        for decoding in list(self.running.values()):
+            self._forget(decoding)
+        self.settler.abandon()
+        self.transfers.abandon()
+        self.leases.close()
+        self.record.close()
         self.member.close()
 
     # 6 Claim.
@@ -175,7 +218,7 @@ class DecodeWorker:
             case Bound():
                 self.settler.settle(Settlement(delivery))
             case Claim() if claimed.ended:
-                self._settle(delivery, job, self.record.read_log(job.id))
+                self._settle(delivery, job, self.record.read_log(job.id), claimed)
             case Claim():
                 failpoint("decode.6.claimed")
                 self._begin(delivery, job, claimed)
@@ -187,6 +230,8 @@ class DecodeWorker:
 
     def _take_over(self, *, accept: bool) -> None:
         """Go on with what dead workers held. Their deliveries come back later, perhaps to somebody else."""
+        if not accept:
+            self.leases.room = 0
         for request_id in self.leases.overdue() if accept else []:
             taken = self.record.take_over(request_id, "decode", self.name)
             if taken is not None:
@@ -210,7 +255,13 @@ class DecodeWorker:
     def _begin(self, delivery: Delivery, job: Job, claim: Claim) -> None:
         if (older := self.running.get(job.id)) is not None:  # held until its lease ran out, and now claimed anew
             self._forget(older)
-            delivery = delivery if delivery.is_held else older.delivery
+            if older.job.job != job.job:  # Redis forgot which one was bound
+                self.inbox.put_back(older.delivery)
+            elif not delivery.is_held:
+                delivery = older.delivery
+        has_suspect = any(decoding.seq is not None and decoding.seq.suspect for decoding in self.running.values())
+        if self.failures.set_aside(delivery, claim, is_taken=has_suspect):
+            return
         parent = tracing.context_of(delivery.headers)
         tracing.note("queue.wait", parent, delivery.timestamp_s, now_s(), topic=delivery.topic)
         span = tracing.begin("decode", parent, attempt=claim.attempts)
@@ -221,14 +272,18 @@ class DecodeWorker:
         chain = self.store.chain(job.tenant)
         decoding = self.running[job.id] = Decode(delivery, job, claim, output, span, said, chain)
         self.leases.add(claim)
-        for event in said:
-            decoding.finish = output.push(event.token)[1]
-        decoding.error = self._cause_to_end(decoding)
-        if decoding.error is None and decoding.finish is None:
-            try:
+        try:
+            for event in said:
+                decoding.finish = output.push(event.token)[1]
+            decoding.error = self._cause_to_end(decoding)
+            if decoding.error is None and decoding.finish is None:
                 self._fetch(decoding)
-            except RequestError as error:
-                decoding.error = error
+        except RequestError as error:
+            decoding.error = error
+        except Exception as error:  # a bug is this request's, not its neighbours'
+            log.exception("request %s", job.id)
+            self._give_up(decoding, cause_of(error))
+            return
         if decoding.error is not None or decoding.finish is not None:
             self._end(decoding)
 
@@ -247,8 +302,10 @@ class DecodeWorker:
             given=[event.token for event in decoding.said],
             klass=job.klass,
             tenant=job.tenant,
+            suspect=is_suspect(decoding.claim, decoding.delivery),
         )
         self.engine.check(seq)
+        self.load.prompts[job.klass].note(len(seq.token_ids))
         if prompt[-1].key.hex() != job.last_block:
             log.warning("%s: its KV is of another model or secret, computing it again", job.id)
         chain.extend(seq.token_ids)
@@ -288,6 +345,26 @@ class DecodeWorker:
         return cause_to_end(claim, job.deadline)
 
     # 7 Step.
+
+    def _step(self) -> tuple[list[Sampled], SequenceFailed | None]:
+        try:
+            return self.engine.step(), None
+        except SequenceFailed as failed:
+            return [], failed
+
+    def _fail(self, failed: SequenceFailed) -> None:
+        """One request makes steps fail; what the last step said of it is in its log by now."""
+        decoding = self.running.get(failed.seq.id)
+        if decoding is not None and decoding.seq is failed.seq:
+            self._give_up(decoding, failed.error)
+
+    def _give_up(self, decoding: Decode, error: RequestError) -> None:
+        """The work on it failed: it is tried again later, or ends."""
+        if self.failures.try_again(decoding.delivery, decoding.claim, error):
+            self._forget(decoding)
+        else:
+            decoding.error = error
+            self._end(decoding)
 
     def _emit(self, sampled: list[Sampled]) -> None:
         entries = []
@@ -358,8 +435,10 @@ class DecodeWorker:
         self._forget(decoding)
         end = decoding.end_event()
         if self.record.finish(decoding.claim, end):
+            self.leases.done(decoding.claim)
             failpoint("decode.8.ended")
-            self._settle(decoding.delivery, decoding.job, [*decoding.said, end])
+            self.load.outputs[decoding.delivery.klass].note(decoding.claim.num_tokens)
+            self._settle(decoding.delivery, decoding.job, [*decoding.said, end], decoding.claim, decoding.error)
         else:
             self.inbox.put_back(decoding.delivery)
 
@@ -372,16 +451,23 @@ class DecodeWorker:
 
     # 9 Settle.
 
-    def _settle(self, delivery: Delivery, job: Job, log: Iterable[TokenEvent | EndEvent]) -> None:
+    def _settle(
+        self,
+        delivery: Delivery,
+        job: Job,
+        log: Iterable[TokenEvent | EndEvent],
+        claim: Claim,
+        error: RequestError | None = None,
+    ) -> None:
+        """`error`: what it ended with, if that is known better than from the log."""
         result = result_of(job, self.engine.model.name, log)
         if result is None:  # the record was lost between the claim and the reading
             self.inbox.put_back(delivery)
             return
         context = tracing.headers_of(tracing.context_of(delivery.headers))
         outputs = [outgoing_result(self.pipeline, result, context)]
-        if result.error is not None and result.error.code in POISONOUS and job.error is None:
-            reason = f"{result.error.code}: {result.error.message}"
-            outputs.append(dead_message(self.pipeline, delivery, reason))
+        if result.error is not None and (job.error is None or job.error.code != result.error.code):
+            outputs += letters(self.pipeline, delivery, error or result.error.exception(), claim)
         if delivery.is_held:
             self.settler.settle(Settlement(delivery, outputs))
             failpoint("decode.9.asked")

@@ -22,9 +22,10 @@ from engine.limits import check_sequence
 from engine.memory import keep_freed_memory
 from engine.model import LoadedModel, Progress, load
 from engine.pool import BlockPool
+from engine.quarantine import Quarantine
 from engine.rates import PrefillRate, first_rate
 from engine.sampler import Draw, logprobs, sample
-from engine.scheduler import Scheduler
+from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence
 from engine.storage import KVStorage
 from penstock.errors import ModelLoadError
@@ -45,7 +46,8 @@ class Sampled(NamedTuple):
 class Engine:
     """One model, one pool of KV blocks, and the sequences on them. One thread drives it."""
 
-    def __init__(self, model: LoadedModel, settings: EngineSettings) -> None:
+    def __init__(self, model: LoadedModel, settings: EngineSettings, *, quarantine: bool = True) -> None:
+        """Without `quarantine` a step raises whatever made it fail."""
         self.model = model
         self.settings = settings
         num_blocks = settings.pool_mb * 2**20 // model.layout.block_bytes
@@ -62,7 +64,10 @@ class Engine:
         self.storage = KVStorage(model.layout, num_blocks + on_gpu, model.device)
         self.quay = Quay(self.pool, self.storage)
         self.has_run = False
-        """Whether the last step computed anything. If not, blocks have to come free first, or there is no work."""
+        """Whether there was anything to compute in the last step. If not, blocks have to come free first, or there is no
+        work.
+        """
+        self._quarantine = Quarantine(settings.max_step_tokens) if quarantine else None
         self._rate = PrefillRate()
         self._cache = hooks.PagedCache(self.storage, model.direct)
         model.module.set_attn_implementation(hooks.NAME)
@@ -128,9 +133,14 @@ class Engine:
         """Blocks that a new sequence could have, those only kept as cache included."""
         return self.pool.num_free
 
-    def room(self, klass: PriorityClass = "batch") -> int:
-        """How many more sequences of a class would run soon if they were added: batch makes way for interactive."""
-        return max(0, self.settings.max_batch - self.scheduler.num_before(klass))
+    def room(self, klass: PriorityClass = "batch", num_tokens: int = 1) -> int:
+        """How many more sequences of a class, of so many tokens each, would run soon if they were added.
+
+        There are places and blocks for so many; batch makes way for interactive. There is no room while some of the
+        class wait for blocks.
+        """
+        num_places = max(0, self.settings.max_batch - self.scheduler.num_before(klass))
+        return min(num_places, self.scheduler.num_fitting(CLASSES.index(klass), num_tokens))
 
     def has_work(self) -> bool:
         """Whether `step()` may have something to do."""
@@ -236,38 +246,52 @@ class Engine:
     def step(self) -> list[Sampled]:
         """Run one batch: a token for each decoding sequence, and a part of the prompts that wait for theirs.
 
-        Returns the tokens decided; empty if nothing could run or only prompts were read.
+        Returns the tokens decided; empty if nothing could run, only prompts were read, or the step failed: then the next
+        ones look for the culprit, and find all others as they were. Raises `SequenceFailed` once that is known: take it
+        out.
         """
         begun_s = time.perf_counter()
-        plan = self.scheduler.schedule(self.settings.max_step_tokens, self.settings.max_batch)
+        quarantine = self._quarantine
+        max_tokens = quarantine.max_tokens if quarantine else self.settings.max_step_tokens
+        plan = self.scheduler.schedule(max_tokens, self.settings.max_batch)
         self.has_run = bool(plan)
         if not plan:
             return []
+        before = [seq.num_computed for seq, _ in plan]
+        try:
+            sampled = self._run(plan)
+        except BaseException as error:
+            for (seq, _), num_computed in zip(plan, before, strict=True):  # as if the step had not been
+                seq.num_computed = num_computed
+            if quarantine is None or not isinstance(error, Exception):
+                raise
+            quarantine.failed(plan, error)
+            return []
+        if quarantine is not None:
+            quarantine.passed()
+        for seq, num_tokens in plan:
+            self.scheduler.publish(seq, seq.num_computed - num_tokens)
+        for item in sampled:
+            item.seq.append(item.token_id)
+        self._rate.note(
+            sum(num for _, num in plan if num > 1),
+            sum(num for _, num in plan),
+            time.perf_counter() - begun_s,
+            is_done=bool(sampled) or self.model.device.type == "cpu",
+        )
+        return sampled
+
+    def _run(self, plan: Plan) -> list[Sampled]:
+        """Compute what is planned, and decide the tokens; nobody has taken them yet."""
         for seq, _ in plan:
             if seq.tail is not None:
                 self.storage.write(seq.blocks[seq.num_prompt // self.settings.block_size], seq.tail)
                 seq.tail = None
         batch = Batch(plan, self.settings.block_size, self.model.device)
         logits = self._forward(batch)
-        for seq, num_tokens in batch.plan:
+        for seq, num_tokens in plan:
             seq.num_computed += num_tokens
-        try:
-            sampled = self._sample(batch, logits)
-        except BaseException:
-            for seq, num_tokens in batch.plan:  # as if the step had not been: it can be tried again
-                seq.num_computed -= num_tokens
-            raise
-        for seq, num_tokens in batch.plan:
-            self.scheduler.publish(seq, seq.num_computed - num_tokens)
-        for item in sampled:
-            item.seq.append(item.token_id)
-        self._rate.note(
-            sum(num for _, num in batch.plan if num > 1),
-            sum(num for _, num in batch.plan),
-            time.perf_counter() - begun_s,
-            is_done=bool(sampled) or self.model.device.type == "cpu",
-        )
-        return sampled
+        return self._sample(batch, logits)
 
     def _sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:
         """The tokens that the step decides; meanwhile a GPU's next step is prepared."""

@@ -102,7 +102,7 @@ def _outcomes(
     model: LoadedModel, settings: EngineSettings, told: Answers, *, control: bool
 ) -> dict[str, list[Sequence]]:
     """The same sequences, served in each way."""
-    engine, second = Engine(model, settings), Engine(model, settings)
+    engine, second = (Engine(model, settings, quarantine=False) for _ in range(2))
     first = [_sequence(model, prompt) for prompt in told.prompts]
     _run(engine, first)
     blocks = [taken(engine, seq) for seq in first]
@@ -116,7 +116,7 @@ def _outcomes(
     _run(second, handed[::-1])
     found = {"batched and in chunks": first, "with its prefix in the pool": again, "from handed-over KV blocks": handed}
     if control:
-        third = Engine(model, settings)
+        third = Engine(model, settings, quarantine=False)
         wrong = [[_turned(model, payload) for payload in payloads] for payloads in blocks]
         found["damaged"] = [_handed_over(third, seq, payloads) for seq, payloads in zip(first, wrong, strict=True)]
         _run(third, found["damaged"])

@@ -16,6 +16,9 @@ sequences make way for an interactive one.
 Nobody starves. Every `AGING_STEPS` steps the oldest batch sequence of which nothing was computed since the last time is
 promoted: it counts as interactive until it is done. There is one such sequence at a time, so a backlog of batch work
 takes one place of the interactive class, not all.
+
+Suspects. They are admitted as all are, and then computed alone, one a step, in every other step as long as others want
+the steps between.
 """
 
 from bisect import insort
@@ -136,6 +139,22 @@ class Scheduler:
         waiting = chain(*self._queues[: rank + 1])
         return self._tables.num_growing(self.running) + sum(map(self._tables.num_blocks, waiting))
 
+    def num_fitting(self, rank: int, num_tokens: int) -> int:
+        """For how many more sequences of a class, of so many tokens each, there are blocks.
+
+        For one at least, as it may share some, if those that are there leave any; for none, if they need more.
+        """
+        num_displaced = sum(len(seq.blocks) for seq in self.running if seq.rank > rank)
+        num_left = self.pool.num_free + num_displaced - self.num_spared(rank)
+        if num_left <= 0 and self.has_any(rank):
+            return 0
+        return max(1, num_left // -(-num_tokens // self.pool.block_size))
+
+    def has_any(self, rank: int) -> bool:
+        """Whether any sequence of that class and above is there."""
+        alive = (seq.rank for seq in self.running if seq.state is State.RUNNING)
+        return any(map(len, self._queues[: rank + 1])) or any(one <= rank for one in alive)
+
     def is_full_of(self, rank: int) -> bool:
         """Whether there are sequences of that class and above only: nobody would make way for one of them."""
         running = [seq for seq in self.running if seq.state is State.RUNNING]
@@ -167,17 +186,32 @@ class Scheduler:
             self._leave(seq)
         if self._num_steps % AGING_STEPS == 0:
             self._promote()
-        step = _Step(self.running, token_budget)
-        for rank in range(len(CLASSES)):
-            for seq in [seq for seq in self.running if seq.rank == rank]:
-                if seq.state is State.RUNNING:  # and was not preempted for one before it
-                    self._continue(seq, step)
-            self._admit_waiting(rank, step, max_batch)
-        for seq, num_tokens in step.plan.items():
+        plan = {} if self._num_steps % 2 else self._alone(token_budget)
+        plan = plan or self._together(token_budget, max_batch) or self._alone(token_budget)
+        for seq, num_tokens in plan.items():
             seq.last_step = self._num_steps
             if num_tokens == seq.num_pending:
                 self._charge(seq, OUTPUT_COST)
-        return list(step.plan.items())
+        return list(plan.items())
+
+    def _together(self, token_budget: int, max_batch: int) -> dict[Sequence, int]:
+        """All that are not suspect. Suspects are admitted, and no more."""
+        step = _Step([seq for seq in self.running if not seq.suspect], token_budget)
+        for rank in range(len(CLASSES)):
+            for seq in [seq for seq in self.running if seq.rank == rank and not seq.suspect]:
+                if seq.state is State.RUNNING:  # and was not preempted for one before it
+                    self._continue(seq, step)
+            self._admit_waiting(rank, step, max_batch)
+        return step.plan
+
+    def _alone(self, token_budget: int) -> dict[Sequence, int]:
+        """The first suspect that can go on."""
+        for seq in [seq for seq in self.running if seq.suspect and seq.state is State.RUNNING]:
+            step = _Step([seq], token_budget)
+            self._continue(seq, step)
+            if step.plan:
+                return step.plan
+        return {}
 
     def _continue(self, seq: Sequence, step: _Step) -> None:
         step.decodes.discard(seq)
@@ -235,7 +269,8 @@ class Scheduler:
             elif self._make_room(seq, step, max_batch, is_guest=some_lack):
                 queue.remove(seq)
                 self._admit(seq, is_guest=some_lack)
-                step.take(seq, min(seq.num_pending, step.left))
+                if not seq.suspect:
+                    step.take(seq, min(seq.num_pending, step.left))
             else:
                 passed.append(seq)
                 some_lack = True

@@ -36,6 +36,8 @@ class Sequence:
 
     A sequence that is preempted loses its blocks and keeps its tokens: from then on its output so far is as good
     as given. What of its prompt is still in the pool when it is admitted again is not computed again.
+
+    One that is `suspect` shares no step with others until it has passed one that decides a token of it.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Sequence:
         prefix_keys: Iterable[bytes] = (),
         klass: PriorityClass = "interactive",
         tenant: str = "",
+        suspect: bool = False,
     ) -> None:
         self.id = id
         self.sampling = sampling
@@ -57,6 +60,8 @@ class Sequence:
         self.max_new = max_new
         self.klass = klass
         self.tenant = tenant
+        self.suspect = suspect
+        """Whether it may make a step fail: it is computed alone until its next token."""
         self.prefix_keys = list(prefix_keys)
         self.token_ids = [*prompt, *given]
         self.num_prompt = len(prompt)
@@ -121,9 +126,10 @@ class Sequence:
         self.blocks = []
 
     def append(self, token_id: int) -> None:
-        """Take the sampled token; the sequence is done when it was the last one allowed."""
+        """Take the sampled token, which clears it; the sequence is done when it was the last one allowed."""
         assert self.state is State.RUNNING
         assert self.num_pending == 0
+        self.suspect = False
         self.token_ids.append(token_id)
         if self.num_output == self.max_new:
             self.move_to(State.DONE)

@@ -133,7 +133,7 @@ class Transfers:
         self._num_open = self._num_optional = 0
         self._wanting: dict[PriorityClass, deque[Fetch]] = {klass: deque() for klass in CLASSES}
         """Fetches for which the pool has no room yet."""
-        self._is_closing = False
+        self._is_closing = self._is_abandoned = False
         self._done: queue.SimpleQueue[tuple[Fetch | Ship | None, Landing | None, list[_Cargo]]] = queue.SimpleQueue()
         """What is done, None for writes behind, and what of the pool's it had."""
         self._is_done = threading.Event()
@@ -144,6 +144,10 @@ class Transfers:
         return self._num_open
 
     # The loop's side.
+
+    def is_wanting(self, klass: PriorityClass) -> bool:
+        """Whether fetches of that class and above wait for room in the pool."""
+        return any(self._wanting[one] for one in CLASSES[: CLASSES.index(klass) + 1])
 
     def fetch(self, fetch: Fetch) -> None:
         """Read what the tiers have of it and the pool has not."""
@@ -190,7 +194,7 @@ class Transfers:
 
     def release(self, owner: str, names: Sequence[Name]) -> None:
         """End a job's leases."""
-        self._out.do(FOR_NOBODY, partial(self._store.release, owner, names))
+        self._out.do(FOR_NOBODY, partial(self._release, owner, names))
 
     def collect(self) -> Iterator[Fetch | Ship]:
         """What is done, in the order of its doing. The pool gets back what it gave.
@@ -217,6 +221,16 @@ class Transfers:
 
     def close(self) -> None:
         """Write what jobs wait for, drop the rest, and stop. Nothing may be handed in afterwards."""
+        self._end()
+
+    def abandon(self) -> None:
+        """Drop everything, and stop: no job is to be settled here any more. A block on its way is waited for, as its
+        memory is the pool's.
+        """
+        self._is_abandoned = True
+        self._end()
+
+    def _end(self) -> None:
         self._is_closing = True
         for waiting in self._wanting.values():
             waiting.clear()
@@ -251,9 +265,10 @@ class Transfers:
     def _ship(self, ship: Ship, cargo: list[_Cargo]) -> None:
         ship.begun_s = now_s()
         try:
-            if ship.lease_to or not self._is_closing:
+            is_wanted = not self._is_abandoned if ship.lease_to else not self._is_closing
+            if is_wanted:
                 self._store.put([one.block() for one in cargo], behind=False)
-            if ship.lease_to:
+            if is_wanted and ship.lease_to:
                 self._store.lease(ship.lease_to, [one.name for one in cargo])
         finally:
             ship.ended_s = now_s()
@@ -261,8 +276,12 @@ class Transfers:
             if behind:
                 self._behind.do(FOR_NOBODY, partial(self._write_behind, behind))
             self._report(ship, None, [one for one in cargo if not one.is_behind])
-            if ship.then is not None:
+            if ship.then is not None and not self._is_abandoned:
                 ship.then()
+
+    def _release(self, owner: str, names: Sequence[Name]) -> None:
+        if not self._is_abandoned:
+            self._store.release(owner, names)
 
     def _write_behind(self, cargo: list[_Cargo]) -> None:
         try:

@@ -12,27 +12,25 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self, Unpack
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
 from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.client import (
     SILENCE_S,
-    UNREACHABLE,
     Answer,
     RequestFields,
     answer_of,
     check_conflict,
     make_request,
+    outages_named,
     outgoing,
     resolve,
     span_ended,
     without_error,
 )
-from penstock.errors import StreamExpired, StreamTimeout
-from penstock.names import Pipeline
+from penstock.errors import BusUnavailable, StreamExpired, StreamTimeout
+from penstock.lag import LagWatch, PipelineLag
+from penstock.names import Pipeline, PriorityClass
+from penstock.reach import async_redis_client
 from penstock.reader import Event, StreamReader
 from penstock.record.live import LiveFeed
 from penstock.record.log import AsyncLog, parse_event
@@ -47,8 +45,9 @@ class AsyncClient:
     ) -> None:
         self._addresses = resolve(addresses, kafka, redis, pipeline)
         self._pipeline = Pipeline(self._addresses.pipeline)
-        self._redis = Redis.from_url(self._addresses.stream_url, retry=Retry(NoBackoff(), 1))
+        self._redis = async_redis_client(self._addresses.stream_url)
         self._log = AsyncLog(self._redis, self._pipeline, load(RecordSettings))
+        self._watch = LagWatch(self._addresses)
         self._publisher: Publisher | None = None
         self._waiting: list[tuple[Outgoing, asyncio.Future[None]]] = []
         self._publishing: asyncio.Task[None] | None = None
@@ -58,7 +57,7 @@ class AsyncClient:
         """Send a request; returns its id once it is durable. Raises as `Client.submit`."""
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
-            with suppress(*UNREACHABLE):  # then the workers will tell
+            with suppress(BusUnavailable), outages_named():  # then the workers will tell
                 check_conflict(request, await self._log.status(request.id))
         span, message = outgoing(self._pipeline, request)
         with span_ended(span):
@@ -80,7 +79,8 @@ class AsyncClient:
                 payload = await _next(mailbox, min(SILENCE_S, over - time.monotonic()))
                 news = reader.feed_live(parse_event(payload)) if payload is not None else []
                 if payload is None or reader.behind:
-                    news = [*news, *await self._catch_up(request_id, reader)]
+                    is_last = time.monotonic() >= over
+                    news = [*news, *await self._catch_up(request_id, reader, is_last=is_last)]
                 if news:
                     for event in without_error(news):
                         yield event
@@ -102,8 +102,18 @@ class AsyncClient:
         return answer_of(request_id, [event async for event in self.stream(request_id, timeout_s=timeout_s)])
 
     async def cancel(self, request_id: str) -> bool:
-        """Ask for a request's end; False when it has ended already."""
-        return await self._log.cancel(request_id)
+        """Ask for a request's end; False when it has ended already. Raises `BusUnavailable`."""
+        with outages_named():
+            return await self._log.cancel(request_id)
+
+    async def lag(self) -> PipelineLag:
+        """How much work waits in the pipeline, in tokens; as `Client.lag`."""
+        with outages_named():
+            return await asyncio.to_thread(self._watch.look)
+
+    async def estimated_wait(self, klass: PriorityClass = "interactive") -> float | None:
+        """Seconds until a request submitted now is worked on, about; as `Client.estimated_wait`."""
+        return (await self.lag()).estimated_wait_s(klass)
 
     async def close(self) -> None:
         """Send what is waiting and free all connections."""
@@ -125,12 +135,14 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _catch_up(self, request_id: str, reader: StreamReader) -> list[Event]:
+    async def _catch_up(self, request_id: str, reader: StreamReader, *, is_last: bool) -> list[Event]:
         try:
-            news = reader.feed_log(await self._log.read(request_id, reader.log_after))
-            if reader.log_missing and await self._log.status(request_id) is None:
-                raise StreamExpired(f"the log of {request_id} is gone")
-        except UNREACHABLE:
+            with outages_named():
+                news = reader.feed_log(await self._log.read(request_id, reader.log_after))
+                is_given_up = reader.log_missing and (is_last or not reader.has_met)
+                if is_given_up and await self._log.status(request_id) is None:
+                    raise StreamExpired(f"the log of {request_id} is gone")
+        except BusUnavailable:
             return []  # the next silence tries again
         return news
 

@@ -33,13 +33,23 @@ _HEADERS: dict[str, Json] = {
         "description": "The message's `deadline`, as decimal text.",
         "pattern": r"^[0-9]+(\.[0-9]+)?$",
     },
-    names.ATTEMPT: {"description": "After a retry: how often it was tried.", "pattern": "^[0-9]{1,9}$"},
+    names.ATTEMPT: {
+        "description": "After a retry, and in the dead-letter topic: how often it was tried.",
+        "pattern": "^[0-9]{1,9}$",
+    },
     names.NOT_BEFORE: {
         "description": "Retry topic: milliseconds since the epoch before which it is not tried again.",
         "pattern": "^[0-9]{1,15}$",
     },
     names.ORIGIN: {"description": "Retry and dead-letter topics: the topic it was first in."},
     names.REASON: {"description": "Retry and dead-letter topics: why it is there."},
+    names.STACK: {
+        "description": "Retry and dead-letter topics: where in the workers' code it failed, if that is known."
+    },
+    names.BURIED: {
+        "description": "Dead-letter topic: since when, in milliseconds since the epoch.",
+        "pattern": "^[0-9]{1,15}$",
+    },
     "traceparent": {
         "description": "W3C trace context.",
         "pattern": "^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",

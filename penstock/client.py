@@ -19,17 +19,14 @@ from typing import Any, Self, TypedDict, Unpack
 
 from opentelemetry.context import get_current
 from opentelemetry.trace import Span
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
+from redis import RedisError
 
 from penstock import messages, names, tracing
 from penstock.affinity import affinity_of
 from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing, Publisher
-from penstock.errors import IdConflict, InvalidRequest, StreamExpired, StreamTimeout
+from penstock.errors import BusUnavailable, IdConflict, InvalidRequest, StreamExpired, StreamTimeout
+from penstock.lag import LagWatch, PipelineLag
 from penstock.messages import (
     ChatMessage,
     EndEvent,
@@ -42,6 +39,7 @@ from penstock.messages import (
     Usage,
 )
 from penstock.names import Pipeline, PriorityClass
+from penstock.reach import is_away, redis_client
 from penstock.reader import Event, StreamReader
 from penstock.record.claim import body_hash
 from penstock.record.live import LiveThread
@@ -50,7 +48,6 @@ from penstock.settings import Addresses, BusSettings, RecordSettings, load
 
 SILENCE_S = 1.0
 """A stream silent for this long is looked up in the log: its live events may be going nowhere."""
-UNREACHABLE = (RedisConnectionError, RedisTimeoutError)
 
 
 class RequestFields(TypedDict, total=False):
@@ -105,8 +102,9 @@ class Client:
     ) -> None:
         self._addresses = resolve(addresses, kafka, redis, pipeline)
         self._pipeline = Pipeline(self._addresses.pipeline)
-        self._redis = Redis.from_url(self._addresses.stream_url, retry=Retry(NoBackoff(), 1))
+        self._redis = redis_client(self._addresses.stream_url)
         self._log = Log(self._redis, self._pipeline, load(RecordSettings))
+        self._watch = LagWatch(self._addresses)
         self._lock = threading.Lock()
         self._publisher: Publisher | None = None
         self._live: LiveThread | None = None
@@ -119,7 +117,7 @@ class Client:
         """
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
-            with suppress(*UNREACHABLE):  # then the workers will tell
+            with suppress(BusUnavailable), outages_named():  # then the workers will tell
                 check_conflict(request, self._log.status(request.id))
         with self._lock:
             if self._publisher is None:
@@ -133,8 +131,11 @@ class Client:
         """A request's tokens as they come, after the event id `after`; the last item is the `EndEvent`.
 
         An end with an error raises it instead. `timeout_s` is the longest silence borne, also before the
-        first token. Raises `StreamTimeout`; `StreamExpired` when the log is gone; `StreamDiverged` when it is
-        not the one that was read.
+        first token: an outage is silence. Raises `StreamTimeout`; `StreamExpired` when the log is gone;
+        `StreamDiverged` when it is not the one that was read.
+
+        A log that vanishes while it is read was lost with its server, and is made again where the bus still has
+        the request; that is waited for.
         """
         return self._read(request_id, StreamReader(after), timeout_s)
 
@@ -149,8 +150,21 @@ class Client:
         return answer_of(request_id, list(self.stream(request_id, timeout_s=timeout_s)))
 
     def cancel(self, request_id: str) -> bool:
-        """Ask for a request's end; False when it has ended already."""
-        return self._log.cancel(request_id)
+        """Ask for a request's end; False when it has ended already. Raises `BusUnavailable`."""
+        with outages_named():
+            return self._log.cancel(request_id)
+
+    def lag(self) -> PipelineLag:
+        """How much work waits in the pipeline, in tokens. Raises `BusUnavailable`."""
+        with outages_named():
+            return self._watch.look()
+
+    def estimated_wait(self, klass: PriorityClass = "interactive") -> float | None:
+        """Seconds until a request submitted now is worked on, about; None where nothing was measured yet.
+
+        Raises `BusUnavailable`.
+        """
+        return self.lag().estimated_wait_s(klass)
 
     def close(self) -> None:
         """Free all connections. Streams that are being read come to nothing."""
@@ -182,19 +196,22 @@ class Client:
                 payload = mailbox.get(min(SILENCE_S, over - time.monotonic()))
                 news = reader.feed_live(parse_event(payload)) if payload is not None else []
                 if payload is None or reader.behind:
-                    news = [*news, *self._catch_up(request_id, reader)]
+                    is_last = time.monotonic() >= over
+                    news = [*news, *self._catch_up(request_id, reader, is_last=is_last)]
                 if news:
                     yield from without_error(news)
                     over = time.monotonic() + timeout_s
                 elif time.monotonic() >= over:
                     raise StreamTimeout(f"nothing new about {request_id} for {timeout_s:g} s")
 
-    def _catch_up(self, request_id: str, reader: StreamReader) -> list[Event]:
+    def _catch_up(self, request_id: str, reader: StreamReader, *, is_last: bool) -> list[Event]:
         try:
-            news = reader.feed_log(self._log.read(request_id, reader.log_after))
-            if reader.log_missing and self._log.status(request_id) is None:
-                raise StreamExpired(f"the log of {request_id} is gone")
-        except UNREACHABLE:
+            with outages_named():
+                news = reader.feed_log(self._log.read(request_id, reader.log_after))
+                is_given_up = reader.log_missing and (is_last or not reader.has_met)
+                if is_given_up and self._log.status(request_id) is None:
+                    raise StreamExpired(f"the log of {request_id} is gone")
+        except BusUnavailable:
             return []  # the next silence tries again
         return news
 
@@ -246,6 +263,17 @@ def outgoing(pipeline: Pipeline, request: Request) -> tuple[Span, Outgoing]:
     headers |= tracing.headers_of(tracing.within(span))
     topic = pipeline.requests(klass)
     return span, Outgoing(topic, request.encode(), request.id, headers, affinity_of(request))
+
+
+@contextmanager
+def outages_named() -> Iterator[None]:
+    """Turn an outage of Redis into `BusUnavailable`."""
+    try:
+        yield
+    except RedisError as error:
+        if is_away(error):
+            raise BusUnavailable(f"Redis: {error}") from error
+        raise
 
 
 @contextmanager

@@ -27,7 +27,7 @@ _AWAY = (
 )
 _REFUSED = (redis.AuthenticationError, AuthorizationError)
 _CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "BUSY ", "UNKILLABLE")
-"""Errors that redis-py has no class for: the disk is full, replicas are gone, all data is gone, a script does not end."""
+"""What redis-py has no class for: the disk is full, replicas are gone, all data is gone, a script does not end."""
 
 
 def redis_client(url: str) -> "redis.Redis":
@@ -42,7 +42,7 @@ def async_redis_client(url: str) -> "redis.asyncio.Redis":
 
 
 def _limits() -> dict[str, Any]:
-    return {"socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S, "socket_keepalive": True}
+    return {"socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S}
 
 
 def is_away(error: BaseException) -> bool:

@@ -24,6 +24,8 @@ class StreamReader:
         """An event is missing, or may be: read the log after position `log_after` and `feed_log` it."""
         self.log_missing = False
         """The log last fed lacks what this reader has seen: it expired, or it is being made again."""
+        self.has_met = False
+        """Something was read here: a log that is missing now was lost with its server, it has not expired."""
         self.end: EndEvent | None = None
         self._first, self._hashes = 0, list[str]()
         if after is not None:
@@ -42,6 +44,7 @@ class StreamReader:
 
     def feed_live(self, event: Event) -> list[Event]:
         """What a live event adds: itself, or nothing. A gap before it makes the reader `behind`."""
+        self.has_met = True
         if self._place(event) > self.num_tokens:
             self.behind = True
             return []
@@ -58,6 +61,7 @@ class StreamReader:
             taken += self._take(event)
         self.behind = False
         self.log_missing = num_events == 0 and self.num_tokens > 0
+        self.has_met = self.has_met or num_events > 0
         return taken
 
     def _place(self, event: Event) -> int:

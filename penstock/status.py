@@ -1,18 +1,55 @@
-"""What the workers of a pipeline say of themselves, from their heartbeat keys."""
+"""What the workers of a pipeline say of themselves, from their heartbeat keys, and whether it can serve."""
 
 import json
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import redis
 
-from penstock.names import Pipeline
-from penstock.settings import Addresses
+from penstock.bus.connect import connect
+from penstock.errors import BusUnavailable
+from penstock.names import STAGES, Pipeline
+from penstock.reach import ANSWER_S, redis_client
+from penstock.settings import Addresses, BusSettings, load
+
+
+@dataclass(frozen=True)
+class Health:
+    """`ok`; `degraded`: what is accepted is answered later or more slowly; `down`: nothing can be accepted."""
+
+    state: Literal["ok", "degraded", "down"]
+    reasons: tuple[str, ...] = ()
 
 
 def worker_status(addresses: Addresses) -> list[dict[str, Any]]:
     """The last heartbeat of each live worker, by stage and name (see `penstock.worker.Heartbeat`)."""
     pipeline = Pipeline(addresses.pipeline)
-    with redis.Redis.from_url(addresses.stream_url) as client:
+    with redis_client(addresses.stream_url) as client:
         keys = sorted(client.scan_iter(match=pipeline.worker_key("*", "*"), count=1000))
         values = client.mget(keys) if keys else []
     return [json.loads(value) for value in values if value is not None]
+
+
+def health(addresses: Addresses) -> Health:
+    """How the pipeline is now, within a few seconds also where servers do not answer."""
+    try:
+        connect(addresses, load(BusSettings)).check(ANSWER_S)
+    except BusUnavailable as error:
+        return Health("down", (str(error),))
+    try:
+        workers = worker_status(addresses)
+    except redis.RedisError as error:
+        return Health("degraded", (f"Redis: {error}",))
+    reasons = tuple(_complaints(workers))
+    return Health("degraded" if reasons else "ok", reasons)
+
+
+def _complaints(workers: Iterable[dict[str, Any]]) -> Iterable[str]:
+    workers = list(workers)
+    for stage in STAGES:
+        if not any(worker["stage"] == stage and worker["state"] == "ready" for worker in workers):
+            yield f"no {stage} worker is ready"
+    for worker in workers:
+        if worker["state"] == "degraded":
+            yield f"{worker['stage']} worker {worker['name']}: {worker['reason']}"

@@ -8,9 +8,10 @@ from opentelemetry.context import Context
 
 from penstock import tracing
 from penstock.bus.contract import Delivery
-from penstock.errors import InternalError, InvalidRequest, RequestError
+from penstock.errors import InvalidRequest, RequestError
 from penstock.messages import Request, decode, now_s, readable_id
 from penstock.record import body_hash
+from penstock.worker import cause_of
 from prefill_worker.tokenize import PromptReader
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def _tokenize(intake: Intake, request: Request, prompts: PromptReader) -> None:
         intake.error = error
     except Exception as error:  # a bug is this request's, not its neighbours'
         log.exception("request %s", intake.id)
-        intake.error = InternalError(f"{type(error).__name__}: {error}")
+        intake.error = cause_of(error)
 
 
 def seed_of(request: Request) -> int:

@@ -32,15 +32,8 @@ from kvstore.store import KVStore, Lack
 from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.retries import dead_message, place
-from penstock.errors import (
-    POISONOUS,
-    Cancelled,
-    DeliveryLost,
-    IdConflict,
-    InternalError,
-    RequestError,
-)
+from penstock.bus.retries import place
+from penstock.errors import Cancelled, DeliveryLost, IdConflict, InternalError, RequestError, SequenceFailed
 from penstock.failpoints import failpoint
 from penstock.messages import (
     EndEvent,
@@ -50,17 +43,30 @@ from penstock.messages import (
     Usage,
     now_s,
 )
-from penstock.names import Pipeline
+from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record, Renewal
-from penstock.worker import Inbox, Settler, cause_to_end, pack, too_late, unpack
+from penstock.worker import (
+    Failures,
+    Held,
+    Inbox,
+    Load,
+    Settler,
+    cause_of,
+    cause_to_end,
+    is_suspect,
+    letters,
+    pack,
+    too_late,
+    unpack,
+)
 from prefill_worker.handoff import job_of, outgoing_job, timings_of
 from prefill_worker.intake import Intake, read, seed_of
 from prefill_worker.tokenize import PromptReader
 
 log = logging.getLogger(__name__)
 
-MAX_RETRIES = 3
-RETRY_DELAY_S = 1.0
+STEPS_AHEAD = 4
+"""So many steps' tokens may wait beyond what is being computed."""
 
 
 @dataclass
@@ -94,7 +100,8 @@ class PrefillWorker:
         self.prompts = PromptReader(engine.model)
         self.settler, self.leases = Settler(member), LeaseKeeper(record, "prefill")
         self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
-        self.inbox = Inbox(member)
+        self.inbox, self.load = Inbox(member), Load()
+        self.failures = Failures(pipeline, record, self.settler, self.inbox)
         self.running: dict[str, Prefill] = {}
         """All that is claimed and not settled: it is fetched, computed, or on its way to the store."""
 
@@ -111,7 +118,7 @@ class PrefillWorker:
             failpoint("prefill.1.polled")
             self._admit(delivery)
         self._take_over(accept=accept)
-        sampled = self.engine.step()
+        sampled = self._step()
         if self.engine.has_run:
             failpoint("prefill.3.stepped")
         firsts = [(self.running[item.seq.id], item) for item in sampled]
@@ -119,15 +126,50 @@ class PrefillWorker:
         for prefill, _ in firsts:
             self._finish(prefill)
         self._ship_chunks()
+        self.load.pace.note(sum(item.seq.num_prompt for item in sampled), is_busy=bool(self.running))
         if self.running and not self.engine.has_run:
             self.transfers.wait()
         return bool(deliveries or sampled)
 
+    def _step(self) -> list[Sampled]:
+        try:
+            return self.engine.step()
+        except SequenceFailed as failed:
+            self._give_up(self.running[failed.seq.id].intake, self.running[failed.seq.id].claim, failed.error)
+            return []
+
     def _poll(self) -> list[Delivery]:
-        engine, idle = self.engine, not self.running
-        moving = len(self.running) - engine.num_running - engine.num_waiting  # their KV comes or goes
-        self.leases.room = engine.room() - moving
-        return self.inbox.poll(engine.room(), engine.room("interactive"), taken=moving, idle=idle)
+        rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
+        self.leases.room = max(rooms.values())
+        return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=not self.running)
+
+    def _room(self, klass: PriorityClass) -> int:
+        """How many more requests of a class to take: none while some of it wait for blocks, and only so many that it
+        takes some steps to compute those that wait. Others may have time for the rest.
+        """
+        if self.transfers.is_wanting(klass):
+            return 0
+        rank, settings = CLASSES.index(klass), self.engine.settings
+        before = [one.seq for one in self.running.values() if CLASSES.index(one.seq.klass) <= rank]
+        each, most = self.load.expected(klass, settings.max_batch - len(before))
+        num_waiting = sum(seq.num_prompt for seq in before if seq.state is State.WAITING)
+        num_behind = (STEPS_AHEAD * settings.max_step_tokens - num_waiting) // each or not num_waiting
+        return max(0, min(most, self.engine.room(klass, each), num_behind))
+
+    def report(self) -> dict[str, object]:
+        """What it holds and how fast it is, for the heartbeat. Any thread may ask."""
+        held = [
+            Held(
+                one.intake.delivery.klass,
+                one.seq.state is State.RUNNING,
+                0 if one.seq.state is State.DONE else one.seq.num_prompt - one.seq.num_computed,
+                0 if one.intake.request is None else one.intake.request.sampling.max_tokens,
+            )
+            for one in list(self.running.values())
+        ]
+        rates = [rate for rate in (self.load.pace.tokens_per_s, self.engine.rates()) if rate is not None]
+        waiting = {klass: self.inbox.num_waiting(klass) for klass in CLASSES}
+        return self.load.report(held, waiting) | {"prompt_tokens_per_s": max(rates, default=None)}
 
     def _collect(self) -> None:
         """Go on with what was fetched and with what was shipped."""
@@ -149,10 +191,19 @@ class PrefillWorker:
             self._forget(prefill)
             self.record.release(prefill.claim, delivered=prefill.intake.delivery.is_held)
         self.transfers.close()
-        self.settler.wait(timeout_s=10.0)
-        self.leases.close()
         self.settler.close()
+        self.leases.close()
         self.store.close()
+        self.member.close()
+
+    def abandon(self) -> None:
+        """Let go of everything, as a crash would: see `penstock.worker.outage`. Engine and store stay."""
+        for prefill in list(self.running.values()):
+            self._forget(prefill)
+        self.settler.abandon()
+        self.transfers.abandon()
+        self.leases.close()
+        self.record.close()
         self.member.close()
 
     # 2 Claim.
@@ -162,9 +213,7 @@ class PrefillWorker:
         if intake is None:
             self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
             return
-        if isinstance(intake.error, InternalError) and delivery.attempt < MAX_RETRIES:
-            with contextlib.suppress(DeliveryLost):
-                self.member.retry(delivery, f"{intake.error.code}: {intake.error}"[:1000], RETRY_DELAY_S)
+        if isinstance(intake.error, InternalError) and self.failures.try_unclaimed_again(delivery, intake.error):
             return
         claimed = self.record.claim_prefill(intake.id, self.name, intake.body, pack(delivery))
         match claimed:
@@ -181,6 +230,8 @@ class PrefillWorker:
 
     def _take_over(self, *, accept: bool) -> None:
         """Go on with what dead workers held. Their deliveries come back later, perhaps to somebody else."""
+        if not accept:
+            self.leases.room = 0
         for request_id in self.leases.overdue() if accept else []:
             taken = self.record.take_over(request_id, "prefill", self.name)
             intake = read(unpack(taken.message), self.prompts) if taken else None
@@ -231,9 +282,23 @@ class PrefillWorker:
         if claim.ended or intake.error is not None:
             self._end(intake, claim)
             return
+        has_suspect = any(prefill.seq.suspect for prefill in self.running.values())
+        if self.failures.set_aside(intake.delivery, claim, is_taken=has_suspect):
+            return
         try:
             self._start(intake, claim)
         except RequestError as error:
+            intake.error = error
+            self._end(intake, claim)
+        except Exception as error:  # a bug is this request's, not its neighbours'
+            log.exception("request %s", intake.id)
+            self._give_up(intake, claim, cause_of(error))
+
+    def _give_up(self, intake: Intake, claim: Claim, error: RequestError) -> None:
+        """The work on it failed: it is tried again later, or ends."""
+        if (prefill := self.running.get(intake.id)) is not None:
+            self._forget(prefill)
+        if not self.failures.try_again(intake.delivery, claim, error):
             intake.error = error
             self._end(intake, claim)
 
@@ -256,8 +321,11 @@ class PrefillWorker:
             prefix_keys=[name.key for name in chain.names],
             klass=intake.delivery.klass,
             tenant=request.tenant,
+            suspect=is_suspect(claim, intake.delivery),
         )
         self.engine.check(seq, request.sampling.max_tokens)
+        self.load.prompts[seq.klass].note(seq.num_prompt)
+        self.load.outputs[seq.klass].note(request.sampling.max_tokens)
         span = tracing.begin("prefill", intake.context, prompt_tokens=len(intake.token_ids), attempt=claim.attempts)
         names = [*chain.names, *([tail] if tail else [])]
         prefill = self.running[seq.id] = Prefill(intake, claim, seq, names, span)
@@ -348,9 +416,7 @@ class PrefillWorker:
         job = job_of(intake, self.store.layout.fingerprint)
         span = tracing.begin("hand_off", intake.context, job=job.job)
         outputs = [outgoing_job(self.pipeline, job, intake.context)]
-        if intake.error is not None and intake.error.code in POISONOUS:
-            reason = f"{intake.error.code}: {intake.error}"
-            outputs.append(dead_message(self.pipeline, intake.delivery, reason))
+        outputs += letters(self.pipeline, intake.delivery, intake.error, claim)
 
         def done(settled: bool) -> None:
             failpoint("prefill.5.settled")
@@ -358,6 +424,7 @@ class PrefillWorker:
             self.leases.drop(claim)
             if settled:
                 self.record.handed(claim)
+                self.leases.done(claim)
                 failpoint("prefill.5.handed")
             else:
                 self.record.release(claim, delivered=intake.delivery.is_held)

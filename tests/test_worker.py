@@ -1,7 +1,9 @@
 """What both loops are made of, on a real server."""
 
+import json
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +12,12 @@ import redis
 
 from penstock.bus.connect import connect
 from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
-from penstock.errors import BusError, PenstockError
+from penstock.errors import BusError, BusUnavailable, MemberFenced, PenstockError
 from penstock.local.processes import wait_until
 from penstock.names import Pipeline, PriorityClass
 from penstock.settings import Addresses, BusSettings
-from penstock.status import worker_status
-from penstock.worker import Heartbeat, Inbox, Settler, StopSignal, stay_on
+from penstock.status import health, worker_status
+from penstock.worker import Heartbeat, Inbox, Outages, Settler, StopSignal, stay_on
 
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
 
@@ -172,6 +174,90 @@ def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addre
         with redis.Redis.from_url(addresses.stream_url) as client:
             assert 0 < int(client.pttl(pipeline.worker_key("prefill", "p-0"))) <= 200
     assert worker_status(addresses) == []
+
+
+def test_a_worker_that_is_ready_and_has_a_trouble_is_degraded(addresses: Addresses, pipeline: Pipeline) -> None:
+    connect(addresses, BusSettings()).create_topics()
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
+        beat.say(state="ready")
+        beat.watch(lambda: {"reason": "Kafka: away"})
+        wait_until(lambda: [s["state"] for s in worker_status(addresses)] == ["degraded"], 10, "it says so")
+        found = health(addresses)
+        assert found.state == "degraded"
+        assert "prefill worker p-0: Kafka: away" in found.reasons
+        assert "no decode worker is ready" in found.reasons
+
+
+class Failing:
+    """A worker that fails in its first turn."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.running: list[object] = []
+        self.is_abandoned = False
+
+    def turn(self, *, accept: bool = True) -> bool:
+        raise self.error
+
+    def is_settled(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        raise AssertionError("it is let go of instead")
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
+OUTAGES = [
+    redis.ConnectionError("refused"),
+    redis.TimeoutError("no answer"),
+    redis.BusyLoadingError("loading"),
+    redis.ReadOnlyError("a replica"),
+    redis.ResponseError("MISCONF the disk is full"),
+    BusUnavailable("Kafka: away"),
+    MemberFenced("away too long"),
+]
+FAULTS = [
+    redis.ResponseError("ERR a script has a bug"),
+    redis.AuthenticationError("wrong password"),
+    ZeroDivisionError("a bug"),
+]
+
+
+@pytest.mark.parametrize("error", OUTAGES, ids=repr)
+def test_an_outage_makes_a_new_worker(addresses: Addresses, pipeline: Pipeline, error: Exception) -> None:
+    stop, made = StopSignal(), list[Failing]()
+
+    def make() -> Failing:
+        made.append(Failing(error))
+        return made[-1]
+
+    def ask() -> None:
+        if len(made) == 3:
+            stop.set()
+            raise BusUnavailable("the last time")
+
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
+        Outages(make, ask, beat).serve(stop, 0.0)
+    assert [worker.is_abandoned for worker in made] == [True] * 3
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=repr)
+def test_anything_else_ends_it(addresses: Addresses, pipeline: Pipeline, error: Exception) -> None:
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat, pytest.raises(type(error)):
+        Outages(lambda: Failing(error), lambda: None, beat).serve(StopSignal(), 0.0)
+
+
+def test_a_place_that_a_newer_process_has_is_not_taken_back(addresses: Addresses, pipeline: Pipeline) -> None:
+    """It was stopped for so long that it was replaced, and goes on now."""
+    with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
+        wait_until(lambda: worker_status(addresses), 10, "the first beat")
+        newer = {**worker_status(addresses)[0], "pid": 1, "since": time.time() + 1.0}
+        with redis.Redis.from_url(addresses.stream_url) as client:
+            client.set(pipeline.worker_key("prefill", "p-0"), json.dumps(newer))
+        with pytest.raises(MemberFenced):
+            Outages(lambda: Failing(MemberFenced("replaced")), lambda: None, beat).serve(StopSignal(), 0.0)
 
 
 def test_a_stop_signal_is_set_once_and_for_all() -> None:

@@ -102,6 +102,9 @@ class Member(Protocol):
     `poll` and `close` belong to one thread; `settle`, `retry`, `dead` and `held` may be called from any.
     """
 
+    trouble: str
+    """Why the bus cannot be reached now, as far as a member knows that does not ask; empty: nothing is known."""
+
     def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """At most `room[klass]` deliveries of each class, interactive first; waits up to `timeout_s` for any.
 
@@ -128,7 +131,10 @@ class Member(Protocol):
         """How many deliveries this member holds unsettled."""
 
     def close(self) -> None:
-        """Leave the group: unsettled deliveries go to other members at once."""
+        """Leave the group: unsettled deliveries go to other members at once.
+
+        It takes no longer than a few seconds; of a bus that is away it does not wait for an answer.
+        """
 
     def __enter__(self) -> Self: ...
 
@@ -150,8 +156,14 @@ class Bus(Protocol):
     def member(self, stage: Stage, name: str) -> Member:
         """Join a stage's group under a stable name (its transactional id, its consumer name)."""
 
+    def unsettled(self) -> dict[str, int]:
+        """How many messages of each topic that a stage works off are not settled: waiting, or held by a worker.
+
+        Raises `BusUnavailable`. Thread-safe.
+        """
+
     def read_all(self, topic: str) -> list[Outgoing]:
         """Every message now visible in a topic, outside any group: for tools and tests."""
 
-    def check(self) -> str:
-        """One line about the server reached; raises `BusUnavailable`."""
+    def check(self, timeout_s: float = 5.0) -> str:
+        """One line about the server reached; raises `BusUnavailable` when it takes longer than that."""

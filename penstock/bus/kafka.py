@@ -28,10 +28,12 @@ from penstock.names import Pipeline, Stage
 from penstock.settings import BusSettings
 
 if TYPE_CHECKING:
+    from penstock.bus.kafka_backlog import Backlog
     from penstock.bus.kafka_member import KafkaMember
 
 ANSWER_S = 15.0
 """How long the servers may take to answer before they count as not reachable."""
+CHECK_S = 5.0
 
 MAX_BATCH_BYTES = 2 * MAX_REQUEST_BYTES
 WORK_KEPT_MS = 14 * 86400 * 1000
@@ -50,6 +52,8 @@ class KafkaBus:
         self.pipeline = pipeline
         self.bootstrap = bootstrap
         self.settings = settings
+        self._backlog: Backlog | None = None
+        self._lock = threading.Lock()
 
     def create_topics(self) -> list[str]:
         """Make the topics that are missing, and wait until the brokers know them."""
@@ -81,6 +85,15 @@ class KafkaBus:
         from penstock.bus.kafka_member import KafkaMember
 
         return KafkaMember(self, stage, name)
+
+    def unsettled(self) -> dict[str, int]:
+        """How far each stage's group is behind, see `kafka_backlog`."""
+        from penstock.bus.kafka_backlog import Backlog
+
+        with self._lock:
+            self._backlog = self._backlog or Backlog(self.pipeline, self.bootstrap)
+        with bus_errors():
+            return self._backlog.unsettled()
 
     def read_all(self, topic: str) -> list[Outgoing]:
         """Every message in a topic whose transaction is committed, partition by partition."""
@@ -120,10 +133,10 @@ class KafkaBus:
             reader.close()
         return found
 
-    def check(self) -> str:
+    def check(self, timeout_s: float = CHECK_S) -> str:
         """One line about the brokers reached; raises `BusUnavailable`."""
         with bus_errors():
-            metadata = AdminClient(client_settings(self.bootstrap)).list_topics(timeout=ANSWER_S)
+            metadata = AdminClient(client_settings(self.bootstrap)).list_topics(timeout=timeout_s)
         return f"Kafka at {self.bootstrap}, brokers: {len(metadata.brokers)}, cluster {metadata.cluster_id}"
 
     def _new(self, topic: str) -> NewTopic:
@@ -222,6 +235,7 @@ def client_settings(bootstrap: str) -> dict[str, Any]:
         "bootstrap.servers": bootstrap,
         "log_level": 0,
         "reconnect.backoff.max.ms": 1000,
+        "socket.timeout.ms": 10_000,
         "metadata.recovery.strategy": "none",
     }
 

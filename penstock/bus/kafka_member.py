@@ -28,7 +28,7 @@ from penstock.bus.kafka import (
 from penstock.bus.kafka_buffer import Holdings, Partition
 from penstock.bus.kafka_transactions import GroupMoved, Transactions
 from penstock.bus.retries import dead_message, retry_message
-from penstock.errors import BusError, BusUnavailable, DeliveryLost, MemberFenced
+from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.names import CLASSES, PriorityClass, Stage
 
 if TYPE_CHECKING:
@@ -38,6 +38,11 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 MEMBERSHIP_S = 0.02
+PROBE_S, PROBE_AGAIN_S = 5.0, 1.0
+"""How often the brokers are asked whether they are there; and while they are not."""
+LEAVE_S = 2.0
+"""How long leaving may take. Brokers that do not answer find out by the session's timeout."""
+COMMITTED_S = 2.0
 PASSED_COMMIT_S = 1.0
 """How often the offsets of what is passed over are committed when nothing is settled."""
 
@@ -60,10 +65,12 @@ class KafkaMember:
         self._state = threading.Condition()
         self._holdings = Holdings(bus.pipeline, stage)
         self._paused: set[Partition] = set()
-        self._failure: BusError | None = None
+        self._failure: Exception | None = None
         self._closing = threading.Event()
         self._doubtful: list[Delivery] = []
         self._commit_passed_at = self._refresh_at = 0.0
+        self._probe_at = time.monotonic() + PROBE_S
+        self.trouble = ""
         self._membership: object = None
         transactional_id = f"{self._group}.{name}"
         self._transactions = Transactions(bus.bootstrap, transactional_id, bus.settings.transaction_timeout_s)
@@ -121,13 +128,20 @@ class KafkaMember:
             return self._holdings.num_handed_out
 
     def close(self) -> None:
-        """Leave the group: other members get the partitions, and with them the unsettled deliveries."""
+        """Leave the group: other members get the partitions, and with them the unsettled deliveries.
+
+        Threads that wait for brokers which do not answer are left to themselves.
+        """
         self._closing.set()
-        with self._settling, contextlib.suppress(KafkaException, MemberFenced, GroupMoved):
-            self._clear_doubt()
+        if not self.trouble and self._settling.acquire(timeout=LEAVE_S):
+            try:
+                with contextlib.suppress(KafkaException, MemberFenced, GroupMoved):
+                    self._clear_doubt(LEAVE_S)
+            finally:
+                self._settling.release()
         with self._state:
             self._state.notify_all()
-        self._poller.join()
+        self._poller.join(LEAVE_S)
 
     def __enter__(self) -> Self:
         return self
@@ -169,8 +183,8 @@ class KafkaMember:
         with self._state:  # 6
             self._holdings.committed(deliveries)
 
-    def _clear_doubt(self) -> None:
-        if self._transactions.clear_doubt():
+    def _clear_doubt(self, timeout_s: float = ANSWER_S) -> None:
+        if self._transactions.clear_doubt(timeout_s):
             with self._state:
                 held = [delivery for delivery in self._doubtful if not self._holdings.lost([delivery])]
                 self._holdings.committed(held)
@@ -192,9 +206,9 @@ class KafkaMember:
                 self._pause_full()
                 self._refresh_membership()
                 self._commit_passed()
+                self._probe()
         except Exception as error:  # the member cannot go on: whoever calls is told
-            log.exception("the polling thread ends")
-            self._fail(error if isinstance(error, BusError) else BusUnavailable(f"Kafka: {error}"))
+            self._fail(BusUnavailable(f"Kafka: {error}") if isinstance(error, KafkaException) else error)
         finally:
             with contextlib.suppress(KafkaException, RuntimeError):
                 self._consumer.close()
@@ -242,7 +256,7 @@ class KafkaMember:
         """The group's committed offsets. A dead member's open transaction over them is waited for."""
         while True:
             try:
-                found = consumer.committed(partitions, timeout=ANSWER_S)
+                found = consumer.committed(partitions, timeout=COMMITTED_S)
                 errors = [str(partition.error) for partition in found if partition.error]
                 if not errors:
                     return found
@@ -283,23 +297,28 @@ class KafkaMember:
         if not self._holdings.has_passed or time.monotonic() < self._commit_passed_at:
             return
         self._commit_passed_at = time.monotonic() + PASSED_COMMIT_S
-        with self._settling:
-            with self._state:
-                commits = self._holdings.to_commit()
-            offsets = [TopicPartition(*partition, offset, metadata) for partition, offset, metadata in commits]
-            try:
-                self._consumer.commit(offsets=offsets, asynchronous=False)
-            except KafkaException as error:
-                log.debug("offsets are committed later: %s", error)
-                return
-            with self._state:
-                self._holdings.committed()
+        try:
+            with self._settling, bus_errors():  # in a transaction: the consumer's own commit waits without end
+                self._transact([], [])
+        except (BusUnavailable, GroupMoved) as error:
+            log.debug("offsets are committed later: %s", error)
+
+    def _probe(self) -> None:
+        """Look whether the brokers are there: librdkafka says nothing of those that hang, nor when they are back."""
+        if time.monotonic() < self._probe_at:
+            return
+        try:
+            self._consumer.list_topics(self._pipeline.retries, PROBE_AGAIN_S)
+            self.trouble = ""
+        except KafkaException as error:
+            self.trouble = f"Kafka: {error.args[0].str()}"
+        self._probe_at = time.monotonic() + (PROBE_AGAIN_S if self.trouble else PROBE_S)
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _fail(self, failure: BusError) -> None:
+    def _fail(self, failure: Exception) -> None:
         with self._state:
             self._failure = self._failure or failure
             self._state.notify_all()
@@ -317,6 +336,7 @@ def _consumer_settings(bootstrap: str, group: str, name: str) -> dict[str, objec
         "enable.partition.eof": True,  # behind the last message there may be markers: committed too, nothing lags
         "fetch.wait.max.ms": 50,
         "fetch.error.backoff.ms": 50,
+        "fetch.queue.backoff.ms": 20,
         "fetch.max.bytes": 2 * MAX_BATCH_BYTES,
         "receive.message.max.bytes": 4 * MAX_BATCH_BYTES,
         "max.partition.fetch.bytes": MAX_BATCH_BYTES,

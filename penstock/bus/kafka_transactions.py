@@ -10,6 +10,7 @@ from penstock.bus.kafka_partitions import Partitions
 from penstock.errors import MemberFenced
 from penstock.failpoints import failpoint
 
+JOIN_S = 5.0
 ABORT_S = 3.0
 STALE_GROUP = (
     KafkaError.STALE_MEMBER_EPOCH,
@@ -33,6 +34,7 @@ class Transactions:
             | {
                 "transactional.id": transactional_id,
                 "transaction.timeout.ms": int(timeout_s * 1000),
+                "socket.timeout.ms": int(timeout_s * 1000),  # librdkafka takes no longer one
                 # Less than the transaction's: a failed write must leave time to abort, or the broker fences us.
                 "message.timeout.ms": int(timeout_s * 600),
             }
@@ -41,13 +43,13 @@ class Transactions:
         self._open = False
         self._in_doubt = False
         with bus_errors():  # ends what an older member of this name left open
-            self._producer.init_transactions(ANSWER_S)
+            self._producer.init_transactions(JOIN_S)
 
-    def clear_doubt(self) -> bool:
+    def clear_doubt(self, timeout_s: float = ANSWER_S) -> bool:
         """Repeat a commit whose outcome is unknown, or abort what is open. True if that committed it after all."""
         if self._in_doubt:
             try:
-                self._commit()
+                self._commit(timeout_s)
             except KafkaException as raised:
                 self._after(raised)
                 raise
@@ -84,13 +86,20 @@ class Transactions:
         if errors:
             raise KafkaException(errors[0])
 
-    def _commit(self) -> None:
+    def _commit(self, timeout_s: float = ANSWER_S) -> None:
         self._in_doubt = True
-        self._producer.commit_transaction(ANSWER_S)
+        self._producer.commit_transaction(timeout_s)
         self._in_doubt = self._open = False
 
     def _abort(self) -> None:
-        self._producer.abort_transaction(ABORT_S)
+        try:
+            self._producer.abort_transaction(ABORT_S)
+        except KafkaException as raised:
+            error: KafkaError = raised.args[0]
+            if error.retriable():
+                raise
+            # The broker ended the transaction of a producer that was silent; librdkafka does not get over that.
+            raise MemberFenced(f"away too long, this producer is of no more use: {error.str()}") from raised
         self._open = False
 
     def _after(self, raised: KafkaException) -> None:

@@ -26,7 +26,8 @@ MAX_AHEAD = 100_000
 over."""
 
 _PREFIX = "penstock1:"
-_MAX_PACKED = (MAX_METADATA_BYTES - len(_PREFIX)) // 4 * 3
+_ALLOWED_BYTES = (MAX_METADATA_BYTES - len(_PREFIX)) // 4 * 3 - 64
+"""Of metadata, before base64; less what the next message may add."""
 Range = tuple[int, int]
 """First and last offset, both included."""
 
@@ -52,7 +53,7 @@ class PartitionOffsets:
         byte, and one more for each 127 offsets that it spans, at most.
         """
         ahead = self._next - next(iter(self._unfinished), self._next)
-        return max(ahead / MAX_AHEAD, (2 * (len(self._unfinished) + 1) + ahead // 127) / _MAX_PACKED)
+        return max(ahead / MAX_AHEAD, (2 * (len(self._unfinished) + 1) + ahead // 127) / _ALLOWED_BYTES)
 
     def reach(self, end: int) -> bool:
         """Note that the log has nothing more before `end`; whether that is news."""

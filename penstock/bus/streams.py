@@ -16,6 +16,7 @@ from redis.retry import Retry
 from penstock.bus.contract import Outgoing, check_size
 from penstock.errors import BusUnavailable
 from penstock.names import STAGES, Pipeline, Stage
+from penstock.reach import ANSWER_S
 from penstock.settings import BusSettings, shown
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ KEPT_ENTRIES = 50_000
 """About how many results and dead letters are kept."""
 
 READ_ALL_PAGE = 1000
+PUBLISH_S = 5.0
+"""How long a large message may take."""
 
 
 class StreamsBus:
@@ -61,6 +64,14 @@ class StreamsBus:
 
         return StreamsMember(self, stage, name)
 
+    def unsettled(self) -> dict[str, int]:
+        """The length of each work stream: what is settled is deleted, and one group reads it."""
+        topics = [topic for stage in STAGES for topic in self.pipeline.inputs(stage).values()]
+        with contextlib.closing(connect(self.url)) as client, bus_errors(), client.pipeline(transaction=False) as batch:
+            for topic in topics:
+                batch.xlen(self._key(topic))
+            return dict(zip(topics, batch.execute(), strict=True))
+
     def read_all(self, topic: str) -> list[Outgoing]:
         """Every message now in a topic; work that is settled is not there any more."""
         found: list[Outgoing] = []
@@ -73,9 +84,9 @@ class StreamsBus:
                 found += [Outgoing(topic, *decode(fields)) for _, fields in page]
                 start = f"({page[-1][0].decode()}"
 
-    def check(self) -> str:
+    def check(self, timeout_s: float = 5.0) -> str:
         """One line about the server reached; raises `BusUnavailable`."""
-        with contextlib.closing(connect(self.url)) as client, bus_errors():
+        with contextlib.closing(connect(self.url, timeout_s)) as client, bus_errors():
             info = client.info("server")
         name = info.get("server_name", "redis")
         return f"Redis Streams on {name} {info.get('valkey_version') or info.get('redis_version')} at {shown(self.url)}"
@@ -89,7 +100,7 @@ class StreamsPublisher:
 
     def __init__(self, bus: StreamsBus) -> None:
         self._bus = bus
-        self._client = connect(bus.url)
+        self._client = connect(bus.url, PUBLISH_S)
 
     def publish(self, messages: Sequence[Outgoing]) -> None:
         """Add the messages, all or none; raises `BusUnavailable`, or `RequestTooLarge`."""
@@ -106,16 +117,10 @@ class StreamsPublisher:
         self._client.close()
 
 
-def connect(url: str, read_timeout_s: float = 10.0) -> "redis.Redis":
+def connect(url: str, timeout_s: float = ANSWER_S) -> "redis.Redis":
     """A client that never repeats a command by itself: whoever calls knows what a repetition means."""
-    return redis.Redis.from_url(
-        url,
-        protocol=2,
-        socket_timeout=read_timeout_s,
-        socket_connect_timeout=5.0,
-        socket_keepalive=True,
-        retry=Retry(NoBackoff(), 0),
-    )
+    limits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    return redis.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), **limits)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ class StreamsMember:
         self._reclaim_at = 0.0
         self._recovering = False  # a reply was lost: there may be deliveries of ours that we do not know
         self._fenced = False
+        self.trouble = ""  # whoever polls is told
         self._closing = threading.Event()
         self._join()
         self._heart = threading.Thread(target=self._beat_forever, name=f"member-{name}", daemon=True)

@@ -205,5 +205,8 @@ def _workers(addresses: Addresses) -> Iterator[Finding]:
         here = [worker for worker in workers if worker["stage"] == stage]
         ready = [worker for worker in here if worker["state"] == "ready"]
         found = f"{len(ready)} ready of {len(here)}"
+        for worker in here:
+            if worker["state"] == "degraded":
+                yield Finding("note", f"{stage} worker", f"{worker['name']} is degraded: {worker['reason']}")
         advice = "" if ready else f"penstock worker {stage} (or penstock up)"
         yield Finding("ok" if ready else "fail", f"{stage} workers", found, advice)

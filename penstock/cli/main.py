@@ -1,4 +1,4 @@
-"""`penstock`: up, generate, worker, topics, kv, doctor, demo."""
+"""`penstock`: up, generate, lag, worker, topics, kv, dlq, doctor, demo."""
 
 import logging
 import sys
@@ -6,7 +6,7 @@ import sys
 import redis
 import typer
 
-from penstock.cli import demo, doctor, generate, kv, topics, up, worker
+from penstock.cli import demo, dlq, doctor, generate, kv, lag, topics, up, worker
 from penstock.errors import PenstockError, RequestError
 from penstock.settings import check_environment
 
@@ -19,11 +19,13 @@ app = typer.Typer(
 )
 app.command("up")(up.up)
 app.command("generate")(generate.generate)
+app.command("lag")(lag.lag)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 app.add_typer(worker.app, name="worker")
 app.add_typer(topics.app, name="topics")
 app.add_typer(kv.app, name="kv")
+app.add_typer(dlq.app, name="dlq")
 
 
 def main() -> None:

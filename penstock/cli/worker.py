@@ -2,14 +2,15 @@
 
 import contextlib
 import logging
+from functools import partial
 
-import redis
 import typer
 
 from penstock import failpoints, tracing
 from penstock.bus.connect import connect
 from penstock.errors import DependencyMissing
 from penstock.names import Pipeline, Stage
+from penstock.reach import ANSWER_S, redis_client
 from penstock.settings import (
     Addresses,
     BusSettings,
@@ -21,7 +22,7 @@ from penstock.settings import (
     WorkerSettings,
     load,
 )
-from penstock.worker import Heartbeat, StopSignal, serve, slot_name, stay_on
+from penstock.worker import Heartbeat, Outages, StopSignal, slot_name, stay_on
 
 app = typer.Typer(help="Run one worker until SIGTERM.", no_args_is_help=True)
 log = logging.getLogger(__name__)
@@ -48,10 +49,12 @@ def run(stage: Stage) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing.recording(f"penstock-{stage}", load(TraceSettings).file))
         beat = stack.enter_context(Heartbeat(addresses.stream_url, pipeline, stage, name, settings.heartbeat_s))
-        _work(stage, name, addresses, beat, settings.drain_s)
+        _work(stage, name, addresses, beat, settings.drain_s, stack)
 
 
-def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, drain_s: float) -> None:
+def _work(
+    stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, drain_s: float, stack: contextlib.ExitStack
+) -> None:
     try:
         from decode_worker.worker import DecodeWorker
         from engine.engine import Engine
@@ -66,13 +69,25 @@ def _work(stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, drain_
     model, pipeline = engine.model, Pipeline(addresses.pipeline)
     layout = Layout.of(model.fingerprint, model.layout)
     store = KVStore.open(layout, load(KVSettings), addresses.kv_url or addresses.stream_url, pipeline.name)
+    stack.callback(store.close)
     store.measure_against(engine.rates)
-    record = Record(redis.Redis.from_url(addresses.stream_url), pipeline, load(RecordSettings))
-    member = connect(addresses, load(BusSettings)).member(stage, name)
-    kind = PrefillWorker if stage == "prefill" else DecodeWorker
-    worker = kind(pipeline, name, engine, store, record, member)
-    beat.watch(lambda: {"running": len(worker.running), "waiting": engine.num_waiting, "kv": store.report()})
-    beat.say(now=True, state="ready", progress=1.0, model=model.name)
+    client, bus = redis_client(addresses.stream_url), connect(addresses, load(BusSettings))
+    records, kind = load(RecordSettings), PrefillWorker if stage == "prefill" else DecodeWorker
+
+    def make() -> PrefillWorker | DecodeWorker:
+        member = bus.member(stage, name)
+        worker = kind(pipeline, name, engine, store, Record(client, pipeline, records), member)
+
+        def now() -> dict[str, object]:
+            trouble = worker.settler.trouble or member.trouble
+            counts = {"running": len(worker.running), "waiting": engine.num_waiting}
+            load = {**counts, "load": worker.report(), "kv": store.report()}
+            return load | ({"reason": trouble} if trouble else {})
+
+        beat.watch(now)
+        return worker
+
+    beat.say(progress=1.0, model=model.name)
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
-    serve(worker, stop, drain_s, lambda: beat.say(now=True, state="draining"))
+    Outages(make, partial(bus.check, ANSWER_S), beat).serve(stop, drain_s)
     log.info("%s has left", name)

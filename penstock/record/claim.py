@@ -30,6 +30,16 @@ class Claim:
     """Too many attempts: append the end (`attempts_exhausted`) instead of trying again."""
     append_head: bytes = field(repr=False, default=b"")
     """The part of an append's wire bytes that does not change (`Record.send_append`)."""
+    found: int = field(init=False)
+    """How many tokens the log had."""
+
+    def __post_init__(self) -> None:
+        self.found = self.num_tokens
+
+    @property
+    def tries(self) -> int:
+        """Claims since the last new token, as of now: 0 if this one brought some."""
+        return self.attempts if self.num_tokens == self.found else 0
 
     def next_event(self, token_id: int, text: str, logprobs: Logprobs | None = None) -> TokenEvent:
         """The event of the next token: at the next position, with the hash rolled on."""

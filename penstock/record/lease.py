@@ -7,6 +7,7 @@ from typing import Self
 import redis
 
 from penstock.names import Stage
+from penstock.reach import is_away
 from penstock.record.claim import Claim, Renewal
 from penstock.record.record import Record
 
@@ -26,6 +27,8 @@ class LeaseKeeper:
         self._claims: set[Claim] = set()
         self._told: dict[Claim, Renewal] = {}
         self._overdue: list[str] = []
+        self._over: list[str] = []
+        self._failure: redis.RedisError | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-leases", daemon=True)
@@ -42,8 +45,19 @@ class LeaseKeeper:
             self._claims.discard(claim)
             self._told.pop(claim, None)
 
+    def done(self, claim: Claim) -> None:
+        """As `drop`, of one that ended or was handed off: nobody needs to look after it."""
+        self.drop(claim)
+        with self._lock:
+            self._over.append(claim.id)
+
     def news(self) -> list[tuple[Claim, Renewal]]:
-        """Claims found `FENCED`, each once, or `CANCELLED`, for as long as they are kept."""
+        """Claims found `FENCED`, each once, or `CANCELLED`, for as long as they are kept.
+
+        Raises what made it impossible to keep leases, if that was no outage.
+        """
+        if self._failure is not None:
+            raise self._failure
         with self._lock:
             told, self._told = self._told, {}
         return list(told.items())
@@ -64,12 +78,15 @@ class LeaseKeeper:
             try:
                 self._renew()
                 self._look()
-            except (redis.ConnectionError, redis.TimeoutError):
-                continue  # the next round tries again
+            except redis.RedisError as error:  # an outage: the next round tries again
+                if not is_away(error):
+                    self._failure = error
+                    return
 
     def _renew(self) -> None:
         with self._lock:
-            claims = list(self._claims)
+            claims, over, self._over = list(self._claims), self._over, []
+        self._record.let_go(self._stage, over)
         renewals = self._record.renew(claims)
         with self._lock:
             for claim, renewal in zip(claims, renewals, strict=True):

@@ -4,7 +4,6 @@ Pub/sub drops what nobody listens to, so each new subscription is announced: the
 """
 
 import asyncio
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,12 +11,15 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import redis.asyncio
+from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.retry import Retry
+
+from penstock.reach import ANSWER_S, pauses
 
 Deliver = Callable[[bytes | None], None]
 """Takes each event's JSON, and None when the subscription has begun (anew): events may have been missed."""
-_RECONNECT_S = 0.1
+QUIET_S = 5.0
+"""A connection that brought nothing for this long is asked whether it lives, and given up after as long again."""
 
 
 class LiveFeed:
@@ -64,24 +66,43 @@ class LiveFeed:
                     await self._connection.send_command(verb, channel)
 
     async def _read(self) -> None:
+        waits = pauses()
         while True:
             try:
-                await self._connection.connect()
-                self._connected = True
-                if self._listeners:
-                    await self._connection.send_command("SUBSCRIBE", *self._listeners)
-                while True:
-                    self._dispatch(await self._connection.read_response(timeout=math.inf))
+                async with asyncio.timeout(ANSWER_S):
+                    await self._connect()
+                waits = pauses()
+                await self._receive()
             except (redis.RedisError, OSError):
                 self._connected = False
                 await self._connection.disconnect(nowait=True)
-                await asyncio.sleep(_RECONNECT_S)
+                await asyncio.sleep(next(waits))
 
-    def _dispatch(self, message: list[Any]) -> None:
-        kind, channel, content = message
-        if kind in (b"message", b"subscribe"):
-            for deliver in self._listeners.get(channel.decode(), ()):
-                deliver(content if kind == b"message" else None)
+    async def _connect(self) -> None:
+        await self._connection.connect()
+        self._connected = True
+        if self._listeners:
+            await self._connection.send_command("SUBSCRIBE", *self._listeners)
+
+    async def _receive(self) -> None:
+        """What comes, until the connection ends or is found dead."""
+        is_asked = False
+        while True:
+            message = await self._connection.read_response(timeout=QUIET_S)
+            if message is not None:
+                self._dispatch(message)
+            elif is_asked:
+                raise redis.ConnectionError("the connection is silent")
+            else:
+                await self._connection.send_command("PING")
+            is_asked = message is None
+
+    def _dispatch(self, message: Any) -> None:
+        if message[0] not in (b"message", b"subscribe"):
+            return  # the answer to a question, or to leaving
+        _, channel, content = message
+        for deliver in self._listeners.get(channel.decode(), ()):
+            deliver(content if message[0] == b"message" else None)
 
 
 class LiveThread:

@@ -32,6 +32,11 @@ class Record:
         self._log = Log(client, pipeline, settings)
 
     @property
+    def settings(self) -> RecordSettings:
+        """How long things last, and how often they are tried."""
+        return self._settings
+
+    @property
     def lease_s(self) -> float:
         """How long a claim lasts without being renewed."""
         return self._settings.lease_s
@@ -82,6 +87,11 @@ class Record:
                 self._client.zrem(self._pipeline.held_key(stage), request_id)
                 return None
         return TakenOver(self._claimed(request_id, stage, reply[:-1]), reply[-1])
+
+    def let_go(self, stage: Stage, request_ids: Sequence[str]) -> None:
+        """These ended or were handed off. Not saying so costs whoever looks for the dead a question each."""
+        if request_ids:
+            self._client.zrem(self._pipeline.held_key(stage), *request_ids)
 
     def _hold(self, stage: Stage, request_ids: Sequence[str], due_ms: int) -> None:
         scripts.HELD.run(self._client, [self._pipeline.held_key(stage)], [due_ms, *request_ids])

@@ -1,18 +1,28 @@
 """What both workers are made of: the frame of the loop, its inbox, settling in the background, the heartbeat."""
 
 from penstock.worker.ends import cause_to_end, too_late
+from penstock.worker.failures import Failures, cause_of, is_suspect, letters
 from penstock.worker.heartbeat import Heartbeat, slot_name, stay_on
 from penstock.worker.inbox import Inbox
+from penstock.worker.load import Held, Load
 from penstock.worker.loop import StopSignal, run_until_idle, serve
+from penstock.worker.outage import Outages
 from penstock.worker.parcel import pack, unpack
 from penstock.worker.settler import Settler
 
 __all__ = [
+    "Failures",
     "Heartbeat",
+    "Held",
     "Inbox",
+    "Load",
+    "Outages",
     "Settler",
     "StopSignal",
+    "cause_of",
     "cause_to_end",
+    "is_suspect",
+    "letters",
     "pack",
     "run_until_idle",
     "serve",

@@ -7,13 +7,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import redis
 
 from penstock.errors import PenstockError
 from penstock.names import Pipeline
+from penstock.reach import redis_client
 
 log = logging.getLogger(__name__)
 
@@ -21,22 +23,26 @@ log = logging.getLogger(__name__)
 class Heartbeat:
     """A key in Redis that says what this worker is doing, renewed by a thread and gone soon after the process is.
 
-    The value is a JSON object: stage, name, host, pid, model, state (`loading`, `ready`, `draining`), progress (0 to 1,
-    while loading), running, waiting, since (seconds since the epoch).
+    The value is a JSON object: stage, name, host, pid, model, state (`loading`, `ready`, `degraded`, `draining`),
+    reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see `load.py`),
+    since (seconds since the epoch).
     """
 
     def __init__(self, url: str, pipeline: Pipeline, stage: str, name: str, interval_s: float) -> None:
-        self._redis = redis.Redis.from_url(url)
+        self._redis = redis_client(url)
         self._key = pipeline.worker_key(stage, name)
         self._interval_s = interval_s
+        self._since_s = time.time()
         self._status: dict[str, object] = {
             "stage": stage, "name": name, "host": socket.gethostname(), "pid": os.getpid(),
-            "state": "loading", "progress": 0.0, "since": time.time(),
+            "state": "loading", "progress": 0.0, "since": self._since_s,
         }  # fmt: skip
         self._logged = ("", -1)
         self._load: Callable[[], dict[str, object]] = dict
         self._wake = threading.Event()
-        self._ended = False
+        self._ended = self._is_written = False
+        self.is_replaced = False
+        """Whether a process that is newer has this worker's name: it was given up while it was paused."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -57,7 +63,7 @@ class Heartbeat:
             self._wake.set()
 
     def watch(self, load: Callable[[], dict[str, object]]) -> None:
-        """Ask `load` at each beat for what changes all the time."""
+        """Ask `load` at each beat for what changes all the time. With a `reason`, one that is ready is degraded."""
         self._load = load
 
     def progress(self, what: str, share: float) -> None:
@@ -67,19 +73,40 @@ class Heartbeat:
             log.info("%s: %.0f%%", what, share * 100)
         self.say(doing=what, progress=round(share, 3))
 
+    def write(self) -> None:
+        """Beat now, and look whose the last beat was. Raises `redis.RedisError`."""
+        status = self._status | self._load()
+        if status["state"] == "ready" and status.get("reason"):
+            status["state"] = "degraded"
+        before = self._redis.set(self._key, json.dumps(status), px=int(self._interval_s * 4000), get=True)
+        self._is_written = True
+        self._compare(before)
+
+    def look(self) -> bool:
+        """`is_replaced`, as of now; as it was known before where Redis does not say."""
+        with suppress(redis.RedisError):
+            self._compare(self._redis.get(self._key))
+        return self.is_replaced
+
     def _run(self) -> None:
-        expiry_ms = int(self._interval_s * 4000)
-        while not self._ended:
+        while not self._ended and not self.is_replaced:
             try:
-                self._redis.set(self._key, json.dumps(self._status | self._load()), px=expiry_ms)
+                self.write()
             except redis.RedisError as error:
-                log.warning("heartbeat not written: %s", error)
+                if self._is_written:
+                    log.warning("heartbeats cannot be written: %s", error)
+                self._is_written = False
             self._wake.wait(self._interval_s)
             self._wake.clear()
-        try:
-            self._redis.delete(self._key)
-        except redis.RedisError as error:
-            log.warning("heartbeat not removed: %s", error)
+        if self._is_written and not self.is_replaced:
+            with suppress(redis.RedisError):  # else it runs out
+                self._redis.delete(self._key)
+
+    def _compare(self, found: object) -> None:
+        if isinstance(found, bytes):
+            other: dict[str, Any] = json.loads(found)
+            is_mine = all(other[name] == self._status[name] for name in ("host", "pid"))
+            self.is_replaced = self.is_replaced or (not is_mine and other["since"] > self._since_s)
 
 
 def slot_name(given: str) -> str:

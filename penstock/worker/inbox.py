@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from penstock.bus.contract import Delivery, Member
+from penstock.names import PriorityClass
 
 IDLE_POLL_S = 0.2
 """How long an idle worker waits in one poll: also how soon it sees that it should stop."""
@@ -39,17 +40,20 @@ class Inbox:
         self._count += 1
         heapq.heappush(self._waiting, _Waiting(time.monotonic() + wait_s, self._count, delivery))
 
-    def poll(self, room: int, interactive_room: int = 0, *, taken: int = 0, idle: bool) -> list[Delivery]:
+    def num_waiting(self, klass: PriorityClass) -> int:
+        """Deliveries of a class that wait to be looked at again. Any thread may ask."""
+        return sum(one.delivery.klass == klass for one in list(self._waiting))
+
+    def poll(self, room: int, interactive_room: int | None = None, *, idle: bool) -> list[Delivery]:
         """What to look at now: at most `room` fresh deliveries, waiting for the first only where the worker is idle.
 
-        There may be more room for interactive ones: they displace batch work. That leaves one place for what is
-        interactive, unless there is only one and nobody uses it. Those put back take up room until they are settled,
-        and so do those `taken` that are not where the room is, yet or any more.
+        Interactive ones have a room of their own, which may be more: they displace batch work. That leaves one place
+        for what is interactive, unless there is only one and nobody uses it. Those put back take up room until they are
+        settled: batch ones that of batch.
         """
-        taken += len(self._waiting)
-        free = max(0, room - taken)
-        interactive = max(free, interactive_room - taken)
-        if not interactive and not idle:
+        free = max(0, room - len(self._waiting))
+        interactive = free if interactive_room is None else interactive_room - self.num_waiting("interactive")
+        if max(free, interactive) <= 0 and not idle:
             return self._due()
         timeout_s = self._next_in_s() if idle else 0.0
         batch = free - 1 if free > 1 else free * idle

@@ -24,6 +24,10 @@ class StopSignal:
         """Ask the loop to stop."""
         self._event.set()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for it; whether it is set."""
+        return self._event.wait(timeout_s)
+
     def __bool__(self) -> bool:
         return self._event.is_set()
 

@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from penstock.bus.contract import Member, Settlement
 from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.failpoints import failpoint
+from penstock.reach import is_away, pauses
 
 log = logging.getLogger(__name__)
 
-SETTLE_TRIES = 5
+GIVE_UP_S = 60.0
+"""A member that could not settle for this long is done with: it may be at fault itself."""
+CLOSE_S = 5.0
+"""How long a worker that leaves waits for its settlements; what is not settled then, others settle from the log."""
+MOMENT_S = 1.0
+"""How long a settlement under way is waited for when nothing more is wanted of it."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,16 @@ class Settler:
     """Settles in the background, everything that is ready in one go, so that no step waits for a commit.
 
     `done(True)` is called after a settlement is durable, `done(False)` when the bus gave the delivery to another member
-    (it will settle it). Any other failure ends the worker: `check()` raises it in the loop.
+    (it will settle it), or when there is no delivery, and it is unknown whether the outputs are out. While the bus is
+    away it is tried again and again: the loop goes on with what runs. Any other failure ends the worker: `check()`
+    raises it in the loop.
     """
 
     def __init__(self, member: Member) -> None:
+        self.trouble = ""
+        """Why the last attempt failed; empty when it did not."""
         self._member = member
+        self._is_over = threading.Event()
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._open = 0
         self._lock = threading.Condition()
@@ -61,14 +72,20 @@ class Settler:
             raise self._failure
 
     def wait(self, timeout_s: float) -> None:
-        """Until everything is settled, it failed, or the time is over."""
+        """Until everything is settled, it cannot be now, or the time is over."""
         with self._lock:
-            self._lock.wait_for(lambda: self._open == 0 or self._failure is not None, timeout_s)
+            self._lock.wait_for(lambda: not self._open or bool(self.trouble) or self._failure is not None, timeout_s)
 
     def close(self) -> None:
-        """Settle what was asked for, then end the thread."""
+        """Settle what was asked for, as far as that is possible now, and end the thread."""
+        self.wait(MOMENT_S if self._member.trouble else CLOSE_S)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Settle nothing more. What the bus does not answer ends by itself, later."""
+        self._is_over.set()
         self._orders.put(None)
-        self._thread.join()
+        self._thread.join(MOMENT_S)
 
     def _run(self) -> None:
         try:
@@ -95,8 +112,8 @@ class Settler:
         self._finish([order for order in batch if unique[order.place] is not order], settled=False)
 
     def _settle_all(self, batch: list[_Order]) -> None:
-        tries = 0
-        while batch:
+        waits, end_s = pauses(), time.monotonic() + GIVE_UP_S
+        while batch and not self._is_over.is_set():
             try:
                 failpoint("settle.begun")
                 self._member.settle([order.settlement for order in batch])
@@ -104,18 +121,34 @@ class Settler:
                 lost = {(delivery.topic, delivery.position) for delivery in error.deliveries}
                 rest = [order for order in batch if order.place not in lost]
                 assert len(rest) < len(batch), "lost deliveries are of those that were to be settled"
+                self._note("")
                 self._finish([order for order in batch if order.place in lost], settled=False)
                 batch = rest
-            except BusUnavailable:
-                tries += 1
-                if tries == SETTLE_TRIES:
+            except BusUnavailable as error:
+                if not is_away(error) or time.monotonic() > end_s:
                     raise
-                log.warning("settling failed, trying again (%d of %d)", tries, SETTLE_TRIES, exc_info=True)
-                time.sleep(0.05 * 2**tries)
+                log.warning("settling failed, trying again: %s", error)
+                self._note(str(error))
+                batch = self._held_of(batch)
+                self._is_over.wait(next(waits))
             else:
                 failpoint("settle.done")
+                self._note("")
                 self._finish(batch, settled=True)
                 return
+
+    def _held_of(self, batch: list[_Order]) -> list[_Order]:
+        """What may be tried again: a delivery is done once. What settles nothing may be out already, and would go out
+        again under the same name; it is given up, and taken over anew.
+        """
+        held = [order for order in batch if order.settlement.delivery.is_held]
+        self._finish([order for order in batch if not order.settlement.delivery.is_held], settled=False)
+        return held
+
+    def _note(self, trouble: str) -> None:
+        with self._lock:
+            self.trouble = trouble
+            self._lock.notify_all()
 
     def _finish(self, orders: list[_Order], *, settled: bool) -> None:
         for order in orders:

@@ -1,9 +1,10 @@
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bus.offsets import MAX_METADATA_BYTES, PartitionOffsets, decode, encode
+from penstock.bus.offsets import MAX_AHEAD, MAX_METADATA_BYTES, PartitionOffsets, decode, encode
 
 
 @st.composite
@@ -67,6 +68,54 @@ def test_metadata_is_bounded_and_keeps_the_nearest(base: int, count: int) -> Non
     kept = decode(text, base)
     assert kept == runs[: len(kept)]
     assert len(kept) > 900
+
+
+@pytest.mark.parametrize(("every", "gap"), [(2, 1), (2, 7), (3, 1), (130, 1), (300, 1), (20_000, 1)])
+def test_the_metadata_has_room_for_all_that_a_partition_may_have_finished(every: int, gap: int) -> None:
+    """One of so many never finishes. Read on until it has to wait, then die: nothing that was finished comes again."""
+    offsets, slow = PartitionOffsets(1000), set[int]()
+    log: list[int] = []
+    held: list[int] = []
+    while offsets.stretch < 1:
+        log.append(log[-1] + gap if log else 1000)
+        assert offsets.deliver(log[-1])
+        held.append(log[-1])
+        if len(held) == 500 or offsets.stretch >= 1:
+            slow.update(log[::every])
+            offsets.finish(offset for offset in held if offset not in slow)
+            held.clear()
+    committed, metadata = offsets.commit()
+    assert committed == 1000
+    after = PartitionOffsets(committed, metadata)
+    assert [offset for offset in log if after.deliver(offset)] == sorted(slow)
+    assert len(log) > 1000
+
+
+def test_what_is_far_ahead_goes_on_once_the_first_is_done() -> None:
+    offsets = PartitionOffsets(0)
+    assert offsets.stretch == pytest.approx(0, abs=0.01)
+    for offset in range(MAX_AHEAD):
+        assert offsets.deliver(offset)
+        if offset:
+            offsets.finish([offset])
+    assert offsets.stretch >= 1
+    offsets.finish([0])
+    assert offsets.stretch == pytest.approx(0, abs=0.01)
+    assert offsets.commit() == (MAX_AHEAD, "")
+
+
+def test_an_end_beyond_the_last_message_is_passed_over() -> None:
+    offsets = PartitionOffsets(5)
+    assert offsets.deliver(5)
+    assert offsets.reach(8)
+    assert not offsets.reach(8)
+    assert offsets.commit([5]) == (8, "")
+    assert offsets.commit()[0] == 5
+    offsets.finish([5])
+    offsets.check_integrity()
+    assert offsets.commit() == (8, "")
+    assert not offsets.deliver(7)
+    assert offsets.deliver(8)
 
 
 @given(st.text())

@@ -30,6 +30,10 @@ def result(tokens: list[int], error: str | None = None) -> dict[str, Any]:
     return {"what": "result", "id": "a", "tokens": tokens, "text": "yes", "finish": finish, "error": error}
 
 
+def failed(error: str) -> dict[str, Any]:
+    return {"what": "failed", "id": "a", "reader": "x", "error": error, "story": "it says"}
+
+
 def submitted(*may: str) -> Entries:
     expected = {"tokens": TOKENS, "text": "yes", "finish": "length", "may": list(may)}
     return [{"what": "submitted", "id": "a"} | expected, {"what": "accepted", "id": "a"}]
@@ -91,10 +95,10 @@ BROKEN: dict[str, tuple[Callable[[], Entries], set[str]]] = {
     "a token again at the end": (lambda: [*good(), *reading("one", [4])], {"duplicated", "stuck"}),
     "two change places": (lambda: [*good(), *reading("x", [0, 2, 1, 3, 4]), end("x", 5)], {"reordered"}),
     "no end": (lambda: [*good(), *reading("x", ALL)], {"stuck"}),
-    "silence": (lambda: [*good(), {"what": "failed", "id": "a", "reader": "x", "error": "StreamTimeout"}], {"stuck"}),
-    "expired": (lambda: [*good(), {"what": "failed", "id": "a", "reader": "x", "error": "StreamExpired"}], {"lost"}),
+    "silence": (lambda: [*good(), failed("StreamTimeout")], {"stuck"}),
+    "expired": (lambda: [*good(), failed("StreamExpired")], {"lost"}),
     "told to diverge": (
-        lambda: [*good(), {"what": "failed", "id": "a", "reader": "x", "error": "StreamDiverged"}],
+        lambda: [*good(), failed("StreamDiverged")],
         {"diverged"},
     ),
     "a reader sees another token": (

@@ -207,7 +207,7 @@ def test_a_log_that_is_gone_is_expired(
 ) -> None:
     with pytest.raises(StreamExpired):
         list(client.stream("never", after=event_id(3, "0" * 16)))
-    reading = Reading(client.stream("r1"))
+    reading = Reading(client.stream("r1", timeout_s=2.0))
     write(worker, WORDS)
     reading.wait(lambda events: len(events) == 5)
     server.delete(pipeline.log_key("r1"), pipeline.record_key("r1"))

@@ -3,8 +3,6 @@
 from types import TracebackType
 from typing import Self
 
-import redis
-
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from kvstore.store import KVStore, Layout
@@ -12,6 +10,7 @@ from penstock.bus.connect import connect
 from penstock.bus.contract import Member, Outgoing
 from penstock.messages import Request, Result, decode
 from penstock.names import Pipeline, Stage
+from penstock.reach import redis_client
 from penstock.record import Record
 from penstock.settings import Addresses, BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.worker import run_until_idle
@@ -35,7 +34,7 @@ class Line:
         self.pipeline = Pipeline(addresses.pipeline)
         self.bus = connect(addresses, BusSettings())
         self.bus.create_topics()
-        self.client = redis.Redis.from_url(addresses.stream_url)
+        self.client = redis_client(addresses.stream_url)
         self.record_settings = record or RecordSettings()
         self.add_prefill("prefill-0")
         self.add_decode("decode-0")

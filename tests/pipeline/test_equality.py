@@ -1,26 +1,22 @@
-"""Splitting changes no token: two prefill and two decode workers as processes, undisturbed and killed repeatedly."""
+"""Splitting changes no token: two prefill and two decode workers as processes. `tests/chaos` kills them."""
 
 import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 
 from penstock.client import Client
-from penstock.local.processes import Child, wait_until
+from penstock.local.processes import wait_until
 from penstock.local.stack import Stack
 from penstock.messages import Request, Result
-from penstock.names import STAGES, Stage
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.workload import SETTINGS, Answer, alone, requests
 
 pytestmark = pytest.mark.timeout(400)
 NUM_REQUESTS = 64
-NUM_KILLS = 4
-"""Of each kind of worker."""
 
 
 @pytest.fixture(scope="module", params=["embedded", "kafka"])
@@ -31,7 +27,6 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(SETTINGS.max_step_tokens),
         "PENSTOCK_ENGINE_MAX_BATCH": "16",
         "PENSTOCK_ENGINE_POOL_MB": "64",
-        "PENSTOCK_RECORD_MAX_ATTEMPTS": str(3 * NUM_KILLS),
     }
     directory = tmp_path_factory.mktemp(f"stack-{request.param}")
     name = f"equality-{request.param}-{random.getrandbits(32):08x}"
@@ -60,10 +55,6 @@ def tended(stack: Stack) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def living(stack: Stack, stage: Stage) -> list[Child]:
-    return [worker.child for worker in stack.workers if worker.stage == stage and worker.child and worker.child.alive()]
 
 
 def submit(client: Client, work: list[Request]) -> None:
@@ -97,27 +88,6 @@ def test_tokens_equal_the_undivided_model(stack: Stack) -> None:
     expected = alone(work)
     check_streams(streams, expected)
     check_results(results_when_all_there(stack, expected), expected)
-
-
-def test_tokens_equal_while_workers_are_killed(stack: Stack) -> None:
-    """After every few answers a prefill and a decode worker are killed, without warning."""
-    work = requests(NUM_REQUESTS, "killed", max_tokens=40)
-    chance = random.Random(7)
-    with Client(stack.addresses) as client, tended(stack):
-        streams = Streams(client, work)
-        submit(client, work)
-        kills = 0
-        for _ in range(NUM_KILLS):
-            streams.wait_for(NUM_REQUESTS // (NUM_KILLS * 2))
-            for stage in STAGES:
-                wait_until(partial(living, stack, stage), 30, f"a {stage} worker")
-                chance.choice(living(stack, stage)).kill()
-                kills += 1
-        streams.finish()
-        assert kills == 2 * NUM_KILLS
-        expected = alone(work)
-        check_streams(streams, expected)
-        check_results(results_when_all_there(stack, expected), expected)
 
 
 def test_workers_leave_on_request(stack: Stack) -> None:

@@ -22,7 +22,7 @@ from tests.pipeline.line import Line
 def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
     kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
-    with Line(addresses, RecordSettings(max_attempts=2)) as made:
+    with Line(addresses, RecordSettings(max_attempts=2, retry_first_s=0.05)) as made:
         yield made
 
 
@@ -99,7 +99,6 @@ def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) ->
 
 def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """The retry topic with its not-before; then a typed error, a dead letter, and the next request is served."""
-    monkeypatch.setattr("prefill_worker.worker.RETRY_DELAY_S", 0.05)
     read = line.prefill.prompts.read
 
     def broken(request: Request) -> list[int]:

@@ -159,6 +159,18 @@ def test_the_keeper_finds_what_is_to_be_taken_over_if_there_is_room(hasty: Recor
         assert wait_for(look) == ["r1", "r2"]
 
 
+def test_the_keeper_takes_what_is_over_off_the_list(hasty: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
+    key = pipeline.held_key("decode")
+    with LeaseKeeper(hasty, "decode") as keeper:
+        over, other = (hasty.claim_decode(name, "d1", "j1", b"message") for name in ("r1", "r2"))
+        assert isinstance(over, Claim)
+        assert isinstance(other, Claim)
+        assert client.zcard(key) == 2
+        keeper.add(other)
+        keeper.done(over)
+        assert wait_for(lambda: client.zrange(key, 0, -1) if client.zcard(key) == 1 else Busy(1)) == [b"r2"]
+
+
 def test_a_hand_off_gives_the_lease_back(record: Record) -> None:
     claim = prefill(record)
     assert record.handed(claim)

@@ -1,0 +1,169 @@
+"""Kill everything, over and over, and hold what everybody saw against the promises.
+
+python -m benchmarks.chaos [--quick] [--json FILE] [--seed N] [--kills N]
+
+Real worker processes on the demo model in float32, a real Valkey, a real Kafka, clients that send requests steadily and
+read every stream, some of them coming back again and again with the last event id they saw. First decode workers are
+killed in the middle of long answers while nothing else is wrong, Kafka with its timeouts at their defaults, and the
+time until each stream goes on is taken. Then come rounds in which every worker is killed or stopped at the next of its
+numbered steps, or at any time, again and again, while servers are killed and connections cut, hung, slowed and refused.
+What clients and topics saw is a history; the checker (`tests/chaos/checker.py`) knows the promises and nothing else.
+
+A round's seed says what is done; with `--seed` it is done again. Histories and logs stay in the directory that is told.
+"""
+
+import argparse
+import contextlib
+import itertools
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from benchmarks.common import Arguments, machine, report
+from penstock.names import STAGES
+from tests.chaos.checker import Finding, tally
+from tests.chaos.faults import ANY_TIME, Bus, points_of
+from tests.chaos.nursery import Nursery
+from tests.chaos.recovery import Plan, Recovery, measure, told
+from tests.chaos.runner import Outcome, Round, run
+from tests.chaos.system import Toll
+
+BUSES: tuple[Bus, ...] = ("embedded", "kafka")
+KILLS_A_ROUND = 125
+SECONDS_A_ROUND = {"embedded": 200.0, "kafka": 300.0}
+"""A round ends then, however many kills there were."""
+
+
+MOST_S = 28 * 60
+"""No new round begins later."""
+
+
+@dataclass
+class Sum:
+    """What came of it all."""
+
+    toll: Toll = field(default_factory=Toll)
+    findings: list[Finding] = field(default_factory=list)
+    recoveries: dict[Bus, Recovery] = field(default_factory=dict)
+    requests: int = 0
+    rounds: int = 0
+
+    @property
+    def kills(self) -> int:
+        """Of all processes, at any step."""
+        return self.toll.kills.total()
+
+    def add(self, outcome: Outcome) -> None:
+        """Another round."""
+        self.toll.kills += outcome.toll.kills
+        self.toll.pauses += outcome.toll.pauses
+        self.toll.fell += outcome.toll.fell
+        self.findings += outcome.findings
+        self.requests += outcome.requests
+        self.rounds += 1
+
+    def figures(self) -> dict[str, float]:
+        """For `--json`."""
+        figures: dict[str, float] = {"kills": self.kills, **tally(self.findings)}
+        for bus, found in self.recoveries.items():
+            figures[f"recovery_s_p50_{bus}"] = found.quantile(0.5)
+            figures[f"recovery_s_p99_{bus}"] = found.quantile(0.99)
+        return figures | {
+            "requests": self.requests,
+            "pauses": self.toll.pauses.total(),
+            "fell": len(self.toll.fell),
+            "rounds": self.rounds,
+        }
+
+
+def chaos(directory: Path, given: "Options") -> Sum:
+    """Measure recovery, then go through rounds until there were so many kills."""
+    total, begun, nursery = Sum(), time.monotonic(), Nursery(directory)
+    try:
+        for bus in BUSES:
+            # On Kafka a dead member's partitions wait 45 s: too long for a quick run.
+            plan = Plan(1, 4, to_the_end=bus == "embedded") if given.quick else Plan(3, 10)
+            with telling(f"recovery, {bus}") as tell:
+                found = total.recoveries[bus] = measure(bus, directory / f"recovery-{bus}", nursery, plan, tell)
+            print(f"recovery, {bus}: {told(found)}", flush=True)
+            total.findings += found.findings
+            total.toll.kills["decode", ANY_TIME] += found.kills
+        plans = _plans(given)
+        while total.rounds < 2 or (not given.quick and total.kills < given.kills and time.monotonic() - begun < MOST_S):
+            this = next(plans)
+            name = f"{this.bus}, seed {this.seed}"
+            with telling(name) as tell:
+                outcome = run(this, directory / f"{this.bus}-{this.seed}", nursery, tell)
+            total.add(outcome)
+            kills = outcome.toll.kills.total()
+            print(f"{name}: {kills} kills, {outcome.requests} requests, {len(outcome.findings)} findings", flush=True)
+            for finding in outcome.findings:
+                print(f"    {finding.kind}: {finding.id}: {finding.story}", flush=True)
+    finally:
+        nursery.close()
+    return total
+
+
+def _plans(given: "Options") -> Iterator[Round]:
+    """Round after round, on both buses in turn."""
+    for number in itertools.count():
+        for bus in BUSES:
+            seconds = 15.0 if given.quick else SECONDS_A_ROUND[bus]
+            yield Round(given.seed + number, bus, seconds, KILLS_A_ROUND)
+
+
+@contextlib.contextmanager
+def telling(what: str) -> Iterator[Callable[[str], None]]:
+    """A line that shows how far it is."""
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), transient=True) as progress:
+        task = progress.add_task(what)
+        yield lambda line: progress.update(task, description=f"{what}: {line}")
+
+
+def table(toll: Toll) -> Table:
+    """Kills and stops by process and step, those too that nobody came by."""
+    made = Table("process", "step", "kills", "stops")
+    steps = {(stage, step) for stage in STAGES for bus in BUSES for step in points_of(stage, bus)}
+    for process, step in sorted(steps | toll.kills.keys() | toll.pauses.keys(), key=_in_order):
+        made.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))
+    return made
+
+
+def _in_order(step: tuple[str, str]) -> tuple[str, str]:
+    order = {"prefill": "1", "decode": "2"}
+    return order.get(step[0], step[0]), {"settle": "x", "kafka.": "y", ANY_TIME[:6]: "z"}.get(step[1][:6], "") + step[1]
+
+
+@dataclass(frozen=True)
+class Options(Arguments):
+    """What all benchmarks take, and the seed of the first rounds and how many kills it should be."""
+
+    seed: int = 1
+    kills: int = 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two minutes: a short round on each bus")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--seed", type=int, default=1, help="of the first round on each bus")
+    parser.add_argument("--kills", type=int, default=1000, help="go on until there were so many, for half an hour")
+    given = Options(**vars(parser.parse_args()))
+    directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
+    total = chaos(directory, given)
+    print(f"\n{machine()}; histories and logs: {directory}")
+    Console().print(table(total.toll))
+    for last_line, count in Counter(line.partition(": ")[2][:100] for line in total.toll.fell).most_common():
+        print(f"fell {count} times: {last_line}")
+    report(total.figures(), given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""`penstock dlq list | show | requeue`: the dead letters, and asking for them again."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+import redis
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock import names
+from penstock.bus.connect import connect
+from penstock.bus.contract import Bus, Publisher
+from penstock.dead import Letter, in_order, newest
+from penstock.errors import DeadLetterError
+from penstock.names import Pipeline
+from penstock.settings import Addresses, BusSettings, load
+
+app = typer.Typer(help="The dead letters: requests that nobody could answer.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@app.command("list")
+def list_(as_json: AsJson = False) -> None:
+    """All dead letters, the newest last, and which were asked again."""
+    with _office() as office:
+        letters = in_order(office.letters())
+        rows = [{**_about(letter), "requeued": office.is_requeued(letter)} for letter in letters]
+    if as_json:
+        print(json.dumps(rows, indent=1))  # noqa: T201
+    elif rows:
+        _console().print(_table(rows))
+    else:
+        _console().print("no dead letters")
+
+
+@app.command()
+def show(
+    id_: Annotated[str, typer.Argument(metavar="ID", help="As `penstock dlq list` shows it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Everything about a dead letter: headers, reason, stack and the message. Of several with one id, all."""
+    with _office() as office:
+        letters = office.find(id_)
+    if as_json:
+        print(json.dumps([_whole(letter) for letter in letters], indent=1))  # noqa: T201
+        return
+    for letter in letters:
+        _print(_console(), letter)
+
+
+@app.command()
+def requeue(
+    id_: Annotated[str | None, typer.Argument(metavar="ID", help="As `penstock dlq list` shows it.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that were not put back yet.")] = False,
+) -> None:
+    """Ask again: the message goes back to the topic it was first in, under a new id.
+
+    The old id keeps its one result, the error. order-17 is asked again as order-17.retry-1, after that as
+    order-17.retry-2; its stream and its result have that id. A deadline that has passed is left out. Without a seed
+    of its own a request may draw other tokens than under its old id. Of several letters with one id the newest is
+    taken. Exit code 1 if one could not be put back.
+    """
+    if everything == (id_ is not None):
+        raise typer.BadParameter("give an ID or --all, one of them")
+    num_failed = 0
+    with _office() as office:
+        if id_ is not None:
+            chosen = office.find(id_)[-1:]
+        else:
+            chosen = [letter for letter in newest(office.letters()) if not office.is_requeued(letter)]
+        for letter in chosen:
+            try:
+                print(f"{letter.id} is asked again as {office.put_back(letter)}")  # noqa: T201
+            except DeadLetterError as error:
+                num_failed += 1
+                print(f"penstock: {error}", file=sys.stderr)  # noqa: T201
+    if everything:
+        print(f"{len(chosen) - num_failed} put back" + (f", {num_failed} cannot be" if num_failed else ""))  # noqa: T201
+    raise typer.Exit(1 if num_failed else 0)
+
+
+@dataclass
+class _Office:
+    """The dead-letter topic, and the numbers of what was put back."""
+
+    pipeline: Pipeline
+    bus: Bus
+    publisher: Publisher
+    client: "redis.Redis"
+
+    def __post_init__(self) -> None:
+        counts = cast("dict[bytes, bytes]", self.client.hgetall(self.pipeline.requeued_key))
+        self._counts = {base.decode(): int(count) for base, count in counts.items()}
+
+    def letters(self) -> list[Letter]:
+        """All there are."""
+        if self.pipeline.dead in self.bus.missing_topics():
+            raise DeadLetterError(f"the pipeline {self.pipeline.name!r} has no topics yet: penstock topics create")
+        return [Letter.of(message) for message in self.bus.read_all(self.pipeline.dead)]
+
+    def find(self, id_: str) -> list[Letter]:
+        """Those of one id, the newest last. Raises `DeadLetterError` if there is none."""
+        found = [letter for letter in in_order(self.letters()) if letter.id == id_]
+        if not found:
+            raise DeadLetterError(f"no dead letter has the id {id_!r}: see penstock dlq list")
+        return found
+
+    def is_requeued(self, letter: Letter) -> bool:
+        """Whether it was put back."""
+        return self._counts.get(letter.base, 0) > letter.number
+
+    def put_back(self, letter: Letter) -> str:
+        """Ask again, see `penstock.dead`; under which id."""
+        number = max(self._counts.get(letter.base, 0), letter.number) + 1
+        message = letter.again(self.pipeline, number)
+        self.publisher.publish([message])  # 1
+        self.client.hset(self.pipeline.requeued_key, letter.base, str(number))  # 2
+        self._counts[letter.base] = number
+        return str(message.key)
+
+
+@contextlib.contextmanager
+def _office() -> Iterator[_Office]:
+    addresses = load(Addresses)
+    pipeline, bus = Pipeline(addresses.pipeline), connect(addresses, load(BusSettings))
+    with redis.Redis.from_url(addresses.stream_url) as client, contextlib.closing(bus.publisher()) as publisher:
+        yield _Office(pipeline, bus, publisher, client)
+
+
+def _about(letter: Letter) -> dict[str, Any]:
+    attempts = letter.header(names.ATTEMPT)
+    return {
+        "id": letter.id,
+        "buried": letter.buried_s,
+        "reason": letter.header(names.REASON),
+        "origin": letter.header(names.ORIGIN),
+        "attempts": int(attempts) if attempts.isascii() and attempts.isdecimal() else None,
+    }
+
+
+def _whole(letter: Letter) -> dict[str, Any]:
+    text = letter.message.value.decode(errors="replace")
+    return {**_about(letter), "key": letter.message.key, "headers": dict(letter.message.headers), "message": text}
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("id", "when", "reason", "origin", box=None, pad_edge=False)
+    table.add_column("attempts", justify="right")
+    table.columns[0].overflow = table.columns[3].overflow = "fold"
+    for row in rows:
+        origin = row["origin"].split(".", 2)[-1]
+        attempts = "" if row["attempts"] is None else str(row["attempts"])
+        mark = " (asked again)" if row["requeued"] else ""
+        reason = row["reason"] if len(row["reason"]) <= 120 else row["reason"][:119] + "…"
+        table.add_row(*map(_plain, (row["id"] + mark, _when(row["buried"]), reason, origin, attempts)))
+    return table
+
+
+def _print(console: Console, letter: Letter) -> None:
+    console.print(Text(letter.id, "bold"))
+    lines = Table("", "", box=None, pad_edge=False, show_header=False)
+    lines.add_row("dead since", _when(letter.buried_s))
+    for name, text in sorted(letter.message.headers.items()):
+        if name not in (names.STACK, names.BURIED):
+            lines.add_row(name, _plain(text))
+    console.print(lines)
+    if letter.header(names.STACK):
+        console.print(_plain("\n" + letter.header(names.STACK).rstrip()), soft_wrap=True)
+    try:
+        message = json.dumps(json.loads(letter.message.value), indent=1, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        message = letter.message.value.decode(errors="backslashreplace")
+    console.print(_plain(f"\n{message}\n"), soft_wrap=True)
+
+
+def _when(seconds: float | None) -> str:
+    return "unknown" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _plain(text: str) -> Text:
+    """What others wrote, without what would move a terminal's cursor."""
+    return Text("".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text))
+
+
+def _console() -> Console:
+    return Console(highlight=False)

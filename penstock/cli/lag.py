@@ -1,0 +1,70 @@
+"""`penstock lag`: how much work waits, in tokens, and how long a new request would wait."""
+
+import json
+import sys
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from penstock.lag import LagWatch, PipelineLag
+from penstock.names import CLASSES, STAGES
+from penstock.settings import Addresses, load
+
+WATCH_S = 1.0
+
+
+def lag(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with --watch one a line.")] = False,
+    watch: Annotated[bool, typer.Option(help="Look again every second, until Ctrl-C.")] = False,
+) -> None:
+    """Show what waits in each stage, in messages and tokens, and the estimated wait of a new request."""
+    source = LagWatch(load(Addresses))
+    try:
+        if as_json:
+            _print_json(source, watch=watch)
+        else:
+            _show(source, watch=watch)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _print_json(source: LagWatch, *, watch: bool) -> None:
+    while True:
+        sys.stdout.write(json.dumps(source.look().as_json()) + "\n")
+        sys.stdout.flush()
+        if not watch:
+            return
+        time.sleep(WATCH_S)
+
+
+def _show(source: LagWatch, *, watch: bool) -> None:
+    console = Console()
+    if not watch:
+        console.print(table(source.look()))
+        return
+    with Live(table(source.look()), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_S)
+            live.update(table(source.look()), refresh=True)
+
+
+def table(found: PipelineLag) -> Table:
+    """One line a class and stage."""
+    made = Table("class", "stage", box=None, pad_edge=False)
+    for name in ("messages", "prompt tokens", "output tokens", "estimated wait"):
+        made.add_column(name, justify="right")
+    for klass in CLASSES:
+        for stage in STAGES:
+            one = found.stages[stage][klass]
+            wait = found.estimated_wait_s(klass)
+            said = "" if stage != STAGES[0] else "not known" if wait is None else f"{wait:,.1f} s"
+            made.add_row(klass, stage, *map(_count, (one.messages, one.prompt_tokens, one.output_tokens)), said)
+    return made
+
+
+def _count(number: int | None) -> str:
+    return "?" if number is None else f"{number:,}"

@@ -1,0 +1,122 @@
+"""Dead letters: what is known of each, and how one becomes a request again.
+
+An id has one result for good, and that of a dead request is its error. So it is asked again under an id of its own:
+`order-17` as `order-17.retry-1`, then `order-17.retry-2`. How often that was done is kept in Redis. Putting a letter
+back goes in this order:
+
+    1. the message goes to the topic it was first in, under the next id
+    2. the number is noted
+
+A crash after 1: done again, it has the same id and body, and is answered once.
+"""
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock import names
+from penstock.bus.contract import Outgoing
+from penstock.errors import DeadLetterError, RequestError
+from penstock.messages import Job, Request, decode, now_s, readable_id
+from penstock.names import MAX_ID_CHARS, STAGES, Pipeline
+
+_NUMBERED = re.compile(r"(?P<base>.+)\.retry-(?P<number>[1-9][0-9]{0,5})")
+_OWN = (names.ATTEMPT, names.NOT_BEFORE, names.ORIGIN, names.REASON, names.STACK, names.BURIED)
+
+
+@dataclass(frozen=True)
+class Letter:
+    """One message of the dead-letter topic."""
+
+    message: Outgoing
+    id: str
+    """The request's, or `#` and a hash of the message where that has none."""
+
+    @classmethod
+    def of(cls, message: Outgoing) -> "Letter":
+        """What lies in the topic, as a letter."""
+        found = readable_id(message.value, message.key)
+        return cls(message, found or "#" + hashlib.sha256(message.value).hexdigest()[:12])
+
+    def header(self, name: str) -> str:
+        """A header's text; empty if it has none."""
+        return self.message.headers.get(name, "")
+
+    @property
+    def buried_s(self) -> float | None:
+        """Since when it is dead, in seconds since the epoch."""
+        text = self.header(names.BURIED)
+        return int(text) / 1000 if text.isascii() and text.isdecimal() and len(text) < 16 else None
+
+    @property
+    def base(self) -> str:
+        """The id that was asked first."""
+        match = _NUMBERED.fullmatch(self.id)
+        return match["base"] if match else self.id
+
+    @property
+    def number(self) -> int:
+        """How often it was put back before it came to this."""
+        match = _NUMBERED.fullmatch(self.id)
+        return int(match["number"]) if match else 0
+
+    def again(self, pipeline: Pipeline, number: int) -> Outgoing:
+        """The message for the topic it was first in, as the `number`-th repetition; a deadline that passed is left out.
+
+        Raises `DeadLetterError` for what cannot be asked again, or would be refused again.
+        """
+        if self.header(names.TRUNCATED):
+            raise DeadLetterError(f"{self.id} is only the beginning of its message: it has to be sent anew")
+        origin = self.header(names.ORIGIN)
+        stage = next((stage for stage in STAGES if origin in pipeline.inputs(stage).values()), None)
+        if stage is None:
+            raise DeadLetterError(f"{self.id} came from {origin or 'nowhere'!r}, which is no topic of requests or jobs")
+        body: dict[str, Any] = _object(self)
+        body["id"] = _repeated(self.base, number)
+        deadline = body.get("deadline")
+        if isinstance(deadline, int | float) and deadline < now_s():
+            del body["deadline"]
+        if stage == "decode":  # a job settles the one request it is bound to
+            body["job"] = uuid.uuid4().hex
+        value = json.dumps(body, ensure_ascii=False).encode()
+        try:
+            decode(Request if stage == "prefill" else Job, value)
+        except RequestError as error:
+            raise DeadLetterError(f"{self.id} would be refused again: {error.code}: {error}") from None
+        left_out = {*_OWN, *([] if "deadline" in body else [names.DEADLINE])}
+        headers = {name: text for name, text in self.message.headers.items() if name not in left_out}
+        return Outgoing(origin, value, body["id"], headers)
+
+
+def _object(letter: Letter) -> dict[str, Any]:
+    try:
+        body = json.loads(letter.message.value)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict) or letter.id.startswith("#"):
+        raise DeadLetterError(f"{letter.id} is no message with an id: it has to be sent anew")
+    return body
+
+
+def _repeated(base: str, number: int) -> str:
+    """The id of a repetition. Of a base that is too long for that its beginning and a hash stay."""
+    suffix = f".retry-{number}"
+    if len(base) + len(suffix) > MAX_ID_CHARS:
+        digest = hashlib.sha256(base.encode()).hexdigest()[:12]
+        base = f"{base[: MAX_ID_CHARS - len(suffix) - len(digest) - 1]}.{digest}"
+    return base + suffix
+
+
+def newest(letters: Iterable[Letter]) -> list[Letter]:
+    """The last letter of each id, the oldest first."""
+    last = {letter.id: letter for letter in in_order(letters)}
+    return in_order(last.values())
+
+
+def in_order(letters: Iterable[Letter]) -> list[Letter]:
+    """The oldest first; those that do not say when before all others."""
+    return sorted(letters, key=lambda letter: letter.buried_s or 0.0)

@@ -1,0 +1,109 @@
+"""Requests whose work fails: tried again later, set apart, and in the end given up with what failed.
+
+A request is tried again in this order:
+
+    1. the claim is given back; the attempt counts
+    2. the message goes to the retry topic, with the reason, the stack and a not-before; the delivery is done, together
+
+A crash after 1: the bus gives the delivery to another worker, and that attempt does without its waiting time. What was
+taken over has no delivery of its own: it is only given back, and whoever looks first takes it over.
+
+A worker that dies says nothing. So who was claimed a few times without a new token begins as a suspect, computed alone
+(`engine.quarantine`), and a worker has one such request at a time: if that is the one that kills workers, it takes no
+other's attempts with it.
+"""
+
+import traceback
+
+import redis
+
+from penstock.bus.contract import Delivery, Outgoing, Settlement
+from penstock.bus.retries import dead_message, retry_message
+from penstock.errors import (
+    POISONOUS,
+    AttemptsExhausted,
+    BusError,
+    InternalError,
+    KVStoreError,
+    RequestError,
+    StoreUnreachable,
+)
+from penstock.names import Pipeline
+from penstock.reach import is_away
+from penstock.record import Claim, Record
+from penstock.worker.inbox import Inbox
+from penstock.worker.settler import Settler
+
+TRUSTED_ATTEMPTS = 2
+"""Claims without a new token that may be bad luck: a request has company in them."""
+ASIDE_S = 0.25
+"""How long a request that is set aside is left alone."""
+
+
+class Failures:
+    """What one worker does with requests whose work fails."""
+
+    def __init__(self, pipeline: Pipeline, record: Record, settler: Settler, inbox: Inbox) -> None:
+        self._pipeline, self._record, self._settler, self._inbox = pipeline, record, settler, inbox
+
+    def try_again(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
+        """Give a request up for now; False if it was tried often enough: it is to end with its error."""
+        tries = claim.tries
+        if tries >= self._record.settings.fail_attempts:
+            return False
+        self._record.release(claim, failed=True, delivered=delivery.is_held)  # 1
+        self._later(delivery, error, tries)  # 2
+        return True
+
+    def try_unclaimed_again(self, delivery: Delivery, error: RequestError) -> bool:
+        """The same for one that fails before it is claimed: what counts is what its message says."""
+        tries = delivery.attempt + 1
+        if tries >= self._record.settings.fail_attempts:
+            return False
+        self._later(delivery, error, tries)
+        return True
+
+    def _later(self, delivery: Delivery, error: RequestError, tries: int) -> None:
+        if not delivery.is_held:
+            return
+        settings = self._record.settings
+        delay_s = min(settings.retry_cap_s, settings.retry_first_s * settings.retry_factor ** max(0, tries - 1))
+        message = retry_message(self._pipeline, delivery, f"{error.code}: {error}", delay_s, error.stack)
+        self._settler.settle(Settlement(delivery, [message]))
+
+    def set_aside(self, delivery: Delivery, claim: Claim, *, is_taken: bool) -> bool:
+        """Whether a claimed request has to wait, because another suspect is here (`is_taken`). Then it is given back,
+        and the attempt does not count.
+        """
+        if not is_taken or claim.attempts <= TRUSTED_ATTEMPTS or claim.exhausted or claim.cancelled:
+            return False
+        self._record.release(claim, delivered=delivery.is_held)
+        self._inbox.put_back(delivery, ASIDE_S)
+        return True
+
+
+def is_suspect(claim: Claim, delivery: Delivery) -> bool:
+    """Whether a request is to be computed alone: its last attempts came to nothing, or it failed before."""
+    return claim.attempts > TRUSTED_ATTEMPTS or delivery.attempt > 0
+
+
+def cause_of(error: Exception) -> RequestError:
+    """What to tell of an error that came up in the work on one request. Raises it if it says nothing about that one."""
+    if is_away(error) or isinstance(error, BusError):
+        raise error
+    kind = StoreUnreachable if isinstance(error, redis.RedisError | KVStoreError) else InternalError
+    cause = kind(f"{type(error).__name__}: {error}")
+    cause.stack = "".join(traceback.format_exception(error))
+    return cause
+
+
+def letters(
+    pipeline: Pipeline, delivery: Delivery, error: RequestError | None, claim: Claim | None = None
+) -> list[Outgoing]:
+    """The dead letter of a request that ends so, if somebody should look at it."""
+    if error is None or error.code not in POISONOUS:
+        return []
+    tries = delivery.attempt + 1
+    if claim is not None:
+        tries = max(tries, claim.tries - isinstance(error, AttemptsExhausted))
+    return [dead_message(pipeline, delivery, f"{error.code}: {error}", error.stack, tries)]

@@ -1,0 +1,79 @@
+"""Serving through outages: a worker whose servers are away is let go of, and made anew over the engine that stays.
+
+    1  abandon   its threads end, and everything leaves the engine; what was computed stays in the pool, as cache
+    2  wait      until Redis takes a write and the bus answers, with pauses of up to two seconds
+    3  make      a new worker object joins the group; what the last one held comes back to it, or goes to another worker
+
+To the others it is a worker that died, without the time for loading the model. That is also what a crash at any of the
+three costs. SIGTERM ends each of them soon.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import redis
+
+from penstock.errors import BusUnavailable, MemberFenced
+from penstock.reach import is_away, pauses
+from penstock.worker.heartbeat import Heartbeat
+from penstock.worker.loop import Loop, StopSignal, serve
+
+log = logging.getLogger(__name__)
+
+STEADY_S = 10.0
+"""A worker that lived this long ends a series of outages: after the next one it pauses as briefly as at first."""
+
+
+class Worker(Loop, Protocol):
+    """A loop that can be let go of."""
+
+    def abandon(self) -> None:
+        """End the threads and empty the engine. Nothing that needs a server is waited for longer than a moment."""
+
+
+class Outages:
+    """Keeps a worker serving. `make` joins with a new one; `ask_bus` raises while the bus is away."""
+
+    def __init__(self, make: Callable[[], Worker], ask_bus: Callable[[], object], beat: Heartbeat) -> None:
+        self._make, self._ask_bus, self._beat = make, ask_bus, beat
+
+    def serve(self, stop: StopSignal, drain_s: float) -> None:
+        """Serve until told to stop. What is no outage is raised, and ends the process."""
+        waits = pauses()
+        while not stop:
+            begun_s, worker = time.monotonic(), None
+            try:
+                worker = self._make()
+                self._beat.say(now=True, state="ready", reason="")
+                serve(worker, stop, drain_s, lambda: self._beat.say(now=True, state="draining"))
+            except Exception as error:
+                if not self._is_outage(error):
+                    raise
+                log.warning("degraded: %s", error)
+                self._beat.say(now=True, state="degraded", reason=str(error))
+                if worker is not None:
+                    worker.abandon()  # 1
+                waits = pauses() if time.monotonic() - begun_s > STEADY_S else waits
+                self._wait(stop, waits)  # 2
+
+    def _is_outage(self, error: Exception) -> bool:
+        """A member is fenced when it was away too long; or because another process has its place, and keeps it."""
+        return is_away(error) or (isinstance(error, MemberFenced) and not self._beat.look())
+
+    def _wait(self, stop: StopSignal, waits: Iterator[float]) -> None:
+        begun_s = time.monotonic()
+        while not stop.wait(next(waits)):
+            try:
+                self._beat.write()
+                self._ask_bus()
+            except (redis.RedisError, BusUnavailable) as error:
+                if not is_away(error):
+                    raise
+                self._beat.say(reason=str(error))
+                continue
+            if self._beat.is_replaced:
+                raise MemberFenced("another process has this worker's place")
+            log.info("the servers answer, after %.1f s", time.monotonic() - begun_s)
+            return

@@ -1,0 +1,118 @@
+"""How far behind the groups are, on both buses."""
+
+import pytest
+
+from penstock.bus import offsets
+from penstock.bus.contract import Bus, Member, Outgoing, Settlement
+from penstock.bus.kafka import KafkaBus
+from penstock.bus.kafka_member import KafkaMember
+from penstock.errors import BusUnavailable
+from penstock.local.processes import wait_until
+from penstock.names import Pipeline
+from penstock.settings import BusSettings
+from tests.bus.buses import ROOM, answered, make_bus, numbered, publish, take, values
+
+
+@pytest.fixture(params=["streams", "kafka"])
+def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
+    address = request.getfixturevalue("kafka" if request.param == "kafka" else "redis_url")
+    made = make_bus(request.param, pipeline, address)
+    made.create_topics()
+    return made
+
+
+@pytest.fixture
+def narrow(kafka: str, pipeline: Pipeline) -> KafkaBus:
+    """One partition a topic: one request is before all others."""
+    made = KafkaBus(pipeline, kafka, BusSettings(partitions=1, transaction_timeout_s=3.0))
+    made.create_topics()
+    return made
+
+
+def lags(bus: Bus, topic: str, count: int) -> None:
+    """What a transaction has committed is seen by all a moment later."""
+    wait_until(lambda: bus.unsettled()[topic] == count, 15.0, f"{count} in {topic}, not {bus.unsettled()[topic]}")
+
+
+def test_what_is_not_settled_counts_whoever_has_it(bus: Bus, pipeline: Pipeline) -> None:
+    requests, jobs = pipeline.requests("batch"), pipeline.jobs("batch")
+    assert set(bus.unsettled().values()) == {0}
+    publish(bus, numbered(requests, 30))
+    lags(bus, requests, 30)
+    with bus.member("prefill", "p") as prefill, bus.member("decode", "d") as decode:
+        taken = sorted(take(prefill, 30), key=lambda delivery: int(delivery.value))
+        lags(bus, requests, 30)
+        for done in taken[5:]:  # out of order, each in a settlement of its own
+            prefill.settle([Settlement(done, [Outgoing(jobs, done.value)])])
+        lags(bus, requests, 5)
+        given = take(decode, 25)
+        assert bus.unsettled()[jobs] >= 25
+        decode.settle([answered(pipeline, delivery) for delivery in given])
+        prefill.settle([Settlement(delivery) for delivery in taken[:5]])
+        # Behind the last job of a Kafka partition there is a marker: it does not count for long.
+        wait_until(lambda: set(bus.unsettled().values()) == {0}, 15.0, f"nothing is left: {bus.unsettled()}")
+
+
+def test_topics_that_are_not_there_yet_are_empty(request: pytest.FixtureRequest, redis_url: str, kafka: str) -> None:
+    for kind, address in (("streams", redis_url), ("kafka", kafka)):
+        assert set(make_bus(kind, Pipeline("not-made"), address).unsettled().values()) == {0}
+
+
+def test_a_bus_that_is_away_is_said_to_be(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.bus.kafka_backlog.ANSWER_S", 0.3)
+    for kind, address in (("streams", "redis://127.0.0.1:1/0"), ("kafka", "127.0.0.1:1")):
+        with pytest.raises(BusUnavailable):
+            make_bus(kind, pipeline, address).unsettled()
+
+
+def answer(member: Member, pipeline: Pipeline, count: int) -> None:
+    """Take and settle that many deliveries, some hundred at a time."""
+    while count:
+        taken = member.poll(5.0, {"interactive": min(count, 300)})
+        assert taken, f"{count} more do not come"
+        member.settle([answered(pipeline, delivery) for delivery in taken])
+        count -= len(taken)
+
+
+def test_a_request_that_never_finishes_holds_up_nobody(narrow: KafkaBus, pipeline: Pipeline) -> None:
+    """Thousands finish behind it; they do not lag, and a restart repeats none of them."""
+    topic, count = pipeline.requests("interactive"), 3000
+    publish(narrow, numbered(topic, count))
+    with narrow.member("prefill", "a") as member:
+        (slow,) = take(member, 1, {"interactive": 1})
+        answer(member, pipeline, count - 1)
+        lags(narrow, topic, 1)
+    with narrow.member("prefill", "b") as member:
+        (again,) = take(member, 1)
+        assert again.value == slow.value
+        assert member.poll(1.0, ROOM) == []
+        lags(narrow, topic, 1)
+        member.settle([answered(pipeline, again)])
+        lags(narrow, topic, 0)
+    assert len(set(values(narrow.read_all(pipeline.results)))) == len(narrow.read_all(pipeline.results)) == count
+
+
+def test_a_partition_that_is_far_ahead_of_a_request_waits_for_it(
+    narrow: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only that one: the other class goes on, and so does this one once the request is done. Two lives of a worker."""
+    monkeypatch.setattr(offsets, "MAX_AHEAD", 1000)
+    topic, count = pipeline.requests("interactive"), 2500
+    publish(narrow, numbered(topic, count))
+    seen: set[bytes] = set()
+    for life in range(2):
+        with narrow.member("prefill", f"life-{life}") as member:
+            assert isinstance(member, KafkaMember)
+            (slow,) = take(member, 1, {"interactive": 1})
+            seen.add(slow.value)
+            answer(member, pipeline, 0 if life else 999)
+            assert member.poll(0.5, ROOM) == []
+            lags(narrow, topic, count - 999)
+            publish(narrow, numbered(pipeline.requests("batch"), 1))
+            member.settle([Settlement(delivery) for delivery in take(member, 1)])
+            member._holdings.check_integrity()
+    assert len(seen) == 1
+    with narrow.member("prefill", "last") as member:
+        answer(member, pipeline, count - 999)
+        lags(narrow, topic, 0)
+    assert sorted(int(message.value) for message in narrow.read_all(pipeline.results)) == list(range(count))

@@ -1,0 +1,190 @@
+"""One round: a system, clients, and a seed that says what is done to it; then what everybody saw is checked."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from penstock.bus.connect import connect
+from penstock.local.kafka import SHORT_TIMEOUTS
+from penstock.local.stack import Worker
+from penstock.messages import Result, decode, readable_id
+from penstock.names import REASON, Pipeline
+from penstock.settings import BusSettings
+from tests.chaos.checker import Finding, check
+from tests.chaos.clients import Clients, errand, known
+from tests.chaos.faults import ANY_TIME, Bus, Fate, Fault, fate_of, faults
+from tests.chaos.history import History, read
+from tests.chaos.nursery import Nursery
+from tests.chaos.system import DoomedStack, Servers, Toll
+
+TEND_S = 0.05
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What is to be done."""
+
+    seed: int
+    bus: Bus
+    seconds: float
+    """At most so long; then what is under way comes to its end undisturbed."""
+    kills: int = 10**9
+    """Or until so many processes were killed."""
+    prefill: int = 3
+    decode: int = 4
+    under_way: int = 16
+    patience_s: float = 90.0
+    """Nobody would wait longer, for a token or for a result."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it."""
+
+    findings: list[Finding]
+    toll: Toll
+    requests: int
+    history: Path
+
+
+def run(plan: Round, directory: Path, nursery: Nursery, progress: Progress = lambda line: None) -> Outcome:
+    """Do it; the history stays in the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "history.jsonl"
+    known()  # takes seconds: not in the middle of it
+    with contextlib.ExitStack() as exits:
+        history = exits.enter_context(History(path))
+        history.note("round", seed=plan.seed, bus=plan.bus)
+        servers = exits.enter_context(Servers(directory, plan.bus, SHORT_TIMEOUTS))
+        stack = exits.enter_context(doomed(plan, directory, nursery, history, servers))
+        make = partial(errand, plan.seed)
+        clients = Clients(history, stack.addresses, make, plan.under_way, plan.patience_s)
+        with clients:
+            _rage(plan, stack, servers, clients, history, progress)
+            clients.stop()
+            calm(stack, clients, plan.patience_s + 30.0, progress)
+        write_down(stack, history)
+    return Outcome(check(read(path)), stack.toll, clients.count, path)
+
+
+def doomed(plan: Round, directory: Path, nursery: Nursery, history: History, servers: Servers) -> DoomedStack:
+    """The stack of a round."""
+
+    def fate(worker: Worker, life: int) -> Fate:
+        return fate_of(plan.seed, plan.bus, worker.stage, worker.name, life)
+
+    return DoomedStack(directory / "stack", nursery, history, servers, fate, (plan.prefill, plan.decode))
+
+
+def _rage(
+    plan: Round, stack: DoomedStack, servers: Servers, clients: Clients, history: History, progress: Progress
+) -> None:
+    """Until there were enough kills, or the time is over."""
+    begun = time.monotonic()
+    coming = faults(plan.seed, plan.bus, [worker.name for worker in stack.workers])
+    with Mischief(stack, servers, history) as mischief:
+        fault = next(coming)
+        while (at_s := time.monotonic() - begun) < plan.seconds and stack.toll.kills.total() < plan.kills:
+            stack.tend()
+            clients.check()
+            mischief.check()
+            while fault.at_s <= at_s:
+                mischief.do(fault)
+                fault = next(coming)
+            progress(f"{at_s:4.0f} s, {stack.toll.kills.total()} kills, {clients.done} of {clients.count} answered")
+            time.sleep(TEND_S)
+    stack.is_doomed = False
+
+
+def calm(stack: DoomedStack, clients: Clients, patience_s: float, progress: Progress) -> None:
+    """Until everybody has what they wait for, or has lost patience."""
+    bus, results = connect(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline).results
+    until, look_at, answered = time.monotonic() + patience_s, 0.0, False
+    while time.monotonic() < until and not (answered and clients.is_idle):
+        stack.tend()
+        if clients.is_idle and time.monotonic() > look_at:
+            answered = clients.accepted <= {readable_id(message.value, None) for message in bus.read_all(results)}
+            look_at = time.monotonic() + 1.0
+        progress(f"no more kills, {clients.done} of {clients.count} answered")
+        time.sleep(TEND_S)
+    clients.check()
+
+
+def write_down(stack: DoomedStack, history: History) -> None:
+    """What the topics hold in the end."""
+    stack.stop_workers()
+    pipeline = Pipeline(stack.addresses.pipeline)
+    bus = connect(stack.addresses, BusSettings())
+    for message in bus.read_all(pipeline.results):
+        result = decode(Result, message.value)
+        error = result.error.code if result.error else None
+        told = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
+        history.note("result", id=result.id, **told)
+    for message in bus.read_all(pipeline.dead):
+        request_id = readable_id(message.value, message.key)
+        history.note("dead", id=request_id or "", reason=message.headers.get(REASON, ""))
+
+
+class Mischief:
+    """Carries out faults, each undone after its time, on threads of its own."""
+
+    def __init__(self, stack: DoomedStack, servers: Servers, history: History) -> None:
+        self._stack, self._servers, self._history = stack, servers, history
+        self._over = threading.Event()
+        self._pool = ThreadPoolExecutor(4, "mischief")
+        self._at_servers = threading.Lock()
+        self._futures: list[Future[None]] = []
+
+    def do(self, fault: Fault) -> None:
+        """Soon."""
+        self._futures.append(self._pool.submit(self._do, fault))
+
+    def check(self) -> None:
+        """Raise what went wrong with one."""
+        for future in self._futures:
+            if future.done():
+                future.result()
+
+    def _do(self, fault: Fault) -> None:
+        self._history.note("fault", fault=fault.what, whose=fault.whose, for_s=fault.for_s)
+        if fault.what in ("restart", "pause"):
+            with self._at_servers:
+                self._to_server(fault)
+            return
+        proxy = self._servers.kafka_proxy if fault.whose == "kafka" else self._stack.proxies[fault.whose]
+        assert proxy is not None
+        match fault.what:
+            case "cut":
+                proxy.cut()
+            case "hang":
+                proxy.hang()
+            case "slow":
+                proxy.slow(0.02)
+            case "refuse":
+                proxy.refuse()
+        self._over.wait(fault.for_s)
+        proxy.heal()
+
+    def _to_server(self, fault: Fault) -> None:
+        kind = "valkey" if fault.whose == "redis" else "kafka"
+        if fault.what == "pause":
+            self._servers.pause(fault.whose, fault.for_s)
+            self._stack.toll.pauses[kind, ANY_TIME] += 1
+        else:
+            self._servers.restart(fault.whose, fault.for_s)
+            self._stack.toll.kills[kind, ANY_TIME] += 1
+            self._history.note("kill", worker=kind, step=ANY_TIME)
+
+    def __enter__(self) -> "Mischief":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._pool.shutdown()
+        self.check()

@@ -1,0 +1,57 @@
+"""Failpoints: where they are, what they take for an order, and that they do what was ordered."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock import failpoints
+from penstock.errors import SettingsError
+
+HERE = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    failpoints.arm("")
+
+
+def test_every_point_stands_once_in_the_code_and_no_other_does() -> None:
+    files = [
+        file for folder in ("penstock", "prefill_worker", "decode_worker") for file in (HERE / folder).rglob("*.py")
+    ]
+    found = [name for file in files for name in re.findall(r'\bfailpoint\("([^"]+)"\)', file.read_text())]
+    assert sorted(found) == sorted(failpoints.POINTS)
+
+
+@pytest.mark.parametrize("order", ["decode.7.sent", "decode.7.gone=kill", "decode.7.sent=exit", "decode.7.sent=kill@0"])
+def test_an_order_that_is_none_is_an_error(order: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(order)):
+        failpoints.arm(f"settle.done=kill,{order}")
+
+
+def test_the_process_fails_at_the_passage_that_was_ordered() -> None:
+    code = """
+from penstock import failpoints
+failpoints.arm("decode.7.sent=kill@3,settle.done=kill@2")
+for number in range(1, 9):
+    failpoints.failpoint("decode.7.stepped")
+    print(number, flush=True)
+    failpoints.failpoint("decode.7.sent")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout.split() == ["1", "2", "3"]
+    assert done.stderr == "failpoint decode.7.sent: kill at passage 3\n"
+
+
+def test_an_unarmed_point_does_nothing() -> None:
+    for point in failpoints.POINTS:
+        failpoints.failpoint(point)

@@ -1,0 +1,105 @@
+"""A worker wakes up after another has its work: the record refuses it; where it does not, the checker sees it."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decode_worker.worker import DecodeWorker
+from engine.engine import Sampled
+from penstock.client import Client
+from penstock.messages import EndEvent
+from penstock.names import Pipeline
+from penstock.record import scripts
+from penstock.record.scripts import Script
+from penstock.settings import Addresses, RecordSettings
+from tests.chaos.checker import check, tally
+from tests.chaos.history import History, read
+from tests.pipeline.line import Line
+from tests.pipeline.workload import alone, requests
+
+FENCE = "if r[1] ~= ARGV[3] then return 0 end\n"
+
+
+def unfenced() -> Script:
+    """`append.lua` without its look at the epoch."""
+    text = scripts.APPEND.text
+    assert text.count(FENCE) == 1
+    text = text.replace(FENCE, "")
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+@pytest.fixture
+def line(redis_url: str, pipeline: Pipeline, request: pytest.FixtureRequest) -> Iterator[Line]:
+    if getattr(request, "param", "fenced") == "unfenced":
+        request.getfixturevalue("monkeypatch").setattr(scripts, "APPEND", unfenced())
+    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url), RecordSettings(lease_s=0.6)) as made:
+        yield made
+
+
+def live(line: Line, history: History) -> None:
+    """A decode worker falls silent, another takes its request over, and the first wakes up and says something else.
+
+    In floating point numbers of 16 bits that may be; here a zombie would say the same, so it is made to err.
+    """
+    (request,) = requests(1, "zombie")
+    answer = alone([request])[request.id]
+    expected = {"tokens": answer.token_ids, "text": answer.text, "finish": answer.finish_reason, "may": []}
+    history.note("submitted", id=request.id, **expected)
+    line.send(request)
+    history.note("accepted", id=request.id)
+    line.run_prefill(1)
+    zombie = line.decode
+    while not (zombie.running and zombie.running[request.id].claim.num_tokens > 5):
+        zombie.turn()
+    zombie.leases.close()
+    line.add_decode("decode-1")
+    while request.id not in line.decode.running:
+        line.decode.turn()
+    err(zombie)
+    while not line.results():
+        zombie.turn()
+        line.decode.turn()
+    write_down(line, request.id, history)
+    zombie.close()
+
+
+def err(zombie: DecodeWorker) -> None:
+    """Its next token is another one; that is in its log, or refused, before anybody else has a turn."""
+    step = zombie.engine.step
+    sampled: list[Sampled] = []
+    while not sampled:
+        sampled = step()
+    (item,) = sampled
+    wrong = Sampled(item.seq, (item.token_id + 1) % 1000, item.logprobs)
+    zombie._confirm(zombie.emitter.collect())
+    zombie._emit([wrong])
+    zombie._confirm(zombie.emitter.collect())
+
+
+def write_down(line: Line, request_id: str, history: History) -> None:
+    """What a reader and the results topic saw."""
+    with Client(line.addresses) as client:
+        for event in client.stream(request_id, timeout_s=20.0):
+            if isinstance(event, EndEvent):
+                told = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": None}
+                history.note("end", id=request_id, reader="first", **told)
+            else:
+                history.note("token", id=request_id, reader="first", event=event.id, token=event.token)
+    for result in line.results():
+        said = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": None}
+        history.note("result", id=result.id, **said)
+
+
+def test_a_zombie_is_refused(line: Line, tmp_path: Path) -> None:
+    with History(tmp_path / "history.jsonl") as history:
+        live(line, history)
+    assert check(read(history.path)) == []
+
+
+@pytest.mark.parametrize("line", ["unfenced"], indirect=True)
+def test_without_the_fence_the_checker_sees_the_zombie(line: Line, tmp_path: Path) -> None:
+    with History(tmp_path / "history.jsonl") as history:
+        live(line, history)
+    assert tally(check(read(history.path)))["wrong"] > 0

@@ -1,0 +1,217 @@
+"""A step that fails: the culprit is named, the neighbours never notice, and suspects are computed alone."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch import Batch
+from engine.engine import Engine
+from engine.model import LoadedModel
+from engine.sequence import Sequence, State
+from penstock.errors import ModelError, OutOfMemory, SequenceFailed
+from penstock.settings import EngineSettings
+from tests.engine.helpers import keys_of, run, sequence
+from tests.engine.schedules import SIZE, Dummy, seq_of
+
+SETTINGS = EngineSettings(dtype="float32", pool_mb=16, max_step_tokens=32, max_batch=8)
+
+
+def prompts(count: int = 6) -> list[list[int]]:
+    chance = random.Random(7)
+    return [[chance.randrange(5, 500) for _ in range(chance.randrange(4, 70))] for _ in range(count)]
+
+
+def seqs_of(given: list[list[int]], max_new: int = 8) -> list[Sequence]:
+    return [sequence(prompt, max_new, name=str(number)) for number, prompt in enumerate(given)]
+
+
+def breaks(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str, when: Callable[[Batch], Exception | None]
+) -> None:
+    """Let the engine's `_forward` or `_sample` raise what `when` says about the batch."""
+    right = getattr(engine, where)
+
+    def broken(batch: Batch, *rest: Any) -> Any:
+        done = right(batch, *rest)
+        error = when(batch)
+        if error is not None:
+            raise error
+        return done
+
+    monkeypatch.setattr(engine, where, broken)
+
+
+def run_all(engine: Engine, seqs: list[Sequence]) -> dict[str, SequenceFailed]:
+    """Run as a worker does; what failed, by name."""
+    failed: dict[str, SequenceFailed] = {}
+    for seq in seqs:
+        engine.add(seq)
+    while engine.has_work():
+        try:
+            engine.step()
+        except SequenceFailed as error:
+            failed[error.seq.id] = error
+            engine.remove(error.seq)
+        engine.scheduler.check_integrity()
+        assert len(failed) < 10
+    for seq in seqs:
+        engine.remove(seq)
+    engine.pool.check_integrity()
+    assert engine.num_free_blocks == engine.pool.num_blocks
+    return failed
+
+
+@pytest.mark.parametrize("where", ["_forward", "_sample"])
+@pytest.mark.parametrize("output", [0, 3])
+def test_the_culprit_is_named_and_the_others_say_what_they_would_have(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, where: str, output: int
+) -> None:
+    expected = run(Engine(demo, SETTINGS), seqs_of(prompts()))
+    engine = Engine(demo, SETTINGS)
+    seqs = seqs_of(prompts())
+
+    def poison(batch: Batch) -> Exception | None:
+        found = [seq for seq, _ in batch.plan if seq.id == "2" and seq.num_output == output]
+        return ZeroDivisionError("a bug") if found else None
+
+    breaks(engine, monkeypatch, where, poison)
+    failed = run_all(engine, seqs)
+    assert list(failed) == ["2"]
+    error = failed["2"].error
+    assert isinstance(error, ModelError)
+    assert str(error) == "ZeroDivisionError: a bug"
+    assert "in broken" in error.stack
+    expected[2] = expected[2][:output]
+    assert [seq.output for seq in seqs] == expected
+
+
+def test_a_step_that_failed_has_not_been(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(demo, SETTINGS)
+    (seq,) = seqs_of([[5] * 20])
+    engine.add(seq)
+    engine.step()
+    before = (list(seq.token_ids), seq.num_computed, seq.state)
+    with monkeypatch.context() as patched:
+        breaks(engine, patched, "_sample", lambda batch: KeyError("x"))
+        for _ in range(2):
+            with pytest.raises(SequenceFailed, match="KeyError"):
+                engine.step()
+            assert (list(seq.token_ids), seq.num_computed, seq.state) == before
+    engine.step()
+    assert not seq.suspect
+    assert len(seq.output) == 2
+
+
+def test_what_fails_only_in_company_goes_on_alone(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(Engine(demo, SETTINGS), seqs_of(prompts()))
+    engine = Engine(demo, SETTINGS)
+    seqs = seqs_of(prompts())
+    breaks(engine, monkeypatch, "_forward", lambda batch: ValueError("too many") if len(batch.plan) > 1 else None)
+    assert run_all(engine, seqs) == {}
+    assert [seq.output for seq in seqs] == expected
+
+
+def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(Engine(demo, SETTINGS), seqs_of(prompts()))
+    engine = Engine(demo, SETTINGS)
+    seqs = seqs_of(prompts())
+    sizes: list[int] = []
+
+    def short(batch: Batch) -> Exception | None:
+        sizes.append(sum(num for _, num in batch.plan))
+        return torch.OutOfMemoryError("no memory") if sizes[-1] > 12 and len(sizes) < 30 else None
+
+    breaks(engine, monkeypatch, "_forward", short)
+    assert run_all(engine, seqs) == {}
+    assert [seq.output for seq in seqs] == expected
+    assert max(sizes[:8]) == 32
+    assert not any(seq.suspect for seq in seqs)
+    late = seqs_of([[9] * 90])
+    del sizes[:]
+    monkeypatch.undo()
+    breaks(engine, monkeypatch, "_forward", short)
+    run_all(engine, late)
+    assert 32 >= max(sizes) > 12
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("std::bad_alloc")], ids=str
+)
+def test_what_never_fits_ends_with_its_own_code(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    engine = Engine(demo, SETTINGS)
+    seqs = seqs_of(prompts(3))
+    breaks(
+        engine, monkeypatch, "_forward", lambda batch: error if any(seq.id == "1" for seq, _ in batch.plan) else None
+    )
+    failed = run_all(engine, seqs)
+    assert isinstance(failed["1"].error, OutOfMemory)
+    assert [len(seq.output) for seq in seqs] == [8, 0, 8]
+
+
+def test_a_broken_device_is_nobodys_fault(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(demo, SETTINGS)
+    for seq in seqs_of(prompts(2)):
+        engine.add(seq)
+    breaks(engine, monkeypatch, "_forward", lambda batch: torch.AcceleratorError("illegal address", 700))
+    with pytest.raises(torch.AcceleratorError, match="illegal address"):
+        engine.step()
+
+
+# Suspects in the scheduler
+
+
+def suspect(length: int, max_new: int = 3, *, first: int = 0) -> Sequence:
+    prompt = list(range(first, first + length))
+    return sequence(prompt, max_new, prefix_keys=keys_of(prompt, SIZE), suspect=True)
+
+
+def test_a_suspect_is_alone_until_its_first_token_and_the_others_take_turns_with_it() -> None:
+    dummy = Dummy(budget=10)
+    others = [seq_of(3, 9, first=100 * n) for n in (1, 2)]
+    dark = suspect(25, first=500)
+    dummy.add(*others, dark)
+    plans = [dummy.step() for _ in range(8)]
+    alone = [plan for plan in plans if dark in dict(plan) and len(plan) == 1]
+    assert alone == [[(dark, 10)], [(dark, 10)], [(dark, 5)]]
+    assert [set(dict(plan)) for plan in plans[:6:2]] == [set(others)] * 3
+    assert set(dict(plans[7])) == {*others, dark}
+
+
+def test_several_suspects_come_one_after_the_other() -> None:
+    dummy = Dummy(budget=100)
+    dark = [suspect(4, first=10 * n) for n in range(3)]
+    dummy.add(*dark)
+    plans = [list(dict(dummy.step())) for _ in range(5)]
+    assert plans == [dark[:1], dark[1:2], dark[:2], dark[2:], dark]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_everything_ends_with_suspects_in_any_order_and_few_blocks(seed: int) -> None:
+    """Blocks are checked at every step by `Dummy`."""
+    chance = random.Random(seed)
+    dummy = Dummy(num_blocks=chance.randrange(14, 30), budget=chance.randrange(3, 20), max_batch=chance.randrange(1, 6))
+    seqs = [
+        (suspect if chance.random() < 0.4 else seq_of)(
+            chance.randrange(1, 30), chance.randrange(1, 12), first=chance.choice([0, 1000 * n])
+        )
+        for n in range(1, 15)
+    ]
+    for seq in seqs:
+        dummy.add(seq)
+        for _ in range(chance.randrange(3)):
+            was_suspect = {seq for seq in dummy.alive if seq.suspect}
+            plan = dummy.step()
+            assert len(plan) <= 1 or not was_suspect & set(dict(plan))
+            if plan and chance.random() < 0.3:
+                marked, _ = chance.choice(plan)
+                marked.suspect = marked.state is not State.DONE
+    dummy.run()
+    assert all(seq.state is State.DONE and seq.num_output == seq.max_new for seq in seqs)
+    assert not any(seq.suspect for seq in seqs)

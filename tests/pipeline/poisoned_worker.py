@@ -1,0 +1,54 @@
+"""A worker that dies of a poisoned prompt as it would of a fault in native code, and is started again each time.
+
+`python -m tests.pipeline.poisoned_worker prefill | decode` writes a line for each death. The workers are forked,
+so that what takes long to load is loaded once.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+import engine.check
+import prefill_worker.worker  # noqa: F401 - loaded once, see above
+from engine.batch import Batch
+from engine.engine import Engine
+from penstock.cli.worker import run
+from penstock.names import Stage
+
+POISON = 499
+"""A token that no other prompt of the tests has."""
+PR_SET_PDEATHSIG = 1
+
+
+def main(stage: Stage) -> None:
+    """Run workers whose engine dies in a step with a poisoned request of its stage.
+
+    In prefill that is one named so, in decode any that has said three tokens.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    right: Any = Engine._forward
+
+    def deadly(self: Engine, batch: Batch) -> Any:
+        for seq, _ in batch.plan:
+            kills = seq.num_output == 3 if stage == "decode" else seq.id == "kills-prefill"
+            if POISON in seq.token_ids and kills:
+                os.kill(os.getpid(), signal.SIGSEGV)
+        return right(self, batch)
+
+    Engine._forward = deadly  # type: ignore[method-assign]
+    engine.check.check = lambda *_: None  # other tests' matter, and nine starts are enough to wait for
+    while True:
+        pid = os.fork()
+        if not pid:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            run(stage)
+            return
+        _, status = os.waitpid(pid, 0)
+        logging.info("died of signal %d", os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    main("prefill" if sys.argv[1] == "prefill" else "decode")

@@ -1,0 +1,290 @@
+"""Requests whose work fails, or that kill their workers: the others are answered right, they end with a typed error."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.batch import Batch
+from kvstore.chain import Chain
+from penstock import names
+from penstock.bus.connect import connect
+from penstock.bus.contract import Outgoing
+from penstock.errors import REQUEST_ERRORS, KVStoreError
+from penstock.local.processes import Child, start_child, wait_until
+from penstock.messages import Job, Request, Result, Sampling, decode
+from penstock.names import Pipeline, Stage
+from penstock.record import Claim, body_hash
+from penstock.settings import Addresses, BusSettings, RecordSettings
+from penstock.worker import run_until_idle
+from tests.pipeline.checks import results_of
+from tests.pipeline.line import Line
+from tests.pipeline.poisoned_worker import POISON
+from tests.pipeline.workload import alone, requests
+
+HERE = Path(__file__).parents[2]
+RECORD = RecordSettings(retry_first_s=0.05, lease_s=0.4)
+
+
+@contextlib.contextmanager
+def line_on(redis_url: str, pipeline: Pipeline, kafka: str = "", record: RecordSettings = RECORD) -> Iterator[Line]:
+    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka), record) as made:
+        yield made
+
+
+@pytest.fixture
+def line(redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+    with line_on(redis_url, pipeline) as made:
+        yield made
+
+
+def poison(name: str = "poison", max_tokens: int = 8) -> Request:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return Request(id=name, token_ids=[7, 8, POISON, 9], sampling=sampling)
+
+
+def breaks(line: Line, stage: Stage, error: Callable[[], Exception], output: int = 0, times: int = 1000) -> None:
+    """Let the steps of a worker fail, so often, that have a poisoned request with so many tokens of output."""
+    engine = (line.prefill if stage == "prefill" else line.decode).engine
+    right, left = engine._forward, [times]
+
+    def broken(batch: Batch) -> object:
+        if left[0] and any(POISON in seq.token_ids and seq.num_output >= output for seq, _ in batch.plan):
+            left[0] -= 1
+            raise error()
+        return right(batch)
+
+    engine._forward = broken  # type: ignore[assignment, method-assign]
+
+
+def check(line: Line, work: list[Request], results: list[Result], num_errors: int = 1) -> dict[str, Result]:
+    """All but so many have the answer of the undivided model, each one result. Gives those that have not."""
+    assert len({result.id for result in results}) == len(results) == len(work) + num_errors
+    expected = alone(work)
+    found = {result.id: result for result in results}
+    for request in work:
+        assert found.pop(request.id).token_ids == expected[request.id].token_ids
+    assert line.prefill.engine.num_free_blocks == line.prefill.engine.pool.num_blocks
+    assert line.decode.engine.num_free_blocks == line.decode.engine.pool.num_blocks
+    return found
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("bus", ["embedded", "kafka"])
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_who_makes_steps_fail_ends_alone(
+    stage: Stage, bus: str, redis_url: str, pipeline: Pipeline, request: pytest.FixtureRequest
+) -> None:
+    kafka = request.getfixturevalue("kafka") if bus == "kafka" else ""
+    with line_on(redis_url, pipeline, kafka) as line:
+        work, output = requests(8, pipeline.name), 0 if stage == "prefill" else 3
+        breaks(line, stage, lambda: ZeroDivisionError("a bug"), output)
+        line.send(*work[:4], poison(), *work[4:])
+        result = check(line, work, line.run_until(9))["poison"]
+        assert result.error is not None
+        assert (result.error.code, result.error.message) == ("model_error", "ZeroDivisionError: a bug")
+        assert len(result.token_ids) == output
+        (dead,) = line.dead()
+        assert dead.key == "poison"
+        assert dead.headers[names.REASON] == "model_error: ZeroDivisionError: a bug"
+        assert dead.headers[names.STACK].rstrip().endswith("ZeroDivisionError: a bug")
+        assert "in broken" in dead.headers[names.STACK]
+        assert dead.headers[names.ORIGIN] == line.pipeline.inputs(stage)["interactive"]
+        assert dead.headers[names.ATTEMPT] == ("3" if stage == "prefill" else "4")  # one that said something first
+        assert abs(int(dead.headers[names.BURIED]) / 1000 - time.time()) < 60
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_what_fails_for_a_while_is_answered(line: Line, stage: Stage) -> None:
+    breaks(line, stage, lambda: MemoryError("not now"), times=2)
+    line.send(poison())
+    (result,) = line.run_until(1)
+    assert result.error is None
+    assert len(result.token_ids) == 8
+    assert line.dead() == []
+
+
+@pytest.mark.timeout(60)
+def test_out_of_memory_has_its_code(line: Line) -> None:
+    breaks(line, "decode", lambda: MemoryError("no room"))
+    line.send(poison())
+    (result,) = line.run_until(1)
+    assert result.error is not None
+    assert result.error.code == "out_of_memory"
+    assert result.error.code in REQUEST_ERRORS
+    (dead,) = line.dead()
+    assert dead.headers[names.REASON] == "out_of_memory: MemoryError: no room"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("error", "code"), [(KVStoreError, "store_unreachable"), (KeyError, "internal_error")])
+def test_what_cannot_even_begin_ends_and_stops_nobody(
+    line: Line, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: str
+) -> None:
+    right = line.prefill.store.chain
+
+    def broken(tenant: str) -> Chain:
+        if tenant == "odd":
+            raise error("its blocks")
+        return right(tenant)
+
+    monkeypatch.setattr(line.prefill.store, "chain", broken)
+    work = requests(2, line.pipeline.name)
+    line.send(work[0], poison().model_copy(update={"tenant": "odd"}), work[1])
+    result = check(line, work, line.run_until(3))["poison"]
+    assert result.error is not None
+    assert result.error.code == code
+    (dead,) = line.dead()
+    assert "in broken" in dead.headers[names.STACK]
+    assert dead.headers[names.ATTEMPT] == "3"
+
+
+@pytest.mark.timeout(60)
+def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
+    """It has no delivery to retry: it is taken over again, until it ends."""
+    silent = line.prefill
+    line.send(poison())
+    wait_until(lambda: silent.turn() or silent.running, 20, "a claim", 0)
+    silent.leases.close()
+    line.add_prefill("prefill-1")
+    breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
+
+    def is_dead() -> bool:
+        line.prefill.turn()
+        return bool(line.dead())
+
+    wait_until(is_dead, 30, "a dead letter", 0)
+    (dead,) = line.dead()
+    assert dead.headers[names.REASON].startswith("model_error")
+    run_until_idle(silent)
+    (result,) = line.run_until(1)
+    assert result.error is not None
+    assert result.error.code == "model_error"
+    silent.close()
+
+
+def retried(line: Line, request_id: str) -> Outgoing:
+    """Turn the prefill worker until the request is in the retry topic."""
+    found: list[Outgoing] = []
+
+    def is_there() -> bool:
+        line.prefill.turn()
+        found.extend(message for message in line.bus.read_all(line.pipeline.retries) if message.key == request_id)
+        return bool(found)
+
+    wait_until(is_there, 20, "a retry", 0)
+    return found[0]
+
+
+@pytest.mark.timeout(60)
+def test_waiting_times_grow_up_to_the_cap(redis_url: str, pipeline: Pipeline) -> None:
+    settings = RecordSettings(fail_attempts=9, retry_first_s=2.0, retry_factor=3.0, retry_cap_s=10.0)
+    with line_on(redis_url, pipeline, record=settings) as line:
+        breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
+        waits = []
+        for number in range(3):
+            request = poison(f"poison-{number}")
+            for _ in range(number):
+                claim = line.prefill.record.claim_prefill(request.id, "somebody", body_hash(request))
+                assert isinstance(claim, Claim)
+                line.prefill.record.release(claim, failed=True)
+            before_s = time.time()
+            line.send(request)
+            waits.append(int(retried(line, request.id).headers[names.NOT_BEFORE]) / 1000 - before_s)
+        assert waits == pytest.approx([2, 6, 10], abs=1.5)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_worker_has_one_at_a_time_that_may_kill_it(line: Line, stage: Stage) -> None:
+    """The others are given back, and their attempts do not count while they wait."""
+    work = requests(4, line.pipeline.name)
+    if stage == "decode":
+        line.send(*work)
+        line.run_prefill(4)
+    jobs = {message.key: message for message in line.bus.read_all(line.pipeline.jobs("interactive"))}
+    record = line.prefill.record
+    for request in work:
+        for _ in range(2):
+            if stage == "prefill":
+                claim = record.claim_prefill(request.id, "dies", body_hash(request))
+            else:
+                job = decode(Job, jobs[request.id].value).job
+                claim = record.claim_decode(request.id, "dies", job)
+            assert isinstance(claim, Claim)
+            record.release(claim, failed=True)
+    if stage == "prefill":
+        line.send(*work)
+    worker = line.prefill if stage == "prefill" else line.decode
+    most = 0
+
+    def is_through() -> bool:
+        worker.turn()
+        nonlocal most
+        suspects = [one for one in worker.running.values() if one.seq is not None and one.seq.suspect]
+        most = max(most, len(suspects))
+        assert len(suspects) <= 1
+        return most > 0 and not worker.running and worker.is_settled()
+
+    wait_until(is_through, 40, "all through", 0)
+    check(line, work, line.run_until(4), num_errors=0)
+    assert line.dead() == []
+
+
+@contextlib.contextmanager
+def deadly_workers(addresses: Addresses, directory: Path) -> Iterator[dict[Stage, Path]]:
+    """A prefill and a decode worker that die of poison, and are started again; gives their logs."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(HERE),
+        "PENSTOCK_PIPELINE": addresses.pipeline,
+        "PENSTOCK_STREAM_URL": addresses.stream_url,
+        "PENSTOCK_RECORD_LEASE_S": "0.5",
+        "PENSTOCK_RECORD_MAX_ATTEMPTS": "3",
+        "PENSTOCK_BUS_SESSION_TIMEOUT_S": "1",
+        "PENSTOCK_ENGINE_DTYPE": "float32",
+        "PENSTOCK_KV_STORE_SHARED_MB": "0",
+    }
+    children: list[Child] = []
+    logs = {stage: directory / f"{stage}.log" for stage in names.STAGES}
+    try:
+        for stage, log in logs.items():
+            command = [sys.executable, "-m", "tests.pipeline.poisoned_worker", stage]
+            named = {**environment, "PENSTOCK_WORKER_NAME": f"{stage}-0"}
+            children.append(start_child(command, name=stage, log=log, environment=named, directory=HERE))
+        yield logs
+    finally:
+        for child in children:
+            child.kill()
+
+
+@pytest.mark.timeout(120)
+def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
+    redis_url: str, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    """One poison for each stage: it takes its worker with it, as a fault in native code does, until it is given up."""
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    work = requests(12, pipeline.name)
+    everything = [*work[:5], poison("kills-prefill", max_tokens=1), *work[5:9], poison("kills-decode"), *work[9:]]
+    with contextlib.closing(bus.publisher()) as publisher:
+        publisher.publish([Outgoing(pipeline.requests("interactive"), one.encode(), one.id) for one in everything])
+    with deadly_workers(addresses, tmp_path) as logs:
+        wait_until(lambda: len(bus.read_all(pipeline.results)) >= len(everything), 90, "every answer", every_s=0.05)
+        deaths = {stage: log.read_text().count("died of signal -11") for stage, log in logs.items()}
+    found = {result.id: result for result in results_of(addresses)}
+    expected = alone(work)
+    assert {one.id: found[one.id].token_ids for one in work} == {one.id: expected[one.id].token_ids for one in work}
+    errors = {name: found[name].error for name in ("kills-prefill", "kills-decode")}
+    assert all(error is not None and error.code == "attempts_exhausted" for error in errors.values())
+    assert all(error is not None and error.message.startswith("worker lost: 3 in a row") for error in errors.values())
+    letters = {message.key: message.headers for message in bus.read_all(pipeline.dead)}
+    assert set(letters) == set(errors)
+    assert [headers[names.ATTEMPT] for headers in letters.values()] == ["3", "3"]
+    assert deaths == {"prefill": 3, "decode": 4}  # in decode once with what it had said first

@@ -1,0 +1,179 @@
+"""The model's scripts and the real ones are the same: random traces, on a real server."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from penstock.names import Pipeline
+from penstock.record import Record
+from penstock.settings import RecordSettings
+from tests.protocol import script
+from tests.protocol.model import told
+from tests.protocol.promises import is_over
+from tests.protocol.replay import LEASE_S, Replay
+from tests.protocol.script import MAX_ATTEMPTS, NEW, OUT, RUNS, End, Message, Rec, Reply
+from tests.protocol.state import Budget, Rules, State, Step, start
+from tests.protocol.steps import steps
+from tests.protocol.test_model import KINDS
+
+NUM_TRACES, NUM_STEPS = 300, 60
+MISHAPS = [
+    "crash",
+    "doubt",
+    "fail",
+    "give up",
+    "late",
+    "lease over",
+    "lose",
+    "move",
+    "set aside",
+    "stop",
+    "sync",
+    "cancel",
+]
+HOLDERS = ("append", "renew", "release", "handed", "finish")
+"""What a worker asks with a claim it has, or had."""
+ASKED = {kind for kind in KINDS if kind.startswith(("claim", "take over", "append", "renew", "handed", "release"))} | {
+    "renew: 2", "release: 0", "finish: 0", "finish: late", "cancel: 0", "cancel: 1", "lease over", "sync", "lose"
+}  # fmt: skip
+PLENTY = Budget(2, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator["redis.Redis"]:
+    with redis.Redis.from_url(redis_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def record(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
+    made = Record(client, pipeline, RecordSettings(lease_s=LEASE_S, max_attempts=MAX_ATTEMPTS))
+    yield made
+    made.close()
+
+
+def walk(seed: int) -> Iterator[tuple[State, Step, State]]:
+    """A random life of a request, with few mishaps or many, until everything is settled."""
+    rng = random.Random(seed)
+    left = Budget(*(rng.randint(0, most) for most in PLENTY))
+    state = start(left, requests=rng.choice([1, 1, 2]), other_body=rng.random() < 0.1)
+    rules = Rules(last=rng.choice([1, 2, 3, 4]))
+    for _ in range(NUM_STEPS):
+        ways = list(steps(state, rules))
+        weights = [0.05 if after is state else 0.3 if step.kind in MISHAPS else 1.0 for step, after in ways]
+        step, after = rng.choices(ways, weights)[0]
+        yield state, step, after
+        if is_over(after) and rng.random() < 0.5:
+            return
+        state = after
+
+
+def test_the_models_traces_go_the_same_way_on_a_server(
+    client: "redis.Redis", pipeline: Pipeline, record: Record
+) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_TRACES):
+        replay, trace = Replay(client, pipeline, record, f"r{seed}"), ""
+        for before, step, after in walk(seed):
+            trace += f", {told(step)}"
+            seen[told(step)] += 1
+            try:
+                replay.take(step.call, step.reply, before.rec, after.rec)
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}{trace}") from error
+    assert not KINDS - set(seen), sorted(seen.items())
+
+
+def ask(rng: random.Random, rec: Rec, saved: Rec, clock: int, epochs: list[int], flaw: str = "") -> tuple[Step, Rec]:
+    """Any call, by anybody: what the script should reply, and the record after it."""
+    kinds = ["claim", "take over", "cancel", "sync", "lose", *["lease over"] * 3 * (rec.lease == RUNS)]
+    if not epochs or rng.random() < 0.3:
+        kind = rng.choices(kinds, [6, 3, 0.5, 1, 1, *[1] * (len(kinds) - 5)])[0]
+        return _ask_anew(rng, kind, rec, saved, clock, flaw)
+    epoch = rng.choice([epochs[-1], rng.choice(epochs)])
+    return _ask_again(rng, rng.choices(HOLDERS, [8, 4, 2, 2, 1])[0], rec, epoch, flaw)
+
+
+def _ask_anew(rng: random.Random, kind: str, rec: Rec, saved: Rec, clock: int, flaw: str) -> tuple[Step, Rec]:
+    stage, owner = rng.choice(["prefill", "decode"]), rng.randint(0, 3)
+    reply: Reply | int | None = None
+    match kind:
+        case "claim":
+            message = Message(rng.randint(1, 9), rng.randint(1, 2) * (stage == "decode"), rng.choice([1, 1, 1, 2]))
+            after, reply = script.claim(rec, stage, owner, message, clock + 1, flaw)
+            return Step(kind, call=(kind, stage, owner, message), reply=reply), after
+        case "take over":
+            after, reply = script.take_over(rec, stage, owner, clock + 1)
+            return Step(kind, call=(kind, stage, owner), reply=reply), after
+        case "cancel":
+            after, reply = script.cancel(rec)
+        case "lease over":
+            after = rec._replace(lease=OUT)
+        case _:
+            after = saved if kind == "lose" else rec
+    return Step(kind, call=(kind,), reply=reply), after
+
+
+def _ask_again(rng: random.Random, kind: str, rec: Rec, epoch: int, flaw: str) -> tuple[Step, Rec]:
+    position = max(0, len(rec.tokens) + rng.choice([-1, 0, 0, 0, 1]))
+    end, failed, delivered = End(position, "late"), rng.random() < 0.5, rng.random() < 0.5
+    match kind:
+        case "append":
+            return _step(kind, epoch, position, got=script.append(rec, epoch, position, flaw))
+        case "finish":
+            return _step(kind, epoch, end, got=script.finish(rec, epoch, end, flaw))
+        case "release":
+            got = script.release(rec, epoch, failed=failed, delivered=delivered)
+            return _step(kind, epoch, failed, delivered, got=got)
+        case "handed":
+            return _step(kind, epoch, got=script.handed(rec, epoch))
+    return _step(kind, epoch, got=script.renew(rec, epoch))
+
+
+def _step(kind: str, *args: object, got: tuple[Rec, int]) -> tuple[Step, Rec]:
+    return Step(kind, call=(kind, *args), reply=got[1]), got[0]
+
+
+def ask_all(replay: Replay, seed: int, flaw: str = "") -> Counter[str]:
+    """Many calls, compared one by one."""
+    rng, seen = random.Random(seed), Counter[str]()
+    rec, saved, clock = NEW, NEW, 1
+    trace, epochs = "", list[int]()
+    for _ in range(NUM_STEPS):
+        step, after = ask(rng, rec, saved, clock, epochs, flaw)
+        trace += f", {told(step)}"
+        seen[told(step)] += 1
+        try:
+            replay.take(step.call, step.reply, rec, after)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}{trace}") from error
+        if isinstance(step.reply, tuple) and step.reply[0] == "claim" and step.reply[1] not in epochs:
+            epochs.append(step.reply[1])
+        saved = after if step.kind == "sync" else saved
+        rec, clock = after, max(clock + 1, after.epoch)
+    return seen
+
+
+def ask_many(client: "redis.Redis", pipeline: Pipeline, record: Record, flaw: str = "") -> Counter[str]:
+    seen = Counter[str]()
+    for seed in range(NUM_TRACES // 6):
+        seen += ask_all(Replay(client, pipeline, record, f"r{seed}"), seed, flaw)
+    return seen
+
+
+def test_any_call_by_anybody_is_answered_as_the_model_does(
+    client: "redis.Redis", pipeline: Pipeline, record: Record
+) -> None:
+    seen = ask_many(client, pipeline, record)
+    assert not ASKED - set(seen), sorted(seen.items())
+
+
+@pytest.mark.parametrize("flaw", ["no binding", "binding changes", "appends by anybody", "ends uncounted"])
+def test_a_model_that_has_other_rules_is_noticed(
+    client: "redis.Redis", pipeline: Pipeline, record: Record, flaw: str
+) -> None:
+    with pytest.raises(AssertionError, match="seed"):
+        ask_many(client, pipeline, record, flaw)

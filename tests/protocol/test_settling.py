@@ -1,0 +1,74 @@
+"""What the model found in the workers: a job that went out twice under one name, and a delivery that was forgotten."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from penstock.bus.contract import Bus, Member, Outgoing, Settlement
+from penstock.errors import BusUnavailable
+from penstock.local.processes import wait_until
+from penstock.messages import Job, Request, Sampling, decode
+from penstock.names import Pipeline
+from penstock.settings import Addresses, RecordSettings
+from penstock.worker import Settler, run_until_idle
+from tests.bus.buses import make_bus, publish, take
+from tests.pipeline.line import Line
+
+
+class Forgetful:
+    """A member whose first settlement is done, and its reply lost."""
+
+    trouble = ""
+
+    def __init__(self, member: Member) -> None:
+        self._member, self._has_forgotten = member, False
+
+    def settle(self, settlements: Sequence[Settlement]) -> None:
+        self._member.settle(settlements)
+        if not self._has_forgotten:
+            self._has_forgotten = True
+            raise BusUnavailable("the reply is lost")
+
+
+@pytest.fixture
+def bus(redis_url: str, pipeline: Pipeline) -> Bus:
+    made = make_bus("streams", pipeline, redis_url)
+    made.create_topics()
+    return made
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_job_is_published_once_though_the_reply_is_lost(bus: Bus, pipeline: Pipeline, is_held: bool) -> None:
+    publish(bus, [Outgoing(pipeline.requests("interactive"), b"request", key="r1")])
+    told: list[bool] = []
+    with bus.member("prefill", "p1") as member:
+        (delivery,) = take(member, 1)
+        settler = Settler(Forgetful(member))  # type: ignore[arg-type]
+        job = Outgoing(pipeline.jobs("interactive"), b"job", key="r1")
+        settler.settle(Settlement(replace(delivery, is_held=is_held), [job]), told.append)
+        wait_until(lambda: bool(told), 10, "the settlement's end")
+        settler.close()
+        assert [message.value for message in bus.read_all(pipeline.jobs("interactive"))] == [b"job"]
+        assert told == [False]  # who settles nothing gives its request back, and it goes out under another name
+
+
+def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(redis_url: str, pipeline: Pipeline) -> None:
+    """One job is decoded; then the record is gone, and another job of the request comes to the same worker."""
+    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url), RecordSettings(lease_s=30)) as line:
+        request = Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=40, ignore_eos=True))
+        line.send(request)
+        line.run_prefill(1)
+        (first,) = line.bus.read_all(pipeline.jobs("interactive"))
+        while not line.decode.running:
+            line.decode.turn()
+        line.client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
+        second = decode(Job, first.value).model_copy(update={"job": "another"})
+        line.publish(second.encode(), "r1", pipeline.jobs("interactive"))
+        while "another" not in [running.job.job for running in line.decode.running.values()]:
+            line.decode.turn()
+        (result,) = line.run_until(1)
+        run_until_idle(line.decode)
+        assert len(result.token_ids) == 40
+        assert line.decode.member.held() == 0
+        assert len(line.results()) == 1

@@ -1,0 +1,174 @@
+"""`penstock dlq` on what workers gave up, on both buses."""
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock import names
+from penstock.bus.connect import connect
+from penstock.bus.contract import Outgoing
+from penstock.cli.main import main
+from penstock.dead import Letter, newest
+from penstock.errors import DeadLetterError
+from penstock.messages import Request, Sampling, now_s
+from penstock.names import MAX_ID_CHARS, Pipeline, is_request_id
+from penstock.settings import Addresses, BusSettings, RecordSettings
+from tests.pipeline.line import Line
+from tests.pipeline.test_failures import breaks, poison
+from tests.pipeline.workload import alone
+from tests.test_cli import penstock
+
+
+class Desk:
+    """The command for one pipeline, in this process: what `penstock dlq` runs, without waiting for Python to start."""
+
+    def __init__(
+        self, addresses: Addresses, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self._environment = {
+            "COLUMNS": "100",
+            "PENSTOCK_STREAM_URL": addresses.stream_url,
+            "PENSTOCK_KAFKA": addresses.kafka,
+            "PENSTOCK_PIPELINE": addresses.pipeline,
+        }
+        self._patch, self._capture = monkeypatch, capsys
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        """What the command prints; it must end with `code`."""
+        self._capture.readouterr()
+        with self._patch.context() as patched:
+            patched.setattr("sys.argv", ["penstock", "dlq", *arguments])
+            for name, value in self._environment.items():
+                patched.setenv(name, value)
+            with pytest.raises(SystemExit) as ended:
+                main()
+        printed = self._capture.readouterr()
+        assert ended.value.code == code, printed.out + printed.err
+        return printed.out if not code else printed.out + printed.err
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Addresses], Desk]:
+    return lambda addresses: Desk(addresses, monkeypatch, capsys)
+
+
+@pytest.fixture(params=["embedded", "kafka"])
+def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
+    with Line(addresses, RecordSettings(fail_attempts=1)) as made:
+        yield made
+
+
+@pytest.mark.timeout(120)
+def test_dead_requests_are_listed_shown_and_asked_again(line: Line, capture: Callable[[Addresses], Desk]) -> None:
+    dlq = capture(line.addresses)
+    assert "no dead letters" in dlq("list")
+    first, second = poison("first").model_copy(update={"deadline": now_s() + 3600}), poison("second")
+    breaks(line, "prefill", lambda: ZeroDivisionError("a bug"), times=1)
+    line.send(first)
+    line.run_until(1)
+    breaks(line, "decode", lambda: MemoryError("no room"), output=1, times=1)
+    line.send(second)
+    line.run_until(2)
+
+    rows = json.loads(dlq("list", "--json"))
+    assert [(row["id"], row["reason"], row["attempts"], row["requeued"]) for row in rows] == [
+        ("first", "model_error: ZeroDivisionError: a bug", 1, False),
+        ("second", "out_of_memory: MemoryError: no room", 1, False),
+    ]
+    shown = dlq("show", "second")
+    for part in (
+        "out_of_memory: MemoryError: no room",
+        "in broken",
+        '"token_ids": [',
+        line.pipeline.jobs("interactive"),
+    ):
+        assert part in shown
+
+    assert dlq("requeue", "first") == "first is asked again as first.retry-1\n"
+    assert dlq("requeue", "--all") == "second is asked again as second.retry-1\n1 put back\n"
+    results = {result.id: result for result in line.run_until(4)}
+    assert set(results) == {"first", "second", "first.retry-1", "second.retry-1"}
+    for request in (first, second):
+        again = results[f"{request.id}.retry-1"]
+        assert (again.error, again.token_ids) == (None, alone([request])[request.id].token_ids)
+    assert dlq("requeue", "--all") == "0 put back\n"
+    table = dlq("list")
+    assert table.count("asked") == 2
+    assert dlq("requeue", "second") == "second is asked again as second.retry-2\n"
+    assert {result.id for result in line.run_until(5)} > {"second.retry-2"}
+
+
+def test_what_cannot_be_put_back_is_told_in_one_line(
+    redis_url: str, pipeline: Pipeline, capture: Callable[[Addresses], Desk]
+) -> None:
+    bus = connect(Addresses(pipeline=pipeline.name, stream_url=redis_url), BusSettings())
+    dlq = capture(Addresses(pipeline=pipeline.name, stream_url=redis_url))
+    assert "penstock topics create" in dlq("list", code=1)
+    bus.create_topics()
+    origin = {names.ORIGIN: pipeline.requests("batch"), names.REASON: "id_conflict: \x1b[2J twice"}
+    good = Request(id="good", prompt="x", sampling=Sampling(max_tokens=1), deadline=1.0)
+    letters = [
+        Outgoing(pipeline.dead, b"{not json \x1b[2J", None, origin),
+        Outgoing(pipeline.dead, b'{"v": 1, "id": "cut", "pro', "cut", {**origin, names.TRUNCATED: "9000000"}),
+        Outgoing(pipeline.dead, b'{"v": 1, "id": "lost", "prompt": "x"}', "lost", {}),
+        Outgoing(pipeline.dead, b'{"v": 1, "id": "bad", "prompt": ""}', "bad", origin),
+        Outgoing(pipeline.dead, good.encode(), "good", {**origin, names.TENANT: "default", names.ATTEMPT: "x"}),
+    ]
+    publisher = bus.publisher()
+    publisher.publish(letters)
+    publisher.close()
+    told = dlq("requeue", "--all", code=1)
+    assert "\x1b" not in told
+    assert [line for line in told.splitlines() if "penstock" not in line] == [
+        "good is asked again as good.retry-1", "1 put back, 4 cannot be",
+    ]  # fmt: skip
+    nameless = Letter.of(letters[0]).id
+    for part in (
+        f"penstock: {nameless} is no message with an id",
+        "penstock: cut is only the beginning of its message",
+        "penstock: lost came from 'nowhere'",
+        "penstock: bad would be refused again: invalid_request",
+    ):
+        assert part in told
+    (again,) = bus.read_all(pipeline.requests("batch"))
+    assert (again.key, dict(again.headers)) == ("good.retry-1", {names.TENANT: "default"})
+    assert "deadline" not in json.loads(again.value)
+    assert "\x1b" not in dlq("show", nameless)
+    assert "penstock: no dead letter has the id 'who'" in dlq("requeue", "who", code=1)
+    done = penstock("dlq", "show", "who", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "penstock: no dead letter has the id 'who': see penstock dlq list\n"
+    assert "give an ID or --all" in dlq("requeue", code=2)
+
+
+def letter(request_id: str, **headers: str) -> Letter:
+    value = json.dumps({"v": 1, "id": request_id, "prompt": "x"}).encode()
+    known = {name.replace("_", "-"): text for name, text in headers.items()}
+    return Letter.of(Outgoing("dead", value, request_id, {names.ORIGIN: Pipeline("p").requests("batch"), **known}))
+
+
+def test_numbers_go_on_from_the_first_id() -> None:
+    repeated = letter("a.retry-7")
+    assert (repeated.base, repeated.number) == ("a", 7)
+    assert repeated.again(Pipeline("p"), 8).key == "a.retry-8"
+    assert (letter(".retry-1".strip(".")).number, letter("a.retry-0").number) == (0, 0)
+
+
+def test_a_long_id_stays_one_of_its_own() -> None:
+    long = ["a" * (MAX_ID_CHARS - 1) + end for end in "bc"]
+    again = {letter(one).again(Pipeline("p"), 12).key for one in long}
+    assert len(again) == 2
+    assert all(one is not None and is_request_id(one) and one.endswith(".retry-12") for one in again)
+
+
+def test_of_several_the_newest() -> None:
+    found = [letter("a", penstock_buried="2000"), letter("b"), letter("a", penstock_buried="1000")]
+    assert newest(found) == [found[1], found[0]]
+
+
+def test_another_pipelines_letter_is_not_put_back() -> None:
+    with pytest.raises(DeadLetterError, match="no topic of requests or jobs"):
+        letter("a").again(Pipeline("q"), 1)

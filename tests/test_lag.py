@@ -1,0 +1,385 @@
+"""Lag in tokens: what topics and workers say together, and what a worker takes in."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from decode_worker.worker import DecodeWorker
+from engine.engine import Sampled
+from engine.sequence import State
+from penstock import AsyncClient, Client
+from penstock.bus.contract import Delivery
+from penstock.lag import Lag, PipelineLag, lag_of
+from penstock.local.processes import wait_until
+from penstock.messages import Request, Sampling
+from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
+from penstock.settings import Addresses, EngineSettings, RecordSettings
+from penstock.worker import Heartbeat
+from penstock.worker.load import Mean, Pace
+from prefill_worker.worker import STEPS_AHEAD, PrefillWorker
+from tests.pipeline.line import Line
+from tests.pipeline.workload import alone, requests
+from tests.test_cli import penstock
+
+DEMO = Pipeline("demo")
+NOTHING = {
+    "requests": 0,
+    "running": 0,
+    "room": 0,
+    "prompt_tokens": 0,
+    "output_tokens": 0,
+    "mean_prompt_tokens": None,
+    "mean_output_tokens": None,
+}
+
+
+def beat(stage: str, rate: float | None, state: str = "ready", **classes: Mapping[str, object]) -> dict[str, Any]:
+    """A heartbeat: `rate` of the stage's work, and what it says of a class."""
+    load: dict[str, object] = {klass: NOTHING | dict(classes.get(klass, {})) for klass in CLASSES}
+    load |= {"prompt_tokens_per_s": rate, "output_tokens_per_s": rate}
+    return {"stage": stage, "state": state, "load": load}
+
+
+def look(workers: list[dict[str, Any]], **unsettled: int) -> PipelineLag:
+    """`requests_batch=3`: three messages in that topic."""
+    counts = {topic: 0 for stage in STAGES for topic in DEMO.inputs(stage).values()}
+    for name, count in unsettled.items():
+        counts[f"penstock.demo.{name.replace('_', '.')}"] = count
+    return lag_of(DEMO, counts, workers)
+
+
+IDLE = [beat("prefill", None), beat("decode", None)]
+
+
+def test_what_workers_hold_is_told_exactly_and_the_rest_by_recent_means() -> None:
+    held = {
+        "requests": 3,
+        "prompt_tokens": 250,
+        "output_tokens": 90,
+        "mean_prompt_tokens": 100,
+        "mean_output_tokens": 40,
+    }
+    found = look([beat("prefill", 500.0, interactive=held), beat("decode", None)], requests_interactive=10)
+    assert found.stages["prefill"]["interactive"] == Lag(10, 250 + 7 * 100, 90 + 7 * 40)
+    assert found.stages["prefill"]["batch"] == found.stages["decode"]["interactive"] == Lag(0, 0, 0)
+
+
+def test_where_nothing_was_measured_nothing_is_made_up() -> None:
+    assert look(IDLE).estimated_wait_s() == 0.0
+    found = look(IDLE, requests_interactive=1)
+    assert found.stages["prefill"]["interactive"] == Lag(1, None, None)
+    assert found.estimated_wait_s("interactive") is found.estimated_wait_s("batch") is None
+    known = {"mean_prompt_tokens": 100.0, "mean_output_tokens": 40.0}
+    without_rate = [beat("prefill", None, interactive=known), beat("decode", 5.0, interactive={"room": 8})]
+    assert look(without_rate, requests_interactive=1).estimated_wait_s() is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("state", ["loading", "draining", None])
+def test_without_a_worker_in_each_stage_no_wait_is_known(stage: str, state: str | None) -> None:
+    workers = [worker for worker in IDLE if worker["stage"] != stage]
+    if state is not None:
+        workers.append(beat(stage, 100.0, state))
+    assert look(workers).estimated_wait_s() is None
+
+
+def test_a_loading_worker_without_a_load_is_no_obstacle() -> None:
+    assert look([*IDLE, {"stage": "decode", "state": "loading"}]).estimated_wait_s() == 0.0
+
+
+def test_batch_lag_does_not_count_for_interactive_and_the_other_way_round_it_does() -> None:
+    means = {"mean_prompt_tokens": 100.0, "mean_output_tokens": 10.0}
+    prefill = beat("prefill", 1000.0, interactive=means, batch=means)
+    decode = beat("decode", 50.0, interactive={"room": 100}, batch={"room": 100})
+    found = look([prefill, decode], requests_interactive=20, requests_batch=60)
+    assert found.estimated_wait_s("interactive") == pytest.approx(20 * 100 / 1000)
+    assert found.estimated_wait_s("batch") == pytest.approx(80 * 100 / 1000)
+
+
+def test_workers_add_up_and_one_that_measured_nothing_yet_counts_as_the_others() -> None:
+    means = {"mean_prompt_tokens": 100.0, "mean_output_tokens": 10.0}
+    decode = beat("decode", None, interactive={"room": 100})
+    two = [beat("prefill", 500.0, interactive=means), beat("prefill", 1500.0, interactive=means), decode]
+    assert look(two, requests_interactive=40).estimated_wait_s() == pytest.approx(2.0)
+    third = [*two, beat("prefill", None)]
+    assert look(third, requests_interactive=45).estimated_wait_s() == pytest.approx(1.5)
+
+
+def test_answers_are_waited_for_only_where_there_is_no_place_beside_them() -> None:
+    """Ten run, four places are free; 3 requests in prefill and 5 jobs come before the next one."""
+    decode = beat("decode", 80.0, interactive={"requests": 12, "running": 10, "room": 4, "mean_output_tokens": 40.0})
+    prefill = beat("prefill", 1e9, interactive={"mean_prompt_tokens": 1.0})
+    found = look([prefill, decode], requests_interactive=3, jobs_interactive=15)
+    assert found.estimated_wait_s() == pytest.approx((3 + 5 - 4) * 40 / 80)
+    assert look([prefill, decode], requests_interactive=1, jobs_interactive=12).estimated_wait_s() < 0.001  # type: ignore[operator]
+
+
+def test_means_and_paces_forget() -> None:
+    mean = Mean()
+    assert mean.value is None
+    for number in [*[1000.0] * 200, *[10.0] * 400]:
+        mean.note(number)
+    assert mean.value == pytest.approx(10.0, abs=5.0)
+
+
+def test_idle_time_is_not_in_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("penstock.worker.load.time.monotonic", lambda: clock[0])
+    pace = Pace()
+
+    def turn(passed_s: float, num_tokens: int, *, is_busy: bool) -> None:
+        clock[0] += passed_s
+        pace.note(num_tokens, is_busy=is_busy)
+
+    assert pace.tokens_per_s is None
+    turn(0.0, 0, is_busy=True)
+    for _ in range(10):
+        turn(0.1, 20, is_busy=True)
+    assert pace.tokens_per_s == pytest.approx(200)
+    turn(0.1, 20, is_busy=False)
+    turn(1000.0, 0, is_busy=True)
+    assert pace.tokens_per_s == pytest.approx(200)
+    for _ in range(600):
+        turn(0.1, 5, is_busy=True)
+    assert pace.tokens_per_s == pytest.approx(50, rel=0.02)
+
+
+# On real servers.
+
+
+@pytest.fixture(params=["embedded", "kafka"])
+def addresses(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Addresses:
+    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
+    return Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
+
+
+@pytest.fixture
+def tell(addresses: Addresses) -> Iterator[Callable[[Line], None]]:
+    """Has both workers of a line say what they hold."""
+    with ExitStack() as stack:
+
+        def now(line: Line) -> None:
+            workers: list[tuple[str, PrefillWorker | DecodeWorker]] = [
+                ("prefill", line.prefill),
+                ("decode", line.decode),
+            ]
+            for stage, worker in workers:
+                beat = Heartbeat(addresses.stream_url, line.pipeline, stage, f"{stage}-0", 60.0)
+                stack.callback(beat._redis.close)
+                beat.watch(lambda report=worker.report: {"load": report()})  # type: ignore[misc]
+                beat.say(state="ready")
+                beat.write()
+
+        yield now
+
+
+def ask(name: str, length: int, max_tokens: int, klass: PriorityClass = "interactive") -> Request:
+    token_ids = [5 + (len(name) * 31 + int(name[1:]) * 7 + n) % 200 for n in range(length)]
+    sampling = Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return Request(id=name, token_ids=token_ids, sampling=sampling, klass=klass)
+
+
+def send(line: Line, work: list[Request]) -> None:
+    for request in work:
+        line.publish(request.encode(), request.id, line.pipeline.requests(request.klass or "interactive"))
+
+
+def turned(worker: PrefillWorker | DecodeWorker, until: Callable[[], object], what: str) -> None:
+    """Turn a worker until something is so."""
+
+    def now() -> object:
+        worker.turn()
+        return until()
+
+    wait_until(now, 60.0, what, every_s=0)
+
+
+def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
+    addresses: Addresses, tell: Callable[[Line], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.lag.FRESH_S", 0.0)
+    settings = EngineSettings(dtype="float32", device="cpu", pool_mb=64, max_batch=4)
+    with Line(addresses, engine=settings) as line, Client(addresses) as client:
+        assert client.estimated_wait() is None  # nobody is there
+        send(line, [ask(f"a{n}", 50, 8, "batch") for n in range(6)])
+        tell(line)
+        assert client.lag().stages["prefill"]["batch"] == Lag(6, None, None)
+        assert client.estimated_wait() == 0.0
+        assert client.estimated_wait("batch") is None
+        line.run_until(6)
+        tell(line)
+        wait_until(lambda: client.lag().stages["decode"]["batch"] == Lag(0, 0, 0), 15.0, "nothing lags")
+        assert client.estimated_wait("batch") == 0.0
+
+        send(line, [ask(f"b{n}", 50, 8, "batch") for n in range(40)])
+        first = client.lag()
+        assert first.stages["prefill"]["batch"] == Lag(40, 40 * 50, 40 * 8)
+        wait_s = first.estimated_wait_s("batch")
+        assert wait_s is not None
+        assert wait_s > 0
+        assert first.estimated_wait_s("interactive") == 0.0
+
+        # Half of the prompts are handed off. What a Kafka transaction has committed is seen by all a moment later.
+        turned(line.prefill, lambda: client.lag().stages["prefill"]["batch"].messages <= 20, "half of the prompts")
+        tell(line)
+        prefill, decode = (client.lag().stages[stage]["batch"] for stage in STAGES)
+        assert prefill.messages * 50 >= (prefill.prompt_tokens or 0)
+        assert decode.messages >= 20
+        assert (decode.output_tokens or 0) >= 20 * 8
+        line.run_until(46)
+        tell(line)
+        wait_until(lambda: client.estimated_wait("batch") == 0.0, 15.0, "nothing lags")
+
+        async def awaited() -> tuple[PipelineLag, float | None]:
+            async with AsyncClient(addresses) as other:
+                return await other.lag(), await other.estimated_wait("batch")
+
+        assert asyncio.run(awaited()) == (client.lag(), 0.0)
+
+
+def test_the_command_shows_what_waits(redis_url: str, pipeline: Pipeline) -> None:
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
+    with Line(addresses) as line:
+        send(line, [ask(f"a{n}", 50, 8) for n in range(3)])
+    environment = {"PENSTOCK_STREAM_URL": redis_url, "PENSTOCK_PIPELINE": pipeline.name}
+    done = penstock("lag", "--json", **environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["interactive"]["prefill"] == {"messages": 3, "prompt_tokens": None, "output_tokens": None}
+    assert found["interactive"]["estimated_wait_s"] is None
+    shown = penstock("lag", **environment)
+    assert "interactive" in shown.stdout
+    assert "not known" in shown.stdout
+    away = penstock("lag")
+    assert away.returncode == 1
+    assert "Traceback" not in away.stderr
+
+
+# What a worker takes in.
+
+
+def num_jobs(line: Line, klass: PriorityClass) -> int:
+    return len(line.bus.read_all(line.pipeline.jobs(klass)))
+
+
+def line_of(addresses: Addresses, **engine: Any) -> Line:
+    given = {"dtype": "float32", "device": "cpu", "pool_mb": 64, **engine}
+    return Line(addresses, RecordSettings(), engine=EngineSettings(**given))
+
+
+def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses: Addresses) -> None:
+    """Long prompts: places for 32, but what waits beyond those that run is bounded in tokens. All are answered."""
+    with line_of(addresses, max_step_tokens=64) as line:
+        send(line, [ask(f"a{n}", 200, 1) for n in range(14)])
+        held: list[int] = []
+
+        def done() -> bool:
+            line.prefill.turn()
+            seqs = [one.seq for one in line.prefill.running.values()]
+            held.append(sum(seq.num_prompt for seq in seqs if seq.state is State.WAITING))
+            return len(line.bus.read_all(line.pipeline.jobs("interactive"))) == 14
+
+        wait_until(done, 60.0, "all prompts are handed off", every_s=0)
+        assert 200 <= max(held) <= STEPS_AHEAD * 64 + 200
+        assert {result.error for result in line.run_until(14)} == {None}
+
+
+def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) -> None:
+    """A pool for five such jobs and places for 32: the others wait in the topic. All are answered."""
+    with line_of(addresses) as line:
+        line.decode.engine.settings.max_batch = 32
+        pool = line.decode.engine.pool
+        hold = pool.allocate(pool.num_blocks - 5 * 14)
+        work = [ask(f"a{n}", 200, 12) for n in range(14)]
+        send(line, work)
+        line.run_prefill(14)
+        line.decode.load.prompts["interactive"].note(200)
+        most_held = most_waiting = 0
+
+        def done() -> bool:
+            nonlocal most_held, most_waiting
+            line.decode.turn()
+            most_held = max(most_held, line.decode.member.held())
+            most_waiting = max(most_waiting, line.decode.engine.num_waiting)
+            return len(line.results()) == 14
+
+        wait_until(done, 90.0, "all are answered", every_s=0)
+        assert most_held <= 12
+        assert most_waiting <= 6
+        assert line.decode.engine.scheduler.num_preemptions <= 3
+        pool.release(hold)
+        assert {result.id: result.token_ids for result in line.results()} == {
+            name: answer.token_ids for name, answer in alone(work).items()
+        }
+
+
+def test_no_more_is_taken_while_fetches_wait_for_room(addresses: Addresses) -> None:
+    """Two of three jobs have to be fetched one after the other: the third stays in the topic, interactive passes."""
+    with line_of(addresses) as line:
+        worker, pool = line.decode, line.decode.engine.pool
+        for klass in CLASSES:
+            worker.load.prompts[klass].note(16)  # so it believes that there is room for many
+        send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
+        turned(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
+        hold = pool.allocate(pool.num_blocks - 20)  # 13 blocks for one of them
+        turned(worker, lambda: worker.transfers.is_wanting("batch"), "a fetch waits for room")
+        assert worker._room("batch") == 0
+        assert worker._room("interactive") > 0
+        assert not worker.transfers.is_wanting("interactive")
+        turned(worker, lambda: len(line.results()) == 3, "all are answered")
+        pool.release(hold)
+
+
+def test_interactive_overtakes_batch_that_was_put_back_or_is_on_its_way(addresses: Addresses) -> None:
+    """Deliveries of batch that wait for a lease or for their KV take no place of what is interactive."""
+    with line_of(addresses, max_batch=2) as line:
+        send(line, [ask(f"a{n}", 20, 400, "batch") for n in range(2)])
+        turned(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
+        deliveries: list[Delivery] = []
+        while len(deliveries) < 2:
+            deliveries += line.decode.member.poll(1.0, {"batch": 2})
+        for delivery in deliveries:
+            line.decode.inbox.put_back(delivery, 60.0)
+        send(line, [ask("i0", 20, 4)])
+        line.run_prefill(1)
+        turned(line.decode, line.results, "interactive is answered")
+        assert line.results()[0].id == "i0"
+        assert len(line.decode.inbox) == 2
+
+
+def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
+    addresses: Addresses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode is full of batch; interactive comes and runs at once. No token is sampled twice, and all are right."""
+    batch = [request.model_copy(update={"klass": "batch"}) for request in requests(4, "batch", max_tokens=40)[2:]]
+    quick = [request.model_copy(update={"klass": "interactive"}) for request in requests(4, "quick")[2:]]
+    expected = alone([*batch, *quick])
+    with line_of(addresses, max_batch=2, max_step_tokens=128) as line:
+        sampled: list[tuple[str, int]] = []
+        step = line.decode.engine.step
+
+        def watched() -> list[Sampled]:
+            found = step()
+            sampled.extend((item.seq.id, item.seq.num_output) for item in found)
+            return found
+
+        monkeypatch.setattr(line.decode.engine, "step", watched)
+        send(line, batch)
+        turned(line.prefill, lambda: num_jobs(line, "batch") == 2, "handed off")
+        turned(line.decode, lambda: len(sampled) > 10, "batch is decoded")
+        send(line, quick)
+        line.run_prefill(2)
+        before = len(sampled)
+        results = line.run_until(4)
+        assert line.decode.engine.scheduler.num_preemptions >= 1
+        assert len(set(sampled)) == len(sampled), "a token was sampled twice"
+        last_quick = max(place for place, (name, _) in enumerate(sampled) if name.startswith("quick"))
+        behind = [name for name, _ in sampled[before:last_quick] if name.startswith("batch")]
+        assert len(behind) < 20, "batch held interactive up"
+        assert {result.id: result.token_ids for result in results} == {
+            name: answer.token_ids for name, answer in expected.items()
+        }
