@@ -45,10 +45,15 @@ class Pieces:
         self._start, self._checksum = 0, hashed(b"")
 
     def add(self, piece: memoryview) -> None:
-        """The next bytes: a multiple of `UNIT` of them, or all that are left. Raises `ValueError` for other numbers."""
+        """The next bytes: a multiple of `UNIT` of them, or all that are left. Raises `ValueError` for other numbers.
+
+        An empty piece, also after the last one, changes nothing.
+        """
         end = self._start + len(piece)
         if end > len(self._into) or (end < len(self._into) and len(piece) % UNIT):
             raise ValueError(f"no piece of {len(piece)} bytes at {self._start} of {len(self._into)}")
+        if not len(piece):
+            return
         if self._native is None:
             self._into[self._start : end] = piece
             self._digest.update(self._into[self._start : end])

@@ -1,5 +1,6 @@
 """Fetch or compute again: decided by what both were measured to take, so that a hit is never slower than a miss."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -8,30 +9,46 @@ from dataclasses import dataclass
 SHARE_OF_NEWEST = 0.3
 """Weight of the latest measurement in a running mean."""
 FIRST_LOOK = 2
-"""Blocks that are read of a tier whose speed is not known yet, or was too low when it was last measured."""
+"""Blocks that are read of a tier whose speed is not known yet, or seems too low."""
 LOOK_AGAIN_S = 10.0
-"""How often a tier that was too slow is measured again."""
+"""How often a tier that seems too slow is measured again, at most."""
 
 
 @dataclass
 class Speed:
     """What reading from one tier takes."""
 
+    clock: Callable[[], float] = time.monotonic
     latency_s: float = 0.0
-    """Of a question for keys: what a batch costs before its first byte."""
+    """Of a question for keys, the quicker of the last two: what a batch costs before its first byte."""
     block_s: float | None = None
     """For each block read, beyond that."""
-    measured_at: float = 0.0
+    looked_at: float = -math.inf
+    """When a tier that seemed too slow was last measured again."""
+    _is_look: bool = False
+    _last_asked_s: float = math.inf
 
     def asked(self, seconds: float) -> None:
-        """A question took this long."""
-        self.latency_s += SHARE_OF_NEWEST * (seconds - self.latency_s)
+        """A question took this long. What one that was held up lost shows in the reads after it, if they are too."""
+        self.latency_s, self._last_asked_s = min(seconds, self._last_asked_s), seconds
 
     def read(self, num_blocks: int, seconds: float) -> None:
-        """So many blocks took this long."""
+        """So many blocks took this long. A look again replaces what was known: that may have been a hiccup."""
         block_s = max(0.0, seconds - self.latency_s) / num_blocks
-        self.block_s = block_s if self.block_s is None else self.block_s + SHARE_OF_NEWEST * (block_s - self.block_s)
-        self.measured_at = time.monotonic()
+        if self.block_s is None or self._is_look:
+            self.block_s = block_s
+        else:
+            self.block_s += SHARE_OF_NEWEST * (block_s - self.block_s)
+        if self._is_look:
+            self._is_look, self.looked_at = False, self.clock()
+
+    def look(self) -> bool:
+        """Whether a tier that seems too slow is to be measured again now.
+
+        At once, unless that was done a short while ago: one hiccup costs a look, and what is slow stays off.
+        """
+        self._is_look = self.clock() >= self.looked_at + LOOK_AGAIN_S
+        return self._is_look
 
 
 class CostModel:
@@ -40,16 +57,21 @@ class CostModel:
     `tokens_per_s` says how fast the engine computes prompts, None while that is not known: then everything is fetched.
     """
 
-    def __init__(self, block_size: int, tokens_per_s: Callable[[], float | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        tokens_per_s: Callable[[], float | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.tokens_per_s = tokens_per_s
-        self._block_size = block_size
+        self._block_size, self._clock = block_size, clock
         self._speeds: dict[str, Speed] = {}
         self._lock = threading.Lock()
 
     def speed(self, tier: str) -> Speed:
         """The measured speed of a tier."""
         with self._lock:
-            return self._speeds.setdefault(tier, Speed())
+            return self._speeds.setdefault(tier, Speed(self._clock))
 
     def worth(self, tier: str, num_blocks: int) -> int:
         """How many of `num_blocks` consecutive blocks to read from a tier before asking again; 0: compute them."""
@@ -61,4 +83,4 @@ class CostModel:
         compute_s = num_blocks * self._block_size / tokens_per_s
         if speed.latency_s + num_blocks * speed.block_s <= compute_s:
             return num_blocks
-        return min(FIRST_LOOK, num_blocks) if time.monotonic() > speed.measured_at + LOOK_AGAIN_S else 0
+        return min(FIRST_LOOK, num_blocks) if speed.look() else 0

@@ -112,10 +112,11 @@ def look_at(place: Place, key: bytes) -> Finding | None:
     return finding
 
 
-def removed(place: Place, keys: list[bytes]) -> Iterator[int]:
-    """Remove blocks, a batch at a time: how many of each batch were there."""
-    for start in range(0, len(keys), REMOVE_BATCH):
-        yield place.remove(keys[start : start + REMOVE_BATCH])
+def removed(place: Place, entries: Sequence[Entry]) -> Iterator[tuple[int, int]]:
+    """Remove blocks, a batch at a time: how many of each batch were there, and its bytes as they were listed."""
+    for start in range(0, len(entries), REMOVE_BATCH):
+        batch = entries[start : start + REMOVE_BATCH]
+        yield place.remove([entry.key for entry in batch]), sum(entry.bytes for entry in batch)
 
 
 def open_places(
@@ -125,10 +126,10 @@ def open_places(
 
     Shared memory and disk count if they are there, whoever made them; Redis if the settings give it a budget. What is
     there and cannot be opened is left out, and the reason told. With `only` it is raised: `KVStoreError`, or
-    `DependencyMissing`.
+    `DependencyMissing`; but one arena among several is told in any case.
     """
     openers: dict[str, Callable[[], Iterator[Place]]] = {
-        "shared": lambda: _shared(settings.shared_dir),
+        "shared": lambda: _shared(settings.shared_dir, tell),
         "disk": lambda: _disk(settings),
         "redis": lambda: _redis(urls if settings.redis_mb else ()),
     }
@@ -149,13 +150,18 @@ def open_places(
     return found
 
 
-def _shared(directory: str) -> Iterator[Place]:
+def _shared(directory: str, tell: Callable[[str], None]) -> Iterator[Place]:
     from kvstore.arena.file import find_arenas
     from kvstore.tiers.shared import SharedTier
 
     for arena in find_arenas(directory):
+        try:
+            tier = SharedTier.attach(arena.path)
+        except KVStoreError as error:  # half made, as its maker died, or of another version
+            tell(f"left out: {error}")
+            continue
         used = "" if arena.in_use else ", in no process"
-        yield Place(SharedTier.attach(arena.path), f"{arena.path}{used}")
+        yield Place(tier, f"{arena.path}{used}")
 
 
 def _disk(settings: KVSettings) -> Iterator[Place]:

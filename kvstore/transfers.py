@@ -156,6 +156,7 @@ class Transfers:
             self._wanting[fetch.klass].append(fetch)
             self._begin_fetches()
         else:
+            fetch.begun_s = fetch.ended_s = now_s()
             self._report(fetch, None, [])
 
     def _begin_fetches(self) -> None:

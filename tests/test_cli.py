@@ -118,3 +118,17 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     assert done.returncode == 0
     child.send(signal.SIGINT)
     assert child.wait(60) == 0
+
+
+def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(free_port()), "--data", str(tmp_path)]
+    environment = {**os.environ, "PENSTOCK_KV_STORE_SHARED_DIR": str(shared), "PENSTOCK_KV_STORE_DISK_MB": "0"}
+    child = start_child(command, name="up", log=tmp_path / "up.log", environment=environment, directory=HERE)
+    wait_until((tmp_path / "prefill-0.log").exists, 60, "the first worker was started")
+    child.send(signal.SIGTERM)
+    assert child.wait(60) == 0, child.tail()
+    assert "Penstock is up" not in child.tail()
+    assert "stopping" in child.tail()
+    assert not list(shared.iterdir())

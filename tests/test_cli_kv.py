@@ -262,6 +262,24 @@ def test_evict_asks_before_it_takes_all(host: Host) -> None:
     assert "removed 6 blocks" in host.kv("evict", "--all", "--yes")
 
 
+def test_an_arena_that_is_half_made_hides_no_other(host: Host) -> None:
+    """Its maker was killed; it is the first in order, and one of another version the last."""
+    directory, user = host.directory / "shared", os.geteuid()
+    put(host.tiers["shared"], new_names(2))
+    dies = [sys.executable, "-m", "tests.kvstore.arena_child", str(directory), "die", "open 2", "1"]
+    assert subprocess.run(dies, cwd=HERE, timeout=60, check=False).returncode == -9
+    (half,) = (path for path in directory.iterdir() if not path.read_bytes()[:8].strip(b"\0"))
+    half.rename(directory / f"penstock-kv-{user}-{'0' * 16}-demo")
+    other = directory / f"penstock-kv-{user}-{'f' * 16}-demo"
+    other.touch(0o600)
+    other.write_bytes(b"PKVARENA\2".ljust(8192, b"\0"))
+    shown = " ".join(host.kv("stats", "--json").split())
+    assert [row["blocks"] for row in json.loads(shown)["tiers"] if row["tier"] == "shared"] == [2]
+    shown = host.kv("verify", "--tier", "shared")
+    assert "checked 2 blocks" in shown
+    assert "".join(shown.split()).count("isnotanarenaofthisversion") == 2
+
+
 def test_nothing_there_is_said(tmp_path: Path) -> None:
     done = penstock(
         "kv", "verify", PENSTOCK_KV_STORE_REDIS_MB="0", PENSTOCK_KV_STORE_SHARED_DIR=str(tmp_path),

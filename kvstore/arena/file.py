@@ -3,7 +3,7 @@
 A name says whose the arena is, for which form, size, version and boot of the host, and which pipeline. Opening:
 
 1. The file is opened, or made, and held in use by a lock; if it was removed before that, once more.
-2. Under the metadata lock, if it is no arena yet: it gets its size, and memory for the tables and the first slots.
+2. Under the metadata lock, if it is no arena yet: it gets its size, and memory for the tables and the first slot.
    Dead here: the next one begins again.
 3. The superblock is written. Dead here: the version is missing, and the next one begins again.
 4. The version is written: it is an arena.

@@ -4,7 +4,8 @@ Every process that has the arena open runs a thread that maps what is allocated 
 next piece where nobody else does. So if the process that allocates dies, another goes on.
 
 1. The allocation lock is taken: one process at a time.
-2. The next piece is allocated. Dead here: the next process allocates it again, which costs nothing.
+2. The next piece is allocated; where it does not fit, a part that does. Dead here: the next process allocates it again,
+   which costs nothing.
 3. Under the metadata lock its slots are put on the free list, then counted. Dead between: rebuilt, and allocated again.
 4. The lock is given back.
 """
@@ -114,22 +115,24 @@ class Growth:
     def _allocate_next(self) -> None:
         geometry, first = self._tables.geometry, self._tables.words[W_ALLOCATED]
         count = min(self._piece(), geometry.num_slots - first)
-        if not count:
-            return
+        start, problem = geometry.metadata_bytes + first * geometry.slot_bytes, ""
         steps.reached("allocate 1")
-        try:
-            start = geometry.metadata_bytes + first * geometry.slot_bytes
-            os.posix_fallocate(self._fd, start, count * geometry.slot_bytes)
-        except OSError as error:
+        while count:
+            try:
+                os.posix_fallocate(self._fd, start, count * geometry.slot_bytes)
+                break
+            except OSError as error:  # less may fit: one slot surely does at first, opening has reserved it
+                count, problem = count // 2, str(error.strerror)
+        steps.reached("allocate 2")
+        if count:
+            with self._changing:
+                self._slots.add(first, count)
+        elif problem:
             self._failed = True
             log.warning(
                 "no room for all of the shared memory (%s): %d of %d blocks; PENSTOCK_KV_STORE_SHARED_MB says how much",
-                error.strerror, first, geometry.num_slots,
+                problem, first, geometry.num_slots,
             )  # fmt: skip
-            return
-        steps.reached("allocate 2")
-        with self._changing:
-            self._slots.add(first, count)
 
     def _map(self, first: int, count: int) -> None:
         """Map slots that have memory, for writing, so that no copy stops at each page."""

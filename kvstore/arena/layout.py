@@ -113,12 +113,8 @@ class Tables:
         self.lease_owner, self.lease_generation = views["lease_owner"], views["lease_generation"]
         self.lease_end, self.lease_slot = views["lease_end"], views["lease_slot"]
         self.generation_array, self.used_array = _array(self.generation), _array(self.used)
-        self.next_free_array, self.lease_count_array = _array(self.next_free), _array(self.lease_count)
-        self.owner_array, self.state_array, self.index_array = (
-            _array(self.owner),
-            _array(self.state),
-            _array(self.index),
-        )
+        self.owner_array, self.state_array = _array(self.owner), _array(self.state)
+        self.index_array, self.lease_count_array = _array(self.index), _array(self.lease_count)
         self.lease_owner_array, self.lease_generation_array = _array(self.lease_owner), _array(self.lease_generation)
         self.lease_end_array, self.lease_slot_array = _array(self.lease_end), _array(self.lease_slot)
 

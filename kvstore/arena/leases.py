@@ -36,7 +36,7 @@ class Leases:
                 row = next(holes, None)
                 if row is None:
                     self._warn()
-                    return
+                    continue
                 rows[slot] = row
                 tables.lease_owner[row], tables.lease_slot[row] = hashed, slot
                 tables.lease_generation[row] = tables.generation[slot]

@@ -32,8 +32,10 @@ class Int8:
 
     def encode(self, payload: memoryview) -> tuple[int, memoryview]:
         """See `Codec.encode`."""
+        if len(payload) != self._shape.payload_bytes:
+            return RAW, payload
         values = widened(payload, self._shape.element)
-        if len(payload) != self._shape.payload_bytes or not np.isfinite(values).all():
+        if not np.isfinite(values).all():
             return RAW, payload
         content = bytearray(self._content_bytes)
         scales, integers = self._parts(memoryview(content))

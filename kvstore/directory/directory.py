@@ -1,15 +1,27 @@
 """What changes in the directory, each in one holding of its lock; the steps are those of the tier."""
 
 import contextlib
+import errno
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvstore.directory import leases, steps, writers
 from kvstore.directory.eviction import Eviction
-from kvstore.directory.layout import Layout, make_folder, room, unlink
-from kvstore.directory.ledger import Ledger
+from kvstore.directory.layout import PAGE, Layout, make_folder, room, unlink
+from kvstore.directory.ledger import Ledger, Record
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says where there is less room than the budget."""
+FEW_BYTES = 4 * PAGE
+"""What folders and a small file take."""
 
 
 class Draft(NamedTuple):
@@ -25,16 +37,20 @@ class Directory:
 
     def __init__(self, root: Path, budget: int, *, writes: bool) -> None:
         self.layout, self.budget = Layout(root), budget
-        self.ledger = Ledger(self.layout)
+        self.is_writable = writes
+        """Whether blocks can be put; not by tools, and not after closing."""
+        self.ledger = Ledger(self.layout, makes=writes)
         self._eviction = Eviction(self.layout, self.ledger, budget)
         self._writer: writers.Writer | None = None
-        if writes:
-            self._begin()
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether blocks can be put; not by tools, and not after closing."""
-        return self._writer is not None
+        try:
+            if writes:
+                self._begin()
+        except OSError as error:
+            if error.errno not in FULL:
+                with contextlib.suppress(OSError):
+                    self.close()
+                raise
+            log.warning("the disk is full, no KV blocks are written to %s until it has room: %s", root, error)
 
     @property
     def num_evicted(self) -> int:
@@ -44,8 +60,10 @@ class Directory:
     def _begin(self) -> None:
         """1. A folder of our own, so that it is known what is ours; 2. the dead ones' go; 3. the budget is kept."""
         with self.ledger.held() as record:
+            if self._writer is not None or not self.is_writable:
+                return
             self.ledger.change()
-            self._writer = writers.Writer(self.layout)
+            self._writer = self._with_room(partial(writers.Writer, self.layout))
             steps.reached("open 1")
             record.used -= writers.bury(self.layout)
             leases.tidy(self.layout)
@@ -57,22 +75,19 @@ class Directory:
     def reserve(self, lengths: Sequence[int]) -> list[Draft | None]:
         """Step 1 of a put: where to write files of these lengths, None for one that there is no room for."""
         drafts = list[Draft | None]()
-        with self.ledger.held() as record:
-            try:
-                for size in map(room, lengths):
-                    if self._writer is None or not self._eviction.make_room(size):
-                        drafts.append(None)
-                        continue
-                    self.ledger.change()
-                    self._writer.reserve(size)
-                    steps.reached("put 1.1")
-                    record.used += size
-                    drafts.append(Draft(self._writer.new_file(), size))
-                    steps.reached("put 1.2")
-            except OSError:
-                if self._writer is not None:
-                    self._writer.reserve(-sum(draft.size for draft in drafts if draft is not None))
-                raise  # and the next holder counts anew
+        if self._writer is None:
+            self._begin()
+        with self._writing(drafts) as (writer, record):
+            record.used += writer.settle()
+            for size in map(room, lengths):
+                if not self._eviction.make_room(size):
+                    drafts.append(None)
+                    continue
+                drafts.append(Draft(writer.new_draft(size), size))
+                more = writer.settle()
+                steps.reached("put 1.1")
+                record.used += more
+                steps.reached("put 1.2")
         return drafts
 
     def publish(self, drafts: Mapping[Draft, bytes | None]) -> int:
@@ -81,31 +96,65 @@ class Directory:
         Raises `OSError` after all of them if one could not get its name.
         """
         num_new, failure = 0, None
-        with self.ledger.held() as record:
-            if self._writer is None:
-                raise FileNotFoundError("closed meanwhile, and the drafts are gone")
-            self.ledger.change()
+        with self._writing(drafts) as (writer, record):
             steps.reached("put 4.1")
             for draft, key in drafts.items():
                 try:
-                    is_new = key is not None and self._name(draft, self.layout.block(key))
+                    is_new = key is not None and self._with_room(partial(self._name, draft, key))
                 except OSError as error:
                     is_new, failure = False, error
                 if is_new:
-                    num_new, record.blocks = num_new + 1, record.blocks + 1
+                    writer.named(draft.path)
+                    num_new, record.blocks, record.used = num_new + 1, record.blocks + 1, record.used + draft.size
                     steps.reached("put 4.2")
                 else:
-                    unlink(draft.path)
-                    record.used -= draft.size
-                self._writer.reserve(-draft.size)
+                    writer.give_up([draft.path])
+                record.used += writer.settle()
                 steps.reached("put 4.3")
             record.changes += 1
         if failure is not None:
             raise failure
         return num_new
 
-    def _name(self, draft: Draft, path: str) -> bool:
+    def relieve(self, draft: Draft, num_bytes: int) -> bool:
+        """The disk is full, so a draft could not be written: it goes, and blocks of so many bytes; whether any did."""
+        with self.ledger.held():
+            unlink(draft.path)
+            return self._eviction.free(num_bytes)
+
+    @contextlib.contextmanager
+    def _writing(self, drafts: Iterable[Draft | None]) -> Iterator[tuple[writers.Writer, Record]]:
+        """The lock, for a change of our drafts. If that fails as a whole they are given up."""
+        writer = self._writer
+        try:
+            with self.ledger.held() as record:
+                if writer is None or writer is not self._writer:
+                    raise FileNotFoundError("closed meanwhile, and the drafts are gone")
+                self.ledger.change()
+                try:
+                    yield writer, record
+                except BaseException:
+                    writer.give_up(draft.path for draft in drafts if draft is not None)
+                    with contextlib.suppress(OSError):
+                        writer.settle()  # and the next holder counts anew
+                    raise
+        except BaseException:  # the lock, or the record: what is given up goes with the next put
+            if writer is not None:
+                writer.give_up(draft.path for draft in drafts if draft is not None)
+            raise
+
+    def _with_room(self, call: Callable[[], T]) -> T:
+        """Make folders and links; where the disk is full, once more when blocks have gone. Under the lock."""
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in FULL or not self._eviction.free(FEW_BYTES):
+                raise
+        return call()
+
+    def _name(self, draft: Draft, key: bytes) -> bool:
         """Give it its name, unless somebody else wrote the same block meanwhile."""
+        path = self.layout.block(key)
         if os.path.exists(path):
             return False
         make_folder(os.path.dirname(path))
@@ -116,7 +165,7 @@ class Directory:
         """See `Tier.lease`."""
         with self.ledger.held() as record:
             self.ledger.change()
-            leases.lease(self.layout, owner, keys, seconds)
+            self._with_room(partial(leases.lease, self.layout, owner, keys, seconds))
             record.changes += 1
             steps.reached("lease 2")
 
@@ -156,7 +205,7 @@ class Directory:
 
     def close(self) -> None:
         """Give up the folder and what is reserved. Twice is harmless."""
-        writer, self._writer = self._writer, None
+        writer, self._writer, self.is_writable = self._writer, None, False
         try:
             if writer is not None:
                 with self.ledger.held() as record:

@@ -48,20 +48,30 @@ class Eviction:
             self._evict(self._oldest.popleft())
         return True
 
-    def _evict(self, victim: Victim) -> None:
+    def free(self, num_bytes: int) -> bool:
+        """Evict so many bytes, or all there are, though they are within the budget; whether any went."""
+        self._ledger.change()
+        num_freed = 0
+        while num_freed < num_bytes and (self._oldest or self._list()):
+            num_freed += self._evict(self._oldest.popleft())
+        return num_freed > 0
+
+    def _evict(self, victim: Victim) -> int:
+        """How many bytes that gave; 0 where it was used or leased since it was listed."""
         path = self._layout.block(victim.key)
         try:
             now = os.stat(path)
         except FileNotFoundError:
-            return
+            return 0
         if now.st_mtime_ns != victim.used_ns or now.st_nlink > 1:
-            return
+            return 0
         steps.reached("evict 1")
         unlink(path)
         self._ledger.record.used -= victim.size
         self._ledger.record.blocks -= 1
         self.num_evicted += 1
         steps.reached("evict 2")
+        return victim.size
 
     def _list(self) -> bool:
         """List the oldest blocks without a lease; whether there are any. What is used is counted on the way."""

@@ -6,6 +6,7 @@ to where it is wanted with the checksum taken on the way: faster than reading it
 """
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -72,7 +73,7 @@ class Files:
         self._moved(len(content), begun)
 
     def read(self, path: str, wanted: Wanted) -> tuple[Found, int]:
-        """Steps 1 to 4 of a get; what was found, and the number of the file that was read. Raises `OSError`."""
+        """Steps 1 to 3 of a get; what was found, and the number of the file that was read. Raises `OSError`."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -80,7 +81,13 @@ class Files:
         try:
             steps.reached("get 1")
             stat = os.fstat(fd)
-            if not self._is_whole(fd, stat.st_size, wanted):
+            try:
+                is_whole = self._is_whole(fd, stat.st_size, wanted)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                is_whole = False  # the disk has lost it: it would never be read again
+            if not is_whole:
                 return Found.DAMAGED, stat.st_ino
             with contextlib.suppress(OSError):  # a disk that can only be read is still good for that
                 now = time.time_ns()

@@ -19,7 +19,7 @@ def now_ms() -> int:
 
 
 def lease(layout: Layout, owner: str, keys: Sequence[bytes], seconds: float) -> None:
-    """Link those that are here; an older link of the same owner is renamed."""
+    """Link those that are here; an older link of the same owner is renamed, unless it is of a file that is gone."""
     folder = layout.owner(owner)
     make_folder(folder)
     older = {key: path for key, _, path in _links(folder)}
@@ -27,9 +27,11 @@ def lease(layout: Layout, owner: str, keys: Sequence[bytes], seconds: float) -> 
     for key in dict.fromkeys(keys):
         path = f"{folder}/{key.hex()}.{end}"
         with contextlib.suppress(FileNotFoundError):
-            if key in older:
+            if key in older and _is_of_block(layout, key, older[key]):
                 os.rename(older[key], path)
             else:
+                if key in older:
+                    unlink(older[key])
                 os.link(layout.block(key), path)
             steps.reached("lease 1")
     with contextlib.suppress(OSError):
@@ -69,7 +71,7 @@ def tidy(layout: Layout, *, everything: bool = False) -> int:
     for folder in folders(layout.leases):
         for entry in entries(folder.path):
             key, end = _parsed(entry.name)
-            if end > now and (not everything or (key is not None and _is_of_block(layout, key, entry))):
+            if end > now and (not everything or (key is not None and _is_of_block(layout, key, entry.path))):
                 ends.append(end)
             elif key is not None or everything:
                 unlink(entry.path)
@@ -84,7 +86,7 @@ def astray(layout: Layout) -> list[str]:
     for folder in folders(layout.leases):
         for entry in entries(folder.path):
             key, _ = _parsed(entry.name)
-            if key is None or not _is_of_block(layout, key, entry):
+            if key is None or not _is_of_block(layout, key, entry.path):
                 found.append(entry.path)
     return found
 
@@ -109,9 +111,9 @@ def _parsed(name: str) -> tuple[bytes | None, int]:
     return (key, int(end)) if key is not None and end.isascii() and end.isdigit() else (None, 0)
 
 
-def _is_of_block(layout: Layout, key: bytes, entry: os.DirEntry[str]) -> bool:
+def _is_of_block(layout: Layout, key: bytes, path: str) -> bool:
     """Whether it is a link to the block that is here now."""
     try:
-        return os.stat(layout.block(key)).st_ino == entry.stat(follow_symlinks=False).st_ino
+        return os.stat(layout.block(key)).st_ino == os.lstat(path).st_ino
     except FileNotFoundError:
         return False

@@ -45,10 +45,11 @@ class Record:
 class Ledger:
     """The lock of a directory, and the usage under it. Raises `OSError` if the directory fails."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, *, makes: bool) -> None:
+        """With `makes` the directory and the lock's file are made where they are not there, when they are needed."""
+        self._layout, self._makes = layout, makes
         self._threads = threading.Lock()
-        self._fd, self._is_closed = _open(layout.lock), False
+        self._fd, self._is_closed = -1 if makes else self._open(), False
         self._boot = _boot()
         self._is_changing = False
         self.record = Record()
@@ -78,14 +79,19 @@ class Ledger:
             raise OSError(errno.EBADF, "closed")
         while True:
             if self._fd < 0:
-                make_folder(self._layout.root)
-                self._fd = _open(self._layout.lock)
+                self._fd = self._open()
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(self._layout.lock), os.fstat(self._fd)):
-                    return
-            os.close(self._fd)
-            self._fd = -1
+            is_named = False
+            try:
+                is_named = os.path.samestat(os.stat(self._layout.lock), os.fstat(self._fd))
+            except FileNotFoundError:
+                pass
+            finally:
+                if not is_named:
+                    os.close(self._fd)
+                    self._fd = -1
+            if is_named:
+                return
 
     def change(self) -> None:
         """Something is about to change: the record is uncertain until the lock is given up."""
@@ -115,6 +121,13 @@ class Ledger:
                 os.close(self._fd)
             self._fd, self._is_closed = -1, True
 
+    def _open(self) -> int:
+        """The lock's file. Who only looks makes none: it may be another user, and the workers could not open it."""
+        if self._makes:
+            make_folder(self._layout.root)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if self._makes else 0)
+        return os.open(self._layout.lock, flags, 0o600)
+
     def _read(self) -> Record | None:
         stored = os.pread(self._fd, _RECORD.size + _CHECKSUM.size, 0)
         if len(stored) != _RECORD.size + _CHECKSUM.size:
@@ -131,12 +144,9 @@ class Ledger:
 
     def _write(self, *, is_certain: bool) -> None:
         now = self.record
-        fields = _RECORD.pack(MAGIC, self._boot, is_certain, max(0, now.used), now.blocks, now.budget, now.changes)
+        used, blocks = max(0, now.used), max(0, now.blocks)
+        fields = _RECORD.pack(MAGIC, self._boot, is_certain, used, blocks, now.budget, now.changes)
         os.pwrite(self._fd, fields + _CHECKSUM.pack(hashed(fields)), 0)
-
-
-def _open(lock: str) -> int:
-    return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _boot() -> bytes:

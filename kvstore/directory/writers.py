@@ -10,49 +10,85 @@ import os
 import secrets
 import shutil
 import struct
+from collections import deque
+from collections.abc import Iterable
 
-from kvstore.directory.layout import Layout, folders, make_folder
+from kvstore.directory.layout import Layout, folders, make_folder, unlink
 
 RESERVED = "reserved"
 _COUNT = struct.Struct("<Q")
 
 
 class Writer:
-    """The folder of a tier that is open. Its methods are called under the directory's lock, except `new_file`."""
+    """The folder of a tier that is open. Its methods are called under the directory's lock, except `give_up`.
+
+    What is reserved is what its drafts, files that have room and no name yet, are to take. `settle` brings the record
+    in the folder to that, and says by how much it changed: so the directory's usage always has what the record says,
+    also where a file could not be removed or the record not be written.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._folder = f"{layout.writers}/{secrets.token_hex(8)}"
-        self._num_reserved = 0
-        self._fd = self._make()
-        self.reserve(0)
+        self._drafts: dict[str, int] = {}
+        self._given_up: deque[str] = deque()
+        self._num_recorded = 0
+        self._fd = -1
+        try:
+            self._make()
+        except OSError:
+            self.close()
+            raise
 
-    def reserve(self, num_bytes: int) -> None:
-        """So many bytes more (or less) are for what is being written."""
+    def new_draft(self, size: int) -> str:
+        """A path that nobody else uses, for a file of so many bytes."""
+        path = f"{self._folder}/{secrets.token_hex(8)}"
+        self._drafts[path] = size
+        return path
+
+    def named(self, path: str) -> None:
+        """It is a block now."""
+        del self._drafts[path]
+
+    def give_up(self, paths: Iterable[str]) -> None:
+        """No more is done with these files: they go when it is settled."""
+        self._given_up.extend(paths)
+
+    def settle(self) -> int:
+        """Remove what was given up and record what is reserved; how many bytes more than before."""
         if not os.path.exists(f"{self._folder}/{RESERVED}"):  # somebody deleted it
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                os.close(fd)
-            self._fd = self._make()
-        self._num_reserved += num_bytes
-        os.pwrite(self._fd, _COUNT.pack(self._num_reserved), 0)
-
-    def new_file(self) -> str:
-        """A path that nobody else uses."""
-        return f"{self._folder}/{secrets.token_hex(8)}"
+            self._make()
+        for _ in range(len(self._given_up)):
+            path = self._given_up.popleft()
+            try:
+                unlink(path)
+                self._drafts.pop(path, None)
+            except OSError:  # as long as it is there, it counts
+                self._given_up.append(path)
+        num_reserved = sum(self._drafts.values())
+        more = num_reserved - self._num_recorded
+        if more:
+            os.pwrite(self._fd, _COUNT.pack(num_reserved), 0)
+            self._num_recorded = num_reserved
+        return more
 
     def close(self) -> int:
-        """Give it up; how many bytes were still reserved."""
+        """Give it up; how many bytes were still recorded."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        if self._fd >= 0:
-            os.close(self._fd)
-        return self._num_reserved
+        self._let_go()
+        return self._num_recorded
 
-    def _make(self) -> int:
-        """The folder, and its lock in our hands."""
+    def _make(self) -> None:
+        """The folder, its lock in our hands, and the record."""
+        self._let_go()
         make_folder(self._folder)
-        fd = os.open(f"{self._folder}/{RESERVED}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        return fd
+        self._fd = os.open(f"{self._folder}/{RESERVED}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.pwrite(self._fd, _COUNT.pack(self._num_recorded), 0)
+
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def bury(layout: Layout) -> int:

@@ -226,7 +226,8 @@ EXPORT const char* penstock_copying_select(const char* name) {
 }
 
 // Copy `n` bytes to `into + start`, the next ones of `total`; they do not overlap. All pieces but the last are whole
-// blocks of 1024 bytes. `sums` is kept between the pieces. After the last one: the XXH3 of what `into` holds then.
+// blocks of 1024 bytes, and none is empty unless `total` is 0. `sums` is kept between the pieces. After the last one: the
+// XXH3 of what `into` holds then.
 EXPORT uint64_t penstock_copy_piece(Word* sums, Byte* into, const Byte* source, size_t start, size_t n, size_t total) {
   Byte* const at = into + start;
   const bool is_last = start + n == total;

@@ -86,11 +86,15 @@ class _held(contextlib.AbstractContextManager[_View]):  # noqa: N801 (used as a 
 
 @functools.cache
 def load() -> Library | None:
-    """The library of this process, or None where it was not built, or for another kind of machine."""
+    """The library of this process, or None where it was not built, or for another kind of machine or version."""
     if not LIBRARY.is_file():
         return None
     try:
         return Library(ctypes.CDLL(str(LIBRARY)))
-    except OSError as error:
-        log.warning("the native copying does not load, blocks are copied and checked in two passes: %s", error)
+    except (OSError, AttributeError) as error:  # the second: a function is missing
+        log.warning(
+            "the native copying does not load, blocks are copied and checked in two passes"
+            " (python -m kvstore.native.build makes it anew): %s",
+            error,
+        )
         return None

@@ -12,7 +12,8 @@ deleted; 4. blocks are written, each with its checksum; 5. those that were not a
 | writing 2     | blocks that the index does not know   | their time is over, or they are used and taken in  |
 | writing 2 - 4 | entries without blocks                | somebody does not find one, or their time is over  |
 
-Between 2 and 3 of one writer another may write the same block anew, and the first one deletes it: a miss.
+What one deletes, another may have stored anew, or found, and leased, since it was named: between writing 2 and 3, or
+while it was read and found damaged. Then a leased block is a miss all the same, and computed again; never a wrong one.
 """
 
 import time
@@ -76,8 +77,8 @@ class Address:
 
         def look(wire: Wire) -> list[bool]:
             sizes = _sizes(wire, keys)
-            self._index.note(wire, Uses(sizes, [key for key in keys if key not in sizes]), counters)
-            return [key in sizes for key in keys]
+            gone = self._index.note(wire, Uses(sizes, [key for key in keys if key not in sizes]), counters)
+            return [key in sizes and key not in gone for key in keys]
 
         return self._server.ask(look, counters) or [False] * len(keys)
 
@@ -126,8 +127,9 @@ class Address:
 
     def _write(self, wire: Wire, blocks: Sequence[Block], stored: set[bytes], counters: Counters) -> None:
         sizes = _sizes(wire, [block.name.key for block in blocks])
-        self._index.note(wire, Uses(sizes), counters)
-        stored.update(sizes)
+        gone = self._index.note(wire, Uses(sizes), counters)
+        stored.update(sizes.keys() - gone)
+        counters.refused += len(sizes.keys() & gone)
         batch, total = list[Content](), 0
         for block in {block.name.key: block for block in blocks if block.name.key not in sizes}.values():
             number, content = self._encoded(block)
@@ -148,8 +150,9 @@ class Address:
         """Steps 2 to 5."""
         sizes = [(block.name.key, HEADER_BYTES + len(content)) for block, _, content in batch]
         room = self._index.make_room(wire, sizes, counters)
+        stored -= room.gone
         sent, failed, refusal, begun = list[bytes](), list[bytes](), None, time.perf_counter()
-        for (block, number, content), ok in zip(batch, room, strict=True):
+        for (block, number, content), ok in zip(batch, room.taken, strict=True):
             if ok:
                 parts = self._parts(block, number, content)
                 wire.send(parts)
@@ -166,7 +169,7 @@ class Address:
                 raise NotRedis(f"not what a SET is answered: {reply!r}")
         done = set(sent)
         self._moved(sum(size for key, size in sizes if key in done), begun)
-        self._index.delete(wire, failed)
+        self._index.forget(wire, failed, room.clock)
         if refusal is not None:
             raise refusal
 

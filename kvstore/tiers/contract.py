@@ -75,7 +75,8 @@ class Tier(Protocol):
     def lease(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
         """Keep these blocks (those that are here) until the owner releases them or the time is over.
 
-        Leases of several owners on one block are independent; a second one of the same owner moves the end.
+        Leases of several owners on one block are independent; a second one of the same owner moves the end. In Redis a
+        leased block can still go where another writer was just deleting it: a miss, and computed again.
         """
 
     def release(self, owner: str, keys: Sequence[bytes]) -> None:

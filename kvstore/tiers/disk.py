@@ -7,6 +7,8 @@ A put, in batches:
 3. The page tag is asked: whether what was written was still the block.
 4. Under the lock, the files are renamed to where they are found, and the reservation ends.
 
+Where the disk is full before the budget is, blocks go as if it were the budget, and what failed is tried once more.
+
 Dead after 1 to 3: nobody finds the blocks, and the folder of a dead process and its reservation go as soon as somebody
 opens the directory or wants room. Dead within 4: those that were renamed are there, and the next holder of the lock
 counts anew.
@@ -32,9 +34,9 @@ from kvstore.block import HEADER_BYTES, Block, Form, Wanted
 from kvstore.copying import hashed
 from kvstore.directory import leases, steps
 from kvstore.directory.check import check
-from kvstore.directory.directory import Directory, Draft
+from kvstore.directory.directory import FULL, Directory, Draft
 from kvstore.directory.files import Files, Found
-from kvstore.directory.layout import make_folder, room
+from kvstore.directory.layout import room
 from kvstore.tiers.contract import Counters, Entry, Usage
 from penstock.errors import KVStoreError
 
@@ -66,19 +68,24 @@ class DiskTier:
 
     @classmethod
     def open(cls, form: Form, directory: Path, budget_bytes: int, codec: "Codecs | None" = None) -> Self:
-        """The blocks in a directory, which is made if it is not there. Raises `KVStoreError` if it cannot be used."""
+        """The blocks in a directory, which is made if it is not there. Raises `KVStoreError` if it cannot be used.
+
+        A full disk is no reason for that: it is read, and written as soon as it has room.
+        """
         size = room(HEADER_BYTES + form.payload_bytes)
         if budget_bytes < size:
             raise KVStoreError(f"{SETTING}_MB: {budget_bytes} bytes hold no block of {size} bytes")
         try:
-            make_folder(str(directory))
             return cls(Directory(directory, budget_bytes, writes=True), form, codec)
         except OSError as error:
             raise KVStoreError(f"{SETTING}_DIR: {directory} cannot hold KV blocks: {error}") from error
 
     @classmethod
     def attach(cls, directory: Path) -> Self:
-        """What is in a directory, whoever's it is, for tools: nothing can be got or put. Raises `KVStoreError`."""
+        """What is in a directory, whoever's it is, for tools: nothing can be got or put, and no file is made.
+
+        Raises `KVStoreError`.
+        """
         try:
             return cls(Directory(directory, 0, writes=False), Form(bytes(32), bytes(16), 0), None)
         except OSError as error:
@@ -179,10 +186,11 @@ class DiskTier:
         drafts = self._try(lambda: self._directory.reserve(lengths), list[Draft | None]())
         steps.reached("put 1")
         named = dict[Draft, bytes | None].fromkeys(draft for draft in drafts if draft is not None)
+        batch_bytes = sum(draft.size for draft in named)
         num_new = 0
         try:
             for draft, made in zip(drafts, ready, strict=False):
-                if draft is not None and not self._try(partial(self._write, draft, *made), instead=False):
+                if draft is not None and not self._try(partial(self._write, draft, *made, batch_bytes), instead=False):
                     break
                 if draft is not None and made[0].is_valid():
                     named[draft] = made[0].name.key
@@ -197,10 +205,15 @@ class DiskTier:
                 self.counters.bytes_written += max(0, num_new) * self._form.payload_bytes
         return {key for key in named.values() if key is not None} if num_new >= 0 else set()
 
-    def _write(self, draft: Draft, block: Block, number: int, content: memoryview) -> bool:
-        """Step 2 of a put."""
+    def _write(self, draft: Draft, block: Block, number: int, content: memoryview, batch_bytes: int) -> bool:
+        """Step 2 of a put. Where the disk is full, as many bytes of blocks go as the batch has."""
         header = self._form.header(block.name, hashed(content), number, len(content))
-        self._files.write(draft.path, header.pack(), content)
+        try:
+            self._files.write(draft.path, header.pack(), content)
+        except OSError as error:
+            if error.errno not in FULL or not self._directory.relieve(draft, batch_bytes):
+                raise
+            self._files.write(draft.path, header.pack(), content)
         steps.reached("put 2")
         return True
 

@@ -4,8 +4,9 @@ Every command but the scripts has one key, and the scripts' keys share a hash ta
 work on a connection and raise what it raises.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvstore.tiers import scripts
 from kvstore.tiers.contract import Counters, Usage
@@ -29,43 +30,65 @@ class Uses:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What the index made of blocks that want to be in it."""
+
+    taken: list[bool]
+    gone: set[bytes]
+    """What is deleted for them."""
+    clock: int
+    """When, by the index's clock."""
+
+
+@dataclass(frozen=True)
 class Index:
     """The index of one server. With a budget and a time of 0 those that were last set stand, and nothing is renewed."""
 
     budget: int
     keep_ms: int
 
-    def note(self, wire: Wire, uses: Uses, counters: Counters) -> None:
+    def note(self, wire: Wire, uses: Uses, counters: Counters) -> set[bytes]:
         """These blocks were used now. One that the index does not know is taken in; what goes for it, and what is
-        damaged, is deleted.
+        damaged, is deleted. Returns what was: it may be of the very blocks.
         """
+        gone: set[bytes] = set()
         if not self.keep_ms:
-            return
-        pairs, gone = list(uses.sizes.items()), list[bytes]()
+            return gone
+        pairs = list(uses.sizes.items())
         for start in range(0, max(len(pairs), len(uses.absent)), AT_ONCE):
-            part, absent = pairs[start : start + AT_ONCE], uses.absent[start : start + AT_ONCE]
+            part = [pair for pair in pairs[start : start + AT_ONCE] if pair[0] not in gone]
             renew = [command("PEXPIRE", kv_key(key), self.keep_ms, "GT") for key, _ in part]
-            wire.send([self._take(part, absent), *renew])
-            taken, out = self._taken(wire, counters)
+            wire.send([self._take(part, uses.absent[start : start + AT_ONCE]), *renew])
+            room = self._room(wire, counters)
             replies(wire, len(renew))
-            gone += out + [key for (key, _), ok in zip(part, taken, strict=True) if not ok]
-        self._unlink(wire, gone)
+            out = room.gone | {key for (key, _), ok in zip(part, room.taken, strict=True) if not ok}
+            self._unlink(wire, out)
+            gone |= out
         self.delete(wire, uses.damaged)
+        return gone.union(uses.damaged)
 
-    def make_room(self, wire: Wire, pairs: Sequence[tuple[bytes, int]], counters: Counters) -> list[bool]:
+    def make_room(self, wire: Wire, pairs: Sequence[tuple[bytes, int]], counters: Counters) -> Room:
         """Room for at most `AT_ONCE` blocks (key, bytes): which may be written. What goes for them is deleted."""
         wire.send([self._take(pairs, [])])
-        taken, gone = self._taken(wire, counters)
-        self._unlink(wire, gone)
-        counters.refused += len(taken) - sum(taken)
-        return [ok == 1 for ok in taken]
+        room = self._room(wire, counters)
+        self._unlink(wire, room.gone)
+        counters.refused += len(room.taken) - sum(room.taken)
+        return room
+
+    def forget(self, wire: Wire, keys: Sequence[bytes], clock: int) -> None:
+        """Blocks (at most `AT_ONCE`) for which there was room at `clock` were not written. If somebody else wanted one
+        since then, it is that one's now.
+        """
+        if keys:
+            wire.send([scripts.DROP.call(self.budget, self.keep_ms, clock, *keys)])
+            replies(wire, 1)
 
     def delete(self, wire: Wire, keys: Sequence[bytes]) -> int:
         """Delete blocks, and forget them; how many were there."""
         count = 0
         for start in range(0, len(keys), AT_ONCE):
             part = keys[start : start + AT_ONCE]
-            wire.send([*_unlinks(part), scripts.DROP.call(self.budget, self.keep_ms, *part)])
+            wire.send([*_unlinks(part), scripts.DROP.call(self.budget, self.keep_ms, 0, *part)])
             count += sum(numbers(replies(wire, len(part))))
             replies(wire, 1)
         return count
@@ -113,19 +136,20 @@ class Index:
         words = [word for pair in pairs for word in pair]
         return scripts.TAKE.call(self.budget, self.keep_ms, GRACE_MS, len(pairs), *words, *absent)
 
-    def _taken(self, wire: Wire, counters: Counters) -> tuple[list[int], list[bytes]]:
-        """The reply to `_take`: which blocks were taken (1 or 0), and the keys of what goes."""
+    def _room(self, wire: Wire, counters: Counters) -> Room:
+        """The reply to `_take`."""
         (reply,) = replies(wire, 1)
         match reply:
-            case [list(taken), list(evicted), list(expired)]:
+            case [list(taken), list(evicted), list(expired), int(clock)]:
                 counters.evictions += len(evicted)
-                return numbers(taken), [key for key in (*evicted, *expired) if isinstance(key, bytes)]
+                gone = {key for key in (*evicted, *expired) if isinstance(key, bytes)}
+                return Room([ok == 1 for ok in numbers(taken)], gone, clock)
         raise NotRedis(f"not what the script says: {reply!r}")
 
     @staticmethod
-    def _unlink(wire: Wire, keys: Sequence[bytes]) -> None:
-        for start in range(0, len(keys), AT_ONCE):
-            part = keys[start : start + AT_ONCE]
+    def _unlink(wire: Wire, keys: Iterable[bytes]) -> None:
+        rest = iter(keys)
+        while part := list(islice(rest, AT_ONCE)):
             wire.send(_unlinks(part))
             replies(wire, len(part))
 

@@ -6,7 +6,6 @@ failure is counted and is a miss, nothing more.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -17,6 +16,7 @@ from kvstore.tiers.contract import Counters, Entry, Usage
 from kvstore.tiers.entries import entries
 from kvstore.tiers.index import Index
 from kvstore.tiers.server import Server
+from kvstore.tiers.side_by_side import SideBySide
 from kvstore.tiers.spread import Spread
 from kvstore.tiers.wire import LARGE, Wire, command
 from penstock.errors import KVStoreError
@@ -42,7 +42,7 @@ class RedisTier:
         self._addresses = list(addresses)
         self._spread = spread
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(4 * len(addresses), "kv-redis") if len(addresses) > 1 else None
+        self._side_by_side = SideBySide(4 * len(addresses) if len(addresses) > 1 else 0)
 
     @classmethod
     def open(
@@ -80,7 +80,7 @@ class RedisTier:
         return self._spread_over(keys, keys, Address.has)
 
     def lease(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
-        """See `Tier.lease`. Ends are times of the server's clock."""
+        """See `Tier.lease`. Ends are times of the server's clock. See `address` for when a leased block is lost."""
         ms = max(1, int(seconds * 1000))
         self._each(keys, lambda at, part, count: at.ask(lambda wire, index: index.lease(wire, owner, part, ms), count))
 
@@ -136,8 +136,7 @@ class RedisTier:
         """See `Tier.close`."""
         for address in self._addresses:
             address.close()
-        if self._threads is not None:
-            self._threads.shutdown()
+        self._side_by_side.close()
 
     def _spread_over(
         self, keys: Sequence[bytes], items: Sequence[Item], call: Callable[[Address, list[Item], Counters], list[bool]]
@@ -165,14 +164,11 @@ class RedisTier:
     def _run(self, calls: Sequence[Callable[[Counters], T]]) -> list[T]:
         """Do them side by side."""
         counted = [Counters() for _ in calls]
-        if self._threads is None or len(calls) < 2:
-            found = [call(counters) for call, counters in zip(calls, counted, strict=True)]
-        else:
-            futures = [self._threads.submit(call, counters) for call, counters in zip(calls, counted, strict=True)]
-            found = [future.result() for future in futures]
-        for counters in counted:
-            self._add(counters)
-        return found
+        try:
+            return self._side_by_side.run([partial(call, part) for call, part in zip(calls, counted, strict=True)])
+        finally:
+            for counters in counted:
+                self._add(counters)
 
     def _add(self, counters: Counters) -> None:
         with self._lock:

@@ -3,10 +3,12 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import redis
+from redis.connection import ConnectionInterface
 
 from kvstore.tiers.contract import Counters
 from kvstore.tiers.scripts import ALL
@@ -36,10 +38,15 @@ class Server:
         self._large = large
         self.lanes = LANES if large and url.startswith("unix:") else 1
         try:
-            self._maker = redis.ConnectionPool.from_url(
+            pool = redis.ConnectionPool.from_url(
                 url, protocol=2, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
             )
-        except (ValueError, redis.RedisError) as error:
+            options = {**pool.connection_kwargs, "redis_connect_func": _say_nothing}
+            self._greeting = _greeting(options)
+            self._make = partial(pool.connection_class, **options)  # the pool itself makes no more than 100, ever
+            self._make()
+            _check_host(options.get("host", ""))
+        except (ValueError, TypeError, redis.RedisError) as error:
             raise KVStoreError(f"{self._name} is no address of a KV Redis: {error}") from None
         self._lock = threading.Lock()
         self._idle: list[Wire] = []
@@ -52,7 +59,7 @@ class Server:
 
     def ask_on(self, count: int, call: Callable[[list[Wire]], T], counters: Counters) -> T | None:
         """The same on several connections at once."""
-        if time.monotonic() < self._ask_again_at:
+        if self._closed or time.monotonic() < self._ask_again_at:
             counters.errors += 1
             return None
         wires: list[Wire] = []
@@ -61,7 +68,7 @@ class Server:
                 wires.append(self._connection())
             result = call(wires)
         except (OSError, redis.RedisError, NotRedis, Refused) as error:
-            self._drop(wires)
+            self._drop(wires + self._take_idle())  # they are in doubt, too: what ended one may have ended all
             counters.errors += 1
             self._ask_again_at = time.monotonic() + LEFT_ALONE_S
             log.warning("the KV server %s did not answer, going on without it: %r", self._name, error)
@@ -74,10 +81,8 @@ class Server:
 
     def close(self) -> None:
         """Close what waits; what is in use is closed when its call is over."""
-        with self._lock:
-            self._closed, idle, self._idle = True, self._idle, []
-        for wire in idle:
-            wire.close()
+        self._closed = True
+        self._drop(self._take_idle())
 
     def _connection(self) -> Wire:
         while True:
@@ -90,10 +95,13 @@ class Server:
             wire.close()
 
     def _connect(self) -> Wire:
-        connection = self._maker.make_connection()
+        connection: ConnectionInterface = self._make()
         try:
             wire = Wire(connection, self._large)
-            wire.send([command("SCRIPT", "LOAD", script.text) for script in ALL])
+            wire.send([*self._greeting, *(command("SCRIPT", "LOAD", script.text) for script in ALL)])
+            for _ in self._greeting:
+                if (reply := wire.reply()) != b"OK":
+                    raise reply if isinstance(reply, Refused) else NotRedis(f"not what is answered: {reply!r}"[:200])
             for script in ALL:
                 if (reply := wire.reply()) != script.sha.encode():
                     raise reply if isinstance(reply, Refused) else NotRedis(f"a script has another hash: {reply!r}")
@@ -101,6 +109,11 @@ class Server:
             connection.disconnect()  # type: ignore[no-untyped-call]
             raise
         return wire
+
+    def _take_idle(self) -> list[Wire]:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        return idle
 
     def _keep(self, wires: list[Wire]) -> None:
         with self._lock:
@@ -112,3 +125,27 @@ class Server:
     def _drop(wires: list[Wire]) -> None:
         for wire in wires:
             wire.close()
+
+
+def _greeting(options: Mapping[str, Any]) -> list[bytes]:
+    """What is said first on a connection; each is answered OK."""
+    username, password, name, database = (options.get(key) for key in ("username", "password", "client_name", "db"))
+    commands: list[bytes] = []
+    if username or password:
+        commands.append(command("AUTH", *([username] if username else []), password or ""))
+    if name:
+        commands.append(command("CLIENT", "SETNAME", name))
+    if database:
+        commands.append(command("SELECT", database))
+    return commands
+
+
+def _say_nothing(_: object) -> None:
+    """Instead of redis-py's greeting, which waits for each byte as long as for all."""
+
+
+def _check_host(host: str) -> None:
+    """Raises `ValueError` for a name that the resolver would not even be asked for."""
+    if "\0" in host:
+        raise ValueError("a zero byte in the host name")
+    host.encode("idna")

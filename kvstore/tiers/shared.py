@@ -60,11 +60,6 @@ class SharedTier:
         """An arena that is there, whatever its form, for tools. Raises `KVStoreError`."""
         return cls(Arena.attach(path))
 
-    @property
-    def form(self) -> Form:
-        """The form of its blocks."""
-        return self._form
-
     def get(self, wanted: Sequence[Wanted]) -> list[bool]:
         """See `Tier.get`, and the steps above."""
         places = self.arena.find([one.name.key for one in wanted])

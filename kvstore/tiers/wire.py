@@ -1,12 +1,14 @@
 """One connection to a Redis server, for large values: received where they shall lie, sent from where they are.
 
-redis-py connects (addresses, passwords, TLS, databases, unix sockets). After that RESP, version 2, is spoken here on
-its socket, in pipelines: commands go out, and the same number of replies is read in order. Who cannot read a reply to
-its end closes the connection, so that nothing is ever taken for the reply to another command.
+redis-py connects (addresses, TLS, unix sockets). After that RESP, version 2, is spoken here on its socket, in
+pipelines: commands go out, and the same number of replies is read in order. Who cannot read a reply to its end closes
+the connection, so that nothing is ever taken for the reply to another command.
 """
 
+import math
 import select
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
@@ -22,6 +24,8 @@ PIECE = 256 * 2**10
 MAX_VALUE = 512 * 2**20
 """No server sends a longer one."""
 MAX_ITEMS = 2**20
+SLOWEST = 2**20
+"""Bytes a second: a server that is waited for and is slower for longer than its timeout is as good as away."""
 PARTS_AT_ONCE = 512
 """Parts of one call of `sendmsg`, which takes 1,024 at most."""
 
@@ -69,6 +73,7 @@ class Wire:
         self._buffer = bytearray(AHEAD)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
+        self._patience_s = self._patience = found.gettimeout() or math.inf
 
     def close(self) -> None:
         """Drop the connection."""
@@ -84,14 +89,19 @@ class Wire:
 
     def send(self, parts: Sequence[Part]) -> None:
         """Send the parts, one after the other, without joining large ones."""
+        self._patience = self._patience_s
         if not self._scatters:
             for part in parts:
+                begun = time.monotonic()
                 self._socket.sendall(part)
+                self._waited(begun, len(part))
             return
         for start in range(0, len(parts), PARTS_AT_ONCE):
             rest = list(parts[start : start + PARTS_AT_ONCE])
             while rest:
+                begun = time.monotonic()
                 sent = self._socket.sendmsg(rest)
+                self._waited(begun, sent)
                 done = 0
                 while done < len(rest) and sent >= len(rest[done]):
                     sent -= len(rest[done])
@@ -123,9 +133,11 @@ class Wire:
             digest.update(into[:at])
         receive, length = self._socket.recv_into, len(into)
         while at < length:
+            begun = time.monotonic()
             count = receive(into[at : at + PIECE])
             if count == 0:
                 raise ConnectionResetError("closed in the middle of a value")
+            self._waited(begun, count)
             if digest is not None:
                 digest.update(into[at : at + count])
             at += count
@@ -190,10 +202,18 @@ class Wire:
         room = min(at_most, AHEAD - self._end)
         if room == 0:
             raise NotRedis("a line without an end")
+        begun = time.monotonic()
         count = self._socket.recv_into(self._view[self._end : self._end + room])
         if count == 0:
             raise ConnectionResetError("closed in the middle of a reply")
+        self._waited(begun, count)
         self._end += count
+
+    def _waited(self, begun: float, count: int) -> None:
+        """So many bytes came or went since then. The socket's own timeout begins anew with each of them."""
+        self._patience = min(self._patience_s, self._patience + count / SLOWEST - (time.monotonic() - begun))
+        if self._patience < 0:
+            raise TimeoutError("it is too slow")
 
     def _length(self, line: bytes, limit: int) -> int | None:
         length = self._number(line)

@@ -13,6 +13,8 @@ ANY = -1
 """librdkafka chooses, by the message's key."""
 REFRESH_S = 30.0
 """How often the brokers are asked for the number of partitions: one that was added is used this soon."""
+RETRY_S = 1.0
+"""The same while they have not said it, or do not know the topic."""
 ANSWER_S = 1.0
 """How long they may take. Without an answer the last number holds; without any, the message goes by its key."""
 
@@ -41,8 +43,8 @@ class Partitions:
         with self._lock:
             topic = self._topics.setdefault(message.topic, _Topic())
             if now_s >= topic.refresh_at_s:
-                topic.refresh_at_s = now_s + REFRESH_S
                 topic.num_partitions = self._ask(message.topic) or topic.num_partitions
+                topic.refresh_at_s = time.monotonic() + (REFRESH_S if topic.num_partitions else RETRY_S)
             num_partitions = topic.num_partitions
         return topic.spread.partition(message.affinity, num_partitions, now_s) if num_partitions else ANY
 

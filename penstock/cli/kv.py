@@ -77,7 +77,7 @@ def verify(
         for place in found:
             entries = place.entries()
             task = bar.add_task(place.name, total=sum(entry.bytes for entry in entries))
-            damaged: list[bytes] = []
+            damaged: list[Entry] = []
             for entry in entries:
                 finding = look_at(place, entry.key)
                 bar.advance(task, entry.bytes)
@@ -86,10 +86,10 @@ def verify(
                 num_checked += 1
                 num_bytes += finding.bytes
                 if finding.problem:
-                    damaged.append(entry.key)
+                    damaged.append(entry)
                     kv_show.print_damage(console(), place, finding)
             num_damaged += len(damaged)
-            num_removed += sum(removed(place, damaged)) if remove else 0
+            num_removed += sum(count for count, _ in removed(place, damaged)) if remove else 0
     kv_show.print_verdict(console(), num_checked, num_bytes, num_damaged, num_removed if remove else None)
     raise typer.Exit(1 if num_damaged else 0)
 
@@ -128,16 +128,15 @@ def evict(
 
 def remove_all(chosen: "list[tuple[Place, list[Entry]]]") -> int:
     """Remove the blocks chosen in each tier; how many there were."""
-    from kvstore.tools import REMOVE_BATCH
+    from kvstore.tools import removed
 
     num_removed = 0
     with progress() as bar:
         for place, entries in chosen:
             task = bar.add_task(place.name, total=sum(entry.bytes for entry in entries))
-            for start in range(0, len(entries), REMOVE_BATCH):
-                batch = entries[start : start + REMOVE_BATCH]
-                num_removed += place.remove([entry.key for entry in batch])
-                bar.advance(task, sum(entry.bytes for entry in batch))
+            for count, num_bytes in removed(place, entries):
+                num_removed += count
+                bar.advance(task, num_bytes)
     return num_removed
 
 

@@ -68,15 +68,16 @@ def up(
         decode=decode,
         environment=kv_environment(),
     )
+    stop = StopSignal().install()
     with memory_freed(stack.addresses.pipeline), stack:
         with console.status("starting") as status:
-            stack.wait_ready(READY_WITHIN_S, status.update)
-        stop = StopSignal().install()
-        console.print(
-            f"Penstock is up: pipeline [b]{stack.addresses.pipeline}[/b], logs in {directory}",
-            highlight=False,
-        )
-        console.print("Try: penstock generate 'In the beginning'    (Ctrl-C stops)", highlight=False)
+            stack.wait_ready(READY_WITHIN_S, status.update, lambda: bool(stop))
+        if not stop:
+            console.print(
+                f"Penstock is up: pipeline [b]{stack.addresses.pipeline}[/b], logs in {directory}",
+                highlight=False,
+            )
+            console.print("Try: penstock generate 'In the beginning'    (Ctrl-C stops)", highlight=False)
         while not stop:
             stack.tend()
             time.sleep(0.2)

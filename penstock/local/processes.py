@@ -62,7 +62,10 @@ class Child:
 
     def alive(self) -> bool:
         """Whether it still runs."""
-        return self._process.poll() is None
+        if self._process.poll() is None:
+            return True
+        _children.discard(self)
+        return False
 
     def wait(self, timeout_s: float) -> int:
         """Wait for the end; raises `TimeoutError`."""

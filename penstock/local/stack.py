@@ -1,10 +1,8 @@
 """The embedded stack: a Valkey server where no Redis is given, and workers that are started again when they die."""
 
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from typing import Self
 
 from penstock.bus.connect import connect
 from penstock.errors import PenstockError
+from penstock.local.memory import OwnMemory
 from penstock.local.processes import Child, start_child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Stage
@@ -23,7 +22,6 @@ from penstock.status import worker_status
 
 DEFAULT_PORT = 7379
 REDIS_MB, SHARED_DIR = "PENSTOCK_KV_STORE_REDIS_MB", "PENSTOCK_KV_STORE_SHARED_DIR"
-MEMORY = Path("/dev/shm")
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Before a worker that died is started again: longer the more often it died soon after its start."""
 STEADY_S = 20.0
@@ -49,7 +47,7 @@ def shares_of_cores(num_workers: int) -> list[list[int]]:
     Threads that compute on cores of their own do not wait for each other's.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    bounds = [len(cores) * i // num_workers for i in range(num_workers + 1)]
+    bounds = [len(cores) * i // max(1, num_workers) for i in range(num_workers + 1)]
     return [cores[low:high] if len(cores) >= num_workers else [] for low, high in pairwise(bounds)]
 
 
@@ -78,7 +76,7 @@ class Stack:
         self._environment = dict(environment or {})
         if self._server is not None:  # all workers are on this host: they need no other tier to share blocks
             self._environment.setdefault(REDIS_MB, os.environ.get(REDIS_MB, "0"))
-        self._own_memory: Path | None = None
+        self._own_memory: OwnMemory | None = None
         slots: list[tuple[Stage, int]] = [("prefill", prefill), ("decode", decode)]
         self.workers = [Worker(stage, f"{stage}-{n}") for stage, count in slots for n in range(count)]
         self._shares = shares_of_cores(len(self.workers))
@@ -87,8 +85,8 @@ class Stack:
         """Start the server, make the topics, start the workers."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if not (self._environment.keys() | os.environ.keys()) & {SHARED_DIR}:
-            self._own_memory = Path(tempfile.mkdtemp(prefix="penstock-", dir=MEMORY if MEMORY.is_dir() else None))
-            self._environment[SHARED_DIR] = str(self._own_memory)
+            self._own_memory = OwnMemory()
+            self._environment[SHARED_DIR] = str(self._own_memory.path)
         if self._server is not None:
             self._server.start()
         connect(self.addresses, load(BusSettings)).create_topics()
@@ -100,7 +98,7 @@ class Stack:
         """End the workers in order, then the server. Shared memory of their own goes with them."""
         self.stop_workers()
         if self._own_memory is not None:
-            shutil.rmtree(self._own_memory, ignore_errors=True)
+            self._own_memory.close()
             del self._environment[SHARED_DIR]
             self._own_memory = None
         if self._server is not None:
@@ -129,14 +127,19 @@ class Stack:
             if worker.child is None and time.monotonic() >= worker.start_at:
                 self._start(worker)
 
-    def wait_ready(self, timeout_s: float, progress: Callable[[str], None] = lambda line: None) -> None:
-        """Until every worker serves; `progress` gets a line whenever the picture changes.
+    def wait_ready(
+        self,
+        timeout_s: float,
+        progress: Callable[[str], None] = lambda line: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Until every worker serves, or `stop()` is true; `progress` gets a line whenever the picture changes.
 
         Raises `PenstockError` with the end of its log when a worker cannot start.
         """
         end, said = time.monotonic() + timeout_s, ""
         failures_before = {worker.name: worker.failures for worker in self.workers}
-        while not all(worker.was_ready for worker in self.workers):
+        while not stop() and not all(worker.was_ready for worker in self.workers):
             line = self._look()
             if line != said:
                 progress(line)

@@ -129,6 +129,29 @@ def test_a_topic_that_is_not_there_is_left_to_the_producer(kafka: str) -> None:
     assert partitions.choose(Outgoing("no-such-topic", b"", "k", {}, "a")) == ANY
 
 
+def test_a_topic_that_is_made_later_is_found_soon(
+    kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_partitions, "RETRY_S", 0.05)
+    partitions = Partitions(Producer(client_settings(kafka)))
+    message = Outgoing(pipeline.requests("batch"), b"", "k", {}, "a")
+    assert partitions.choose(message) == ANY
+    KafkaBus(pipeline, kafka, BusSettings(partitions=NUM)).create_topics()
+    wait_until(lambda: partitions.choose(message) == ranking("a", NUM)[0], 10, "its partitions are known")
+
+
+def test_brokers_that_did_not_answer_in_time_are_asked_again_soon(
+    bus: KafkaBus, kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_partitions, "RETRY_S", 0.05)
+    partitions = Partitions(Producer(client_settings(kafka)))
+    message = Outgoing(pipeline.requests("batch"), b"", "k", {}, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(kafka_partitions, "ANSWER_S", 0.0)
+        assert partitions.choose(message) == ANY
+    wait_until(lambda: partitions.choose(message) == ranking("a", NUM)[0], 10, "its partitions are known")
+
+
 def test_without_an_answer_from_the_brokers_the_key_decides(
     bus: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

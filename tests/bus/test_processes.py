@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.local import processes
 from penstock.local.processes import free_port, start_child, wait_until
 
 PARENT = """
@@ -51,6 +52,14 @@ def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
         child.wait(0.01)
     assert child.stop(0.1) == -signal.SIGKILL
     assert not child.alive()
+
+
+def test_who_ended_by_itself_is_not_remembered() -> None:
+    child = start_child([sys.executable, "-c", ""], name="short")
+    assert child in processes._children
+    wait_until(lambda: not child.alive(), 10.0, "it ended")
+    assert child not in processes._children
+    assert child.returncode == 0
 
 
 def test_a_free_port_and_a_condition_that_never_comes() -> None:

@@ -2,6 +2,7 @@
 
 `die STEP N`: does all that an arena can do, over and over, until it has come to the step N times, and is killed there.
 `halt STEP`: the same, but it stands still there until it is killed, and says so by making the file `halted`.
+`tight`: somebody takes most of the room just when the arena is made; ends with 0 if the rest is used.
 `work SEED`: puts and gets blocks of a few names, and ends with the number of wrong ones as its status.
 """
 
@@ -13,10 +14,12 @@ import threading
 from pathlib import Path
 
 from kvstore.arena import steps
+from kvstore.arena.check import check_integrity
 from kvstore.arena.layout import W_DIRTY, Geometry
 from kvstore.block import Name
 from kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, put, read
+from tests.kvstore.small_disk import fill
 
 FORM = make_form("a model that dies")
 NAMES = [Name(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]
@@ -89,11 +92,30 @@ def work(directory: Path, seed: int) -> int:
     return num_wrong + tier.counters.damaged
 
 
+def tight(directory: Path) -> None:
+    """There is room for two slots beside the one that is reserved: those three are all there are."""
+
+    def reached(name: str) -> None:
+        if name == "open 4":
+            fill(directory, num_pages_left=2)
+
+    steps.reached = reached
+    tier = open_tier(directory)
+    assert tier.arena.growth.wait(30)
+    assert tier.arena.num_usable == 3
+    assert all(put(tier, [name], FORM) == [True] for name in NAMES[:5])
+    assert read(tier, NAMES[:5], FORM) == [None, None, *(content(name, FORM) for name in NAMES[2:5])]
+    assert check_integrity(tier.arena) == []
+    tier.close()
+
+
 if __name__ == "__main__":
     _, where, what, *rest = sys.argv
     if what == "die":
         die(Path(where), rest[0], int(rest[1]))
     elif what == "halt":
         halt(Path(where), rest[0])
+    elif what == "tight":
+        tight(Path(where))
     else:
         sys.exit(work(Path(where), int(rest[0])))

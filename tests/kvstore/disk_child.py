@@ -3,6 +3,7 @@
 `die STEP N`: does all that the tier can do, over and over, until it has come to the step N times, and is killed there.
 `halt STEP`: the same, but it stands still there until it is killed, and says so by making the file `halted` beside.
 `work SEED`: puts and gets blocks of a few names, and ends with the number of wrong ones as its status.
+`turn`, `start`, `wait`: the disk is smaller than the budget; ends with 0 if that does no harm.
 `limit BYTES`: no file may grow beyond that; puts blocks, and ends with 0 if that was counted and nothing was lost.
 """
 
@@ -17,8 +18,11 @@ from pathlib import Path
 from kvstore.block import HEADER_BYTES, Name
 from kvstore.directory import steps
 from kvstore.directory.layout import room
+from kvstore.tiers import disk
 from kvstore.tiers.disk import DiskTier
-from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, put, read
+from penstock.local.processes import wait_until
+from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, new_names, put, read
+from tests.kvstore.small_disk import fill
 
 FORM = make_form("a model that dies")
 NAMES = [Name(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]
@@ -103,11 +107,62 @@ def limit(directory: Path, num_bytes: int) -> int:
     return 0 if stored == [False] * 3 and counters.errors > 0 and not counters.bytes_written else 1
 
 
+def open_large(directory: Path) -> DiskTier:
+    """Blocks where they are sooner too many for the disk than for the budget."""
+    return DiskTier.open(FORM, directory / "kv", 100 * BUDGET)
+
+
+def turn(directory: Path) -> None:
+    """New blocks take the place of old ones, as within a budget; what is leased stays."""
+    tier, leased = open_large(directory), new_names(3)
+    assert all(put(tier, leased, FORM))
+    tier.lease("a job", keys_of(leased), 600)
+    for _ in range(20):
+        some = new_names(5)
+        assert put(tier, some, FORM) == [True] * 5
+        assert read(tier, some, FORM) == [content(name, FORM) for name in some]
+        assert tier.check_integrity() == []
+    assert is_here(tier, leased) == [True] * 3
+    assert tier.counters.errors == 0
+    tier.close()
+
+
+def start(directory: Path) -> None:
+    """The disk filled up while nobody had the directory open: who opens it makes room."""
+    tier, names = open_large(directory), new_names(10)
+    put(tier, names, FORM)
+    tier.close()
+    fill(directory)
+    tier = open_large(directory)
+    assert is_here(tier, names) == [False] * 4 + [True] * 6, "a few of the oldest went"
+    assert put(tier, NAMES[:4], FORM) == [True] * 4
+    assert tier.check_integrity() == []
+    tier.close()
+
+
+def wait(directory: Path) -> None:
+    """There is nothing that could go: it is opened all the same, and takes blocks when there is room."""
+    disk.REST_S = 0.0
+    other = fill(directory)
+    tier = open_large(directory)
+    assert put(tier, NAMES[:2], FORM) == [False, False]
+    assert tier.counters.errors > 0
+    assert is_here(tier, NAMES[:2]) == [False, False]
+    assert tier.usage().blocks == 0
+    other.unlink()
+    wait_until(lambda: put(tier, NAMES[:2], FORM) == [True, True], 10, "there is room")
+    assert tier.usage().budget == 100 * BUDGET
+    assert tier.check_integrity() == []
+    tier.close()
+
+
 if __name__ == "__main__":
     _, where, what, *rest = sys.argv
     if what == "die":
         die(Path(where), rest[0], int(rest[1]))
     elif what == "halt":
         halt(Path(where), rest[0])
+    elif not rest:
+        {"turn": turn, "start": start, "wait": wait}[what](Path(where))
     else:
         sys.exit((work if what == "work" else limit)(Path(where), int(rest[0])))

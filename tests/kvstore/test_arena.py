@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from kvstore.tiers.shared import SharedTier
 from penstock.errors import KVStoreError
 from penstock.local.processes import wait_until
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
+from tests.kvstore.small_disk import run_on_small_disk
 
 BUDGET = 2**18
 Open = Callable[..., SharedTier]
@@ -217,6 +219,12 @@ def test_memory_that_runs_out_later(
     assert check_integrity(tier.arena) == []
 
 
+def test_as_much_memory_as_there_is(tmp_path: Path) -> None:
+    """Not a whole piece: see `arena_child.py`."""
+    child = run_on_small_disk(tmp_path, 24, "tests.kvstore.arena_child", "tight")
+    assert child.returncode == 0, child.tail()
+
+
 def test_no_memory_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -292,7 +300,7 @@ def test_tools_attach_without_knowing_the_model(open_tier: Open) -> None:
     tier, names = open_tier(), new_names(4)
     put(tier, names)
     tool = SharedTier.attach(tier.arena.path)
-    assert tool.form == FORM
+    assert tool.arena.form == FORM
     assert {entry.key for entry in tool.entries()} == set(keys_of(names))
     assert read(tool, names) == [content(name) for name in names]
     assert tool.remove(keys_of(names[:1])) == 1
@@ -342,6 +350,19 @@ def test_the_lease_table_is_bounded(open_tier: Open, caplog: pytest.LogCaptureFi
     assert caplog.text.count("lease table") == 1
     tier.lease("3", keys_of(names[:1]), 0)
     tier.lease("late", keys_of(names[1:]), 600)
+    assert {entry.key: entry.leases for entry in tier.entries()} == {names[0].key: 7, names[1].key: 1}
+    assert check_integrity(tier.arena) == []
+
+
+def test_a_lease_is_renewed_where_the_table_is_full(open_tier: Open) -> None:
+    """Also behind a block that gets none."""
+    tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 2).total_bytes), new_names(2)
+    put(tier, names)
+    tier.lease("a job", keys_of(names[1:]), 60)
+    for number in range(7):
+        tier.lease(str(number), keys_of(names[:1]), 600)
+    tier.lease("a job", keys_of(names), 600)
+    assert (tier.arena.tables.lease_end_array > time.monotonic_ns() + 500 * 10**9).sum() == 8
     assert {entry.key: entry.leases for entry in tier.entries()} == {names[0].key: 7, names[1].key: 1}
     assert check_integrity(tier.arena) == []
 

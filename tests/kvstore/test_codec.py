@@ -133,8 +133,10 @@ def test_int8_rounds_to_the_nearest_bfloat16(scale_bits: int) -> None:
         assert abs(found - value) <= abs(value) * 2**-8 + 127 * 2.0**-149 + 2.0**-133
 
 
-def test_int8_of_another_length_is_raw() -> None:
-    codec, payload = Int8(PayloadShape("float32", ROWS)), memoryview(bytes(8))
+@pytest.mark.parametrize("length", [0, 3, 8, 4 * NUM_VALUES + 1])
+def test_int8_of_another_length_is_raw(length: int) -> None:
+    """Also where that is no whole number of elements."""
+    codec, payload = Int8(PayloadShape("float32", ROWS)), memoryview(bytes(length))
     assert codec.encode(payload) == (RAW, payload)
 
 

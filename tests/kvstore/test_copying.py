@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvstore.copying import UNIT, Pieces, copy_hashed, copy_hashed_in_pieces, hashed
 from kvstore.native import build, library
+from penstock import native
 
 CopyHashed = Callable[[memoryview, memoryview], int]
 LARGE = 3 * 2**20
@@ -25,12 +26,12 @@ def copying(request: pytest.FixtureRequest) -> Iterator[CopyHashed]:
     if request.param == "pieces":
         yield copy_hashed_in_pieces
         return
-    native = library.load()
-    if native is None or not native.select(request.param):
+    loaded = library.load()
+    if loaded is None or not loaded.select(request.param):
         pytest.skip(f"no native copying with {request.param} here")
-    assert native.isa == request.param
+    assert loaded.isa == request.param
     yield copy_hashed
-    native.select("")
+    loaded.select("")
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,22 @@ def test_a_piece_that_is_none(copying: CopyHashed) -> None:
     assert pieces.checksum() == hashed(bytes(3 * UNIT))
 
 
+@pytest.mark.parametrize("length", [0, 240, UNIT, 3 * UNIT, 3 * UNIT + 1])
+def test_an_empty_piece_changes_nothing(copying: CopyHashed, content: bytes, length: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if copying is copy_hashed_in_pieces:
+            patch.setattr(library, "load", lambda: None)
+        source, nothing = memoryview(content)[:length], memoryview(b"")
+        pieces = Pieces(into := memoryview(bytearray(length)))
+        for start in range(0, length, UNIT):
+            pieces.add(nothing)
+            pieces.add(source[start : start + UNIT])
+        for _ in range(2):
+            pieces.add(nothing)
+        assert pieces.checksum() == hashed(source)
+        assert into == source
+
+
 def test_what_cannot_be_copied_is_refused_and_nothing_is_held(copying: CopyHashed) -> None:
     into = bytearray(8)
     with pytest.raises(ValueError, match="do not fit"):
@@ -155,6 +172,21 @@ def test_a_foreign_library_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path
         if content is not None:
             foreign.write_bytes(content)
         assert library.load.__wrapped__() is None
+
+
+def test_a_library_of_another_version_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was built before a function was added."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no compiler")
+    source, older = tmp_path / "older.cpp", tmp_path / "libcopying.so"
+    source.write_text('extern "C" int penstock_copy_hashed() { return 0; }')
+    native.link(older, ["-fPIC", str(source)])
+    monkeypatch.setattr(library, "LIBRARY", older)
+    assert library.load.__wrapped__() is None
+    assert "penstock_copy_piece" in caplog.text
+    assert "python -m kvstore.native.build" in caplog.text
 
 
 def test_it_builds_into_a_new_place(tmp_path: Path) -> None:

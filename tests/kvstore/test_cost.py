@@ -6,8 +6,27 @@ from kvstore import cost
 from kvstore.cost import CostModel
 
 
-def model_of(tokens_per_s: float | None = 1000.0) -> CostModel:
-    return CostModel(10, lambda: tokens_per_s)
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def model_of(tokens_per_s: float | None = 1000.0, clock: Clock | None = None) -> CostModel:
+    return CostModel(10, lambda: tokens_per_s, clock or Clock())
+
+
+def read(model: CostModel, num_blocks: int, block_s: float, tier: str = "redis") -> int:
+    """Read of a tier as a store does, if each block takes `block_s`; how many of the blocks were read."""
+    left = num_blocks
+    while left and (count := model.worth(tier, left)):
+        model.speed(tier).read(count, count * block_s)
+        left -= count
+    return num_blocks - left
 
 
 def test_of_a_tier_nobody_has_read_yet_a_few_blocks_are_tried() -> None:
@@ -24,7 +43,7 @@ def test_what_is_faster_than_computing_is_fetched() -> None:
 
 def test_what_is_slower_is_computed() -> None:
     model = model_of()
-    model.speed("redis").read(10, seconds=0.5)
+    assert read(model, 50, 0.05) == 2 * cost.FIRST_LOOK, "two looks at it say so"
     assert model.worth("redis", 50) == 0
     assert model.worth("disk", 50) == cost.FIRST_LOOK, "each tier has its own speed"
 
@@ -36,7 +55,7 @@ def test_latency_counts_for_few_blocks() -> None:
         speed.asked(0.1)
     speed.read(100, seconds=0.1 + 0.1)
     assert speed.block_s == pytest.approx(0.001, rel=0.01)
-    assert model.worth("redis", 5) == 0
+    assert model.worth("redis", 5) < 5
     assert model.worth("redis", 50) == 50
 
 
@@ -47,11 +66,51 @@ def test_while_the_engines_speed_is_not_known_everything_is_fetched() -> None:
 
 
 def test_a_slow_tier_is_looked_at_again_now_and_then() -> None:
+    clock = Clock()
+    model = model_of(clock=clock)
+    assert read(model, 50, 0.05) == 2 * cost.FIRST_LOOK
+    for _ in range(3):
+        clock.now_s += cost.LOOK_AGAIN_S - 0.1
+        assert read(model, 50, 0.05) == 0
+        clock.now_s += 0.1
+        assert read(model, 50, 0.05) == cost.FIRST_LOOK
+    clock.now_s += cost.LOOK_AGAIN_S
+    assert read(model, 50, 0.001) == 50, "it became fast, and one look is enough to know"
+
+
+def test_one_hiccup_does_not_switch_a_tier_off() -> None:
+    clock = Clock()
+    model = model_of(clock=clock)
+    assert read(model, 50, 0.0001) == 50
+    for held_up in (40, cost.FIRST_LOOK):
+        model.speed("redis").read(held_up, seconds=2.0)
+        assert read(model, 50, 0.0001) == 50, "one look again tells"
+        clock.now_s += cost.LOOK_AGAIN_S
+
+
+def test_a_hiccup_of_the_first_read_does_not_either() -> None:
     model = model_of()
-    model.speed("redis").read(10, seconds=0.5)
-    assert model.worth("redis", 50) == 0
-    model.speed("redis").measured_at -= cost.LOOK_AGAIN_S + 1
     assert model.worth("redis", 50) == cost.FIRST_LOOK
-    for _ in range(20):
-        model.speed("redis").read(2, seconds=0.002)
+    model.speed("redis").read(cost.FIRST_LOOK, seconds=2.0)  # it connects, its memory is cold
+    assert read(model, 48, 0.0001) == 48
+
+
+def test_a_question_that_is_held_up_does_not_either() -> None:
+    model = model_of()
+    model.speed("redis").asked(2.0)  # the first one connects
+    model.speed("redis").asked(0.001)
+    assert read(model, 50, 0.0001) == 50
+    model.speed("redis").asked(2.0)
     assert model.worth("redis", 50) == 50
+
+
+def test_a_tier_that_is_held_up_all_the_time_costs_no_more_than_computing() -> None:
+    clock = Clock()
+    model = model_of(clock=clock)  # 10 ms a block
+    taken_s, num_requests = 0.0, 1000
+    for number in range(num_requests):
+        block_s = 0.001 if number % 2 else 0.04
+        num_read = read(model, 50, block_s)
+        taken_s += num_read * block_s + (50 - num_read) * 0.01
+        clock.now_s += 0.1
+    assert taken_s < 1.1 * num_requests * 50 * 0.01

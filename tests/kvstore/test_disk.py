@@ -1,8 +1,10 @@
 """What only the disk tier does; its contract is in test_tiers.py, deaths and faults in test_disk_faults.py."""
 
+import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -165,6 +167,53 @@ def test_a_directory_in_the_place_of_a_block(tier: DiskTier, tmp_path: Path) -> 
     path_of(tmp_path, name).mkdir(parents=True)
     assert read(tier, [name]) == [None]
     assert (tier.counters.misses, tier.counters.errors) == (1, 1)
+
+
+def test_a_block_that_the_disk_lost_goes(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could never be read again, and each question after it would be a use."""
+    lost, kept = new_names(2)
+    put(tier, [lost, kept])
+    tier.lease("a job", [lost.key], 600)
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails)
+        assert read(tier, [lost]) == [None]
+    assert (tier.counters.damaged, tier.counters.errors) == (1, 0)
+    assert is_here(tier, [lost, kept]) == [False, True]
+    assert tier.check_integrity() == []
+    assert put(tier, [lost]) == [True]
+    assert read(tier, [lost]) == [content(lost)]
+
+
+def test_a_block_that_was_copied_in_and_removed(tier: DiskTier, tmp_path: Path) -> None:
+    """More blocks go than are known of."""
+    mine, copied = new_names(2)
+    put(tier, [mine])
+    path_of(tmp_path, copied).parent.mkdir(exist_ok=True)
+    shutil.copy(path_of(tmp_path, mine), path_of(tmp_path, copied))
+    assert [tier.remove([name.key]) for name in (mine, copied)] == [1, 1]
+    assert (tier.usage().blocks, tier.usage().bytes) == (0, 0)
+    assert tier.counters.errors == 0
+
+
+def test_a_lease_of_a_file_that_is_gone_is_none_of_the_next(tier: DiskTier, tmp_path: Path) -> None:
+    (name,) = new_names(1)
+    put(tier, [name])
+    tier.lease("a job", [name.key], 600)
+    path_of(tmp_path, name).unlink()
+    tier.lease("a job", [name.key], 600)
+    assert not list((tmp_path / "leases").rglob("*.*"))
+    put(tier, [name])
+    tier.lease("a job", [name.key], 600)
+    path_of(tmp_path, name).unlink()
+    put(tier, [name])
+    for _ in range(2):
+        tier.lease("a job", [name.key], 600)
+    assert path_of(tmp_path, name).stat().st_nlink == 2
+    assert [entry.leases for entry in tier.entries()] == [1]
 
 
 # A disk that takes no more.

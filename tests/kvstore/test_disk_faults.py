@@ -1,6 +1,7 @@
 """What may happen to a directory of blocks: its users die at any step, disks fill up, files are cut off and vanish."""
 
 import errno
+import fcntl
 import os
 import random
 import shutil
@@ -195,6 +196,23 @@ def test_attached_for_tools(tmp_path: Path, tier: DiskTier) -> None:
     assert tier.check_integrity() == []
 
 
+def test_a_tool_makes_no_lock(tmp_path: Path, tier: DiskTier) -> None:
+    """It may be run by another user than the workers."""
+    (lock := tmp_path / "kv" / "lock").unlink()
+    with pytest.raises(KVStoreError, match="no directory with KV blocks"):
+        DiskTier.attach(tmp_path / "kv")
+    assert not lock.exists()
+    put(tier, NAMES[:3], FORM)
+    tool = DiskTier.attach(tmp_path / "kv")
+    lock.unlink()
+    assert tool.remove(keys_of(NAMES[:2])) == tool.usage().blocks == 0
+    assert tool.counters.errors == 2
+    assert not lock.exists()
+    tool.close()
+    assert put(tier, NAMES[3:4], FORM) == [True]
+    assert tier.check_integrity() == []
+
+
 # Failures of the file system.
 
 
@@ -209,7 +227,7 @@ def test_a_file_that_cannot_grow(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("error", [errno.EIO, errno.EROFS])
 def test_a_disk_that_takes_nothing_is_left_alone_for_a_while(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
@@ -327,6 +345,22 @@ def test_parts_of_the_directory_are_deleted(tmp_path: Path, tier: DiskTier, what
     check_sound(other, tmp_path)
     assert tier.usage() == other.usage()
     other.close()
+
+
+def test_another_thing_in_the_place_of_the_directory(tmp_path: Path, tier: DiskTier) -> None:
+    """The lock that was taken meanwhile is not kept."""
+    put(tier, NAMES[:1], FORM)
+    (moved := tmp_path / "moved").parent.joinpath("kv").rename(moved)
+    (tmp_path / "kv").touch()
+    tier.lease("a job", keys_of(NAMES[:1]), 600)
+    assert tier.counters.errors == 1
+    with (moved / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (tmp_path / "kv").unlink()
+    moved.rename(tmp_path / "kv")
+    tier.lease("a job", keys_of(NAMES[:1]), 600)
+    assert tier.usage().leased == 1
+    assert tier.check_integrity() == []
 
 
 def takes(tier: DiskTier) -> bool:

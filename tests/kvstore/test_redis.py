@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import redis
@@ -10,6 +10,7 @@ import redis
 from kvstore.block import HEADER_BYTES, Block, Name, Wanted
 from kvstore.codec import PayloadShape, codec_for
 from kvstore.codec.choice import Choice
+from kvstore.tiers import address as redis_address
 from kvstore.tiers import index as redis_index
 from kvstore.tiers import server as redis_server
 from kvstore.tiers.redis import RedisTier
@@ -86,7 +87,7 @@ def test_an_entry_without_block_is_forgotten(
     client.delete(*(kv_key(name.key) for name in names[:2]))
     assert is_here(tier, names) == [False, False, True]
     assert tier.usage().blocks == 3, "a writer may just be about to write them"
-    monkeypatch.setattr(redis_index, "GRACE_MS", 0)
+    monkeypatch.setattr(redis_index, "GRACE_MS", -10)  # all of this may happen within one millisecond
     assert read(tier, names[:1]) == [None]
     assert tier.usage().blocks == 2
     assert is_here(tier, names) == [False, False, True]
@@ -111,10 +112,38 @@ def test_a_block_that_nobody_noted_is_put_out_where_there_is_no_room(client: red
     client.delete(*KV_INDEX)
     put(tier, names[1:])
     tier.lease("a job", keys_of(names[1:]), 600)
-    assert is_here(tier, names) == [True] * 4
     assert is_here(tier, names) == [False, True, True, True]
+    client.set(kv_key(names[0].key), "what nobody noted", px=60_000)
+    assert put(tier, names[:1]) == [False]
+    assert tier.counters.refused == 1
+    assert on_server(client, names) == [False, True, True, True]
     assert tier.usage().bytes == 3 * STORED_BYTES
     assert tier.check_integrity() == []
+
+
+def on_server(client: redis.Redis, names: Sequence[Name]) -> list[bool]:
+    return [client.exists(kv_key(name.key)) == 1 for name in names]
+
+
+def test_what_a_call_puts_out_again_it_does_not_say_is_here(
+    client: redis.Redis, kv_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of more blocks than go in a batch, and than there is room for."""
+    monkeypatch.setattr(redis_index, "AT_ONCE", 4)
+    monkeypatch.setattr(redis_address, "AT_ONCE", 4)
+    ample, small = RedisTier.open(FORM, [kv_url], AMPLE, 600), RedisTier.open(FORM, [kv_url], 6 * STORED_BYTES, 600)
+    names = new_names(11)
+    put(ample, names)
+    client.delete(*KV_INDEX)
+    assert is_here(small, names) == on_server(client, names)
+    assert sum(on_server(client, names)) == 6
+    put(ample, names)
+    client.delete(*KV_INDEX)
+    assert put(small, names) == on_server(client, names)
+    client.flushall()
+    assert put(small, names) == on_server(client, names)
+    assert sum(on_server(client, names)) == 6
+    assert small.check_integrity() == []
 
 
 def test_a_batch_does_not_put_out_its_own(client: redis.Redis, kv_url: str) -> None:
@@ -229,6 +258,23 @@ def test_scripts_that_the_server_forgot(tier: RedisTier, client: redis.Redis, mo
     assert tier.counters.errors == 1
 
 
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_leased_block_that_became_larger(client: redis.Redis, kv_url: str, leased: bool) -> None:
+    """One that was lost, and is stored again by somebody without its codec. `leased`: all others are, too."""
+    budget, names = 3 * STORED_BYTES - 1, new_names(3)
+    coded = RedisTier.open(FORM, [kv_url], budget, 600, codec_for("lossless", SHAPE))
+    tier = RedisTier.open(FORM, [kv_url], budget, 600)
+    assert coded.put([Block(names[0], memoryview(bytes(PAYLOAD_BYTES)))]) == [True]
+    assert put(tier, names[1:]) == [True, True]
+    tier.lease("a job", keys_of(names if leased else names[:1]), 600)
+    client.delete(kv_key(names[0].key))
+    assert put(tier, names[:1]) == [not leased]
+    assert on_server(client, names) == [not leased, leased, True]
+    assert (tier.usage().blocks, tier.usage().bytes) == (2, 2 * STORED_BYTES)
+    assert (tier.usage().leased, tier.counters.evictions) == ((2, 0) if leased else (1, 1))
+    assert tier.check_integrity() == []
+
+
 # Codecs.
 
 
@@ -282,6 +328,21 @@ def test_memory_that_changes_after_it_was_hashed_is_damage(tier: RedisTier) -> N
     assert tier.put([changed]) == [True]
     assert tier.get([Wanted(name, memoryview(bytearray(PAYLOAD_BYTES)))]) == [False]
     assert tier.counters.damaged == 1
+
+
+def test_a_writer_that_gives_up_leaves_the_block_of_another(tier: RedisTier, kv_url: str) -> None:
+    other, names = RedisTier.open(FORM, [kv_url], AMPLE, 600), new_names(3)
+
+    def is_valid() -> bool:
+        assert put(other, names[:2]) == [True, True]
+        other.lease("a job", keys_of(names[:1]), 600)
+        return False
+
+    given_up = [block(names[0], is_valid=is_valid), *(block(name, is_valid=lambda: False) for name in names[1:])]
+    assert tier.put(given_up) == [False] * 3
+    assert read(other, names) == [content(names[0]), content(names[1]), None]
+    assert (other.usage().blocks, other.usage().leased) == (2, 1)
+    other.close()
 
 
 def test_threads_have_connections_of_their_own(tier: RedisTier, client: redis.Redis) -> None:

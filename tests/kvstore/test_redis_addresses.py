@@ -4,19 +4,22 @@ import os
 import shutil
 import ssl
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 import redis
 from redis.crc import key_slot
 
-from kvstore.block import Form
+from kvstore.block import Form, Wanted
+from kvstore.tiers import server as redis_server
 from kvstore.tiers.redis import RedisTier
+from penstock.errors import KVStoreError
 from penstock.local.processes import wait_until
 from penstock.local.valkey import ValkeyServer
 from penstock.names import KV_INDEX, kv_key
 from penstock.settings import urls_of
-from tests.kvstore.blocks import FORM, content, is_here, keys_of, new_names, put, read
+from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away, check_works
 from tests.kvstore.redis_servers import Proxy, unix_server
 
@@ -138,3 +141,81 @@ def test_one_address_down_loses_its_share_only(empty_url: str, own_server: Valke
 def test_addresses_of_a_setting() -> None:
     assert urls_of(" redis://a, ,redis://b/1,") == ["redis://a", "redis://b/1"]
     assert urls_of("") == []
+
+
+def test_a_closed_tier_has_nothing(empty_url: str, own_server: ValkeyServer) -> None:
+    alone = RedisTier.open(FORM, [empty_url], AMPLE, 60)
+    both, names = RedisTier.open(FORM, [empty_url, own_server.url], AMPLE, 60), new_names(20)
+    put(both, names)
+    alone.close()
+    both.close()
+    check_away(alone)
+    assert read(both, names) == [None] * 20
+    assert put(both, names) == is_here(both, names) == [False] * 20
+    both.lease("a job", keys_of(names), 1)
+    both.release("a job", keys_of(names))
+    assert both.remove(keys_of(names)) == both.usage().blocks == len(list(both.entries())) == 0
+
+
+def test_nothing_is_received_after_a_get_that_raised(empty_url: str, own_server: ValkeyServer) -> None:
+    """The caller's memory is somebody else's then."""
+    over = threading.Event()
+    with Proxy(own_server.port) as proxy:
+        tier = RedisTier.open(FORM, [f"redis://127.0.0.1:{proxy.port}/0", empty_url], AMPLE, 60)
+        names, looking = new_names(40), RedisTier.attach([own_server.url])
+        put(tier, names)
+        slow = [name for name, here in zip(names, is_here(looking, names), strict=True) if here]
+        fast = next(name for name in names if name not in slow)
+        places = [bytearray(PAYLOAD_BYTES) for _ in slow]
+        wanted = [Wanted(name, memoryview(place)) for name, place in zip(slow, places, strict=True)]
+
+        def release() -> None:
+            over.wait(0.3)
+            proxy.passing.set()
+
+        proxy.passing.clear()
+        releasing = threading.Thread(target=release)
+        releasing.start()
+        with pytest.raises(TypeError):
+            tier.get([Wanted(fast, memoryview(bytes(PAYLOAD_BYTES))), *wanted])  # that cannot be written to
+        over.set()
+        assert places == [content(name) for name in slow]
+        releasing.join()
+        tier.close()
+        looking.close()
+
+
+def test_a_machine_without_threads_to_spare(
+    empty_url: str, own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An open tier needs no more; one that is opened says so."""
+    urls, names, start, started = [empty_url, own_server.url], new_names(20), threading.Thread.start, list[str]()
+
+    def start_some(thread: threading.Thread) -> None:
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread.name)
+        start(thread)
+
+    tier = RedisTier.open(FORM, urls, AMPLE, 60)
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with pytest.raises(KVStoreError):
+        RedisTier.open(FORM, urls, AMPLE, 60)
+    assert put(tier, names) == [True] * 20
+    assert read(tier, names) == [content(name) for name in names]
+    tier.close()
+
+
+def test_scripts_forgotten_while_several_connections_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    names = new_names(8)
+    with unix_server(tmp_path) as url, redis.Redis.from_url(url) as client:
+        tier = RedisTier.open(LARGE_FORM, [url], AMPLE, 60)
+        put(tier, names, LARGE_FORM)
+        assert None not in read(tier, names, LARGE_FORM)
+        client.script_flush()
+        assert is_here(tier, names) == [False] * 8
+        for _ in range(4):
+            assert is_here(tier, names) == [True] * 8
+        assert tier.counters.errors == 1
+        tier.close()

@@ -10,10 +10,11 @@ import redis
 from kvstore.block import HEADER_BYTES
 from kvstore.tiers import server as redis_server
 from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.scripts import ALL
 from penstock.errors import KVStoreError
 from penstock.local.processes import free_port, wait_until
 from penstock.local.valkey import ValkeyServer
-from tests.kvstore.blocks import FORM, content, new_names, put, read
+from tests.kvstore.blocks import FORM, content, is_here, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away
 from tests.kvstore.redis_servers import Proxy
 
@@ -25,9 +26,36 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_what_is_no_address() -> None:
-    for urls in (["http://127.0.0.1"], []):
+    hosts = ["a..b", "x" * 64, "a%00b", "a\udc80"]
+    for urls in (
+        [],
+        ["http://127.0.0.1"],
+        ["redis://a/0?no_such_option=1"],
+        *([f"redis://{host}/0"] for host in hosts),
+    ):
         with pytest.raises(KVStoreError):
             RedisTier.open(FORM, urls, AMPLE, 60)
+
+
+def test_a_server_is_asked_again_however_often_it_was_away(
+    own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    tier, names = RedisTier.open(FORM, [own_server.url], AMPLE, 60), new_names(1)
+    own_server.kill()
+    for _ in range(110):
+        assert put(tier, names) == [False]
+    own_server.start()
+    assert put(tier, names) == [True]
+    assert tier.counters.errors == 110
+    with redis.Redis.from_url(own_server.url) as client:
+        for _ in range(110):  # as a server does to clients that are idle for long
+            (idle,) = tier._addresses[0]._server._idle
+            client.client_kill_filter(_type="normal", skipme=True)
+            wait_until(lambda wire=idle: not wire.is_quiet(), 10, "the connection is closed")  # type: ignore[misc]
+            assert read(tier, names) == [content(names[0])]
+    assert tier.counters.errors == 110
+    tier.close()
 
 
 def test_a_server_that_dies_and_comes_back_empty(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +68,7 @@ def test_a_server_that_dies_and_comes_back_empty(own_server: ValkeyServer, monke
     wait_until(lambda: put(tier, names[:1]) == [True], 10, "the server is asked again")
     assert read(tier, names) == [content(names[0]), None, None]
     assert tier.check_integrity() == []
+    tier.close()
 
 
 def test_a_restart_that_nobody_noticed_costs_no_error(own_server: ValkeyServer) -> None:
@@ -50,6 +79,7 @@ def test_a_restart_that_nobody_noticed_costs_no_error(own_server: ValkeyServer) 
     assert read(tier, names) == [None]
     assert put(tier, names) == [True]
     assert tier.counters.errors == 0
+    tier.close()
 
 
 @pytest.fixture(params=[b"", b"what?\r\n", b"-ERR no\r\n", b"$-7\r\n", b"*1\r\n" * 5000, b":1" * 100_000])
@@ -86,6 +116,40 @@ def broken_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_server_that_is_broken(broken_url: str) -> None:
     check_away(RedisTier.open(FORM, [broken_url], AMPLE, 60))
+
+
+@pytest.mark.parametrize("greets", [True, False])
+def test_a_server_that_sends_a_byte_at_a_time(monkeypatch: pytest.MonkeyPatch, greets: bool) -> None:
+    """Each comes in time, the reply never."""
+    monkeypatch.setattr(redis_server, "TIMEOUT_S", 0.1)
+    over = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        connection = listener.accept()[0]
+        with connection:
+            if greets:
+                connection.recv(2**20)
+                connection.sendall(b"+OK\r\n" * 2 + b"".join(b"$40\r\n%b\r\n" % script.sha.encode() for script in ALL))
+            try:
+                connection.sendall(b":" if greets else b"+")
+                while not over.wait(0.02):
+                    connection.sendall(b"1")
+            except OSError:
+                return
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        tier = RedisTier.open(FORM, [f"redis://user:password@127.0.0.1:{listener.getsockname()[1]}/1"], AMPLE, 60)
+        asking = threading.Thread(target=is_here, args=(tier, new_names(1)))
+        asking.start()
+        asking.join(5)
+        gave_up = not asking.is_alive()
+        over.set()
+        asking.join()
+        server.join()
+    assert gave_up
+    assert tier.counters.errors == 1
 
 
 @pytest.mark.parametrize("cut", [0, 5, 100, 250, 70_000, 310_000, 600_250, 899_000])
@@ -159,6 +223,7 @@ def test_a_server_without_memory(own_server: ValkeyServer, monkeypatch: pytest.M
     assert (tier.usage().blocks, tier.usage().bytes) == (1, STORED_BYTES)
     assert tier.counters.errors == 1
     assert tier.check_integrity() == []
+    tier.close()
 
 
 def test_a_server_that_evicts(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +242,4 @@ def test_a_server_that_evicts(own_server: ValkeyServer, monkeypatch: pytest.Monk
     assert all(got in (None, content(name, LARGE_FORM)) for name, got in zip(names, found, strict=True))
     assert tier.counters.damaged == 0
     assert [line for line in tier.check_integrity() if "lost" not in line] == []
+    tier.close()

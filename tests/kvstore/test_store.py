@@ -213,6 +213,7 @@ def test_what_is_slower_than_computing_is_not_read(store: KVStore) -> None:
     store.tiers[0].remove([name.key for name in names[2:]])
     store.measure_against(lambda: 40.0)  # 100 ms a block
     store.cost.speed("shared").read(1, 0.0)
+    assert store.cost.speed("disk").look()
     store.cost.speed("disk").read(1, 1.0)
     assert read(store) == found(0)[:2]
     assert store.stats.not_worth == 3

@@ -17,7 +17,7 @@ from tests.pipeline.line import Line
 from tests.pipeline.workload import SETTINGS, alone, requests
 
 WORK = 6
-READS = 1000
+READS = 500
 SMALL_POOL = SETTINGS.model_copy(update={"pool_mb": 8})
 TIERS = ["shared", "disk", "redis"]
 

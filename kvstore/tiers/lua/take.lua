@@ -1,11 +1,14 @@
 -- Room for blocks: those that are in the index were used now, the others are taken in, and the ones used longest ago
--- go for them. Leased blocks do not go, nor those of the same call.
+-- go for them. Leased blocks do not go, nor those of the same call. (One that is going and not yet deleted may be taken
+-- in again and leased: then it is deleted all the same, and its entry is one without a block.)
 --
 -- ARGV     budget, keep, grace in ms, n, then n times key and bytes, then keys that the caller did not find
 --
--- Replies  {{1 taken or 0 refused, …}, {keys put out to make room}, {keys whose time was over}}. The caller deletes the
---          blocks of both lists. A key that was not found is forgotten if its entry is older than the grace: a younger
---          one may be of a writer that has its room and still writes.
+-- Replies  {{1 taken or 0 refused, …}, {keys put out to make room}, {keys whose time was over}, the index's clock}. The
+--          caller deletes the blocks of both lists. A leased block that became larger (it was lost, and comes anew, or
+--          two stored it in two ways) is refused, and out of the index, where there is no room for the rest of it. A key
+--          that was not found is forgotten if its entry is older than the grace: a younger one may be of a writer that
+--          has its room and still writes.
 --
 -- Crash    after: what was put out stays until its time is over, or until it is used, and then is taken in again or
 --          deleted. What was taken in and never written is forgotten by the first who does not find it.
@@ -38,16 +41,13 @@ local last = 4 + 2 * tonumber(ARGV[4])
 for i = 5, last, 2 do
   local key, size = ARGV[i], tonumber(ARGV[i + 1])
   local ok = 1
-  if redis.call('ZSCORE', HELD, key) then
-    redis.call('ZADD', HELD, tick(), key)
-    local change = size - size_of(key)
-    if change ~= 0 then
-      sum, held = sum + change, held + change
-      redis.call('HSET', SIZES, key, size)
-    end
-  elseif size_of(key) == size then
-    redis.call('ZADD', USED, tick(), key)
-  else
+  local kept, change = redis.call('ZSCORE', HELD, key), size - size_of(key)
+  if kept or change == 0 then redis.call('ZADD', kept and HELD or USED, tick(), key) end
+  if kept and change ~= 0 and (change < 0 or make_room(change)) then
+    if redis.call('ZSCORE', HELD, key) then held = held + change end  -- making room may have ended its lease
+    sum = sum + change
+    redis.call('HSET', SIZES, key, size)
+  elseif change ~= 0 then
     drop(key)
     if make_room(size) then
       redis.call('ZADD', USED, tick(), key)
@@ -65,4 +65,4 @@ for i = last + 1, #ARGV do
   if score and tonumber(score) <= (now - ARGV[3]) * 1000 then drop(ARGV[i]) end
 end
 save()
-return {taken, evicted, expired}
+return {taken, evicted, expired, clock}

@@ -1,0 +1,54 @@
+"""Shared memory of one stack's own: a directory that goes with it, at the latest when the next stack starts.
+
+Whoever owns a directory holds a lock on it. The kernel gives the lock back however the owner dies, and then the
+directory is anybody's of this user to remove.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+MEMORY = Path("/dev/shm")
+_PREFIX = f"penstock-stack-{os.geteuid()}-"
+
+
+class OwnMemory:
+    """A new directory in memory, where the system has such a place."""
+
+    def __init__(self) -> None:
+        base = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+        _remove_dead(base)
+        self.path, self._fd = _make(base)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._fd)
+
+
+def _make(base: Path) -> tuple[Path, int]:
+    """A directory, and the descriptor that holds its lock."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if path.exists():
+                return path, fd
+            os.close(fd)
+        # Before it was locked another stack took it for a dead one's.
+
+
+def _remove_dead(base: Path) -> None:
+    """Remove this user's directories whose owners are dead."""
+    for path in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)

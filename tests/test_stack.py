@@ -1,0 +1,83 @@
+"""The embedded stack without its workers: quick to start."""
+
+import fcntl
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.local import memory
+from penstock.local.processes import start_child, wait_until
+from penstock.local.stack import SHARED_DIR, Stack, shares_of_cores
+from penstock.names import Pipeline
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from penstock.local import memory
+memory.MEMORY = Path(sys.argv[1])
+memory_of_a_stack = memory.OwnMemory()
+(memory_of_a_stack.path / "arena").touch()
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place of shared memory."""
+    monkeypatch.delenv(SHARED_DIR, raising=False)
+    monkeypatch.setattr(memory, "MEMORY", tmp_path / "shm")
+    memory.MEMORY.mkdir()
+    return memory.MEMORY
+
+
+def a_stack(directory: Path, redis_url: str, pipeline: Pipeline) -> Stack:
+    return Stack(directory, pipeline=pipeline.name, redis=redis_url, prefill=0, decode=0)
+
+
+def test_a_stack_without_workers_is_ready_at_once(
+    shared: Path, tmp_path: Path, redis_url: str, pipeline: Pipeline
+) -> None:
+    with a_stack(tmp_path, redis_url, pipeline) as stack:
+        stack.wait_ready(1.0)
+        stack.tend()
+        assert len(list(shared.iterdir())) == 1
+    assert not list(shared.iterdir())
+    assert shares_of_cores(0) == []
+
+
+def test_memory_of_a_killed_stack_goes_when_the_next_one_starts(
+    shared: Path, tmp_path: Path, redis_url: str, pipeline: Pipeline
+) -> None:
+    (shared / "penstock-kv-arena").touch()
+    owners = [start_child([sys.executable, "-c", OWNER, str(shared)], name="owner") for _ in range(2)]
+    wait_until(lambda: len(list(shared.glob("*/arena"))) == 2, 20.0, "both have their memory")
+    owners[0].kill()
+    assert len(list(shared.glob("*/arena"))) == 2
+    with a_stack(tmp_path, redis_url, pipeline):
+        assert len(list(shared.glob("*/arena"))) == 1, "one owner lives"
+        owners[1].kill()
+        with a_stack(tmp_path, redis_url, pipeline):
+            assert not list(shared.glob("*/arena"))
+            assert len(list(shared.glob("penstock-stack-*"))) == 2, "those of the stacks that run"
+    assert [path.name for path in shared.iterdir()] == ["penstock-kv-arena"], "what is not a stack's own stays"
+
+
+def test_a_directory_that_was_removed_before_it_was_locked_is_made_again(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, num_removed = fcntl.flock, 0
+
+    def removed_first(fd: int, how: int) -> None:
+        nonlocal num_removed
+        if num_removed == 0:
+            num_removed += 1
+            next(shared.iterdir()).rmdir()
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    made = memory.OwnMemory()
+    assert num_removed == 1
+    assert list(shared.iterdir()) == [made.path]
+    made.close()
+    assert not list(shared.iterdir())
