@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import redis
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
@@ -146,7 +147,7 @@ class DecodeWorker:
 
     def _poll(self) -> list[Delivery]:
         rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
-        self.leases.room = max(rooms.values())
+        self.leases.room = max(rooms.values()) - len(self.inbox)
         return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=not self.running)
 
     def _room(self, klass: PriorityClass) -> int:
@@ -192,6 +193,9 @@ class DecodeWorker:
 
     def abandon(self) -> None:
         """Let go of everything, as a crash would: see `penstock.worker.outage`. Engine and store stay."""
+        with contextlib.suppress(redis.RedisError):  # where Redis is not away, the others need not wait for the leases
+            for decoding in self.running.values():
+                self.record.release(decoding.claim, delivered=decoding.delivery.is_held)
         for decoding in list(self.running.values()):
             self._forget(decoding)
         self.settler.abandon()

@@ -64,8 +64,8 @@ class Engine:
         self.storage = KVStorage(model.layout, num_blocks + on_gpu, model.device)
         self.quay = Quay(self.pool, self.storage)
         self.has_run = False
-        """Whether there was anything to compute in the last step. If not, blocks have to come free first, or there is no
-        work.
+        """Whether there was anything to compute in the last step. If not, blocks have to come free first, or there is
+        no work.
         """
         self._quarantine = Quarantine(settings.max_step_tokens) if quarantine else None
         self._rate = PrefillRate()
@@ -246,9 +246,9 @@ class Engine:
     def step(self) -> list[Sampled]:
         """Run one batch: a token for each decoding sequence, and a part of the prompts that wait for theirs.
 
-        Returns the tokens decided; empty if nothing could run, only prompts were read, or the step failed: then the next
-        ones look for the culprit, and find all others as they were. Raises `SequenceFailed` once that is known: take it
-        out.
+        Returns the tokens decided; empty if nothing could run, only prompts were read, or the step failed: then the
+        next ones look for the culprit, and find all others as they were. Raises `SequenceFailed` once that is known:
+        take it out.
         """
         begun_s = time.perf_counter()
         quarantine = self._quarantine

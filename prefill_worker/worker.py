@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import redis
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
@@ -140,7 +141,7 @@ class PrefillWorker:
 
     def _poll(self) -> list[Delivery]:
         rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
-        self.leases.room = max(rooms.values())
+        self.leases.room = max(rooms.values()) - len(self.inbox)
         return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=not self.running)
 
     def _room(self, klass: PriorityClass) -> int:
@@ -198,6 +199,9 @@ class PrefillWorker:
 
     def abandon(self) -> None:
         """Let go of everything, as a crash would: see `penstock.worker.outage`. Engine and store stay."""
+        with contextlib.suppress(redis.RedisError):  # where Redis is not away, the others need not wait for the leases
+            for prefill in self.running.values():
+                self.record.release(prefill.claim, delivered=prefill.intake.delivery.is_held)
         for prefill in list(self.running.values()):
             self._forget(prefill)
         self.settler.abandon()

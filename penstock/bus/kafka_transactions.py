@@ -80,11 +80,20 @@ class Transactions:
         errors: list[KafkaError] = []
         for output in outputs:
             produce(self._producer, output, self._partitions, lambda error, _: errors.append(error) if error else None)
-        if outputs and self._producer.flush(ANSWER_S):
+        if outputs and self._flush():
             timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
             raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
         if errors:
             raise KafkaException(errors[0])
+
+    def _flush(self) -> int:
+        """How many outputs are not acknowledged. A fatal error in a callback of flush's comes wrapped."""
+        try:
+            return self._producer.flush(ANSWER_S)
+        except SystemError as error:
+            if isinstance(error.__cause__, KafkaException):
+                raise error.__cause__ from error
+            raise
 
     def _commit(self, timeout_s: float = ANSWER_S) -> None:
         self._in_doubt = True

@@ -141,15 +141,19 @@ class KafkaServer:
             self._child = None
 
     def _settings(self) -> dict[str, str]:
-        return BROKER_SETTINGS | dict(self._timeouts) | {
-            "process.roles": "broker,controller",
-            "node.id": "1",
-            "controller.quorum.bootstrap.servers": f"127.0.0.1:{self._controller_port}",
-            "controller.listener.names": "CONTROLLER",
-            "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{self._controller_port}",
-            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self._advertised}",
-            "log.dirs": str(self.directory / "data"),
-        }
+        return (
+            BROKER_SETTINGS
+            | dict(self._timeouts)
+            | {
+                "process.roles": "broker,controller",
+                "node.id": "1",
+                "controller.quorum.bootstrap.servers": f"127.0.0.1:{self._controller_port}",
+                "controller.listener.names": "CONTROLLER",
+                "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{self._controller_port}",
+                "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self._advertised}",
+                "log.dirs": str(self.directory / "data"),
+            }
+        )
 
     def _format(self, java: str, jars: Path, config: Path) -> None:
         tool = [java, *_JVM, *_java_logging("off"), "-cp", f"{jars}/*", "kafka.tools.StorageTool"]
@@ -242,16 +246,20 @@ def _container() -> Iterator[str]:
     from testcontainers.core.container import DockerContainer
 
     port = free_port()
-    settings = BROKER_SETTINGS | SHORT_TIMEOUTS | {
-        "process.roles": "broker,controller",
-        "node.id": "1",
-        "controller.quorum.voters": "1@localhost:9093",
-        "controller.listener.names": "CONTROLLER",
-        "listeners": "PLAINTEXT://:9092,CONTROLLER://:9093",
-        "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
-        "inter.broker.listener.name": "PLAINTEXT",
-    }
+    settings = (
+        BROKER_SETTINGS
+        | SHORT_TIMEOUTS
+        | {
+            "process.roles": "broker,controller",
+            "node.id": "1",
+            "controller.quorum.voters": "1@localhost:9093",
+            "controller.listener.names": "CONTROLLER",
+            "listeners": "PLAINTEXT://:9092,CONTROLLER://:9093",
+            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "inter.broker.listener.name": "PLAINTEXT",
+        }
+    )
     container = DockerContainer(IMAGE)
     container.ports["9092/tcp"] = ("127.0.0.1", port)  # type: ignore[assignment]
     for name, value in settings.items():

@@ -4,6 +4,7 @@ Nothing is lost, no token is seen twice, the streams go on afterwards, and no wo
 anew.
 """
 
+import asyncio
 import itertools
 import os
 import random
@@ -25,9 +26,12 @@ import redis
 from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.text import OutputState
+from penstock.aio import AsyncClient
+from penstock.bus.contract import Delivery, Outgoing, Settlement
+from penstock.bus.kafka import KafkaBus
 from penstock.client import Answer as WholeAnswer
 from penstock.client import Client
-from penstock.errors import BusUnavailable
+from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import wait_until
 from penstock.local.stack import Stack
@@ -35,7 +39,7 @@ from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Result
 from penstock.names import Pipeline
 from penstock.reach import ANSWER_S
-from penstock.settings import Addresses
+from penstock.settings import Addresses, BusSettings
 from penstock.status import health, worker_status
 from penstock.worker.loop import Loop
 from prefill_worker.intake import seed_of
@@ -240,13 +244,23 @@ def test_redis_hangs(embedded: Site) -> None:
 
 
 def test_redis_is_killed_and_comes_back_with_what_it_had(embedded: Site) -> None:
-    with streaming(embedded), Client(embedded.stack.addresses) as client:
+    """What is asked of it meanwhile fails with a typed error; readers wait, those of `AsyncClient` too."""
+    addresses = embedded.stack.addresses
+
+    async def read(request_id: str) -> WholeAnswer:
+        async with AsyncClient(addresses) as client:
+            return await client.result(request_id)
+
+    with Client(addresses) as client, ThreadPoolExecutor(1) as pool, streaming(embedded) as streams:
+        last = list(streams.events)[-1]
+        reading = pool.submit(asyncio.run, read(last))
         embedded.redis.kill()
         for call in (lambda: client.cancel("any"), lambda: client.submit("any", id="any")):
             with pytest.raises(BusUnavailable):
                 call()
         time.sleep(1.0)
         embedded.redis.start()
+    assert reading.result(30.0).token_ids == answers()[-1].token_ids
 
 
 def test_workers_leave_soon_while_redis_hangs(embedded: Site) -> None:
@@ -273,6 +287,36 @@ def test_kafka_hangs(on_kafka: Site) -> None:
     assert on_kafka.kafka is not None
     with streaming(on_kafka), hanging(on_kafka.kafka.pid):
         time.sleep(LONG_S)
+
+
+def test_a_member_that_was_cut_off_while_it_settled_is_not_stuck(on_kafka: Site, pipeline: Pipeline) -> None:
+    """The broker ends the open transaction of who is silent: settling goes on, or the member is done with."""
+    assert on_kafka.kafka is not None
+    bus = KafkaBus(pipeline, on_kafka.kafka.bootstrap, BusSettings(transaction_timeout_s=1.0))
+    bus.create_topics()
+    publisher = bus.publisher()
+    publisher.publish([Outgoing(pipeline.requests("interactive"), b"x", "one")])
+    publisher.close()
+    with bus.member("prefill", "a") as member:
+        found: list[Delivery] = []
+        while not found:
+            found = member.poll(1.0, {"interactive": 1})
+        settlement = Settlement(found[0], [Outgoing(pipeline.jobs("interactive"), b"job")])
+        with hanging(on_kafka.kafka.pid):
+            for _ in range(2):
+                with pytest.raises(BusUnavailable):
+                    member.settle([settlement])
+
+        def is_decided() -> bool:
+            try:
+                member.settle([settlement])
+            except BusUnavailable:
+                return False
+            except (DeliveryLost, MemberFenced):
+                pass
+            return True
+
+        wait_until(is_decided, 30, "it is settled or refused", every_s=0.1)
 
 
 def test_redis_comes_back_empty(on_kafka: Site) -> None:
