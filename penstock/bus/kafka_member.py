@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 MEMBERSHIP_S = 0.02
-PROBE_S, PROBE_AGAIN_S = 5.0, 1.0
+PROBE_S, PROBE_AGAIN_S = 2.0, 1.0
 """How often the brokers are asked whether they are there; and while they are not."""
 LEAVE_S = 2.0
 """How long leaving may take. Brokers that do not answer find out by the session's timeout."""
