@@ -20,6 +20,7 @@ from engine.layer import NativeLayer
 from engine.masks import is_interval
 from engine.model import LoadedModel, load
 from engine.sequence import Sequence
+from penstock.errors import SequenceFailed
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
 from tests.engine.helpers import generate, handed_over, run, sequence
@@ -169,7 +170,7 @@ def test_a_step_that_failed_can_be_tried_again(fast: LoadedModel, monkeypatch: p
     engine.step()
     with monkeypatch.context() as broken:
         broken.setattr("engine.engine.logprobs", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(SequenceFailed, match="ZeroDivisionError"):
             engine.step()
     while engine.has_work():
         engine.step()
