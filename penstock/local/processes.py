@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -166,11 +167,21 @@ def _stop_children() -> None:
             child.kill()
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port that is free on this machine now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free on this machine now, and was not given out here before.
+
+    It lies below those that systems give to outgoing connections: none of these takes it before the server has it.
+    """
+    while True:
+        port = 15_000 + secrets.randbelow(17_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str, every_s: float = 0.01) -> None:
