@@ -64,7 +64,7 @@ def draw(rounds: list[dict[str, First]], hits: Hits) -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print, draw; returns the figures."""
-    rounds = measure_first(3 if given.quick else 8)
+    rounds = measure_first(2 if given.quick else 8)
     print(f"{machine()}; 0.6B shape, bf16")
     table(rounds)
     hits = measure_hits(400 if given.quick else 2000)
