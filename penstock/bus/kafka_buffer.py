@@ -14,6 +14,8 @@ BUFFER_BYTES = 32 * 2**20
 
 Partition = tuple[str, int]
 Place = tuple[Partition, int]
+Commit = tuple[Partition, int, str]
+"""Partition, offset, metadata."""
 
 
 class Holdings:
@@ -118,8 +120,8 @@ class Holdings:
         """Which of the deliveries are not this member's to settle."""
         return [delivery for delivery in deliveries if self.place(delivery) not in self._handed_out]
 
-    def to_commit(self, deliveries: Sequence[Delivery] = ()) -> list[tuple[Partition, int, str]]:
-        """What to commit when these are finished: partition, offset, metadata. Changes nothing.
+    def to_commit(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
+        """What to commit when these are finished. Changes nothing.
 
         It includes partitions where others' retries, or markers, were passed over since the last commit.
         """
@@ -128,12 +130,14 @@ class Holdings:
             also.setdefault(partition, set()).add(offset)
         return [(partition, *self._offsets[partition].commit(done)) for partition, done in also.items()]
 
-    def committed(self, deliveries: Sequence[Delivery] = ()) -> None:
-        """Note that what `to_commit` said is committed."""
+    def committed(self, commits: Iterable[Commit], deliveries: Sequence[Delivery] = ()) -> None:
+        """Note that this, which `to_commit` said, is committed. What was passed over since waits for the next."""
         for partition, offset in {self.place(delivery) for delivery in deliveries}:
             self._offsets[partition].finish([offset])
             self._handed_out.discard((partition, offset))
-        self._passed.clear()
+        for partition, *said in commits:
+            if partition in self._passed and self._offsets[partition].commit() == tuple(said):
+                self._passed.discard(partition)
 
     @property
     def has_passed(self) -> bool:

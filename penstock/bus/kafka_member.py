@@ -25,7 +25,7 @@ from penstock.bus.kafka import (
     read_headers,
     read_key,
 )
-from penstock.bus.kafka_buffer import Holdings, Partition
+from penstock.bus.kafka_buffer import Commit, Holdings, Partition
 from penstock.bus.kafka_transactions import GroupMoved, Transactions
 from penstock.bus.retries import dead_message, retry_message
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
@@ -67,7 +67,7 @@ class KafkaMember:
         self._paused: set[Partition] = set()
         self._failure: Exception | None = None
         self._closing = threading.Event()
-        self._doubtful: list[Delivery] = []
+        self._doubtful: tuple[list[Commit], list[Delivery]] = [], []
         self._commit_passed_at = self._refresh_at = 0.0
         self._probe_at = time.monotonic() + PROBE_S
         self.trouble = ""
@@ -178,16 +178,17 @@ class KafkaMember:
         if lost:
             raise DeliveryLost(lost)
         offsets = [TopicPartition(*partition, offset, metadata) for partition, offset, metadata in commits]
-        self._doubtful = deliveries
+        self._doubtful = commits, deliveries
         self._transactions.run(outputs, offsets, self._membership)  # 3, 4, 5
         with self._state:  # 6
-            self._holdings.committed(deliveries)
+            self._holdings.committed(commits, deliveries)
 
     def _clear_doubt(self, timeout_s: float = ANSWER_S) -> None:
         if self._transactions.clear_doubt(timeout_s):
             with self._state:
-                held = [delivery for delivery in self._doubtful if not self._holdings.lost([delivery])]
-                self._holdings.committed(held)
+                commits, deliveries = self._doubtful
+                held = [delivery for delivery in deliveries if not self._holdings.lost([delivery])]
+                self._holdings.committed(commits, held)
 
     # The polling thread.
 
