@@ -45,7 +45,7 @@ class Settler:
 
     def __init__(self, member: Member) -> None:
         self.trouble = ""
-        """Why the last attempt failed; empty when it did not."""
+        """Why the last attempt failed, while it is made again; else empty."""
         self._member = member
         self._is_over = threading.Event()
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
@@ -127,9 +127,9 @@ class Settler:
             except BusUnavailable as error:
                 if not is_away(error) or time.monotonic() > end_s:
                     raise
-                log.warning("settling failed, trying again: %s", error)
-                self._note(str(error))
                 batch = self._held_of(batch)
+                log.warning("settling failed%s: %s", ", trying again" if batch else "", error)
+                self._note(str(error) if batch else "")
                 self._is_over.wait(next(waits))
             else:
                 failpoint("settle.done")

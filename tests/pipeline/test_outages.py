@@ -96,7 +96,10 @@ class Site:
         return [status["state"] for status in worker_status(self.stack.addresses)]
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self.states() == ["ready", "ready"], 60, "both workers are ready", every_s=0.05)
+        try:
+            wait_until(lambda: self.states() == ["ready", "ready"], 60, "both workers are ready", every_s=0.05)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {self.pids()}, {worker_status(self.stack.addresses)}") from None
 
 
 def site_on(bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:

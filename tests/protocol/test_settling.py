@@ -48,6 +48,7 @@ def test_a_job_is_published_once_though_the_reply_is_lost(bus: Bus, pipeline: Pi
         job = Outgoing(pipeline.jobs("interactive"), b"job", key="r1")
         settler.settle(Settlement(replace(delivery, is_held=is_held), [job]), told.append)
         wait_until(lambda: bool(told), 10, "the settlement's end")
+        wait_until(lambda: not settler.trouble, 10, "nothing is tried any more, so nothing is wrong")
         settler.close()
         assert [message.value for message in bus.read_all(pipeline.jobs("interactive"))] == [b"job"]
         assert told == [False]  # who settles nothing gives its request back, and it goes out under another name
