@@ -1,1 +1,1 @@
-"""How requests come in beside plain Kafka: the gateway, batch files, admission. Nothing here yet."""
+"""How requests come in beside plain Kafka: the gateway, batch files, tenants and admission."""

@@ -1,0 +1,92 @@
+"""Errors as the OpenAI SDKs expect them: `{"error": {"message", "type", "param", "code"}}` and the fitting status."""
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel
+
+from penstock.errors import BusError, PenstockError, RequestError, StreamError, StreamExpired
+
+STATUS: Mapping[str, int] = {
+    "invalid_request": 400,
+    "unsupported_version": 400,
+    "prompt_too_long": 400,
+    "unknown_model": 404,
+    "request_too_large": 413,
+    "id_conflict": 409,
+    "cancelled": 409,
+    "deadline_exceeded": 504,
+    "out_of_memory": 500,
+    "store_unreachable": 503,
+    "attempts_exhausted": 500,
+    "model_error": 500,
+    "internal_error": 500,
+}
+"""HTTP status by the code of a `RequestError`."""
+TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+}
+"""`type` by HTTP status; what is not here is a `server_error`."""
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, for programs (`type`, `code`, `param`) and for people (`message`)."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+class ApiError(PenstockError):
+    """An answer that is an error. `headers` go with it, such as `Retry-After`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> ErrorBody:
+        """As it is sent."""
+        kind = TYPES.get(self.status, "server_error")
+        return ErrorBody(error=ErrorDetail(message=str(self), type=kind, param=self.param, code=self.code))
+
+
+def not_found(what: str, name: str) -> ApiError:
+    """The same for what does not exist and for what is another tenant's."""
+    return ApiError(404, f"no such {what}: {name!r}", code=f"{what}_not_found")
+
+
+def api_error(error: PenstockError) -> ApiError:
+    """What a caller is told of any of our errors."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(STATUS.get(error.code, 500), str(error), code=error.code)
+    if isinstance(error, StreamExpired):
+        return ApiError(404, str(error), code="stream_expired")
+    if isinstance(error, (BusError, StreamError)):
+        headers = {"Retry-After": "1"}
+        return ApiError(503, "the pipeline cannot be reached now", code="unavailable", headers=headers)
+    return ApiError(500, "internal error", code="internal_error")
