@@ -27,6 +27,7 @@ from decode_worker.result import outgoing_result, result_of
 from engine.engine import Engine, Sampled
 from engine.sequence import Sequence, State
 from engine.text import OutputState
+from engine.token_text import token_texts
 from kvstore.block import Name
 from kvstore.chain import Chain
 from kvstore.store import KVStore, Lack
@@ -306,6 +307,7 @@ class DecodeWorker:
             given=[event.token for event in decoding.said],
             klass=job.klass,
             tenant=job.tenant,
+            weight=job.weight,
             suspect=is_suspect(decoding.claim, decoding.delivery),
         )
         self.engine.check(seq)
@@ -377,7 +379,8 @@ class DecodeWorker:
             if decoding is None or decoding.seq is not item.seq:
                 continue
             text, decoding.finish = decoding.output.push(item.token_id)
-            decoding.said.append(decoding.claim.next_event(item.token_id, text, item.logprobs))
+            told = token_texts(self.engine.model.tokenizer).fill(item.logprobs, item.token_id)
+            decoding.said.append(decoding.claim.next_event(item.token_id, text, told))
             entries.append((decoding.claim, decoding.said[-1]))
             if decoding.finish is not None:
                 self.engine.remove(item.seq)

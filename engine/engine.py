@@ -8,6 +8,7 @@ add() ─▶ waiting ─▶ [admit: blocks, cached prefix, tail] ─▶ running 
 
 import inspect
 import time
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from engine import hooks
 from engine.batch import Batch
+from engine.cost import CHUNKS, CONTEXT, ROWS, Try, measure_cost
 from engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
 from engine.cuda.varlen import VarlenStep, parts_of
 from engine.landing import Landing, Lent, Quay
@@ -69,6 +71,8 @@ class Engine:
         """
         self._quarantine = Quarantine(settings.max_step_tokens) if quarantine else None
         self._rate = PrefillRate()
+        self._ended_s, self._num_told = 0.0, 0
+        """When the last step was computed, and how many tokens it decided."""
         self._cache = hooks.PagedCache(self.storage, model.direct)
         model.module.set_attn_implementation(hooks.NAME)
         # Rows that nobody wrote are met only where whole blocks are gathered, behind a mask.
@@ -136,10 +140,12 @@ class Engine:
     def room(self, klass: PriorityClass = "batch", num_tokens: int = 1) -> int:
         """How many more sequences of a class, of so many tokens each, would run soon if they were added.
 
-        There are places and blocks for so many; batch makes way for interactive. There is no room while some of the
-        class wait for blocks.
+        There are places and blocks for so many; batch makes way for interactive, and beside it comes in only as far as
+        it would not pause. There is no room while some of the class wait for blocks.
         """
         num_places = max(0, self.settings.max_batch - self.scheduler.num_before(klass))
+        if klass == "batch":
+            num_places = int(min(num_places, self.scheduler.num_beside()))
         return min(num_places, self.scheduler.num_fitting(CLASSES.index(klass), num_tokens))
 
     def has_work(self) -> bool:
@@ -223,12 +229,19 @@ class Engine:
         return self._rate.tokens_per_s
 
     def measure(self) -> None:
-        """Compute a few prompts for `rates()`: a decode worker has to choose between fetching and computing at once."""
+        """Compute a few prompts for `rates()`: a decode worker has to choose between fetching and computing at once.
+        Then a few steps, for batch work's share of those with interactive work.
+        """
         room = self.pool.num_blocks * self.settings.block_size
         most = min(self.settings.max_step_tokens, self.model.context_length - 1, room)
         generator = torch.Generator().manual_seed(20)
         tokens = torch.randint(self.model.vocab_size, (max(1, most),), generator=generator).tolist()
         self._rate = first_rate(lambda num_tokens: self._time_prompt(tokens[:num_tokens]), len(tokens))
+        rows = min(ROWS, self.settings.max_batch)
+        context = min(CONTEXT, self.model.context_length - 1, room // rows - self.settings.block_size)
+        if rows > 1 and context > 0 and len(tokens) >= CHUNKS[-1]:  # else there is little to share
+            self.scheduler.cost = measure_cost(partial(self._time_step, tokens), rows, context)
+        self._num_told = 0
 
     def _time_prompt(self, tokens: list[int]) -> float:
         """Seconds for a prompt that leaves nothing behind."""
@@ -239,6 +252,28 @@ class Engine:
             self.step()
         self.remove(seq)
         return time.perf_counter() - begun_s
+
+    @torch.inference_mode()
+    def _time_step(self, tokens: list[int], one: Try) -> float:
+        """Seconds for a step that nobody planned. What is in the blocks makes no difference.
+
+        On a CPU its time counts, so that what else runs there does not.
+        """
+        is_cpu = self.model.device.type == "cpu"
+        clock, threads = (time.process_time, self.settings.threads) if is_cpu else (time.perf_counter, 1)
+        plan: Plan = []
+        for num_before, num_tokens in [(one.context, 1)] * one.rows + [(0, one.prompt)] * (one.prompt > 0):
+            prompt = [tokens[at % len(tokens)] for at in range(num_before + num_tokens)]
+            seq = Sequence("measure", prompt, sampling=Sampling(temperature=0.0), seed=0, max_new=1)
+            seq.blocks = self.pool.allocate(-(-len(prompt) // self.settings.block_size))
+            seq.num_computed = num_before
+            plan.append((seq, num_tokens))
+        begun_s = clock()
+        self._run(plan)
+        taken_s = (clock() - begun_s) / threads
+        for seq, _ in plan:
+            self.pool.release(seq.blocks)
+        return taken_s
 
     # The step
 
@@ -255,6 +290,7 @@ class Engine:
         max_tokens = quarantine.max_tokens if quarantine else self.settings.max_step_tokens
         plan = self.scheduler.schedule(max_tokens, self.settings.max_batch)
         self.has_run = bool(plan)
+        self._note_outside()
         if not plan:
             return []
         before = [seq.num_computed for seq, _ in plan]
@@ -267,6 +303,7 @@ class Engine:
                 raise
             quarantine.failed(plan, error)
             return []
+        self._ended_s, self._num_told = time.perf_counter(), len(sampled)
         if quarantine is not None:
             quarantine.passed()
         for seq, num_tokens in plan:
@@ -280,6 +317,12 @@ class Engine:
             is_done=bool(sampled) or self.model.device.type == "cpu",
         )
         return sampled
+
+    def _note_outside(self) -> None:
+        """The next step is planned: what came between it and the last one, its tokens caused."""
+        if self._num_told and self.scheduler.cost is not None:
+            self.scheduler.cost.note_outside(time.perf_counter() - self._ended_s, self._num_told)
+        self._num_told = 0
 
     def _run(self, plan: Plan) -> list[Sampled]:
         """Compute what is planned, and decide the tokens; nobody has taken them yet."""

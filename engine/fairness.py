@@ -1,8 +1,9 @@
 """The waiting sequences of one class, in an order that is fair between tenants. Plain Python.
 
-Each tenant has a counter of the tokens it was served; next in line is the oldest sequence of the tenant with the
-least. This is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): a
-tenant that begins to wait starts at the least counter of those who wait, so that being away earns it no credit.
+Each tenant has a counter of the tokens it was served, divided by its weight; next in line is the oldest sequence of the
+tenant with the least. This is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al.,
+OSDI 2024): a tenant that begins to wait starts at the least counter of those who wait, so that being away earns it no
+credit.
 """
 
 from collections import deque
@@ -22,10 +23,10 @@ class FairQueue:
         self._preempted: deque[Sequence] = deque()
         self._by_tenant: dict[str, deque[Sequence]] = {}
         """No tenant without a sequence."""
-        self._served: dict[str, int] = {}
+        self._served: dict[str, float] = {}
         self._last = ""
         """The tenant that was the last to stop waiting."""
-        self._least = 0
+        self._least = 0.0
         """Where the last tenant started; never falls. A tenant without a counter of its own is at this one."""
 
     def __len__(self) -> int:
@@ -36,7 +37,7 @@ class FairQueue:
         for seqs in self._by_tenant.values():
             yield from seqs
 
-    def served(self, tenant: str) -> int:
+    def served(self, tenant: str) -> float:
         """The tenant's counter."""
         return self._served.get(tenant, self._least)
 
@@ -73,9 +74,9 @@ class FairQueue:
                     return seq
         return None
 
-    def charge(self, tenant: str, cost: int) -> None:
-        """Count what a tenant was served."""
-        self._served[tenant] = self.served(tenant) + cost
+    def charge(self, tenant: str, cost: int, weight: float = 1.0) -> None:
+        """Count what a tenant was served: twice the weight, half the price."""
+        self._served[tenant] = self.served(tenant) + cost / weight
 
     def _start(self, tenant: str) -> None:
         waiting = self._by_tenant or (self._last,)

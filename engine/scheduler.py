@@ -17,6 +17,9 @@ Nobody starves. Every `AGING_STEPS` steps the oldest batch sequence of which not
 promoted: it counts as interactive until it is done. There is one such sequence at a time, so a backlog of batch work
 takes one place of the interactive class, not all.
 
+Batch work fills what interactive work leaves. In a step that interactive sequences take part in, batch ones have a
+small share of its time (`share`), the promoted one too; those beyond it pause, and keep their blocks.
+
 Suspects. They are admitted as all are, and then computed alone, one a step, in every other step as long as others want
 the steps between.
 """
@@ -26,9 +29,11 @@ from collections import Counter
 from itertools import chain, pairwise
 from operator import attrgetter
 
+from engine.cost import StepCost
 from engine.fairness import OUTPUT_COST, PROMPT_COST, FairQueue
 from engine.pool import BlockPool
 from engine.sequence import Sequence, State
+from engine.share import PATIENCE, Share
 from engine.tables import BlockTables
 from penstock.names import CLASSES, PriorityClass
 
@@ -43,11 +48,12 @@ _place = attrgetter("place")
 
 
 class _Step:
-    """The plan so far and what is left of the budget."""
+    """The plan so far and what is left of the budget, and of what batch work may add."""
 
-    def __init__(self, running: list[Sequence], token_budget: int) -> None:
+    def __init__(self, running: list[Sequence], token_budget: int, share: Share) -> None:
         self.plan: dict[Sequence, int] = {}
         self.budget = token_budget
+        self.share = share
         self.decodes = {seq for seq in running if seq.num_pending == 1}
         """Running sequences whose turn is still to come with one token to compute."""
 
@@ -59,11 +65,13 @@ class _Step:
     def take(self, seq: Sequence, num_tokens: int) -> None:
         self.plan[seq] = num_tokens
         self.budget -= num_tokens
+        self.share.take(seq, num_tokens)
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence that is preempted, planned or not."""
         self.budget += self.plan.pop(seq, 0)
         self.decodes.discard(seq)
+        self.share.drop(seq)
 
 
 class Scheduler:
@@ -71,6 +79,8 @@ class Scheduler:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self.cost: StepCost | None = None
+        """What steps take; None: not known, and batch sequences share them as they come."""
         self.running: list[Sequence] = []
         """In order, the first to be preempted last. Those done leave it with the next step."""
         self.num_preemptions = 0
@@ -139,6 +149,14 @@ class Scheduler:
         waiting = chain(*self._queues[: rank + 1])
         return self._tables.num_growing(self.running) + sum(map(self._tables.num_blocks, waiting))
 
+    def num_beside(self) -> float:
+        """How many more batch sequences would run soon, and not pause, beside the interactive ones; infinite without
+        those. One is always ready to come in.
+        """
+        everybody = chain(self.running, *self._queues)
+        num_batch = sum(seq.klass == "batch" and seq.state is not State.DONE for seq in everybody)
+        return max(0, 1 + Share(self.cost, self.running).num_rows() - num_batch)
+
     def num_fitting(self, rank: int, num_tokens: int) -> int:
         """For how many more sequences of a class, of so many tokens each, there are blocks.
 
@@ -187,16 +205,21 @@ class Scheduler:
         if self._num_steps % AGING_STEPS == 0:
             self._promote()
         plan = {} if self._num_steps % 2 else self._alone(token_budget)
-        plan = plan or self._together(token_budget, max_batch) or self._alone(token_budget)
+        plan = plan or self._together(token_budget, max_batch, self._share())
+        plan = plan or self._together(token_budget, max_batch, Share(None, ())) or self._alone(token_budget)
         for seq, num_tokens in plan.items():
             seq.last_step = self._num_steps
             if num_tokens == seq.num_pending:
                 self._charge(seq, OUTPUT_COST)
         return list(plan.items())
 
-    def _together(self, token_budget: int, max_batch: int) -> dict[Sequence, int]:
+    def _share(self) -> Share:
+        running = [seq for seq in self.running if not seq.suspect]
+        return Share(self.cost, running, is_patient=self._num_steps % PATIENCE != 0)
+
+    def _together(self, token_budget: int, max_batch: int, share: Share) -> dict[Sequence, int]:
         """All that are not suspect. Suspects are admitted, and no more."""
-        step = _Step([seq for seq in self.running if not seq.suspect], token_budget)
+        step = _Step([seq for seq in self.running if not seq.suspect], token_budget, share)
         for rank in range(len(CLASSES)):
             for seq in [seq for seq in self.running if seq.rank == rank and not seq.suspect]:
                 if seq.state is State.RUNNING:  # and was not preempted for one before it
@@ -207,7 +230,7 @@ class Scheduler:
     def _alone(self, token_budget: int) -> dict[Sequence, int]:
         """The first suspect that can go on."""
         for seq in [seq for seq in self.running if seq.suspect and seq.state is State.RUNNING]:
-            step = _Step([seq], token_budget)
+            step = _Step([seq], token_budget, Share(None, ()))
             self._continue(seq, step)
             if step.plan:
                 return step.plan
@@ -217,6 +240,7 @@ class Scheduler:
         step.decodes.discard(seq)
         num_pending = seq.num_pending
         num_tokens = min(num_pending, step.budget if num_pending == 1 else step.left)
+        num_tokens = step.share.allowed(seq, num_tokens)
         if num_tokens > 0 and self._grow(seq, seq.num_computed + num_tokens, step):
             step.take(seq, num_tokens)
 
@@ -233,7 +257,7 @@ class Scheduler:
         return True
 
     def _charge(self, seq: Sequence, cost: int) -> None:
-        self._queues[CLASSES.index(seq.klass)].charge(seq.tenant, cost)
+        self._queues[CLASSES.index(seq.klass)].charge(seq.tenant, cost, seq.weight)
 
     def _promote(self) -> None:
         """Make the oldest batch sequence that went without for long count as interactive."""
@@ -264,13 +288,16 @@ class Scheduler:
             if seq is None:
                 self._settle_guests(rank, some_lack)
                 return
+            if rank > 0 and not step.share.is_open:
+                return
             if self._tables.is_being_made(seq):
                 passed.append(seq)
             elif self._make_room(seq, step, max_batch, is_guest=some_lack):
                 queue.remove(seq)
                 self._admit(seq, is_guest=some_lack)
-                if not seq.suspect:
-                    step.take(seq, min(seq.num_pending, step.left))
+                num_tokens = 0 if seq.suspect else step.share.allowed(seq, min(seq.num_pending, step.left))
+                if num_tokens > 0:
+                    step.take(seq, num_tokens)
             else:
                 passed.append(seq)
                 some_lack = True

@@ -52,6 +52,7 @@ class Sequence:
         prefix_keys: Iterable[bytes] = (),
         klass: PriorityClass = "interactive",
         tenant: str = "",
+        weight: float = 1.0,
         suspect: bool = False,
     ) -> None:
         self.id = id
@@ -60,6 +61,8 @@ class Sequence:
         self.max_new = max_new
         self.klass = klass
         self.tenant = tenant
+        self.weight = weight
+        """Its tenant's share of the tokens where tenants compete."""
         self.suspect = suspect
         """Whether it may make a step fail: it is computed alone until its next token."""
         self.prefix_keys = list(prefix_keys)

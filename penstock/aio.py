@@ -7,14 +7,15 @@ async with AsyncClient(redis="redis://127.0.0.1:6379/0", pipeline="demo") as cli
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Self, Unpack
 
 from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.client import (
+    PIECE,
     SILENCE_S,
     Answer,
     RequestFields,
@@ -29,11 +30,12 @@ from penstock.client import (
 )
 from penstock.errors import BusUnavailable, StreamExpired, StreamTimeout
 from penstock.lag import LagWatch, PipelineLag
+from penstock.messages import Request
 from penstock.names import Pipeline, PriorityClass
 from penstock.reach import async_redis_client
 from penstock.reader import Event, StreamReader
-from penstock.record.live import LiveFeed
-from penstock.record.log import AsyncLog, parse_event
+from penstock.record.live import AsyncMailbox, LiveFeed
+from penstock.record.log import AsyncLog, Status, parse_event
 from penstock.settings import Addresses, BusSettings, RecordSettings, load
 
 
@@ -57,38 +59,59 @@ class AsyncClient:
         """Send a request; returns its id once it is durable. Raises as `Client.submit`."""
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
-            with suppress(BusUnavailable), outages_named():  # then the workers will tell
-                check_conflict(request, await self._log.status(request.id))
+            with suppress(BusUnavailable):  # then the workers will tell
+                check_conflict(request, await self.status(request.id))
+        await self.send(request)
+        return request.id
+
+    async def send(self, request: Request) -> None:
+        """Send a request as it is; returns once it is durable. Raises `BusUnavailable`, as `Client.submit`."""
         span, message = outgoing(self._pipeline, request)
         with span_ended(span):
             await self._publish(message)
-        return request.id
 
     async def stream(self, request_id: str, after: str | None = None, timeout_s: float = 60.0) -> AsyncIterator[Event]:
-        """The tokens after the event id `after` as they come, then the `EndEvent`; as `Client.stream`."""
+        """The tokens after the event id `after` as they come, then the `EndEvent`; as `Client.stream`.
+
+        Who takes them slowly costs no more memory: what is not taken is dropped, and read from the log later.
+        """
+        async with aclosing(self.news(request_id, after, timeout_s)) as batches:
+            async for batch in batches:
+                for event in without_error(batch):
+                    yield event
+
+    async def news(
+        self, request_id: str, after: str | None = None, timeout_s: float = 60.0
+    ) -> AsyncGenerator[list[Event], None]:
+        """As `stream`, of the events that came together a list; an empty one after each second without any.
+
+        An end with an error is an event as any other.
+        """
         reader = StreamReader(after)
         if self._live is None:
             self._live = LiveFeed(self._addresses.stream_url)
-        live, channel = self._live, self._pipeline.live_channel(request_id)
-        mailbox: asyncio.Queue[bytes | None] = asyncio.Queue()
-        deliver = mailbox.put_nowait
-        live.listen(channel, deliver)
+        live, channel, box = self._live, self._pipeline.live_channel(request_id), AsyncMailbox()
+        live.listen(channel, box.deliver)
         try:
             over = time.monotonic() + timeout_s
             while reader.end is None:
-                payload = await _next(mailbox, min(SILENCE_S, over - time.monotonic()))
-                news = reader.feed_live(parse_event(payload)) if payload is not None else []
-                if payload is None or reader.behind:
+                payloads, is_more = await box.take(min(SILENCE_S, over - time.monotonic()))
+                news = [event for payload in payloads for event in reader.feed_live(parse_event(payload))]
+                is_more = is_more or reader.behind
+                while news or is_more:
+                    if news:
+                        yield news
+                        over = time.monotonic() + timeout_s
                     is_last = time.monotonic() >= over
-                    news = [*news, *await self._catch_up(request_id, reader, is_last=is_last)]
-                if news:
-                    for event in without_error(news):
-                        yield event
-                    over = time.monotonic() + timeout_s
-                elif time.monotonic() >= over:
+                    news, is_more = (
+                        await self._catch_up(request_id, reader, is_last=is_last) if is_more else ([], False)
+                    )
+                if time.monotonic() >= over and reader.end is None:
                     raise StreamTimeout(f"nothing new about {request_id} for {timeout_s:g} s")
+                if not payloads:
+                    yield []
         finally:
-            live.leave(channel, deliver)
+            live.leave(channel, box.deliver)
 
     async def generate(
         self, prompt: str | None = None, timeout_s: float = 60.0, **fields: Unpack[RequestFields]
@@ -105,6 +128,11 @@ class AsyncClient:
         """Ask for a request's end; False when it has ended already. Raises `BusUnavailable`."""
         with outages_named():
             return await self._log.cancel(request_id)
+
+    async def status(self, request_id: str) -> Status | None:
+        """What is known of a request; None: nothing yet, or nothing any more. Raises `BusUnavailable`."""
+        with outages_named():
+            return await self._log.status(request_id)
 
     async def lag(self) -> PipelineLag:
         """How much work waits in the pipeline, in tokens; as `Client.lag`."""
@@ -135,16 +163,18 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _catch_up(self, request_id: str, reader: StreamReader, *, is_last: bool) -> list[Event]:
+    async def _catch_up(self, request_id: str, reader: StreamReader, *, is_last: bool) -> tuple[list[Event], bool]:
+        """A piece of what the log has more, and whether there may be another."""
         try:
             with outages_named():
-                news = reader.feed_log(await self._log.read(request_id, reader.log_after))
+                read = await self._log.read(request_id, reader.log_after, PIECE)
+                news = reader.feed_log(read)
                 is_given_up = reader.log_missing and (is_last or not reader.has_met)
                 if is_given_up and await self._log.status(request_id) is None:
                     raise StreamExpired(f"the log of {request_id} is gone")
         except BusUnavailable:
-            return []  # the next silence tries again
-        return news
+            return [], False  # the next silence tries again
+        return news, len(read) == PIECE and reader.end is None
 
     async def _publish(self, message: Outgoing) -> None:
         """Returns once the message is durable."""
@@ -175,14 +205,3 @@ class AsyncClient:
         if self._publisher is None:
             self._publisher = connect(self._addresses, load(BusSettings)).publisher()
         self._publisher.publish(batch)
-
-
-async def _next(mailbox: "asyncio.Queue[bytes | None]", timeout_s: float) -> bytes | None:
-    """The next event's JSON; None when the subscription has begun, or when nothing came: read the log."""
-    if not mailbox.empty():
-        return mailbox.get_nowait()
-    try:
-        async with asyncio.timeout(max(timeout_s, 0)):
-            return await mailbox.get()
-    except TimeoutError:
-        return None

@@ -216,7 +216,8 @@ def examples() -> dict[str, dict[str, Json]]:
         "stop": ["\n\n"],
         "logit_bias": {"17": -5},
     }
-    logprobs = {"logprob": -0.105361, "top": [{"token": said[0].token, "logprob": -0.105361}]}
+    likely = {"logprob": -0.105361, "text": said[0].text}
+    logprobs = likely | {"top": [likely | {"token": said[0].token}]}
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
     all_fields = {"sampling": sampling, "class": "batch", "tenant": "acme", "deadline": 1767229200.0}
     requests: dict[str, dict[str, Json]] = {

@@ -48,6 +48,8 @@ from penstock.settings import Addresses, BusSettings, RecordSettings, load
 
 SILENCE_S = 1.0
 """A stream silent for this long is looked up in the log: its live events may be going nowhere."""
+PIECE = 128
+"""Events that are read of a log at once."""
 
 
 class RequestFields(TypedDict, total=False):
@@ -58,6 +60,7 @@ class RequestFields(TypedDict, total=False):
     id: str | None
     model: str | None
     tenant: str
+    weight: float
     session: str | None
     klass: PriorityClass
     deadline: float | None
@@ -195,25 +198,28 @@ class Client:
             while reader.end is None:
                 payload = mailbox.get(min(SILENCE_S, over - time.monotonic()))
                 news = reader.feed_live(parse_event(payload)) if payload is not None else []
-                if payload is None or reader.behind:
+                is_more = payload is None or reader.behind
+                while news or is_more:
+                    if news:
+                        yield from without_error(news)
+                        over = time.monotonic() + timeout_s
                     is_last = time.monotonic() >= over
-                    news = [*news, *self._catch_up(request_id, reader, is_last=is_last)]
-                if news:
-                    yield from without_error(news)
-                    over = time.monotonic() + timeout_s
-                elif time.monotonic() >= over:
+                    news, is_more = self._catch_up(request_id, reader, is_last=is_last) if is_more else ([], False)
+                if time.monotonic() >= over and reader.end is None:
                     raise StreamTimeout(f"nothing new about {request_id} for {timeout_s:g} s")
 
-    def _catch_up(self, request_id: str, reader: StreamReader, *, is_last: bool) -> list[Event]:
+    def _catch_up(self, request_id: str, reader: StreamReader, *, is_last: bool) -> tuple[list[Event], bool]:
+        """A piece of what the log has more, and whether there may be another."""
         try:
             with outages_named():
-                news = reader.feed_log(self._log.read(request_id, reader.log_after))
+                read = self._log.read(request_id, reader.log_after, PIECE)
+                news = reader.feed_log(read)
                 is_given_up = reader.log_missing and (is_last or not reader.has_met)
                 if is_given_up and self._log.status(request_id) is None:
                     raise StreamExpired(f"the log of {request_id} is gone")
         except BusUnavailable:
-            return []  # the next silence tries again
-        return news
+            return [], False  # the next silence tries again
+        return news, len(read) == PIECE and reader.end is None
 
 
 def resolve(addresses: Addresses | None, kafka: str, redis: str, pipeline: str) -> Addresses:

@@ -25,7 +25,8 @@ DECODE = (
 SETTLER = ("settle.begun", "settle.done")
 KAFKA = ("kafka.3.written", "kafka.4.offsets", "kafka.5.committed")
 """Inside of a settlement, where it is a transaction."""
-POINTS = (*PREFILL, *DECODE, *SETTLER, *KAFKA)
+METER = ("meter.1.read", "meter.2.counted")
+POINTS = (*PREFILL, *DECODE, *SETTLER, *KAFKA, *METER)
 """All of them, named after the steps in the loops' docstrings and in `KafkaMember`."""
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

@@ -28,11 +28,15 @@ MAX_ERROR_CHARS = 1000
 """An error may quote what it was given; its message is cut here, so that it always fits into a topic."""
 
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Weight = Annotated[float, Field(ge=0.01, le=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 RequestId = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")]
+TokenBytes = list[Annotated[int, Field(ge=0, le=255)]]
 MAX_ERRORS = 100
-MAX_LOGPROBS = 2**17
+MAX_LOGPROBS = 2**16
 """Of one answer, chosen and likeliest ones together: its result must fit into a topic."""
+MAX_TOKEN_BYTES = 100
+"""Of one token's text beside its log probability, for the same reason; a longer one is left out."""
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -126,6 +130,8 @@ class Request(Wire):
     klass: PriorityClass | None = Field(default=None, alias="class")
     """Must agree with the topic's class when given."""
     tenant: Tenant = "default"
+    weight: Weight = 1.0
+    """The tenant's share where tenants compete: with 3 it gets three times the tokens of one with 1."""
     session: RequestId | None = None
     """Requests of one session, such as the turns of a chat, should find the worker that holds their KV."""
     deadline: float | None = Field(default=None, gt=0)
@@ -175,6 +181,7 @@ class Job(Wire):
     sampling: Sampling = Sampling()
     seed: int = 0
     tenant: Tenant = "default"
+    weight: Weight = 1.0
     klass: PriorityClass = Field(default="interactive", alias="class")
     deadline: float | None = None
     fingerprint: str = ""
@@ -191,6 +198,10 @@ class TokenLogprob(Wire):
 
     token: TokenId
     logprob: float = Field(le=0)
+    text: str | None = None
+    """The token by itself, as text."""
+    bytes: TokenBytes | None = None
+    """What it is made of, where it is no whole characters."""
 
 
 class Logprobs(Wire):
@@ -198,6 +209,10 @@ class Logprobs(Wire):
 
     logprob: float = Field(le=0)
     """Of the token that was chosen."""
+    text: str | None = None
+    """That token by itself, as text. (Its event's text is what it adds to the answer: nothing, or more.)"""
+    bytes: TokenBytes | None = None
+    """What it is made of, where it is no whole characters."""
     top: list[TokenLogprob] = []
     """The likeliest tokens, as many as were asked for, in falling order."""
 

@@ -19,6 +19,17 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
+| `penstock:workers`                     | zset   | an hour after the last beat: all workers  | each worker    |
+| `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
+| `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
+| `penstock:rate:<tenant>`               | hash   | until the bucket would be full again      | `ingest/admission` |
+| `penstock:batch:{<id>}:lease`          | string | a few seconds: who works on a batch       | `ingest/batch` |
+| `penstock:shares:{<pipeline>}:tickets` | zset   | until settled: what is admitted, by its end | `ingest/shares` |
+| `penstock:shares:{<pipeline>}:tokens`, `:weights` | hash | as the tickets: sums by tenant   | `ingest/shares` |
+| `penstock:meter:{<pipeline>}:places`   | hash   | for good: how far each part is counted    | `ingest/metering` |
+| `penstock:meter:{<pipeline>}:seen`     | zset   | the ids counted last                      | `ingest/metering` |
+| `penstock:meter:{<pipeline>}:day:<day>`| hash   | for good: sums by tenant                  | `ingest/metering` |
+| `penstock:meter:{<pipeline>}:reader`   | string | a few seconds: who counts now             | `ingest/metering` |
 | `penstock:kv:<block key, hex>`         | string | a set time after the last use             | `kvstore`      |
 | `penstock:{kv}:used`                   | zset   | as the blocks: their order of use         | `kvstore`      |
 | `penstock:{kv}:held`                   | zset   | the same of those that are leased         | `kvstore`      |
@@ -140,6 +151,14 @@ class Pipeline:
         """How often dead requests were put back, by id."""
         return f"penstock:{self.name}:requeued"
 
+    def meter_key(self, part: str) -> str:
+        """What metering keeps: `places`, `seen`, `reader`, `day:<YYYY-MM-DD>`."""
+        return f"penstock:meter:{{{self.name}}}:{part}"
+
+    def shares_key(self, part: str) -> str:
+        """What tenants hold of the pipeline: `tickets`, `tokens`, `weights`."""
+        return f"penstock:shares:{{{self.name}}}:{part}"
+
     def stream_key(self, topic: str) -> str:
         """The Redis stream that holds a topic."""
         return f"penstock:bus:{{{self.name}}}:{topic}"
@@ -147,6 +166,29 @@ class Pipeline:
     def member_key(self, group: str, member: str) -> str:
         """Says that a member of a group lives."""
         return f"penstock:bus:{{{self.name}}}:member:{group}:{member}"
+
+
+KEYS_KEY, TENANTS_KEY = "penstock:keys", "penstock:tenants"
+"""API keys and tenants, where they are in Redis."""
+
+
+def rate_key(tenant: str) -> str:
+    """What a tenant may still ask for this minute."""
+    return f"penstock:rate:{tenant}"
+
+
+WORKERS_KEY = "penstock:workers"
+"""The heartbeat keys of all workers of all pipelines, by the time of the last beat."""
+
+
+def card_key(stream_id: str) -> str:
+    """What gateways know of a request that one of them took."""
+    return f"penstock:card:{stream_id}"
+
+
+def batch_lease_key(batch_id: str) -> str:
+    """Who works on a batch now."""
+    return f"penstock:batch:{{{batch_id}}}:lease"
 
 
 def kv_key(block_key: bytes) -> str:

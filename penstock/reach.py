@@ -15,6 +15,8 @@ from penstock.errors import BusUnavailable
 
 ANSWER_S = 2.0
 """A Redis that does not answer within this time counts as away."""
+ASYNC_CONNECTIONS, TURN_S = 16, 30.0
+"""Of one asyncio client; and how long one may wait for its turn."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 
 _AWAY = (
@@ -36,9 +38,12 @@ def redis_client(url: str) -> "redis.Redis":
 
 
 def async_redis_client(url: str) -> "redis.asyncio.Redis":
-    """The same for asyncio."""
+    """The same for asyncio, over a few connections: a thousand that ask at once wait for each other."""
     retry = redis.asyncio.retry.Retry(NoBackoff(), 1, (redis.ConnectionError,))
-    return redis.asyncio.Redis.from_url(url, retry=retry, **_limits())
+    pool: Any = redis.asyncio.BlockingConnectionPool.from_url(
+        url, max_connections=ASYNC_CONNECTIONS, timeout=TURN_S, retry=retry, **_limits()
+    )
+    return redis.asyncio.Redis.from_pool(pool)
 
 
 def _limits() -> dict[str, Any]:

@@ -10,6 +10,8 @@ from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, parse_event_id, roll
 
 Event = TokenEvent | EndEvent
+KEPT = 1024
+"""At least so many hashes are kept of what was read, to know it again: a long stream costs no more memory."""
 
 
 class StreamReader:
@@ -87,4 +89,7 @@ class StreamReader:
         if rolled != roll(self._hashes[-1] if self._hashes else START_HASH, event.token):
             raise StreamDiverged(f"token {position} does not follow what was seen")
         self._hashes.append(rolled)
+        if len(self._hashes) == 2 * KEPT:
+            del self._hashes[:KEPT]
+            self._first += KEPT
         return [event]

@@ -6,6 +6,8 @@ An unknown `PENSTOCK_` variable is an error that names the nearest known one; so
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
@@ -143,6 +145,45 @@ class WorkerSettings(BaseSettings):
     """How long a stopping worker may finish what it runs before it hands the rest back."""
 
 
+class AdmissionSettings(BaseSettings):
+    """Who may use the gateway, and when it says no."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
+
+    keys: str = ""
+    """Where the API keys are: a JSON or TOML file, or `redis`. `open`: everybody may call. Empty: the same, but only
+    for a gateway that listens on this machine alone."""
+    max_wait_s: float = Field(default=30.0, gt=0)
+    """An interactive request that would wait for longer, by the tokens that wait before it, is refused with 429."""
+    max_batch_wait_s: float = Field(default=6 * 3600.0, gt=0)
+    """The same of one in the class `batch`."""
+
+
+class GuardSettings(BaseSettings):
+    """What a connection to the gateway may cost."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
+
+    max_body_mb: float = Field(default=8.0, gt=0)
+    """The largest body of a request; 413 beyond it."""
+    max_file_mb: float = Field(default=201.0, gt=0)
+    """The same of an upload to `/v1/files`: a batch file may have 200 MB, and there is a form around it."""
+    max_header_kb: int = Field(default=32, ge=1)
+    """Request line and headers together."""
+    max_headers: int = Field(default=100, ge=1)
+    """Header lines."""
+    headers_s: float = Field(default=10.0, gt=0)
+    """From the connection, or the first byte of a further request, to the end of the headers."""
+    body_s: float = Field(default=20.0, gt=0)
+    """From there to the end of the body, and longer by what `body_kb_per_s` allows for its length."""
+    body_kb_per_s: float = Field(default=64.0, gt=0)
+    """The slowest that a large body may come."""
+    stalled_s: float = Field(default=60.0, gt=0)
+    """How long a reader may take nothing of what is sent to it, before its connection is cut."""
+    max_connections: int = Field(default=4000, ge=1)
+    """Connections at once; 503 beyond it."""
+
+
 class TraceSettings(BaseSettings):
     """Where spans go."""
 
@@ -150,6 +191,48 @@ class TraceSettings(BaseSettings):
 
     file: str = ""
     """Append finished spans to this file, one JSON object a line. Empty: spans are not recorded."""
+
+
+class GatewaySettings(BaseSettings):
+    """The gateway."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
+
+    host: str = "127.0.0.1"
+    """Where it listens. `0.0.0.0`: everywhere."""
+    port: int = Field(default=8080, ge=0, lt=65536)
+    """Its port."""
+    patience_s: float = Field(default=600.0, gt=0)
+    """How long an answer may be silent, also before its first token, until its reader is told to come back."""
+    keep_alive_s: float = Field(default=15.0, gt=0)
+    """A stream that is silent for so long gets a comment, so that nothing on the way takes it for dead."""
+    stop_s: float = Field(default=10.0, ge=0)
+    """How long a gateway that was told to stop goes on with answers that are not streamed."""
+
+
+class BatchSettings(BaseSettings):
+    """Files and batches of the gateway."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_BATCH_", extra="forbid")
+
+    store: str = ""
+    """Where files and batches are kept, the same for all gateways: a folder, or `s3://bucket/prefix` with its keys in the
+    store's own variables (`AWS_…`). Empty: `files` beside the data of `penstock up`."""
+    rows_in_flight: int = Field(default=256, ge=1)
+    """Requests of batches that one gateway has under way."""
+    max_lines: int = Field(default=50_000, ge=1)
+    """Requests in one batch."""
+    max_file_bytes: int = Field(default=200_000_000, ge=1)
+    """The largest file."""
+    lease_s: float = Field(default=10.0, ge=0.2)
+    """A batch whose gateway was silent for so long is gone on with by another."""
+    look_s: float = Field(default=2.0, gt=0)
+    """How often a gateway looks for batches that nobody works on."""
+
+    @property
+    def store_url(self) -> str:
+        """Where files and batches are kept."""
+        return self.store or str(Path.home() / ".local" / "share" / "penstock" / "files")
 
 
 class FaultSettings(BaseSettings):
@@ -163,10 +246,20 @@ class FaultSettings(BaseSettings):
 
 PARTS: tuple[type[BaseSettings], ...] = (
     Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, WorkerSettings, TraceSettings,
-    FaultSettings,
+    AdmissionSettings, GuardSettings,
+    GatewaySettings, BatchSettings, FaultSettings,
 )  # fmt: skip
 
 S = TypeVar("S", bound=BaseSettings)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return False
 
 
 def shown(url: str) -> str:

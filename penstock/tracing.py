@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from opentelemetry import propagate, trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, attach, detach
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
@@ -59,6 +59,16 @@ def headers_of(context: Context | None = None) -> dict[str, str]:
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context)
     return carrier
+
+
+@contextmanager
+def continued(headers: Mapping[str, str]) -> Iterator[None]:
+    """Spans that begin in the context belong to the trace that came with `headers`, if one did."""
+    token = attach(context_of(headers))
+    try:
+        yield
+    finally:
+        detach(token)
 
 
 def within(span: Span) -> Context:

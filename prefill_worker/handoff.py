@@ -35,6 +35,7 @@ def job_of(intake: Intake, fingerprint: str) -> Job:
         sampling=intake.request.sampling,
         seed=seed_of(intake.request),
         tenant=intake.request.tenant,
+        weight=intake.request.weight,
         klass=klass,
         deadline=intake.request.deadline,
         fingerprint=fingerprint,

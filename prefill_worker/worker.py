@@ -28,6 +28,7 @@ from opentelemetry.trace import Span
 from engine.engine import Engine, Sampled
 from engine.sequence import Sequence, State
 from engine.text import OutputState
+from engine.token_text import token_texts
 from kvstore.block import Name
 from kvstore.store import KVStore, Lack
 from kvstore.transfers import Fetch, Ship, Transfers
@@ -325,6 +326,7 @@ class PrefillWorker:
             prefix_keys=[name.key for name in chain.names],
             klass=intake.delivery.klass,
             tenant=request.tenant,
+            weight=request.weight,
             suspect=is_suspect(claim, intake.delivery),
         )
         self.engine.check(seq, request.sampling.max_tokens)
@@ -379,7 +381,8 @@ class PrefillWorker:
                 model = self.engine.model
                 state = OutputState(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
                 text, finish = state.push(sampled.token_id)
-                event = prefill.claim.next_event(sampled.token_id, text, sampled.logprobs)
+                told = token_texts(model.tokenizer).fill(sampled.logprobs, sampled.token_id)
+                event = prefill.claim.next_event(sampled.token_id, text, told)
                 events.append((prefill, event, finish))
         outcomes = self.record.append([(prefill.claim, event) for prefill, event, _ in events])
         if events:

@@ -110,6 +110,7 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     port = free_port()
     log = tmp_path / "up.log"
     command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--data", str(tmp_path / "data")]
+    command += ["--gateway-port", str(free_port())]
     child = start_child(command, name="up", log=log, directory=HERE)
     addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0")
     wait_until(lambda: log.exists() and "Penstock is up" in log.read_text(), 120, "penstock up", every_s=0.1)
@@ -124,6 +125,7 @@ def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> N
     shared = tmp_path / "shared"
     shared.mkdir()
     command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(free_port()), "--data", str(tmp_path)]
+    command += ["--gateway-port", str(free_port())]
     environment = {**os.environ, "PENSTOCK_KV_STORE_SHARED_DIR": str(shared), "PENSTOCK_KV_STORE_DISK_MB": "0"}
     child = start_child(command, name="up", log=tmp_path / "up.log", environment=environment, directory=HERE)
     wait_until((tmp_path / "prefill-0.log").exists, 60, "the first worker was started")

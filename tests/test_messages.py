@@ -24,6 +24,7 @@ from penstock.messages import (
     MAX_ERROR_CHARS,
     MAX_LOGPROBS,
     MAX_REQUEST_BYTES,
+    MAX_TOKEN_BYTES,
     ChatMessage,
     EndEvent,
     ErrorInfo,
@@ -188,10 +189,18 @@ TOKENS = st.integers(0, 2**31 - 1)
 TENANTS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 TIMES = st.floats(0, 1e11)
 COUNTS = st.integers(0, 2**31)
+SPELLED = st.none() | st.lists(st.integers(0, 255), max_size=4)
 LOGPROBS = st.builds(
     Logprobs,
     logprob=st.floats(-9999, 0),
-    top=st.lists(st.builds(TokenLogprob, token=TOKENS, logprob=st.floats(-9999, 0)), max_size=20),
+    text=st.none() | st.text(max_size=9),
+    bytes=SPELLED,
+    top=st.lists(
+        st.builds(
+            TokenLogprob, token=TOKENS, logprob=st.floats(-9999, 0), text=st.none() | st.text(max_size=9), bytes=SPELLED
+        ),
+        max_size=20,
+    ),
 )
 SAMPLINGS = st.builds(
     Sampling,
@@ -277,12 +286,12 @@ def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:
 
 
 def test_the_most_logprobs_fit_into_a_topic() -> None:
-    top = [TokenLogprob(token=2**31 - 1, logprob=-1234.567891)] * 20
+    top = [TokenLogprob(token=2**31 - 1, logprob=-1234.567891, text="=" * MAX_TOKEN_BYTES, bytes=[255, 254, 253])] * 20
     count = MAX_LOGPROBS // 21
     Sampling(logprobs=20, max_tokens=count)
     answer = Result(
         id="r", finish_reason="length", text="x" * 100 * count, token_ids=[2**31 - 1] * count,
-        logprobs=[Logprobs(logprob=-1234.567891, top=top)] * count,
+        logprobs=[Logprobs(logprob=-1234.567891, text="\n" * MAX_TOKEN_BYTES, top=top)] * count,
     )  # fmt: skip
     assert len(answer.encode()) < MAX_MESSAGE_BYTES
 

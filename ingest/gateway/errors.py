@@ -4,7 +4,15 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from penstock.errors import BusError, PenstockError, RequestError, StreamError, StreamExpired
+from penstock.errors import (
+    BusError,
+    PenstockError,
+    RequestError,
+    StreamDiverged,
+    StreamError,
+    StreamExpired,
+    StreamTimeout,
+)
 
 STATUS: Mapping[str, int] = {
     "invalid_request": 400,
@@ -27,10 +35,12 @@ TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
 }
 """`type` by HTTP status; what is not here is a `server_error`."""
 
@@ -80,13 +90,20 @@ def not_found(what: str, name: str) -> ApiError:
 
 def api_error(error: PenstockError) -> ApiError:
     """What a caller is told of any of our errors."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, RequestError):
-        return ApiError(STATUS.get(error.code, 500), str(error), code=error.code)
-    if isinstance(error, StreamExpired):
-        return ApiError(404, str(error), code="stream_expired")
-    if isinstance(error, (BusError, StreamError)):
-        headers = {"Retry-After": "1"}
-        return ApiError(503, "the pipeline cannot be reached now", code="unavailable", headers=headers)
-    return ApiError(500, "internal error", code="internal_error")
+    match error:
+        case ApiError():
+            found = error
+        case RequestError():
+            found = ApiError(STATUS.get(error.code, 500), str(error), code=error.code)
+        case StreamExpired():
+            found = ApiError(404, str(error), code="stream_expired")
+        case StreamDiverged():
+            found = ApiError(500, str(error), code="stream_diverged")
+        case StreamTimeout():  # it goes on: asking anew would do the work twice
+            found = ApiError(504, f"{error}; it goes on", code="timeout", headers={"x-should-retry": "false"})
+        case BusError() | StreamError():
+            message, headers = "the pipeline cannot be reached now", {"Retry-After": "1"}
+            found = ApiError(503, message, code="unavailable", headers=headers)
+        case _:
+            found = ApiError(500, "internal error", code="internal_error")
+    return found

@@ -141,6 +141,31 @@ class Member(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
+@dataclass(frozen=True)
+class Followed:
+    """A message as a follower reads it."""
+
+    part: str
+    """Of the topic: within one, messages have an order, and a place in it."""
+    place: str
+    """Where the message is. Who has counted everything up to it follows `after` it."""
+    message: Outgoing
+
+
+class Follower(Protocol):
+    """Reads a topic in order, outside any group, from places that its owner keeps. For one thread."""
+
+    def read(self, timeout_s: float, most: int = 500) -> list[Followed]:
+        """The next messages that are visible, at most so many; waits up to `timeout_s` for any.
+
+        Nothing is skipped, and nothing is seen that a transaction may still take back. What the topic does not keep any
+        more is passed over. Raises `BusUnavailable`: then a new follower goes on after what was counted.
+        """
+
+    def close(self) -> None:
+        """Free the connection."""
+
+
 class Bus(Protocol):
     """A way into the topics of one pipeline."""
 
@@ -161,6 +186,9 @@ class Bus(Protocol):
 
         Raises `BusUnavailable`. Thread-safe.
         """
+
+    def follow(self, topic: str, after: Mapping[str, str]) -> Follower:
+        """Read a topic from these places on, by part; a part that is not named, from its beginning."""
 
     def read_all(self, topic: str) -> list[Outgoing]:
         """Every message now visible in a topic, outside any group: for tools and tests."""

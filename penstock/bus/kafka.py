@@ -29,6 +29,7 @@ from penstock.settings import BusSettings
 
 if TYPE_CHECKING:
     from penstock.bus.kafka_backlog import Backlog
+    from penstock.bus.kafka_follower import KafkaFollower
     from penstock.bus.kafka_member import KafkaMember
 
 ANSWER_S = 15.0
@@ -94,6 +95,12 @@ class KafkaBus:
             self._backlog = self._backlog or Backlog(self.pipeline, self.bootstrap)
         with bus_errors():
             return self._backlog.unsettled()
+
+    def follow(self, topic: str, after: Mapping[str, str]) -> "KafkaFollower":
+        """Read a topic's committed messages; a part is a partition, a place an offset."""
+        from penstock.bus.kafka_follower import KafkaFollower
+
+        return KafkaFollower(self.bootstrap, topic, after)
 
     def read_all(self, topic: str) -> list[Outgoing]:
         """Every message in a topic whose transaction is committed, partition by partition."""

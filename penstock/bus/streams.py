@@ -1,19 +1,21 @@
 """The bus on Redis Streams: one stream a topic, one consumer group a stage. The embedded default.
 
 A message stays in its stream until it is settled, and is then deleted; results and dead letters are kept,
-trimmed to about `KEPT_ENTRIES`. What is published is as durable as the server's `appendfsync` makes it.
+trimmed to about `KEPT_ENTRIES`; of results none that is not counted yet, where somebody counts them. What is published
+is as durable as the server's `appendfsync` makes it.
 """
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from penstock.bus.contract import Outgoing, check_size
+from penstock.bus.contract import Followed, Outgoing, check_size
 from penstock.errors import BusUnavailable
 from penstock.names import STAGES, Pipeline, Stage
 from penstock.reach import ANSWER_S
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 KEPT_ENTRIES = 50_000
 """About how many results and dead letters are kept."""
 
+PART = "all"
+"""What a stream's only part is called."""
 READ_ALL_PAGE = 1000
 PUBLISH_S = 5.0
 """How long a large message may take."""
@@ -72,6 +76,10 @@ class StreamsBus:
                 batch.xlen(self._key(topic))
             return dict(zip(topics, batch.execute(), strict=True))
 
+    def follow(self, topic: str, after: Mapping[str, str]) -> "StreamsFollower":
+        """Read a topic's stream; it has one part, and a place is an entry's id."""
+        return StreamsFollower(self, topic, after.get(PART, "0"))
+
     def read_all(self, topic: str) -> list[Outgoing]:
         """Every message now in a topic; work that is settled is not there any more."""
         found: list[Outgoing] = []
@@ -95,6 +103,38 @@ class StreamsBus:
         return self.pipeline.stream_key(topic)
 
 
+class StreamsFollower:
+    """Reads a stream from a place on."""
+
+    def __init__(self, bus: StreamsBus, topic: str, after: str) -> None:
+        self._topic, self._after = topic, after
+        self._key = bus.pipeline.stream_key(topic)
+        self._client = connect(bus.url)
+
+    def read(self, timeout_s: float, most: int = 500) -> list[Followed]:
+        """The next messages; see `contract.Follower.read`."""
+        found: list[Followed] = []
+        end = time.monotonic() + timeout_s
+        while not found:
+            left_s = min(end - time.monotonic(), ANSWER_S / 2)
+            with bus_errors():
+                block = max(1, int(left_s * 1000))
+                reply: Any = self._client.xread(
+                    {self._key: self._after}, count=most, block=block if left_s > 0 else None
+                )
+            for _, entries in reply or ():
+                found += [Followed(PART, id_.decode(), Outgoing(self._topic, *decode(raw))) for id_, raw in entries]
+            if left_s <= 0:
+                break
+        if found:
+            self._after = found[-1].place
+        return found
+
+    def close(self) -> None:
+        """Free the connection."""
+        self._client.close()
+
+
 class StreamsPublisher:
     """Adds messages to streams."""
 
@@ -108,8 +148,7 @@ class StreamsPublisher:
         with bus_errors(), self._client.pipeline(transaction=len(messages) > 1) as batch:
             for message in messages:
                 fields: dict[Any, Any] = encode(message)
-                keep = kept(self._bus.pipeline, message.topic) or None
-                batch.xadd(self._bus.pipeline.stream_key(message.topic), fields, maxlen=keep)
+                batch.xadd(self._bus.pipeline.stream_key(message.topic), fields)
             batch.execute()
 
     def close(self) -> None:

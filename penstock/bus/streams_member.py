@@ -97,6 +97,7 @@ class StreamsMember:
         stream_key = self._pipeline.stream_key
         keys = [
             self._key,
+            self._pipeline.meter_key("places"),
             *(stream_key(topic) for topic, _ in places),
             *(stream_key(o.topic) for o in outputs),
         ]
@@ -110,7 +111,8 @@ class StreamsMember:
         words += [position for _, position in places]
         for output in outputs:
             entry = [word for pair in encode(output).items() for word in pair]
-            words += [kept(self._pipeline, output.topic), len(entry), *entry]
+            is_counted = int(output.topic == self._pipeline.results)
+            words += [kept(self._pipeline, output.topic), is_counted, len(entry), *entry]
         with bus_errors():
             refused = self._settle_script(keys, words)
         if refused == [-1]:

@@ -1,8 +1,11 @@
-"""`penstock demo`: start everything, send three prompts, print the tokens as they arrive, stop everything."""
+"""`penstock demo`: start everything, send three prompts, print the tokens as they arrive; one more over HTTP; stop."""
 
 import contextlib
+import json
+import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +13,11 @@ import typer
 from rich.console import Console
 
 from penstock.cli.generate import print_stream
-from penstock.cli.up import READY_WITHIN_S
+from penstock.cli.up import READY_WITHIN_S, curl_body, curl_line, port_of_gateway
 from penstock.client import Client
+from penstock.errors import PenstockError
 from penstock.local.kafka import find_kafka
+from penstock.local.processes import free_port
 from penstock.local.stack import Stack
 from penstock.messages import Sampling
 
@@ -38,8 +43,10 @@ def demo(
         if kafka:
             console.print("starting Kafka", style="dim")
             bootstrap = exits.enter_context(find_kafka(directory / "kafka"))
-        console.print(f"starting Redis, a prefill and a decode worker{' on Kafka' if kafka else ''}", style="dim")
-        stack = exits.enter_context(Stack(directory, kafka=bootstrap))
+        gateway = port_of_gateway(free_port())
+        parts = "a prefill and a decode worker" if gateway is None else "a prefill and a decode worker and a gateway"
+        console.print(f"starting Redis, {parts}{' on Kafka' if kafka else ''}", style="dim")
+        stack = exits.enter_context(Stack(directory, kafka=bootstrap, gateway=gateway))
         stack.wait_ready(READY_WITHIN_S, lambda line: console.print(f"  {line}", style="dim"))
         client = exits.enter_context(Client(stack.addresses))
         for number, (prompt, sampling) in enumerate(PROMPTS):
@@ -54,3 +61,21 @@ def demo(
                     style="dim",
                     markup=False,
                 )
+        if gateway is not None:
+            console.print(f"\n$ {curl_line(stack.gateway_url)}", style="bold", markup=False)
+            print_answer(stack.gateway_url)
+            console.print("[`penstock up` keeps all this running, its gateway on port 8080]", style="dim", markup=False)
+
+
+def print_answer(gateway_url: str) -> None:
+    """Do what the `curl` line does, and print the texts of what comes."""
+    body = json.dumps(curl_body()).encode()
+    with urllib.request.urlopen(f"{gateway_url}/v1/completions", body, timeout=60.0) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                chunk = json.loads(line.removeprefix(b"data: "))
+                if "error" in chunk:
+                    raise PenstockError(chunk["error"]["message"])
+                sys.stdout.write(chunk["choices"][0]["text"])
+                sys.stdout.flush()
+    sys.stdout.write("\n")

@@ -1,4 +1,4 @@
-"""`penstock`: up, generate, lag, worker, topics, kv, dlq, doctor, demo."""
+"""`penstock`: up, gateway, generate, lag, worker, topics, kv, dlq, keys, usage, doctor, demo."""
 
 import logging
 import sys
@@ -6,7 +6,7 @@ import sys
 import redis
 import typer
 
-from penstock.cli import demo, dlq, doctor, generate, kv, lag, topics, up, worker
+from penstock.cli import batch, demo, dlq, doctor, gateway, generate, keys, kv, lag, topics, up, usage, worker
 from penstock.errors import PenstockError, RequestError
 from penstock.settings import check_environment
 
@@ -18,14 +18,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("up")(up.up)
+app.command("gateway")(gateway.gateway)
 app.command("generate")(generate.generate)
 app.command("lag")(lag.lag)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
+app.add_typer(batch.app, name="batch")
 app.add_typer(worker.app, name="worker")
 app.add_typer(topics.app, name="topics")
 app.add_typer(kv.app, name="kv")
 app.add_typer(dlq.app, name="dlq")
+app.add_typer(keys.app, name="keys")
+app.command("usage")(usage.usage)
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 """`penstock up`: the whole pipeline on this machine."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +12,7 @@ import typer
 from rich.console import Console
 
 from penstock.local.stack import DEFAULT_PORT, SHARED_DIR, Stack
-from penstock.settings import Addresses, KVSettings, load
+from penstock.settings import Addresses, EngineSettings, GatewaySettings, KVSettings, load
 from penstock.worker import StopSignal
 
 READY_WITHIN_S = 600.0
@@ -45,15 +47,31 @@ def memory_freed(pipeline: str) -> Iterator[None]:
                 remove_arena(arena.path)
 
 
+def port_of_gateway(given: int | None) -> int | None:
+    """The port of the gateway that is started; None where what it needs is not installed."""
+    return (given or load(GatewaySettings).port) if find_spec("fastapi") and find_spec("uvicorn") else None
+
+
+def curl_body() -> dict[str, object]:
+    """A request for the gateway."""
+    return {"model": load(EngineSettings).model, "prompt": "In the beginning", "max_tokens": 40, "stream": True}
+
+
+def curl_line(gateway_url: str) -> str:
+    """A command that sends it and shows what comes."""
+    return f"curl -N {gateway_url}/v1/completions -d '{json.dumps(curl_body())}'"
+
+
 def up(
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")] = "",
     redis: Annotated[str, typer.Option(help="A Redis url; without one a server is started.")] = "",
     port: Annotated[int, typer.Option(help="Port of the server that is started.")] = DEFAULT_PORT,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    gateway_port: Annotated[int | None, typer.Option(help="Port of the gateway, unless the settings say it.")] = None,
     data: Annotated[Path | None, typer.Option(help="Directory for data and logs.")] = None,
 ) -> None:
-    """Start Redis (where none is given), a prefill and a decode worker, and keep them running until Ctrl-C."""
+    """Start Redis (where none is given), a prefill and a decode worker and a gateway, and keep them running."""
     console = Console(stderr=True)
     given = load(Addresses)
     redis = redis or (given.stream_url if "stream_url" in given.model_fields_set else "")
@@ -66,6 +84,7 @@ def up(
         port=port,
         prefill=prefill,
         decode=decode,
+        gateway=port_of_gateway(gateway_port),
         environment=kv_environment(),
     )
     stop = StopSignal().install()
@@ -78,6 +97,8 @@ def up(
                 highlight=False,
             )
             console.print("Try: penstock generate 'In the beginning'    (Ctrl-C stops)", highlight=False)
+            if stack.gateway is not None:
+                console.print(f"Or:  {curl_line(stack.gateway_url)}", highlight=False, markup=False, soft_wrap=True)
         while not stop:
             stack.tend()
             time.sleep(0.2)

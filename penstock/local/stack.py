@@ -1,9 +1,13 @@
-"""The embedded stack: a Valkey server where no Redis is given, and workers that are started again when they die."""
+"""The embedded stack: a Valkey server where no Redis is given, workers and a gateway, which are started again when they
+die.
+"""
 
+import json
 import os
 import signal
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,24 +25,33 @@ from penstock.settings import Addresses, BusSettings, load
 from penstock.status import worker_status
 
 DEFAULT_PORT = 7379
+STORE = "PENSTOCK_BATCH_STORE"
 REDIS_MB, SHARED_DIR = "PENSTOCK_KV_STORE_REDIS_MB", "PENSTOCK_KV_STORE_SHARED_DIR"
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Before a worker that died is started again: longer the more often it died soon after its start."""
 STEADY_S = 20.0
 """A worker that lived this long has not failed to start."""
+ASK_S = 1.0
+"""How long the gateway may take to say that it is ready."""
 
 
 @dataclass
-class Worker:
-    """One worker's slot and the process that fills it now."""
+class Slot:
+    """One worker's place, or the gateway's, and the process that fills it now."""
 
-    stage: Stage
     name: str
     child: Child | None = None
     failures: int = 0
     start_at: float = 0.0
     started_at: float = 0.0
     was_ready: bool = field(default=False)
+
+
+@dataclass
+class Worker(Slot):
+    """One worker's."""
+
+    stage: Stage = field(kw_only=True)
 
 
 def shares_of_cores(num_workers: int) -> list[list[int]]:
@@ -67,8 +80,10 @@ class Stack:
         port: int | None = None,
         prefill: int = 1,
         decode: int = 1,
+        gateway: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`port` is the server's, `gateway` that of a gateway; without it there is none."""
         self.directory = directory
         self._server = None if redis else ValkeyServer(directory / "valkey", port)
         url = redis or (self._server.url if self._server else "")
@@ -76,13 +91,21 @@ class Stack:
         self._environment = dict(environment or {})
         if self._server is not None:  # all workers are on this host: they need no other tier to share blocks
             self._environment.setdefault(REDIS_MB, os.environ.get(REDIS_MB, "0"))
+        self._environment.setdefault(STORE, os.environ.get(STORE) or str(directory / "files"))
         self._own_memory: OwnMemory | None = None
         slots: list[tuple[Stage, int]] = [("prefill", prefill), ("decode", decode)]
-        self.workers = [Worker(stage, f"{stage}-{n}") for stage, count in slots for n in range(count)]
+        self.workers = [Worker(f"{stage}-{n}", stage=stage) for stage, count in slots for n in range(count)]
         self._shares = shares_of_cores(len(self.workers))
+        self.gateway = None if gateway is None else Slot("gateway")
+        self._gateway_port = gateway
+
+    @property
+    def gateway_url(self) -> str:
+        """Where the gateway answers, if there is one."""
+        return f"http://127.0.0.1:{self._gateway_port}"
 
     def start(self) -> Self:
-        """Start the server, make the topics, start the workers."""
+        """Start the server, make the topics, start the workers and the gateway."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if not (self._environment.keys() | os.environ.keys()) & {SHARED_DIR}:
             self._own_memory = OwnMemory()
@@ -90,12 +113,15 @@ class Stack:
         if self._server is not None:
             self._server.start()
         connect(self.addresses, load(BusSettings)).create_topics()
-        for worker in self.workers:
+        for worker in self._all():
             self._start(worker)
         return self
 
     def stop(self) -> None:
-        """End the workers in order, then the server. Shared memory of their own goes with them."""
+        """End the gateway, the workers in order, then the server. Shared memory of their own goes with them."""
+        if self.gateway is not None and self.gateway.child is not None:
+            self.gateway.child.stop(timeout_s=30.0)
+            self.gateway.child = None
         self.stop_workers()
         if self._own_memory is not None:
             self._own_memory.close()
@@ -118,7 +144,7 @@ class Stack:
         """Start again what died. To be called now and then."""
         if self._server is not None:
             self._server.start()
-        for worker in self.workers:
+        for worker in self._all():
             if worker.child is not None and not worker.child.alive():
                 lived_s = time.monotonic() - worker.started_at
                 worker.failures = 0 if lived_s > STEADY_S else worker.failures + 1
@@ -133,25 +159,26 @@ class Stack:
         progress: Callable[[str], None] = lambda line: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Until every worker serves, or `stop()` is true; `progress` gets a line whenever the picture changes.
+        """Until every worker serves and the gateway answers, or `stop()` is true; `progress` gets a line whenever the
+        picture changes.
 
-        Raises `PenstockError` with the end of its log when a worker cannot start.
+        Raises `PenstockError` with the end of its log when one cannot start.
         """
         end, said = time.monotonic() + timeout_s, ""
-        failures_before = {worker.name: worker.failures for worker in self.workers}
-        while not stop() and not all(worker.was_ready for worker in self.workers):
+        failures_before = {worker.name: worker.failures for worker in self._all()}
+        while not stop() and not all(worker.was_ready for worker in self._all()):
             line = self._look()
             if line != said:
                 progress(line)
                 said = line
             self.tend()
-            for failed in (w for w in self.workers if w.failures >= failures_before[w.name] + 2):
+            for failed in (w for w in self._all() if w.failures >= failures_before[w.name] + 2):
                 raise PenstockError(f"{failed.name} does not start; its log ends:\n{self.log_tail(failed)}")
             if time.monotonic() > end:
                 raise PenstockError(f"not ready within {timeout_s:g} s: {line}")
             time.sleep(0.02)
 
-    def log_tail(self, worker: Worker, num_lines: int = 15) -> str:
+    def log_tail(self, worker: Slot, num_lines: int = 15) -> str:
         """The last lines a worker wrote."""
         file = self._log(worker)
         return "\n".join(file.read_text(errors="replace").splitlines()[-num_lines:]) if file.exists() else ""
@@ -168,9 +195,25 @@ class Stack:
             if state == "loading" and "doing" in status:
                 state = f"{status['doing']} {float(status['progress']):.0%}"
             parts.append(f"{worker.name} {state}")
+        if self.gateway is not None:
+            self.gateway.was_ready = self.gateway.was_ready or self._gateway_answers()
+            parts.append(f"gateway {'ready' if self.gateway.was_ready else 'starting'}")
         return ", ".join(parts)
 
-    def _start(self, worker: Worker) -> None:
+    def _gateway_answers(self) -> bool:
+        """Whether our gateway answers, and not another program on its port."""
+        if self.gateway is None or self.gateway.child is None:
+            return False
+        try:
+            with urllib.request.urlopen(f"{self.gateway_url}/healthz", timeout=ASK_S) as answer:
+                return bool(json.load(answer)["pid"] == self.gateway.child.pid)
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def _all(self) -> list[Slot]:
+        return [*self.workers, *([] if self.gateway is None else [self.gateway])]
+
+    def _start(self, worker: Slot) -> None:
         addresses = self.addresses
         environment = {
             **os.environ,
@@ -181,18 +224,24 @@ class Stack:
             "PENSTOCK_WORKER_NAME": worker.name,
             **self._environment,
         }
-        share = self._shares[self.workers.index(worker)]
+        share = self._shares[self.workers.index(worker)] if isinstance(worker, Worker) else []
         if share and not environment.keys() & {"PENSTOCK_WORKER_CORES", "PENSTOCK_ENGINE_THREADS"}:
             environment["PENSTOCK_WORKER_CORES"] = ",".join(map(str, share))
             environment["PENSTOCK_ENGINE_THREADS"] = str(len(share))
         worker.was_ready, worker.started_at = False, time.monotonic()
-        worker.child = self._launch(worker, environment)
+        if isinstance(worker, Worker):
+            worker.child = self._launch(worker, environment)
+        else:
+            worker.child = self._start_child(worker, ["gateway", "--port", str(self._gateway_port)], environment)
 
     def _launch(self, worker: Worker, environment: Mapping[str, str]) -> Child:
-        command = [sys.executable, "-m", "penstock.cli.main", "worker", worker.stage]
-        return start_child(command, name=worker.name, log=self._log(worker), environment=environment)
+        return self._start_child(worker, ["worker", worker.stage], environment)
 
-    def _log(self, worker: Worker) -> Path:
+    def _start_child(self, slot: Slot, arguments: list[str], environment: Mapping[str, str]) -> Child:
+        command = [sys.executable, "-m", "penstock.cli.main", *arguments]
+        return start_child(command, name=slot.name, log=self._log(slot), environment=environment)
+
+    def _log(self, worker: Slot) -> Path:
         return self.directory / f"{worker.name}.log"
 
     def __enter__(self) -> Self:

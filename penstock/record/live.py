@@ -18,6 +18,8 @@ from penstock.reach import ANSWER_S, pauses
 
 Deliver = Callable[[bytes | None], None]
 """Takes each event's JSON, and None when the subscription has begun (anew): events may have been missed."""
+MAX_WAITING = 128
+"""Events that are kept for a reader that does not look. If more come they are all dropped: the log has them."""
 QUIET_S = 5.0
 """A connection that brought nothing for this long is asked whether it lives, and given up after as long again."""
 
@@ -146,12 +148,51 @@ class LiveThread:
         return LiveFeed(self._url)
 
 
+class AsyncMailbox:
+    """What one listener was given and has not looked at yet, for one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: list[bytes] = []
+        self._missed = False
+        self._wake = asyncio.Event()
+
+    def deliver(self, payload: bytes | None) -> None:
+        """Keep an event's JSON; None, or one too many, says that the log has to be read."""
+        if payload is None or len(self._waiting) >= MAX_WAITING:
+            self._waiting.clear()
+            self._missed = True
+        if payload is not None:
+            self._waiting.append(payload)
+        self._wake.set()
+
+    async def take(self, timeout_s: float) -> tuple[list[bytes], bool]:
+        """All that waits, and whether events before it may have been missed: also where nothing came for so long."""
+        if not self._wake.is_set():
+            try:
+                async with asyncio.timeout(max(timeout_s, 0)):
+                    await self._wake.wait()
+            except TimeoutError:
+                return [], True
+        taken, missed = self._waiting, self._missed
+        self._waiting, self._missed = [], False
+        self._wake.clear()
+        return taken, missed
+
+
 class Mailbox:
-    """What one listener was given and has not looked at yet."""
+    """The same for threads."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
-        self.deliver: Deliver = self._queue.put
+
+    def deliver(self, payload: bytes | None) -> None:
+        """Keep an event's JSON; None, or one too many, says that the log has to be read."""
+        if payload is not None and self._queue.qsize() >= MAX_WAITING:
+            with suppress(Empty):
+                while True:
+                    self._queue.get_nowait()
+            self._queue.put(None)
+        self._queue.put(payload)
 
     def get(self, timeout_s: float) -> bytes | None:
         """The next event's JSON; None when the subscription has begun, or when nothing came: read the log."""

@@ -47,10 +47,10 @@ class Log:
         self._pipeline = pipeline
         self._pending_ms = round(settings.pending_keep_s * 1000)
 
-    def read(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
-        """The events after the token at `after_position`, in order; the end is the last."""
-        entries = self._client.xrange(self._pipeline.log_key(request_id), min=f"{after_position + 1}-0")
-        return _events(entries)
+    def read(self, request_id: str, after_position: int = -1, limit: int | None = None) -> list[TokenEvent | EndEvent]:
+        """The events after the token at `after_position`, in order, at most `limit`; the end is the last."""
+        key = self._pipeline.log_key(request_id)
+        return _events(self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
 
     def status(self, request_id: str) -> Status | None:
         """What is known about a request; None when nothing is."""
@@ -70,10 +70,12 @@ class AsyncLog:
         self._pipeline = pipeline
         self._pending_ms = round(settings.pending_keep_s * 1000)
 
-    async def read(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
-        """The events after the token at `after_position`, in order; the end is the last."""
+    async def read(
+        self, request_id: str, after_position: int = -1, limit: int | None = None
+    ) -> list[TokenEvent | EndEvent]:
+        """The events after the token at `after_position`, in order, at most `limit`; the end is the last."""
         key = self._pipeline.log_key(request_id)
-        return _events(await self._client.xrange(key, min=f"{after_position + 1}-0"))
+        return _events(await self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
 
     async def status(self, request_id: str) -> Status | None:
         """What is known about a request; None when nothing is."""

@@ -14,10 +14,13 @@ from typing import Any, Self
 import redis
 
 from penstock.errors import PenstockError
-from penstock.names import Pipeline
+from penstock.names import WORKERS_KEY, Pipeline
 from penstock.reach import redis_client
 
 log = logging.getLogger(__name__)
+
+FORGOTTEN_S = 3600.0
+"""A worker silent for so long is no longer in the list of all workers."""
 
 
 class Heartbeat:
@@ -78,7 +81,12 @@ class Heartbeat:
         status = self._status | self._load()
         if status["state"] == "ready" and status.get("reason"):
             status["state"] = "degraded"
-        before = self._redis.set(self._key, json.dumps(status), px=int(self._interval_s * 4000), get=True)
+        now_s = time.time()
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(self._key, json.dumps(status), px=int(self._interval_s * 4000), get=True)
+            pipe.zadd(WORKERS_KEY, {self._key: now_s})
+            pipe.zremrangebyscore(WORKERS_KEY, 0, now_s - FORGOTTEN_S)
+            before, *_ = pipe.execute()
         self._is_written = True
         self._compare(before)
 

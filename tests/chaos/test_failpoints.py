@@ -23,7 +23,9 @@ def disarmed() -> Iterator[None]:
 
 def test_every_point_stands_once_in_the_code_and_no_other_does() -> None:
     files = [
-        file for folder in ("penstock", "prefill_worker", "decode_worker") for file in (HERE / folder).rglob("*.py")
+        file
+        for folder in ("penstock", "ingest", "prefill_worker", "decode_worker")
+        for file in (HERE / folder).rglob("*.py")
     ]
     found = [name for file in files for name in re.findall(r'\bfailpoint\("([^"]+)"\)', file.read_text())]
     assert sorted(found) == sorted(failpoints.POINTS)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock.errors import InvalidName, StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, roll
-from penstock.reader import Event, StreamReader
+from penstock.reader import KEPT, Event, StreamReader
 
 
 def stream_of(tokens: list[int]) -> list[Event]:
@@ -106,3 +106,16 @@ def test_a_log_that_ends_too_early_or_has_a_hole_is_another_one() -> None:
 def test_an_event_id_has_to_be_one() -> None:
     with pytest.raises(InvalidName):
         StreamReader("7")
+
+
+def test_a_long_stream_is_read_with_bounded_memory_and_its_last_part_is_still_known() -> None:
+    events = stream_of(list(range(5 * KEPT)))
+    reader = StreamReader()
+    assert reader.feed_log(events[:-1]) == events[:-1]
+    assert len(reader._hashes) < 2 * KEPT
+    assert reader.num_tokens == 5 * KEPT
+    assert reader.feed_live(events[0]) == []
+    assert reader.feed_live(events[-2]) == []
+    other = TokenEvent.at(5 * KEPT - 1, "0" * 16, 1, "")
+    with pytest.raises(StreamDiverged):
+        reader.feed_live(other)

@@ -19,6 +19,7 @@ from penstock.messages import EndEvent, ErrorInfo, TokenEvent
 from penstock.names import Pipeline, event_id
 from penstock.reader import Event
 from penstock.record import AsyncLog, Busy, Claim, Log, Record
+from penstock.record.live import MAX_WAITING
 from tests.record.play import decode, end, prefill, say, wait_for
 
 WORDS = [11, 22, 33, 44, 55]
@@ -150,13 +151,15 @@ def test_a_live_event_before_the_first_log_reading_is_not_dropped(
             failed.set()
             raise redis.ConnectionError("not now")
 
-    def fragile(self: Log, request_id: str, after_position: int = -1) -> list[Event]:
+    def fragile(self: Log, request_id: str, after_position: int = -1, limit: int | None = None) -> list[Event]:
         fail_once()
-        return read(self, request_id, after_position)
+        return read(self, request_id, after_position, limit)
 
-    async def fragile_async(self: AsyncLog, request_id: str, after_position: int = -1) -> list[Event]:
+    async def fragile_async(
+        self: AsyncLog, request_id: str, after_position: int = -1, limit: int | None = None
+    ) -> list[Event]:
         fail_once()
-        return await read_async(self, request_id, after_position)
+        return await read_async(self, request_id, after_position, limit)
 
     monkeypatch.setattr(Log, "read", fragile)
     monkeypatch.setattr(AsyncLog, "read", fragile_async)
@@ -179,6 +182,20 @@ def test_a_killed_connection_loses_nothing(
         reading.wait(lambda events, n=count: len(events) == n)  # type: ignore[misc]
     worker.finish(claim, end())
     assert tokens_of(reading.join()) == WORDS
+
+
+def test_a_reader_that_takes_nothing_for_long_gets_it_all_from_the_log(
+    client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
+) -> None:
+    count = 3 * MAX_WAITING
+    claim = write(worker, [0])
+    stream = client.stream("r1")
+    first = next(stream)
+    for token in range(1, count):
+        worker.send_append([(claim, claim.next_event(token, ""))])
+    assert all(worker.collect())
+    worker.finish(claim, end())
+    assert tokens_of([first, *stream]) == list(range(count))
 
 
 def test_a_silence_is_looked_up_in_the_log(

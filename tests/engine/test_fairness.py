@@ -44,6 +44,20 @@ def test_two_tenants_get_the_same_whatever_the_size_of_their_requests() -> None:
     assert tokens["small"] == pytest.approx(tokens["large"], rel=0.2)
 
 
+def test_a_tenant_of_weight_three_gets_three_times_the_tokens() -> None:
+    dummy = Dummy(num_blocks=400, max_batch=4, budget=40)
+    for name, weight in (("heavy", 3.0), ("light", 1.0)):
+        for i in range(300):
+            seq = seq_of(8, 4, first=20 * i + (10_000 if weight == 1 else 0), tenant=name)
+            seq.weight = weight
+            dummy.add(seq)
+    tokens: Counter[str] = Counter()
+    for _ in range(150):
+        for seq, num in dummy.step():
+            tokens[seq.tenant] += num
+    assert tokens["heavy"] == pytest.approx(3 * tokens["light"], rel=0.15)
+
+
 def test_being_away_earns_no_credit() -> None:
     queue = FairQueue()
     queue.push(seq_of(4, tenant="busy"))

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.cost import StepCost
 from engine.landing import Landing, Lent
 from engine.sequence import State
 from penstock.names import CLASSES, PriorityClass
@@ -13,6 +14,8 @@ from tests.engine.helpers import keys_of, sequence
 from tests.engine.schedules import SIZE, Dummy, kv_of
 
 TENANTS = ("", "a", "b")
+COSTS = (None, StepCost(20.0, 1.0, 0.0, 0.0, 0.5), StepCost(1.0, 1.0, 0.1, 9.0, 1.0))
+"""Unknown; room for some batch work beside interactive work; room for none."""
 
 
 @dataclass
@@ -40,9 +43,15 @@ def _text(length: int, common: int, salt: int, num_said: int) -> tuple[list[int]
 class Scheduling(RuleBasedStateMachine):
     """Sequences come, run, are cancelled; prompts often share their beginning; KV comes from below and goes there."""
 
-    @initialize(num_blocks=st.integers(7, 24), budget=st.integers(1, 24), max_batch=st.integers(1, 6))
-    def begin(self, num_blocks: int, budget: int, max_batch: int) -> None:
+    @initialize(
+        num_blocks=st.integers(7, 24),
+        budget=st.integers(1, 24),
+        max_batch=st.integers(1, 6),
+        cost=st.sampled_from(COSTS),
+    )
+    def begin(self, num_blocks: int, budget: int, max_batch: int, cost: StepCost | None) -> None:
         self.dummy = Dummy(num_blocks, budget=budget, max_batch=max_batch)
+        self.dummy.scheduler.cost = cost
         self.num_blocks = num_blocks
         self.landings: list[Fetched] = []
         self.lent: list[Read] = []

@@ -1,0 +1,249 @@
+"""What a saturating batch job does to interactive streams: gaps between their tokens with it, and without.
+
+python -m benchmarks.interference [--quick] [--json FILE]
+
+Four interactive streams run all the time; in every second window a batch job of more requests than can be done waits
+beside them. Two sides: the bare engine in this process, and the pipeline on Redis Streams with a prefill and a decode
+worker, as a client sees it. The model is the demo model in float32, one thread a worker. A ratio is formed of two
+windows that follow each other, the gaps of the one with the job to those of the one without; medians over the rounds
+are reported, and the least, which is what other work on the machine disturbs least.
+"""
+
+import contextlib
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from benchmarks.common import Arguments, arguments, machine, report, spread
+from engine.engine import Engine
+from engine.sequence import Sequence, State
+from penstock.client import Client
+from penstock.errors import PenstockError
+from penstock.local.stack import Stack
+from penstock.messages import Sampling, TokenEvent
+from penstock.names import PriorityClass
+from penstock.settings import EngineSettings
+
+STREAMS = 4
+PROMPT, STREAM_NEW = 64, 256
+"""Tokens of a prompt, and of an interactive answer: one that ends is followed by another."""
+BATCH_NEW = (16, 96)
+"""Tokens of a batch answer: from, to."""
+PERCENTS = (50, 99)
+_TIMEOUT_S = 120.0
+_SETTLE_S = 1.0
+"""Streams and job run for so long before gaps count."""
+_SETTINGS = EngineSettings(dtype="float32", device="cpu", threads=1)
+_ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
+_chance = random.Random(20)
+
+
+@dataclass
+class Seen:
+    """What one window showed."""
+
+    gaps_s: list[float] = field(default_factory=list)
+    """Between two tokens of an interactive stream."""
+    batch_tokens_per_s: float = 0.0
+
+
+@dataclass
+class Measured:
+    """The windows of one side, in pairs."""
+
+    idle: list[Seen] = field(default_factory=list)
+    busy: list[Seen] = field(default_factory=list)
+
+    def ratios(self, percent: float) -> list[float]:
+        """Of each round: that percentile of the gaps with the batch job to that without."""
+        pairs = zip(self.idle, self.busy, strict=True)
+        return [percentile_ms(busy.gaps_s, percent) / percentile_ms(idle.gaps_s, percent) for idle, busy in pairs]
+
+
+class Side(Protocol):
+    """What can be measured."""
+
+    def window(self, seconds: float, *, busy: bool) -> Seen:
+        """Interactive streams for so long, `busy`: beside a batch job; nothing of either is left afterwards."""
+
+
+def percentile_ms(gaps_s: list[float], percent: float) -> float:
+    """A percentile, in milliseconds."""
+    return float(np.percentile(gaps_s, percent)) * 1000
+
+
+def alternate(name: str, side: Side, rounds: int, seconds: float) -> Measured:
+    """Windows with the batch job and without by turns, each going first as often."""
+    measured = Measured()
+    for number in range(rounds):
+        for busy in (False, True) if number % 2 == 0 else (True, False):
+            seen = side.window(seconds, busy=busy)
+            (measured.busy if busy else measured.idle).append(seen)
+            gaps = ", ".join(f"p{percent} {percentile_ms(seen.gaps_s, percent):.2f}" for percent in PERCENTS)
+            job = f"; batch {seen.batch_tokens_per_s:.0f} tokens/s" if busy else ""
+            print(f"{name} round {number + 1} {'busy' if busy else 'idle'}: ITL {gaps} ms{job}", flush=True)
+    return measured
+
+
+def figures_of(name: str, measured: Measured) -> dict[str, float]:
+    """The ratios of one side: the median over the rounds, and the least."""
+    figures = {}
+    for percent in PERCENTS:
+        ratios = measured.ratios(percent)
+        figures[f"{name}_itl_p{percent}_ratio"] = statistics.median(ratios)
+        figures[f"{name}_itl_p{percent}_ratio_least"] = min(ratios)
+    return figures
+
+
+def prompt() -> list[int]:
+    """Random tokens, unlike any other's."""
+    return [_chance.randrange(3, 1000) for _ in range(PROMPT)]
+
+
+def batch_tokens() -> int:
+    """How many tokens the next batch answer has."""
+    return _chance.randint(*BATCH_NEW)
+
+
+class Bare:
+    """The engine alone: it computes prompts and answers of both classes."""
+
+    def __init__(self, settings: EngineSettings = _SETTINGS, waiting: int = 64) -> None:
+        self._engine, self._waiting = Engine.open(settings), waiting
+        self._names = itertools.count()
+
+    def window(self, seconds: float, *, busy: bool) -> Seen:
+        """See `Side`."""
+        engine, seen, alive = self._engine, Seen(), set[Sequence]()
+        last_s: dict[Sequence, float] = {}
+        begin_s = time.perf_counter() + _SETTLE_S
+        while (now_s := time.perf_counter()) < begin_s + seconds:
+            streams = sum(seq.klass == "interactive" for seq in alive)
+            job = len(alive) - streams
+            for _ in range(STREAMS - streams):
+                alive.add(self._add(STREAM_NEW, busy=False))
+            for _ in range(self._waiting - job if busy else 0):
+                alive.add(self._add(batch_tokens(), busy=True))
+            for seq, *_ in engine.step():
+                now_s = time.perf_counter()
+                seen.batch_tokens_per_s += (seq.klass == "batch" and now_s >= begin_s) / seconds
+                if seq.klass == "interactive":
+                    if last_s.get(seq, 0.0) >= begin_s:
+                        seen.gaps_s.append(now_s - last_s[seq])
+                    last_s[seq] = now_s
+                if seq.state is State.DONE:
+                    engine.remove(seq)
+                    alive.remove(seq)
+        for seq in alive:
+            engine.remove(seq)
+        return seen
+
+    def _add(self, max_new: int, *, busy: bool) -> Sequence:
+        sampling = Sampling(temperature=0.0, ignore_eos=True)
+        seq = Sequence(str(next(self._names)), prompt(), sampling=sampling, seed=0, max_new=max_new,
+                       klass="batch" if busy else "interactive")  # fmt: skip
+        self._engine.add(seq)
+        return seq
+
+
+class Piped:
+    """The pipeline, as a client sees it. The job is submitted before its window; what is left is cancelled after it."""
+
+    def __init__(self, client: Client, job: int = 400) -> None:
+        """`job`: requests, more than a window is enough for."""
+        self._client, self._job = client, job
+
+    def window(self, seconds: float, *, busy: bool) -> Seen:
+        """See `Side`."""
+        job = [self._submit(batch_tokens(), busy=True) for _ in range(self._job if busy else 0)]
+        begun_s = time.perf_counter()
+        seen = Seen(stream_gaps(self._stream, seconds))
+        taken_s = time.perf_counter() - begun_s
+        for request_id in job:
+            self._client.cancel(request_id)
+        seen.batch_tokens_per_s = sum(map(self._told, job)) / taken_s
+        return seen
+
+    def _submit(self, max_tokens: int, *, busy: bool) -> str:
+        klass: PriorityClass = "batch" if busy else "interactive"
+        return self._client.submit(
+            token_ids=prompt(), max_tokens=max_tokens, temperature=0.0, ignore_eos=True, klass=klass
+        )
+
+    def _stream(self) -> Iterator[object]:
+        request_id = self._submit(STREAM_NEW, busy=False)
+        try:
+            for event in self._client.stream(request_id, timeout_s=_TIMEOUT_S):
+                if isinstance(event, TokenEvent):
+                    yield event
+        finally:
+            self._client.cancel(request_id)
+
+    def _told(self, request_id: str) -> int:
+        """Tokens of an answer that has ended, or was cancelled."""
+        count = 0
+        with contextlib.suppress(PenstockError):
+            for _ in self._client.stream(request_id, timeout_s=_TIMEOUT_S):
+                count += 1
+        return count
+
+
+def stream_gaps(answer: Callable[[], Iterator[object]], seconds: float, streams: int = STREAMS) -> list[float]:
+    """Gaps between the tokens of some streams at once. Each reads one `answer()` after the other, an item a token."""
+    gaps_s: list[float] = []
+    begin_s = time.perf_counter() + _SETTLE_S
+
+    def read() -> None:
+        while time.perf_counter() < begin_s + seconds:
+            last_s = 0.0
+            with contextlib.closing(answer()) as items:  # type: ignore[type-var]
+                for _ in items:
+                    now_s = time.perf_counter()
+                    if now_s >= begin_s + seconds:
+                        return
+                    if last_s >= begin_s:
+                        gaps_s.append(now_s - last_s)
+                    last_s = now_s
+
+    with ThreadPoolExecutor(streams) as pool:
+        for reader in [pool.submit(read) for _ in range(streams)]:
+            reader.result()
+    return gaps_s
+
+
+def run(given: Arguments) -> dict[str, float]:
+    """Measure and print; returns the figures."""
+    rounds, seconds = (3, 3.0) if given.quick else (8, 8.0)
+    engine = alternate("engine", Bare(), rounds, seconds)
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
+        Stack(Path(directory), environment=_ENVIRONMENT) as stack,
+    ):
+        stack.wait_ready(300)
+        with Client(stack.addresses) as client:
+            side = Piped(client)
+            side.window(1.0, busy=True)
+            pipeline = alternate("pipeline", side, rounds, seconds)
+    print(f"\n{machine()}; demo model, float32, {STREAMS} streams")
+    for name, measured in (("engine", engine), ("pipeline", pipeline)):
+        for percent in PERCENTS:
+            print(f"{name:9} ITL p{percent} with a batch job to without: {spread(measured.ratios(percent))}")
+    return figures_of("engine", engine) | figures_of("pipeline", pipeline)
+
+
+def main() -> None:
+    given = arguments(__doc__ or "")
+    report(run(given), given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What single tokens look like: their texts beside log probabilities.
+
+A token's text is what it is by itself, with the space it may begin with; a special token's is its name. Of tokenizers
+that spell everything in bytes a token may be a part of a character, or end with one: it has its bytes as well, and a text
+with replacement characters.
+"""
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from penstock.messages import MAX_TOKEN_BYTES, Logprobs, TokenLogprob
+
+Spelled = tuple[str | None, list[int] | None]
+"""Text and bytes, as `TokenLogprob` has them."""
+
+
+class TokenTexts:
+    """The texts of one tokenizer's tokens, each found out once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
+        self._bytes = _byte_letters() if _is_byte_level(tokenizer) else {}
+        anchors = tokenizer.encode("a", add_special_tokens=False)
+        self._anchor = anchors[-1:]
+        """A token before the one in question: some tokenizers write the first token of a text differently."""
+        self._anchor_text = self._decode(self._anchor)
+        self._known: dict[int, Spelled] = {}
+
+    def fill(self, told: Logprobs | None, token_id: int) -> Logprobs | None:
+        """`told` of the chosen token `token_id`, with the texts of all its tokens."""
+        if told is None:
+            return None
+        top = [TokenLogprob(token=one.token, logprob=one.logprob, **self._fields(one.token)) for one in told.top]
+        return Logprobs(logprob=told.logprob, top=top, **self._fields(token_id))
+
+    def spelled(self, token_id: int) -> Spelled:
+        """A token's text; its bytes, where that is no whole characters. No text for an id that no token has."""
+        if token_id not in self._known:
+            self._known[token_id] = self._spell(token_id)
+        return self._known[token_id]
+
+    def _fields(self, token_id: int) -> dict[str, Any]:
+        text, spelling = self.spelled(token_id)
+        return {"text": text, "bytes": spelling}
+
+    def _spell(self, token_id: int) -> Spelled:
+        name = self._added.get(token_id)
+        if name is None:
+            name = self._tokenizer.convert_ids_to_tokens(token_id)
+            if name is None:
+                return None, None
+            spelling = self._spelling(name)
+            if spelling is None:
+                name = self._decode([*self._anchor, token_id])[len(self._anchor_text) :]
+            else:
+                name = spelling.decode(errors="replace")
+                if name.encode() != spelling:
+                    return name, list(spelling)
+        return (name, None) if len(name.encode()) <= MAX_TOKEN_BYTES else (None, None)
+
+    def _spelling(self, name: str) -> bytes | None:
+        """The bytes that a token's name stands for, if it does."""
+        if self._bytes:
+            letters = [self._bytes.get(letter) for letter in name]
+            return None if None in letters else bytes(letter for letter in letters if letter is not None)
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes.fromhex(name[3:5])
+        return None
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+@lru_cache(maxsize=4)
+def token_texts(tokenizer: Any) -> TokenTexts:
+    """The texts of a tokenizer's tokens, shared by all requests."""
+    return TokenTexts(tokenizer)
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return decoder is not None and '"ByteLevel"' in json.dumps(json.loads(decoder.__getstate__()))
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letter that stands for each byte in byte-level vocabularies: itself where it can be seen, else one of those
+    after the 256th.
+    """
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}

@@ -1,0 +1,145 @@
+"""What lets a batch from the command line go on after anything: a journal beside its output.
+
+    1  a group of finished rows is appended to the output and to the error file, and synced
+    2  the journal gets a line that names their numbers and how long both files are now, and is synced
+
+A crash between 1 and 2, or a line only half written: the files are cut back to what the journal says, and those rows
+are asked again, under the ids they had. So no row is there twice, none is missing, and none is half.
+"""
+
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+from penstock.errors import PenstockError
+
+
+class JournalError(PenstockError):
+    """A run that cannot be gone on with as it was asked for."""
+
+
+class Journal:
+    """The files of one run. One process has it at a time."""
+
+    def __init__(self, output: Path, errors: Path, digest: str) -> None:
+        """Begin a run, or go on with one. `digest` is the input's. Raises `JournalError`."""
+        self.path = output.with_name(f"{output.name}.journal")
+        self.run, self.done, self.num_failed = uuid.uuid4().hex, set[int](), 0
+        """The name of the run, in all its requests' ids; the lines that are finished, and how many failed."""
+        self._files: dict[str, IO[bytes]] = {}
+        if not self.path.exists():
+            for file in (output, errors):
+                if file.exists():
+                    raise JournalError(f"{file} is there and was not made by this: move it away, or name another")
+        try:
+            self._journal = self.path.open("a+b")
+            self._lock()
+            sizes = self._recall(digest)
+            if not sizes:
+                sizes = {"output": 0, "errors": 0}
+                self._write({"v": 1, "run": self.run, "input": digest, **sizes})
+            for name, file in (("output", output), ("errors", errors)):
+                self._files[name] = _cut(file, sizes[name])
+            for folder in {output.parent, errors.parent}:
+                _sync_folder(folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, group: Sequence[tuple[int, bytes, bool]]) -> None:
+        """Steps 1 and 2 for finished rows: number, text, whether it goes to the output. One call at a time."""
+        if not group:
+            return
+        for name, wanted in (("output", True), ("errors", False)):
+            rows = [row + b"\n" for _, row, is_ok in group if is_ok is wanted]
+            if rows:
+                self._files[name].write(b"".join(rows))
+                _sync(self._files[name])
+        sizes = {name: file.tell() for name, file in self._files.items()}
+        ok = [number for number, _, is_ok in group if is_ok]
+        failed = [number for number, _, is_ok in group if not is_ok]
+        self._write({"ok": ok, "failed": failed, **sizes})
+        self.done.update(ok, failed)
+        self.num_failed += len(failed)
+
+    def close(self) -> None:
+        """Let others have it."""
+        for file in [*self._files.values(), *([self._journal] if hasattr(self, "_journal") else [])]:
+            file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JournalError(f"{self.path}: another run has it now") from None
+
+    def _recall(self, digest: str) -> dict[str, int]:
+        """Learn what is finished, cut off a half-written last line; returns the sizes of both files."""
+        self._journal.seek(0)
+        good, sizes = 0, dict[str, int]()
+        for line in self._journal:
+            entry = _entry(line)
+            if entry is None:
+                break
+            if "run" in entry:
+                if entry["input"] != digest:
+                    raise JournalError(
+                        f"the input is another one than {self.path} was begun with: "
+                        "name another output, or delete that journal and the output to begin anew"
+                    )
+                self.run = entry["run"]
+            self.done.update(entry.get("ok", ()), entry.get("failed", ()))
+            self.num_failed += len(entry.get("failed", ()))
+            sizes = {name: entry[name] for name in ("output", "errors")}
+            good += len(line)
+        self._journal.seek(good)
+        self._journal.truncate()
+        return sizes
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._journal.write(json.dumps(entry).encode() + b"\n")
+        _sync(self._journal)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """A line of the journal; None for one that is not whole."""
+    try:
+        entry = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _cut(path: Path, size: int) -> IO[bytes]:
+    """A file to append to, without what the journal does not know."""
+    file = path.open("ab")
+    if path.stat().st_size < size:
+        file.close()
+        raise JournalError(f"{path} was changed: it has less than its journal says")
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file's name is durable too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

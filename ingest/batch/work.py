@@ -1,0 +1,204 @@
+"""Working off one batch.
+
+    1  validate    every line is looked at; what is no batch file fails here
+    2  recall      which lines the parts hold: what is finished is not asked again
+    3  ask         the others, a bounded number at a time, class `batch`; a request's id is made of batch and line
+    4  note        finished lines go to a part, then the counts
+    5  finalize    what was left out, because of a cancel or the end of the window, gets its line in the error file
+    6  collect     output and error file are made of the parts
+    7  end         the batch names them; parts and input are deleted
+
+Dying after 1 costs nothing; in 3 and 4 the lines that are asked but not yet in a part: they are asked again under their
+ids, which joins what runs or has ended within the hour that a stream is kept, and generates again what is older. There
+are at most `rows_in_flight` of them and one unwritten part. After 6 it costs a second pair of files, which the batch's
+end does not name; they go with their time.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+
+from ingest.batch.answer import Terms, answer, cancel, left_out, refused
+from ingest.batch.batches import Batches, Birth, place
+from ingest.batch.lines import Row, check, parse_row, split
+from ingest.batch.objects import Objects
+from ingest.batch.parts import Parts
+from ingest.batch.shapes import BatchState, LineErrors, RequestCounts, Status
+from ingest.batch.store import FileStore
+from ingest.gateway.errors import ApiError
+from penstock.aio import AsyncClient
+from penstock.errors import BusUnavailable
+from penstock.settings import BatchSettings
+
+ClientOf = Callable[[str], Awaitable[AsyncClient]]
+"""The client of the pipeline that serves a model. Raises `ApiError`: 404 for an unknown one, else 503."""
+FLUSH_S = 5.0
+LOOK_S = 1.0
+PATIENCE_S = 60.0
+"""How long a model that no worker serves is waited for: its workers may be starting."""
+
+
+class Work:
+    """One batch in one process's hands."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        birth: Birth,
+        client_of: ClientOf,
+        room: asyncio.Semaphore,
+        settings: BatchSettings,
+    ) -> None:
+        self._objects, self._birth, self._client_of, self._room = objects, birth, client_of, room
+        self._batches, self._files, self._parts = Batches(objects), FileStore(objects), Parts(objects, birth)
+        self._settings = settings
+        self._terms = Terms(birth.tenant, birth.weight, float(birth.expires_at), birth.max_request_tokens)
+        self._state = BatchState()
+        self._noting = asyncio.Lock()
+        self._flushed_at = time.monotonic()
+        self._begun_at = time.monotonic()
+
+    async def run(self) -> None:
+        """To the batch's end. Raises `ApiError` 503 without the store: to be tried again."""
+        if await self._batches.has_ended(self._birth):
+            await self._batches.clear_ended(self._birth)
+            return
+        self._state = await self._batches.state(self._birth)
+        if self._state.status == "validating" and not await self._validate():
+            return
+        await self._parts.load()
+        why = await self._ask_unless_ended()
+        await self._finalize(why)
+
+    async def flush(self) -> None:
+        """Write what is finished: also before this work is given up for another to go on."""
+        async with self._noting:
+            await self._parts.flush()
+            self._flushed_at = time.monotonic()
+            num_done = len(self._parts.done)
+            counts = RequestCounts(
+                total=self._state.request_counts.total,
+                completed=self._parts.num_ok,
+                failed=num_done - self._parts.num_ok,
+            )
+            if counts != self._state.request_counts:
+                self._state.request_counts = counts
+                await self._batches.save(self._birth, self._state)
+
+    async def _validate(self) -> bool:
+        total, errors = await check(self._lines(), (self._birth.endpoint,), self._settings.max_lines)
+        now = int(time.time())
+        if errors:
+            failed = BatchState(status="failed", errors=LineErrors(data=errors), failed_at=now)
+            await self._batches.end(self._birth, failed)
+            return False
+        counts = RequestCounts(total=total)
+        self._state = BatchState(status="in_progress", in_progress_at=now, request_counts=counts)
+        await self._batches.save(self._birth, self._state)
+        return True
+
+    async def _ask_unless_ended(self) -> Status:
+        """Step 3 and 4, until all is answered or the end comes first; the status it ends with."""
+        asking = asyncio.create_task(self._ask_all())
+        why: Status = "completed"
+        try:
+            while not asking.done() and why == "completed":
+                left_s = self._birth.expires_at - time.time()
+                await asyncio.wait((asking,), timeout=min(LOOK_S, max(0.0, left_s)))
+                why = await self._end_before_its_time()
+                if time.monotonic() > self._flushed_at + FLUSH_S:
+                    await self.flush()
+            if asking.done():
+                asking.result()
+                return "completed"
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        return why
+
+    async def _end_before_its_time(self) -> Status:
+        if await self._batches.cancelled_at(self._birth) is not None:
+            return "cancelled"
+        return "expired" if time.time() >= self._birth.expires_at else "completed"
+
+    async def _ask_all(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            async for row in self._rows():
+                if row.number not in self._parts.done:
+                    await self._room.acquire()
+                    group.create_task(self._one(row)).add_done_callback(lambda _: self._room.release())
+
+    async def _one(self, row: Row) -> None:
+        try:
+            client = await self._served(row)
+        except ApiError as error:
+            finished = refused(row, self._name(row), error)
+        else:
+            finished = await answer(client, row, self._name(row), self._terms)
+        if self._parts.add(row.number, finished.row, is_ok=finished.is_ok):
+            await self.flush()
+
+    async def _served(self, row: Row) -> AsyncClient:
+        """The client for a row's model, waited for while no worker is there."""
+        model = row.body.get("model")
+        if not isinstance(model, str):
+            raise ApiError(
+                400, "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
+            )
+        while True:
+            try:
+                return await self._client_of(model)
+            except BusUnavailable:
+                pass
+            except ApiError as error:
+                if error.status < 500 and time.monotonic() > self._begun_at + PATIENCE_S:
+                    raise
+            await asyncio.sleep(LOOK_S)
+
+    async def _finalize(self, why: Status) -> None:
+        self._state.status, self._state.finalizing_at = "finalizing", int(time.time())
+        await self._batches.save(self._birth, self._state)
+        if why != "completed":
+            await self._leave_out(why)
+        await self.flush()
+        end = self._state.model_copy(update={"status": why, f"{why}_at": int(time.time())})
+        end.output_file_id = await self._file("output", ok=True)
+        end.error_file_id = await self._file("error", ok=False)
+        if not await self._batches.end(self._birth, end):
+            for file_id in (end.output_file_id, end.error_file_id):
+                if file_id is not None:
+                    await self._files.delete(self._birth.tenant, file_id)
+
+    async def _leave_out(self, why: Status) -> None:
+        """Step 5. Lines are asked in order, so only the first of the rest may be under way, whoever asked them."""
+        num_asked = self._settings.rows_in_flight
+        async for row in self._rows():
+            if row.number not in self._parts.done:
+                if num_asked > 0:
+                    num_asked -= 1
+                    with suppress(ApiError, BusUnavailable):
+                        await cancel(await self._client_of(str(row.body.get("model"))), row, self._name(row))
+                rest = left_out(row, self._name(row), f"batch_{why}")
+                if self._parts.add(row.number, rest.row, is_ok=False):
+                    await self.flush()
+
+    async def _file(self, name: str, *, ok: bool) -> str | None:
+        """Step 6, for one of the two; None where it would be empty."""
+        if (self._parts.num_ok if ok else len(self._parts.done) - self._parts.num_ok) == 0:
+            return None
+        filename, birth = f"{self._birth.id}_{name}.jsonl", self._birth
+        made = await self._files.save(
+            birth.tenant, filename, "batch_output", self._parts.file(ok=ok), life_s=birth.output_life_s
+        )
+        return made.id
+
+    def _name(self, row: Row) -> str:
+        return f"{self._birth.id.removeprefix('batch_')}-{row.number}"
+
+    def _lines(self) -> AsyncIterator[tuple[int, bytes]]:
+        return split(self._objects.read(place(self._birth, "input")))
+
+    async def _rows(self) -> AsyncIterator[Row]:
+        async for number, line in self._lines():
+            yield parse_row(number, line, (self._birth.endpoint,))

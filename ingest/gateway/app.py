@@ -1,0 +1,47 @@
+"""The ASGI application: routes, the form of errors, and a true OpenAPI document."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from ingest.gateway import batches, files, health, inference, listing, streams, usage
+from ingest.gateway.document import document
+from ingest.gateway.guard import Guard
+from ingest.gateway.handlers import error_handlers
+from ingest.gateway.state import Gateway
+from penstock.settings import Addresses, GatewaySettings, GuardSettings, is_loopback, load
+
+
+def create_app(settings: GatewaySettings, addresses: Addresses) -> FastAPI:
+    """A gateway to all pipelines at these addresses. `app.state.gateway` is its `Gateway`."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        gateway: Gateway = app.state.gateway
+        await gateway.open()
+        try:
+            yield
+        finally:
+            await gateway.close()
+
+    app = FastAPI(
+        title="Penstock",
+        description="OpenAI's API over a durable pipeline: what is accepted is answered, every stream can be resumed.",
+        lifespan=lifespan,
+        exception_handlers=error_handlers(),
+    )
+    app.state.gateway = Gateway(settings, addresses)
+    is_open = app.state.gateway.keyring.is_open
+    only_local = is_open and is_loopback(settings.host)
+    app.add_middleware(Guard, settings=load(GuardSettings), only_local=only_local)
+    for part in (inference, listing, streams, files, batches, usage, health):
+        app.include_router(part.router)
+
+    def openapi() -> dict[str, Any]:
+        app.openapi_schema = app.openapi_schema or document(app, is_open=is_open, only_local=only_local)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app

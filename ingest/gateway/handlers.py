@@ -1,0 +1,69 @@
+"""Every error in the shape that the SDKs expect, whatever raised it."""
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from ingest.gateway.errors import ApiError, ErrorBody, api_error
+from ingest.openai.body import api_error_of
+from penstock.errors import PenstockError
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
+_MEANINGS = {
+    400: "The request cannot be answered: `param` names what is wrong with it.",
+    401: "No valid API key.",
+    403: "This API key may not do that.",
+    404: "There is no such thing, or it is another tenant's.",
+    408: "What was to be sent comes too slowly.",
+    409: "In conflict with an earlier request, or cancelled.",
+    413: "Too large.",
+    429: "Too many requests or tokens, or too much is waiting: `Retry-After` says when to come again.",
+    431: "Too many headers, or too long.",
+    500: "The pipeline failed.",
+    503: "The pipeline cannot be reached now: try again.",
+    504: "Not within the time that was given.",
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The answers that are errors, for a route's documentation."""
+    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
+
+
+def error_response(error: ApiError) -> Response:
+    """The answer."""
+    return Response(error.body.model_dump_json(), error.status, error.headers, "application/json")
+
+
+async def _ours(request: Request, error: PenstockError) -> Response:
+    found = api_error(error)
+    if found.status == 500 and found.code == "internal_error":
+        log.error("%s %s", request.method, request.url.path, exc_info=error)
+    return error_response(found)
+
+
+async def _invalid(request: Request, error: RequestValidationError) -> Response:
+    line = error.errors()[0]
+    return error_response(api_error_of(line["type"], line["loc"][1:], line["msg"]))
+
+
+async def _http(request: Request, error: HTTPException) -> Response:
+    unknown = error.status_code in (404, 405)
+    message = f"Unknown request URL: {request.method} {request.url.path}." if unknown else str(error.detail)
+    code = "unknown_url" if unknown else None
+    return error_response(ApiError(error.status_code, message, code=code, headers=error.headers))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, "internal error", code="internal_error"))
+
+
+def error_handlers() -> dict[int | type[Exception], Handler]:
+    """What the app does with exceptions."""
+    return {PenstockError: _ours, RequestValidationError: _invalid, HTTPException: _http, Exception: _bug}

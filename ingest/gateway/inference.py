@@ -1,0 +1,125 @@
+"""The routes that make requests: `/v1/chat/completions`, `/v1/completions`, `/v1/responses`."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+
+from ingest.admission import Ticket
+from ingest.gateway.accept import Wishes, WishesDep, accept
+from ingest.gateway.caller import CallerDep
+from ingest.gateway.errors import STATUS
+from ingest.gateway.handlers import errors
+from ingest.gateway.state import Gateway, gateway_of
+from ingest.gateway.streaming import EVENTS, event_stream, settled
+from ingest.openai import ENDPOINTS
+from ingest.openai.endpoint import Card, Endpoint
+from ingest.openai.places import Places
+from ingest.openai.telling import total
+from penstock import tracing
+from penstock.client import Answer
+from penstock.errors import BusUnavailable, RequestError
+from penstock.messages import Usage
+
+router = APIRouter()
+T = TypeVar("T")
+REFUSED = (400, 404, 413)
+"""Nothing was computed for these."""
+GONE = 499
+"""Nobody reads this status: its client has left."""
+
+
+def add_route(endpoint: Endpoint[Any]) -> None:
+    """The route of one of OpenAI's endpoints."""
+
+    async def create(request: Request, caller: CallerDep, wishes: WishesDep) -> Response:
+        gateway, body = gateway_of(request), endpoint.parse(await request.body())
+        with tracing.continued(request.headers):
+            card, ticket = await accept(gateway, caller, wishes, endpoint, body)
+        response: Response
+        if body.stream:
+            places = Places(len(card.request_ids))
+            is_cancelled = wishes.x_penstock_cancel_on_disconnect
+            response = event_stream(gateway, card, places, ticket, cancel_on_leaving=is_cancelled)
+        else:
+            response = await _whole(request, gateway, endpoint, card, ticket, wishes)
+        if ticket is not None:
+            response.headers.update(ticket.headers)
+        return response
+
+    schema = {"$ref": f"#/components/schemas/{endpoint.body.__name__}"}
+    router.add_api_route(
+        endpoint.path,
+        create,
+        methods=["POST"],
+        name=endpoint.path.rpartition("/v1/")[2].replace("/", "_"),
+        summary=(endpoint.body.__doc__ or "").partition("\n")[0],
+        response_model=None,
+        openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+        responses={
+            200: {
+                "model": endpoint.answer,
+                "description": "The answer; with `stream`, its pieces as server-sent events.",
+                "content": EVENTS,
+                "headers": {
+                    "x-request-id": {"schema": {"type": "string"}, "description": "The answer's id."},
+                    "location": {"schema": {"type": "string"}, "description": "Where the stream can be read again."},
+                },
+            },
+            **errors(400, 401, 403, 404, 409, 413, 429, 500, 503, 504),
+        },
+    )
+
+
+for one in ENDPOINTS.values():
+    add_route(one)
+
+
+async def _whole(
+    request: Request, gateway: Gateway, endpoint: Endpoint[Any], card: Card, ticket: Ticket | None, wishes: Wishes
+) -> Response:
+    """The answer as a whole. A client that leaves before is no reason to end the request, unless it said so."""
+    client, patience_s = gateway.client(card.pipeline), gateway.settings.patience_s
+    readings = [client.result(request_id, timeout_s=patience_s) for request_id in card.request_ids]
+    try:
+        answers = await _unless_gone(request, _together(readings))
+    except RequestError as error:
+        if STATUS.get(error.code) in REFUSED:
+            await settled(gateway, card, ticket, Usage())
+        raise
+    if answers is None:
+        if wishes.x_penstock_cancel_on_disconnect:
+            with suppress(BusUnavailable):
+                await asyncio.gather(*(client.cancel(request_id) for request_id in card.request_ids))
+        return Response(status_code=GONE)
+    await settled(gateway, card, ticket, total(answer.usage for answer in answers))
+    headers = {"x-request-id": card.id, "location": f"/v1/streams/{card.id}"}
+    return Response(endpoint.whole(card, answers).model_dump_json(), 200, headers, "application/json")
+
+
+async def _together(readings: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """All answers; the first error ends the reading of the others."""
+    tasks = [asyncio.create_task(reading) for reading in readings]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """What comes of `work`; None when the client left before."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

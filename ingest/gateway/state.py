@@ -1,0 +1,71 @@
+"""What all routes of one gateway process share."""
+
+import asyncio
+
+from starlette.requests import HTTPConnection
+
+from ingest.admission import Admission
+from ingest.batch.desk import Desk
+from ingest.gateway import meters
+from ingest.gateway.card import Cards
+from ingest.gateway.models import Models
+from ingest.keys import source_of
+from ingest.tenants import Keyring
+from penstock.aio import AsyncClient
+from penstock.lag import PipelineLag
+from penstock.names import Pipeline
+from penstock.reach import async_redis_client
+from penstock.settings import Addresses, AdmissionSettings, BatchSettings, GatewaySettings, RecordSettings, load
+
+
+class Gateway:
+    """Connections and what is known, for one event loop; nothing that outlives a request.
+
+    Made with the app, opened and closed with its event loop.
+    """
+
+    def __init__(self, settings: GatewaySettings, addresses: Addresses) -> None:
+        self.settings, self.addresses = settings, addresses
+        self.redis = async_redis_client(addresses.stream_url)
+        self.models = Models(self.redis, addresses.pipeline)
+        self.cards = Cards(self.redis, load(RecordSettings))
+        admission = load(AdmissionSettings)
+        self.keyring = Keyring(source_of(admission, settings.host, self.redis))
+        self.admission = Admission(self.redis, self._lag_of, admission)
+        self.is_stopping = False
+        """Set when this process was told to stop: streams tell their readers to go on elsewhere."""
+        self._clients: dict[str, AsyncClient] = {}
+
+    async def open(self) -> None:
+        """Before the first request."""
+        self._metering = asyncio.create_task(meters.count_all(self.models, self.addresses))
+        self.desk = Desk(self.redis, self.client_of, load(BatchSettings))
+
+    async def close(self) -> None:
+        """After the last request."""
+        self._metering.cancel()
+        await asyncio.wait([self._metering])
+        await self.desk.close()
+        for client in self._clients.values():
+            await client.close()
+        await self.redis.aclose()
+
+    def client(self, pipeline: str) -> AsyncClient:
+        """The client of a pipeline."""
+        if pipeline not in self._clients:
+            self._clients[pipeline] = AsyncClient(self.addresses.model_copy(update={"pipeline": pipeline}))
+        return self._clients[pipeline]
+
+    async def client_of(self, model: str) -> AsyncClient:
+        """The client of the pipeline that serves a model. Raises as `Models.find`."""
+        return self.client((await self.models.find(model)).pipeline)
+
+    async def _lag_of(self, pipeline: Pipeline) -> PipelineLag:
+        return await self.client(pipeline.name).lag()
+
+
+def gateway_of(request: HTTPConnection) -> Gateway:
+    """The gateway that a request came to."""
+    found = request.app.state.gateway
+    assert isinstance(found, Gateway)
+    return found

@@ -1,0 +1,235 @@
+"""Metering: what each tenant used, counted from the results, which say it once for each request.
+
+Any number of gateways may run a `Meter`; one at a time counts, the others wait for its lease to run out. A turn of it:
+
+    1  read      the results after the stored place of each part of the topic (a Kafka partition, the Redis stream)
+    2  count     one script for each part: adds to the sums and moves the stored place, if it still is where it was
+
+A crash before 2 costs nothing, and after it neither: the next one reads on from the stored place. Two that count at
+once (the lease ran out in a pause) start from the same place; the second one's script does nothing, and it reads again.
+
+So the sums are exactly what the topic said up to the stored places. A second result of one id, possible where Redis
+lost the request's record, is left out if the first is among the last `WINDOW` counted. If Redis loses the sums it loses
+the places with them, and all that the topic still keeps is counted again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from penstock.bus.connect import connect
+from penstock.bus.contract import Followed, Follower
+from penstock.errors import BusUnavailable, RequestError
+from penstock.failpoints import failpoint
+from penstock.messages import Result, decode
+from penstock.names import Pipeline
+from penstock.reach import is_away, pauses, redis_client
+from penstock.settings import Addresses, BusSettings, load
+
+log = logging.getLogger(__name__)
+
+WINDOW = 100_000
+"""So many ids are remembered."""
+MOST = 200
+"""Results read at once."""
+LEASE_S, WAIT_S = 5.0, 1.0
+COUNTERS = ("requests", "prefill_tokens", "cached_tokens", "decode_tokens")
+
+COUNT = """
+-- Count results and move the stored place, together.
+-- KEYS: 1 places, 2 ids counted last, then the sums of each day.
+-- ARGV: 1 part, 2 the place it must be at ('': none), 3 its new place, 4 how many ids to remember, then for each
+-- result: id, index of its day (from 1), tenant, prefill tokens, cached tokens, decode tokens.
+-- Returns 1, or 0 if the place was another one, and nothing was done.
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+local now = redis.call('TIME')
+now = now[1] * 1e6 + now[2]
+for at = 5, #ARGV, 6 do
+  if redis.call('ZADD', KEYS[2], 'NX', string.format('%.0f', now), ARGV[at]) == 1 then
+    local day, tenant = KEYS[2 + tonumber(ARGV[at + 1])], ARGV[at + 2]
+    redis.call('HINCRBY', day, 'requests:' .. tenant, 1)
+    redis.call('HINCRBY', day, 'prefill_tokens:' .. tenant, ARGV[at + 3])
+    redis.call('HINCRBY', day, 'cached_tokens:' .. tenant, ARGV[at + 4])
+    redis.call('HINCRBY', day, 'decode_tokens:' .. tenant, ARGV[at + 5])
+  end
+end
+redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -1 - tonumber(ARGV[4]))
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+LEASE = """
+-- Hold the lease, or take it if it is free. KEYS: 1 lease. ARGV: 1 own token, 2 ms. Returns 1 if it is held.
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What was used. Prompt tokens are either computed (`prefill`) or found in the KV store (`cached`)."""
+
+    requests: int = 0
+    """Of the pipeline: one with `n` answers counts n times."""
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    decode_tokens: int = 0
+
+
+class Meter:
+    """Counts the results of one pipeline. For one thread."""
+
+    def __init__(self, addresses: Addresses) -> None:
+        self._pipeline = Pipeline(addresses.pipeline)
+        self._bus = connect(addresses, load(BusSettings))
+        self._client = redis_client(addresses.stream_url)
+        self._count, self._lease = self._client.register_script(COUNT), self._client.register_script(LEASE)
+        self._token = uuid.uuid4().hex
+        self._follower: Follower | None = None
+        self._places: dict[str, str] = {}
+
+    def turn(self, timeout_s: float = WAIT_S) -> int | None:
+        """Count what came, waiting up to `timeout_s` for any; how many results. None: another one counts.
+
+        Raises `BusUnavailable` or `redis.RedisError`: another turn may be taken at any time.
+        """
+        key = self._pipeline.meter_key("reader")
+        if not self._lease([key], [self._token, int(LEASE_S * 1000)]):
+            self._let_go()
+            return None
+        try:
+            return self._turn(timeout_s)
+        except (BusUnavailable, redis.RedisError):
+            self._let_go()
+            raise
+
+    def _turn(self, timeout_s: float) -> int:
+        if self._follower is None:
+            self._places = _text(self._client.hgetall(self._pipeline.meter_key("places")))
+            self._follower = self._bus.follow(self._pipeline.results, self._places)
+        found = self._follower.read(timeout_s, MOST)
+        failpoint("meter.1.read")
+        parts: dict[str, list[Followed]] = {}
+        for message in found:
+            parts.setdefault(message.part, []).append(message)
+        for part, messages in parts.items():
+            if not self._add(part, messages):
+                self._let_go()
+                return 0
+            failpoint("meter.2.counted")
+        return len(found)
+
+    def _add(self, part: str, messages: Sequence[Followed]) -> bool:
+        """Count one part's messages; False if somebody else did."""
+        days: dict[str, int] = {}
+        words: list[Any] = [part, self._places.get(part, ""), messages[-1].place, WINDOW]
+        for result in _results(messages):
+            number = days.setdefault(day_of(result.timings.finished), len(days) + 1)
+            usage = result.usage
+            computed = usage.prompt_tokens - usage.cached_tokens
+            words += [result.id, number, result.tenant, computed, usage.cached_tokens, usage.completion_tokens]
+        keys = [self._pipeline.meter_key(name) for name in ("places", "seen", *(f"day:{day}" for day in days))]
+        is_done = bool(self._count(keys, words))
+        self._places[part] = messages[-1].place
+        return is_done
+
+    def _let_go(self) -> None:
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            with contextlib.suppress(BusUnavailable):
+                follower.close()
+
+    def close(self) -> None:
+        """Free the connections; another one may count after `LEASE_S`."""
+        self._let_go()
+        self._client.close()
+
+
+def _results(messages: Iterable[Followed]) -> Iterable[Result]:
+    """What can be read of them; anybody may write into a topic."""
+    for message in messages:
+        try:
+            yield decode(Result, message.message.value)
+        except RequestError as error:
+            log.warning("%s is no result: %s", message.place, error)
+
+
+async def meter_forever(addresses: Addresses) -> None:
+    """Count a pipeline's results until cancelled, whatever is away meanwhile."""
+    meter, thread = Meter(addresses), ThreadPoolExecutor(1, "meter")
+    loop, waits = asyncio.get_running_loop(), pauses()
+    try:
+        while True:
+            try:
+                counted = await _to_the_end(loop.run_in_executor(thread, meter.turn))
+            except (BusUnavailable, redis.RedisError) as error:
+                if not is_away(error):
+                    log.error("metering: %s", error)
+                await asyncio.sleep(next(waits))
+                continue
+            waits = pauses()
+            if counted is None:
+                await asyncio.sleep(WAIT_S)
+    finally:
+        thread.submit(meter.close)
+        thread.shutdown(wait=False)
+
+
+async def _to_the_end(turn: "asyncio.Future[int | None]") -> int | None:
+    """Cancelled or not, the thread is through with its turn."""
+    try:
+        return await asyncio.shield(turn)
+    except asyncio.CancelledError:
+        with contextlib.suppress(BusUnavailable, redis.RedisError):
+            await turn
+        raise
+
+
+# What was counted.
+
+Days = Mapping[str, Mapping[str, Sums]]
+"""By day (UTC), then by tenant."""
+
+
+def day_of(seconds: float) -> str:
+    """`2026-11-21`, in UTC; of a result that does not say when it finished, today."""
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds or None))
+
+
+def last_days(num_days: int) -> list[str]:
+    """Today and those before it, the oldest first."""
+    now = time.time()
+    return [day_of(now - 86400 * ago) for ago in reversed(range(num_days))]
+
+
+def day_keys(pipeline: Pipeline, days: Iterable[str]) -> list[str]:
+    """Where the sums of these days are."""
+    return [pipeline.meter_key(f"day:{day}") for day in days]
+
+
+def sums_of(fields: Mapping[bytes, bytes]) -> dict[str, Sums]:
+    """One day's sums by tenant, from its hash."""
+    counts: dict[str, dict[str, int]] = {}
+    for field, number in fields.items():
+        counter, _, tenant = field.decode().partition(":")
+        counts.setdefault(tenant, {})[counter] = int(number)
+    return {tenant: Sums(**{name: found.get(name, 0) for name in COUNTERS}) for tenant, found in counts.items()}
+
+
+def total(sums: Iterable[Sums]) -> Sums:
+    """All of them together."""
+    found = list(sums)
+    return Sums(**{name: sum(getattr(one, name) for one in found) for name in COUNTERS})
+
+
+def _text(fields: Any) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in fields.items()}

@@ -1,0 +1,69 @@
+"""Usage and log probabilities as OpenAI's answers tell them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from penstock.messages import Logprobs, TokenLogprob, Usage
+
+
+class PromptTokensDetails(BaseModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+    """Those whose KV was found, not computed."""
+
+
+class CompletionUsage(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(usages: Sequence[Usage], n: int = 1) -> CompletionUsage:
+    """The sum over all choices; a prompt that `n` choices share counts once."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::n])
+    completion = sum(usage.completion_tokens for usage in usages)
+    details = PromptTokensDetails(cached_tokens=sum(usage.cached_tokens for usage in usages[::n]))
+    return CompletionUsage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=details,
+    )
+
+
+class TopLogprob(BaseModel):
+    """A token that could have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(TopLogprob):
+    """A token that was chosen."""
+
+    top_logprobs: list[TopLogprob]
+
+
+def token_text(one: Logprobs | TokenLogprob, token: int) -> str:
+    r"""A token as text; a part of a character as OpenAI spells it, `bytes:\xf0\x9f`."""
+    if one.bytes is not None:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.bytes)
+    return f"token_id:{token}" if one.text is None else one.text
+
+
+def _entry(one: Logprobs | TokenLogprob, token: int) -> dict[str, Any]:
+    text = token_text(one, token)
+    spelled = list(text.encode()) if one.bytes is None else one.bytes
+    return {"token": text, "logprob": one.logprob, "bytes": spelled}
+
+
+def logprobs_entry(told: Logprobs, token: int) -> dict[str, Any]:
+    """One token's `TokenLogprobs`, as JSON has it."""
+    return {**_entry(told, token), "top_logprobs": [_entry(one, one.token) for one in told.top]}

@@ -1,0 +1,94 @@
+"""`penstock batch run`: a file of requests in, a file of answers out."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock.aio import AsyncClient
+from penstock.settings import Addresses, load
+
+if TYPE_CHECKING:
+    from ingest.batch.answer import Finished
+
+app = typer.Typer(help="Many requests from a file.", no_args_is_help=True)
+INTERRUPTED = 130
+
+
+@app.callback()
+def batch() -> None:
+    """Many requests from a file."""
+
+
+@app.command("run")
+def run(
+    source: Annotated[Path, typer.Argument(metavar="INPUT", exists=True, dir_okay=False, help="OpenAI's batch lines.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where answers go, in the order they are finished.")],
+    errors: Annotated[
+        Path | None, typer.Option(help="Where rows go that failed. By default beside the output, ….errors.jsonl.")
+    ] = None,
+) -> None:
+    """Send all rows of INPUT through the pipeline, as class batch.
+
+    The same command goes on where it was after Ctrl-C or a crash, and repeats no finished row; a journal beside the
+    output says which these are. Exits with 1 if rows failed.
+    """
+    logging.getLogger().setLevel(logging.WARNING)
+    errors = errors or output.with_name(f"{output.stem}.errors.jsonl")
+    notes = Console(stderr=True)
+    try:
+        total, num_failed = asyncio.run(_run(source, output, errors, notes))
+    except KeyboardInterrupt:
+        notes.print("stopped; the same command goes on from here")
+        raise typer.Exit(INTERRUPTED) from None
+    notes.print(f"{total - num_failed:,} answers in {output}", highlight=False)
+    if num_failed:
+        notes.print(f"{num_failed:,} rows failed: {errors}", highlight=False)
+        raise typer.Exit(1)
+
+
+async def _run(source: Path, output: Path, errors: Path, notes: Console) -> tuple[int, int]:
+    """How many rows there are, and how many failed."""
+    from ingest.batch import direct
+    from ingest.batch.journal import Journal
+
+    total, digest = await direct.looked_at(source)
+    with Journal(output, errors, digest) as journal:
+        if journal.done:
+            notes.print(f"{len(journal.done):,} of {total:,} rows are finished already", highlight=False)
+        async with AsyncClient(load(Addresses)) as client:
+            with _shown(notes, total, len(journal.done), journal.num_failed) as meter:
+                await direct.run(client, source, journal, meter.add)
+        return total, journal.num_failed
+
+
+class _Meter:
+    """What the bar shows."""
+
+    def __init__(self, progress: Progress, total: int, done: int, failed: int) -> None:
+        self._progress, self._failed, self._tokens, self._begun_s = progress, failed, 0, time.monotonic()
+        self._task = progress.add_task("rows", total=total, completed=done, failed=failed, rate=0.0)
+
+    def add(self, finished: "Finished") -> None:
+        """A row is finished."""
+        self._failed += not finished.is_ok
+        self._tokens += finished.usage.completion_tokens
+        rate = self._tokens / (time.monotonic() - self._begun_s)
+        self._progress.update(self._task, advance=1, failed=self._failed, rate=rate)
+
+
+@contextlib.contextmanager
+def _shown(notes: Console, total: int, done: int, failed: int) -> Iterator[_Meter]:
+    columns = (
+        MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[failed]} failed"),
+        TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=notes) as progress:
+        yield _Meter(progress, total, done, failed)

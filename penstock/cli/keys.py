@@ -1,0 +1,171 @@
+"""`penstock keys create | list | revoke | tenant`: who may use the gateway."""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import redis
+import typer
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from penstock.errors import SettingsError
+from penstock.messages import Tenant
+from penstock.names import KEYS_KEY, TENANTS_KEY
+from penstock.settings import Addresses, AdmissionSettings, load
+
+if TYPE_CHECKING:
+    from ingest.keys import Book
+
+app = typer.Typer(help="API keys and tenants of the gateway, where PENSTOCK_GATEWAY_KEYS says.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+TenantName = Annotated[str, typer.Argument(metavar="TENANT")]
+
+
+@app.command()
+def create(tenant: TenantName, as_json: AsJson = False) -> None:
+    """Make a key for a tenant and print it, this once: only its hash is kept."""
+    from ingest.tenants import new_key
+
+    _check_tenant(tenant)
+    key, key_id, entry = new_key(tenant)
+
+    def add(book: "Book") -> None:
+        book.keys[key_id] = entry
+
+    _change(add, lambda client: client.hset(KEYS_KEY, key_id, entry.model_dump_json()))
+    print(json.dumps({"id": key_id, "tenant": tenant, "key": key}) if as_json else key)  # noqa: T201
+
+
+@app.command("list")
+def list_(as_json: AsJson = False) -> None:
+    """All keys by id and tenant, and what the tenants may."""
+    book = _read()
+    if as_json:
+        print(book.model_dump_json(indent=1, exclude={"keys": {"__all__": {"hash"}}}))  # noqa: T201
+        return
+    keys = Table("key", "tenant", "created", box=None, pad_edge=False)
+    for key_id, entry in sorted(book.keys.items(), key=lambda item: (item[1].tenant, item[1].created)):
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created)) if entry.created else ""
+        keys.add_row(f"psk_{key_id}_…", entry.tenant, created)
+    tenants = Table("tenant", "weight", "classes", box=None, pad_edge=False)
+    for name in ("requests/min", "tokens/min", "tokens/request"):
+        tenants.add_column(name, justify="right")
+    for name, what in sorted(book.tenants.items()):
+        limits = (what.requests_per_min, what.tokens_per_min, what.max_request_tokens)
+        counts = ("any" if limit is None else f"{limit:,}" for limit in limits)
+        tenants.add_row(name, f"{what.weight:g}", ", ".join(what.classes), *counts)
+    console = Console(highlight=False)
+    console.print(keys if book.keys else "no keys")
+    if book.tenants:
+        console.print()
+        console.print(tenants)
+
+
+@app.command()
+def revoke(key_id: Annotated[str, typer.Argument(metavar="ID", help="As `penstock keys list` shows it.")]) -> None:
+    """Make a key worthless, on every gateway within a second."""
+    name = key_id.removeprefix("psk_").split("_")[0]
+
+    def remove(book: "Book") -> None:
+        if book.keys.pop(name, None) is None:
+            raise SettingsError(f"no key has the id {name!r}: see penstock keys list")
+
+    def remove_in_redis(client: "redis.Redis") -> None:
+        if not client.hdel(KEYS_KEY, name):
+            raise SettingsError(f"no key has the id {name!r}: see penstock keys list")
+
+    _change(remove, remove_in_redis)
+
+
+@app.command()
+def tenant(
+    tenant: TenantName,
+    weight: Annotated[float | None, typer.Option(help="Its share where tenants compete.")] = None,
+    class_: Annotated[list[str] | None, typer.Option("--class", help="A class it may use; may be repeated.")] = None,
+    requests_per_min: Annotated[int | None, typer.Option(help="0: no limit.")] = None,
+    tokens_per_min: Annotated[int | None, typer.Option(help="Prompt and output together. 0: no limit.")] = None,
+    max_request_tokens: Annotated[int | None, typer.Option(help="Output that one may ask for. 0: no limit.")] = None,
+) -> None:
+    """Set what a tenant may do; what is not given stays as it is."""
+    from ingest.tenants import TenantEntry
+
+    _check_tenant(tenant)
+    limits = {
+        "requests_per_min": requests_per_min,
+        "tokens_per_min": tokens_per_min,
+        "max_request_tokens": max_request_tokens,
+    }
+    given: dict[str, Any] = {name: limit or None for name, limit in limits.items() if limit is not None}
+    given |= {"weight": weight} if weight is not None else {}
+    given |= {"classes": class_} if class_ else {}
+    try:
+        entry = TenantEntry.model_validate(_read().tenants.get(tenant, TenantEntry()).model_dump() | given)
+    except ValidationError as error:
+        raise typer.BadParameter("; ".join(str(line["msg"]) for line in error.errors())) from None
+
+    def put(book: "Book") -> None:
+        book.tenants[tenant] = entry
+
+    _change(put, lambda client: client.hset(TENANTS_KEY, tenant, entry.model_dump_json()))
+
+
+def _check_tenant(name: str) -> None:
+    try:
+        TypeAdapter(Tenant).validate_python(name)
+    except ValidationError:
+        raise typer.BadParameter(f"{name!r} cannot name a tenant: 1 to 64 of A-Z a-z 0-9 . _ -") from None
+
+
+def _place() -> str:
+    from ingest.keys import OPEN
+
+    place = load(AdmissionSettings).keys
+    if place in {"", OPEN}:
+        raise SettingsError("no keys are asked for: set PENSTOCK_GATEWAY_KEYS to a JSON file, or to 'redis'")
+    return place
+
+
+def _read() -> "Book":
+    from ingest.keys import IN_REDIS, Book, read_book, read_redis
+
+    place = _place()
+    if place == IN_REDIS:
+        with redis.Redis.from_url(load(Addresses).stream_url) as client:
+            return read_redis(client)
+    path = Path(place).expanduser()
+    return read_book(path) if path.exists() else Book()
+
+
+def _change(in_file: Callable[["Book"], None], in_redis: Callable[["redis.Redis"], object]) -> None:
+    """In a file: read, change and replace it, one process at a time."""
+    from ingest.keys import IN_REDIS, write_book
+
+    place = _place()
+    if place == IN_REDIS:
+        with redis.Redis.from_url(load(Addresses).stream_url) as client:
+            in_redis(client)
+        return
+    path = Path(place).expanduser()
+    with _alone_in(path.parent):
+        book = _read()
+        in_file(book)
+        write_book(path, book)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

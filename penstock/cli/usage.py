@@ -1,0 +1,61 @@
+"""`penstock usage`: what each tenant used, counted from the results."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import redis
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock.names import Pipeline
+from penstock.settings import Addresses, load
+
+if TYPE_CHECKING:
+    from ingest.metering import Sums
+
+
+def usage(
+    days: Annotated[int, typer.Option(min=1, max=3660, help="Today and those before it, in UTC.")] = 30,
+    by_day: Annotated[bool, typer.Option("--by-day", help="One line a day.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: by day, then by tenant.")] = False,
+) -> None:
+    """Requests and tokens of each tenant. A gateway counts them as results come."""
+    from ingest.metering import total
+
+    found = _read(days)
+    if as_json:
+        body = {day: {name: asdict(sums) for name, sums in tenants.items()} for day, tenants in found.items()}
+        print(json.dumps(body, indent=1))  # noqa: T201
+        return
+    rows = [(day, name, sums) for day, tenants in found.items() for name, sums in sorted(tenants.items())]
+    if not by_day:
+        names = sorted({name for _, name, _ in rows})
+        rows = [("", name, total(sums for _, other, sums in rows if other == name)) for name in names]
+    console = Console(highlight=False)
+    console.print(_table(rows, by_day=by_day) if rows else "nothing was counted")
+
+
+def _read(days: int) -> "dict[str, dict[str, Sums]]":
+    """By day, then by tenant; days without any are left out."""
+    from ingest.metering import day_keys, last_days, sums_of
+
+    addresses, wanted = load(Addresses), last_days(days)
+    with redis.Redis.from_url(addresses.stream_url) as client, client.pipeline(transaction=False) as batch:
+        for key in day_keys(Pipeline(addresses.pipeline), wanted):
+            batch.hgetall(key)
+        replies = cast("list[dict[bytes, bytes]]", batch.execute())
+    return {day: sums_of(reply) for day, reply in zip(wanted, replies, strict=True) if reply}
+
+
+def _table(rows: "list[tuple[str, str, Sums]]", *, by_day: bool) -> Table:
+    from ingest.metering import COUNTERS
+
+    table = Table(*(["day"] if by_day else []), "tenant", box=None, pad_edge=False)
+    for name in COUNTERS:
+        table.add_column(name.replace("_", " "), justify="right")
+    for day, name, sums in rows:
+        counts: list[Any] = [f"{getattr(sums, counter):,}" for counter in COUNTERS]
+        table.add_row(*([day] if by_day else []), name, *counts)
+    return table

@@ -1,0 +1,101 @@
+"""Following a topic, on both buses."""
+
+import pytest
+from confluent_kafka import Producer
+
+from penstock.bus import streams
+from penstock.bus.contract import Bus, Followed, Follower, Outgoing, Settlement
+from penstock.bus.kafka import KafkaBus, producer_settings
+from penstock.local.processes import wait_until
+from penstock.names import Pipeline
+from penstock.reach import redis_client
+from tests.bus.buses import answered, make_bus, numbered, publish, take
+
+
+@pytest.fixture(params=["streams", "kafka"])
+def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
+    address = request.getfixturevalue("kafka" if request.param == "kafka" else "redis_url")
+    made = make_bus(request.param, pipeline, address)
+    made.create_topics()
+    return made
+
+
+def read(follower: Follower, count: int, most: int = 500) -> list[Followed]:
+    found: list[Followed] = []
+
+    def is_there() -> bool:
+        found.extend(follower.read(0.2, most))
+        return len(found) >= count
+
+    wait_until(is_there, 30, f"{count} messages")
+    return found
+
+
+def settle(bus: Bus, pipeline: Pipeline, count: int, first: int = 0) -> None:
+    publish(bus, [Outgoing(pipeline.jobs("batch"), b"%d" % (first + n), f"k{first + n}") for n in range(count)])
+    with bus.member("decode", "d") as member:
+        member.settle([answered(pipeline, delivery) for delivery in take(member, count)])
+
+
+def test_a_follower_reads_on_where_another_one_was(bus: Bus, pipeline: Pipeline) -> None:
+    settle(bus, pipeline, 30)
+    follower = bus.follow(pipeline.results, {})
+    found = read(follower, 30)
+    assert sorted(int(one.message.value) for one in found) == list(range(30))
+    assert all(one.message.key == f"k{one.message.value.decode()}" for one in found)
+    settle(bus, pipeline, 5, first=30)
+    assert sorted(int(one.message.value) for one in read(follower, 5)) == list(range(30, 35))
+    follower.close()
+    counted = {one.part: one.place for one in found[:17]}  # of each part the last
+    follower = bus.follow(pipeline.results, counted)
+    rest = read(follower, 35 - 17, most=3)
+    assert {int(one.message.value) for one in rest} == set(range(35)) - {int(one.message.value) for one in found[:17]}
+    assert follower.read(0.0) == []
+    follower.close()
+
+
+def test_what_a_transaction_takes_back_is_never_seen(kafka: str, pipeline: Pipeline) -> None:
+    bus = make_bus("kafka", pipeline, kafka)
+    bus.create_topics()
+    assert isinstance(bus, KafkaBus)
+    producer = Producer(producer_settings(kafka) | {"transactional.id": f"{pipeline.name}-odd"})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    for number in range(4):
+        producer.produce(pipeline.results, b"never", f"n{number}")
+    producer.flush(30)
+    follower = bus.follow(pipeline.results, {})
+    assert follower.read(0.5) == []
+    producer.abort_transaction(30)
+    publish(bus, numbered(pipeline.results, 4))
+    assert {one.message.value for one in read(follower, 4)} == {b"0", b"1", b"2", b"3"}
+    follower.close()
+
+
+def test_what_is_not_counted_is_not_trimmed(
+    redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "KEPT_ENTRIES", 50)
+    bus = make_bus("streams", pipeline, redis_url)
+    bus.create_topics()
+    client, key = redis_client(redis_url), pipeline.stream_key(pipeline.results)
+    client.hset(pipeline.meter_key("places"), streams.PART, "0")  # somebody counts, and has not begun
+
+    def settle_large(count: int) -> None:
+        publish(bus, [Outgoing(pipeline.jobs("batch"), b"x" * 1000) for _ in range(count)])
+        with bus.member("decode", "d") as member:
+            for delivery in take(member, count, {"interactive": 0, "batch": count}):
+                member.settle([Settlement(delivery, [Outgoing(pipeline.results, delivery.value)])])
+
+    settle_large(300)
+    follower = bus.follow(pipeline.results, {})
+    found = read(follower, 300)
+    assert len(found) == 300
+    client.hset(pipeline.meter_key("places"), streams.PART, found[199].place)
+    settle_large(1)
+    assert 101 <= client.xlen(key) < 120  # some more than what is not counted: whole nodes go
+    client.hset(pipeline.meter_key("places"), streams.PART, read(follower, 1)[-1].place)
+    settle_large(1)
+    assert 50 <= client.xlen(key) < 70
+    follower.close()
+    client.close()

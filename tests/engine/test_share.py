@@ -1,0 +1,217 @@
+"""Batch work beside interactive work: what it may add to a step, and that it neither disturbs nor starves."""
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.cost import StepCost, Try, measure_cost
+from engine.engine import Engine
+from engine.model import LoadedModel
+from engine.sequence import Sequence, State
+from engine.share import SHARE, Share
+from penstock.names import PriorityClass
+from penstock.settings import EngineSettings
+from tests.engine.helpers import run, sequence
+from tests.engine.schedules import Dummy, seq_of
+
+COST = StepCost(fixed_s=20.0, row_s=1.0, context_s=0.0, chunk_s=0.0, token_s=0.5)
+"""Beside four rows there is room for two, or for four tokens of a prompt."""
+PATIENCE = 32
+
+
+@pytest.fixture(autouse=True)
+def less_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a test grows with the square of its steps."""
+    monkeypatch.setattr("engine.scheduler.PATIENCE", PATIENCE)
+
+
+def _dummy(cost: StepCost | None = COST, num_blocks: int = 2000, max_batch: int = 32) -> Dummy:
+    dummy = Dummy(num_blocks, max_batch=max_batch, budget=400)
+    dummy.scheduler.cost = cost
+    return dummy
+
+
+def _fill(dummy: Dummy, count: int, klass: PriorityClass, max_new: int = 400, length: int = 1) -> list[Sequence]:
+    first = 10_000 * len(dummy.alive)
+    seqs = [seq_of(length, max_new, klass=klass, first=first + 1000 * i) for i in range(count)]
+    dummy.add(*seqs)
+    return seqs
+
+
+def _num_batch(dummy: Dummy) -> int:
+    return sum(num for seq, num in dummy.step() if seq.klass == "batch")
+
+
+def test_a_step_with_interactive_rows_is_hardly_longer_and_the_rest_pauses_in_place() -> None:
+    dummy = _dummy()
+    batch = _fill(dummy, 10, "batch")
+    assert _num_batch(dummy) == 10
+    interactive = _fill(dummy, 4, "interactive")
+    for _ in range(PATIENCE - 3):
+        plan = dict(dummy.step())
+        assert set(interactive) <= plan.keys()
+        assert [seq for seq in plan if seq.klass == "batch"] == batch[:2]
+    assert all(seq.state is State.RUNNING and seq.num_preemptions == 0 for seq in batch)
+    for seq in interactive:
+        dummy.remove(seq)
+    assert _num_batch(dummy) == 10
+
+
+def test_without_a_known_cost_all_take_part() -> None:
+    dummy = _dummy(None)
+    _fill(dummy, 10, "batch")
+    _fill(dummy, 4, "interactive")
+    assert len(dummy.step()) == 14
+
+
+def test_a_batch_prompt_is_cut_to_the_share_and_pays_for_being_the_first_chunk() -> None:
+    for chunk_s, expected in ((0.0, 4), (1.0, 2), (2.0, 0), (50.0, 0)):
+        dummy = _dummy(StepCost(20.0, 1.0, 0.0, chunk_s, 0.5))
+        _fill(dummy, 4, "interactive")
+        dummy.step()
+        _fill(dummy, 1, "batch", length=200)
+        assert _num_batch(dummy) == expected
+
+
+def test_an_interactive_prompt_comes_first_and_its_time_counts() -> None:
+    dummy = _dummy(StepCost(20.0, 1.0, 0.0, 100.0, 0.5))
+    (prompt,) = _fill(dummy, 1, "interactive", length=200)
+    (batch,) = _fill(dummy, 1, "batch", length=300)
+    assert dummy.step() == [(prompt, 200), (batch, 44)]  # a tenth of 20 + 100 + 100
+
+
+def test_long_sequences_count_for_more() -> None:
+    dummy = _dummy(StepCost(20.0, 1.0, 0.01, 0.0, 0.5))
+    _fill(dummy, 2, "batch", length=100)
+    dummy.step()
+    _fill(dummy, 4, "interactive")
+    assert [_num_batch(dummy) for _ in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("row_s", [0.1, 30.0, 3000.0])
+def test_every_so_often_something_of_batch_takes_part_whatever_it_costs(row_s: float) -> None:
+    dummy = _dummy(StepCost(20.0, row_s, 0.0, 500.0, row_s))
+    _fill(dummy, 5, "batch")
+    dummy.step()
+    _fill(dummy, 1, "interactive", max_new=4 * PATIENCE)
+    counts = [_num_batch(dummy) for _ in range(3 * PATIENCE)]
+    if row_s == 0.1:
+        assert min(counts[1:]) == 5
+    else:
+        assert sum(counts) == 3
+    assert all(seq.num_preemptions == 0 for seq in dummy.alive)
+
+
+def test_a_batch_prompt_is_never_stuck() -> None:
+    dummy = _dummy(StepCost(20.0, 1.0, 0.0, 500.0, 30.0))
+    (batch,) = _fill(dummy, 1, "batch", length=3, max_new=2)
+    dummy.scheduler._num_steps = 1
+    _fill(dummy, 1, "interactive", max_new=8 * PATIENCE)
+    assert dummy.run(until=lambda: batch.state is State.DONE) <= 5 * PATIENCE
+
+
+def test_what_was_promoted_keeps_its_place_and_to_the_share() -> None:
+    dummy = _dummy(StepCost(20.0, 30.0, 0.0, 0.0, 30.0), max_batch=4)
+    batch = _fill(dummy, 1, "batch", max_new=6)[0]
+    served = [0, 0]
+    while batch.state is not State.DONE:
+        if dummy.scheduler.num_waiting < 3:
+            _fill(dummy, 3, "interactive", max_new=30)
+        for seq, _ in dummy.step():
+            served[seq is batch] += 1
+        assert dummy.scheduler._num_steps < 12 * PATIENCE
+    assert batch.num_preemptions <= 1
+    assert served[0] > 50 * served[1]
+
+
+def test_where_no_interactive_one_can_go_on_batch_does() -> None:
+    dummy = _dummy(StepCost(20.0, 30.0, 0.0, 0.0, 30.0), num_blocks=6)
+    batch = seq_of(3, 6, klass="batch")
+    dummy.add(batch)
+    dummy.step()
+    batch.rank = 0  # as if promoted
+    dummy.scheduler._promoted = batch
+    interactive = seq_of(3, 9, first=500)
+    dummy.add(interactive)
+    dummy.step()
+    held = dummy.pool.allocate(dummy.pool.num_free)
+    plans = [[seq for seq, _ in dummy.step()] for _ in range(3)]
+    assert any(batch in plan for plan in plans)
+    dummy.pool.release(held)
+    dummy.run()
+
+
+def test_what_is_preempted_gives_its_share_back() -> None:
+    share = Share(COST, _running(4, "interactive"))
+    first, second, third = _running(3, "batch")
+    for seq in (first, second):
+        assert share.allowed(seq, 1) == 1
+        share.take(seq, 1)
+    assert share.allowed(third, 1) == 0
+    share.drop(first)
+    assert share.allowed(third, 1) == 1
+
+
+def _running(count: int, klass: PriorityClass) -> list[Sequence]:
+    seqs = [seq_of(1, klass=klass, first=100 * i) for i in range(count)]
+    for seq in seqs:
+        seq.move_to(State.RUNNING)
+    return seqs
+
+
+# Cost
+
+
+def _machine(fixed: float, row: float, context: float, chunk: float, token: float) -> Callable[[Try], float]:
+    return lambda one: fixed + one.rows * (row + context * one.context) + (one.prompt > 0) * chunk + one.prompt * token
+
+
+def test_the_formula_is_found_again() -> None:
+    cost = measure_cost(_machine(5.0, 0.25, 0.001, 2.0, 0.1), 8, 100)
+    found = [cost.fixed_s, cost.row_s, cost.context_s, cost.chunk_s, cost.token_s]
+    assert found == pytest.approx([5.0, 0.25, 0.001, 2.0, 0.1])
+
+
+def test_a_machine_that_rows_cost_nothing_is_shared_by_all() -> None:
+    cost = measure_cost(_machine(5.0, 0.0, 0.0, 0.0, 0.0), 8, 100)
+    dummy = _dummy(cost)
+    _fill(dummy, 20, "batch")
+    _fill(dummy, 4, "interactive")
+    assert len(dummy.step()) == 24
+
+
+def test_an_engine_knows_its_steps_and_shares_them(demo: LoadedModel) -> None:
+    engine = Engine(demo, EngineSettings(pool_mb=16))
+    engine.measure()
+    cost = engine.scheduler.cost
+    assert cost is not None
+    assert cost.fixed_s + cost.row_s > 0
+    assert engine.num_free_blocks == engine.pool.num_blocks
+    engine.pool.check_integrity()
+    prompts = [[5 + i, 6, 7] for i in range(4)]
+    alone = [run(engine, [sequence(prompt, 30)])[0] for prompt in prompts]
+    classes: list[PriorityClass] = ["batch", "interactive", "batch", "batch"]
+    engine.scheduler.cost = StepCost(20.0, 1.0, 0.0, 0.0, 1.0)  # one beside the interactive one
+    seqs = [sequence(prompt, 30, klass=klass) for prompt, klass in zip(prompts, classes, strict=True)]
+    assert run(engine, seqs) == alone
+
+
+def test_what_a_token_costs_between_steps_is_the_least_seen() -> None:
+    cost = StepCost(20.0, 1.0, 0.0, 0.0, 0.5)
+    seq = seq_of(1)
+    assert cost.row(seq) == 1.0
+    for seconds, tokens in ((8.0, 4), (3.0, 6), (9.0, 3)):
+        cost.note_outside(seconds, tokens)
+    assert cost.row(seq) == 1.5
+
+
+def test_room_for_batch_beside_interactive_is_what_would_not_pause(demo: LoadedModel) -> None:
+    engine = Engine(demo, EngineSettings(pool_mb=64))
+    engine.scheduler.cost = COST
+    assert engine.room("batch") == 32
+    engine.add(sequence([5, 6, 7], 9))
+    engine.step()
+    assert engine.room("interactive") == 31
+    assert engine.room("batch") == 1 + int(SHARE * 21)
+    engine.add(sequence([8, 9], 9, klass="batch"))
+    assert engine.room("batch") == int(SHARE * 21)

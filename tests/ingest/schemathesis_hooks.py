@@ -1,0 +1,39 @@
+"""What schemathesis cannot guess: names of what is there. Half of what it makes up is left as it is."""
+
+import itertools
+import os
+from contextlib import suppress
+from typing import Any
+
+import schemathesis
+
+_SMALL = {"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "n": 2, "best_of": 2}
+_LIMITS = {"messages": "max_tokens", "input": "max_output_tokens"}
+_KNOWN = {"model": "demo", "stream_id": os.environ["STREAM_ID"], "input_file_id": os.environ["FILE_ID"]}
+_number = itertools.count()
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
+    """Answers are short and deadlines far; every second time names are such as exist, and a chat says something."""
+    body = case.body if isinstance(case.body, dict) else {}
+    for name, most in _SMALL.items():
+        if isinstance(body.get(name), int) and body[name] > most:
+            body[name] = most
+    for asked in body.keys() & _LIMITS:
+        if body.get(_LIMITS[asked]) is None and body.get("max_completion_tokens") is None:
+            body[_LIMITS[asked]] = 4
+    headers = case.headers or {}
+    with suppress(ValueError):
+        if 0 < float(headers.get("x-penstock-deadline-s", 0)) < 100:
+            headers["x-penstock-deadline-s"] = "100"
+    if next(_number) % 2:
+        for name in ("idempotency-key", "x-penstock-reject-if-busy"):
+            headers.pop(name, None)
+        for turn in body["messages"] if isinstance(body.get("messages"), list) else []:
+            if isinstance(turn, dict) and turn.get("content") == "":
+                turn["content"] = "Amen"
+        for given in (body, case.path_parameters or {}):
+            for name in given.keys() & _KNOWN:
+                if isinstance(given[name], str):
+                    given[name] = _KNOWN[name]

@@ -1,0 +1,186 @@
+"""Admission: one budget for all gateways, and when to come again."""
+
+import asyncio
+import uuid
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from ingest.admission import Admission, Ticket
+from ingest.gateway.errors import ApiError
+from ingest.shares import Held, Shares
+from ingest.tenants import Caller
+from penstock.errors import BusUnavailable
+from penstock.lag import PipelineLag
+from penstock.local.processes import free_port
+from penstock.messages import Usage
+from penstock.names import Pipeline
+from penstock.reach import async_redis_client
+from penstock.settings import AdmissionSettings
+
+DEMO = Pipeline(f"t-{uuid.uuid4().hex[:12]}")
+
+
+class Line:
+    """A pipeline in which a request waits for so long."""
+
+    def __init__(self, wait_s: float | None = 0.0) -> None:
+        self.wait_s = wait_s
+        self.num_looks = 0
+
+    async def lag(self, _: Pipeline) -> PipelineLag:
+        self.num_looks += 1
+        return PipelineLag({}, {"interactive": self.wait_s, "batch": self.wait_s})
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator["redis.asyncio.Redis"]:
+    made = async_redis_client(redis_url)
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture
+def tenant() -> str:
+    return f"t-{uuid.uuid4().hex[:12]}"
+
+
+def gateway(client: "redis.asyncio.Redis", wait_s: float | None = 0.0) -> Admission:
+    return Admission(client, Line(wait_s).lag, AdmissionSettings(max_wait_s=10, max_batch_wait_s=100))
+
+
+async def refusal(asked: object) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        await asked  # type: ignore[misc]
+    return raised.value
+
+
+async def test_gateways_share_a_tenants_requests(client: "redis.asyncio.Redis", tenant: str) -> None:
+    caller = Caller(tenant, requests_per_min=20)
+    gateways = [gateway(client) for _ in range(3)]
+
+    async def ask(number: int) -> Ticket | ApiError:
+        try:
+            return await gateways[number % 3].admit(caller, DEMO, "interactive", 5)
+        except ApiError as error:
+            return error
+
+    found = await asyncio.gather(*(ask(number) for number in range(40)))
+    admitted = [one for one in found if isinstance(one, Ticket)]
+    refused = [one for one in found if isinstance(one, ApiError)]
+    assert 20 <= len(admitted) <= 30  # three seconds bring another one each
+    assert {(error.status, error.code) for error in refused} == {(429, "rate_limit_exceeded")}
+    assert all(1 <= int(error.headers["Retry-After"]) <= 3 for error in refused)
+    assert all(int(error.headers["retry-after-ms"]) <= 3000 for error in refused)
+    assert admitted[0].headers["x-ratelimit-limit-requests"] == "20"
+    assert "x-ratelimit-limit-tokens" not in admitted[0].headers
+
+
+async def test_an_estimate_is_taken_and_corrected_at_the_end(client: "redis.asyncio.Redis", tenant: str) -> None:
+    caller, door = Caller(tenant, tokens_per_min=1000, requests_per_min=600), gateway(client)
+    ticket = await door.admit(caller, DEMO, "interactive", 900)
+    assert 100 <= int(ticket.headers["x-ratelimit-remaining-tokens"]) < 300
+    error = await refusal(door.admit(caller, DEMO, "interactive", 800))
+    assert 20 <= int(error.headers["Retry-After"]) <= 42  # 700 tokens are missing, 16.7 come a second
+    assert int(error.headers["x-ratelimit-remaining-requests"]) >= 598  # a refused request takes nothing
+    await door.settle(ticket, Usage(prompt_tokens=40, completion_tokens=10))
+    await door.settle(ticket, Usage(prompt_tokens=40, completion_tokens=10))  # once is enough
+    second = await door.admit(caller, DEMO, "interactive", 800)
+    assert 150 <= int(second.headers["x-ratelimit-remaining-tokens"]) < 400
+    await door.settle(second, Usage(prompt_tokens=800, completion_tokens=2000))  # it took more: the bucket owes
+    error = await refusal(door.admit(caller, DEMO, "interactive", 1))
+    assert int(error.headers["Retry-After"]) > 60
+
+
+async def test_what_a_caller_may_never_ask_for(client: "redis.asyncio.Redis", tenant: str) -> None:
+    door = gateway(client)
+    caller = Caller(tenant, classes=("batch",), tokens_per_min=100, max_request_tokens=50)
+    error = await refusal(door.admit(caller, DEMO, "interactive", 5))
+    assert (error.status, error.code) == (403, "class_not_allowed")
+    error = await refusal(door.admit(caller, DEMO, "batch", 60, max_output=51))
+    assert (error.status, error.body.error.param) == (400, "max_tokens")
+    error = await refusal(door.admit(caller, DEMO, "batch", 101, max_output=50))
+    assert (error.status, "Retry-After" in error.headers) == (413, False)
+    assert await door.admit(caller, DEMO, "batch", 100, max_output=50)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "is_picky", "code", "after"),
+    [
+        (0.0, True, "", 0), (9.0, False, "", 0), (None, False, "", 0),
+        (2.5, True, "busy", 3), (None, True, "busy", 1), (37.2, False, "overloaded", 28),
+    ],
+)  # fmt: skip
+async def test_the_lag_says_when_to_come_again(
+    client: "redis.asyncio.Redis", wait_s: float | None, is_picky: bool, code: str, after: int
+) -> None:
+    door = gateway(client, wait_s)
+    if not code:
+        assert await door.admit(Caller(), DEMO, "interactive", 10, reject_if_busy=is_picky)
+        return
+    error = await refusal(door.admit(Caller(), DEMO, "interactive", 10, reject_if_busy=is_picky))
+    assert (error.status, error.code, error.headers["Retry-After"]) == (429, code, str(after))
+    if code == "overloaded":
+        assert await door.admit(Caller(), DEMO, "batch", 10)  # which may wait for longer
+
+
+async def test_weights_share_a_full_pipeline(client: "redis.asyncio.Redis", pipeline: Pipeline) -> None:
+    """Both ask as often as they can; what is admitted is worked off in order of arrival."""
+    shares = Shares(client)
+    weights, queue, served = {"heavy": 3.0, "light": 1.0}, deque[Held](), Counter[str]()
+    for turn in range(400):
+        for tenant in sorted(weights, reverse=turn % 2 == 0):
+            held = None
+            if len(queue) < 24:  # beyond that, nobody is admitted
+                held = await shares.enter(pipeline, tenant, weights[tenant], 10, is_full=len(queue) > 4)
+            if held is not None:
+                queue.append(held)
+        done = queue.popleft()
+        await shares.leave(done)
+        served[done.tenant] += done.num_tokens
+    assert served["heavy"] == pytest.approx(3 * served["light"], rel=0.2)
+    while queue:  # the heavy one goes: the light one may have it all
+        await shares.leave(queue.popleft())
+    for _ in range(30):
+        assert await shares.enter(pipeline, "light", 1.0, 10, is_full=True) is not None
+    assert await shares.enter(pipeline, "heavy", 3.0, 500, is_full=True) is not None  # it had none
+    assert await shares.enter(pipeline, "heavy", 3.0, 500, is_full=True) is not None  # it had less than 3/4
+    assert await shares.enter(pipeline, "heavy", 3.0, 10, is_full=True) is None
+    assert await shares.enter(pipeline, "light", 1.0, 10, is_full=True) is not None  # 300 of 1,300 are less than 1/4
+    assert await shares.enter(pipeline, "heavy", 3.0, 10, is_full=False) is not None
+
+
+async def test_what_nobody_settles_counts_for_a_while_only(
+    client: "redis.asyncio.Redis", pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = gateway(client, 5.0)
+    monkeypatch.setattr("ingest.shares.TICKET_S", 0)
+    lost = [await door.admit(Caller("lost"), pipeline, "interactive", 100) for _ in range(3)]
+    monkeypatch.setattr("ingest.shares.TICKET_S", 60)
+    kept = await door.admit(Caller("kept"), pipeline, "interactive", 100)
+    other = await door.admit(Caller("other"), pipeline, "interactive", 100)
+    holders = await client.hkeys(pipeline.shares_key("tokens"))
+    assert holders == [b"kept", b"other"]
+    more = await door.admit(Caller("kept"), pipeline, "interactive", 100)
+    error = await refusal(door.admit(Caller("kept"), pipeline, "interactive", 100))
+    assert (error.status, error.code, error.headers["Retry-After"]) == (429, "over_share", "5")
+    for ticket in (*lost, kept, other, more):
+        await door.settle(ticket, Usage())
+    assert await client.hgetall(pipeline.shares_key("tokens")) == {}
+
+
+async def test_requests_that_come_together_look_once(client: "redis.asyncio.Redis") -> None:
+    line = Line()
+    door = Admission(client, line.lag, AdmissionSettings())
+    await asyncio.gather(*(door.admit(Caller(), DEMO, "interactive", 1) for _ in range(100)))
+    assert line.num_looks == 1
+
+
+async def test_without_redis_nobody_with_a_limit_is_admitted() -> None:
+    client = async_redis_client(f"redis://127.0.0.1:{free_port()}/0")
+    door = gateway(client)
+    with pytest.raises(BusUnavailable):
+        await door.admit(Caller(requests_per_min=10), DEMO, "interactive", 1)
+    await client.aclose()

@@ -1,0 +1,123 @@
+"""`penstock batch run`: killed and gone on with, against real workers."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from ingest.batch.journal import Journal, JournalError
+from penstock.bus.connect import connect
+from penstock.local.processes import Child, start_child, wait_until
+from penstock.local.stack import Stack
+from penstock.messages import Result, decode
+from penstock.names import Pipeline
+from penstock.settings import BusSettings
+from tests.ingest.batch_files import each_once, lines, read_file, row
+
+
+@pytest.fixture
+def stack(line: Stack) -> Stack:
+    return line
+
+
+def start(stack: Stack, folder: Path, *more: str) -> Child:
+    addresses = {"PENSTOCK_PIPELINE": stack.addresses.pipeline, "PENSTOCK_STREAM_URL": stack.addresses.stream_url}
+    command = [sys.executable, "-m", "penstock.cli.main", "batch", "run", "in.jsonl", "-o", "out.jsonl", *more]
+    log = folder / "log"
+    return start_child(command, name="batch run", log=log, environment={**os.environ, **addresses}, directory=folder)
+
+
+def finished(folder: Path) -> int:
+    """How many rows the journal has."""
+    journal = folder / "out.jsonl.journal"
+    entries = [json.loads(line) for line in journal.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return sum(len(entry.get("ok", ())) + len(entry.get("failed", ())) for entry in entries)
+
+
+def more_than(folder: Path, count: int) -> bool:
+    return (folder / "out.jsonl.journal").exists() and finished(folder) > count
+
+
+def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
+    """Every row once, and asked once; one bad row fails alone; a changed input is refused."""
+    count = 200
+    rows = [row(number, 8) for number in range(count)]
+    rows[5] = row(5, temperature=-1)
+    (tmp_path / "in.jsonl").write_bytes(lines(rows))
+
+    child = start(stack, tmp_path)
+    wait_until(lambda: more_than(tmp_path, 20), 60, "some rows")
+    child.kill()
+    killed_at = finished(tmp_path)
+    assert killed_at < count
+    with (tmp_path / "out.jsonl").open("ab") as file:  # rows that no journal has, the last of them half written
+        file.write(b'{"custom_id": "row-199"}\n{"custom_id": "row-2')
+    with (tmp_path / "out.jsonl.journal").open("ab") as file:
+        file.write(b'{"ok": [1, 2')
+
+    child = start(stack, tmp_path)
+    wait_until(lambda: finished(tmp_path) > killed_at or not child.alive(), 60, "more rows")
+    child.send(signal.SIGINT)
+    assert child.wait(60) in (130, 1)
+
+    assert start(stack, tmp_path).wait(120) == 1  # a row failed
+    assert f"of {count} rows are finished already" in (tmp_path / "log").read_text()
+    answers, failed = read_file(tmp_path / "out.jsonl"), read_file(tmp_path / "out.errors.jsonl")
+    assert each_once([*answers, *failed], count)
+    assert [(one["custom_id"], one["response"]["status_code"]) for one in failed] == [("row-5", 400)]
+    assert all(one["response"]["body"]["usage"]["completion_tokens"] == 8 for one in answers)
+    run = json.loads((tmp_path / "out.jsonl.journal").read_bytes().splitlines()[0])["run"]
+    bus = connect(stack.addresses, BusSettings())
+    results = [decode(Result, one.value) for one in bus.read_all(Pipeline(stack.addresses.pipeline).results)]
+    ids = [one.id for one in results if one.id.startswith(f"chatcmpl-{run}-")]
+    assert len(ids) == len(set(ids)) == count - 1
+
+    (tmp_path / "in.jsonl").write_bytes(lines(rows[1:]))
+    assert start(stack, tmp_path).wait(60) == 1
+    assert "the input is another one" in (tmp_path / "log").read_text()
+
+
+def test_what_is_no_batch_file_is_refused_with_its_lines(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines([row(0), row(0)]) + b"{")
+    assert start(stack, tmp_path).wait(60) == 1
+    told = (tmp_path / "log").read_text()
+    assert "line 2: The custom_id 'row-0' was used before" in told
+    assert "line 3: This line is not parseable" in told
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_journal_takes_no_file_of_others(tmp_path: Path) -> None:
+    output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    output.write_bytes(b"precious\n")
+    with pytest.raises(JournalError, match="was not made by this"):
+        Journal(output, errors, "input")
+    assert output.read_bytes() == b"precious\n"
+    output.unlink()
+    with Journal(output, errors, "input") as journal:
+        journal.write([(1, b"one", True), (2, b"two", False)])
+        with pytest.raises(JournalError, match="another run has it"):
+            Journal(output, errors, "input")
+    output.write_bytes(b"")
+    with pytest.raises(JournalError, match="was changed"):
+        Journal(output, errors, "input")
+
+
+@pytest.mark.parametrize("kept", range(0, 400, 7))
+def test_a_journal_cut_anywhere_gives_what_it_still_says(tmp_path: Path, kept: int) -> None:
+    """Rows and journal agree after any crash: what the journal does not name is not in the files either."""
+    output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    with Journal(output, errors, "input") as journal:
+        for number in range(1, 7):
+            journal.write([(number, b"row %d" % number, number != 3)])
+        path, whole = journal.path, journal.path.read_bytes()
+    path.write_bytes(whole[: min(kept, len(whole))])
+    with Journal(output, errors, "input") as journal:
+        told = output.read_bytes().splitlines() + errors.read_bytes().splitlines()
+        assert sorted(told) == [b"row %d" % number for number in sorted(journal.done)]
+        journal.write([(number, b"row %d" % number, True) for number in {1, 2, 3, 4, 5, 6} - journal.done])
+    with Journal(output, errors, "input") as journal:
+        assert journal.done == {1, 2, 3, 4, 5, 6}
+    assert len(output.read_bytes().splitlines() + errors.read_bytes().splitlines()) == 6

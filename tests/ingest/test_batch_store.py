@@ -1,0 +1,216 @@
+"""One contract for all stores: a folder, memory, and S3 where `TEST_S3_URL=s3://bucket` (and `AWS_…`) name a server."""
+
+import asyncio
+import json
+import os
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from obstore.store import MemoryStore
+
+from ingest.batch import batches as batches_module
+from ingest.batch import ids
+from ingest.batch.batches import Batches
+from ingest.batch.lines import MAX_LINE_BYTES, PIECE, BadLine, check, split
+from ingest.batch.objects import Objects
+from ingest.batch.parts import Parts
+from ingest.batch.shapes import BatchState, NewBatch
+from ingest.batch.store import FileStore, content_path
+from ingest.gateway.errors import ApiError
+from ingest.tenants import Caller
+
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+NEW = NewBatch(input_file_id="", endpoint=CHAT, completion_window="24h")
+
+
+S3_URL = os.environ.get("TEST_S3_URL", "")
+
+
+@pytest.fixture(params=["folder", "memory", *(["s3"] if S3_URL else [])])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Objects]:
+    if request.param == "memory":
+        made = Objects(MemoryStore())
+    else:
+        made = Objects.open(str(tmp_path / "store") if request.param == "folder" else f"{S3_URL}/{uuid.uuid4().hex}")
+    yield made
+    made.close()
+
+
+async def pieces_of(*pieces: bytes, fails: bool = False) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+    if fails:
+        raise ConnectionError("the sender left")
+
+
+async def all_of(pieces: AsyncIterator[bytes]) -> bytes:
+    return b"".join([piece async for piece in pieces])
+
+
+async def test_objects_are_read_as_they_were_written(objects: Objects) -> None:
+    content = random.Random(1).randbytes(3 * PIECE + 17)
+    assert await objects.write("a/b", pieces_of(*(content[at : at + 70_001] for at in range(0, len(content), 70_001))))
+    assert await all_of(objects.read("a/b")) == content
+    assert (await objects.size("a/b"), await objects.size("a/c")) == (len(content), None)
+    assert await objects.copy("a/b", "c/d")
+    assert not await objects.copy("a/none", "c/e")
+    await objects.delete("a/b")
+    await objects.delete("a/b")
+    assert await objects.get("c/d") == content
+    assert await all_of(objects.read("a/b")) == b""
+    assert await objects.write("a/empty", pieces_of()) == 0
+    assert await objects.get("a/empty") == b""
+
+
+async def test_an_object_is_there_as_a_whole_or_not_at_all(objects: Objects) -> None:
+    large = [b"x" * PIECE] * 12
+    with pytest.raises(ConnectionError):
+        await objects.write("a/b", pieces_of(*large, fails=True))
+    assert await objects.names("a") == []
+
+    async def hanging() -> AsyncIterator[bytes]:
+        for piece in large:
+            yield piece
+        await asyncio.Event().wait()
+
+    writing = asyncio.create_task(objects.write("a/b", hanging()))
+    await asyncio.wait((writing,), timeout=0.2)
+    assert await objects.names("a") == []
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert await objects.names("a") == []
+
+
+async def test_of_several_creators_one_succeeds(objects: Objects) -> None:
+    made = await asyncio.gather(*(objects.create("end", b"%d" % number) for number in range(8)))
+    assert sorted(made) == [False] * 7 + [True]
+    assert await objects.get("end") == b"%d" % made.index(True)
+
+
+async def test_files_are_their_tenants_own(objects: Objects) -> None:
+    files = FileStore(objects)
+    mine = await files.save("mine", "in.jsonl", "batch", pieces_of(b"hello"))
+    for stranger in ("yours", "Mine", "m"):
+        with pytest.raises(ApiError, match="no such file") as caught:
+            await files.find(stranger, mine.id)
+        assert caught.value.status == 404
+    unknown = ids.new_id("file-")
+    for name in (unknown, "../mine/" + mine.id, mine.id + "/..", "", mine.id.upper()):
+        with pytest.raises(ApiError, match="no such file"):
+            await files.find("mine", name)
+    assert (await files.page("yours", after=None, limit=10, order="asc"))[0] == []
+    assert (await files.page("mine", after=None, limit=10, order="asc"))[0] == [mine]
+
+
+async def test_a_file_too_large_leaves_nothing(objects: Objects) -> None:
+    files = FileStore(objects)
+    with pytest.raises(ApiError) as caught:
+        await files.save("t", "in.jsonl", "batch", pieces_of(b"x" * 600, b"x" * 600), max_bytes=1000)
+    assert caught.value.status == 413
+    assert await objects.names("tenants/t") == []
+
+
+async def test_what_is_over_or_has_no_file_is_swept(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, now = FileStore(objects), time.time_ns()
+    monkeypatch.setattr("ingest.batch.ids.time.time_ns", lambda: now - 2 * 86_400 * 10**9)
+    over = await files.save("t", "old.jsonl", "batch", pieces_of(b"old"), life_s=-1)
+    kept = await files.save("t", "kept.jsonl", "batch", pieces_of(b"kept"))
+    orphan, _ = await files.save_content("t", pieces_of(b"nobody's"))
+    monkeypatch.undo()
+    under_way, _ = await files.save_content("t", pieces_of(b"not yet a file"))
+    with pytest.raises(ApiError, match="no such file"):
+        await files.find("t", over.id)
+    assert await files.sweep() == 2
+    assert await objects.names("tenants/t/content") == sorted([kept.id, under_way])
+    assert orphan not in await objects.names("tenants/t/content")
+    assert (await files.page("t", after=None, limit=10, order="asc"))[0] == [kept]
+
+
+async def test_a_batch_is_kept_without_its_file(objects: Objects) -> None:
+    files, batches, caller = FileStore(objects), Batches(objects), Caller(tenant="t")
+    file = await files.save("t", "in.jsonl", "batch", pieces_of(b"line\n"))
+    made = await batches.create(caller, NEW, file)
+    await files.delete("t", file.id)
+    assert await batches.open_ids() == [made.id]
+    birth = await batches.open_birth(made.id)
+    assert birth is not None
+    assert await batches.birth("other", made.id) is None
+    assert (await batches.cancel("t", made.id)).status == "cancelling"
+    ends = [BatchState(status="cancelled", cancelled_at=7), BatchState(status="completed", completed_at=8)]
+    assert [await batches.end(birth, end) for end in ends] == [True, False]
+    assert (await batches.find("t", made.id)).status == "cancelled"
+    assert (await batches.open_ids(), await objects.names(f"tenants/t/batches/{made.id}/parts")) == ([], [])
+    assert await objects.size(f"tenants/t/batches/{made.id}/input") is None
+
+
+async def test_a_batch_that_was_never_quite_made_goes(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, batches = FileStore(objects), Batches(objects)
+    file = await files.save("t", "in.jsonl", "batch", pieces_of(b"line\n"))
+    await objects.delete(content_path("t", file.id))
+    with pytest.raises(ApiError, match="no such file"):
+        await batches.create(Caller(tenant="t"), NEW, file)
+    (half,) = await batches.open_ids()
+    assert await batches.open_birth(half) is None
+    assert await batches.open_ids() == [half]
+    monkeypatch.setattr(batches_module, "FORGET_S", -1)
+    assert await batches.open_birth(half) is None
+    assert await batches.open_ids() == []
+
+
+async def test_parts_of_two_holders_give_each_line_once(objects: Objects) -> None:
+    files, batches = FileStore(objects), Batches(objects)
+    file = await files.save("t", "in.jsonl", "batch", pieces_of(b"line\n"))
+    birth = await batches.open_birth((await batches.create(Caller(tenant="t"), NEW, file)).id)
+    assert birth is not None
+    first, second = Parts(objects, birth), Parts(objects, birth)
+    for number in range(1, 7):
+        first.add(number, b'{"by": 1}', is_ok=number != 3)
+    await first.flush()
+    for number in (6, 5, 8):
+        second.add(number, b'{"by": 2}', is_ok=True)
+    await second.flush()
+    third = Parts(objects, birth)
+    await third.load()
+    assert (third.done, third.num_ok) == ({1, 2, 3, 4, 5, 6, 8}, 6)
+    assert not third.add(8, b"{}", is_ok=True)
+    output = [json.loads(line) for line in (await all_of(third.file(ok=True))).splitlines()]
+    assert len(output) == 6
+    assert sorted(one["by"] for one in output) in ([1] * 5 + [2], [1] * 3 + [2] * 3)  # whoever's name comes first
+    assert len((await all_of(third.file(ok=False))).splitlines()) == 1
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+async def test_lines_do_not_depend_on_how_their_bytes_come(cut: int) -> None:
+    content = '{"a": 1}\r\n\n  \n{"b": "ä"}\n{"c": 3}'.encode()
+    pieces = pieces_of(*(content[at : at + cut] for at in range(0, len(content), cut)))
+    found = [(number, json.loads(line)) async for number, line in split(pieces)]
+    assert found == [(1, {"a": 1}), (4, {"b": "ä"}), (5, {"c": 3})]
+
+
+async def test_a_line_without_end_is_not_gathered() -> None:
+    with pytest.raises(BadLine, match="line 1: A line may have"):
+        async for _ in split(pieces_of(*[b"x" * PIECE] * (MAX_LINE_BYTES // PIECE + 1))):
+            pass
+
+
+async def test_errors_are_told_with_their_lines_and_not_without_end() -> None:
+    good = b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n'
+    bad = [b"[]\n", b'{"custom_id": 5}\n', b"{\n", good.replace(b"POST", b"GET"), good.replace(b"{}", b"[]"), good]
+    total, errors = await check(split(pieces_of(good, *bad)), (CHAT,), 100)
+    assert total == 7
+    assert [(error.line, error.code) for error in errors] == [
+        (2, "invalid_json_line"),
+        (3, "invalid_custom_id"),
+        (4, "invalid_json_line"),
+        (5, "invalid_method"),
+        (6, "missing_required_parameter"),
+        (7, "duplicate_custom_id"),
+    ]
+    _, errors = await check(split(pieces_of(*[b"[]\n"] * 1000)), (CHAT,), 10_000)
+    assert len(errors) == 100

@@ -1,0 +1,225 @@
+"""Files and batches through the official SDK, against real gateways and workers."""
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from ingest.batch.batches import Batches, place
+from ingest.batch.desk import Desk
+from ingest.batch.objects import Objects
+from ingest.batch.shapes import NewBatch
+from ingest.tenants import Caller
+from penstock.aio import AsyncClient
+from penstock.bus.connect import connect
+from penstock.local.processes import wait_until
+from penstock.local.stack import Stack
+from penstock.messages import Result, decode
+from penstock.names import Pipeline
+from penstock.reach import async_redis_client
+from penstock.settings import BatchSettings, BusSettings
+from tests.ingest.batch_files import each_once, lines, read, row
+
+
+@pytest.fixture
+def stack(line: Stack) -> Stack:
+    return line
+
+
+def make(sdk: openai.OpenAI, content: bytes) -> openai.types.Batch:
+    file = sdk.files.create(file=("in.jsonl", content), purpose="batch")
+    return sdk.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+
+
+def ended(sdk: openai.OpenAI, batch_id: str) -> openai.types.Batch:
+    over = ("completed", "failed", "cancelled", "expired")
+    wait_until(lambda: sdk.batches.retrieve(batch_id).status in over, 120, "the batch's end", every_s=0.1)
+    return sdk.batches.retrieve(batch_id)
+
+
+def content_of(sdk: openai.OpenAI, file_id: str | None) -> bytes:
+    return b"" if file_id is None else sdk.files.content(file_id).read()
+
+
+def test_a_file_comes_back_as_it_went(sdk: openai.OpenAI) -> None:
+    content = bytes(range(256)) * 1000
+    made = sdk.files.create(
+        file=("späte worte.jsonl", content), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert (made.bytes, made.filename, made.purpose) == (len(content), "späte worte.jsonl", "batch")
+    assert made.expires_at == made.created_at + 3600
+    assert sdk.files.retrieve(made.id) == made
+    assert sdk.files.content(made.id).read() == content
+    assert sdk.files.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        sdk.files.content(made.id)
+
+
+def test_lists_come_in_pages(sdk: openai.OpenAI) -> None:
+    made = [sdk.files.create(file=(f"{number}.jsonl", b"{}"), purpose="batch").id for number in range(5)]
+    listed = [file.id for file in sdk.files.list(limit=2, order="asc", after=made[0])]
+    assert listed == made[1:]
+    assert [file.id for file in sdk.files.list(limit=2)][:5] == made[::-1]
+    assert sdk.files.list(purpose="batch_output", after=made[0], order="asc").data == []
+
+
+@pytest.mark.parametrize("tricky", ["..", "%2e%2e%2fopen", "file-" + "0" * 32, "..%2F..%2Fetc%2Fpasswd", "file-x%00"])
+def test_no_id_is_a_path(stack: Stack, tricky: str) -> None:
+    for what in (f"files/{tricky}", f"files/{tricky}/content", f"batches/{tricky}"):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{stack.gateway_url}/v1/{what}", timeout=30)
+        with caught.value as answer:
+            assert answer.status == 404
+            assert "error" in json.load(answer)
+
+
+def test_what_is_no_upload_is_refused(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        sdk.files.create(file=("in.jsonl", b"{}"), purpose="vision")
+    with pytest.raises(openai.APIStatusError) as caught:
+        sdk.files.create(file=("in.jsonl", b"x" * 300_001), purpose="batch")
+    assert caught.value.status_code == 413
+    with pytest.raises(openai.BadRequestError, match="multipart"):
+        sdk.post("/files", cast_to=object, body={"purpose": "batch"})
+
+
+def test_a_batch_is_answered_and_a_bad_row_fails_alone(sdk: openai.OpenAI) -> None:
+    rows = [row(number) for number in range(20)]
+    rows[3] = row(3, temperature=99)
+    rows[7] = row(7, tools=[{"type": "function", "function": {"name": "f"}}])
+    rows[9] = row(9, n=2)
+    made = make(sdk, lines(rows))
+    assert made.status == "validating"
+    batch = ended(sdk, made.id)
+    assert batch.status == "completed"
+    assert batch.request_counts is not None
+    assert batch.request_counts.to_dict() == {"total": 20, "completed": 18, "failed": 2}
+    answers, failed = read(content_of(sdk, batch.output_file_id)), read(content_of(sdk, batch.error_file_id))
+    assert each_once([*answers, *failed], 20)
+    assert {one["custom_id"]: one["response"]["status_code"] for one in failed} == {"row-3": 400, "row-7": 400}
+    by_id = {one["custom_id"]: one["response"]["body"] for one in answers}
+    direct = sdk.post("/chat/completions", cast_to=openai.types.chat.ChatCompletion, body=rows[5]["body"])
+    assert by_id["row-5"]["choices"][0]["message"]["content"] == direct.choices[0].message.content
+    assert len(by_id["row-9"]["choices"]) == 2
+    assert by_id["row-9"]["usage"]["completion_tokens"] == 12
+    assert made.id in [one.id for one in sdk.batches.list(limit=1)]
+    with pytest.raises(openai.ConflictError):
+        sdk.batches.cancel(made.id)
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "number"),
+    [
+        (b"hello\n\nworld\n", "invalid_json_line", 1),
+        (lines([row(0), row(1), row(0)]), "duplicate_custom_id", 3),
+        (lines([row(0), {**row(1), "url": "/v1/completions"}]), "mismatched_url", 2),
+        (lines([row(0), {**row(1), "custom_id": ""}]), "invalid_custom_id", 2),
+        (b"\n \n", "empty_file", None),
+        (lines([{**row(n), "body": {}} for n in range(501)]), "too_many_lines", None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_batch_file_fails(sdk: openai.OpenAI, content: bytes, code: str, number: int | None) -> None:
+    batch = ended(sdk, make(sdk, content).id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, number)
+    assert batch.output_file_id is None
+
+
+def test_a_cancelled_batch_gives_what_is_finished(sdk: openai.OpenAI) -> None:
+    """Its file is deleted meanwhile, which does not matter to it."""
+    rows = [row(number, 4 if number < 4 else 900) for number in range(24)]
+    made = make(sdk, lines(rows))
+    sdk.files.delete(made.input_file_id)
+
+    def counts() -> openai.types.BatchRequestCounts:
+        found = sdk.batches.retrieve(made.id).request_counts
+        assert found is not None
+        return found
+
+    wait_until(lambda: counts().completed >= 4, 120, "some answers", every_s=0.1)
+    assert sdk.batches.cancel(made.id).status == "cancelling"
+    batch = ended(sdk, made.id)
+    assert batch.status == "cancelled"
+    answers, failed = read(content_of(sdk, batch.output_file_id)), read(content_of(sdk, batch.error_file_id))
+    assert each_once([*answers, *failed], 24)
+    assert {f"row-{number}" for number in range(4)} <= {one["custom_id"] for one in answers}
+    assert failed
+    assert all(one["response"] is None and one["error"]["code"] == "batch_cancelled" for one in failed)
+    assert (counts().completed, counts().failed) == (len(answers), len(failed))
+
+
+async def pieces_of(content: bytes) -> AsyncIterator[bytes]:
+    yield content
+
+
+async def test_an_expired_batch_gives_what_is_finished(stack: Stack, tmp_path: Path) -> None:
+    """Its window ends while no gateway is there."""
+    settings = BatchSettings(store=str(tmp_path / "files"), look_s=0.1)
+    redis = async_redis_client(stack.addresses.stream_url)
+    async with AsyncClient(stack.addresses) as client:
+
+        async def client_of(model: str) -> AsyncClient:
+            return client
+
+        desk = Desk(redis, client_of, settings)
+        content = lines([row(number, 4 if number < 4 else 900) for number in range(24)])
+        file = await desk.files.save("late", "in.jsonl", "batch", pieces_of(content))
+        new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        made = await desk.batches.create(Caller(tenant="late"), new, file)
+        while (await desk.batches.find("late", made.id)).request_counts.completed < 4:
+            await asyncio.sleep(0.05)
+        await desk.close()
+
+        objects = Objects.open(settings.store_url)
+        birth = await Batches(objects).birth("late", made.id)
+        assert birth is not None
+        over = birth.model_copy(update={"expires_at": int(time.time())})
+        await objects.put(place(birth, "birth.json"), over.model_dump_json().encode())
+        objects.close()
+
+        desk = Desk(redis, client_of, settings)
+        while (batch := await desk.batches.find("late", made.id)).status != "expired":
+            await asyncio.sleep(0.05)
+        told = []
+        for name in (batch.output_file_id, batch.error_file_id):
+            found = await desk.files.find("late", name or "")
+            told.append(read(b"".join([piece async for piece in desk.files.content("late", found)])))
+        await desk.close()
+    await redis.aclose()
+    answers, failed = told
+    assert each_once([*answers, *failed], 24)
+    assert len(answers) >= 4
+    assert {one["error"]["code"] for one in failed} == {"batch_expired"}
+    assert batch.request_counts.total == batch.request_counts.completed + batch.request_counts.failed == 24
+
+
+def results(stack: Stack) -> list[Result]:
+    bus = connect(stack.addresses, BusSettings())
+    return [decode(Result, message.value) for message in bus.read_all(Pipeline(stack.addresses.pipeline).results)]
+
+
+def test_a_batch_goes_on_when_its_gateway_is_killed(stack: Stack, sdk: openai.OpenAI) -> None:
+    """Every line once, in the output and in the results topic: nothing that was finished is asked again."""
+    count = 250
+    made = make(sdk, lines([row(number, 16) for number in range(count)]))
+    asked = f"chatcmpl-{made.id.removeprefix('batch_')}-"
+    wait_until(lambda: sum(one.id.startswith(asked) for one in results(stack)) > 40, 60, "some results")
+    assert stack.gateway is not None
+    assert stack.gateway.child is not None
+    stack.gateway.child.kill()
+    stack.gateway.was_ready = False
+    stack.wait_ready(60)
+    batch = ended(sdk, made.id)
+    assert batch.status == "completed"
+    assert each_once(read(content_of(sdk, batch.output_file_id)), count)
+    ids = [one.id for one in results(stack) if one.id.startswith(asked)]
+    assert len(ids) == len(set(ids)) == count

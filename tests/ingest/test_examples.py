@@ -1,0 +1,146 @@
+"""The backends in examples/ against Kafka and real workers, beside what a topic of results may hold."""
+
+import json
+import os
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Producer
+
+from penstock.local.processes import Child, start_child, wait_until
+from penstock.messages import Request, Result, decode
+from penstock.names import CLASSES, Pipeline
+from penstock.settings import Addresses
+from penstock.worker import run_until_idle
+from tests.ingest import nodejs
+from tests.pipeline.line import Line
+from tests.servers import started
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LANGUAGES: dict[str, Callable[[Path], list[str]]] = {
+    "python": lambda directory: [sys.executable, str(EXAMPLES / "backend_python.py")],
+    "node": lambda directory: [
+        nodejs.NODE, "--disable-warning=ExperimentalWarning",
+        str(nodejs.project(EXAMPLES / "backend_node", directory) / "backend.mjs"),
+    ],
+}  # fmt: skip
+
+
+@dataclass
+class Backend:
+    """An example's process, its table and what it prints."""
+
+    command: list[str]
+    line: Line
+    directory: Path
+
+    @property
+    def table(self) -> Path:
+        return self.directory / "questions.db"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log"
+
+    def start(self) -> Child:
+        addresses = self.line.addresses
+        environment = {**os.environ, "KAFKA": addresses.kafka, "PIPELINE": addresses.pipeline}
+        return start_child([*self.command, str(self.table)], name="backend", log=self.log, environment=environment)
+
+    def rows(self) -> dict[str, tuple[Request, Result | None]]:
+        """Requests and answers by id, as far as there are any."""
+        if not self.table.exists():
+            return {}
+        with sqlite3.connect(f"file:{self.table}?mode=ro", uri=True) as table:
+            if not table.execute("SELECT 1 FROM sqlite_master WHERE name = 'questions'").fetchone():
+                return {}
+            found = table.execute("SELECT id, request, answer FROM questions").fetchall()
+        return {
+            one: (decode(Request, request.encode()), None if answer is None else decode(Result, answer.encode()))
+            for one, request, answer in found
+        }
+
+    def ask(self, request: dict[str, object]) -> None:
+        """A further question."""
+        with sqlite3.connect(self.table) as table:
+            table.execute("INSERT INTO questions (id, request) VALUES (?, ?)", (request["id"], json.dumps(request)))
+
+    def answered(self, process: Child) -> None:
+        """The workers work until the backend has what it wants."""
+
+        def step() -> bool:
+            run_until_idle(self.line.prefill)
+            run_until_idle(self.line.decode)
+            return not process.alive()
+
+        wait_until(step, 90, "the backend has its answers")
+        assert process.returncode == 0, process.tail()
+
+
+def written(line: Line, results: list[Result], *, committed: bool) -> None:
+    """Results in a transaction, and how it ends."""
+    settings = {"bootstrap.servers": line.addresses.kafka, "transactional.id": f"{line.pipeline.name}-test"}
+    producer = Producer(settings)
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    for result in results:
+        producer.produce(line.pipeline.results, key=result.id, value=result.encode())
+    producer.flush(30)
+    if committed:
+        producer.commit_transaction(30)
+    else:
+        producer.abort_transaction(30)
+
+
+@pytest.fixture
+def line(kafka: str, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+    with Line(Addresses(kafka=kafka, stream_url=redis_url, pipeline=pipeline.name)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_backend_gets_one_answer_to_each_question(language: str, line: Line, tmp_path: Path) -> None:
+    backend = Backend(started(lambda: LANGUAGES[language](tmp_path)), line, tmp_path)
+    process = backend.start()
+    wait_until(lambda: len(backend.rows()) == 3 or not process.alive(), 60, "the questions are in the table")
+    lies = [Result(id=one, finish_reason="stop", text="never said") for one in backend.rows()]
+    written(line, lies, committed=False)
+    written(line, [Result(id="somebody-elses", finish_reason="stop")], committed=True)
+    backend.answered(process)
+
+    first = backend.rows()
+    assert len(first) == 3, process.tail()
+    said = {request.prompt: answer for request, answer in first.values()}
+    assert all(answer is not None and answer.tenant == "shop" for answer in said.values())
+    for prompt, klass in (("In the beginning", "interactive"), ("And God said", "batch")):
+        answer = said[prompt]
+        assert answer is not None
+        assert (answer.klass, answer.finish_reason, answer.usage.completion_tokens) == (klass, "length", 16)
+    refused = said["The LORD"]
+    assert refused is not None
+    assert refused.error is not None
+    assert refused.error.code == "unknown_model"
+    assert "unknown_model (asking again does not help)" in backend.log.read_text()
+    sent = {m.key: m for klass in CLASSES for m in line.bus.read_all(line.pipeline.requests(klass))}
+    assert sent.keys() == first.keys()
+    for one, (request, _) in first.items():
+        assert decode(Request, sent[one].value) == request
+        headers = dict(sent[one].headers)
+        assert headers["penstock-tenant"] == "shop"
+        assert headers["penstock-class"] == request.klass
+        assert float(headers["penstock-deadline"]) == request.deadline
+
+    written(line, lies, committed=True)  # a second result with the same id: the first counts
+    backend.ask({"v": 1, "id": "late", "tenant": "shop", "class": "batch", "deadline": 1.0, "prompt": "Amen"})
+    backend.answered(backend.start())
+    second = backend.rows()
+    late = second.pop("late")[1]
+    assert second == first
+    assert late is not None
+    assert late.error is not None
+    assert late.error.code == "deadline_exceeded"
+    assert "deadline_exceeded (ask again)" in backend.log.read_text()

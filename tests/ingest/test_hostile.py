@@ -1,0 +1,465 @@
+"""What strangers may send to a running gateway, over plain sockets: a clear error each, and it goes on."""
+
+import json
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingest.keys import Book, write_book
+from ingest.tenants import TenantEntry, new_key
+from penstock.bus.connect import connect
+from penstock.bus.contract import Outgoing
+from penstock.local.processes import Child, free_port, start_child, wait_until
+from penstock.messages import Request, Result, Usage, decode
+from penstock.names import Pipeline
+from penstock.settings import Addresses, BusSettings
+from penstock.worker.heartbeat import Heartbeat
+
+MB = 2**20
+MODEL = "hostile-demo"
+LIMITS = {
+    "HEADERS_S": "1", "BODY_S": "1", "BODY_KB_PER_S": "1000", "STALLED_S": "1", "MAX_BODY_MB": "1", "MAX_FILE_MB": "2",
+}  # fmt: skip
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "stream": True}
+
+
+@dataclass
+class Reply:
+    """What came back until the gateway closed, or until the answer was whole."""
+
+    raw: bytes
+
+    @property
+    def status(self) -> int:
+        return int(self.raw.split(b" ", 2)[1])
+
+    @property
+    def headers(self) -> str:
+        return self.raw.partition(b"\r\n\r\n")[0].decode().lower()
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found = json.loads(self.raw.partition(b"\r\n\r\n")[2])
+        assert set(found) == {"error"}
+        assert set(found["error"]) == {"message", "type", "param", "code"}
+        assert "Traceback" not in found["error"]["message"]
+        error: dict[str, Any] = found["error"]
+        return error
+
+
+class Door:
+    """A gateway process, two tenants, and the pipeline behind it, whose requests nobody takes."""
+
+    def __init__(self, pipeline: Pipeline, redis_url: str, folder: Path) -> None:
+        self.port, self.pipeline = free_port(), pipeline
+        self.bus = connect(Addresses(kafka="", stream_url=redis_url, pipeline=pipeline.name), BusSettings())
+        self.bus.create_topics()
+        self.acme, acme_id, acme = new_key("acme")
+        self.other, other_id, other = new_key("other")
+        self.slow, slow_id, slow = new_key("slow")
+        limited = TenantEntry(classes=("interactive",), weight=3)
+        write_book(
+            folder / "keys.json",
+            Book(
+                tenants={"acme": limited, "slow": TenantEntry(requests_per_min=1)},
+                keys={acme_id: acme, other_id: other, slow_id: slow},
+            ),
+        )
+        own = {"STREAM_URL": redis_url, "PIPELINE": pipeline.name, "GATEWAY_KEYS": str(folder / "keys.json")}
+        own |= {f"GATEWAY_{name}": value for name, value in LIMITS.items()}
+        environment = os.environ | {f"PENSTOCK_{name}": value for name, value in own.items()}
+        command = [sys.executable, "-m", "penstock.cli.main", "gateway", "--port", str(self.port)]
+        self.process: Child = start_child(command, name="gateway", log=folder / "gateway.log", environment=environment)
+        wait_until(self.is_well, 60, "the gateway answers")
+
+    def is_well(self) -> bool:
+        """Whether it answers somebody else."""
+        assert self.process.alive(), self.process.tail()
+        try:
+            return self.ask(request("GET", "/healthz", {})).status == 200
+        except OSError:
+            return False
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), 10)
+
+    def ask(self, raw: bytes, timeout_s: float = 20) -> Reply:
+        """Send bytes and read the answer."""
+        with self.connect() as connection:
+            with suppress(OSError):  # it may refuse before all is sent
+                connection.sendall(raw)
+            return read_reply(connection, timeout_s)
+
+    def post(self, path: str, body: Any, key: str = "", **headers: str) -> Reply:
+        """A POST with a key."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        own = {"authorization": f"Bearer {key or self.acme}", "content-type": "application/json"}
+        return self.ask(request("POST", path, own | headers, raw))
+
+    def published(self) -> list[Request]:
+        """All that got through to the pipeline."""
+        return [decode(Request, found.value) for found in self.bus.read_all(self.pipeline.requests("interactive"))]
+
+
+def request(method: str, path: str, headers: dict[str, str], body: bytes = b"") -> bytes:
+    own = {"host": "gateway", "content-length": str(len(body))} if body else {"host": "gateway"}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in (own | headers).items())]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def read_reply(connection: socket.socket, timeout_s: float = 20) -> Reply:
+    """Until the body is whole as its length says, or the other side closes; of a stream, the headers."""
+    connection.settimeout(timeout_s)
+    raw = b""
+    with suppress(ConnectionError):
+        while piece := connection.recv(65536):
+            raw += piece
+            head, end, body = raw.partition(b"\r\n\r\n")
+            length = next(
+                (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), -1
+            )
+            if end and (b"chunked" in head.lower() or 0 <= length <= len(body)):
+                break
+    assert raw.startswith(b"HTTP/1.1 "), f"no answer: {raw[:200]!r}"
+    return Reply(raw)
+
+
+@pytest.fixture(scope="module")
+def door(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    pipeline = Pipeline(f"t-{uuid.uuid4().hex[:12]}")
+    beat = Heartbeat(redis_url, pipeline, "prefill", "nobody", 1.0)
+    beat.say(state="ready", model=MODEL)
+    with beat:
+        found = Door(pipeline, redis_url, tmp_path_factory.mktemp("hostile"))
+        yield found
+        found.process.kill()
+
+
+@pytest.fixture(autouse=True)
+def unharmed(door: Door) -> Iterator[None]:
+    yield
+    assert door.is_well()
+    assert b"Traceback" not in Path(door.process.log or "").read_bytes()
+
+
+# Time.
+
+
+def test_a_request_that_never_ends_is_closed(door: Door) -> None:
+    for begin in (b"", b"GET / HT", b"GET /healthz HTTP/1.1\r\nhost: gateway\r\nx-slow: ", b"\r\n"):
+        with door.connect() as connection:
+            connection.sendall(begin)
+            reply = read_reply(connection)
+            assert (reply.status, reply.error["code"]) == (408, "request_timeout")
+
+
+def test_slow_headers_are_bounded_in_all_not_each(door: Door) -> None:
+    with door.connect() as connection:
+        begun = time.monotonic()
+        with suppress(ConnectionError):
+            connection.sendall(request("GET", "/healthz", {})[:-2])
+            while time.monotonic() < begun + 30:  # a header at a time, never the last
+                connection.sendall(b"x-a: b\r\n")
+                connection.settimeout(0.1)
+                with suppress(TimeoutError):
+                    if connection.recv(1, socket.MSG_PEEK):
+                        break
+        assert read_reply(connection).status == 408
+
+
+def test_the_second_request_of_a_connection_may_not_be_slow_either(door: Door) -> None:
+    with door.connect() as connection:
+        connection.sendall(request("GET", "/healthz", {}))
+        assert read_reply(connection).status == 200
+        connection.sendall(b"\r\nGET /heal")
+        assert read_reply(connection).status == 408
+
+
+@pytest.mark.parametrize("framing", ["content-length: 100000", "transfer-encoding: chunked"])
+def test_a_body_that_never_ends_is_refused(door: Door, framing: str) -> None:
+    head = request("POST", "/v1/chat/completions", {"authorization": f"Bearer {door.acme}"})[:-2]
+    with door.connect() as connection:
+        connection.sendall(head + framing.encode() + b"\r\n\r\n5\r\n{    \r\n")
+        reply = read_reply(connection)
+    assert (reply.status, reply.error["code"]) == (408, "request_timeout")
+
+
+def test_a_body_after_the_answer_is_not_waited_for(door: Door) -> None:
+    with door.connect() as connection:
+        connection.sendall(request("POST", "/v1/chat/completions", {"content-length": "100000"}) + b"{")
+        reply = read_reply(connection)
+        assert reply.status in {401, 408}
+        assert connection.recv(10) == b""
+
+
+def test_a_reader_that_takes_nothing_is_cut_off(door: Door) -> None:
+    with door.connect() as connection:
+        connection.settimeout(0.2)
+        with suppress(OSError):
+            for _ in range(1000):
+                connection.sendall(request("GET", "/openapi.json", {}))
+
+        def is_cut() -> bool:  # without reading: 7 is CLOSE, after a reset
+            return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == b"\x07"
+
+        wait_until(is_cut, 30, "the gateway ends it")
+
+
+# Size.
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        b"GET /" + b"a" * 300_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(5000)) + b"\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * 300_000,
+        b"GET / HTTP/1.1\r\nhost: x\r\n" + b"n" * 300_000,
+        b"POST /v1/files HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1;" + b"e" * 300_000,
+        b"POST /v1/files HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-t: " + b"e" * 300_000,
+    ],
+    ids=["url", "headers", "value", "name", "chunk extension", "trailer"],
+)
+def test_a_flood_of_headers_is_refused(door: Door, flood: bytes) -> None:
+    reply = door.ask(flood)
+    assert reply.status in {431, 404, 401}
+    if reply.status == 431:
+        assert reply.error["code"] == "headers_too_large"
+
+
+@pytest.mark.parametrize(("path", "most"), [("/v1/chat/completions", 1), ("/v1/files", 2), ("/v1/batches", 1)])
+@pytest.mark.parametrize("says_length", [True, False])
+def test_a_body_of_100_mb_is_refused_and_not_kept(door: Door, path: str, most: int, says_length: bool) -> None:
+    before = resident_bytes(door.process.pid)
+    headers = {"authorization": f"Bearer {door.acme}"}
+    length, piece = {"content-length": str(100 * MB)}, b"x" * MB
+    with door.connect() as connection:
+        connection.sendall(
+            request("POST", path, headers | (length if says_length else {"transfer-encoding": "chunked"}))
+        )
+        with suppress(OSError):
+            for _ in range(100):
+                connection.sendall(piece if says_length else b"%x\r\n%s\r\n" % (MB, piece))
+        reply = read_reply(connection)
+    assert (reply.status, reply.error["code"]) == (413, "request_too_large")
+    assert f"{most} MB" in reply.error["message"]
+    assert "connection: close" in reply.headers
+    assert resident_bytes(door.process.pid) < before + 30 * MB
+
+
+def test_who_waits_for_a_go_is_told_no_at_once(door: Door) -> None:
+    headers = {"authorization": f"Bearer {door.acme}", "expect": "100-continue", "content-length": str(100 * MB)}
+    reply = door.ask(request("POST", "/v1/chat/completions", headers))
+    assert reply.status == 413
+
+
+def test_many_half_requests_at_once_cost_little(door: Door) -> None:
+    before = resident_bytes(door.process.pid)
+    connections = [door.connect() for _ in range(300)]
+    for connection in connections:
+        connection.sendall(b"GET / HTTP/1.1\r\nx-long: " + b"y" * 30_000)
+    assert door.is_well()
+    assert resident_bytes(door.process.pid) < before + 40 * MB
+    assert {read_reply(connection).status for connection in connections} == {408}
+    for connection in connections:
+        connection.close()
+
+
+# Nonsense.
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 100,
+        b"GET\r\n\r\n",
+        b"G\xc3\xa9T / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx y: z\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx: a\rb\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx: a\0b\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_http_is_answered_as_everything_else(door: Door, raw: bytes) -> None:
+    reply = door.ask(raw)
+    assert (reply.status, reply.error["type"]) in {(400, "invalid_request_error"), (404, "not_found_error")}
+    assert "connection: close" in reply.headers
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{", b"", b"null", b"[]", b'"text"', b"\xff\xfe{}", b'{"model": "\xc3"}', b"\0", b"[" * 100_000,
+        b'{"a":' * 100_000, b'{"model": NaN}', b'{"model": 1e999}', b'{"model": "\\ud800"}', b"1" * 100_000,
+        json.dumps(CHAT).encode()[:-1] + b', "seed": ' + b"9" * 5000 + b"}",
+        json.dumps({**CHAT, "messages": [{"role": "user", "content": {"a": [[[]]]}}]}).encode(),
+        json.dumps({**CHAT, "stop": ["x"] * 100_000}).encode(),
+        json.dumps({**CHAT, "max_tokens": -1}).encode(),
+    ],
+    ids=lambda body: repr(body[:24]),
+)  # fmt: skip
+def test_invalid_bodies(door: Door, body: bytes) -> None:
+    before = len(door.published())
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        reply = door.post(path, body, **{"content-type": "application/json"})
+        assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+        assert len(reply.raw) < 5000, "it does not send everything back"
+    assert len(door.published()) == before
+
+
+# Rights.
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "Bearer", "Bearer ", "Basic YTpi", "Bearer psk_000000000000_" + "a" * 43, "Bearer {acme}x", "Bearer {id}",
+     "Bearer {acme} {other}", "Bearer \xe9", "Bearer " + "psk_" * 5000],
+)  # fmt: skip
+def test_without_a_valid_key_nothing_is_told(door: Door, key: str) -> None:
+    key_id = door.acme[:16] + "_" + "A" * 43
+    value = key.replace("{acme}", door.acme).replace("{other}", door.other).replace("{id}", key_id)
+    for path in ("/v1/models", "/v1/usage", "/v1/streams/chatcmpl-1"):
+        reply = door.ask(request("GET", path, {"authorization": value} if value else {}))
+        assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+        assert MODEL not in reply.raw.decode()
+    reply = door.ask(request("POST", "/v1/chat/completions", {"authorization": value}, json.dumps(CHAT).encode()))
+    assert reply.status == 401
+
+
+def test_two_keys_are_none(door: Door) -> None:
+    raw = request(
+        "GET", "/v1/models", {"authorization": f"Bearer {door.acme}", "Authorization": f"Bearer {door.other}"}
+    )
+    assert door.ask(raw).status == 401
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"tenant": "other"}, {"epoch": 9}, {"class": "batch"}, {"klass": "batch"}, {"weight": 1000}, {"id": "x"},
+     {"deadline": 1}, {"session": "s"}, {"attempt": 3}, {"v": 1}, {"token_ids": [1]}, {"request_ids": ["x"]}],
+)  # fmt: skip
+def test_control_fields_in_the_body_are_refused(door: Door, field: dict[str, Any]) -> None:
+    before = len(door.published())
+    reply = door.post("/v1/chat/completions", {**CHAT, **field})
+    assert (reply.status, reply.error["param"]) == (400, next(iter(field)))
+    assert len(door.published()) == before
+
+
+def test_headers_do_not_say_who_one_is(door: Door) -> None:
+    before = {one.id for one in door.published()}
+    smuggled = {"penstock-tenant": "other", "x-tenant": "other", "penstock-class": "batch", "penstock-weight": "9"}
+    assert door.post("/v1/chat/completions", CHAT, **smuggled).status == 200
+    (found,) = [one for one in door.published() if one.id not in before]
+    assert (found.tenant, found.klass, found.weight) == ("acme", "interactive", 3.0)
+
+
+def test_too_many_requests(door: Door) -> None:
+    reply = door.post("/v1/chat/completions", CHAT, key=door.slow)
+    assert (reply.status, "x-ratelimit-remaining-requests: 0" in reply.headers) == (200, True)
+    reply = door.post("/v1/chat/completions", CHAT, key=door.slow)
+    assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+    assert "retry-after: " in reply.headers
+    busy = {"x-penstock-reject-if-busy": "true"}
+    reply = door.post("/v1/chat/completions", CHAT, key=door.other, **busy)  # nobody decodes here
+    assert (reply.status, reply.error["code"]) == (429, "busy")
+
+
+def test_a_class_above_ones_right(door: Door) -> None:
+    reply = door.post("/v1/chat/completions", {**CHAT, "service_tier": "flex"})
+    assert (reply.status, reply.error["code"]) == (403, "class_not_allowed")
+    assert door.post("/v1/chat/completions", {**CHAT, "service_tier": "flex"}, key=door.other).status == 200
+    batch = {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    assert door.post("/v1/batches", batch).status == 403
+
+
+def test_anothers_ids_are_as_unknown_ones(door: Door) -> None:
+    before = {one.id for one in door.published()}
+    same = {"idempotency-key": "the-same"}
+    assert door.post("/v1/chat/completions", CHAT, **same).status == 200
+    (mine,) = [one.id for one in door.published() if one.id not in before]
+    assert door.post("/v1/chat/completions", CHAT, key=door.other, **same).status == 200
+    theirs = [one for one in door.published() if one.id not in before | {mine}]
+    assert [one.tenant for one in theirs] == ["other"], "a key of one's own, not the other tenant's request"
+    unknown = mine[:-4] + "0000"
+    for method in ("GET", "DELETE"):
+        replies = [
+            door.ask(request(method, f"/v1/streams/{name}", {"authorization": f"Bearer {door.other}"}))
+            for name in (mine, unknown)
+        ]
+        texts = {json.dumps(reply.error).replace(mine, "ID").replace(unknown, "ID") for reply in replies}
+        assert [reply.status for reply in replies] == [404, 404]
+        assert len(texts) == 1
+
+
+def test_usage_is_ones_own(door: Door) -> None:
+    publisher = door.bus.publisher()
+    for number, (tenant, tokens) in enumerate([("acme", 5), ("other", 700), ("acme", 6)]):
+        usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=tokens)
+        result = Result(id=f"u-{number}", tenant=tenant, finish_reason="stop", usage=usage)
+        publisher.publish([Outgoing(door.pipeline.results, result.encode(), result.id)])
+    publisher.close()
+    expected = {"requests": 2, "prefill_tokens": 12, "cached_tokens": 8, "decode_tokens": 11}
+
+    def counted() -> dict[str, Any]:
+        reply = door.ask(request("GET", "/v1/usage?days=2", {"authorization": f"Bearer {door.acme}"}))
+        found: dict[str, Any] = json.loads(reply.raw.partition(b"\r\n\r\n")[2])
+        return found
+
+    wait_until(lambda: counted()["total"] == expected, 30, "it is counted", every_s=0.1)
+    assert counted()["tenant"] == "acme"
+    assert [{**day, "day": ""} for day in counted()["data"]] == [{"day": "", **expected}]
+    reply = door.ask(request("GET", "/v1/usage?days=0&tenant=other", {"authorization": f"Bearer {door.acme}"}))
+    assert (reply.status, reply.error["param"]) == (400, "days")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../etc/passwd", "..%2f..%2fetc%2fpasswd", "%2e%2e/%2e%2e/etc/passwd", "..%5c..%5cx", "a%00b",
+     "%0d%0aset-cookie:x", "x;ls", "$(id)", "*", "{acme}", "%ff%fe", "a" * 5000, "~root", "file-..",
+     "%252e%252e%252f", "C:%5cx", "."],
+)  # fmt: skip
+def test_path_tricks(door: Door, name: str) -> None:
+    for path in ("/v1/streams/", "/v1/files/", "/v1/batches/", "/v1/models/"):
+        for suffix in ("", "/content"):
+            reply = door.ask(request("GET", path + name + suffix, {"authorization": f"Bearer {door.acme}"}))
+            assert reply.status in {400, 404}
+            assert reply.error["type"] in {"invalid_request_error", "not_found_error"}
+            assert "root:" not in reply.raw.decode()
+            assert "set-cookie" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"last-event-id": "9" * 8000}, {"last-event-id": "0-zz"}, {"last-event-id": "\xe9\xff"},
+     {"idempotency-key": "k" * 300}, {"x-session-affinity": "a b"}, {"x-session-affinity": "../x"},
+     {"x-penstock-deadline-s": "nan"}, {"x-penstock-reject-if-busy": "maybe"}],
+)  # fmt: skip
+def test_odd_headers(door: Door, headers: dict[str, str]) -> None:
+    if "last-event-id" in headers:
+        reply = door.ask(request("GET", "/v1/streams/x", {"authorization": f"Bearer {door.acme}"} | headers))
+        assert reply.status in {400, 404}
+    else:
+        reply = door.post("/v1/chat/completions", CHAT, **headers)
+        assert reply.status == 400
+    assert reply.error["message"]
+    assert len(reply.raw) < 20_000

@@ -1,0 +1,163 @@
+"""Metering: exact, whoever is killed where, and however many count at once."""
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from typer.testing import CliRunner
+
+from ingest import metering
+from ingest.metering import Meter, Sums, day_keys, day_of, last_days, sums_of
+from penstock.bus.connect import connect
+from penstock.bus.contract import Bus, Outgoing
+from penstock.cli.main import app
+from penstock.local.processes import Child, start_child, wait_until
+from penstock.messages import Result, Timings, Usage, now_s
+from penstock.names import Pipeline
+from penstock.reach import redis_client
+from penstock.settings import Addresses, BusSettings
+
+
+class Place:
+    """A pipeline whose results are made up here."""
+
+    def __init__(self, pipeline: Pipeline, kafka: str, redis_url: str) -> None:
+        self.pipeline, self.random = pipeline, random.Random(7)
+        self.addresses = Addresses(kafka=kafka, stream_url=redis_url, pipeline=pipeline.name)
+        self.bus: Bus = connect(self.addresses, BusSettings(partitions=2))
+        self.bus.create_topics()
+        self.client: redis.Redis = redis_client(redis_url)
+        self.publisher = self.bus.publisher()
+        self.used: dict[str, Sums] = {}
+        self.sent: list[bytes] = []
+
+    def publish(self, count: int) -> None:
+        """Results of three tenants, and what they used."""
+        made: list[Outgoing] = []
+        for _ in range(count):
+            tenant = self.random.choice(("acme", "b.c-d", "default"))
+            prompt = self.random.randrange(1000)
+            cached, output = self.random.randint(0, prompt), self.random.randrange(500)
+            usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
+            name = f"r{len(self.sent)}"
+            timings = Timings(finished=now_s())
+            result = Result(id=name, tenant=tenant, finish_reason="stop", usage=usage, timings=timings)
+            made.append(Outgoing(self.pipeline.results, result.encode(), name))
+            self.sent.append(result.encode())
+            so_far = self.used.get(tenant, Sums())
+            self.used[tenant] = metering.total([so_far, Sums(1, prompt - cached, cached, output)])
+        self.publisher.publish(made)
+
+    def again(self, count: int) -> None:
+        """Second results of the same ids, and what is no result."""
+        made = [Outgoing(self.pipeline.results, value, json.loads(value)["id"]) for value in self.sent[-count:]]
+        self.publisher.publish([*made, Outgoing(self.pipeline.results, b"no result")])
+
+    def counted(self) -> dict[str, Sums]:
+        """What was counted, today or, near midnight, yesterday."""
+        found: dict[str, Sums] = {}
+        for key in day_keys(self.pipeline, last_days(2)):
+            for tenant, sums in sums_of(self.client.hgetall(key)).items():  # type: ignore[arg-type]
+                found[tenant] = metering.total([found.get(tenant, Sums()), sums])
+        return found
+
+    def num_counted(self) -> int:
+        return sum(sums.requests for sums in self.counted().values())
+
+    def take_lease(self) -> None:
+        """As if its time had run out."""
+        self.client.delete(self.pipeline.meter_key("reader"))
+
+
+@pytest.fixture(params=["streams", "kafka"])
+def place(request: pytest.FixtureRequest, pipeline: Pipeline, redis_url: str) -> Iterator[Place]:
+    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
+    made = Place(pipeline, kafka, redis_url)
+    yield made
+    made.publisher.close()
+    made.client.close()
+
+
+def count_all(place: Place, meter: Meter) -> None:
+    place.take_lease()
+    wait_until(lambda: not meter.turn(0.3), 60, "nothing more to count")
+
+
+def start(place: Place, tmp_path: Path, name: str, order: str = "") -> Child:
+    addresses = {"KAFKA": place.addresses.kafka, "STREAM_URL": place.addresses.stream_url}
+    own = {f"PENSTOCK_{key}": value for key, value in addresses.items()}
+    own |= {"PENSTOCK_PIPELINE": place.pipeline.name, "PENSTOCK_FAILPOINTS": order}
+    module = [sys.executable, "-m", "tests.ingest.meter_process"]
+    return start_child(module, name=name, log=tmp_path / f"{name}.log", environment=os.environ | own)
+
+
+def test_killed_at_every_step_and_counted_exactly(place: Place, tmp_path: Path) -> None:
+    orders = ["meter.1.read=kill@2", "meter.2.counted=kill@2"]
+    for number, order in enumerate(orders):
+        place.publish(500)
+        place.take_lease()
+        child = start(place, tmp_path, f"meter-{number}", order)
+        assert child.wait(60) == -signal.SIGKILL, child.tail()
+    place.publish(200)
+    place.again(150)
+    count_all(place, meter := Meter(place.addresses))
+    meter.close()
+    assert place.counted() == place.used
+
+
+def test_two_that_count_at_once_count_once(place: Place) -> None:
+    """Neither knows of the other: each holds the lease when it looks."""
+    place.publish(900)
+    meters = [Meter(place.addresses), Meter(place.addresses)]
+
+    def both() -> bool:
+        found = []
+        for meter in meters:
+            place.take_lease()
+            found.append(meter.turn(0.3))
+        return found == [0, 0] and place.num_counted() == 900
+
+    wait_until(both, 60, "nothing more to count")
+    assert place.counted() == place.used
+    assert meters[0].turn(0) is None  # the other one has the lease
+    for meter in meters:
+        meter.close()
+
+
+def test_lost_sums_are_counted_again_with_their_places(place: Place) -> None:
+    place.publish(50)
+    count_all(place, meter := Meter(place.addresses))
+    for name in ("places", "seen", f"day:{day_of(now_s())}"):
+        place.client.delete(place.pipeline.meter_key(name))
+    place.publish(10)
+    count_all(place, meter)  # its place is not the stored one: it reads again
+    count_all(place, meter)
+    meter.close()
+    assert place.counted() == place.used
+
+
+def test_the_window_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metering, "WINDOW", 20)
+    place.publish(100)
+    count_all(place, meter := Meter(place.addresses))
+    meter.close()
+    assert place.client.zcard(place.pipeline.meter_key("seen")) == 20
+
+
+def test_operators_see_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_STREAM_URL", place.addresses.stream_url)
+    monkeypatch.setenv("PENSTOCK_PIPELINE", place.pipeline.name)
+    assert "nothing was counted" in CliRunner().invoke(app, ["usage"]).output
+    place.publish(20)
+    count_all(place, meter := Meter(place.addresses))
+    meter.close()
+    days = json.loads(CliRunner().invoke(app, ["usage", "--json", "--days", "2"]).output)
+    assert {name: Sums(**sums) for tenants in days.values() for name, sums in tenants.items()} == place.used
+    shown = CliRunner().invoke(app, ["usage"]).output
+    assert all(f"{sums.decode_tokens:,}" in shown for sums in place.used.values())

@@ -1,0 +1,28 @@
+"""The official Node SDK, as npm has it, against a running gateway: `tests/ingest/node/`."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.ingest import nodejs
+from tests.servers import started
+
+SOURCE = Path(__file__).parent / "node"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return started(lambda: nodejs.project(SOURCE, tmp_path_factory.mktemp("sdk")))
+
+
+@pytest.mark.parametrize("file", sorted(file.name for file in SOURCE.glob("*.test.mjs")))
+def test_the_node_sdk(file: str, project: Path, base_url: str) -> None:
+    done = subprocess.run(
+        [nodejs.NODE, "--experimental-eventsource", "--test", "--test-timeout=120000", "--test-reporter=spec", file],
+        cwd=project, env=os.environ | {"GATEWAY": base_url}, capture_output=True, text=True, check=False, timeout=170,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "ℹ pass 0" not in done.stdout
+    assert "ℹ fail 0" in done.stdout

@@ -1,0 +1,242 @@
+"""The official Python SDK, as it comes, against a running gateway with the whole pipeline behind it."""
+
+import uuid
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from engine.engine import Engine
+from engine.sequence import Sequence
+from penstock.messages import Sampling
+from tests.pipeline.workload import SETTINGS, demo_model
+
+MODEL = "demo"
+TURNS: Any = [{"role": "user", "content": "In the beginning God created"}]
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}
+
+
+def alone(prompt: str, **sampling: Any) -> list[int]:
+    """The tokens of the engine by itself, without any of the pipeline."""
+    engine = Engine(demo_model(), SETTINGS)
+    token_ids = demo_model().tokenizer(prompt)["input_ids"]
+    wanted = Sampling(max_tokens=24, **sampling)
+    seq = Sequence("alone", token_ids, sampling=wanted, seed=wanted.seed or 0, max_new=24)
+    engine.add(seq)
+    while seq.num_output < 24:
+        engine.step()
+    return seq.token_ids[len(token_ids) :]
+
+
+def text_of(token_ids: list[int]) -> str:
+    text: str = demo_model().tokenizer.decode(token_ids, skip_special_tokens=True)
+    return text
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 11}], ids=["greedy", "drawn"])
+def test_completions_are_what_the_engine_says_alone(sdk: openai.OpenAI, sampling: dict[str, Any]) -> None:
+    expected = text_of(alone("In the beginning", ignore_eos=True, **sampling))
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "In the beginning", "max_tokens": 24} | sampling
+    whole = sdk.completions.create(**asked, extra_body={"ignore_eos": True})
+    pieces = list(sdk.completions.create(**asked, extra_body={"ignore_eos": True}, stream=True))
+    assert whole.choices[0].text == expected
+    assert "".join(piece.choices[0].text for piece in pieces) == expected
+    assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 24
+
+
+def test_a_chat_streamed_and_not_says_the_same(sdk: openai.OpenAI) -> None:
+    whole = sdk.chat.completions.create(messages=TURNS, **GREEDY)
+    with sdk.chat.completions.create(
+        messages=TURNS, stream=True, stream_options={"include_usage": True}, **GREEDY
+    ) as stream:
+        first, *middle, end, last = list(stream)
+    message = whole.choices[0].message
+    assert message.role == first.choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in (first, *middle, end)) == message.content
+    assert end.choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert (last.choices, first.usage) == ([], None)
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens == 24
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens > 0
+    assert {chunk.id for chunk in (first, *middle, end, last)} == {first.id}
+    assert whole.id.startswith("chatcmpl-")
+
+
+def test_cached_tokens_are_told(sdk: openai.OpenAI) -> None:
+    prompt = "And the king said unto his people " * 12
+    sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=2)
+    usage = sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=2).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens is not None
+    assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+
+
+def test_n_choices_draw_by_seeds_of_their_own(sdk: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": TURNS, "seed": 5, "max_tokens": 12, "temperature": 1.0}
+    three = sdk.chat.completions.create(n=3, **asked)
+    texts = [choice.message.content for choice in three.choices]
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    assert texts[0] == sdk.chat.completions.create(**asked).choices[0].message.content
+    assert three.usage is not None
+    assert three.usage.completion_tokens == 36
+    streamed = ["", "", ""]
+    for chunk in sdk.chat.completions.create(n=3, stream=True, **asked):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+def test_prompts_in_a_list_are_answered_one_by_one(sdk: openai.OpenAI) -> None:
+    texts = [sdk.completions.create(prompt=one, **GREEDY).choices[0].text for one in ("In the", "And he")]
+    together = sdk.completions.create(prompt=["In the", "And he"], **GREEDY)
+    assert [choice.text for choice in together.choices] == texts
+    tokens = demo_model().tokenizer("In the")["input_ids"]
+    assert sdk.completions.create(prompt=tokens, **GREEDY).choices[0].text == texts[0]
+
+
+def test_stop_ends_the_answer_before_it(sdk: openai.OpenAI) -> None:
+    said = sdk.completions.create(prompt="In the beginning", **GREEDY).choices[0].text
+    word = said.split()[2]
+    cut = sdk.completions.create(prompt="In the beginning", stop=[word, "never said"], **GREEDY).choices[0]
+    assert (cut.text, cut.finish_reason) == (said[: said.index(word)], "stop")
+
+
+def test_logprobs_tell_tokens_texts_and_bytes(sdk: openai.OpenAI) -> None:
+    whole = sdk.chat.completions.create(messages=TURNS, logprobs=True, top_logprobs=3, **GREEDY).choices[0]
+    assert whole.logprobs is not None
+    entries = whole.logprobs.content or []
+    assert len(entries) == 24
+    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == whole.message.content
+    assert all(entry.top_logprobs[0].token == entry.token for entry in entries), "greedy takes the likeliest"
+    assert all(len(entry.top_logprobs) == 3 for entry in entries)
+    streamed: list[Any] = []
+    for chunk in sdk.chat.completions.create(messages=TURNS, logprobs=True, top_logprobs=3, stream=True, **GREEDY):
+        assert isinstance(chunk, ChatCompletionChunk)
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert [one.model_dump() for one in streamed] == [one.model_dump() for one in entries]
+    plain = sdk.completions.create(prompt="In the beginning", logprobs=2, **GREEDY).choices[0]
+    assert plain.logprobs is not None
+    tokens, offsets = plain.logprobs.tokens or [], plain.logprobs.text_offset or []
+    assert all(plain.text.startswith(token, offset) for token, offset in zip(tokens, offsets, strict=True))
+
+
+def test_responses_streamed_and_not_say_the_same(sdk: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL, "input": "In the beginning", "instructions": "Go on.", "max_output_tokens": 12,
+        "temperature": 0, "metadata": {"for": "a test"},
+    }  # fmt: skip
+    whole = sdk.responses.create(**asked)
+    assert (whole.status, whole.metadata) == ("incomplete", {"for": "a test"})
+    assert whole.incomplete_details is not None
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 12
+    events = list(sdk.responses.create(stream=True, **asked))
+    numbers = [event.sequence_number for event in events]
+    assert numbers == sorted(set(numbers))
+    assert events[0].type == "response.created"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == whole.output_text
+    turns: Any = [{"role": "user", "content": [{"type": "input_text", "text": "In the beginning"}]}]
+    assert sdk.responses.create(**(asked | {"input": turns})).output_text == whole.output_text
+
+
+def test_models_are_listed(sdk: openai.OpenAI) -> None:
+    assert [model.id for model in sdk.models.list()] == [MODEL]
+    assert sdk.models.retrieve(MODEL).owned_by == "penstock"
+    with pytest.raises(openai.NotFoundError):
+        sdk.models.retrieve("nobody/has-it")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    "response format": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "audio": ({"modalities": ["text", "audio"]}, "modalities"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        "messages.0.content.0",
+    ),
+    "temperature": ({"temperature": 3}, "temperature"),
+    "n": ({"n": 0}, "n"),
+    "unknown field": ({"extra_body": {"temprature": 1}}, "temprature"),
+    "another tenant": ({"extra_body": {"tenant": "acme"}}, "tenant"),
+    "no messages": ({"messages": []}, "messages"),
+    "tool role": ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages.0.role"),
+}
+
+
+@pytest.mark.parametrize(("given", "param"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_had_is_refused_by_name(sdk: openai.OpenAI, given: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.chat.completions.create(**({"messages": TURNS} | GREEDY | given))
+    assert refused.value.param == param
+    assert refused.value.type == "invalid_request_error"
+    assert param.split(".", maxsplit=1)[0] in refused.value.message
+
+
+def test_errors_are_the_sdks_own(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        sdk.chat.completions.create(messages=TURNS, model="gpt-none")
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as long:
+        sdk.completions.create(model=MODEL, prompt="x", max_tokens=10**6)
+    assert long.value.code == "prompt_too_long"
+    with pytest.raises(openai.APIError) as late:
+        list(sdk.completions.create(model=MODEL, prompt="x", max_tokens=10**6, stream=True))
+    assert late.value.code == "prompt_too_long", "the stream had begun"
+    deadline = {"x-penstock-deadline-s": "0.001"}
+    with pytest.raises(openai.InternalServerError) as over:
+        sdk.completions.create(prompt="x", extra_headers=deadline, **GREEDY)
+    assert (over.value.status_code, over.value.code) == (504, "deadline_exceeded")
+    with pytest.raises(openai.BadRequestError) as bad:
+        sdk.completions.create(prompt="x", extra_headers={"x-penstock-deadline-s": "soon"}, **GREEDY)
+    assert bad.value.param == "x-penstock-deadline-s"
+
+
+def test_a_post_after_a_timeout_joins_the_request(sdk: openai.OpenAI, base_url: str) -> None:
+    key = {"Idempotency-Key": str(uuid.uuid4())}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "And it came to pass",
+        "max_tokens": 200,
+        "extra_body": {"ignore_eos": True},
+    }
+    with pytest.raises(openai.APITimeoutError):
+        sdk.completions.create(**asked, extra_headers=key, timeout=0.01)
+    first = sdk.completions.create(**asked, extra_headers=key)
+    again = sdk.completions.create(**asked, extra_headers=key)
+    assert first == again
+    streamed = sdk.completions.create(**asked, extra_headers=key, stream=True)
+    assert "".join(piece.choices[0].text for piece in streamed) == first.choices[0].text
+    with pytest.raises(openai.ConflictError) as other:
+        sdk.completions.create(**(asked | {"prompt": "And"}), extra_headers=key)
+    assert other.value.code == "idempotency_conflict"
+
+
+def test_what_is_no_json_and_what_is_nowhere_have_the_same_shape(base_url: str) -> None:
+    with httpx.Client(base_url=base_url) as plain:
+        answers = [
+            plain.post("/v1/chat/completions", content=b"{"),
+            plain.post("/v1/chat/completions", content=b"\xff\xfe"),
+            plain.post("/v1/chat/completions", content=b"[" * 100_000),
+            plain.get("/v1/nothing"),
+            plain.get("/v1/chat/completions"),
+        ]
+        assert [answer.status_code for answer in answers] == [400, 400, 400, 404, 405]
+        for answer in answers:
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        document = plain.get("/openapi.json").json()
+    assert "422" not in {
+        status for path in document["paths"].values() for one in path.values() for status in one["responses"]
+    }
+    assert "ChatBody" in document["components"]["schemas"]

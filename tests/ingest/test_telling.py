@@ -1,0 +1,127 @@
+"""A stream's pieces and their ids: whoever comes back with any of them gets the rest, each piece once."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ingest.gateway.errors import ApiError
+from ingest.openai import CHAT, COMPLETIONS, RESPONSES, Card, Endpoint, card_of
+from ingest.openai.places import Places
+from ingest.openai.telling import Telling, Told
+from penstock.errors import Cancelled, StreamDiverged
+from penstock.messages import EndEvent, ErrorInfo, Logprobs, TokenEvent, TokenLogprob, Usage
+from penstock.names import START_HASH, roll
+from penstock.reader import Event
+
+TURNS = [{"role": "user", "content": "hi"}]
+TEXTS = ["a", "", "b c", "", "", "d"]
+CASES: dict[str, tuple[Endpoint[Any], dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": TURNS}),
+    "chat of three": (CHAT, {"messages": TURNS, "n": 3, "stream_options": {"include_usage": True}}),
+    "completions": (COMPLETIONS, {"prompt": ["x", "y"], "stream_options": {"include_usage": True}}),
+    "logprobs": (COMPLETIONS, {"prompt": "x", "logprobs": 1}),
+    "responses": (RESPONSES, {"input": "hi"}),
+}
+
+
+def card(endpoint: Endpoint[Any], body: dict[str, Any]) -> Card:
+    return card_of(endpoint, endpoint.parse({"model": "demo"} | body), f"{endpoint.prefix}1")
+
+
+def log_of(seed: int, held_back: str = "!", with_logprobs: bool = False) -> list[Event]:
+    """A whole stream: tokens, some of them without text, and the end."""
+    events: list[Event] = []
+    rolled = START_HASH
+    for position, text in enumerate(TEXTS):
+        token = seed * 100 + position
+        rolled = roll(rolled, token)
+        told = Logprobs(logprob=-1, text=text, top=[TokenLogprob(token=token, logprob=-1, text=text)])
+        events.append(TokenEvent.at(position, rolled, token, text, told if with_logprobs else None))
+    usage = Usage(prompt_tokens=3, cached_tokens=1, completion_tokens=len(TEXTS))
+    return [*events, EndEvent(finish_reason="length", text=held_back, usage=usage)]
+
+
+def told(endpoint: Endpoint[Any], made: Card, order: list[int], after: str | None = None) -> list[Told]:
+    """All that a reader is told whose choices' events come in this order, as far as it goes, then one by one."""
+    telling = Telling(endpoint, made, Places(len(made.request_ids), after))
+    logs = [iter(log_of(index, with_logprobs="logprobs" in made.options)) for index in range(len(made.request_ids))]
+    found = telling.open()
+    for place in [*order, *sorted(list(range(len(logs))) * (len(TEXTS) + 1))]:
+        event = next(logs[place % len(logs)], None)
+        if event is not None:
+            found += telling.event(place % len(logs), event)
+    assert telling.has_ended
+    return found + telling.close()
+
+
+def by_choice(pieces: list[Told]) -> dict[Any, list[str]]:
+    """What was said of each choice, in order; of none, under None."""
+    said: dict[Any, list[str]] = {}
+    for _, piece in pieces:
+        data = piece.data
+        choices = data.get("choices", [{"index": 0}]) if isinstance(data, dict) else []
+        said.setdefault(choices[0]["index"] if choices else None, []).append(json.dumps(data))
+    return said
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(first=st.lists(st.integers(0, 5), max_size=20), second=st.lists(st.integers(0, 5), max_size=20), data=st.data())
+def test_any_id_can_be_resumed_from(case: str, first: list[int], second: list[int], data: st.DataObject) -> None:
+    endpoint, body = CASES[case]
+    made = card(endpoint, body)
+    whole = told(endpoint, made, first)
+    assert len({one.id for one in whole}) == len(whole)
+    cut = data.draw(st.integers(1, len(whole) - 1))
+    rest = told(endpoint, made, second, after=whole[cut - 1].id)
+    assert by_choice(whole[:cut] + rest) == by_choice(whole)
+    if rest and len(rest) > 1:
+        again = data.draw(st.integers(1, len(rest) - 1))
+        last = told(endpoint, made, first, after=rest[again - 1].id)
+        assert by_choice(whole[:cut] + rest[:again] + last) == by_choice(whole)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_last_id_says_that_it_is_over(case: str) -> None:
+    endpoint, body = CASES[case]
+    made = card(endpoint, body)
+    last = told(endpoint, made, [])[-1].id
+    assert Places(len(made.request_ids), last).is_over
+    assert not Places(len(made.request_ids), None).is_over
+
+
+def test_another_answer_than_was_seen_is_told() -> None:
+    made = card(COMPLETIONS, {"prompt": "x"})
+    seen = told(COMPLETIONS, made, [])[0].id
+    telling = Telling(COMPLETIONS, made, Places(1, seen))
+    first, *_ = log_of(seed=7)
+    with pytest.raises(StreamDiverged):
+        telling.event(0, first)
+    shorter = Telling(COMPLETIONS, made, Places(1, seen))
+    with pytest.raises(StreamDiverged):
+        shorter.event(0, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=0)))
+
+
+def test_an_end_with_an_error_raises_it() -> None:
+    telling = Telling(COMPLETIONS, card(COMPLETIONS, {"prompt": "x"}), Places(1))
+    with pytest.raises(Cancelled):
+        telling.event(0, EndEvent(finish_reason="cancelled", error=ErrorInfo(code="cancelled", message="so")))
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "0-12", "1,2", "e1,e1,e1", ",", "s0", "0-f816e6a17711cef4\r\nx: y", "e10", "Done"]
+)
+def test_what_cannot_be_an_id_is_an_error(text: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        Places(1, text)
+    assert (refused.value.status, refused.value.param) == (400, "last_event_id")
+
+
+def test_a_place_in_one_choice_is_not_lost_while_another_one_is_told() -> None:
+    """Read again from the beginning, the first events are the other choice's: their ids keep what was seen of one."""
+    made = card(COMPLETIONS, {"prompt": "x", "n": 2})
+    seen = next(one.id for one in told(COMPLETIONS, made, [1] * 7) if one.id.endswith(",e1"))
+    rest = told(COMPLETIONS, made, [0] * 7, after=seen)
+    assert all(one.id.endswith(",e1") for one in rest[:-1])

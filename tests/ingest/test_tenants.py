@@ -1,0 +1,146 @@
+"""Keys: hashed at rest, revoked everywhere within a second, and the command that makes them."""
+
+import json
+import os
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ingest import keys
+from ingest.gateway.errors import ApiError
+from ingest.keys import Book, FileKeys, RedisKeys, read_book, source_of, write_book
+from ingest.tenants import Caller, Keyring, TenantEntry, new_key
+from penstock.cli.main import app
+from penstock.errors import BusUnavailable, SettingsError
+from penstock.local.processes import free_port
+from penstock.local.valkey import ValkeyServer
+from penstock.names import KEYS_KEY, TENANTS_KEY
+from penstock.reach import async_redis_client, redis_client
+from penstock.settings import AdmissionSettings
+
+
+@pytest.fixture(scope="module")
+def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Keys are of a whole server, so these tests have their own."""
+    with ValkeyServer(tmp_path_factory.mktemp("keys")) as server:
+        yield server.url
+
+
+@pytest.fixture(params=["file", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_redis: str) -> str:
+    """Where keys are, as the setting says it."""
+    monkeypatch.setattr(keys, "FRESH_S", 0.0)
+    monkeypatch.setenv("PENSTOCK_STREAM_URL", own_redis)
+    found = "redis" if request.param == "redis" else str(tmp_path / "deep" / "keys.json")
+    monkeypatch.setenv("PENSTOCK_GATEWAY_KEYS", found)
+    with redis_client(own_redis) as client:
+        client.delete(KEYS_KEY, TENANTS_KEY)
+    return found
+
+
+@pytest.fixture
+async def ring(place: str, own_redis: str) -> AsyncIterator[Callable[[], Keyring]]:
+    client = async_redis_client(own_redis)
+    yield lambda: Keyring(source_of(AdmissionSettings(keys=place), "0.0.0.0", client))
+    await client.aclose()
+
+
+def command(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["keys", *arguments])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output.strip()
+
+
+async def refused(gate: Keyring, header: str | None) -> bool:
+    with pytest.raises(ApiError) as raised:
+        await gate.caller_of(header)
+    return (raised.value.status, raised.value.code) == (401, "invalid_api_key")
+
+
+async def test_made_listed_used_and_revoked(ring: Callable[[], Keyring]) -> None:
+    key, second = command("create", "acme"), command("create", "acme")
+    command("tenant", "acme", "--weight", "3", "--class", "batch", "--requests-per-min", "60", "--tokens-per-min", "9")
+    command("tenant", "acme", "--tokens-per-min", "0", "--max-request-tokens", "50")
+    gate = ring()
+    expected = Caller("acme", ("batch",), 3.0, requests_per_min=60, tokens_per_min=None, max_request_tokens=50)
+    assert await gate.caller_of(f"Bearer {key}") == expected
+    assert await gate.caller_of(f"bearer  {key} ") == expected
+    listed = json.loads(command("list", "--json"))
+    assert sorted(listed["keys"]) == sorted(one.split("_")[1] for one in (key, second))
+    assert "hash" not in json.dumps(listed)
+    assert "psk_" in command("list")
+    command("revoke", key)
+    assert await refused(gate, f"Bearer {key}")
+    assert (await gate.caller_of(f"Bearer {second}")).tenant == "acme"
+    again = CliRunner().invoke(app, ["keys", "revoke", key])
+    assert isinstance(again.exception, SettingsError)
+
+
+async def test_the_secret_is_nowhere_at_rest(place: str, own_redis: str) -> None:
+    secret = command("create", "acme").split("_", 2)[2]
+    if place == "redis":
+        with redis_client(own_redis) as client:
+            kept = json.dumps([raw.decode() for raw in client.hvals(KEYS_KEY)])
+    else:
+        kept = Path(place).read_text()
+        assert stat.S_IMODE(os.stat(place).st_mode) == 0o600
+    assert "hash" in kept
+    assert secret not in kept
+
+
+async def test_a_key_of_another_secret_or_shape_is_none(ring: Callable[[], Keyring]) -> None:
+    key, other = command("create", "acme"), command("create", "b")
+    mixed = key[:17] + other[17:]
+    gate = ring()
+    for header in (None, "", "Bearer", key, f"Basic {key}", f"Bearer {mixed}", f"Bearer {key}\n{other}", "Bearer ä"):
+        assert await refused(gate, header)
+
+
+async def test_a_file_that_broke_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "FRESH_S", 0.0)
+    key, key_id, entry = new_key("acme")
+    path = tmp_path / "keys.json"
+    write_book(path, Book(keys={key_id: entry}))
+    ring = Keyring(FileKeys(path))
+    path.write_text("{")
+    assert (await ring.caller_of(f"Bearer {key}")).tenant == "acme"
+    path.unlink()
+    assert (await ring.caller_of(f"Bearer {key}")).tenant == "acme"
+    write_book(path, Book(tenants={"acme": TenantEntry(weight=2)}, keys={key_id: entry}))
+    assert (await ring.caller_of(f"Bearer {key}")).weight == 2
+    with pytest.raises(SettingsError):
+        FileKeys(tmp_path / "none.json")
+
+
+def test_toml_is_read_and_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[tenants.acme]\nweight = 3\n[keys.0123456789ab]\ntenant = "acme"\nhash = "' + "a" * 64 + '"\n')
+    book = read_book(path)
+    assert (book.tenants["acme"].weight, book.keys["0123456789ab"].tenant) == (3, "acme")
+    with pytest.raises(SettingsError, match="by hand"):
+        write_book(path, book)
+    path.write_text("[tenants.acme]\nwieght = 3\n")
+    with pytest.raises(SettingsError, match="wieght"):
+        read_book(path)
+
+
+async def test_open_only_where_nobody_else_can_come(own_redis: str) -> None:
+    client = async_redis_client(own_redis)
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert source_of(AdmissionSettings(), host, client) is None
+    assert source_of(AdmissionSettings(keys="open"), "0.0.0.0", client) is None
+    for host in ("0.0.0.0", "::", "10.0.0.7", "gateway.example"):
+        with pytest.raises(SettingsError, match="PENSTOCK_GATEWAY_KEYS"):
+            source_of(AdmissionSettings(), host, client)
+    assert await Keyring(None).caller_of("Bearer anything") == Caller("default")
+    await client.aclose()
+
+
+async def test_keys_in_a_redis_that_is_away() -> None:
+    client = async_redis_client(f"redis://127.0.0.1:{free_port()}/0")
+    with pytest.raises(BusUnavailable):
+        await Keyring(RedisKeys(client)).caller_of(f"Bearer {new_key('acme')[0]}")
+    await client.aclose()
