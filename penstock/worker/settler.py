@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 GIVE_UP_S = 60.0
 """A member that could not settle for this long is done with: it may be at fault itself."""
+ALONE_S = 20.0
+"""The same when the bus answers it: then it is at fault."""
 CLOSE_S = 5.0
 """How long a worker that leaves waits for its settlements; what is not settled then, others settle from the log."""
 MOMENT_S = 1.0
@@ -112,7 +114,7 @@ class Settler:
         self._finish([order for order in batch if unique[order.place] is not order], settled=False)
 
     def _settle_all(self, batch: list[_Order]) -> None:
-        waits, end_s = pauses(), time.monotonic() + GIVE_UP_S
+        waits, begun_s, troubled_s = pauses(), time.monotonic(), time.monotonic()
         while batch and not self._is_over.is_set():
             try:
                 failpoint("settle.begun")
@@ -125,7 +127,9 @@ class Settler:
                 self._finish([order for order in batch if order.place in lost], settled=False)
                 batch = rest
             except BusUnavailable as error:
-                if not is_away(error) or time.monotonic() > end_s:
+                now_s = time.monotonic()
+                troubled_s = now_s if self._member.trouble else troubled_s
+                if not is_away(error) or now_s > min(begun_s + GIVE_UP_S, troubled_s + ALONE_S):
                     raise
                 batch = self._held_of(batch)
                 log.warning("settling failed%s: %s", ", trying again" if batch else "", error)
