@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import redis
 
@@ -75,7 +75,7 @@ class Heartbeat:
     def write(self) -> None:
         """Beat now, and look whose the last beat was. Raises `redis.RedisError`."""
         if self._since_s is None:
-            seconds, microseconds = cast("tuple[int, int]", self._redis.time())
+            seconds, microseconds = self._redis.time()
             self._since_s = seconds + microseconds / 1e6
         status = self._status | {"since": self._since_s} | self._load()
         if status["state"] == "ready" and status.get("reason"):
