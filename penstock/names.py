@@ -6,7 +6,7 @@ Topics (one set a pipeline, `penstock.<pipeline>.…`):
 |--------------------------|---------------------|-----------------|--------------|
 | `.requests.<class>`      | clients, gateway    | prefill workers | `Request`    |
 | `.jobs.<class>`          | prefill workers     | decode workers  | `Job`        |
-| `.retries`               | both workers        | both workers    | as it came   |
+| `.retries.<class>`       | both workers        | both workers    | as it came   |
 | `.results`               | decode workers      | backends        | `Result`     |
 | `.dead`                  | both workers        | operators       | as it came   |
 
@@ -83,10 +83,9 @@ class Pipeline:
         """Where prefill leaves job references of a class."""
         return f"penstock.{self.name}.jobs.{klass}"
 
-    @property
-    def retries(self) -> str:
-        """What is tried again later, of both stages."""
-        return f"penstock.{self.name}.retries"
+    def retries(self, klass: PriorityClass) -> str:
+        """What of a class is tried again later, of both stages."""
+        return f"penstock.{self.name}.retries.{klass}"
 
     @property
     def results(self) -> str:
@@ -105,7 +104,7 @@ class Pipeline:
     def topics(self) -> list[str]:
         """All topics, in the order of the diagram."""
         work = [topic for stage in STAGES for topic in self.inputs(stage).values()]
-        return [*work, self.retries, self.results, self.dead]
+        return [*work, *map(self.retries, CLASSES), self.results, self.dead]
 
     def group(self, stage: Stage) -> str:
         """The consumer group of a stage's workers."""

@@ -55,7 +55,8 @@ class RecordSettings(BaseSettings):
     lease_s: float = Field(default=1.0, ge=0.2)
     """A claim not renewed for this long may be taken over."""
     keep_s: float = Field(default=3600.0, ge=1)
-    """How long an ended stream can be read and its id is remembered."""
+    """How long an ended stream can be read and its id is remembered; and as long again as the request took. A second
+    message of that id that is taken in later is another request."""
     pending_keep_s: float = Field(default=7 * 86400.0, ge=60)
     """How long the record of an unfinished request is kept after its last change."""
     max_attempts: int = Field(default=8, ge=1)

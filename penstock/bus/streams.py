@@ -15,7 +15,7 @@ from redis.retry import Retry
 
 from penstock.bus.contract import Outgoing, check_size
 from penstock.errors import BusUnavailable
-from penstock.names import STAGES, Pipeline, Stage
+from penstock.names import CLASSES, STAGES, Pipeline, Stage
 from penstock.reach import ANSWER_S
 from penstock.settings import BusSettings, shown
 
@@ -133,8 +133,8 @@ def bus_errors() -> Iterator[None]:
 
 
 def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> None:
-    """Make a stage's group on its streams and on the retry topic where it is missing, from the beginning."""
-    for topic in (*pipeline.inputs(stage).values(), pipeline.retries):
+    """Make a stage's group on its streams and on the retry topics where it is missing, from the beginning."""
+    for topic in (*pipeline.inputs(stage).values(), *map(pipeline.retries, CLASSES)):
         try:
             client.xgroup_create(pipeline.stream_key(topic), pipeline.group(stage), id="0", mkstream=True)
         except redis.ResponseError as error:

@@ -1,10 +1,10 @@
 """The workers' side of the record: each method is one of its scripts, explained under `lua/`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import redis
-from redis.exceptions import NoScriptError
 
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
@@ -13,6 +13,18 @@ from penstock.record.append import Appends, append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, Renewal, TakenOver
 from penstock.record.log import Log, Status
 from penstock.settings import RecordSettings
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A message that no worker has claimed yet: the request's id, its body's hash or the job's id, and the message as
+    somebody who takes it over has to know it.
+    """
+
+    id: str
+    body: str
+    job: str
+    message: bytes
 
 
 class Record:
@@ -59,8 +71,7 @@ class Record:
     def _claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Claim | Busy | Bound | Conflict:
         if message:
             self._hold(stage, [request_id], self._lease_ms)
-        args: list[str | int | bytes] = [stage, *who, self._lease_ms, self._pending_ms, START_HASH, message]
-        reply = scripts.CLAIM.run(self._client, self._keys(request_id), args)
+        reply = scripts.CLAIM.run(self._client, self._keys(request_id), self._claim_args(stage, who, message))
         match reply[0]:
             case b"busy":
                 return Busy(reply[1] / 1000)
@@ -69,6 +80,22 @@ class Record:
             case b"conflict":
                 return Conflict()
         return self._claimed(request_id, stage, reply)
+
+    def _claim_args(self, stage: Stage, who: list[str], message: bytes) -> list[str | int | bytes]:
+        return [stage, *who, self._lease_ms, self._pending_ms, START_HASH, message]
+
+    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> None:
+        """Keep the messages of requests that wait for a place in this worker, in one round trip. As long as they are
+        `named` nobody else takes them over.
+        """
+        self.name(stage, [one.id for one in waiting])
+        calls = [(self._keys(one.id), self._claim_args(stage, ["", one.job, one.body], one.message)) for one in waiting]
+        scripts.CLAIM.run_all(self._client, calls)
+
+    def name(self, stage: Stage, request_ids: Sequence[str]) -> None:
+        """Say that these are held, for a lease: nobody else looks after them before that."""
+        if request_ids:
+            self._hold(stage, request_ids, self._lease_ms)
 
     def overdue(self, stage: Stage, limit: int) -> list[str]:
         """At most `limit` requests of a stage whose leases may have run out. Others are not told for a while."""
@@ -136,48 +163,45 @@ class Record:
     def finish(self, claim: Claim, end: EndEvent) -> bool:
         """Append the end; False when fenced. Collect the claim's tokens first. May be repeated.
 
-        The number of tokens in the log becomes the usage's `completion_tokens`: readers rely on it.
+        The number of tokens in the log becomes the usage's `completion_tokens`: readers rely on it. The id is
+        remembered for as long as the settings say, and as long as the request took since it was published: what was
+        published beside it may wait as long.
         """
         usage = end.usage.model_copy(update={"completion_tokens": claim.num_tokens})
         event = end.model_copy(update={"usage": usage}).encode()
         channel = self._pipeline.live_channel(claim.id)
-        args: list[str | int | bytes] = [channel, claim.epoch, claim.num_tokens, event, self._keep_ms]
+        took_ms = (
+            round(max(0.0, end.timings.finished - end.timings.published) * 1000) if end.timings.published > 0 else 0
+        )
+        keep_ms = self._keep_ms + min(took_ms, self._pending_ms)
+        args: list[str | int | bytes] = [channel, claim.epoch, claim.num_tokens, event, keep_ms]
         return bool(scripts.FINISH.run(self._client, self._keys(claim.id), args))
 
     def handed(self, claim: Claim) -> bool:
         """The hand-off is durable: give the lease back. False when the request has gone on, which is fine."""
         return bool(scripts.HANDED.run(self._client, self._keys(claim.id)[:1], [claim.epoch]))
 
-    def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True) -> bool:
-        """Give an unfinished request back: the next claim need not wait. False when it was lost before.
+    def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
+        """Give an unfinished request back, to be claimed in `wait_s` or at once. False when it was lost before.
 
-        With `failed` the attempt counts; without, the worker was merely told to stop. Not `delivered`: the request was
-        taken over, there is no delivery that the bus would give to another.
+        With `failed` the attempt counts; without, the worker was merely told to stop. Where it was `delivered` it is
+        left for a lease to whoever gets the delivery next; then, and without a delivery at once, anybody may take it
+        over.
         """
-        args = [claim.epoch, int(failed), int(delivered)]
+        wait_ms = round(wait_s * 1000)
+        args = [claim.epoch, int(failed), wait_ms]
         released = bool(scripts.RELEASE.run(self._client, self._keys(claim.id)[:1], args))
-        if released and not delivered:
-            self._hold(claim.stage, [claim.id], 0)
+        if released:
+            self._hold(claim.stage, [claim.id], wait_ms + delivered * self._lease_ms)
         return released
 
     def renew(self, claims: Sequence[Claim]) -> list[Renewal]:
         """Renew the leases of all claims in one round trip, those of one stage."""
         if not claims:
             return []
-        self._hold(claims[0].stage, [claim.id for claim in claims], self._lease_ms)
-        try:
-            replies = self._renew(claims)
-        except NoScriptError:
-            self._client.script_load(scripts.RENEW.text)
-            replies = self._renew(claims)
-        return [Renewal(reply) for reply in replies]
-
-    def _renew(self, claims: Sequence[Claim]) -> list[int]:
-        with self._client.pipeline(transaction=False) as pipe:
-            for claim in claims:
-                key = self._pipeline.record_key(claim.id)
-                pipe.evalsha(scripts.RENEW.sha, 1, key, str(claim.epoch), str(self._lease_ms))
-            return pipe.execute()
+        self.name(claims[0].stage, [claim.id for claim in claims])
+        calls = [(self._keys(claim.id)[:1], [claim.epoch, self._lease_ms]) for claim in claims]
+        return [Renewal(reply) for reply in scripts.RENEW.run_all(self._client, calls)]
 
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end, also before any worker saw it; False when it has ended already."""

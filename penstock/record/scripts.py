@@ -9,6 +9,9 @@ from typing import Any, cast
 import redis
 from redis.exceptions import NoScriptError
 
+Call = tuple[Sequence[str], Sequence[str | int | bytes]]
+"""Keys and arguments."""
+
 
 @dataclass(frozen=True)
 class Script:
@@ -24,6 +27,24 @@ class Script:
             return client.evalsha(self.sha, len(keys), *values)
         except NoScriptError:
             return client.eval(self.text, len(keys), *values)
+
+    def run_all(self, client: "redis.Redis", calls: Sequence[Call]) -> list[Any]:
+        """The replies to many calls, in one round trip. Calls may be made twice, where the
+        server does not know the script.
+        """
+        if not calls:
+            return []
+        try:
+            return self._run_all(client, calls)
+        except NoScriptError:
+            client.script_load(self.text)
+            return self._run_all(client, calls)
+
+    def _run_all(self, client: "redis.Redis", calls: Sequence[Call]) -> list[Any]:
+        with client.pipeline(transaction=False) as pipe:
+            for keys, args in calls:
+                pipe.evalsha(self.sha, len(keys), *cast("list[str]", [*keys, *args]))
+            return pipe.execute()
 
 
 def load(name: str) -> Script:

@@ -4,10 +4,11 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.bus.contract import Member, Settlement
+from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.failpoints import failpoint
 from penstock.reach import is_away, pauses
@@ -33,7 +34,11 @@ class _Order:
     def place(self) -> tuple[str, str] | int:
         """What it settles; one that settles nothing has a place of its own."""
         delivery = self.settlement.delivery
-        return (delivery.topic, delivery.position) if delivery.is_held else id(self)
+        return _place_of(delivery) if delivery.is_held else id(self)
+
+
+def _place_of(delivery: Delivery) -> tuple[str, str]:
+    return delivery.topic, delivery.position
 
 
 class Settler:
@@ -51,7 +56,7 @@ class Settler:
         self._member = member
         self._is_over = threading.Event()
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._open = 0
+        self._open: Counter[tuple[str, str] | int] = Counter()
         self._lock = threading.Condition()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="settler", daemon=True)
@@ -60,13 +65,19 @@ class Settler:
     def __len__(self) -> int:
         """Settlements on their way."""
         with self._lock:
-            return self._open
+            return self._open.total()
+
+    def is_settling(self, delivery: Delivery) -> bool:
+        """Whether it is to be settled already: it came a second time, and is looked at again when that is over."""
+        with self._lock:
+            return self._open[_place_of(delivery)] > 0
 
     def settle(self, settlement: Settlement, done: Callable[[bool], None] = lambda settled: None) -> None:
         """Settle soon."""
+        order = _Order(settlement, done)
         with self._lock:
-            self._open += 1
-        self._orders.put(_Order(settlement, done))
+            self._open[order.place] += 1
+        self._orders.put(order)
 
     def check(self) -> None:
         """Raise what made settling impossible, if anything did."""
@@ -120,7 +131,7 @@ class Settler:
                 failpoint("settle.begun")
                 self._member.settle([order.settlement for order in batch])
             except DeliveryLost as error:
-                lost = {(delivery.topic, delivery.position) for delivery in error.deliveries}
+                lost = {_place_of(delivery) for delivery in error.deliveries}
                 rest = [order for order in batch if order.place not in lost]
                 assert len(rest) < len(batch), "lost deliveries are of those that were to be settled"
                 self._note("")
@@ -158,5 +169,5 @@ class Settler:
         for order in orders:
             order.done(settled)
         with self._lock:
-            self._open -= len(orders)
+            self._open -= Counter(order.place for order in orders)
             self._lock.notify_all()

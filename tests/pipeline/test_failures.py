@@ -170,7 +170,7 @@ def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
 
 @pytest.mark.timeout(60)
 def test_what_was_taken_over_waits_before_it_is_tried_again(redis_url: str, pipeline: Pipeline) -> None:
-    with line_on(redis_url, pipeline, record=RecordSettings(retry_first_s=600, lease_s=0.4)) as line:
+    with line_on(redis_url, pipeline, record=RecordSettings(retry_first_s=600, retry_cap_s=600, lease_s=0.4)) as line:
         silent = line.prefill
         line.send(poison())
         wait_until(lambda: silent.turn() or silent.running, 20, "a claim", 0)
