@@ -83,7 +83,7 @@ class DecodeWorker(StageWorker[Decode]):
         rank = CLASSES.index(klass)
         num_before = sum(CLASSES.index(one.delivery.klass) <= rank for one in self.running.values())
         each, most = self.load.expected(klass, self.engine.settings.max_batch - num_before)
-        return max(0, min(most, self.engine.room(klass, each)))
+        return max(0, min(most, self.engine.room(klass, each))) if most > 0 else 0
 
     def report(self) -> dict[str, object]:
         """What it holds and how fast it is, for the heartbeat. Any thread may ask."""
@@ -116,7 +116,7 @@ class DecodeWorker(StageWorker[Decode]):
             case Bound():
                 self.settler.settle(Settlement(delivery))
             case Claim() if claimed.ended:
-                self._settle(delivery, job, self.record.read_log(job.id), claimed)
+                self._settle(delivery, job, claimed.log, claimed)
             case Claim():
                 failpoint("decode.6.claimed")
                 self._begin(delivery, job, claimed)
@@ -150,7 +150,7 @@ class DecodeWorker(StageWorker[Decode]):
         span = tracing.begin("decode", parent, attempt=claim.attempts)
         model, sampling = self.engine.model, job.sampling
         output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
-        said = [event for event in self.record.read_log(job.id) if isinstance(event, TokenEvent)]
+        said = [event for event in claim.log if isinstance(event, TokenEvent)]
         failpoint("decode.6.read")
         chain = self.store.chain(job.tenant)
         decoding = self.running[job.id] = Decode(delivery, job, claim, output, span, said, chain)
@@ -248,6 +248,7 @@ class DecodeWorker(StageWorker[Decode]):
 
     def _confirm(self, outcomes: list[tuple[Claim, AppendOutcome]]) -> None:
         """Act on what became of the last step's tokens."""
+        ended: list[Decode] = []
         for claim, outcome in outcomes:
             failpoint("decode.7.confirmed")
             decoding = self._of(claim)
@@ -258,9 +259,10 @@ class DecodeWorker(StageWorker[Decode]):
             elif outcome is AppendOutcome.CANCELLED:
                 decoding.said.pop()
                 decoding.error = Cancelled("cancelled while it was decoded")
-                self._end(decoding)
+                ended.append(decoding)
             elif decoding.finish is not None:
-                self._end(decoding)
+                ended.append(decoding)
+        self._end(*ended)
 
     def _expire(self) -> None:
         for decoding in list(self.running.values()):
@@ -293,18 +295,21 @@ class DecodeWorker(StageWorker[Decode]):
 
     # 8 End.
 
-    def _end(self, decoding: Decode) -> None:
-        if decoding.error is not None:
-            decoding.finish = "cancelled" if isinstance(decoding.error, Cancelled) else "error"
-        self._forget(decoding)
-        end = decoding.end_event()
-        if self.record.finish(decoding.claim, end):
-            self.leases.done(decoding.claim)
-            failpoint("decode.8.ended")
-            self.load.outputs[decoding.delivery.klass].note(decoding.claim.num_tokens)
-            self._settle(decoding.delivery, decoding.job, [*decoding.said, end], decoding.claim, decoding.error)
-        else:
-            self.inbox.put_back(decoding.delivery)
+    def _end(self, *ended: Decode) -> None:
+        """The ends are written in one round trip."""
+        for decoding in ended:
+            if decoding.error is not None:
+                decoding.finish = "cancelled" if isinstance(decoding.error, Cancelled) else "error"
+            self._forget(decoding)
+        ends = [(decoding.claim, decoding.end_event()) for decoding in ended]
+        for decoding, (claim, end), done in zip(ended, ends, self.record.finish_all(ends), strict=True):
+            if done:
+                self.leases.done(claim)
+                failpoint("decode.8.ended")
+                self.load.outputs[decoding.delivery.klass].note(claim.num_tokens)
+                self._settle(decoding.delivery, decoding.job, [*decoding.said, end], claim, decoding.error)
+            else:
+                self.inbox.put_back(decoding.delivery)
 
     def _forget(self, task: Decode) -> None:
         task.span.end()

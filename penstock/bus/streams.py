@@ -16,7 +16,7 @@ from redis.retry import Retry
 from penstock.bus.contract import Outgoing, check_size
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, STAGES, Pipeline, Stage
-from penstock.reach import ANSWER_S
+from penstock.reach import ANSWER_S, replies_to
 from penstock.settings import BusSettings, shown
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class StreamsBus:
         with contextlib.closing(connect(self.url)) as client, bus_errors(), client.pipeline(transaction=False) as batch:
             for topic in topics:
                 batch.xlen(self._key(topic))
-            return dict(zip(topics, batch.execute(), strict=True))
+            return dict(zip(topics, replies_to(batch), strict=True))
 
     def read_all(self, topic: str) -> list[Outgoing]:
         """Every message now in a topic; work that is settled is not there any more."""
@@ -110,7 +110,7 @@ class StreamsPublisher:
                 fields: dict[Any, Any] = encode(message)
                 keep = kept(self._bus.pipeline, message.topic) or None
                 batch.xadd(self._bus.pipeline.stream_key(message.topic), fields, maxlen=keep)
-            batch.execute()
+            replies_to(batch)
 
     def close(self) -> None:
         """Free the connection."""

@@ -16,6 +16,7 @@ from penstock.bus.retries import Shelf, as_original, dead_message, judge, place,
 from penstock.bus.streams import bus_errors, connect, create_groups, decode, encode, kept
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, PriorityClass, Stage
+from penstock.reach import replies_to
 
 if TYPE_CHECKING:
     from penstock.bus.streams import StreamsBus
@@ -239,7 +240,7 @@ class StreamsMember:
             for topic, count in wanted:
                 streams: dict[Any, Any] = {self._pipeline.stream_key(topic): ">"}
                 batch.xreadgroup(self._group, self._consumer, streams, count=count)
-            replies: Any = batch.execute()
+            replies: Any = replies_to(batch)
         found: list[Delivery] = []
         for (topic, _), reply in zip(wanted, replies, strict=True):
             for _, entries in reply or ():

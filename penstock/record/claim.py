@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from penstock.messages import Logprobs, Request, TokenEvent
+from penstock.messages import EndEvent, Logprobs, Request, TokenEvent
 from penstock.names import Stage, roll
 
 
@@ -30,6 +30,8 @@ class Claim:
     """Too many attempts: append the end (`attempts_exhausted`) instead of trying again."""
     append_head: bytes = field(repr=False, default=b"")
     """The part of an append's wire bytes that does not change (`Record.send_append`)."""
+    log: list[TokenEvent | EndEvent] = field(repr=False, default_factory=list)
+    """In decode: all that the log said when it was claimed; since then nobody else writes to it."""
     found: int = field(init=False)
     """How many tokens the log had."""
 

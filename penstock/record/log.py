@@ -50,7 +50,7 @@ class Log:
     def read(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
         """The events after the token at `after_position`, in order; the end is the last."""
         entries = self._client.xrange(self._pipeline.log_key(request_id), min=f"{after_position + 1}-0")
-        return _events(entries)
+        return events_of(entries)
 
     def status(self, request_id: str) -> Status | None:
         """What is known about a request; None when nothing is."""
@@ -73,7 +73,7 @@ class AsyncLog:
     async def read(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
         """The events after the token at `after_position`, in order; the end is the last."""
         key = self._pipeline.log_key(request_id)
-        return _events(await self._client.xrange(key, min=f"{after_position + 1}-0"))
+        return events_of(await self._client.xrange(key, min=f"{after_position + 1}-0"))
 
     async def status(self, request_id: str) -> Status | None:
         """What is known about a request; None when nothing is."""
@@ -88,7 +88,8 @@ class AsyncLog:
             return bool(await cast(Any, self._client.eval(scripts.CANCEL.text, 1, key, keep)))
 
 
-def _events(entries: Any) -> list[TokenEvent | EndEvent]:
+def events_of(entries: Any) -> list[TokenEvent | EndEvent]:
+    """The events in a range of a log's entries."""
     return [parse_event(fields[b"e"]) for _, fields in entries or ()]
 
 

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
+from redis.exceptions import NoScriptError
 
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
+from penstock.reach import replies_to
 from penstock.record import scripts
 from penstock.record.append import Appends, append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, Renewal, TakenOver
-from penstock.record.log import Log, Status
+from penstock.record.log import Log, Status, events_of
 from penstock.settings import RecordSettings
 
 
@@ -69,9 +71,12 @@ class Record:
         return outcome
 
     def _claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Claim | Busy | Bound | Conflict:
-        if message:
-            self._hold(stage, [request_id], self._lease_ms)
-        reply = scripts.CLAIM.run(self._client, self._keys(request_id), self._claim_args(stage, who, message))
+        """In one round trip, in this order: the request is named as held, claimed, and in decode its log is read."""
+        try:
+            reply, log = self._send_claim(request_id, stage, who, message)
+        except NoScriptError:
+            self._client.script_load(scripts.CLAIM.text)
+            reply, log = self._send_claim(request_id, stage, who, message)
         match reply[0]:
             case b"busy":
                 return Busy(reply[1] / 1000)
@@ -79,7 +84,19 @@ class Record:
                 return Bound()
             case b"conflict":
                 return Conflict()
-        return self._claimed(request_id, stage, reply)
+        return self._claimed(request_id, stage, reply, log)
+
+    def _send_claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> tuple[Any, Any]:
+        """The script's reply, and the log's entries."""
+        keys = self._keys(request_id)
+        with self._client.pipeline(transaction=False) as pipe:
+            if message:
+                scripts.HELD.add_text(pipe, [self._pipeline.held_key(stage)], [self._lease_ms, request_id])
+            scripts.CLAIM.add(pipe, keys, self._claim_args(stage, who, message))
+            if stage == "decode":
+                pipe.xrange(keys[1])
+            replies = replies_to(pipe)
+        return (replies[-2], replies[-1]) if stage == "decode" else (replies[-1], ())
 
     def _claim_args(self, stage: Stage, who: list[str], message: bytes) -> list[str | int | bytes]:
         return [stage, *who, self._lease_ms, self._pending_ms, START_HASH, message]
@@ -113,7 +130,8 @@ class Record:
             case b"gone":
                 self._client.zrem(self._pipeline.held_key(stage), request_id)
                 return None
-        return TakenOver(self._claimed(request_id, stage, reply[:-1]), reply[-1])
+        log = self._client.xrange(self._keys(request_id)[1]) if stage == "decode" else ()
+        return TakenOver(self._claimed(request_id, stage, reply[:-1], log), reply[-1])
 
     def let_go(self, stage: Stage, request_ids: Sequence[str]) -> None:
         """These ended or were handed off. Not saying so costs whoever looks for the dead a question each."""
@@ -123,7 +141,7 @@ class Record:
     def _hold(self, stage: Stage, request_ids: Sequence[str], due_ms: int) -> None:
         scripts.HELD.run(self._client, [self._pipeline.held_key(stage)], [due_ms, *request_ids])
 
-    def _claimed(self, request_id: str, stage: Stage, reply: Sequence[Any]) -> Claim:
+    def _claimed(self, request_id: str, stage: Stage, reply: Sequence[Any], log: Any) -> Claim:
         keys = self._keys(request_id)
         _, epoch, num_tokens, rolled, ended, cancelled, attempts = reply
         return Claim(
@@ -136,6 +154,7 @@ class Record:
             cancelled=bool(cancelled),
             attempts=attempts,
             exhausted=attempts > self._settings.max_attempts,
+            log=events_of(log),
             append_head=append_head(keys, self._pipeline.live_channel(request_id), self._pending_ms, epoch),
         )
 
@@ -167,15 +186,20 @@ class Record:
         remembered for as long as the settings say, and as long as the request took since it was published: what was
         published beside it may wait as long.
         """
+        return self.finish_all([(claim, end)])[0]
+
+    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
+        """`finish` for each, in one round trip."""
+        calls = [(self._keys(claim.id), self._finish_args(claim, end)) for claim, end in ends]
+        return [bool(reply) for reply in scripts.FINISH.run_all(self._client, calls)]
+
+    def _finish_args(self, claim: Claim, end: EndEvent) -> list[str | int | bytes]:
         usage = end.usage.model_copy(update={"completion_tokens": claim.num_tokens})
         event = end.model_copy(update={"usage": usage}).encode()
-        channel = self._pipeline.live_channel(claim.id)
-        took_ms = (
-            round(max(0.0, end.timings.finished - end.timings.published) * 1000) if end.timings.published > 0 else 0
-        )
+        times = end.timings
+        took_ms = round(max(0.0, times.finished - times.published) * 1000) if times.published > 0 else 0
         keep_ms = self._keep_ms + min(took_ms, self._pending_ms)
-        args: list[str | int | bytes] = [channel, claim.epoch, claim.num_tokens, event, keep_ms]
-        return bool(scripts.FINISH.run(self._client, self._keys(claim.id), args))
+        return [self._pipeline.live_channel(claim.id), claim.epoch, claim.num_tokens, event, keep_ms]
 
     def handed(self, claim: Claim) -> bool:
         """The hand-off is durable: give the lease back. False when the request has gone on, which is fine."""

@@ -9,6 +9,8 @@ from typing import Any, cast
 import redis
 from redis.exceptions import NoScriptError
 
+from penstock.reach import replies_to
+
 Call = tuple[Sequence[str], Sequence[str | int | bytes]]
 """Keys and arguments."""
 
@@ -43,8 +45,16 @@ class Script:
     def _run_all(self, client: "redis.Redis", calls: Sequence[Call]) -> list[Any]:
         with client.pipeline(transaction=False) as pipe:
             for keys, args in calls:
-                pipe.evalsha(self.sha, len(keys), *cast("list[str]", [*keys, *args]))
-            return pipe.execute()
+                self.add(pipe, keys, args)
+            return replies_to(pipe)
+
+    def add(self, pipe: "redis.client.Pipeline", keys: Sequence[str], args: Sequence[str | int | bytes]) -> None:
+        """One more command of a pipeline."""
+        pipe.evalsha(self.sha, len(keys), *cast("list[str]", [*keys, *args]))
+
+    def add_text(self, pipe: "redis.client.Pipeline", keys: Sequence[str], args: Sequence[str | int | bytes]) -> None:
+        """The same, which every server knows: for what has to be done before the commands behind it."""
+        pipe.eval(self.text, len(keys), *cast("list[str]", [*keys, *args]))
 
 
 def load(name: str) -> Script:
