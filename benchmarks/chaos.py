@@ -6,7 +6,8 @@ Real worker processes on the demo model in float32, a real Valkey, a real Kafka,
 read every stream, some of them coming back again and again with the last event id they saw. First decode workers are
 killed in the middle of long answers while nothing else is wrong, Kafka with its timeouts at their defaults, and the
 time until each stream goes on is taken. Then come rounds in which every worker is killed or stopped at the next of its
-numbered steps, or at any time, again and again, while servers are killed and connections cut, hung, slowed and refused.
+numbered steps, or at any time, again and again, while servers are killed and paused, connections cut, hung, slowed and
+refused, the disk is full, and single workers' wall clocks are put forward and back by minutes.
 What clients and topics saw is a history; the checker (`tests/chaos/checker.py`) knows the promises and nothing else.
 
 A round's seed says what is done; with `--seed` it is done again. Histories and logs stay in the directory that is told.
@@ -18,12 +19,13 @@ import itertools
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from benchmarks.common import Arguments, machine, report
@@ -31,18 +33,24 @@ from penstock.names import STAGES
 from tests.chaos.checker import Finding, tally
 from tests.chaos.faults import ANY_TIME, Bus, points_of
 from tests.chaos.nursery import Nursery
-from tests.chaos.recovery import Plan, Recovery, measure, told
-from tests.chaos.runner import Outcome, Round, run
+from tests.chaos.recovery import Plan, Recovery, measured, told
+from tests.chaos.runner import Outcome, Progress, Round, run
 from tests.chaos.system import Toll
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 KILLS_A_ROUND = 125
 SECONDS_A_ROUND = {"embedded": 200.0, "kafka": 300.0}
 """A round ends then, however many kills there were."""
-
-
-MOST_S = 28 * 60
-"""No new round begins later."""
+WHAT = {
+    "cut": "connections cut",
+    "hang": "connections hung",
+    "slow": "connections slowed",
+    "refuse": "connections refused",
+    "full": "filled to the brim",
+    "clock": "clock put forward or back",
+}
+MOST_S = 24 * 60
+"""No new round begins later, so that it is all over within half an hour."""
 
 
 @dataclass
@@ -64,6 +72,7 @@ class Sum:
         """Another round."""
         self.toll.kills += outcome.toll.kills
         self.toll.pauses += outcome.toll.pauses
+        self.toll.faults += outcome.toll.faults
         self.toll.fell += outcome.toll.fell
         self.findings += outcome.findings
         self.requests += outcome.requests
@@ -78,6 +87,8 @@ class Sum:
         return figures | {
             "requests": self.requests,
             "pauses": self.toll.pauses.total(),
+            "clock_steps": sum(count for (_, what), count in self.toll.faults.items() if what == "clock"),
+            "disks_full": self.toll.faults["disk", "full"],
             "fell": len(self.toll.fell),
             "rounds": self.rounds,
         }
@@ -86,29 +97,45 @@ class Sum:
 def chaos(directory: Path, given: "Options") -> Sum:
     """Measure recovery, then go through rounds until there were so many kills."""
     total, begun, nursery = Sum(), time.monotonic(), Nursery(directory)
+    plans = _plans(given)
     try:
-        for bus in BUSES:
-            # On Kafka a dead member's partitions wait 45 s: too long for a quick run.
-            plan = Plan(1, 4, to_the_end=bus == "embedded") if given.quick else Plan(3, 10)
-            with telling(f"recovery, {bus}") as tell:
-                found = total.recoveries[bus] = measure(bus, directory / f"recovery-{bus}", nursery, plan, tell)
-            print(f"recovery, {bus}: {told(found)}", flush=True)
+        with contextlib.ExitStack() as waiting:
+            _recover(total, directory, nursery, given, waiting)
+            while total.rounds < 2:
+                _round(total, next(plans), directory, nursery, given)
+        for bus, found in total.recoveries.items():
             total.findings += found.findings
-            total.toll.kills["decode", ANY_TIME] += found.kills
-        plans = _plans(given)
-        while total.rounds < 2 or (not given.quick and total.kills < given.kills and time.monotonic() - begun < MOST_S):
-            this = next(plans)
-            name = f"{this.bus}, seed {this.seed}"
-            with telling(name) as tell:
-                outcome = run(this, directory / f"{this.bus}-{this.seed}", nursery, tell)
-            total.add(outcome)
-            kills = outcome.toll.kills.total()
-            print(f"{name}: {kills} kills, {outcome.requests} requests, {len(outcome.findings)} findings", flush=True)
-            for finding in outcome.findings:
-                print(f"    {finding.kind}: {finding.id}: {finding.story}", flush=True)
+            _tell(f"recovery, {bus}", found.findings)
+        while not given.quick and total.kills < given.kills and time.monotonic() - begun < MOST_S:
+            _round(total, next(plans), directory, nursery, given)
     finally:
         nursery.close()
     return total
+
+
+def _recover(total: Sum, directory: Path, nursery: Nursery, given: "Options", waiting: contextlib.ExitStack) -> None:
+    """On each bus; what is not settled yet then is `waiting` for that, while other things are done."""
+    plan = Plan(1, 4) if given.quick else Plan(3, 10)
+    for bus in reversed(BUSES):
+        with telling(f"recovery, {bus}", total, given) as tell:
+            made = measured(bus, directory / f"recovery-{bus}", nursery, plan, tell)
+            found = total.recoveries[bus] = waiting.enter_context(made)
+        print(f"recovery, {bus}: {told(found)}", flush=True)
+        total.toll.kills["decode", ANY_TIME] += found.kills
+
+
+def _round(total: Sum, this: Round, directory: Path, nursery: Nursery, given: "Options") -> None:
+    name = f"{this.bus}, seed {this.seed}"
+    with telling(name, total, given) as tell:
+        outcome = run(this, directory / f"{this.bus}-{this.seed}", nursery, tell)
+    total.add(outcome)
+    _tell(f"{name}: {outcome.toll.kills.total()} kills, {outcome.requests} requests", outcome.findings)
+
+
+def _tell(what: str, findings: list[Finding]) -> None:
+    print(f"{what}: {len(findings)} findings", flush=True)
+    for finding in findings:
+        print(f"    {finding.kind}: {finding.id}: {finding.story}", flush=True)
 
 
 def _plans(given: "Options") -> Iterator[Round]:
@@ -120,11 +147,13 @@ def _plans(given: "Options") -> Iterator[Round]:
 
 
 @contextlib.contextmanager
-def telling(what: str) -> Iterator[Callable[[str], None]]:
-    """A line that shows how far it is."""
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), transient=True) as progress:
-        task = progress.add_task(what)
-        yield lambda line: progress.update(task, description=f"{what}: {line}")
+def telling(what: str, total: Sum, given: "Options") -> Iterator[Progress]:
+    """A bar of all kills, and a line that shows how far it is."""
+    before = total.kills
+    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.completed:.0f} kills, {task.description}"))
+    with Bar(*columns, TimeElapsedColumn(), transient=True) as bar:
+        task = bar.add_task(what, total=None if given.quick else given.kills)
+        yield lambda line, kills: bar.update(task, completed=before + kills, description=f"{what}: {line}")
 
 
 def table(toll: Toll) -> Table:
@@ -133,6 +162,14 @@ def table(toll: Toll) -> Table:
     steps = {(stage, step) for stage in STAGES for bus in BUSES for step in points_of(stage, bus)}
     for process, step in sorted(steps | toll.kills.keys() | toll.pauses.keys(), key=_in_order):
         made.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))
+    return made
+
+
+def faults_table(toll: Toll) -> Table:
+    """What else was done."""
+    made = Table("to", "what", "times")
+    for (whose, what), count in sorted(toll.faults.items()):
+        made.add_row(whose, WHAT[what], str(count))
     return made
 
 
@@ -159,7 +196,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     total = chaos(directory, given)
     print(f"\n{machine()}; histories and logs: {directory}")
-    Console().print(table(total.toll))
+    Console().print(table(total.toll), faults_table(total.toll))
     for last_line, count in Counter(line.partition(": ")[2][:100] for line in total.toll.fell).most_common():
         print(f"fell {count} times: {last_line}")
     report(total.figures(), given)

@@ -13,6 +13,10 @@ from matplotlib.figure import Figure
 
 mpl.use("agg")
 PLOTS = Path(__file__).parent.parent / "docs" / "plots"
+SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""The directory in memory, where there is one."""
+TIMEOUT_S = 120.0
+"""How long an answer may take before a benchmark gives up."""
 
 
 @dataclass(frozen=True)

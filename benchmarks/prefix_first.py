@@ -11,6 +11,7 @@ from pathlib import Path
 import redis
 from rich.progress import track
 
+from benchmarks.common import SHM, TIMEOUT_S
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.peers.write import model_directory
@@ -29,8 +30,6 @@ PREFIX, OWN = 2000, 24
 """Tokens that requests share, and tokens of their own."""
 TIERS = ("pool", "shm", "disk", "redis")
 _SHORT = {"shared": "shm"}
-_SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
-_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Prefilling:
 
     def _handed_off(self, request_id: str) -> Job:
         """Turn the worker until the request's job is out and all its blocks are written."""
-        worker, end_s = self._worker, time.monotonic() + _TIMEOUT_S
+        worker, end_s = self._worker, time.monotonic() + TIMEOUT_S
         begun = False
         while not begun or worker.running or not worker.is_settled():
             worker.turn()
@@ -126,7 +125,7 @@ def prefilling(shape: str) -> Iterator[Prefilling]:
     model = str(model_directory(SHAPES[shape], DIRECTORY / "models"))
     settings = EngineSettings(model=model, dtype="bfloat16", device="cpu", threads=2, pool_mb=1024, max_step_tokens=512)
     with contextlib.ExitStack() as exits:
-        memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-prefix-", dir=_SHM))
+        memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-prefix-", dir=SHM))
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-prefix-")))
         server = exits.enter_context(ValkeyServer(directory / "valkey", appendonly=False))
         addresses = Addresses(pipeline="benchmark", stream_url=server.url)

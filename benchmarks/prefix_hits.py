@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from benchmarks.common import SHM, TIMEOUT_S
 from penstock.client import Client
 from penstock.local.stack import Stack
 from penstock.messages import Timings
@@ -23,8 +24,6 @@ OWN = (8, 40)
 UNDER_WAY = 8
 """Requests sent and not answered, at most."""
 NEW = 2
-_SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
-_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def send(client: Client, work: Sequence[Asked]) -> list[Seen]:
 
     def take() -> None:
         request_id, asked = under_way.popleft()
-        answer = client.result(request_id, timeout_s=_TIMEOUT_S)
+        answer = client.result(request_id, timeout_s=TIMEOUT_S)
         seen.append(Seen(asked, answer.usage.cached_tokens, answer.timings))
 
     with Progress(transient=True) as progress:
@@ -176,7 +175,7 @@ def send(client: Client, work: Sequence[Asked]) -> list[Seen]:
 def measure_hits(count: int) -> Hits:
     """Through two workers a stage, as processes."""
     with (
-        tempfile.TemporaryDirectory(prefix="penstock-hits-", dir=_SHM) as memory,
+        tempfile.TemporaryDirectory(prefix="penstock-hits-", dir=SHM) as memory,
         tempfile.TemporaryDirectory(prefix="penstock-hits-") as directory,
     ):
         environment = {

@@ -16,18 +16,16 @@ second one, of the worker that grew most; the first quarter is left out as a war
 import contextlib
 import itertools
 import statistics
-import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from benchmarks.common import Arguments, arguments, machine, report, save
 from benchmarks.soak_load import Load
+from benchmarks.watch import Sample, Watch, resident_mb
 from kvstore.arena.check import check_integrity
 from kvstore.arena.layout import WRITING
 from kvstore.tiers.disk import DiskTier
@@ -40,55 +38,21 @@ from penstock.local.valkey import ValkeyServer
 from penstock.settings import KVSettings
 
 BUDGET_MB = 24
-SAMPLE_S = 1.0
+VALKEY = "Valkey, blocks"
 _SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
-_MB = 2**20
 
 
-class Watch:
-    """Notes resident memory and the tiers' usage, until it is closed."""
+def sampler(stack: Stack, server: ValkeyServer, places: list[Place]) -> Callable[[], Sample]:
+    """Memory of the processes, and what is used of each tier's budget."""
+    pids = {worker.name: worker.child.pid for worker in stack.workers if worker.child is not None}
+    pids[VALKEY] = server.pid or 0
 
-    def __init__(self, stack: Stack, server: ValkeyServer, places: list[Place]) -> None:
-        self.memory: dict[str, list[float]] = {}
-        """MB of each process, sample by sample."""
-        self.usage: dict[str, list[float]] = {}
-        """Share of each tier's budget."""
-        self._pids = {worker.name: worker.child.pid for worker in stack.workers if worker.child is not None}
-        self._pids["Valkey, blocks"] = server.pid or 0
-        self._places, self._over = places, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+    def sample() -> Sample:
+        usages = {place.name: place.tier.usage() for place in places}
+        shares = {name: usage.bytes / max(1, usage.budget) for name, usage in usages.items()}
+        return {"memory": resident_mb(pids), "usage": shares}
 
-    def close(self) -> None:
-        """Stop."""
-        self._over.set()
-        self._thread.join()
-
-    def growth_mb(self) -> float:
-        """See above; of the workers alone."""
-        grown = []
-        for name, values in self.memory.items():
-            quarter = len(values) // 4
-            if not name.startswith("Valkey"):
-                grown.append(statistics.mean(values[3 * quarter :]) - statistics.mean(values[quarter : 2 * quarter]))
-        return max(grown)
-
-    def _run(self) -> None:
-        while not self._over.wait(SAMPLE_S):
-            rss = resident_mb(list(self._pids.values()))
-            for name, pid in self._pids.items():
-                if pid in rss:
-                    self.memory.setdefault(name, []).append(rss[pid])
-            for place in self._places:
-                usage = place.tier.usage()
-                self.usage.setdefault(place.name, []).append(usage.bytes / max(1, usage.budget))
-
-
-def resident_mb(pids: list[int]) -> dict[int, float]:
-    """Resident memory of each process that lives."""
-    command = ["ps", "-o", "pid=,rss=", "-p", ",".join(map(str, pids))]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return {int(pid): int(kib) / 1024 for pid, kib in (line.split() for line in lines)}
+    return sample
 
 
 def leaks(places: list[Place], disk: Path) -> list[str]:
@@ -154,47 +118,28 @@ def run(given: Arguments) -> dict[str, float]:
     minutes = 1.0 if given.quick else 10.0
     load = Load()
     with system() as (stack, server, places, disk):
-        watch = Watch(stack, server, places)
-        try:
+        with Watch(sampler(stack, server, places)) as watch:
             soak(stack, load, minutes)
-        finally:
-            watch.close()
         names = {worker.name for worker in stack.workers}
         stack.stop_workers()
         left = leaks(places, disk)
     for line in [*load.wrong, *left]:
         print(line)
     print(f"\n{machine()}; {load.answered} requests, {load.compared} compared; {', '.join(sorted(names))}")
-    for name, shares in watch.usage.items():
+    for name, shares in watch.lines["usage"].items():
         print(f"{name:16} at most {max(shares):.0%} of its budget, {statistics.median(shares):.0%} in the median")
     if not given.quick:
-        draw(watch)
+        save(watch.draw({"memory": "resident memory, MB", "usage": "used, of the budget"}), "soak")
     return {
         "soak_minutes": minutes,
         "soak_requests": load.answered,
         "soak_compared": load.compared,
         "soak_wrong": len(load.wrong),
         "soak_stuck": load.stuck,
-        "soak_rss_growth_mb": watch.growth_mb(),
-        "soak_most_of_budget": max(itertools.chain.from_iterable(watch.usage.values())),
+        "soak_rss_growth_mb": max(grown for name, grown in watch.growth("memory").items() if name != VALKEY),
+        "soak_most_of_budget": max(itertools.chain.from_iterable(watch.lines["usage"].values())),
         "soak_leaked": len(left),
     }
-
-
-def draw(watch: Watch) -> None:
-    """Memory and usage over time."""
-    figure = Figure(figsize=(10, 3.8))
-    left, right = figure.subplots(1, 2)
-    for axis, lines, title in (
-        (left, watch.memory, "resident memory, MB"),
-        (right, watch.usage, "used, of the budget"),
-    ):
-        for name, values in lines.items():
-            axis.plot([at * SAMPLE_S / 60 for at in range(len(values))], values, label=name)
-        axis.set(title=title, xlabel="minutes", ylim=(0, None))
-        axis.grid(alpha=0.3)
-        axis.legend()
-    save(figure, "soak")
 
 
 def main() -> None:

@@ -13,112 +13,43 @@ What a crash costs: after 6 or 7, the next holder reads the log and goes on at i
 again; after 8, it only settles; a crash inside 9 leaves either nothing or all of it. Leases that nobody ends run out.
 """
 
-import contextlib
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
-import redis
-from opentelemetry.context import Context
-from opentelemetry.trace import Span
-
+from decode_worker.answer import Decode, waiting_of
 from decode_worker.emit import Emitter
 from decode_worker.result import outgoing_result, result_of
 from engine.engine import Engine, Sampled
-from engine.sequence import Sequence, State
+from engine.sequence import State
 from engine.text import OutputState
 from engine.token_text import token_texts
-from kvstore.block import Name
-from kvstore.chain import Chain
-from kvstore.store import KVStore, Lack
+from kvstore.store import KVStore
 from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.errors import Cancelled, DeliveryLost, InternalError, RequestError, SequenceFailed
+from penstock.errors import Cancelled, RequestError, SequenceFailed
 from penstock.failpoints import failpoint
-from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, TokenEvent, Usage, decode, now_s
+from penstock.messages import EndEvent, Job, TokenEvent, decode, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
-from penstock.record import AppendOutcome, Bound, Busy, Claim, LeaseKeeper, Record, Renewal
-from penstock.worker import (
-    Failures,
-    Held,
-    Inbox,
-    Load,
-    Settler,
-    cause_of,
-    cause_to_end,
-    is_suspect,
-    letters,
-    pack,
-    too_late,
-    unpack,
-)
+from penstock.record import AppendOutcome, Bound, Busy, Claim, Record
+from penstock.worker import StageWorker, cause_of, letters, pack, too_late
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Decode:
-    """A request whose answer is being written."""
-
-    delivery: Delivery
-    job: Job
-    claim: Claim
-    output: OutputState
-    span: Span
-    said: list[TokenEvent]
-    """The log: as it was found, and what was sent to it since."""
-    chain: Chain
-    """Names the blocks of prompt and answer."""
-    partial: Name | None = None
-    """Of the prompt's last block, if that is partial."""
-    seq: Sequence | None = None
-    """None where there is nothing to generate."""
-    lacks: dict[int, Lack] = field(default_factory=dict)
-    """Full blocks that are to be written, and the tiers that lack them."""
-    num_seen: int = 0
-    """Full blocks, as of the last look at it."""
-    started_s: float = field(default_factory=now_s)
-    finish: FinishReason | None = None
-    """Set with the last token; the end is appended once that token is in the log."""
-    error: RequestError | None = None
-    tail: str = ""
-    """Text held back when the deadline cut the answer short."""
-    context: Context = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.context = tracing.within(self.span)
-
-    def prompt_names(self) -> list[Name]:
-        """Of the prompt's blocks, a partial last one included."""
-        names = self.chain.names[: len(self.job.token_ids) // self.chain.block_size]
-        return [*names, self.partial] if self.partial else names
-
-    def end_event(self) -> EndEvent:
-        """The end of the log, stamped now."""
-        usage = Usage(
-            prompt_tokens=len(self.job.token_ids),
-            cached_tokens=self.job.cached_tokens,
-            completion_tokens=self.claim.num_tokens,
-        )
-        timings = self.job.timings.model_copy(update={"decode_started": self.started_s, "finished": now_s()})
-        error = None if self.error is None else ErrorInfo.of(self.error)
-        return EndEvent(finish_reason=self.finish or "error", text=self.tail, usage=usage, timings=timings, error=error)
-
-
-class DecodeWorker:
+class DecodeWorker(StageWorker[Decode]):
     """One decode worker over its engine, KV store, record and place in the group."""
+
+    stage = "decode"
+    transfers: Transfers
+    store: KVStore
 
     def __init__(
         self, pipeline: Pipeline, name: str, engine: Engine, store: KVStore, record: Record, member: Member
     ) -> None:
-        self.pipeline, self.name = pipeline, name
-        self.engine, self.store, self.record, self.member = engine, store, record, member
-        self.settler, self.leases, self.emitter = Settler(member), LeaseKeeper(record, "decode"), Emitter(record)
+        super().__init__(pipeline, name, record, member, waiting_of)
+        self.engine, self.store, self.emitter = engine, store, Emitter(record)
         self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
-        self.inbox, self.load = Inbox(member), Load()
-        self.failures = Failures(pipeline, record, self.settler, self.inbox)
-        self.running: dict[str, Decode] = {}
 
     # The loop.
 
@@ -146,11 +77,6 @@ class DecodeWorker:
             self.transfers.wait()
         return bool(deliveries or sampled)
 
-    def _poll(self) -> list[Delivery]:
-        rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
-        self.leases.room = max(rooms.values()) - len(self.inbox)
-        return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=not self.running)
-
     def _room(self, klass: PriorityClass) -> int:
         """How many more jobs of a class to take: none while some of it wait for blocks."""
         if self.transfers.is_wanting(klass):
@@ -158,52 +84,19 @@ class DecodeWorker:
         rank = CLASSES.index(klass)
         num_before = sum(CLASSES.index(one.delivery.klass) <= rank for one in self.running.values())
         each, most = self.load.expected(klass, self.engine.settings.max_batch - num_before)
-        return max(0, min(most, self.engine.room(klass, each)))
+        return max(0, min(most, self.engine.room(klass, each))) if most > 0 else 0
 
     def report(self) -> dict[str, object]:
         """What it holds and how fast it is, for the heartbeat. Any thread may ask."""
-        held = [
-            Held(
-                one.delivery.klass,
-                is_running,
-                max(0, one.seq.num_pending - 1) if one.seq is not None and is_running else 0,  # else it may be stored
-                one.job.sampling.max_tokens - one.claim.num_tokens,
-            )
-            for one in list(self.running.values())
-            for is_running in (one.seq is not None and one.seq.state is not State.WAITING,)
-        ]
+        held = [one.held() for one in list(self.running.values())]
         waiting = {klass: self.inbox.num_waiting(klass) for klass in CLASSES}
         rates = {"prompt_tokens_per_s": self.engine.rates(), "output_tokens_per_s": self.load.pace.tokens_per_s}
         return self.load.report(held, waiting) | rates
 
-    def is_settled(self) -> bool:
-        """Whether nothing waits, for a lease or for a commit."""
-        return not len(self.inbox) and not len(self.settler) and not len(self.transfers)
-
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
         self._confirm(self.emitter.collect())
-        for decoding in list(self.running.values()):
-            self._forget(decoding)
-            self.record.release(decoding.claim, delivered=decoding.delivery.is_held)
-        self.transfers.close()
-        self.settler.close()
-        self.leases.close()
-        self.store.close()
-        self.member.close()
-
-    def abandon(self) -> None:
-        """Let go of everything, as a crash would: see `penstock.worker.outage`. Engine and store stay."""
-        with contextlib.suppress(redis.RedisError):  # where Redis is not away, the others need not wait for the leases
-            for decoding in self.running.values():
-                self.record.release(decoding.claim, delivered=decoding.delivery.is_held)
-        for decoding in list(self.running.values()):
-            self._forget(decoding)
-        self.settler.abandon()
-        self.transfers.abandon()
-        self.leases.close()
-        self.record.close()
-        self.member.close()
+        super().close()
 
     # 6 Claim.
 
@@ -211,8 +104,9 @@ class DecodeWorker:
         try:
             job = decode(Job, delivery.value)
         except RequestError as error:
-            with contextlib.suppress(DeliveryLost):
-                self.member.dead(delivery, f"{error.code}: {error}")
+            self._bury(delivery, f"{error.code}: {error}")
+            return
+        if not self._is_mine(delivery):
             return
         claimed = self.record.claim_decode(job.id, self.name, job.job, pack(delivery))
         match claimed:
@@ -223,7 +117,7 @@ class DecodeWorker:
             case Bound():
                 self.settler.settle(Settlement(delivery))
             case Claim() if claimed.ended:
-                self._settle(delivery, job, self.record.read_log(job.id), claimed)
+                self._settle(delivery, job, claimed.log, claimed)
             case Claim():
                 failpoint("decode.6.claimed")
                 self._begin(delivery, job, claimed)
@@ -233,29 +127,14 @@ class DecodeWorker:
         running = self.running.get(job.id)
         return running if running and running.job.job == job.job and not running.delivery.is_held else None
 
-    def _take_over(self, *, accept: bool) -> None:
-        """Go on with what dead workers held. Their deliveries come back later, perhaps to somebody else."""
-        if not accept:
-            self.leases.room = 0
-        for request_id in self.leases.overdue() if accept else []:
-            taken = self.record.take_over(request_id, "decode", self.name)
-            if taken is not None:
-                failpoint("decode.6.taken")
-                delivery = unpack(taken.message)
-                self._begin(delivery, decode(Job, delivery.value), taken.claim)
+    def _taken(self, delivery: Delivery, claim: Claim) -> None:
+        failpoint("decode.6.taken")
+        self._begin(delivery, decode(Job, delivery.value), claim)
 
-    def _hear(self) -> None:
-        """Let go of what others hold, and end what is to end."""
-        for claim, renewal in self.leases.news():
-            decoding = self.running.get(claim.id)
-            if decoding is None or decoding.claim is not claim:
-                continue
-            if renewal is Renewal.FENCED:
-                self._forget(decoding)
-                self.inbox.put_back(decoding.delivery)
-            elif decoding.seq is not None and decoding.seq.state is State.WAITING:  # else its next token is refused
-                decoding.error = Cancelled("cancelled before it was decoded")
-                self._end(decoding)
+    def _cancelled(self, task: Decode) -> None:
+        if task.seq is not None and task.seq.state is State.WAITING:  # else its next token is refused
+            task.error = Cancelled("cancelled before it was decoded")
+            self._end(task)
 
     def _begin(self, delivery: Delivery, job: Job, claim: Claim) -> None:
         if (older := self.running.get(job.id)) is not None:  # held until its lease ran out, and now claimed anew
@@ -272,7 +151,7 @@ class DecodeWorker:
         span = tracing.begin("decode", parent, attempt=claim.attempts)
         model, sampling = self.engine.model, job.sampling
         output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
-        said = [event for event in self.record.read_log(job.id) if isinstance(event, TokenEvent)]
+        said = [event for event in claim.log if isinstance(event, TokenEvent)]
         failpoint("decode.6.read")
         chain = self.store.chain(job.tenant)
         decoding = self.running[job.id] = Decode(delivery, job, claim, output, span, said, chain)
@@ -280,7 +159,7 @@ class DecodeWorker:
         try:
             for event in said:
                 decoding.finish = output.push(event.token)[1]
-            decoding.error = self._cause_to_end(decoding)
+            decoding.error = decoding.cause_to_end()
             if decoding.error is None and decoding.finish is None:
                 self._fetch(decoding)
         except RequestError as error:
@@ -298,18 +177,7 @@ class DecodeWorker:
         chain.extend(job.token_ids)
         decoding.partial = chain.tail(job.token_ids)
         prompt = decoding.prompt_names()
-        seq = decoding.seq = Sequence(
-            job.id,
-            job.token_ids,
-            sampling=job.sampling,
-            seed=job.seed,
-            max_new=job.sampling.max_tokens,
-            given=[event.token for event in decoding.said],
-            klass=job.klass,
-            tenant=job.tenant,
-            weight=job.weight,
-            suspect=is_suspect(decoding.claim, decoding.delivery),
-        )
+        seq = decoding.seq = decoding.sequence()
         self.engine.check(seq)
         self.load.prompts[job.klass].note(len(seq.token_ids))
         if prompt[-1].key.hex() != job.last_block:
@@ -341,14 +209,6 @@ class DecodeWorker:
         self.engine.add(seq)
         found = {"held": fetch.held, "found": num_found - fetch.held + (seq.tail is not None)}
         tracing.note("kv.read", decoding.context, fetch.begun_s, fetch.ended_s, blocks=num_prompt, **found)
-
-    def _cause_to_end(self, decoding: Decode) -> RequestError | None:
-        job, claim = decoding.job, decoding.claim
-        if job.error is not None:
-            return job.error.exception()
-        if not job.token_ids:
-            return InternalError("the request's record was lost after it had ended in prefill")
-        return cause_to_end(claim, job.deadline)
 
     # 7 Step.
 
@@ -390,20 +250,21 @@ class DecodeWorker:
 
     def _confirm(self, outcomes: list[tuple[Claim, AppendOutcome]]) -> None:
         """Act on what became of the last step's tokens."""
+        ended: list[Decode] = []
         for claim, outcome in outcomes:
             failpoint("decode.7.confirmed")
-            decoding = self.running.get(claim.id)
-            if decoding is None or decoding.claim is not claim:
+            decoding = self._of(claim)
+            if decoding is None:
                 continue
             if outcome is AppendOutcome.FENCED:
-                self._forget(decoding)
-                self.inbox.put_back(decoding.delivery)
+                self._lose(decoding)
             elif outcome is AppendOutcome.CANCELLED:
                 decoding.said.pop()
                 decoding.error = Cancelled("cancelled while it was decoded")
-                self._end(decoding)
+                ended.append(decoding)
             elif decoding.finish is not None:
-                self._end(decoding)
+                ended.append(decoding)
+        self._end(*ended)
 
     def _expire(self) -> None:
         for decoding in list(self.running.values()):
@@ -436,25 +297,28 @@ class DecodeWorker:
 
     # 8 End.
 
-    def _end(self, decoding: Decode) -> None:
-        if decoding.error is not None:
-            decoding.finish = "cancelled" if isinstance(decoding.error, Cancelled) else "error"
-        self._forget(decoding)
-        end = decoding.end_event()
-        if self.record.finish(decoding.claim, end):
-            self.leases.done(decoding.claim)
-            failpoint("decode.8.ended")
-            self.load.outputs[decoding.delivery.klass].note(decoding.claim.num_tokens)
-            self._settle(decoding.delivery, decoding.job, [*decoding.said, end], decoding.claim, decoding.error)
-        else:
-            self.inbox.put_back(decoding.delivery)
+    def _end(self, *ended: Decode) -> None:
+        """The ends are written in one round trip."""
+        for decoding in ended:
+            if decoding.error is not None:
+                decoding.finish = "cancelled" if isinstance(decoding.error, Cancelled) else "error"
+            self._forget(decoding)
+        ends = [(decoding.claim, decoding.end_event()) for decoding in ended]
+        for decoding, (claim, end), done in zip(ended, ends, self.record.finish_all(ends), strict=True):
+            if done:
+                self.leases.done(claim)
+                failpoint("decode.8.ended")
+                self.load.outputs[decoding.delivery.klass].note(claim.num_tokens)
+                self._settle(decoding.delivery, decoding.job, [*decoding.said, end], claim, decoding.error)
+            else:
+                self.inbox.put_back(decoding.delivery)
 
-    def _forget(self, decoding: Decode) -> None:
-        decoding.span.end()
-        del self.running[decoding.job.id]
-        self.leases.drop(decoding.claim)
-        if decoding.seq is not None:
-            self.engine.remove(decoding.seq)
+    def _forget(self, task: Decode) -> None:
+        task.span.end()
+        del self.running[task.job.id]
+        self.leases.drop(task.claim)
+        if task.seq is not None:
+            self.engine.remove(task.seq)
 
     # 9 Settle.
 

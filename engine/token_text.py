@@ -1,8 +1,8 @@
 """What single tokens look like: their texts beside log probabilities.
 
 A token's text is what it is by itself, with the space it may begin with; a special token's is its name. Of tokenizers
-that spell everything in bytes a token may be a part of a character, or end with one: it has its bytes as well, and a text
-with replacement characters.
+that spell everything in bytes a token may be a part of a character, or end with one: it has its bytes as well, and a
+text with replacement characters.
 """
 
 import json

@@ -98,7 +98,7 @@ def _channels() -> Json:
     return {
         "requests": _topic(_NAMES.requests(klass), "Requests. Durable here means accepted.", [Request], klass),
         "jobs": _topic(_NAMES.jobs(klass), "From prefill to decode: keys of KV blocks, never tensors.", [Job], klass),
-        "retries": _topic(_NAMES.retries, "Messages to be tried again, as they came.", [Request, Job]),
+        "retries": _topic(_NAMES.retries(klass), "Messages to be tried again, as they came.", [Request, Job], klass),
         "results": _topic(_NAMES.results, "One result for each request. Read with read_committed.", [Result]),
         "dead": _topic(_NAMES.dead, "Messages nobody can do anything with, as they came.", [Request, Job]),
         "log": _stream(

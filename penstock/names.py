@@ -6,7 +6,7 @@ Topics (one set a pipeline, `penstock.<pipeline>.…`):
 |--------------------------|---------------------|-----------------|--------------|
 | `.requests.<class>`      | clients, gateway    | prefill workers | `Request`    |
 | `.jobs.<class>`          | prefill workers     | decode workers  | `Job`        |
-| `.retries`               | both workers        | both workers    | as it came   |
+| `.retries.<class>`       | both workers        | both workers    | as it came   |
 | `.results`               | decode workers      | backends        | `Result`     |
 | `.dead`                  | both workers        | operators       | as it came   |
 
@@ -19,7 +19,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
-| `penstock:workers`                     | zset   | an hour after the last beat: all workers  | each worker    |
+| `penstock:workers`                     | set    | for good: the heartbeats of all workers   | each worker    |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
 | `penstock:rate:<tenant>`               | hash   | until the bucket would be full again      | `ingest/admission` |
@@ -94,10 +94,9 @@ class Pipeline:
         """Where prefill leaves job references of a class."""
         return f"penstock.{self.name}.jobs.{klass}"
 
-    @property
-    def retries(self) -> str:
-        """What is tried again later, of both stages."""
-        return f"penstock.{self.name}.retries"
+    def retries(self, klass: PriorityClass) -> str:
+        """What of a class is tried again later, of both stages."""
+        return f"penstock.{self.name}.retries.{klass}"
 
     @property
     def results(self) -> str:
@@ -116,7 +115,7 @@ class Pipeline:
     def topics(self) -> list[str]:
         """All topics, in the order of the diagram."""
         work = [topic for stage in STAGES for topic in self.inputs(stage).values()]
-        return [*work, self.retries, self.results, self.dead]
+        return [*work, *map(self.retries, CLASSES), self.results, self.dead]
 
     def group(self, stage: Stage) -> str:
         """The consumer group of a stage's workers."""

@@ -63,6 +63,17 @@ def is_away(error: BaseException) -> bool:
     return isinstance(error, _AWAY) or (isinstance(error, redis.ResponseError) and str(error).startswith(_CODES))
 
 
+def replies_to(pipe: "redis.client.Pipeline") -> list[Any]:
+    """The replies to a pipeline's commands. Raises the first error among them as the server said it: redis-py would put
+    words before it, and it could no longer be told whether it `is_away`.
+    """
+    replies: list[Any] = pipe.execute(raise_on_error=False)
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
 def pauses() -> Iterator[float]:
     """Seconds to wait before each further attempt: longer and longer, and no two workers' alike."""
     pause_s = FIRST_PAUSE_S

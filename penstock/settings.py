@@ -57,7 +57,8 @@ class RecordSettings(BaseSettings):
     lease_s: float = Field(default=1.0, ge=0.2)
     """A claim not renewed for this long may be taken over."""
     keep_s: float = Field(default=3600.0, ge=1)
-    """How long an ended stream can be read and its id is remembered."""
+    """How long an ended stream can be read and its id is remembered; and as long again as the request took. A second
+    message of that id that is taken in later is another request."""
     pending_keep_s: float = Field(default=7 * 86400.0, ge=60)
     """How long the record of an unfinished request is kept after its last change."""
     max_attempts: int = Field(default=8, ge=1)
@@ -216,8 +217,8 @@ class BatchSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_BATCH_", extra="forbid")
 
     store: str = ""
-    """Where files and batches are kept, the same for all gateways: a folder, or `s3://bucket/prefix` with its keys in the
-    store's own variables (`AWS_…`). Empty: `files` beside the data of `penstock up`."""
+    """Where files and batches are kept, the same for all gateways: a folder, or `s3://bucket/prefix` with its keys in
+    the store's own variables (`AWS_…`). Empty: `files` beside the data of `penstock up`."""
     rows_in_flight: int = Field(default=256, ge=1)
     """Requests of batches that one gateway has under way."""
     max_lines: int = Field(default=50_000, ge=1)

@@ -1,4 +1,4 @@
-"""The hand-off: what leaves prefill for the jobs topic."""
+"""The hand-off: what leaves prefill for the jobs topic, and the end of what ends there."""
 
 import uuid
 
@@ -7,7 +7,8 @@ from opentelemetry.context import Context
 
 from penstock import names, tracing
 from penstock.bus.contract import Outgoing
-from penstock.messages import ErrorInfo, Job, Timings, now_s
+from penstock.errors import Cancelled
+from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, Timings, Usage, now_s
 from penstock.names import Pipeline
 from prefill_worker.intake import Intake, seed_of
 
@@ -19,6 +20,15 @@ def timings_of(intake: Intake) -> Timings:
         prefill_started=intake.started_s,
         first_token=intake.first_token_s,
     )
+
+
+def end_of(intake: Intake, num_tokens: int, finish: FinishReason | None = None) -> EndEvent:
+    """The end of a log of so many tokens, stamped now; without `finish` it ends with the intake's error."""
+    error = None if intake.error is None else ErrorInfo.of(intake.error)
+    reason: FinishReason = finish or ("cancelled" if isinstance(intake.error, Cancelled) else "error")
+    usage = Usage(prompt_tokens=len(intake.token_ids), cached_tokens=intake.cached_tokens, completion_tokens=num_tokens)
+    timings = timings_of(intake).model_copy(update={"finished": now_s()})
+    return EndEvent(finish_reason=reason, usage=usage, timings=timings, error=error)
 
 
 def job_of(intake: Intake, fingerprint: str) -> Job:

@@ -10,8 +10,8 @@ from penstock import tracing
 from penstock.bus.contract import Delivery
 from penstock.errors import InvalidRequest, RequestError
 from penstock.messages import Request, decode, now_s, readable_id
-from penstock.record import body_hash
-from penstock.worker import cause_of
+from penstock.record import Waiting, body_hash
+from penstock.worker import cause_of, pack
 from prefill_worker.tokenize import PromptReader
 
 log = logging.getLogger(__name__)
@@ -37,18 +37,31 @@ class Intake:
     """Of the span that later spans are children of."""
 
 
-def read(delivery: Delivery, prompts: PromptReader) -> Intake | None:
-    """The request and its token ids, or what is wrong with it; None where not even an id can be read."""
+def identify(delivery: Delivery) -> Intake | None:
+    """The request, or what is wrong with it; None where not even an id can be read."""
     try:
         request = decode(Request, delivery.value)
     except RequestError as error:
         request_id = readable_id(delivery.value, delivery.key)
         if request_id is None:
             return None
-        intake = Intake(delivery, request_id, hashlib.sha256(delivery.value).hexdigest(), error=error)
-    else:
-        intake = Intake(delivery, request.id, body_hash(request), request)
-        _tokenize(intake, request, prompts)
+        return Intake(delivery, request_id, hashlib.sha256(delivery.value).hexdigest(), error=error)
+    return Intake(delivery, request.id, body_hash(request), request)
+
+
+def waiting_of(delivery: Delivery) -> Waiting | None:
+    """The request as it is known while its message waits."""
+    intake = identify(delivery)
+    return None if intake is None else Waiting(intake.id, intake.body, "", pack(delivery))
+
+
+def read(delivery: Delivery, prompts: PromptReader) -> Intake | None:
+    """The request and its token ids, or what is wrong with it; None where not even an id can be read."""
+    intake = identify(delivery)
+    if intake is None:
+        return None
+    if intake.request is not None:
+        _tokenize(intake, intake.request, prompts)
     intake.context = tracing.context_of(delivery.headers, delivery.timestamp_s)
     tracing.note("queue.wait", intake.context, delivery.timestamp_s, intake.started_s, topic=delivery.topic)
     return intake

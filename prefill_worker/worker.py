@@ -15,54 +15,28 @@ log and keeps it, and the leases run out if nobody renews them; after 5, the job
 inside 5 leaves either nothing or all of it.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
-import redis
-from opentelemetry.context import Context
-from opentelemetry.trace import Span
-
 from engine.engine import Engine, Sampled
-from engine.sequence import Sequence, State
+from engine.sequence import State
 from engine.text import OutputState
 from engine.token_text import token_texts
-from kvstore.block import Name
-from kvstore.store import KVStore, Lack
+from kvstore.store import KVStore
 from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.retries import place
-from penstock.errors import Cancelled, DeliveryLost, IdConflict, InternalError, RequestError, SequenceFailed
+from penstock.errors import Cancelled, IdConflict, InternalError, RequestError, SequenceFailed
 from penstock.failpoints import failpoint
-from penstock.messages import (
-    EndEvent,
-    ErrorInfo,
-    FinishReason,
-    TokenEvent,
-    Usage,
-    now_s,
-)
+from penstock.messages import FinishReason, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
-from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, LeaseKeeper, Record, Renewal
-from penstock.worker import (
-    Failures,
-    Held,
-    Inbox,
-    Load,
-    Settler,
-    cause_of,
-    cause_to_end,
-    is_suspect,
-    letters,
-    pack,
-    too_late,
-    unpack,
-)
-from prefill_worker.handoff import job_of, outgoing_job, timings_of
-from prefill_worker.intake import Intake, read, seed_of
+from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record
+from penstock.worker import StageWorker, cause_of, cause_to_end, letters, pack, too_late
+from prefill_worker.handoff import end_of, job_of, outgoing_job
+from prefill_worker.intake import Intake, read, waiting_of
+from prefill_worker.prompt import Prefill, sequence_of
 from prefill_worker.tokenize import PromptReader
 
 log = logging.getLogger(__name__)
@@ -71,41 +45,19 @@ STEPS_AHEAD = 4
 """So many steps' tokens may wait beyond what is being computed."""
 
 
-@dataclass
-class Prefill:
-    """A request whose prompt is being computed."""
-
-    intake: Intake
-    claim: Claim
-    seq: Sequence
-    names: list[Name]
-    """Of the prompt's blocks, a partial last one included."""
-    span: Span
-    lacks: dict[int, Lack] = field(default_factory=dict)
-    """The prompt's blocks that are still to be written, and the tiers that lack them. Known when it was fetched."""
-    lost: bool = False
-    """Another worker holds the request now."""
-    context: Context = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.context = tracing.within(self.span)
-
-
-class PrefillWorker:
+class PrefillWorker(StageWorker[Prefill]):
     """One prefill worker over its engine, KV store, record and place in the group."""
+
+    stage = "prefill"
+    transfers: Transfers
+    store: KVStore
 
     def __init__(
         self, pipeline: Pipeline, name: str, engine: Engine, store: KVStore, record: Record, member: Member
     ) -> None:
-        self.pipeline, self.name = pipeline, name
-        self.engine, self.store, self.record, self.member = engine, store, record, member
-        self.prompts = PromptReader(engine.model)
-        self.settler, self.leases = Settler(member), LeaseKeeper(record, "prefill")
+        super().__init__(pipeline, name, record, member, waiting_of)
+        self.engine, self.store, self.prompts = engine, store, PromptReader(engine.model)
         self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
-        self.inbox, self.load = Inbox(member), Load()
-        self.failures = Failures(pipeline, record, self.settler, self.inbox)
-        self.running: dict[str, Prefill] = {}
-        """All that is claimed and not settled: it is fetched, computed, or on its way to the store."""
 
     # The loop.
 
@@ -140,11 +92,6 @@ class PrefillWorker:
             self._give_up(self.running[failed.seq.id].intake, self.running[failed.seq.id].claim, failed.error)
             return []
 
-    def _poll(self) -> list[Delivery]:
-        rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
-        self.leases.room = max(rooms.values()) - len(self.inbox)
-        return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=not self.running)
-
     def _room(self, klass: PriorityClass) -> int:
         """How many more requests of a class to take: none while some of it wait for blocks, and only so many that it
         takes some steps to compute those that wait. Others may have time for the rest.
@@ -160,15 +107,7 @@ class PrefillWorker:
 
     def report(self) -> dict[str, object]:
         """What it holds and how fast it is, for the heartbeat. Any thread may ask."""
-        held = [
-            Held(
-                one.intake.delivery.klass,
-                one.seq.state is State.RUNNING,
-                0 if one.seq.state is State.DONE else one.seq.num_prompt - one.seq.num_computed,
-                0 if one.intake.request is None else one.intake.request.sampling.max_tokens,
-            )
-            for one in list(self.running.values())
-        ]
+        held = [one.held() for one in list(self.running.values())]
         rates = [rate for rate in (self.load.pace.tokens_per_s, self.engine.rates()) if rate is not None]
         waiting = {klass: self.inbox.num_waiting(klass) for klass in CLASSES}
         return self.load.report(held, waiting) | {"prompt_tokens_per_s": max(rates, default=None)}
@@ -182,34 +121,10 @@ class PrefillWorker:
                 case Ship():
                     self._shipped(done.ticket, done)
 
-    def is_settled(self) -> bool:
-        """Whether nothing waits, for a lease or for a commit."""
-        return not len(self.inbox) and not len(self.settler) and not len(self.transfers)
-
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
         self._collect()
-        for prefill in list(self.running.values()):
-            self._forget(prefill)
-            self.record.release(prefill.claim, delivered=prefill.intake.delivery.is_held)
-        self.transfers.close()
-        self.settler.close()
-        self.leases.close()
-        self.store.close()
-        self.member.close()
-
-    def abandon(self) -> None:
-        """Let go of everything, as a crash would: see `penstock.worker.outage`. Engine and store stay."""
-        with contextlib.suppress(redis.RedisError):  # where Redis is not away, the others need not wait for the leases
-            for prefill in self.running.values():
-                self.record.release(prefill.claim, delivered=prefill.intake.delivery.is_held)
-        for prefill in list(self.running.values()):
-            self._forget(prefill)
-        self.settler.abandon()
-        self.transfers.abandon()
-        self.leases.close()
-        self.record.close()
-        self.member.close()
+        super().close()
 
     # 2 Claim.
 
@@ -219,6 +134,8 @@ class PrefillWorker:
             self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
             return
         if isinstance(intake.error, InternalError) and self.failures.try_unclaimed_again(delivery, intake.error):
+            return
+        if not self._is_mine(delivery):
             return
         claimed = self.record.claim_prefill(intake.id, self.name, intake.body, pack(delivery))
         match claimed:
@@ -233,28 +150,18 @@ class PrefillWorker:
                 failpoint("prefill.2.claimed")
                 self._begin(intake, claimed)
 
-    def _take_over(self, *, accept: bool) -> None:
-        """Go on with what dead workers held. Their deliveries come back later, perhaps to somebody else."""
-        if not accept:
-            self.leases.room = 0
-        for request_id in self.leases.overdue() if accept else []:
-            taken = self.record.take_over(request_id, "prefill", self.name)
-            intake = read(unpack(taken.message), self.prompts) if taken else None
-            if taken is not None and intake is not None:
-                failpoint("prefill.2.taken")
-                self._begin(intake, taken.claim)
+    def _taken(self, delivery: Delivery, claim: Claim) -> None:
+        intake = read(delivery, self.prompts)
+        if intake is not None:
+            failpoint("prefill.2.taken")
+            self._begin(intake, claim)
 
-    def _hear(self) -> None:
-        """Let go of what others hold, and end what is to end."""
-        for claim, renewal in self.leases.news():
-            prefill = self.running.get(claim.id)
-            if prefill is None or prefill.claim is not claim or prefill.seq.state is State.DONE:
-                continue
-            if renewal is Renewal.FENCED:
-                self._forget(prefill)
-                self.inbox.put_back(prefill.intake.delivery)
-            else:
-                self._stop(prefill, Cancelled("cancelled in prefill"))
+    def _of(self, claim: Claim) -> Prefill | None:
+        prefill = super()._of(claim)
+        return None if prefill is None or prefill.seq.state is State.DONE else prefill
+
+    def _cancelled(self, task: Prefill) -> None:
+        self._stop(task, Cancelled("cancelled in prefill"))
 
     def _expire(self) -> None:
         """End what is too late; what is computed already goes on, for decode to end it."""
@@ -268,11 +175,6 @@ class PrefillWorker:
         self._forget(prefill)
         prefill.intake.error = error
         self._end(prefill.intake, prefill.claim)
-
-    def _bury(self, delivery: Delivery, reason: str) -> None:
-        """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""
-        with contextlib.suppress(DeliveryLost):
-            self.member.dead(delivery, reason)
 
     def _begin(self, intake: Intake, claim: Claim) -> None:
         if intake.error is None and intake.request is not None:
@@ -317,18 +219,7 @@ class PrefillWorker:
         chain.extend(intake.token_ids)
         tail = chain.tail(intake.token_ids)
         intake.last_block = (tail or chain.names[-1]).key.hex()
-        seq = Sequence(
-            intake.id,
-            intake.token_ids,
-            sampling=request.sampling,
-            seed=seed_of(request),
-            max_new=1,
-            prefix_keys=[name.key for name in chain.names],
-            klass=intake.delivery.klass,
-            tenant=request.tenant,
-            weight=request.weight,
-            suspect=is_suspect(claim, intake.delivery),
-        )
+        seq = sequence_of(intake, request, claim, [name.key for name in chain.names])
         self.engine.check(seq, request.sampling.max_tokens)
         self.load.prompts[seq.klass].note(seq.num_prompt)
         self.load.outputs[seq.klass].note(request.sampling.max_tokens)
@@ -404,8 +295,7 @@ class PrefillWorker:
         is at.
         """
         if prefill.lost:
-            self._forget(prefill)
-            self.inbox.put_back(prefill.intake.delivery)
+            self._lose(prefill)
             return
         self._ship(prefill, len(prefill.names), then=partial(self._settle_job, prefill.intake, prefill.claim))
         self.engine.remove(prefill.seq)
@@ -448,19 +338,11 @@ class PrefillWorker:
         self._settle_job(intake, claim)
 
     def _append_end(self, intake: Intake, claim: Claim, finish: FinishReason | None = None) -> bool:
-        error = None if intake.error is None else ErrorInfo.of(intake.error)
-        reason: FinishReason = finish or ("cancelled" if isinstance(intake.error, Cancelled) else "error")
-        usage = Usage(
-            prompt_tokens=len(intake.token_ids),
-            cached_tokens=intake.cached_tokens,
-            completion_tokens=claim.num_tokens,
-        )
-        timings = timings_of(intake).model_copy(update={"finished": now_s()})
-        return self.record.finish(claim, EndEvent(finish_reason=reason, usage=usage, timings=timings, error=error))
+        return self.record.finish(claim, end_of(intake, claim.num_tokens, finish))
 
-    def _forget(self, prefill: Prefill, *, keep_lease: bool = False) -> None:
-        prefill.span.end()
-        del self.running[prefill.seq.id]
-        self.engine.remove(prefill.seq)
+    def _forget(self, task: Prefill, *, keep_lease: bool = False) -> None:
+        task.span.end()
+        del self.running[task.seq.id]
+        self.engine.remove(task.seq)
         if not keep_lease:
-            self.leases.drop(prefill.claim)
+            self.leases.drop(task.claim)

@@ -8,6 +8,7 @@ import pytest
 from penstock.local.kafka import find_kafka
 from penstock.local.valkey import find_redis
 from penstock.names import Pipeline
+from tests.commands import Terminal
 from tests.servers import served
 
 
@@ -21,6 +22,12 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The url of a real Redis. It is shared: tests keep apart by their pipeline's name."""
     yield from served(find_redis(tmp_path_factory.mktemp("redis")))
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Terminal:
+    """Runs commands in this process."""
+    return Terminal(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -1,56 +1,41 @@
 """`penstock dlq` on what workers gave up, on both buses."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from penstock import names
 from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing
-from penstock.cli.main import main
 from penstock.dead import Letter, newest
 from penstock.errors import DeadLetterError
 from penstock.messages import Request, Sampling, now_s
 from penstock.names import MAX_ID_CHARS, Pipeline, is_request_id
 from penstock.settings import Addresses, BusSettings, RecordSettings
+from tests.commands import Terminal, penstock
 from tests.pipeline.line import Line
 from tests.pipeline.test_failures import breaks, poison
 from tests.pipeline.workload import alone
-from tests.test_cli import penstock
 
 
 class Desk:
-    """The command for one pipeline, in this process: what `penstock dlq` runs, without waiting for Python to start."""
+    """`penstock dlq` for one pipeline."""
 
-    def __init__(
-        self, addresses: Addresses, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def __init__(self, addresses: Addresses, terminal: Terminal) -> None:
         self._environment = {
             "COLUMNS": "100",
             "PENSTOCK_STREAM_URL": addresses.stream_url,
             "PENSTOCK_KAFKA": addresses.kafka,
             "PENSTOCK_PIPELINE": addresses.pipeline,
         }
-        self._patch, self._capture = monkeypatch, capsys
+        self._terminal = terminal
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         """What the command prints; it must end with `code`."""
-        self._capture.readouterr()
-        with self._patch.context() as patched:
-            patched.setattr("sys.argv", ["penstock", "dlq", *arguments])
-            for name, value in self._environment.items():
-                patched.setenv(name, value)
-            with pytest.raises(SystemExit) as ended:
-                main()
-        printed = self._capture.readouterr()
-        assert ended.value.code == code, printed.out + printed.err
-        return printed.out if not code else printed.out + printed.err
-
-
-@pytest.fixture
-def capture(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Addresses], Desk]:
-    return lambda addresses: Desk(addresses, monkeypatch, capsys)
+        done = self._terminal("dlq", *arguments, **self._environment)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout if not code else done.stdout + done.stderr
 
 
 @pytest.fixture(params=["embedded", "kafka"])
@@ -62,8 +47,8 @@ def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> 
 
 
 @pytest.mark.timeout(120)
-def test_dead_requests_are_listed_shown_and_asked_again(line: Line, capture: Callable[[Addresses], Desk]) -> None:
-    dlq = capture(line.addresses)
+def test_dead_requests_are_listed_shown_and_asked_again(line: Line, terminal: Terminal) -> None:
+    dlq = Desk(line.addresses, terminal)
     assert "no dead letters" in dlq("list")
     first, second = poison("first").model_copy(update={"deadline": now_s() + 3600}), poison("second")
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"), times=1)
@@ -101,11 +86,9 @@ def test_dead_requests_are_listed_shown_and_asked_again(line: Line, capture: Cal
     assert {result.id for result in line.run_until(5)} > {"second.retry-2"}
 
 
-def test_what_cannot_be_put_back_is_told_in_one_line(
-    redis_url: str, pipeline: Pipeline, capture: Callable[[Addresses], Desk]
-) -> None:
+def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: Pipeline, terminal: Terminal) -> None:
     bus = connect(Addresses(pipeline=pipeline.name, stream_url=redis_url), BusSettings())
-    dlq = capture(Addresses(pipeline=pipeline.name, stream_url=redis_url))
+    dlq = Desk(Addresses(pipeline=pipeline.name, stream_url=redis_url), terminal)
     assert "penstock topics create" in dlq("list", code=1)
     bus.create_topics()
     origin = {names.ORIGIN: pipeline.requests("batch"), names.REASON: "id_conflict: \x1b[2J twice"}

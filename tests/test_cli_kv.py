@@ -1,4 +1,4 @@
-"""`penstock kv` as a user runs it: as a process, on real tiers that others have filled."""
+"""`penstock kv` as a user runs it, on real tiers that others have filled."""
 
 import contextlib
 import itertools
@@ -24,12 +24,12 @@ from penstock.names import Pipeline
 from penstock.settings import Addresses
 from penstock.status import worker_status
 from penstock.worker import Heartbeat
+from tests.commands import HERE, Terminal, penstock
+from tests.kvstore import arena_child, children
 from tests.kvstore.blocks import FORM, keys_of, new_names, put
 from tests.kvstore.places import Change, DiskPlace, Place, RedisPlace, SharedPlace
 from tests.servers import served
-from tests.test_cli import penstock
 
-HERE = Path(__file__).parents[1]
 BUDGET = 2 * 2**20
 KINDS = ("shared", "disk", "redis")
 
@@ -49,8 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Host:
     """All tiers of a host, open as a worker has them."""
 
-    def __init__(self, directory: Path, url: str) -> None:
-        self.directory, self.url = directory, url
+    def __init__(self, directory: Path, url: str, terminal: Terminal) -> None:
+        self.directory, self.url, self.terminal = directory, url, terminal
         for name in ("shared", "disk"):
             (directory / name).mkdir()
         self.places: dict[str, Place] = {
@@ -73,10 +73,9 @@ class Host:
         }
 
     def kv(self, *arguments: str, code: int = 0, **environment: str) -> str:
-        """What the command prints; it must end with `code`, without a traceback, and fit the terminal."""
-        done = penstock("kv", *arguments, **self.environment | environment)
+        """What the command prints; it must end with `code`, and fit the terminal."""
+        done = self.terminal("kv", *arguments, **self.environment | environment)
         assert done.returncode == code, done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
         if "--json" in arguments:
             return done.stdout
         assert all(len(line) <= 80 for line in done.stdout.splitlines())
@@ -84,8 +83,8 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path, server: str) -> Iterator[Host]:
-    made = Host(tmp_path, server)
+def host(tmp_path: Path, server: str, terminal: Terminal) -> Iterator[Host]:
+    made = Host(tmp_path, server, terminal)
     yield made
     for tier in made.tiers.values():
         tier.close()
@@ -123,7 +122,7 @@ def test_stats_of_the_workers_are_summed_by_stage(host: Host) -> None:
             beat = stack.enter_context(Heartbeat(host.url, pipeline, stage, name, 0.5))
             beat.watch(lambda load=load: load)  # type: ignore[misc]
         addresses = Addresses(stream_url=host.url, pipeline=pipeline.name)
-        wait_until(lambda: sum("kv" in status for status in worker_status(addresses)) == 4, 15, "they say it")
+        wait_until(lambda: sum("kv" in status for status in worker_status(addresses)) == 4, 30, "they say it")
         stats = json.loads(host.kv("stats", "--json", PENSTOCK_PIPELINE=pipeline.name))
         shown = host.kv("stats", PENSTOCK_PIPELINE=pipeline.name)
     prefill, decode = stats["workers"]["prefill"], stats["workers"]["decode"]
@@ -207,14 +206,11 @@ def test_damage_is_found_named_and_removed(host: Host, kind: str) -> None:
 def test_progress_is_shown_on_a_terminal_only(host: Host) -> None:
     for tier in host.tiers.values():
         put(tier, new_names(3))
-    command = [sys.executable, "-m", "penstock.cli.main", "kv", "verify"]
-    for terminal in (False, True):
-        environment = os.environ | host.environment | ({"FORCE_COLOR": "1"} if terminal else {})
-        done = subprocess.run(
-            command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=60, check=True
-        )
-        assert ("redis" in done.stderr) is terminal
-        assert ("/s" in done.stderr) is terminal
+    for is_terminal in (False, True):
+        done = host.terminal("kv", "verify", **host.environment | ({"FORCE_COLOR": "1"} if is_terminal else {}))
+        assert done.returncode == 0
+        assert ("redis" in done.stderr) is is_terminal
+        assert ("/s" in done.stderr) is is_terminal
 
 
 def test_evict_takes_what_is_named_and_spares_what_is_leased(host: Host) -> None:
@@ -248,12 +244,8 @@ def test_evict_by_age(host: Host) -> None:
 def test_evict_asks_before_it_takes_all(host: Host) -> None:
     for tier in host.tiers.values():
         put(tier, new_names(300))
-    command = [sys.executable, "-m", "penstock.cli.main", "kv", "evict", "--all"]
     for answer, code, left in (("", 1, 300), ("n\n", 1, 300), ("y\n", 0, 0)):
-        environment = os.environ | host.environment
-        done = subprocess.run(
-            command, env=environment, cwd=HERE, input=answer, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = host.terminal("kv", "evict", "--all", typed=answer, **host.environment)
         assert done.returncode == code, done.stderr
         assert "Remove 900 blocks from shared, disk, redis?" in done.stdout
         assert [tier.usage().blocks for tier in host.tiers.values()] == [left] * 3
@@ -266,8 +258,8 @@ def test_an_arena_that_is_half_made_hides_no_other(host: Host) -> None:
     """Its maker was killed; it is the first in order, and one of another version the last."""
     directory, user = host.directory / "shared", os.geteuid()
     put(host.tiers["shared"], new_names(2))
-    dies = [sys.executable, "-m", "tests.kvstore.arena_child", str(directory), "die", "open 2", "1"]
-    assert subprocess.run(dies, cwd=HERE, timeout=60, check=False).returncode == -9
+    assert children.start(arena_child.main, directory, "die", "open 2", "1").wait(60) == -9
+    (directory / "log").unlink()
     (half,) = (path for path in directory.iterdir() if not path.read_bytes()[:8].strip(b"\0"))
     half.rename(directory / f"penstock-kv-{user}-{'0' * 16}-demo")
     other = directory / f"penstock-kv-{user}-{'f' * 16}-demo"
@@ -290,28 +282,49 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def without(host: Host, *modules: str, arguments: tuple[str, ...] = ("stats",)) -> "subprocess.CompletedProcess[str]":
-    """The command where some packages are not installed."""
-    code = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); sys.argv = ['penstock', 'kv', *{arguments!r}]"
-    command = [sys.executable, "-c", f"{code}; from penstock.cli.main import main; main()"]
-    environment = os.environ | host.environment
-    return subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=60, check=False)
+ALL = ("stats", "inspect 00", "verify", "evict --all")
+
+
+def without(host: Host, *modules: str, commands: tuple[str, ...] = ("stats",)) -> list[tuple[int, str]]:
+    """How commands end where some packages are not installed, and what they print, one after the other."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, json.dumps(modules), json.dumps(commands)],
+        env=os.environ | host.environment, cwd=HERE, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return [(code, printed) for code, printed in json.loads(done.stdout)]
+
+
+WITHOUT = """
+import contextlib, io, json, sys
+sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
+from penstock.cli.main import main
+told = []
+for command in json.loads(sys.argv[2]):
+    sys.argv = ["penstock", "kv", *command.split()]
+    with io.StringIO() as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            main()
+        except SystemExit as ended:
+            told.append((ended.code or 0, out.getvalue()))
+print(json.dumps(told))
+"""
 
 
 def test_redis_needs_nothing_of_a_worker_but_xxhash(host: Host) -> None:
     put(host.tiers["redis"], new_names(2))
-    assert without(host, "torch", "transformers").returncode == 0
-    bare = without(host, "torch", "transformers", "numpy")
-    assert bare.returncode == 0, bare.stderr
-    assert "redis" in bare.stdout
-    asked = without(host, "numpy", arguments=("verify", "--tier", "shared"))
-    assert asked.returncode == 1
-    assert "pip install 'penstock[worker]'" in " ".join(asked.stderr.split())
-    for command in (("stats",), ("inspect", "00"), ("verify",), ("evict", "--all")):
-        missing = without(host, "xxhash", arguments=command)
-        assert missing.returncode == 1
-        assert "pip install xxhash" in missing.stderr
-        assert "Traceback" not in missing.stderr
+    ((code, _),) = without(host, "torch", "transformers")
+    assert code == 0
+    (code, printed), (asked, told) = without(
+        host, "torch", "transformers", "numpy", commands=("stats", "verify --tier shared")
+    )
+    assert code == 0, printed
+    assert "redis" in printed
+    assert asked == 1
+    assert "pip install 'penstock[worker]'" in " ".join(told.split())
+    for code, printed in without(host, "xxhash", commands=ALL):
+        assert code == 1
+        assert "pip install xxhash" in printed
+        assert "Traceback" not in printed
 
 
 def test_codecs_have_the_names_that_settings_have() -> None:

@@ -21,9 +21,9 @@ from penstock.settings import Addresses, EngineSettings, RecordSettings
 from penstock.worker import Heartbeat
 from penstock.worker.load import Mean, Pace
 from prefill_worker.worker import STEPS_AHEAD, PrefillWorker
+from tests.commands import Terminal
 from tests.pipeline.line import Line
 from tests.pipeline.workload import alone, requests
-from tests.test_cli import penstock
 
 DEMO = Pipeline("demo")
 NOTHING = {
@@ -212,7 +212,7 @@ def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
         assert client.estimated_wait("batch") is None
         line.run_until(6)
         tell(line)
-        wait_until(lambda: client.lag().stages["decode"]["batch"] == Lag(0, 0, 0), 15.0, "nothing lags")
+        wait_until(lambda: client.lag().stages["decode"]["batch"] == Lag(0, 0, 0), 30, "nothing lags")
         assert client.estimated_wait("batch") == 0.0
 
         send(line, [ask(f"b{n}", 50, 8, "batch") for n in range(40)])
@@ -232,7 +232,7 @@ def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
         assert (decode.output_tokens or 0) >= 20 * 8
         line.run_until(46)
         tell(line)
-        wait_until(lambda: client.estimated_wait("batch") == 0.0, 15.0, "nothing lags")
+        wait_until(lambda: client.estimated_wait("batch") == 0.0, 30, "nothing lags")
 
         async def awaited() -> tuple[PipelineLag, float | None]:
             async with AsyncClient(addresses) as other:
@@ -241,22 +241,20 @@ def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
         assert asyncio.run(awaited()) == (client.lag(), 0.0)
 
 
-def test_the_command_shows_what_waits(redis_url: str, pipeline: Pipeline) -> None:
+def test_the_command_shows_what_waits(terminal: Terminal, redis_url: str, pipeline: Pipeline) -> None:
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
     with Line(addresses) as line:
         send(line, [ask(f"a{n}", 50, 8) for n in range(3)])
     environment = {"PENSTOCK_STREAM_URL": redis_url, "PENSTOCK_PIPELINE": pipeline.name}
-    done = penstock("lag", "--json", **environment)
+    done = terminal("lag", "--json", **environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["interactive"]["prefill"] == {"messages": 3, "prompt_tokens": None, "output_tokens": None}
     assert found["interactive"]["estimated_wait_s"] is None
-    shown = penstock("lag", **environment)
+    shown = terminal("lag", **environment)
     assert "interactive" in shown.stdout
     assert "not known" in shown.stdout
-    away = penstock("lag")
-    assert away.returncode == 1
-    assert "Traceback" not in away.stderr
+    assert terminal("lag").returncode == 1
 
 
 # What a worker takes in.

@@ -48,7 +48,7 @@ def test_request_ids(name: str) -> None:
 @given(PIPELINES)
 def test_topics_are_legal_in_kafka_and_all_different(name: str) -> None:
     topics = Pipeline(name).topics()
-    assert len(topics) == len(set(topics)) == 7
+    assert len(topics) == len(set(topics)) == 8
     assert all(len(topic) <= 249 and set(topic) <= set("._-") | set(map(chr, range(128))) for topic in topics)
     assert all(part.isalnum() for topic in topics for part in topic.replace("-", "").replace("_", "").split("."))
 

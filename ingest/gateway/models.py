@@ -75,8 +75,10 @@ class Models:
         self._known = kept | found
 
     async def _beats(self) -> list[tuple[str, dict[str, Any]]]:
-        """Pipeline and last heartbeat of each live worker."""
-        keys = cast("list[bytes]", await self._client.zrange(WORKERS_KEY, 0, -1))
+        """Pipeline and last heartbeat of each live worker. Those that are gone are taken off the list."""
+        keys = sorted(cast("set[bytes]", await cast(Any, self._client.smembers(WORKERS_KEY))))
         values = cast("list[bytes | None]", await self._client.mget(keys)) if keys else []
-        pairs = zip(keys, values, strict=True)
-        return [(key.decode().split(":")[1], json.loads(value)) for key, value in pairs if value is not None]
+        beats = dict(zip(keys, values, strict=True))
+        if gone := [key for key, value in beats.items() if value is None]:  # one that lives is back with its next beat
+            await cast(Any, self._client.srem(WORKERS_KEY, *gone))
+        return [(key.decode().split(":")[1], json.loads(value)) for key, value in beats.items() if value is not None]

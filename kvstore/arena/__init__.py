@@ -2,5 +2,5 @@
 
 `arena.py` is what a tier uses. The others are its parts: `layout.py` (where what lies in the file), `locks.py`,
 `file.py` (names, opening, removing), `index.py` and `slots.py` and `leases.py` (the tables), `growth.py` (the memory,
-piece by piece), `check.py` (whether all that agrees), `steps.py` (where tests stop a process).
+piece by piece) and `check.py` (whether all that agrees).
 """

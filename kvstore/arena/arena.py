@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.arena import steps
+from kvstore import steps
 from kvstore.arena.file import SETTING, arena_path, closing_on_error, make, open_in_use, remove_former, superblock
 from kvstore.arena.growth import Growth
 from kvstore.arena.guard import Changing, Guard

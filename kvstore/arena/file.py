@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from kvstore.arena import steps
+from kvstore import steps
 from kvstore.arena.layout import PAGE, VERSION, Geometry, read_superblock, write_superblock
 from kvstore.arena.locks import IN_USE, ByteLocks
 from kvstore.block import Form

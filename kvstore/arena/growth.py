@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from kvstore.arena import steps
+from kvstore import steps
 from kvstore.arena.layout import PAGE, W_ALLOCATED, W_NUM_FREE, Tables
 from kvstore.arena.locks import ALLOCATION, ByteLocks
 from kvstore.arena.slots import Slots

@@ -6,7 +6,7 @@ Around a change a flag is set. Who takes the lock and finds it set makes again w
 import threading
 from types import TracebackType
 
-from kvstore.arena import steps
+from kvstore import steps
 from kvstore.arena.layout import W_DIRTY
 from kvstore.arena.locks import ByteLocks
 from kvstore.arena.slots import Slots

@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from kvstore.arena import steps
+from kvstore import steps
 from kvstore.arena.layout import NEVER, READY, W_LEASE_TOP, W_NEXT_END, W_NUM_UNLEASED, Tables
 
 log = logging.getLogger(__name__)

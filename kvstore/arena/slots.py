@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvstore.arena import steps
+from kvstore import steps
 from kvstore.arena.index import Index
 from kvstore.arena.layout import (
     FREE,

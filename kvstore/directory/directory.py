@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvstore.directory import leases, steps, writers
+from kvstore import steps
+from kvstore.directory import leases, writers
 from kvstore.directory.eviction import Eviction
 from kvstore.directory.layout import PAGE, Layout, make_folder, room, unlink
 from kvstore.directory.ledger import Ledger, Record

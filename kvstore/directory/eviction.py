@@ -9,7 +9,8 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple
 
-from kvstore.directory import leases, steps, writers
+from kvstore import steps
+from kvstore.directory import leases, writers
 from kvstore.directory.layout import Layout, room, unlink
 from kvstore.directory.ledger import Ledger
 

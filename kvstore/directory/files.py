@@ -13,9 +13,9 @@ import time
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvstore import steps
 from kvstore.block import HEADER_BYTES, RAW, Form, Header, Wanted
 from kvstore.copying import Pieces
-from kvstore.directory import steps
 from penstock.errors import DamagedBlock
 
 if TYPE_CHECKING:

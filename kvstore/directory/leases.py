@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
-from kvstore.directory import steps
+from kvstore import steps
 from kvstore.directory.layout import Layout, entries, folders, key_of, make_folder, unlink
 
 

@@ -30,9 +30,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from kvstore import steps
 from kvstore.block import HEADER_BYTES, Block, Form, Wanted
 from kvstore.copying import hashed
-from kvstore.directory import leases, steps
+from kvstore.directory import leases
 from kvstore.directory.check import check
 from kvstore.directory.directory import FULL, Directory, Draft
 from kvstore.directory.files import Files, Found

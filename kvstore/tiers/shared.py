@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvstore.arena import steps
+from kvstore import steps
 from kvstore.arena.arena import HERE, Arena, Place
 from kvstore.block import HEADER_BYTES, Block, Form, Wanted
 from kvstore.copying import copy_hashed

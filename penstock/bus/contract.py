@@ -99,7 +99,8 @@ class Publisher(Protocol):
 class Member(Protocol):
     """One member of a stage's group.
 
-    `poll` and `close` belong to one thread; `settle`, `retry`, `dead` and `held` may be called from any.
+    `poll` and `close` belong to one thread; `settle`, `retry`, `dead`, `held`, `holds` and `waiting` may be
+    called from any.
     """
 
     trouble: str
@@ -129,6 +130,15 @@ class Member(Protocol):
 
     def held(self) -> int:
         """How many deliveries this member holds unsettled."""
+
+    def holds(self, delivery: Delivery) -> bool:
+        """Whether a delivery is still this member's, as far as it knows without being told: a pause makes it ask.
+
+        To be asked before a request is claimed with it. It may be lost a moment later, and settling then says so.
+        """
+
+    def waiting(self) -> list[Delivery]:
+        """What it has fetched beyond those, and would deliver if there were room; interactive first."""
 
     def close(self) -> None:
         """Leave the group: unsettled deliveries go to other members at once.

@@ -233,17 +233,12 @@ class _Outcome:
 
 
 def client_settings(bootstrap: str) -> dict[str, Any]:
-    """What all clients share. Lost connections show in errors, not on the console.
-
-    No re-bootstrap: it forgets brokers that are down for a moment, and in librdkafka 2.14 to 2.16 a transaction
-    whose group coordinator was forgotten waits for it without end, whatever timeout it is given.
-    """
+    """What all clients share. Lost connections show in errors, not on the console."""
     return {
         "bootstrap.servers": bootstrap,
         "log_level": 0,
         "reconnect.backoff.max.ms": 1000,
         "socket.timeout.ms": 10_000,
-        "metadata.recovery.strategy": "none",
     }
 
 

@@ -77,13 +77,13 @@ class Holdings:
         offsets = self._offsets.get(partition)
         if offsets is None or not offsets.deliver(offset):
             return
-        if delivery.topic != self._pipeline.retries:
+        if delivery.topic != self._pipeline.retries(delivery.klass):
             self._buffers[delivery.klass].append(delivery)
             self._num_bytes[delivery.klass] += len(delivery.value)
             return
-        verdict = judge(self._pipeline, self._stage, delivery.headers)
+        verdict = judge(self._pipeline, self._stage, delivery)
         if verdict == "ours":
-            self.shelf.put(as_original(self._pipeline, self._stage, delivery))
+            self.shelf.put(as_original(delivery))
         elif verdict == "theirs":
             offsets.finish([offset])
             self._passed.add(partition)
@@ -115,6 +115,10 @@ class Holdings:
             found += taken
         self._handed_out.update(self.place(delivery) for delivery in found)
         return found
+
+    def waiting(self) -> list[Delivery]:
+        """What is buffered, interactive first."""
+        return [delivery for klass in CLASSES for delivery in self._buffers[klass]]
 
     def lost(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Which of the deliveries are not this member's to settle."""
@@ -162,10 +166,10 @@ class Holdings:
                 self._full.add(topic)
             elif share <= 0.5:
                 self._full.discard(topic)
-        if self.shelf.space:
-            self._full.discard(self._pipeline.retries)
-        else:
-            self._full.add(self._pipeline.retries)
+            if self.shelf.space(klass):
+                self._full.discard(self._pipeline.retries(klass))
+            else:
+                self._full.add(self._pipeline.retries(klass))
         return self._full
 
     def place(self, delivery: Delivery) -> Place:

@@ -60,7 +60,9 @@ class KafkaMember:
         self._pipeline, self._stage = bus.pipeline, stage
         self._group = bus.pipeline.group(stage)
         self._topics = bus.pipeline.inputs(stage)
-        self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
+        self._classes: dict[str, PriorityClass] = {
+            topic: klass for klass in CLASSES for topic in (self._topics[klass], self._pipeline.retries(klass))
+        }
         self._settling = threading.Lock()
         self._state = threading.Condition()
         self._holdings = Holdings(bus.pipeline, stage)
@@ -126,6 +128,16 @@ class KafkaMember:
         """How many deliveries this member holds unsettled."""
         with self._state:
             return self._holdings.num_handed_out
+
+    def holds(self, delivery: Delivery) -> bool:
+        """Whether its partition is still assigned, as of the last time the brokers said so."""
+        with self._state:
+            return not self._holdings.lost([delivery])
+
+    def waiting(self) -> list[Delivery]:
+        """Fetched, and not handed out for want of room."""
+        with self._state:
+            return self._holdings.waiting()
 
     def close(self) -> None:
         """Leave the group: other members get the partitions, and with them the unsettled deliveries.
@@ -195,7 +207,7 @@ class KafkaMember:
     def _poll_forever(self) -> None:
         try:
             self._consumer.subscribe(
-                [*self._topics.values(), self._pipeline.retries],
+                list(self._classes),
                 on_assign=self._on_assign,
                 on_revoke=self._on_revoke,
                 on_lost=self._on_revoke,
@@ -238,7 +250,7 @@ class KafkaMember:
             message.value() or b"",
             read_key(message),
             read_headers(message),
-            self._classes.get(topic, CLASSES[-1]),
+            self._classes[topic],
             message.timestamp()[1] / 1000,
         )
 
@@ -309,7 +321,7 @@ class KafkaMember:
         if time.monotonic() < self._probe_at:
             return
         try:
-            self._consumer.list_topics(self._pipeline.retries, PROBE_AGAIN_S)
+            self._consumer.list_topics(self._pipeline.results, PROBE_AGAIN_S)
             self.trouble = ""
         except KafkaException as error:
             self.trouble = f"Kafka: {error.args[0].str()}"

@@ -26,7 +26,13 @@ class GroupMoved(Exception):
 
 
 class Transactions:
-    """One transactional producer; one transaction at a time. The caller sees to the locking."""
+    """One transactional producer; one transaction at a time. The caller sees to the locking.
+
+    It does not re-bootstrap: that forgets brokers that are down for a moment, and in librdkafka 2.14 to 2.16 a
+    transaction whose group coordinator was forgotten waits for it without end, whatever timeout it is given. All other
+    clients do: a broker that comes back from a long pause may name no broker at all for a moment, and who believes that
+    would never find one again. This producer may: then nothing settles, and the worker makes a new member.
+    """
 
     def __init__(self, bootstrap: str, transactional_id: str, timeout_s: float) -> None:
         self._producer = Producer(
@@ -35,6 +41,7 @@ class Transactions:
                 "transactional.id": transactional_id,
                 "transaction.timeout.ms": int(timeout_s * 1000),
                 "socket.timeout.ms": int(timeout_s * 1000),  # librdkafka takes no longer one
+                "metadata.recovery.strategy": "none",
                 # Less than the transaction's: a failed write must leave time to abort, or the broker fences us.
                 "message.timeout.ms": int(timeout_s * 600),
             }

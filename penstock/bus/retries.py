@@ -1,6 +1,6 @@
 """The retry and dead-letter topics, the same on both buses.
 
-Both stages' groups read the one retry topic. A message there says in its headers where it came from
+Both stages' groups read the retry topics, one for each class. A message there says in its headers where it came from
 (`ORIGIN`), how often it was tried (`ATTEMPT`), why (`REASON`) and where (`STACK`), and from when on it may be
 tried again (`NOT_BEFORE`, milliseconds since the epoch). Each group delivers those that came from its own stage
 and passes over the others. A dead letter also says since when it is one (`BURIED`, likewise).
@@ -29,7 +29,9 @@ from penstock.names import (
 )
 
 SHELF_CAPACITY = 1024
-"""Messages a member keeps while they are not due. With more it stops reading the retry topic for a while."""
+"""Messages of a class that a member keeps while they are not due. With more it stops reading that class's retry topic
+for a while; the other's it reads on.
+"""
 
 MAX_REASON_CHARS = 1000
 MAX_STACK_CHARS = 6000
@@ -46,7 +48,7 @@ def retry_message(pipeline: Pipeline, delivery: Delivery, reason: str, delay_s: 
     headers[ATTEMPT] = str(delivery.attempt + 1)
     headers[NOT_BEFORE] = str(int((time.time() + delay_s) * 1000))
     headers[REASON] = reason[:MAX_REASON_CHARS]
-    return Outgoing(pipeline.retries, delivery.value, delivery.key, headers)
+    return Outgoing(pipeline.retries(delivery.klass), delivery.value, delivery.key, headers)
 
 
 def dead_message(
@@ -83,30 +85,27 @@ def retry_position(position: str) -> str:
 
 
 def place(pipeline: Pipeline, delivery: Delivery) -> tuple[str, str]:
-    """Topic and position where a delivery's message really lies: the retry topic if it came by that."""
+    """Topic and position where a delivery's message really lies: its class's retry topic if it came by that."""
     if delivery.position.startswith(_RETRY_POSITION):
-        return pipeline.retries, delivery.position[len(_RETRY_POSITION) :]
+        return pipeline.retries(delivery.klass), delivery.position[len(_RETRY_POSITION) :]
     return delivery.topic, delivery.position
 
 
-def judge(pipeline: Pipeline, stage: Stage, headers: Mapping[str, str]) -> Verdict:
-    """Whose a message of the retry topic is.
+def judge(pipeline: Pipeline, stage: Stage, delivery: Delivery) -> Verdict:
+    """Whose a message of its class's retry topic is.
 
-    One that comes from no stage's topic is nobody's; the prefill group puts it to the dead letters.
+    One that comes from no stage's topic of that class is nobody's; the prefill group puts it to the dead letters.
     """
-    origin = headers.get(ORIGIN)
-    if origin in pipeline.inputs(stage).values():
+    origin, klass = delivery.headers.get(ORIGIN), delivery.klass
+    if origin == pipeline.inputs(stage)[klass]:
         return "ours"
-    known = (*pipeline.inputs("prefill").values(), *pipeline.inputs("decode").values())
+    known = (pipeline.requests(klass), pipeline.jobs(klass))
     return "theirs" if origin in known or stage != "prefill" else "nobody"
 
 
-def as_original(pipeline: Pipeline, stage: Stage, delivery: Delivery) -> Delivery:
-    """A delivery of the retry topic that is ours, under its original topic and class."""
-    topics = pipeline.inputs(stage)
-    origin = delivery.headers[ORIGIN]
-    klass = next(klass for klass in CLASSES if topics[klass] == origin)
-    return replace(delivery, topic=origin, klass=klass, position=retry_position(delivery.position))
+def as_original(delivery: Delivery) -> Delivery:
+    """A delivery of a retry topic that is ours, under its original topic."""
+    return replace(delivery, topic=delivery.headers[ORIGIN], position=retry_position(delivery.position))
 
 
 class Shelf:
@@ -122,10 +121,9 @@ class Shelf:
     def __iter__(self) -> Iterator[Delivery]:
         return (entry[2] for heap in self._heaps.values() for entry in heap)
 
-    @property
-    def space(self) -> int:
-        """How many more may be put here."""
-        return max(0, SHELF_CAPACITY - len(self))
+    def space(self, klass: PriorityClass) -> int:
+        """How many more of a class may be put here."""
+        return max(0, SHELF_CAPACITY - len(self._heaps[klass]))
 
     def put(self, delivery: Delivery) -> None:
         """Keep a delivery until it is due; one without a readable not-before is due now."""

@@ -17,8 +17,8 @@ from redis.retry import Retry
 
 from penstock.bus.contract import Followed, Outgoing, check_size
 from penstock.errors import BusUnavailable
-from penstock.names import STAGES, Pipeline, Stage
-from penstock.reach import ANSWER_S
+from penstock.names import CLASSES, STAGES, Pipeline, Stage
+from penstock.reach import ANSWER_S, replies_to
 from penstock.settings import BusSettings, shown
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class StreamsBus:
         with contextlib.closing(connect(self.url)) as client, bus_errors(), client.pipeline(transaction=False) as batch:
             for topic in topics:
                 batch.xlen(self._key(topic))
-            return dict(zip(topics, batch.execute(), strict=True))
+            return dict(zip(topics, replies_to(batch), strict=True))
 
     def follow(self, topic: str, after: Mapping[str, str]) -> "StreamsFollower":
         """Read a topic's stream; it has one part, and a place is an entry's id."""
@@ -149,7 +149,7 @@ class StreamsPublisher:
             for message in messages:
                 fields: dict[Any, Any] = encode(message)
                 batch.xadd(self._bus.pipeline.stream_key(message.topic), fields)
-            batch.execute()
+            replies_to(batch)
 
     def close(self) -> None:
         """Free the connection."""
@@ -172,8 +172,8 @@ def bus_errors() -> Iterator[None]:
 
 
 def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> None:
-    """Make a stage's group on its streams and on the retry topic where it is missing, from the beginning."""
-    for topic in (*pipeline.inputs(stage).values(), pipeline.retries):
+    """Make a stage's group on its streams and on the retry topics where it is missing, from the beginning."""
+    for topic in (*pipeline.inputs(stage).values(), *map(pipeline.retries, CLASSES)):
         try:
             client.xgroup_create(pipeline.stream_key(topic), pipeline.group(stage), id="0", mkstream=True)
         except redis.ResponseError as error:

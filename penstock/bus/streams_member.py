@@ -16,6 +16,7 @@ from penstock.bus.retries import Shelf, as_original, dead_message, judge, place,
 from penstock.bus.streams import bus_errors, connect, create_groups, decode, encode, kept
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, PriorityClass, Stage
+from penstock.reach import replies_to
 
 if TYPE_CHECKING:
     from penstock.bus.streams import StreamsBus
@@ -46,6 +47,7 @@ class StreamsMember:
         self._timeout_s = bus.settings.session_timeout_s
         self._timeout_ms = int(self._timeout_s * 1000)
         self._topics: dict[PriorityClass, str] = bus.pipeline.inputs(stage)
+        self._retries = {klass: bus.pipeline.retries(klass) for klass in CLASSES}
         self._client = connect(bus.url)
         self._beat_script = self._client.register_script(scripts.BEAT)
         self._settle_script = self._client.register_script(scripts.SETTLE)
@@ -53,8 +55,10 @@ class StreamsMember:
         self._leave_script = self._client.register_script(scripts.LEAVE)
         self._shelf = Shelf()
         self._held: dict[tuple[str, str], Delivery] = {}
-        self._lock = threading.Lock()  # guards `_held`
+        self._doubtful: set[tuple[str, str]] = set()  # others may have taken these
+        self._lock = threading.Lock()  # guards `_held` and `_doubtful`
         self._reclaim_at = 0.0
+        self._beat_at = time.monotonic()
         self._recovering = False  # a reply was lost: there may be deliveries of ours that we do not know
         self._fenced = False
         self.trouble = ""  # whoever polls is told
@@ -138,6 +142,29 @@ class StreamsMember:
         with self._lock:
             return len(self._held)
 
+    def holds(self, delivery: Delivery) -> bool:
+        """Whether it is still this member's. As long as it beats in time nobody takes its deliveries; of those that it
+        had when it was late, the server is asked.
+        """
+        where = place(self._pipeline, delivery)
+        with self._lock:
+            is_held, is_sure = where in self._held, where not in self._doubtful
+        if not is_held or (is_sure and time.monotonic() - self._beat_at < self._timeout_s):
+            return is_held
+        topic, position = where
+        with bus_errors():
+            stream = self._pipeline.stream_key(topic)
+            is_held = bool(self._client.xpending_range(stream, self._group, position, position, 1, self._consumer))
+        with self._lock:
+            self._doubtful.discard(where)
+            if not is_held:
+                self._held.pop(where, None)
+        return is_held
+
+    def waiting(self) -> list[Delivery]:
+        """Nothing: only what there is room for is fetched."""
+        return []
+
     def close(self) -> None:
         """Leave the group: others take the unsettled deliveries over."""
         if self._closing.is_set():
@@ -161,12 +188,20 @@ class StreamsMember:
 
     def _beat_forever(self) -> None:
         while not self._closing.wait(self._timeout_s / 3):
+            now = time.monotonic()
             try:
                 if self._beat_script([self._key], [self._token, self._timeout_ms]) == 0:
                     self._fenced = True
                     return
+                self._note_beat(now)
             except redis.RedisError as error:
                 log.warning("the bus does not answer: %s", error)
+
+    def _note_beat(self, now: float) -> None:
+        with self._lock:
+            if now - self._beat_at >= self._timeout_s:
+                self._doubtful = set(self._held)
+            self._beat_at = now
 
     def _check(self) -> None:
         if self._fenced:
@@ -207,7 +242,7 @@ class StreamsMember:
             for topic, count in wanted:
                 streams: dict[Any, Any] = {self._pipeline.stream_key(topic): ">"}
                 batch.xreadgroup(self._group, self._consumer, streams, count=count)
-            replies: Any = batch.execute()
+            replies: Any = replies_to(batch)
         found: list[Delivery] = []
         for (topic, _), reply in zip(wanted, replies, strict=True):
             for _, entries in reply or ():
@@ -251,10 +286,10 @@ class StreamsMember:
 
     def _streams(self, left: Mapping[PriorityClass, int]) -> list[tuple[str, int]]:
         """The topics of this stage, and how many messages of each may be taken now."""
-        space = self._shelf.space if any(count > 0 for count in left.values()) else 0
+        rooms = [(klass, left.get(klass, 0)) for klass in CLASSES]
         return [
-            *((self._topics[klass], left.get(klass, 0)) for klass in CLASSES),
-            (self._pipeline.retries, space),
+            *((self._topics[klass], room) for klass, room in rooms),
+            *((self._retries[klass], self._shelf.space(klass) if room > 0 else 0) for klass, room in rooms),
         ]
 
     def _accept(self, topic: str, entries: "Sequence[Entry]", left: dict[PriorityClass, int]) -> list[Delivery]:
@@ -266,23 +301,23 @@ class StreamsMember:
                 passed.append(entry_id)
                 continue
             position = entry_id.decode()
-            klass = next((klass for klass in CLASSES if self._topics[klass] == topic), CLASSES[-1])
+            klass = next(klass for klass in CLASSES if topic in (self._topics[klass], self._retries[klass]))
             value, key, headers = decode(fields)
             delivery = Delivery(topic, position, value, key, headers, klass, int(position.partition("-")[0]) / 1000)
-            if topic != self._pipeline.retries:
+            if topic != self._retries[klass]:
                 found.append(delivery)
             elif not self._shelve(delivery):
                 passed.append(entry_id)
         if passed:
             self._client.xack(self._pipeline.stream_key(topic), self._group, *passed)
         self._hold(found, left)
-        return found + self._take_due(left) if topic == self._pipeline.retries else found
+        return found + self._take_due(left) if topic in self._retries.values() else found
 
     def _shelve(self, delivery: Delivery) -> bool:
         """Keep a message of the retry topic if it is ours; False if the other stage will see to it."""
-        verdict = judge(self._pipeline, self._stage, delivery.headers)
+        verdict = judge(self._pipeline, self._stage, delivery)
         if verdict == "ours":
-            self._shelf.put(as_original(self._pipeline, self._stage, delivery))
+            self._shelf.put(as_original(delivery))
         elif verdict == "nobody":
             self.dead(delivery, "in the retry topic, but from no known topic")
         return verdict != "theirs"

@@ -7,7 +7,7 @@ Each change is one Lua script under `lua/`, which says what a crash around it co
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, Renewal, TakenOver, body_hash
 from penstock.record.lease import LeaseKeeper
 from penstock.record.log import AsyncLog, Log, Status, parse_event
-from penstock.record.record import Record
+from penstock.record.record import Record, Waiting
 
 __all__ = [
     "AppendOutcome",
@@ -22,6 +22,7 @@ __all__ = [
     "Renewal",
     "Status",
     "TakenOver",
+    "Waiting",
     "body_hash",
     "parse_event",
 ]

@@ -7,7 +7,6 @@ import redis
 from redis.exceptions import NoScriptError
 
 from penstock.messages import TokenEvent
-from penstock.names import parse_event_id
 from penstock.record import scripts
 from penstock.record.claim import AppendOutcome, Claim
 from penstock.record.link import Link, bulk
@@ -36,8 +35,10 @@ class Appends:
         """Write the batch and return. A connection that fails here is mended by `collect`."""
         batch = []
         for claim, event in entries:
-            position, rolled = parse_event_id(event.id)
-            packed = claim.append_head + bulk(b"%d" % position, rolled.encode(), event.encode())
+            place, _, rolled = event.id.partition("-")
+            position, content = int(place), event.encode()
+            words = len(place), place.encode(), len(rolled), rolled.encode(), len(content), content
+            packed = claim.append_head + b"$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % words
             batch.append(_Sent(claim, position, claim.hash, packed))
             claim.num_tokens, claim.hash = position + 1, rolled
         self._in_flight += batch

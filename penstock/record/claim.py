@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from penstock.messages import Logprobs, Request, TokenEvent
+from penstock.messages import EndEvent, Logprobs, Request, TokenEvent
 from penstock.names import Stage, roll
 
 
@@ -30,6 +30,8 @@ class Claim:
     """Too many attempts: append the end (`attempts_exhausted`) instead of trying again."""
     append_head: bytes = field(repr=False, default=b"")
     """The part of an append's wire bytes that does not change (`Record.send_append`)."""
+    log: list[TokenEvent | EndEvent] = field(repr=False, default_factory=list)
+    """In decode: all that the log said when it was claimed; since then nobody else writes to it."""
     found: int = field(init=False)
     """How many tokens the log had."""
 
@@ -97,8 +99,8 @@ class Renewal(IntEnum):
 def body_hash(request: Request) -> str:
     """SHA-256 (hex) of what a request asks.
 
-    Not of how soon or where: sent again under its id, it may come with a new deadline or weight, in the other class or in
-    another session. Nor of defaults: a worker that knows one more field than the last one still recognises the request.
+    Not of how soon or where: sent again under its id, it may come with a new deadline or weight, in the other class or
+    in another session. Nor of defaults: a worker that knows one more field than the last one still recognises the request.
     """
     body = request.model_dump(
         mode="json", by_alias=True, exclude={"deadline", "klass", "session", "weight"}, exclude_defaults=True

@@ -1,6 +1,7 @@
 """A thread that keeps the leases of everything a worker holds, and looks for requests whose workers died."""
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -18,12 +19,14 @@ class LeaseKeeper:
     What it finds out is for the worker's loop, which asks each turn: claims that another holds now, claims whose end
     somebody asked for, and requests to take over. While Redis cannot be reached nothing is known to be lost; the epoch
     guards the log.
+
+    `tend` is called each time, for what else the others have to know is in hand; it may raise `redis.RedisError`.
     """
 
-    def __init__(self, record: Record, stage: Stage) -> None:
+    def __init__(self, record: Record, stage: Stage, tend: Callable[[], None] = lambda: None) -> None:
         self.room = 0
         """How many requests the worker could take over. The loop sets it."""
-        self._record, self._stage = record, stage
+        self._record, self._stage, self._tend = record, stage, tend
         self._claims: set[Claim] = set()
         self._told: dict[Claim, Renewal] = {}
         self._overdue: list[str] = []
@@ -77,6 +80,7 @@ class LeaseKeeper:
         while not self._stop.wait(self._record.lease_s / 3):
             try:
                 self._renew()
+                self._tend()
                 self._look()
             except redis.RedisError as error:  # an outage: the next round tries again
                 if not is_away(error):

@@ -50,7 +50,7 @@ class Log:
     def read(self, request_id: str, after_position: int = -1, limit: int | None = None) -> list[TokenEvent | EndEvent]:
         """The events after the token at `after_position`, in order, at most `limit`; the end is the last."""
         key = self._pipeline.log_key(request_id)
-        return _events(self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
+        return events_of(self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
 
     def status(self, request_id: str) -> Status | None:
         """What is known about a request; None when nothing is."""
@@ -75,7 +75,7 @@ class AsyncLog:
     ) -> list[TokenEvent | EndEvent]:
         """The events after the token at `after_position`, in order, at most `limit`; the end is the last."""
         key = self._pipeline.log_key(request_id)
-        return _events(await self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
+        return events_of(await self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
 
     async def status(self, request_id: str) -> Status | None:
         """What is known about a request; None when nothing is."""
@@ -90,7 +90,8 @@ class AsyncLog:
             return bool(await cast(Any, self._client.eval(scripts.CANCEL.text, 1, key, keep)))
 
 
-def _events(entries: Any) -> list[TokenEvent | EndEvent]:
+def events_of(entries: Any) -> list[TokenEvent | EndEvent]:
+    """The events in a range of a log's entries."""
     return [parse_event(fields[b"e"]) for _, fields in entries or ()]
 
 

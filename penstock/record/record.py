@@ -1,6 +1,7 @@
 """The workers' side of the record: each method is one of its scripts, explained under `lua/`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -8,11 +9,24 @@ from redis.exceptions import NoScriptError
 
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
+from penstock.reach import replies_to
 from penstock.record import scripts
 from penstock.record.append import Appends, append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, Renewal, TakenOver
-from penstock.record.log import Log, Status
+from penstock.record.log import Log, Status, events_of
 from penstock.settings import RecordSettings
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A message that no worker has claimed yet: the request's id, its body's hash or the job's id, and the message as
+    somebody who takes it over has to know it.
+    """
+
+    id: str
+    body: str
+    job: str
+    message: bytes
 
 
 class Record:
@@ -57,10 +71,12 @@ class Record:
         return outcome
 
     def _claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Claim | Busy | Bound | Conflict:
-        if message:
-            self._hold(stage, [request_id], self._lease_ms)
-        args: list[str | int | bytes] = [stage, *who, self._lease_ms, self._pending_ms, START_HASH, message]
-        reply = scripts.CLAIM.run(self._client, self._keys(request_id), args)
+        """In one round trip, in this order: the request is named as held, claimed, and in decode its log is read."""
+        try:
+            reply, log = self._send_claim(request_id, stage, who, message)
+        except NoScriptError:
+            self._client.script_load(scripts.CLAIM.text)
+            reply, log = self._send_claim(request_id, stage, who, message)
         match reply[0]:
             case b"busy":
                 return Busy(reply[1] / 1000)
@@ -68,7 +84,35 @@ class Record:
                 return Bound()
             case b"conflict":
                 return Conflict()
-        return self._claimed(request_id, stage, reply)
+        return self._claimed(request_id, stage, reply, log)
+
+    def _send_claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> tuple[Any, Any]:
+        """The script's reply, and the log's entries."""
+        keys = self._keys(request_id)
+        with self._client.pipeline(transaction=False) as pipe:
+            if message:
+                scripts.HELD.add_text(pipe, [self._pipeline.held_key(stage)], [self._lease_ms, request_id])
+            scripts.CLAIM.add(pipe, keys, self._claim_args(stage, who, message))
+            if stage == "decode":
+                pipe.xrange(keys[1])
+            replies = replies_to(pipe)
+        return (replies[-2], replies[-1]) if stage == "decode" else (replies[-1], ())
+
+    def _claim_args(self, stage: Stage, who: list[str], message: bytes) -> list[str | int | bytes]:
+        return [stage, *who, self._lease_ms, self._pending_ms, START_HASH, message]
+
+    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> None:
+        """Keep the messages of requests that wait for a place in this worker, in one round trip. As long as they are
+        `named` nobody else takes them over.
+        """
+        self.name(stage, [one.id for one in waiting])
+        calls = [(self._keys(one.id), self._claim_args(stage, ["", one.job, one.body], one.message)) for one in waiting]
+        scripts.CLAIM.run_all(self._client, calls)
+
+    def name(self, stage: Stage, request_ids: Sequence[str]) -> None:
+        """Say that these are held, for a lease: nobody else looks after them before that."""
+        if request_ids:
+            self._hold(stage, request_ids, self._lease_ms)
 
     def overdue(self, stage: Stage, limit: int) -> list[str]:
         """At most `limit` requests of a stage whose leases may have run out. Others are not told for a while."""
@@ -86,7 +130,8 @@ class Record:
             case b"gone":
                 self._client.zrem(self._pipeline.held_key(stage), request_id)
                 return None
-        return TakenOver(self._claimed(request_id, stage, reply[:-1]), reply[-1])
+        log = self._client.xrange(self._keys(request_id)[1]) if stage == "decode" else ()
+        return TakenOver(self._claimed(request_id, stage, reply[:-1], log), reply[-1])
 
     def let_go(self, stage: Stage, request_ids: Sequence[str]) -> None:
         """These ended or were handed off. Not saying so costs whoever looks for the dead a question each."""
@@ -96,7 +141,7 @@ class Record:
     def _hold(self, stage: Stage, request_ids: Sequence[str], due_ms: int) -> None:
         scripts.HELD.run(self._client, [self._pipeline.held_key(stage)], [due_ms, *request_ids])
 
-    def _claimed(self, request_id: str, stage: Stage, reply: Sequence[Any]) -> Claim:
+    def _claimed(self, request_id: str, stage: Stage, reply: Sequence[Any], log: Any) -> Claim:
         keys = self._keys(request_id)
         _, epoch, num_tokens, rolled, ended, cancelled, attempts = reply
         return Claim(
@@ -109,6 +154,7 @@ class Record:
             cancelled=bool(cancelled),
             attempts=attempts,
             exhausted=attempts > self._settings.max_attempts,
+            log=events_of(log),
             append_head=append_head(keys, self._pipeline.live_channel(request_id), self._pending_ms, epoch),
         )
 
@@ -136,48 +182,50 @@ class Record:
     def finish(self, claim: Claim, end: EndEvent) -> bool:
         """Append the end; False when fenced. Collect the claim's tokens first. May be repeated.
 
-        The number of tokens in the log becomes the usage's `completion_tokens`: readers rely on it.
+        The number of tokens in the log becomes the usage's `completion_tokens`: readers rely on it. The id is
+        remembered for as long as the settings say, and as long as the request took since it was published: what was
+        published beside it may wait as long.
         """
+        return self.finish_all([(claim, end)])[0]
+
+    def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
+        """`finish` for each, in one round trip."""
+        calls = [(self._keys(claim.id), self._finish_args(claim, end)) for claim, end in ends]
+        return [bool(reply) for reply in scripts.FINISH.run_all(self._client, calls)]
+
+    def _finish_args(self, claim: Claim, end: EndEvent) -> list[str | int | bytes]:
         usage = end.usage.model_copy(update={"completion_tokens": claim.num_tokens})
         event = end.model_copy(update={"usage": usage}).encode()
-        channel = self._pipeline.live_channel(claim.id)
-        args: list[str | int | bytes] = [channel, claim.epoch, claim.num_tokens, event, self._keep_ms]
-        return bool(scripts.FINISH.run(self._client, self._keys(claim.id), args))
+        times = end.timings
+        took_ms = round(max(0.0, times.finished - times.published) * 1000) if times.published > 0 else 0
+        keep_ms = self._keep_ms + min(took_ms, self._pending_ms)
+        return [self._pipeline.live_channel(claim.id), claim.epoch, claim.num_tokens, event, keep_ms]
 
     def handed(self, claim: Claim) -> bool:
         """The hand-off is durable: give the lease back. False when the request has gone on, which is fine."""
         return bool(scripts.HANDED.run(self._client, self._keys(claim.id)[:1], [claim.epoch]))
 
-    def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True) -> bool:
-        """Give an unfinished request back: the next claim need not wait. False when it was lost before.
+    def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
+        """Give an unfinished request back, to be claimed in `wait_s` or at once. False when it was lost before.
 
-        With `failed` the attempt counts; without, the worker was merely told to stop. Not `delivered`: the request was
-        taken over, there is no delivery that the bus would give to another.
+        With `failed` the attempt counts; without, the worker was merely told to stop. Where it was `delivered` it is
+        left for a lease to whoever gets the delivery next; then, and without a delivery at once, anybody may take it
+        over.
         """
-        args = [claim.epoch, int(failed), int(delivered)]
+        wait_ms = round(wait_s * 1000)
+        args = [claim.epoch, int(failed), wait_ms]
         released = bool(scripts.RELEASE.run(self._client, self._keys(claim.id)[:1], args))
-        if released and not delivered:
-            self._hold(claim.stage, [claim.id], 0)
+        if released:
+            self._hold(claim.stage, [claim.id], wait_ms + delivered * self._lease_ms)
         return released
 
     def renew(self, claims: Sequence[Claim]) -> list[Renewal]:
         """Renew the leases of all claims in one round trip, those of one stage."""
         if not claims:
             return []
-        self._hold(claims[0].stage, [claim.id for claim in claims], self._lease_ms)
-        try:
-            replies = self._renew(claims)
-        except NoScriptError:
-            self._client.script_load(scripts.RENEW.text)
-            replies = self._renew(claims)
-        return [Renewal(reply) for reply in replies]
-
-    def _renew(self, claims: Sequence[Claim]) -> list[int]:
-        with self._client.pipeline(transaction=False) as pipe:
-            for claim in claims:
-                key = self._pipeline.record_key(claim.id)
-                pipe.evalsha(scripts.RENEW.sha, 1, key, str(claim.epoch), str(self._lease_ms))
-            return pipe.execute()
+        self.name(claims[0].stage, [claim.id for claim in claims])
+        calls = [(self._keys(claim.id)[:1], [claim.epoch, self._lease_ms]) for claim in claims]
+        return [Renewal(reply) for reply in scripts.RENEW.run_all(self._client, calls)]
 
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end, also before any worker saw it; False when it has ended already."""

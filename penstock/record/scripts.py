@@ -9,6 +9,11 @@ from typing import Any, cast
 import redis
 from redis.exceptions import NoScriptError
 
+from penstock.reach import replies_to
+
+Call = tuple[Sequence[str], Sequence[str | int | bytes]]
+"""Keys and arguments."""
+
 
 @dataclass(frozen=True)
 class Script:
@@ -24,6 +29,32 @@ class Script:
             return client.evalsha(self.sha, len(keys), *values)
         except NoScriptError:
             return client.eval(self.text, len(keys), *values)
+
+    def run_all(self, client: "redis.Redis", calls: Sequence[Call]) -> list[Any]:
+        """The replies to many calls, in one round trip. Calls may be made twice, where the
+        server does not know the script.
+        """
+        if not calls:
+            return []
+        try:
+            return self._run_all(client, calls)
+        except NoScriptError:
+            client.script_load(self.text)
+            return self._run_all(client, calls)
+
+    def _run_all(self, client: "redis.Redis", calls: Sequence[Call]) -> list[Any]:
+        with client.pipeline(transaction=False) as pipe:
+            for keys, args in calls:
+                self.add(pipe, keys, args)
+            return replies_to(pipe)
+
+    def add(self, pipe: "redis.client.Pipeline", keys: Sequence[str], args: Sequence[str | int | bytes]) -> None:
+        """One more command of a pipeline."""
+        pipe.evalsha(self.sha, len(keys), *cast("list[str]", [*keys, *args]))
+
+    def add_text(self, pipe: "redis.client.Pipeline", keys: Sequence[str], args: Sequence[str | int | bytes]) -> None:
+        """The same, which every server knows: for what has to be done before the commands behind it."""
+        pipe.eval(self.text, len(keys), *cast("list[str]", [*keys, *args]))
 
 
 def load(name: str) -> Script:

@@ -1,5 +1,6 @@
 """What both workers are made of: the frame of the loop, its inbox, settling in the background, the heartbeat."""
 
+from penstock.worker.backlog import Backlog
 from penstock.worker.ends import cause_to_end, too_late
 from penstock.worker.failures import Failures, cause_of, is_suspect, letters
 from penstock.worker.heartbeat import Heartbeat, slot_name, stay_on
@@ -9,8 +10,10 @@ from penstock.worker.loop import StopSignal, run_until_idle, serve
 from penstock.worker.outage import Outages
 from penstock.worker.parcel import pack, unpack
 from penstock.worker.settler import Settler
+from penstock.worker.stage import StageWorker
 
 __all__ = [
+    "Backlog",
     "Failures",
     "Heartbeat",
     "Held",
@@ -18,6 +21,7 @@ __all__ = [
     "Load",
     "Outages",
     "Settler",
+    "StageWorker",
     "StopSignal",
     "cause_of",
     "cause_to_end",

@@ -2,11 +2,12 @@
 
 A request is tried again in this order:
 
-    1. the claim is given back; the attempt counts
+    1. the claim is given back, to be left alone for the waiting time; the attempt counts
     2. the message goes to the retry topic, with the reason, the stack and a not-before; the delivery is done, together
 
-A crash after 1: the bus gives the delivery to another worker, and that attempt does without its waiting time. What was
-taken over has no delivery of its own: it is only given back, and whoever looks first takes it over.
+After the waiting time whoever has the retry claims it. If nobody does, it is taken over a lease later: whoever had it
+died, or died between 1 and 2. What was taken over has no delivery of its own: it is only given back, and taken over
+again after the waiting time.
 
 A worker that dies says nothing. So who was claimed a few times without a new token begins as a suspect, computed alone
 (`engine.quarantine`), and a worker has one such request at a time: if that is the one that kills workers, it takes no
@@ -51,8 +52,9 @@ class Failures:
         tries = claim.tries
         if tries >= self._record.settings.fail_attempts:
             return False
-        self._record.release(claim, failed=True, delivered=delivery.is_held)  # 1
-        self._later(delivery, error, tries)  # 2
+        delay_s = self._delay_s(tries)
+        self._record.release(claim, failed=True, delivered=delivery.is_held, wait_s=delay_s)  # 1
+        self._later(delivery, error, delay_s)  # 2
         return True
 
     def try_unclaimed_again(self, delivery: Delivery, error: RequestError) -> bool:
@@ -60,14 +62,16 @@ class Failures:
         tries = delivery.attempt + 1
         if tries >= self._record.settings.fail_attempts:
             return False
-        self._later(delivery, error, tries)
+        self._later(delivery, error, self._delay_s(tries))
         return True
 
-    def _later(self, delivery: Delivery, error: RequestError, tries: int) -> None:
+    def _delay_s(self, tries: int) -> float:
+        settings = self._record.settings
+        return min(settings.retry_cap_s, settings.retry_first_s * settings.retry_factor ** max(0, tries - 1))
+
+    def _later(self, delivery: Delivery, error: RequestError, delay_s: float) -> None:
         if not delivery.is_held:
             return
-        settings = self._record.settings
-        delay_s = min(settings.retry_cap_s, settings.retry_first_s * settings.retry_factor ** max(0, tries - 1))
         message = retry_message(self._pipeline, delivery, f"{error.code}: {error}", delay_s, error.stack)
         self._settler.settle(Settlement(delivery, [message]))
 
@@ -77,7 +81,7 @@ class Failures:
         """
         if not is_taken or claim.attempts <= TRUSTED_ATTEMPTS or claim.exhausted or claim.cancelled:
             return False
-        self._record.release(claim, delivered=delivery.is_held)
+        self._record.release(claim, delivered=delivery.is_held, wait_s=ASIDE_S)
         self._inbox.put_back(delivery, ASIDE_S)
         return True
 

@@ -5,7 +5,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -15,12 +14,9 @@ import redis
 
 from penstock.errors import PenstockError
 from penstock.names import WORKERS_KEY, Pipeline
-from penstock.reach import redis_client
+from penstock.reach import redis_client, replies_to
 
 log = logging.getLogger(__name__)
-
-FORGOTTEN_S = 3600.0
-"""A worker silent for so long is no longer in the list of all workers."""
 
 
 class Heartbeat:
@@ -28,17 +24,17 @@ class Heartbeat:
 
     The value is a JSON object: stage, name, host, pid, model, state (`loading`, `ready`, `degraded`, `draining`),
     reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see `load.py`),
-    since (seconds since the epoch).
+    since (seconds since the epoch, by the clock of Redis: those of hosts are put forward and back).
     """
 
     def __init__(self, url: str, pipeline: Pipeline, stage: str, name: str, interval_s: float) -> None:
         self._redis = redis_client(url)
         self._key = pipeline.worker_key(stage, name)
         self._interval_s = interval_s
-        self._since_s = time.time()
+        self._since_s: float | None = None
         self._status: dict[str, object] = {
             "stage": stage, "name": name, "host": socket.gethostname(), "pid": os.getpid(),
-            "state": "loading", "progress": 0.0, "since": self._since_s,
+            "state": "loading", "progress": 0.0,
         }  # fmt: skip
         self._logged = ("", -1)
         self._load: Callable[[], dict[str, object]] = dict
@@ -78,15 +74,16 @@ class Heartbeat:
 
     def write(self) -> None:
         """Beat now, and look whose the last beat was. Raises `redis.RedisError`."""
-        status = self._status | self._load()
+        if self._since_s is None:
+            seconds, microseconds = self._redis.time()
+            self._since_s = seconds + microseconds / 1e6
+        status = self._status | {"since": self._since_s} | self._load()
         if status["state"] == "ready" and status.get("reason"):
             status["state"] = "degraded"
-        now_s = time.time()
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._key, json.dumps(status), px=int(self._interval_s * 4000), get=True)
-            pipe.zadd(WORKERS_KEY, {self._key: now_s})
-            pipe.zremrangebyscore(WORKERS_KEY, 0, now_s - FORGOTTEN_S)
-            before, *_ = pipe.execute()
+            pipe.sadd(WORKERS_KEY, self._key)
+            before, _ = replies_to(pipe)
         self._is_written = True
         self._compare(before)
 
@@ -111,7 +108,7 @@ class Heartbeat:
                 self._redis.delete(self._key)
 
     def _compare(self, found: object) -> None:
-        if isinstance(found, bytes):
+        if isinstance(found, bytes) and self._since_s is not None:
             other: dict[str, Any] = json.loads(found)
             is_mine = all(other[name] == self._status[name] for name in ("host", "pid"))
             self.is_replaced = self.is_replaced or (not is_mine and other["since"] > self._since_s)

@@ -4,10 +4,11 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.bus.contract import Member, Settlement
+from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.failpoints import failpoint
 from penstock.reach import is_away, pauses
@@ -16,6 +17,8 @@ log = logging.getLogger(__name__)
 
 GIVE_UP_S = 60.0
 """A member that could not settle for this long is done with: it may be at fault itself."""
+ALONE_S = 20.0
+"""The same when the bus answers it: then it is at fault."""
 CLOSE_S = 5.0
 """How long a worker that leaves waits for its settlements; what is not settled then, others settle from the log."""
 MOMENT_S = 1.0
@@ -31,7 +34,11 @@ class _Order:
     def place(self) -> tuple[str, str] | int:
         """What it settles; one that settles nothing has a place of its own."""
         delivery = self.settlement.delivery
-        return (delivery.topic, delivery.position) if delivery.is_held else id(self)
+        return _place_of(delivery) if delivery.is_held else id(self)
+
+
+def _place_of(delivery: Delivery) -> tuple[str, str]:
+    return delivery.topic, delivery.position
 
 
 class Settler:
@@ -49,7 +56,7 @@ class Settler:
         self._member = member
         self._is_over = threading.Event()
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._open = 0
+        self._open: Counter[tuple[str, str] | int] = Counter()
         self._lock = threading.Condition()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="settler", daemon=True)
@@ -58,13 +65,19 @@ class Settler:
     def __len__(self) -> int:
         """Settlements on their way."""
         with self._lock:
-            return self._open
+            return self._open.total()
+
+    def is_settling(self, delivery: Delivery) -> bool:
+        """Whether it is to be settled already: it came a second time, and is looked at again when that is over."""
+        with self._lock:
+            return self._open[_place_of(delivery)] > 0
 
     def settle(self, settlement: Settlement, done: Callable[[bool], None] = lambda settled: None) -> None:
         """Settle soon."""
+        order = _Order(settlement, done)
         with self._lock:
-            self._open += 1
-        self._orders.put(_Order(settlement, done))
+            self._open[order.place] += 1
+        self._orders.put(order)
 
     def check(self) -> None:
         """Raise what made settling impossible, if anything did."""
@@ -112,20 +125,22 @@ class Settler:
         self._finish([order for order in batch if unique[order.place] is not order], settled=False)
 
     def _settle_all(self, batch: list[_Order]) -> None:
-        waits, end_s = pauses(), time.monotonic() + GIVE_UP_S
+        waits, begun_s, troubled_s = pauses(), time.monotonic(), time.monotonic()
         while batch and not self._is_over.is_set():
             try:
                 failpoint("settle.begun")
                 self._member.settle([order.settlement for order in batch])
             except DeliveryLost as error:
-                lost = {(delivery.topic, delivery.position) for delivery in error.deliveries}
+                lost = {_place_of(delivery) for delivery in error.deliveries}
                 rest = [order for order in batch if order.place not in lost]
                 assert len(rest) < len(batch), "lost deliveries are of those that were to be settled"
                 self._note("")
                 self._finish([order for order in batch if order.place in lost], settled=False)
                 batch = rest
             except BusUnavailable as error:
-                if not is_away(error) or time.monotonic() > end_s:
+                now_s = time.monotonic()
+                troubled_s = now_s if self._member.trouble else troubled_s
+                if not is_away(error) or now_s > min(begun_s + GIVE_UP_S, troubled_s + ALONE_S):
                     raise
                 batch = self._held_of(batch)
                 log.warning("settling failed%s: %s", ", trying again" if batch else "", error)
@@ -154,5 +169,5 @@ class Settler:
         for order in orders:
             order.done(settled)
         with self._lock:
-            self._open -= len(orders)
+            self._open -= Counter(order.place for order in orders)
             self._lock.notify_all()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.bus import retries
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Outgoing, Settlement
 from penstock.bus.kafka import KafkaBus
 from penstock.bus.kafka_buffer import BUFFER_MESSAGES
@@ -201,10 +202,49 @@ def test_retry_waits_through_a_restart(bus: Bus, pipeline: Pipeline) -> None:
         member.settle([answered(pipeline, again)])
 
 
+def test_a_member_knows_what_it_holds(bus: Bus, pipeline: Pipeline) -> None:
+    publish(bus, numbered(pipeline.requests("interactive"), 2))
+    with bus.member("prefill", "a") as member:
+        done, kept = take(member, 2)
+        member.settle([Settlement(done)])
+        assert not member.holds(done)
+        assert member.holds(kept)
+
+
+def test_a_member_that_was_away_asks_what_it_still_holds(redis_url: str, pipeline: Pipeline) -> None:
+    bus = make_bus("streams", pipeline, redis_url)
+    publish(bus, numbered(pipeline.requests("interactive"), 1))
+    with bus.member("prefill", "a") as away, bus.member("prefill", "b") as other:
+        assert isinstance(away, StreamsMember)
+        (delivery,) = take(away, 1)
+        away._client.delete(away._key)  # as it runs out while a process stands still
+        (same,) = take(other, 1)
+        away._beat_at = time.monotonic() - 60
+        away._note_beat(time.monotonic())
+        assert not away.holds(delivery)
+        assert away.held() == 0
+        assert other.holds(same)
+
+
+def test_batch_retries_hold_up_no_interactive_ones(
+    bus: Bus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member keeps so many of each class that are not due; more wait in their topic."""
+    monkeypatch.setattr(retries, "SHELF_CAPACITY", 2)
+    publish(bus, [Outgoing(pipeline.requests("batch"), b"b", str(n)) for n in range(5)])
+    publish(bus, [Outgoing(pipeline.requests("interactive"), b"i", "i")])
+    with bus.member("prefill", "a") as member:
+        for delivery in take(member, 6):
+            member.retry(delivery, "later", 0.0 if delivery.klass == "interactive" else 600.0)
+        (again,) = take(member, 1)
+        assert (again.klass, again.attempt) == ("interactive", 1)
+        member.settle([Settlement(again)])
+
+
 def test_a_retry_from_nowhere_goes_to_the_dead_letters(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, [Outgoing(pipeline.retries, b"?", "k", {ORIGIN: "elsewhere"})])
+    publish(bus, [Outgoing(pipeline.retries("interactive"), b"?", "k", {ORIGIN: "elsewhere"})])
     with bus.member("decode", "d") as decode, bus.member("prefill", "p") as member:
-        wait_until(lambda: member.poll(0.1, ROOM) or bus.read_all(pipeline.dead), 15.0, "it is put away")
+        wait_until(lambda: member.poll(0.1, ROOM) or bus.read_all(pipeline.dead), 30, "it is put away")
         assert decode.poll(0.0, ROOM) == []
         assert member.held() == 0
     (dead,) = bus.read_all(pipeline.dead)

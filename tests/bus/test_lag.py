@@ -31,7 +31,7 @@ def narrow(kafka: str, pipeline: Pipeline) -> KafkaBus:
 
 def lags(bus: Bus, topic: str, count: int) -> None:
     """What a transaction has committed is seen by all a moment later."""
-    wait_until(lambda: bus.unsettled()[topic] == count, 15.0, f"{count} in {topic}, not {bus.unsettled()[topic]}")
+    wait_until(lambda: bus.unsettled()[topic] == count, 30, f"{count} in {topic}, not {bus.unsettled()[topic]}")
 
 
 def test_what_is_not_settled_counts_whoever_has_it(bus: Bus, pipeline: Pipeline) -> None:
@@ -55,7 +55,7 @@ def test_what_is_not_settled_counts_whoever_has_it(bus: Bus, pipeline: Pipeline)
             assert decode.poll(0.0, {"interactive": 1, "batch": 1}) == []
             return set(bus.unsettled().values()) == {0}
 
-        wait_until(is_empty, 15.0, f"nothing is left: {bus.unsettled()}")
+        wait_until(is_empty, 30, f"nothing is left: {bus.unsettled()}")
 
 
 def test_topics_that_are_not_there_yet_are_empty(request: pytest.FixtureRequest, redis_url: str, kafka: str) -> None:

@@ -137,7 +137,7 @@ def test_a_topic_that_is_made_later_is_found_soon(
     message = Outgoing(pipeline.requests("batch"), b"", "k", {}, "a")
     assert partitions.choose(message) == ANY
     KafkaBus(pipeline, kafka, BusSettings(partitions=NUM)).create_topics()
-    wait_until(lambda: partitions.choose(message) == ranking("a", NUM)[0], 10, "its partitions are known")
+    wait_until(lambda: partitions.choose(message) == ranking("a", NUM)[0], 30, "its partitions are known")
 
 
 def test_brokers_that_did_not_answer_in_time_are_asked_again_soon(
@@ -149,7 +149,7 @@ def test_brokers_that_did_not_answer_in_time_are_asked_again_soon(
     with monkeypatch.context() as patch:
         patch.setattr(kafka_partitions, "ANSWER_S", 0.0)
         assert partitions.choose(message) == ANY
-    wait_until(lambda: partitions.choose(message) == ranking("a", NUM)[0], 10, "its partitions are known")
+    wait_until(lambda: partitions.choose(message) == ranking("a", NUM)[0], 30, "its partitions are known")
 
 
 def test_without_an_answer_from_the_brokers_the_key_decides(

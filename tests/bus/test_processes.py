@@ -37,7 +37,7 @@ def test_children_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     assert runs(pid)
     assert parent.alive()
     parent.kill()
-    wait_until(lambda: not runs(pid), 10.0, "the child ended too")
+    wait_until(lambda: not runs(pid), 30, "the child ended too")
 
 
 def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
     polite = start_child([sys.executable, "-c", "import time; time.sleep(600)"], name="polite")
     assert polite.stop(10.0) == -signal.SIGTERM
     child = start_child([sys.executable, "-c", stubborn], name="stubborn", log=tmp_path / "log")
-    wait_until(lambda: child.tail() == "up", 10.0, "it ignores the signal")
+    wait_until(lambda: child.tail() == "up", 30, "it ignores the signal")
     with pytest.raises(TimeoutError, match="stubborn"):
         child.wait(0.01)
     assert child.stop(0.1) == -signal.SIGKILL
@@ -57,7 +57,7 @@ def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
 def test_who_ended_by_itself_is_not_remembered() -> None:
     child = start_child([sys.executable, "-c", ""], name="short")
     assert child in processes._children
-    wait_until(lambda: not child.alive(), 10.0, "it ended")
+    wait_until(lambda: not child.alive(), 30, "it ended")
     assert child not in processes._children
     assert child.returncode == 0
 

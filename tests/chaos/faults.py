@@ -62,10 +62,14 @@ class Fault:
 
     at_s: float
     what: str
-    """To connections `cut`, `hang`, `slow` or `refuse`; to servers `restart` (SIGKILL first) or `pause` (SIGSTOP)."""
+    """To connections `cut`, `hang`, `slow` or `refuse`; to servers `restart` (SIGKILL first) or `pause` (SIGSTOP);
+    to the disk `full`; to a worker's wall clock `clock`.
+    """
     whose: str
-    """A worker's name (its connections to Redis), `redis` or `kafka`."""
+    """A worker's name (its connections to Redis, or its clock), `redis`, `kafka` or `disk`."""
     for_s: float
+    by_s: float = 0.0
+    """How far a clock is put forward; less than zero: back."""
 
 
 def faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
@@ -81,5 +85,11 @@ def faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
             yield Fault(at_s, what, chance.choice(servers), chance.choice([0.0, 0.5, 2.0]))
             restart_s = at_s + chance.uniform(14.0, 26.0)
         else:
-            what = chance.choice(["cut", "cut", "hang", "slow", "refuse"])
-            yield Fault(at_s, what, chance.choice(ways), chance.choice([0.2, 1.0, 3.0]))
+            what = chance.choice(["cut", "cut", "hang", "slow", "refuse", "full", "clock"])
+            for_s, by_s = chance.choice([0.2, 1.0, 3.0]), 0.0
+            whose = chance.choice(ways)
+            if what == "full":
+                whose = "disk"
+            elif what == "clock":
+                whose, by_s = chance.choice(workers), chance.choice([-900.0, -60.0, 60.0, 900.0])
+            yield Fault(at_s, what, whose, for_s, by_s)

@@ -25,6 +25,11 @@ class History:
             self._file.write(json.dumps({"at": round(at, 4), "what": what, **fields}) + "\n")
         return at
 
+    def flush(self) -> None:
+        """What was written can be read."""
+        with self._lock:
+            self._file.flush()
+
     def close(self) -> None:
         """Everything is in the file."""
         with self._lock:

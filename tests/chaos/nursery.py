@@ -20,6 +20,8 @@ from subprocess import TimeoutExpired
 from typing import Any, cast
 
 from penstock.local.processes import Child, start_child, wait_until
+from tests.chaos import clock
+from tests.chaos.disk import Disk, pretend
 
 
 class Nursery:
@@ -28,9 +30,12 @@ class Nursery:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "nursery"
-        command = [sys.executable, "-m", "tests.chaos.nursery", str(path)]
+        self.disk = Disk(directory)
+        """All its workers have it."""
+        command = self.disk.command([sys.executable, "-m", "tests.chaos.nursery", str(path)])
         self._process = start_child(command, name="nursery", log=directory / "nursery.log")
         wait_until(lambda: path.exists() or not self._process.alive(), 120, "the nursery is ready")
+        self.disk.look_from(self._process.pid)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(path))
         self._lock = threading.Condition()
@@ -40,9 +45,10 @@ class Nursery:
         self._thread = threading.Thread(target=self._listen, name="nursery", daemon=True)
         self._thread.start()
 
-    def fork(self, name: str, command: str, environment: dict[str, str], log: Path) -> Child:
-        """A worker of a stage, as a child like any other."""
-        order = {"stage": command, "environment": environment, "log": str(log)}
+    def fork(self, name: str, command: str, environment: dict[str, str], log: Path, clock: Path) -> Child:
+        """A worker of a stage, as a child like any other. Its wall clock is the one given (`tests.chaos.clock`)."""
+        order = {"stage": command, "environment": environment, "log": str(log), "clock": str(clock)}
+        order["full"] = "" if self.disk.is_real else str(self.disk.path)
         with self._lock:
             self._socket.sendall(json.dumps(order).encode() + b"\n")
             if not self._lock.wait_for(lambda: self._born, 60):
@@ -176,6 +182,9 @@ def _be_worker(parent: int, order: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.closerange(3, 4096)
+    clock.follow(Path(order["clock"]))
+    if order["full"]:
+        pretend(order["full"])
     os.environ.clear()
     os.environ.update(order["environment"])
     sys.argv = ["penstock", "worker", order["stage"]]

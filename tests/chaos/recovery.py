@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -66,17 +66,17 @@ class Plan:
     streams: int = 24
     length: int = 400
     """Tokens of each stream."""
-    to_the_end: bool = True
-    """If not, the last wave's results are not waited for, and not checked."""
 
 
-def measure(
-    bus: Bus, directory: Path, nursery: Nursery, plan: Plan, progress: Progress = lambda line: None
-) -> Recovery:
+@contextlib.contextmanager
+def measured(
+    bus: Bus, directory: Path, nursery: Nursery, plan: Plan, progress: Progress = lambda line, kills: None
+) -> Iterator[Recovery]:
     """Kill decode workers in the middle of long answers, one after the other, while nothing else is wrong.
 
     Kafka has its timeouts at their defaults: a dead member is noticed after 45 s, and after a wave its partitions wait
-    for that.
+    for that. So there is something to do between a last wave's streams and its results: the times are there when this
+    is entered, the findings when it is left.
     """
     directory.mkdir(parents=True, exist_ok=True)
     found = Recovery()
@@ -94,19 +94,18 @@ def measure(
         log = Log(client, Pipeline(stack.addresses.pipeline), RecordSettings())
         _tend_until(stack, lambda: all(map(stack.is_ready, stack.workers)), "all workers are ready")
         for wave in range(plan.waves):
-            with Clients(history, stack.addresses, partial(_errand, plan, wave), plan.streams, PATIENCE_S) as clients:
-                clients.stop()  # a wave is one errand each
-                _wave(wave, plan, stack, log, history, found, progress)
-                if plan.to_the_end or wave + 1 < plan.waves:
-                    calm(stack, clients, PATIENCE_S, progress)
-                else:
-                    _tend_until(stack, partial(_is_idle, clients), "all streams end")
-        if plan.to_the_end:
-            write_down(stack, history)
-    entries = list(read(path))
-    found.seconds = times(entries)
-    found.findings = check(e for e in entries if plan.to_the_end or e["what"] != "accepted")
-    return found
+            make = partial(_errand, plan, wave)
+            clients = exits.enter_context(Clients(history, stack.addresses, make, plan.streams, PATIENCE_S))
+            clients.stop()  # a wave is one errand each
+            _wave(wave, plan, stack, log, history, found, progress)
+            _tend_until(stack, partial(_is_idle, clients), "all streams end")
+            if wave + 1 == plan.waves:
+                history.flush()
+                found.seconds = times(read(path))
+                yield found
+            calm(stack, clients, PATIENCE_S, lambda line: progress(line, found.kills))
+        write_down(stack, history)
+    found.findings = check(read(path))
 
 
 def _is_idle(clients: Clients) -> bool:
@@ -157,7 +156,7 @@ def _wave(
         before = {request_id: status.num_tokens for request_id, status in states().items() if status.owner == name}
         history.note("killed", at_s=at, worker=name, streams=before)
         found.kills += 1
-        progress(f"wave {wave + 1}, {found.kills} kills, {len(before)} streams of {name} go on")
+        progress(f"wave {wave + 1}, {len(before)} streams of {name} go on", found.kills)
 
         def all_on(before: dict[str, int] = before) -> bool:
             now = states()

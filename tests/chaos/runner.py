@@ -11,19 +11,25 @@ from pathlib import Path
 
 from penstock.bus.connect import connect
 from penstock.local.kafka import SHORT_TIMEOUTS
-from penstock.local.stack import Worker
+from penstock.local.stack import Stack, Worker
 from penstock.messages import Result, decode, readable_id
 from penstock.names import REASON, Pipeline
 from penstock.settings import BusSettings
+from tests.chaos import clock
 from tests.chaos.checker import Finding, check
 from tests.chaos.clients import Clients, errand, known
+from tests.chaos.disk import Disk
 from tests.chaos.faults import ANY_TIME, Bus, Fate, Fault, fate_of, faults
 from tests.chaos.history import History, read
 from tests.chaos.nursery import Nursery
 from tests.chaos.system import DoomedStack, Servers, Toll
 
 TEND_S = 0.05
-Progress = Callable[[str], None]
+SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16"}
+"""So little that blocks are read from the disk, too."""
+Told = Callable[[str], None]
+Progress = Callable[[str, int], None]
+"""A line that says how far it is, and how many kills there were."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Outcome:
     history: Path
 
 
-def run(plan: Round, directory: Path, nursery: Nursery, progress: Progress = lambda line: None) -> Outcome:
+def run(plan: Round, directory: Path, nursery: Nursery, progress: Progress = lambda line, kills: None) -> Outcome:
     """Do it; the history stays in the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
@@ -62,13 +68,14 @@ def run(plan: Round, directory: Path, nursery: Nursery, progress: Progress = lam
         history = exits.enter_context(History(path))
         history.note("round", seed=plan.seed, bus=plan.bus)
         servers = exits.enter_context(Servers(directory, plan.bus, SHORT_TIMEOUTS))
+        nursery.disk.clear()
         stack = exits.enter_context(doomed(plan, directory, nursery, history, servers))
         make = partial(errand, plan.seed)
         clients = Clients(history, stack.addresses, make, plan.under_way, plan.patience_s)
         with clients:
             _rage(plan, stack, servers, clients, history, progress)
             clients.stop()
-            calm(stack, clients, plan.patience_s + 30.0, progress)
+            calm(stack, clients, plan.patience_s + 30.0, lambda line: progress(line, stack.toll.kills.total()))
         write_down(stack, history)
     return Outcome(check(read(path)), stack.toll, clients.count, path)
 
@@ -79,7 +86,8 @@ def doomed(plan: Round, directory: Path, nursery: Nursery, history: History, ser
     def fate(worker: Worker, life: int) -> Fate:
         return fate_of(plan.seed, plan.bus, worker.stage, worker.name, life)
 
-    return DoomedStack(directory / "stack", nursery, history, servers, fate, (plan.prefill, plan.decode))
+    size, settings = (plan.prefill, plan.decode), SETTINGS | nursery.disk.settings()
+    return DoomedStack(directory / "stack", nursery, history, servers, fate, size, settings)
 
 
 def _rage(
@@ -88,7 +96,7 @@ def _rage(
     """Until there were enough kills, or the time is over."""
     begun = time.monotonic()
     coming = faults(plan.seed, plan.bus, [worker.name for worker in stack.workers])
-    with Mischief(stack, servers, history) as mischief:
+    with Mischief(stack, servers, stack.disk, history) as mischief:
         fault = next(coming)
         while (at_s := time.monotonic() - begun) < plan.seconds and stack.toll.kills.total() < plan.kills:
             stack.tend()
@@ -97,12 +105,12 @@ def _rage(
             while fault.at_s <= at_s:
                 mischief.do(fault)
                 fault = next(coming)
-            progress(f"{at_s:4.0f} s, {stack.toll.kills.total()} kills, {clients.done} of {clients.count} answered")
+            progress(f"{at_s:4.0f} s, {clients.done} of {clients.count} answered", stack.toll.kills.total())
             time.sleep(TEND_S)
     stack.is_doomed = False
 
 
-def calm(stack: DoomedStack, clients: Clients, patience_s: float, progress: Progress) -> None:
+def calm(stack: Stack, clients: Clients, patience_s: float, progress: Told) -> None:
     """Until everybody has what they wait for, or has lost patience."""
     bus, results = connect(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline).results
     until, look_at, answered = time.monotonic() + patience_s, 0.0, False
@@ -116,7 +124,7 @@ def calm(stack: DoomedStack, clients: Clients, patience_s: float, progress: Prog
     clients.check()
 
 
-def write_down(stack: DoomedStack, history: History) -> None:
+def write_down(stack: Stack, history: History) -> None:
     """What the topics hold in the end."""
     stack.stop_workers()
     pipeline = Pipeline(stack.addresses.pipeline)
@@ -134,8 +142,8 @@ def write_down(stack: DoomedStack, history: History) -> None:
 class Mischief:
     """Carries out faults, each undone after its time, on threads of its own."""
 
-    def __init__(self, stack: DoomedStack, servers: Servers, history: History) -> None:
-        self._stack, self._servers, self._history = stack, servers, history
+    def __init__(self, stack: DoomedStack, servers: Servers, disk: Disk, history: History) -> None:
+        self._stack, self._servers, self._disk, self._history = stack, servers, disk, history
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(4, "mischief")
         self._at_servers = threading.Lock()
@@ -143,6 +151,8 @@ class Mischief:
 
     def do(self, fault: Fault) -> None:
         """Soon."""
+        if fault.what not in ("restart", "pause"):  # those are kills and stops
+            self._stack.toll.faults[fault.whose.partition("-")[0], fault.what] += 1
         self._futures.append(self._pool.submit(self._do, fault))
 
     def check(self) -> None:
@@ -152,11 +162,28 @@ class Mischief:
                 future.result()
 
     def _do(self, fault: Fault) -> None:
-        self._history.note("fault", fault=fault.what, whose=fault.whose, for_s=fault.for_s)
-        if fault.what in ("restart", "pause"):
-            with self._at_servers:
-                self._to_server(fault)
-            return
+        self._history.note("fault", fault=fault.what, whose=fault.whose, for_s=fault.for_s, by_s=fault.by_s)
+        match fault.what:
+            case "restart" | "pause":
+                with self._at_servers:
+                    self._to_server(fault)
+            case "full":
+                self._to_disk(fault)
+            case "clock":
+                clock.put(self._stack.clocks[fault.whose], fault.by_s)
+                self._over.wait(fault.for_s)
+                clock.put(self._stack.clocks[fault.whose], 0.0)
+            case _:
+                self._to_connections(fault)
+
+    def _to_disk(self, fault: Fault) -> None:
+        """Whatever becomes free meanwhile is taken, too."""
+        until = time.monotonic() + fault.for_s
+        while time.monotonic() < until and not self._over.wait(TEND_S):
+            self._disk.fill()
+        self._disk.free()
+
+    def _to_connections(self, fault: Fault) -> None:
         proxy = self._servers.kafka_proxy if fault.whose == "kafka" else self._stack.proxies[fault.whose]
         assert proxy is not None
         match fault.what:

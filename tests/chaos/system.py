@@ -18,6 +18,7 @@ from penstock.local.processes import Child, free_port
 from penstock.local.stack import Stack, Worker
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
+from tests.chaos import clock
 from tests.chaos.faults import ANY_TIME, Bus, Fate
 from tests.chaos.history import History
 from tests.chaos.nursery import Nursery
@@ -60,6 +61,8 @@ class Toll:
     pauses: Counter[tuple[str, str]] = field(default_factory=Counter)
     fell: list[str] = field(default_factory=list)
     """Workers that ended by themselves, and the last line they wrote."""
+    faults: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """What else was done, by what it was done to."""
 
 
 class Servers:
@@ -121,17 +124,20 @@ class DoomedStack(Stack):
         servers: "Servers",
         fate_of: FateOf,
         size: tuple[int, int],
+        more: Mapping[str, str] | None = None,
     ) -> None:
+        """`size`: workers of each stage; `more`: settings of theirs."""
         super().__init__(
             directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.redis.url, prefill=size[0],
-            decode=size[1], environment=ENVIRONMENT,
+            decode=size[1], environment={**ENVIRONMENT, **(more or {})},
         )  # fmt: skip
         self._fate_of = fate_of
         self.toll = Toll()
         self.is_doomed = True
         """Whether workers meet their fates. If not, those that come are not told any."""
         self.proxies = {worker.name: Proxy(servers.redis.port) for worker in self.workers}
-        self._nursery, self._history = nursery, history
+        self.clocks = {worker.name: directory / f"{worker.name}.clock" for worker in self.workers}
+        self._nursery, self._history, self.disk = nursery, history, nursery.disk
         self._lives: dict[str, _Life] = {}
         self._births: dict[str, int] = defaultdict(int)
         self._redis = redis.Redis.from_url(servers.redis.url, socket_timeout=1.0)
@@ -164,21 +170,28 @@ class DoomedStack(Stack):
                 self._start(worker)
 
     def start(self) -> Self:
-        """Start the proxies, and then as every stack."""
+        """Start the proxies and clocks, and then as every stack."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.clocks.values():
+            clock.put(path, 0.0)
         for proxy in self.proxies.values():
             proxy.__enter__()
         super().start()
         return self
 
     def stop(self) -> None:
-        """Let go whoever is stopped, and then as every stack."""
-        for worker in self.workers:
-            if worker.child is not None:
-                worker.child.send(signal.SIGCONT)
+        """As every stack, and the proxies with it."""
         super().stop()
         for proxy in self.proxies.values():
             proxy.__exit__(None, None, None)
         self._redis.close()
+
+    def stop_workers(self) -> None:
+        """Let go whoever is stopped, and then as every stack."""
+        for worker in self.workers:
+            if worker.child is not None:
+                worker.child.send(signal.SIGCONT)
+        super().stop_workers()
 
     def _launch(self, worker: Worker, environment: Mapping[str, str]) -> Child:
         number = self._births[worker.name]
@@ -188,7 +201,8 @@ class DoomedStack(Stack):
         own = {"PENSTOCK_STREAM_URL": f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"}
         if fate is not None and fate.order:
             own["PENSTOCK_FAILPOINTS"] = fate.order
-        child = self._nursery.fork(worker.name, worker.stage, {**environment, **own}, self._log(worker))
+        own_log, own_clock = self._log(worker), self.clocks[worker.name]
+        child = self._nursery.fork(worker.name, worker.stage, {**environment, **own}, own_log, own_clock)
         self._history.note("start", worker=worker.name, life=number, pid=child.pid, order=fate.order if fate else "")
         return child
 

@@ -1,6 +1,5 @@
 """A short round on each bus: every worker dies again and again, and everything is answered, once, and right."""
 
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -10,19 +9,12 @@ from penstock.local.kafka import find_jars, find_java
 from penstock.names import STAGES
 from tests.chaos.faults import ANY_TIME, Bus, fate_of, faults, points_of
 from tests.chaos.nursery import Nursery
-from tests.chaos.recovery import Plan, measure
+from tests.chaos.recovery import Plan, measured
 from tests.chaos.runner import Round, run
 from tests.servers import started
 
 pytestmark = pytest.mark.timeout(300)
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield made
-    made.close()
 
 
 def needs(bus: Bus) -> None:
@@ -43,7 +35,9 @@ def test_nothing_is_lost_doubled_or_wrong(bus: Bus, nursery: Nursery, tmp_path: 
 
 def test_streams_of_a_dead_worker_go_on_soon(nursery: Nursery, tmp_path: Path) -> None:
     """Far sooner than any bus would give the work to another; what it takes on a quiet machine is a benchmark."""
-    found = measure("embedded", tmp_path / "recovery", nursery, Plan(waves=1, kills=1, streams=12, length=150))
+    plan = Plan(waves=1, kills=1, streams=12, length=150)
+    with measured("embedded", tmp_path / "recovery", nursery, plan) as found:
+        assert found.seconds
     assert found.findings == []
     assert found.kills == 1
     assert found.quantile(0.5) < 6.0

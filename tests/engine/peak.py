@@ -1,4 +1,4 @@
-"""`python -m tests.engine.peak DIRECTORY DTYPE PACKED`: peak memory of loading, over the size of the parameters."""
+"""A process that says what the peak memory of loading was, over the size of the parameters."""
 
 import shutil
 import sys
@@ -13,6 +13,7 @@ from penstock.settings import EngineSettings
 
 
 def main(directory: Path, dtype: str, packed: bool) -> None:
+    """Make the model in the directory, load it, and print that."""
     _save(directory)
     load(EngineSettings())  # imports, and what the libraries keep
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
@@ -44,7 +45,3 @@ def _status(field: str) -> int:
     """A line of /proc/self/status, in kB."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[field].split()[0])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "1")

@@ -47,14 +47,12 @@ def test_the_directory_does_not_matter(tiny_dir: Path, copied: Path) -> None:
 
 
 def test_another_process_computes_the_same(tiny_dir: Path) -> None:
-    prints = {
-        subprocess.run(
-            [sys.executable, "-c", PRINT, str(tiny_dir)],
-            env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
-        ).stdout.strip()
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert prints == {_print(tiny_dir)}
+    """Where strings have other hashes than here."""
+    other = subprocess.run(
+        [sys.executable, "-c", PRINT, str(tiny_dir)],
+        env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert other.stdout.strip() == _print(tiny_dir)
 
 
 @pytest.mark.parametrize("at", [-1, -20_000])

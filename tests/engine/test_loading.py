@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,8 +19,9 @@ from engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.local.processes import free_port
 from penstock.settings import EngineSettings
+from tests.engine import peak
+from tests.forked import fork, run_penstock
 
-HERE = Path(__file__).parents[2]
 WEIGHTS = "model.safetensors"
 
 
@@ -83,9 +82,9 @@ def test_the_peak_is_what_stays(tmp_path: Path, dtype: str, packed: bool) -> Non
     """Of a bfloat16 model of 215 MB; packed means that each linear layer's weight goes to memory of its own."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux says what the peak was")
-    command = [sys.executable, "-m", "tests.engine.peak", str(tmp_path / "model"), dtype, str(int(packed))]
-    done = subprocess.run(command, cwd=HERE, check=True, capture_output=True, text=True, timeout=120)
-    assert float(done.stdout) <= 1.1
+    child = fork("peak", tmp_path / "log", peak.main, tmp_path / "model", dtype, packed)
+    assert child.wait(120) == 0, child.tail()
+    assert float(child.tail(1)) <= 1.1
 
 
 # Damaged weights
@@ -296,12 +295,11 @@ def test_a_system_that_does_not_say(tmp_path: Path) -> None:
 # The command line
 
 
-def test_a_worker_ends_with_one_line(copy: Path) -> None:
+def test_a_worker_ends_with_one_line(copy: Path, tmp_path: Path) -> None:
     os.truncate(copy / WEIGHTS, 5000)
-    command = [sys.executable, "-m", "penstock.cli.main", "worker", "prefill"]
     nobody = f"redis://127.0.0.1:{free_port()}/0"
     given = {**os.environ, "PENSTOCK_STREAM_URL": nobody, "PENSTOCK_ENGINE_MODEL": str(copy)}
-    done = subprocess.run(command, env=given, cwd=HERE, timeout=90, text=True, capture_output=True, check=False)
-    assert done.returncode == 1
-    assert f"penstock: cannot load model '{copy}': {WEIGHTS} is damaged or cut off" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    child = fork("worker", tmp_path / "log", run_penstock, "worker", "prefill", environment=given)
+    assert child.wait(90) == 1
+    assert f"penstock: cannot load model '{copy}': {WEIGHTS} is damaged or cut off" in child.tail(1)
+    assert "Traceback" not in child.tail(1000)

@@ -17,23 +17,31 @@ _number = itertools.count()
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Answers are short and deadlines far; every second time names are such as exist, and a chat says something."""
     body = case.body if isinstance(case.body, dict) else {}
+    headers = case.headers or {}
+    _make_short(body, headers)
+    if next(_number) % 2:
+        for name in ("idempotency-key", "x-penstock-reject-if-busy"):
+            headers.pop(name, None)
+        for given in (body, case.path_parameters or {}):
+            _make_known(given)
+
+
+def _make_short(body: dict[str, Any], headers: Any) -> None:
     for name, most in _SMALL.items():
         if isinstance(body.get(name), int) and body[name] > most:
             body[name] = most
     for asked in body.keys() & _LIMITS:
         if body.get(_LIMITS[asked]) is None and body.get("max_completion_tokens") is None:
             body[_LIMITS[asked]] = 4
-    headers = case.headers or {}
     with suppress(ValueError):
         if 0 < float(headers.get("x-penstock-deadline-s", 0)) < 100:
             headers["x-penstock-deadline-s"] = "100"
-    if next(_number) % 2:
-        for name in ("idempotency-key", "x-penstock-reject-if-busy"):
-            headers.pop(name, None)
-        for turn in body["messages"] if isinstance(body.get("messages"), list) else []:
-            if isinstance(turn, dict) and turn.get("content") == "":
-                turn["content"] = "Amen"
-        for given in (body, case.path_parameters or {}):
-            for name in given.keys() & _KNOWN:
-                if isinstance(given[name], str):
-                    given[name] = _KNOWN[name]
+
+
+def _make_known(given: dict[str, Any]) -> None:
+    for name in given.keys() & _KNOWN:
+        if isinstance(given[name], str):
+            given[name] = _KNOWN[name]
+    for turn in given["messages"] if isinstance(given.get("messages"), list) else []:
+        if isinstance(turn, dict) and turn.get("content") == "":
+            turn["content"] = "Amen"

@@ -6,19 +6,18 @@
 `work SEED`: puts and gets blocks of a few names, and ends with the number of wrong ones as its status.
 """
 
-import os
 import random
-import signal
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
-from kvstore.arena import steps
+from kvstore import steps
 from kvstore.arena.check import check_integrity
 from kvstore.arena.layout import W_DIRTY, Geometry
 from kvstore.block import Name
 from kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, put, read
+from tests.kvstore.children import die, halt
 from tests.kvstore.small_disk import fill
 
 FORM = make_form("a model that dies")
@@ -47,31 +46,6 @@ def live(directory: Path) -> None:
         is_here(tier, some)
         if turn % 5 == 4:
             tier.release("a job", keys_of(NAMES))
-
-
-def die(directory: Path, step: str, times: int) -> None:
-    """Be killed at a step."""
-    seen = []
-
-    def reached(name: str) -> None:
-        seen.append(name)
-        if name == step and seen.count(step) == times:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    steps.reached = reached
-    live(directory)
-
-
-def halt(directory: Path, step: str) -> None:
-    """Stand still at a step."""
-
-    def reached(name: str) -> None:
-        if name == step:
-            (directory / "halted").touch()
-            threading.Event().wait()
-
-    steps.reached = reached
-    live(directory)
 
 
 def work(directory: Path, seed: int) -> int:
@@ -109,13 +83,17 @@ def tight(directory: Path) -> None:
     tier.close()
 
 
-if __name__ == "__main__":
-    _, where, what, *rest = sys.argv
+def main(directory: Path, what: str, *rest: str) -> int:
+    """Do what is said above; the status to end with."""
     if what == "die":
-        die(Path(where), rest[0], int(rest[1]))
-    elif what == "halt":
-        halt(Path(where), rest[0])
-    elif what == "tight":
-        tight(Path(where))
-    else:
-        sys.exit(work(Path(where), int(rest[0])))
+        return die(rest[0], int(rest[1]), partial(live, directory))
+    if what == "halt":
+        return halt(rest[0], partial(live, directory), directory)
+    if what == "work":
+        return work(directory, int(rest[0]))
+    tight(directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

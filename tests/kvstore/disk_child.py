@@ -7,21 +7,19 @@
 `limit BYTES`: no file may grow beyond that; puts blocks, and ends with 0 if that was counted and nothing was lost.
 """
 
-import os
 import random
 import resource
-import signal
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 from kvstore.block import HEADER_BYTES, Name
-from kvstore.directory import steps
 from kvstore.directory.layout import room
 from kvstore.tiers import disk
 from kvstore.tiers.disk import DiskTier
 from penstock.local.processes import wait_until
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, new_names, put, read
+from tests.kvstore.children import die, halt
 from tests.kvstore.small_disk import fill
 
 FORM = make_form("a model that dies")
@@ -51,31 +49,6 @@ def live(directory: Path) -> None:
         is_here(tier, some)
         if turn % 3 == 2:
             tier.release("a job", keys_of(NAMES))
-
-
-def die(directory: Path, step: str, times: int) -> None:
-    """Be killed at a step."""
-    seen = []
-
-    def reached(name: str) -> None:
-        seen.append(name)
-        if name == step and seen.count(step) == times:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    steps.reached = reached
-    live(directory)
-
-
-def halt(directory: Path, step: str) -> None:
-    """Stand still at a step."""
-
-    def reached(name: str) -> None:
-        if name == step:
-            (directory / "halted").touch()
-            threading.Event().wait()
-
-    steps.reached = reached
-    live(directory)
 
 
 def work(directory: Path, seed: int) -> int:
@@ -150,19 +123,23 @@ def wait(directory: Path) -> None:
     assert is_here(tier, NAMES[:2]) == [False, False]
     assert tier.usage().blocks == 0
     other.unlink()
-    wait_until(lambda: put(tier, NAMES[:2], FORM) == [True, True], 10, "there is room")
+    wait_until(lambda: put(tier, NAMES[:2], FORM) == [True, True], 30, "there is room")
     assert tier.usage().budget == 100 * BUDGET
     assert tier.check_integrity() == []
     tier.close()
 
 
-if __name__ == "__main__":
-    _, where, what, *rest = sys.argv
+def main(directory: Path, what: str, *rest: str) -> int:
+    """Do what is said above; the status to end with."""
     if what == "die":
-        die(Path(where), rest[0], int(rest[1]))
-    elif what == "halt":
-        halt(Path(where), rest[0])
-    elif not rest:
-        {"turn": turn, "start": start, "wait": wait}[what](Path(where))
-    else:
-        sys.exit((work if what == "work" else limit)(Path(where), int(rest[0])))
+        return die(rest[0], int(rest[1]), partial(live, directory))
+    if what == "halt":
+        return halt(rest[0], partial(live, directory), directory)
+    if rest:
+        return {"work": work, "limit": limit}[what](directory, int(rest[0]))
+    {"turn": turn, "start": start, "wait": wait}[what](directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

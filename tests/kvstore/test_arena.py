@@ -415,5 +415,5 @@ def test_the_checker_finds_leases_that_nobody_ended(open_tier: Open) -> None:
 def test_growth_ends_with_the_tier(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_tier()
     tier.close()
-    wait_until(lambda: not tier.arena.growth._thread.is_alive(), 10, "the thread ends")
+    wait_until(lambda: not tier.arena.growth._thread.is_alive(), 30, "the thread ends")
     assert tier.arena.growth.is_over

@@ -1,27 +1,23 @@
 """A process may die at any step: the next one finds a sound arena, and goes on."""
 
-import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvstore.arena import steps
+from kvstore import steps
 from kvstore.arena.check import check_integrity
 from kvstore.arena.file import find_arenas, remove_arena
 from kvstore.arena.layout import W_ALLOCATED, W_DIRTY, WRITING
 from kvstore.tiers.shared import SharedTier
-from penstock.local.processes import Child, start_child, wait_until
-from tests.kvstore.arena_child import FORM, NAMES, NUM_SLOTS, open_tier
+from penstock.local.processes import Child
+from tests.kvstore import children
+from tests.kvstore.arena_child import FORM, NAMES, NUM_SLOTS, main, open_tier
 from tests.kvstore.blocks import content, is_here, keys_of, put, read
 
-ROOT = Path(__file__).parents[2]
-
-
-def start(directory: Path, *what: str) -> Child:
-    command = [sys.executable, "-m", "tests.kvstore.arena_child", str(directory), *what]
-    return start_child(command, name=" ".join(what), directory=ROOT, log=directory / "log")
+start = partial(children.start, main)
 
 
 def check_sound(tier: SharedTier) -> None:
@@ -42,8 +38,8 @@ def check_sound(tier: SharedTier) -> None:
     assert check_integrity(tier.arena) == []
 
 
-ONCE = [step for step in steps.STEPS if step.startswith(("open", "allocate"))]
-DEATHS = [(step, 1) for step in steps.STEPS] + [(step, 7) for step in steps.STEPS if step not in ONCE]
+ONCE = [step for step in steps.ARENA if step.startswith(("open", "allocate"))]
+DEATHS = [(step, 1) for step in steps.ARENA] + [(step, 7) for step in steps.ARENA if step not in ONCE]
 
 
 @pytest.mark.parametrize(("step", "times"), DEATHS)
@@ -70,11 +66,8 @@ def test_killed_while_another_one_has_it_open(tmp_path: Path, step: str) -> None
 
 @pytest.fixture
 def halted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Child]:
-    child = start(tmp_path, "halt", request.param)
-    wait_until((tmp_path / "halted").exists, 60, "the child comes to the step")
-    yield child
-    if child.alive():
-        child.kill()
+    with children.halted(main, tmp_path, request.param) as child:
+        yield child
 
 
 @pytest.mark.parametrize("halted", ["put 5.1"], indirect=True)
@@ -122,8 +115,8 @@ def test_another_one_goes_on_allocating(tmp_path: Path, halted: Child) -> None:
 def test_readers_and_writers_at_once(tmp_path: Path) -> None:
     """Two that write and two that read, on an arena much smaller than what they want; every byte read is checked."""
     tier = open_tier(tmp_path)
-    children = [start(tmp_path, "work", str(seed)) for seed in range(4)]
-    assert [child.wait(120) for child in children] == [0] * 4
+    workers = [start(tmp_path, "work", str(seed)) for seed in range(4)]
+    assert [child.wait(120) for child in workers] == [0] * 4
     assert tier.arena.tables.words[W_DIRTY] == 0
     check_sound(tier)
     tier.close()

@@ -239,7 +239,7 @@ def test_a_full_disk_is_counted_and_left_alone_for_a_while(
     assert tier.usage().blocks == 1
     assert tier.check_integrity() == []
     monkeypatch.setattr(disk, "REST_S", 0.0)
-    wait_until(lambda: put(tier, [lost]) == [True], 10, "the disk is tried again")
+    wait_until(lambda: put(tier, [lost]) == [True], 30, "the disk is tried again")
     assert read(tier, [lost]) == [content(lost)]
 
 
@@ -315,7 +315,7 @@ def test_a_lease_that_ended_makes_room(tmp_path: Path) -> None:
     names = new_names(4)
     put(tier, names)
     tier.lease("a job", keys_of(names), 0.2)
-    wait_until(lambda: put(tier, new_names(1)) == [True], 10, "the leases end")
+    wait_until(lambda: put(tier, new_names(1)) == [True], 30, "the leases end")
     assert tier.usage().leased == 0
     assert not list((tmp_path / "leases").iterdir())
     assert tier.check_integrity() == []

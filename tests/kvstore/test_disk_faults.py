@@ -5,7 +5,6 @@ import fcntl
 import os
 import random
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,21 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import steps
 from kvstore.block import HEADER_BYTES
-from kvstore.directory import steps
 from kvstore.directory.files import Files
 from kvstore.tiers.disk import DiskTier
 from penstock.errors import KVStoreError
-from penstock.local.processes import Child, start_child, wait_until
+from penstock.local.processes import Child, wait_until
+from tests.kvstore import children
 from tests.kvstore.blocks import PAYLOAD_BYTES, content, is_here, keys_of, new_names, put, read
-from tests.kvstore.disk_child import BUDGET, FORM, NAMES, NUM_ROOMS, open_tier
+from tests.kvstore.disk_child import BUDGET, FORM, NAMES, NUM_ROOMS, main, open_tier
 
-ROOT = Path(__file__).parents[2]
-
-
-def start(directory: Path, *what: str) -> Child:
-    command = [sys.executable, "-m", "tests.kvstore.disk_child", str(directory), *what]
-    return start_child(command, name=" ".join(what), directory=ROOT, log=directory / "log")
+start = partial(children.start, main)
 
 
 def files(directory: Path) -> list[Path]:
@@ -61,8 +56,8 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 # Deaths.
 
-DEATHS = [(step, 1) for step in steps.STEPS]
-DEATHS += [(step, 7) for step in steps.STEPS if not step.startswith("open")]
+DEATHS = [(step, 1) for step in steps.DISK]
+DEATHS += [(step, 7) for step in steps.DISK if not step.startswith("open")]
 
 
 @pytest.mark.parametrize(("step", "times"), DEATHS)
@@ -84,11 +79,8 @@ def test_killed_while_another_one_has_it_open(tmp_path: Path, tier: DiskTier, st
 
 @pytest.fixture
 def halted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Child]:
-    child = start(tmp_path, "halt", request.param)
-    wait_until((tmp_path / "halted").exists, 60, "the child comes to the step")
-    yield child
-    if child.alive():
-        child.kill()
+    with children.halted(main, tmp_path, request.param) as child:
+        yield child
 
 
 @pytest.mark.parametrize("halted", ["put 4.1"], indirect=True)
@@ -124,8 +116,8 @@ def test_files_of_the_living_are_left_alone_and_count(tmp_path: Path, halted: Ch
 
 
 def test_two_writers_at_a_small_budget(tmp_path: Path, tier: DiskTier) -> None:
-    children = [start(tmp_path, "work", str(seed)) for seed in range(2)]
-    assert [child.wait(120) for child in children] == [0, 0], [child.tail() for child in children]
+    workers = [start(tmp_path, "work", str(seed)) for seed in range(2)]
+    assert [child.wait(120) for child in workers] == [0, 0], [child.tail() for child in workers]
     check_sound(tier, tmp_path)
 
 
@@ -249,7 +241,7 @@ def test_a_disk_that_takes_nothing_is_left_alone_for_a_while(
     assert tier.usage().blocks == 2
     assert tier.check_integrity() == []
     assert not any(Path(path).exists() for path in tries)
-    wait_until(lambda: put(tier, NAMES[2:5], FORM) == [True] * 3, 10, "it takes blocks again")
+    wait_until(lambda: put(tier, NAMES[2:5], FORM) == [True] * 3, 30, "it takes blocks again")
 
 
 def test_a_disk_that_can_only_be_read(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +258,7 @@ def test_a_disk_that_can_only_be_read(tier: DiskTier, monkeypatch: pytest.Monkey
         assert is_here(tier, NAMES[:3]) == [True, True, False]
         assert read(tier, NAMES[:2], FORM) == [content(name, FORM) for name in NAMES[:2]]
     assert tier.counters.errors > 0
-    wait_until(lambda: put(tier, NAMES[3:4], FORM) == [True], 10, "it takes blocks again")
+    wait_until(lambda: put(tier, NAMES[3:4], FORM) == [True], 30, "it takes blocks again")
     assert tier.check_integrity() == []
 
 
@@ -283,7 +275,7 @@ def test_a_failure_while_room_is_made(tier: DiskTier, monkeypatch: pytest.Monkey
     assert tier.counters.errors == 1
     assert tier.usage().bytes == BUDGET // NUM_ROOMS * (NUM_ROOMS - 1)
     assert tier.check_integrity() == []
-    wait_until(lambda: put(tier, NAMES[-2:], FORM) == [True, True], 10, "it takes blocks again")
+    wait_until(lambda: put(tier, NAMES[-2:], FORM) == [True, True], 30, "it takes blocks again")
     assert tier.usage().bytes == BUDGET
 
 
@@ -340,7 +332,7 @@ def test_parts_of_the_directory_are_deleted(tmp_path: Path, tier: DiskTier, what
         call()
     other = open_tier(tmp_path)
     for one in (tier, other):
-        wait_until(partial(takes, one), 10, "it takes blocks again")
+        wait_until(partial(takes, one), 30, "it takes blocks again")
         assert read(one, NAMES[5:7], FORM) == [content(name, FORM) for name in NAMES[5:7]]
     check_sound(other, tmp_path)
     assert tier.usage() == other.usage()

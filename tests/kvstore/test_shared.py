@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.arena import steps
+from kvstore import steps
 from kvstore.arena.check import check_integrity
 from kvstore.arena.layout import READY, Geometry
 from kvstore.block import HEADER_BYTES, Block

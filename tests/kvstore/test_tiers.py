@@ -358,7 +358,7 @@ def test_a_lease_ends_with_its_time(make_tier: MakeTier) -> None:
     tier = make_tier(FORM, SMALL)
     names = fill(tier)
     tier.lease("a job", keys_of(names), 0.05)
-    wait_until(lambda: tier.usage().leased == 0, 10, "leases run out")
+    wait_until(lambda: tier.usage().leased == 0, 30, "leases run out")
     assert put(tier, new_names(2)) == [True, True]
     assert tier.counters.refused == 0
 
@@ -370,7 +370,7 @@ def test_a_second_lease_of_the_same_owner_moves_the_end(make_tier: MakeTier) -> 
     tier.lease("a job", [longer.key], 600)
     tier.lease("a job", [shorter.key], 600)
     tier.lease("a job", [shorter.key], 0.05)
-    wait_until(lambda: tier.usage().leased == 1, 10, "the shorter lease runs out")
+    wait_until(lambda: tier.usage().leased == 1, 30, "the shorter lease runs out")
     assert {entry.key: entry.leases for entry in tier.entries()} == {longer.key: 1, shorter.key: 0}
     tier.release("a job", [longer.key])
     assert tier.usage().leased == 0

@@ -1,18 +1,15 @@
 """A worker that dies of a poisoned prompt as it would of a fault in native code, and is started again each time.
 
-`python -m tests.pipeline.poisoned_worker prefill | decode` writes a line for each death. The workers are forked,
-so that what takes long to load is loaded once.
+It writes a line for each death.
 """
 
 import ctypes
 import logging
 import os
 import signal
-import sys
 from typing import Any
 
 import engine.check
-import prefill_worker.worker  # noqa: F401 - loaded once, see above
 from engine.batch import Batch
 from engine.engine import Engine
 from penstock.cli.worker import run
@@ -48,7 +45,3 @@ def main(stage: Stage) -> None:
             return
         _, status = os.waitpid(pid, 0)
         logging.info("died of signal %d", os.waitstatus_to_exitcode(status))
-
-
-if __name__ == "__main__":
-    main("prefill" if sys.argv[1] == "prefill" else "decode")

@@ -12,6 +12,7 @@ from penstock.client import Client
 from penstock.local.processes import wait_until
 from penstock.local.stack import Stack
 from penstock.messages import Request, Result
+from tests.forked import ForkedStack
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.workload import SETTINGS, Answer, alone, requests
 
@@ -30,7 +31,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }
     directory = tmp_path_factory.mktemp(f"stack-{request.param}")
     name = f"equality-{request.param}-{random.getrandbits(32):08x}"
-    made = Stack(directory, pipeline=name, kafka=kafka, prefill=2, decode=2, environment=environment)
+    made = ForkedStack(directory, pipeline=name, kafka=kafka, prefill=2, decode=2, environment=environment)
     with made as running:
         running.wait_ready(120)
         yield running

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,18 +14,19 @@ from penstock import names
 from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing
 from penstock.errors import REQUEST_ERRORS, KVStoreError
-from penstock.local.processes import Child, start_child, wait_until
+from penstock.local.processes import Child, wait_until
 from penstock.messages import Job, Request, Result, Sampling, decode
 from penstock.names import Pipeline, Stage
 from penstock.record import Claim, body_hash
 from penstock.settings import Addresses, BusSettings, RecordSettings
 from penstock.worker import run_until_idle
+from tests.forked import fork
+from tests.pipeline import poisoned_worker
 from tests.pipeline.checks import results_of
 from tests.pipeline.line import Line
 from tests.pipeline.poisoned_worker import POISON
 from tests.pipeline.workload import alone, requests
 
-HERE = Path(__file__).parents[2]
 RECORD = RecordSettings(retry_first_s=0.05, lease_s=0.4)
 
 
@@ -149,7 +149,7 @@ def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
     """It has no delivery to retry: it is taken over again, until it ends."""
     silent = line.prefill
     line.send(poison())
-    wait_until(lambda: silent.turn() or silent.running, 20, "a claim", 0)
+    wait_until(lambda: silent.turn() or silent.running, 30, "a claim", 0)
     silent.leases.close()
     line.add_prefill("prefill-1")
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
@@ -168,16 +168,39 @@ def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
     silent.close()
 
 
+@pytest.mark.timeout(60)
+def test_what_was_taken_over_waits_before_it_is_tried_again(redis_url: str, pipeline: Pipeline) -> None:
+    with line_on(redis_url, pipeline, record=RecordSettings(retry_first_s=600, retry_cap_s=600, lease_s=0.4)) as line:
+        silent = line.prefill
+        line.send(poison())
+        wait_until(lambda: silent.turn() or silent.running, 20, "a claim", 0)
+        silent.leases.close()
+        line.add_prefill("prefill-1")
+        breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
+        key, held = pipeline.record_key("poison"), pipeline.held_key("prefill")
+
+        def is_left_alone() -> bool:
+            line.prefill.turn()
+            return line.client.hmget(key, "owner", "attempts") == [b"", b"2"]
+
+        wait_until(is_left_alone, 20, "it failed, and is given back", 0)
+        assert float(line.client.zscore(held, "poison") or 0) / 1000 > time.time() + 500
+        assert line.prefill.record.take_over("poison", "prefill", "somebody") is None
+        silent.close()
+
+
 def retried(line: Line, request_id: str) -> Outgoing:
     """Turn the prefill worker until the request is in the retry topic."""
     found: list[Outgoing] = []
 
     def is_there() -> bool:
         line.prefill.turn()
-        found.extend(message for message in line.bus.read_all(line.pipeline.retries) if message.key == request_id)
+        found.extend(
+            message for message in line.bus.read_all(line.pipeline.retries("interactive")) if message.key == request_id
+        )
         return bool(found)
 
-    wait_until(is_there, 20, "a retry", 0)
+    wait_until(is_there, 30, "a retry", 0)
     return found[0]
 
 
@@ -241,7 +264,6 @@ def deadly_workers(addresses: Addresses, directory: Path) -> Iterator[dict[Stage
     """A prefill and a decode worker that die of poison, and are started again; gives their logs."""
     environment = {
         **os.environ,
-        "PYTHONPATH": str(HERE),
         "PENSTOCK_PIPELINE": addresses.pipeline,
         "PENSTOCK_STREAM_URL": addresses.stream_url,
         "PENSTOCK_RECORD_LEASE_S": "0.5",
@@ -254,9 +276,8 @@ def deadly_workers(addresses: Addresses, directory: Path) -> Iterator[dict[Stage
     logs = {stage: directory / f"{stage}.log" for stage in names.STAGES}
     try:
         for stage, log in logs.items():
-            command = [sys.executable, "-m", "tests.pipeline.poisoned_worker", stage]
             named = {**environment, "PENSTOCK_WORKER_NAME": f"{stage}-0"}
-            children.append(start_child(command, name=stage, log=log, environment=named, directory=HERE))
+            children.append(fork(stage, log, poisoned_worker.main, stage, environment=named))
         yield logs
     finally:
         for child in children:

@@ -68,9 +68,11 @@ def test_sent_twice_is_answered_once(line: Line) -> None:
 
 def test_sent_many_times_is_not_given_up(line: Line) -> None:
     """A hand-off is progress: copies of a request that waits for decode do not use up its attempts."""
+    line.decode.close()
     for num_jobs in range(1, 6):
         line.send(ask("again"))
         line.run_prefill(num_jobs)
+    line.renew_decode()
     (result,) = line.run_until(1)
     assert result.error is None
     assert line.dead() == []

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.local.stack import Stack
+from tests.forked import ForkedStack
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -18,7 +18,7 @@ def test_the_example_runs_against_a_live_pipeline(kafka: str, tmp_path: Path) ->
     assert "penstock" not in "".join(re.findall(r"^import .*$", example, re.M))
     script = tmp_path / "backend.py"
     script.write_text(example)
-    with Stack(tmp_path / "stack", pipeline=f"example-{os.getpid()}", kafka=kafka) as stack:
+    with ForkedStack(tmp_path / "stack", pipeline=f"example-{os.getpid()}", kafka=kafka) as stack:
         stack.wait_ready(120)
         addresses = stack.addresses
         here = os.environ | {"KAFKA": kafka, "REDIS": addresses.stream_url, "PIPELINE": addresses.pipeline}

@@ -1,20 +1,25 @@
 """A worker falls silent: another goes on without a delivery, and when the first one wakes up it does no harm."""
 
+import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from decode_worker.worker import DecodeWorker
 from penstock.client import Client
+from penstock.local.kafka import KafkaServer
 from penstock.local.processes import wait_until
 from penstock.messages import EndEvent, Request, Sampling, TokenEvent
-from penstock.names import Pipeline
+from penstock.names import Pipeline, Stage
 from penstock.settings import Addresses, RecordSettings
 from penstock.worker import run_until_idle
 from prefill_worker.worker import PrefillWorker
+from tests.forked import fork, run_penstock
 from tests.pipeline.line import Line
 from tests.pipeline.workload import alone, requests
+from tests.servers import started
 
 
 @pytest.fixture(params=["embedded", "kafka"])
@@ -115,3 +120,67 @@ def test_a_delivery_that_comes_to_who_took_over_settles_there(line: Line) -> Non
     (result,) = line.run_until(1)
     assert result.token_ids == alone([request])["long"].token_ids
     assert line.decode.member.held() == 0
+
+
+@pytest.fixture(scope="module")
+def patient_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Kafka with its timeouts at their defaults: it notices a dead member after 45 s."""
+    with started(KafkaServer(tmp_path_factory.mktemp("patient"), timeouts={}).start) as server:
+        yield server.bootstrap
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_what_waited_in_a_killed_worker_goes_on(
+    stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    """It had fetched more than it had room for. The group thinks that it lives, and keeps its partitions for it."""
+    work = requests(12, pipeline.name, max_tokens=8 if stage == "prefill" else 60)
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
+    with Line(addresses) as line:
+        if stage == "decode":
+            line.decode.close()
+            line.send(*work)
+            line.run_prefill(len(work))
+        else:
+            line.prefill.close()
+            line.send(*work)
+        log, environment = tmp_path / "victim.log", environment_of(addresses)
+        victim = fork("victim", log, run_penstock, "worker", stage, environment=environment)
+
+        def waiting() -> list[str]:
+            found = {request.id: line.prefill.record.status(request.id) for request in work}
+            return [name for name, status in found.items() if status and status.stage == stage and not status.owner]
+
+        wait_until(lambda: len(waiting()) > 2, 60, "some are put down")
+        victim.kill()
+        left = waiting()
+        (line.add_decode if stage == "decode" else line.add_prefill)("another")
+        ended: set[str] = set()
+
+        def all_ended() -> bool:
+            line.prefill.turn()
+            line.decode.turn()
+            found = {name: line.prefill.record.status(name) for name in left if name not in ended}
+            ended.update(name for name, status in found.items() if status and status.stage == "end")
+            return len(ended) == len(left)
+
+        wait_until(all_ended, 30, "those that had waited have their answers", 0)
+        expected = alone([request for request in work if request.id in left])
+        for name in left:
+            said = [event.token for event in line.prefill.record.read_log(name) if isinstance(event, TokenEvent)]
+            assert said == expected[name].token_ids
+
+
+def environment_of(addresses: Addresses) -> dict[str, str]:
+    """For a worker process with room for one request at a time, that takes a while for it."""
+    return {
+        **os.environ,
+        "PENSTOCK_PIPELINE": addresses.pipeline,
+        "PENSTOCK_STREAM_URL": addresses.stream_url,
+        "PENSTOCK_KAFKA": addresses.kafka,
+        "PENSTOCK_WORKER_NAME": "victim",
+        "PENSTOCK_ENGINE_DTYPE": "float32",
+        "PENSTOCK_ENGINE_MAX_BATCH": "1",
+        "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "4",
+        "PENSTOCK_KV_STORE_SHARED_MB": "0",
+    }

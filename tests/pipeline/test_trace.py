@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.local.stack import Stack
+from tests.forked import ForkedStack
 
 NAMES = {"request", "queue.wait", "prefill", "kv.write", "hand_off", "kv.read", "decode"}
 
@@ -19,7 +20,7 @@ def spans(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All spans of two requests, one with a traced producer and one whose producer keeps no trace."""
     directory = tmp_path_factory.mktemp("traced")
     file = directory / "spans.jsonl"
-    with Stack(directory, environment={"PENSTOCK_TRACE_FILE": str(file)}) as stack:
+    with ForkedStack(directory, environment={"PENSTOCK_TRACE_FILE": str(file)}) as stack:
         stack.wait_ready(120)
         generate(stack, {"PENSTOCK_TRACE_FILE": str(file)})
         generate(stack, {})

@@ -52,17 +52,18 @@ def _stop(state: State, rules: Rules, index: int) -> Steps:
     out = worker.out if worker.out and worker.out.kind == "job" and not worker.out.end else None
     task, step, after = worker.run or out, Step("stop", index), state
     if task is not None:
-        step, after = release(state, rules, index, task.epoch, failed=False, delivered=task.delivery is not None)
+        step, after = release(state, rules, index, task.epoch, failed=False)
     stopping = worker._replace(run=None, stops=True, unlists=False)
     yield step._replace(kind="stop"), change(after, index, stopping, left=left)
 
 
-def release(state: State, rules: Rules, index: int, epoch: int, *, failed: bool, delivered: bool) -> tuple[Step, State]:
-    """A request is given back."""
-    forgets = rules.flaw == "forgets the message"
-    rec, reply = script.release(state.rec, epoch, failed=failed, delivered=delivered or forgets)
-    state = state._replace(rec=rec, listed=listed(state, rules, index) if reply and not delivered else state.listed)
-    return Step("release", index, ("release", epoch, failed, delivered), reply), state
+def release(
+    state: State, rules: Rules, index: int, epoch: int, *, failed: bool, waits: bool = False
+) -> tuple[Step, State]:
+    """A request is given back, to be left alone for a while if it `waits`."""
+    rec, reply = script.release(state.rec, epoch, failed=failed, waits=waits, flaw=rules.flaw)
+    state = state._replace(rec=rec, listed=listed(state, rules, index) if reply else state.listed)
+    return Step("release", index, ("release", epoch, failed, waits), reply), state
 
 
 def _forgotten(state: State) -> State:

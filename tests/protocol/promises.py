@@ -19,7 +19,7 @@ def wrong(before: State, step: Step, after: State, rules: Rules) -> str:
         return ""
     if not step.call:
         return "a record changed by no script"
-    if step.call[0] == "release" and not step.call[3] and left_alone(after, rules):
+    if step.call[0] in ("release", "put down") and left_alone(after, rules):
         return "left alone"
     return _wrong_record(before, step, after)
 

@@ -7,7 +7,7 @@ import redis
 
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, Pipeline, Stage, event_id, roll
-from penstock.record import Bound, Busy, Claim, Conflict, Record
+from penstock.record import Bound, Busy, Claim, Conflict, Record, Waiting
 from tests.protocol.script import NOBODY, NONE, OUT, RUNS, Message, Rec, Reply
 
 LEASE_S = 600.0
@@ -59,6 +59,8 @@ class Replay:
                 self._let_lease_run_out(before)
             case "claim":
                 self._claim(args, reply)
+            case "put down":
+                self._put_down(args, after)
             case _:
                 self._work(kind, args, reply, before)
         self.compare(after)
@@ -81,6 +83,15 @@ class Replay:
             self._claimed(outcome, reply)
         else:
             self._claimed(self.record.claim_decode(self.id, f"w{owner}", str(message.job), _pack(message)), reply)
+
+    def _put_down(self, args: Any, after: Rec) -> None:
+        stage, message = args
+        body, job = ("", str(message.job)) if message.job else (str(message.body), "")
+        self.record.put_down(stage, [Waiting(self.id, body, job, _pack(message))])
+        if after.epoch not in self.epochs:
+            epoch = int(self.client.hget(self.keys[0], "epoch") or 0)
+            assert epoch > max(self.epochs.values())
+            self.epochs[after.epoch] = epoch
 
     def _claimed(self, outcome: object, reply: Any) -> None:
         match outcome:
@@ -125,10 +136,11 @@ class Replay:
         assert self.record.finish(claim, EndEvent(finish_reason="error", text=end.error)) == reply
 
     def _release(self, args: Any, reply: Any) -> None:
-        epoch, failed, delivered = args
+        epoch, failed, waits = args
         claim = self.claims[epoch]
-        assert self.record.release(claim, failed=failed, delivered=delivered) == reply
-        if reply and not delivered:
+        wait_s = LEASE_S if waits else 0.0
+        assert self.record.release(claim, failed=failed, delivered=False, wait_s=wait_s) == reply
+        if reply and not waits:
             self._assert_overdue(claim.stage)
 
     def _let_lease_run_out(self, before: Rec) -> None:

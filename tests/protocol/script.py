@@ -51,6 +51,18 @@ class Rec(NamedTuple):
 NEW = Rec()
 
 
+def put_down(rec: Rec, stage: str, message: Message, clock: int) -> tuple[Rec, Reply]:
+    """`claim.lua` without an owner."""
+    is_kept = rec.stage == stage and rec.message is not None
+    was, reply = rec, claim(rec, stage, NOBODY, message, clock, "")
+    if reply[1][0] in ("bound", "conflict"):
+        return was, reply[1]
+    if is_kept or was.stage == "end" or (stage == "prefill" and was.stage == "handed"):
+        return was, ("down",)
+    rec, found = reply
+    return (rec._replace(lease=OUT, attempts=was.attempts), ("down",)) if found[0] == "claim" else (was, found)
+
+
 def claim(rec: Rec, stage: str, owner: int, message: Message, clock: int, flaw: str) -> tuple[Rec, Reply]:
     """`claim.lua`."""
     prefill = stage == "prefill"
@@ -125,12 +137,14 @@ def handed(rec: Rec, epoch: int) -> tuple[Rec, int]:
     return rec._replace(stage="handed", lease=NONE, owner=NOBODY, attempts=0, message=None), 1
 
 
-def release(rec: Rec, epoch: int, *, failed: bool, delivered: bool) -> tuple[Rec, int]:
+def release(rec: Rec, epoch: int, *, failed: bool, waits: bool, flaw: str = "") -> tuple[Rec, int]:
     """`release.lua`."""
-    if rec.epoch != epoch or rec.stage == "end":
+    if rec.epoch != epoch or rec.stage in ("end", "handed"):
         return rec, 0
     rec = rec._replace(owner=NOBODY, attempts=rec.attempts if failed else max(0, rec.attempts - 1))
-    return (rec._replace(lease=NONE, message=None) if delivered else rec._replace(lease=OUT)), 1
+    if flaw == "forgets the message":
+        return rec._replace(lease=NONE, message=None), 1
+    return rec._replace(lease=RUNS if waits else OUT), 1
 
 
 def renew(rec: Rec, epoch: int) -> tuple[Rec, int]:

@@ -73,6 +73,5 @@ def _note(state: State, rules: Rules, index: int, out: Out) -> tuple[Step, State
         rec, reply = script.handed(state.rec, out.epoch)
         worker = worker._replace(unlists=rules.lists or worker.unlists)
         return Step("handed", index, ("handed", out.epoch), reply), change(state, index, worker, rec=rec)
-    delivered = out.delivery is not None
-    step, state = release(state, rules, index, out.epoch, failed=False, delivered=delivered)
+    step, state = release(state, rules, index, out.epoch, failed=False)
     return step, change(state, index, worker)

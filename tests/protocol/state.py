@@ -40,6 +40,8 @@ class Budget(NamedTuple):
     preempts: int = 0
     doubts: int = 0
     """A settlement is done, and its reply lost."""
+    waits: int = 0
+    """A message waits in a worker that has no room for it."""
 
 
 class Run(NamedTuple):

@@ -10,7 +10,21 @@ from tests.protocol import script
 from tests.protocol.mishaps import mishaps, release, wishes
 from tests.protocol.script import MAX_ATTEMPTS, End, Message, Rec
 from tests.protocol.settling import bring, settle, ship
-from tests.protocol.state import FREE, IDLE, Out, Rules, Run, State, Step, Steps, Worker, change, listed, stage_of
+from tests.protocol.state import (
+    FREE,
+    IDLE,
+    Out,
+    Rules,
+    Run,
+    State,
+    Step,
+    Steps,
+    Worker,
+    change,
+    holder,
+    listed,
+    stage_of,
+)
 
 
 def steps(state: State, rules: Rules) -> Steps:
@@ -27,6 +41,7 @@ def _worker_steps(state: State, rules: Rules, index: int) -> Steps:
         yield from _poll(state, index)
         for message in worker.inbox:
             yield from _admit(state, rules, index, message)
+            yield from _put_down(state, rules, index, message)
         yield from _look(state, rules, index)
         if worker.run is not None:
             yield from _hear(state, rules, index, worker.run)
@@ -52,6 +67,13 @@ def _poll(state: State, index: int) -> Steps:
 
 def _admit(state: State, rules: Rules, index: int, message: Message) -> Steps:
     worker, stage = state.workers[index], stage_of(index)
+    checks = rules.flaw != "claims what it does not hold"
+    if checks and worker.out is not None and worker.out.delivery == message:
+        return  # it is being settled
+    if checks and holder(state, message) != index:
+        rest = worker._replace(inbox=tuple([one for one in worker.inbox if one != message]))
+        yield Step("forget", index), change(state, index, rest)
+        return
     rec, reply = script.claim(state.rec, stage, index, message, state.clock + 1, rules.flaw)
     if worker.out is not None and (reply[0] in ("bound", "conflict") or rec.stage == "end"):
         return  # one settlement at a time
@@ -70,6 +92,16 @@ def _admit(state: State, rules: Rules, index: int, message: Message) -> Steps:
             yield step, change(state, index, rest._replace(out=out), letters=state.letters + (reply[0] == "conflict"))
         case _:
             yield step, _begin(state, rules, index, rest, (rec, reply, message), message)
+
+
+def _put_down(state: State, rules: Rules, index: int, message: Message) -> Steps:
+    """There is no room for it yet: others can take it over when this worker dies."""
+    if state.left.waits and holder(state, message) == index:
+        stage, left = stage_of(index), state.left._replace(waits=state.left.waits - 1)
+        rec, reply = script.put_down(state.rec, stage, message, state.clock + 1)
+        lists, clock = listed(state, rules, index), max(state.clock + 1, rec.epoch)
+        after = state._replace(rec=rec, left=left, listed=lists, clock=clock)
+        yield Step("put down", index, ("put down", stage, message), reply), after
 
 
 def _look(state: State, rules: Rules, index: int) -> Steps:
@@ -190,17 +222,16 @@ def _stopped(state: State, rules: Rules, index: int, run: Run) -> Steps:
             run = run._replace(pc="finish", cause="failed")
             yield Step("give up", index), change(state, index, worker._replace(run=run), left=left)
             return
-        delivered = run.delivery is not None
-        step, state = release(state, rules, index, run.epoch, failed=True, delivered=delivered)
-        out = Out("retry", run.epoch, run.message, run.delivery) if delivered else None
+        step, state = release(state, rules, index, run.epoch, failed=True, waits=True)
+        out = Out("retry", run.epoch, run.message, run.delivery) if run.delivery else None
         yield step._replace(kind="fail"), change(state, index, worker._replace(run=None, out=out), left=left)
 
 
 def _set_aside(state: State, rules: Rules, index: int, run: Run) -> Steps:
     """What may bring its worker down waits while another such request is here."""
     if state.left.asides and not state.late:
-        delivered, left = run.delivery is not None, state.left._replace(asides=state.left.asides - 1)
-        step, state = release(state, rules, index, run.epoch, failed=False, delivered=delivered)
+        left = state.left._replace(asides=state.left.asides - 1)
+        step, state = release(state, rules, index, run.epoch, failed=False, waits=True)
         yield step._replace(kind="set aside"), change(state, index, _drop(state.workers[index], run), left=left)
 
 

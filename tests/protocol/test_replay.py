@@ -19,7 +19,7 @@ from tests.protocol.state import Budget, Rules, State, Step, start
 from tests.protocol.steps import steps
 from tests.protocol.test_model import KINDS
 
-NUM_TRACES, NUM_STEPS = 300, 60
+NUM_TRACES, NUM_STEPS = 400, 60
 MISHAPS = [
     "crash",
     "doubt",
@@ -29,6 +29,7 @@ MISHAPS = [
     "lease over",
     "lose",
     "move",
+    "put down",
     "set aside",
     "stop",
     "sync",
@@ -36,10 +37,11 @@ MISHAPS = [
 ]
 HOLDERS = ("append", "renew", "release", "handed", "finish")
 """What a worker asks with a claim it has, or had."""
-ASKED = {kind for kind in KINDS if kind.startswith(("claim", "take over", "append", "renew", "handed", "release"))} | {
+SCRIPTS = ("claim", "put down", "take over", "append", "renew", "handed", "release")
+ASKED = {kind for kind in KINDS if kind.startswith(SCRIPTS)} | {
     "renew: 2", "release: 0", "finish: 0", "finish: late", "cancel: 0", "cancel: 1", "lease over", "sync", "lose"
 }  # fmt: skip
-PLENTY = Budget(2, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
+PLENTY = Budget(2, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 2)
 
 
 @pytest.fixture
@@ -89,9 +91,9 @@ def test_the_models_traces_go_the_same_way_on_a_server(
 
 def ask(rng: random.Random, rec: Rec, saved: Rec, clock: int, epochs: list[int], flaw: str = "") -> tuple[Step, Rec]:
     """Any call, by anybody: what the script should reply, and the record after it."""
-    kinds = ["claim", "take over", "cancel", "sync", "lose", *["lease over"] * 3 * (rec.lease == RUNS)]
+    kinds = ["claim", "put down", "take over", "cancel", "sync", "lose", *["lease over"] * 3 * (rec.lease == RUNS)]
     if not epochs or rng.random() < 0.3:
-        kind = rng.choices(kinds, [6, 3, 0.5, 1, 1, *[1] * (len(kinds) - 5)])[0]
+        kind = rng.choices(kinds, [6, 2, 3, 0.5, 1, 1, *[1] * (len(kinds) - 6)])[0]
         return _ask_anew(rng, kind, rec, saved, clock, flaw)
     epoch = rng.choice([epochs[-1], rng.choice(epochs)])
     return _ask_again(rng, rng.choices(HOLDERS, [8, 4, 2, 2, 1])[0], rec, epoch, flaw)
@@ -105,6 +107,10 @@ def _ask_anew(rng: random.Random, kind: str, rec: Rec, saved: Rec, clock: int, f
             message = Message(rng.randint(1, 9), rng.randint(1, 2) * (stage == "decode"), rng.choice([1, 1, 1, 2]))
             after, reply = script.claim(rec, stage, owner, message, clock + 1, flaw)
             return Step(kind, call=(kind, stage, owner, message), reply=reply), after
+        case "put down":
+            message = Message(rng.randint(1, 9), rng.randint(1, 2) * (stage == "decode"), rng.choice([1, 1, 1, 2]))
+            after, reply = script.put_down(rec, stage, message, clock + 1)
+            return Step(kind, call=(kind, stage, message), reply=reply), after
         case "take over":
             after, reply = script.take_over(rec, stage, owner, clock + 1)
             return Step(kind, call=(kind, stage, owner), reply=reply), after
@@ -119,15 +125,15 @@ def _ask_anew(rng: random.Random, kind: str, rec: Rec, saved: Rec, clock: int, f
 
 def _ask_again(rng: random.Random, kind: str, rec: Rec, epoch: int, flaw: str) -> tuple[Step, Rec]:
     position = max(0, len(rec.tokens) + rng.choice([-1, 0, 0, 0, 1]))
-    end, failed, delivered = End(position, "late"), rng.random() < 0.5, rng.random() < 0.5
+    end, failed, waits = End(position, "late"), rng.random() < 0.5, rng.random() < 0.5
     match kind:
         case "append":
             return _step(kind, epoch, position, got=script.append(rec, epoch, position, flaw))
         case "finish":
             return _step(kind, epoch, end, got=script.finish(rec, epoch, end, flaw))
         case "release":
-            got = script.release(rec, epoch, failed=failed, delivered=delivered)
-            return _step(kind, epoch, failed, delivered, got=got)
+            got = script.release(rec, epoch, failed=failed, waits=waits)
+            return _step(kind, epoch, failed, waits, got=got)
         case "handed":
             return _step(kind, epoch, got=script.handed(rec, epoch))
     return _step(kind, epoch, got=script.renew(rec, epoch))

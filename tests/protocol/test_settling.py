@@ -8,7 +8,7 @@ import pytest
 from penstock.bus.contract import Bus, Member, Outgoing, Settlement
 from penstock.errors import BusUnavailable
 from penstock.local.processes import wait_until
-from penstock.messages import Job, Request, Sampling, decode
+from penstock.messages import Job, Request, Sampling, TokenEvent, decode
 from penstock.names import Pipeline
 from penstock.settings import Addresses, RecordSettings
 from penstock.worker import Settler, run_until_idle
@@ -52,6 +52,35 @@ def test_a_job_is_published_once_though_the_reply_is_lost(bus: Bus, pipeline: Pi
         settler.close()
         assert [message.value for message in bus.read_all(pipeline.jobs("interactive"))] == [b"job"]
         assert told == [False]  # who settles nothing gives its request back, and it goes out under another name
+
+
+def test_an_answer_of_one_token_is_given_though_redis_loses_it_all(redis_url: str, pipeline: Pipeline) -> None:
+    """It had ended in prefill, and only its job is left: it is computed again."""
+    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as line:
+        line.send(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1, temperature=0)))
+        line.run_prefill(1)
+        (job,) = line.bus.read_all(pipeline.jobs("interactive"))
+        (said, _) = line.prefill.record.read_log("r1")
+        line.client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
+        (result,) = line.run_until(1)
+        assert result.error is None
+        assert isinstance(said, TokenEvent)
+        assert result.token_ids == [said.token]
+        assert decode(Job, job.value).token_ids
+
+
+def test_a_delivery_that_is_being_settled_is_not_claimed_again(redis_url: str, pipeline: Pipeline) -> None:
+    """It came a second time, and Redis forgot what it was settled for: its result would have no delivery."""
+    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url), RecordSettings(lease_s=30)) as line:
+        line.send(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1)))
+        (delivery,) = take(line.prefill.member, 1)
+        line.prefill.settler._open[delivery.topic, delivery.position] += 1
+        line.prefill._admit(delivery)
+        assert line.prefill.record.status("r1") is None
+        assert len(line.prefill.inbox) == 1
+        line.prefill.settler._open.clear()
+        assert len(line.run_until(1)) == 1
+        assert not line.prefill.member.holds(delivery)
 
 
 def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(redis_url: str, pipeline: Pipeline) -> None:

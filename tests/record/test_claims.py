@@ -1,11 +1,25 @@
 """Who may hold a request: claims, leases, binding, cancelling."""
 
+import time
+
 import pytest
 import redis
 
-from penstock.messages import Request
+from penstock.messages import EndEvent, Request, Timings
 from penstock.names import START_HASH, Pipeline, Stage
-from penstock.record import Bound, Busy, Claim, Conflict, LeaseKeeper, Record, Renewal, Status, TakenOver, body_hash
+from penstock.record import (
+    Bound,
+    Busy,
+    Claim,
+    Conflict,
+    LeaseKeeper,
+    Record,
+    Renewal,
+    Status,
+    TakenOver,
+    Waiting,
+    body_hash,
+)
 from penstock.settings import RecordSettings
 from tests.record.play import decode, end, prefill, say, wait_for
 
@@ -113,7 +127,7 @@ def test_what_a_dead_worker_held_is_taken_over_with_its_message(hasty: Record) -
     assert isinstance(hasty.claim_decode("r1", "d3", "j2"), Bound)
 
 
-@pytest.mark.parametrize("over", ["ended", "handed off", "given back", "of the other stage", "without a message"])
+@pytest.mark.parametrize("over", ["ended", "handed off", "of the other stage", "without a message"])
 def test_there_is_nothing_to_take_over(hasty: Record, over: str) -> None:
     claim = hasty.claim_prefill("r1", "p1", "b", b"" if over == "without a message" else b"message")
     assert isinstance(claim, Claim)
@@ -122,8 +136,6 @@ def test_there_is_nothing_to_take_over(hasty: Record, over: str) -> None:
             hasty.finish(claim, end())
         case "handed off":
             hasty.handed(claim)
-        case "given back":
-            hasty.release(claim)
     stage: Stage = "decode" if over == "of the other stage" else "prefill"
     if over == "without a message":
         assert hasty.overdue(stage, 9) == []
@@ -141,6 +153,52 @@ def test_what_was_taken_over_and_is_given_back_can_be_taken_over_at_once(hasty: 
     second = hasty.take_over("r1", "prefill", "p3")
     assert second is not None
     assert (second.claim.attempts, second.message) == (first.claim.attempts, b"message")
+
+
+def test_what_is_given_back_is_taken_over_if_nobody_claims_it(hasty: Record) -> None:
+    """Whoever gets the delivery has a lease's time for that, and may die in it."""
+    claim = hasty.claim_prefill("r1", "p1", "b", b"message")
+    assert isinstance(claim, Claim)
+    assert hasty.release(claim)
+    assert hasty.overdue("prefill", 9) == []
+    assert wait_for(lambda: hasty.overdue("prefill", 9) or Busy(1)) == ["r1"]
+    taken = hasty.take_over("r1", "prefill", "p2")
+    assert taken is not None
+    assert (taken.claim.attempts, taken.message) == (1, b"message")
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+def test_what_is_to_be_tried_later_is_left_alone(hasty: Record, delivered: bool) -> None:
+    claim = hasty.claim_prefill("r1", "p1", "b", b"message")
+    assert isinstance(claim, Claim)
+    assert hasty.release(claim, failed=True, delivered=delivered, wait_s=600)
+    assert isinstance(hasty.claim_prefill("r1", "p2", "b", b"message"), Busy)
+    assert hasty.take_over("r1", "prefill", "p2") is None
+    assert hasty.renew([claim]) == [Renewal.OVER]
+
+
+def test_what_is_put_down_is_taken_over_when_nobody_names_it_any_more(hasty: Record) -> None:
+    waits = Waiting("r1", "b", "", b"message")
+    hasty.put_down("prefill", [waits])
+    assert hasty.overdue("prefill", 9) == []
+    hasty.name("prefill", ["r1"])
+    assert isinstance(hasty.claim_prefill("r1", "p2", "another"), Conflict)
+    assert wait_for(lambda: hasty.overdue("prefill", 9) or Busy(1)) == ["r1"]
+    taken = hasty.take_over("r1", "prefill", "p2")
+    assert taken is not None
+    assert (taken.claim.attempts, taken.claim.num_tokens, taken.message) == (1, 0, b"message")
+    assert isinstance(hasty.claim_prefill("r1", "p1", "b"), Busy)  # its first worker gets to it
+    hasty.handed(taken.claim)
+    hasty.put_down("prefill", [waits])
+    assert hasty.take_over("r1", "prefill", "p3") is None
+
+
+def test_who_has_the_delivery_claims_what_is_put_down(record: Record) -> None:
+    record.put_down("decode", [Waiting("r1", "", "j1", b"message"), Waiting("r2", "", "j2", b"message")])
+    assert decode(record).attempts == 1
+    assert isinstance(record.claim_decode("r1", "d2", "j2"), Bound)
+    record.put_down("decode", [Waiting("r1", "", "j2", b"another"), Waiting("r1", "", "j1", b"message")])
+    assert isinstance(record.claim_decode("r1", "d2", "j1"), Busy)
 
 
 def test_the_keeper_finds_what_is_to_be_taken_over_if_there_is_room(hasty: Record) -> None:
@@ -262,6 +320,22 @@ def test_cancelling_reaches_whoever_claims_later(record: Record, client: "redis.
     assert claim.cancelled
     assert record.finish(claim, end("cancelled"))
     assert not record.cancel("r1")
+
+
+def test_an_id_is_remembered_as_long_again_as_its_request_took(
+    record: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    """A copy that was published beside it may be as far back in its topic."""
+    now, keep_s = time.time(), record.settings.keep_s
+    for name, published, more_s in (
+        ("late", now - 900, 900),
+        ("unknown", 0.0, 0),
+        ("odd", -1.0, 0),
+        ("new", now + 9, 0),
+    ):
+        timings = Timings(published=published, finished=now)
+        assert record.finish(prefill(record, name), EndEvent(finish_reason="stop", timings=timings))
+        assert keep_s + more_s - 60 < client.ttl(pipeline.record_key(name)) <= keep_s + more_s
 
 
 def test_expiry_is_long_while_pending_and_short_after_the_end(client: "redis.Redis", pipeline: Pipeline) -> None:

@@ -19,8 +19,9 @@ local AT_ONCE = 64  -- of what is swept in one call
 local function counted()
   local leased = redis.call('ZCARD', HELD)
   local all = redis.call('ZCARD', USED) + leased
+  local bytes = tonumber(redis.call('HGET', STATE, 'sum') or 0)
   return redis.call('HLEN', SIZES) == all and redis.call('HLEN', LEASES) == leased and redis.call('ZCARD', ENDS) == leased
-    and (all == 0 or redis.call('HEXISTS', STATE, 'sum') == 1)
+    and (all > 0) == (bytes > 0)  -- all but the state may go at once, or the state alone
 end
 local anew = not counted()
 if anew then redis.call('DEL', unpack(KEYS)) end

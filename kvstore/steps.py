@@ -5,7 +5,7 @@ Tests put something in the place of `reached` that ends or halts the process at 
 
 from collections.abc import Callable
 
-STEPS = (
+ARENA = (
     "open 1", "open 2", "open 4",
     "put 1.1", "put 1.2", "put 1", "put 2", "put 3", "put 4", "put 5.1", "put 5.2", "put 5",
     "forget 1", "forget 2", "forget 3",
@@ -15,7 +15,17 @@ STEPS = (
     "allocate 1", "allocate 2", "allocate 3", "allocate 4",
     "get 1", "get 2", "get 3",
 )  # fmt: skip
-"""All of them, named after the protocols in arena.py, growth.py and the tier."""
+"""Those of shared memory, named after the protocols in `arena/arena.py`, `arena/growth.py` and `tiers/shared.py`."""
+DISK = (
+    "open 1", "open 2", "open 3",
+    "put 1.1", "put 1.2", "put 1", "put 2.1", "put 2", "put 3", "put 4.1", "put 4.2", "put 4.3", "put 4",
+    "evict 1", "evict 2",
+    "lease 1", "lease 2",
+    "release 1", "release 2",
+    "remove 1", "remove 2", "remove 3",
+    "get 1", "get 2", "get 3",
+)  # fmt: skip
+"""Those on disk, named after the protocols in `directory/directory.py` and `tiers/disk.py`."""
 
 
 def _go_on(_: str) -> None:

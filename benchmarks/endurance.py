@@ -1,0 +1,203 @@
+"""Twenty minutes of all that happens to a pipeline, at once: nothing is lost, and nothing piles up.
+
+python -m benchmarks.endurance [--quick] [--json FILE] [--bus embedded|kafka]
+
+On each bus, two prefill and two decode workers as processes on the demo model in float32. Requests of both classes are
+always under way, from several tenants, some with deadlines, some cancelled, some sent twice, read by clients that leave
+and come back. One worker of each stage lives from the beginning to the end; the other is killed every few seconds, or
+stopped for longer than its leases and continued. What everybody saw is a history, and the checker of the chaos rounds
+(`tests/chaos/checker.py`) holds it against the promises.
+
+Every second: resident memory and open files of the workers that live on, keys in Redis, messages that are not settled.
+Each `…_growth` is the mean of the last quarter less that of the second one, of the worker that grew most; the first
+quarter is left out as a warm-up. `…_left` is what is there in the end, when all is answered and what was kept for late
+readers has run out.
+"""
+
+import argparse
+import contextlib
+import math
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import redis
+from rich.progress import Progress
+
+from benchmarks.common import Arguments, machine, report, save
+from benchmarks.watch import Sample, Watch, growth, open_files, resident_mb
+from penstock.bus.connect import connect
+from penstock.local.kafka import SHORT_TIMEOUTS
+from penstock.local.processes import wait_until
+from penstock.local.stack import Worker
+from penstock.settings import BusSettings
+from tests.chaos.checker import Finding, check, tally
+from tests.chaos.clients import Clients, errand, known
+from tests.chaos.faults import ANY_TIME, Bus, Fate
+from tests.chaos.history import History, read
+from tests.chaos.nursery import Nursery
+from tests.chaos.runner import calm, write_down
+from tests.chaos.system import DoomedStack, Servers
+
+BUSES: tuple[Bus, ...] = ("embedded", "kafka")
+SEED = 20261121
+UNDER_WAY = 12
+KEEP_S = 10
+"""What ended can be read so long: much less than the soak takes, so that it can be seen to go."""
+LIFE_S = (2.0, 16.0)
+PATIENCE_S = 90.0
+TITLES = {
+    "memory": "resident memory, MB",
+    "files": "open files",
+    "keys": "keys in Redis",
+    "lag": "messages not settled",
+}
+
+
+@dataclass(frozen=True)
+class Endured:
+    """What came of it on one bus."""
+
+    findings: list[Finding]
+    requests: int
+    kills: int
+    fell: list[str]
+    watch: Watch
+    keys_left: float
+    lag_left: float
+
+    def figures(self, bus: Bus) -> dict[str, float]:
+        """For `--json`."""
+        grown = {
+            "rss_growth_mb": max(self.watch.growth("memory").values()),
+            "files_growth": max(self.watch.growth("files").values(), default=0.0),
+            "keys_growth": growth(self.watch.lines["keys"]["Redis"]),
+            "keys_left": self.keys_left,
+            "lag_growth": growth(self.watch.lines["lag"]["all topics"]),
+            "lag_left": self.lag_left,
+        }
+        told = {"requests": self.requests, "kills": self.kills, "fell": len(self.fell)}
+        return {f"endurance_{name}_{bus}": value for name, value in (told | tally(self.findings) | grown).items()}
+
+
+def fate(worker: Worker, life: int) -> Fate:
+    """The first worker of each stage lives on; the others' lives are short, and some of them are interrupted."""
+    chance = random.Random(f"{SEED}/{worker.name}/{life}")
+    if worker.name.endswith("-0"):
+        return Fate(ANY_TIME, 1, math.inf)
+    return Fate(ANY_TIME, 1, chance.uniform(*LIFE_S), chance.choice([2.0, 5.0]) if chance.random() < 0.2 else 0.0)
+
+
+def sampler(stack: DoomedStack, servers: Servers, client: "redis.Redis") -> Callable[[], Sample]:
+    """Those that live on, and what they all share."""
+    bus = connect(stack.addresses, BusSettings())
+    pids = {w.name: w.child.pid for w in stack.workers if w.name.endswith("-0") and w.child is not None}
+
+    def sample() -> Sample:
+        return {
+            "memory": resident_mb(pids),
+            "files": open_files(pids),
+            "keys": {"Redis": float(client.dbsize())},
+            "lag": {"all topics": float(sum(bus.unsettled().values()))},
+        }
+
+    return sample
+
+
+def endure(bus: Bus, minutes: float, directory: Path, nursery: Nursery, progress: Progress) -> Endured:
+    """Run, and check."""
+    directory.mkdir(parents=True)
+    known()  # takes seconds: not in the middle of it
+    task = progress.add_task(bus, total=60 * minutes)
+    with contextlib.ExitStack() as exits:
+        history = exits.enter_context(History(directory / "history.jsonl"))
+        servers = exits.enter_context(Servers(directory, bus, SHORT_TIMEOUTS))
+        settings = {"PENSTOCK_RECORD_KEEP_S": str(KEEP_S)}
+        stack = DoomedStack(directory / "stack", nursery, history, servers, fate, (2, 2), settings)
+        exits.enter_context(stack)
+        client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
+        stack.wait_ready(120)
+        sample = sampler(stack, servers, client)
+        before = sample()
+        with Clients(history, stack.addresses, partial(errand, SEED), UNDER_WAY, PATIENCE_S) as clients:
+            with Watch(sample) as watch:
+                _press_on(60 * minutes, stack, clients, lambda s: progress.update(task, completed=s))
+            clients.stop()
+            stack.is_doomed = False
+            calm(stack, clients, PATIENCE_S + 30.0, lambda line: progress.update(task, description=f"{bus}: {line}"))
+        keys_left, lag_left = _come_to_rest(stack, sample, before)
+        write_down(stack, history)
+    kills = sum(stack.toll.kills.values())
+    findings = check(read(history.path))
+    return Endured(findings, clients.count, kills, stack.toll.fell, watch, keys_left, lag_left)
+
+
+def _press_on(seconds: float, stack: DoomedStack, clients: Clients, passed: Callable[[float], None]) -> None:
+    """The load itself."""
+    begun = time.monotonic()
+    while (at_s := time.monotonic() - begun) < seconds:
+        stack.tend()
+        clients.check()
+        passed(at_s)
+        time.sleep(0.05)
+
+
+def _come_to_rest(stack: DoomedStack, sample: Callable[[], Sample], before: Sample) -> tuple[float, float]:
+    """Wait until nothing is left, or it will not go: keys in Redis that were not there before, and messages."""
+
+    def left() -> tuple[float, float]:
+        stack.tend()
+        now = sample()
+        return now["keys"]["Redis"] - before["keys"]["Redis"], now["lag"]["all topics"]
+
+    with contextlib.suppress(TimeoutError):
+        wait_until(lambda: left() <= (0.0, 0.0), 2 * KEEP_S + 10, "all keys go", every_s=0.5)
+    return left()
+
+
+@dataclass(frozen=True)
+class Options(Arguments):
+    """What all benchmarks take, and one bus instead of both."""
+
+    bus: Bus = ""
+
+
+def run(given: Options) -> dict[str, float]:
+    """On each bus; prints, draws, and returns the figures."""
+    minutes = 0.25 if given.quick else 20.0
+    directory = Path(tempfile.mkdtemp(prefix="penstock-endurance-"))
+    figures: dict[str, float] = {"endurance_minutes": minutes}
+    nursery = Nursery(directory)
+    try:
+        for bus in [given.bus] if given.bus else BUSES:
+            with Progress(transient=True) as progress:
+                endured = endure(bus, minutes, directory / bus, nursery, progress)
+            print(f"{bus}: {endured.requests} requests, {endured.kills} kills, {len(endured.findings)} findings")
+            for finding in endured.findings:
+                print(f"    {finding.kind}: {finding.id}: {finding.story}")
+            for line in endured.fell:
+                print(f"    fell: {line[:150]}")
+            figures |= endured.figures(bus)
+            if not given.quick:
+                save(endured.watch.draw(TITLES), f"endurance-{bus}")
+    finally:
+        nursery.close()
+    print(f"\n{machine()}; histories and logs: {directory}")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a quarter of a minute on each bus; draws no plot")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--bus", choices=BUSES, default="", help="on this one alone")
+    given = Options(**vars(parser.parse_args()))
+    report(run(given), given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Everything is restarted, one after the other, while it is used: no error, and streams hardly stop.
+
+python -m benchmarks.rolling [--quick] [--json FILE]
+
+On each bus, two prefill and two decode workers as `penstock up` starts them, on the demo model in float32, and clients
+that always have a few streams under way, each a new one as soon as one has ended. The same load meets these phases:
+
+    steady    nothing is done
+    rolling   each worker gets SIGTERM, ends when its streams have ended, is started again, and serves before it is the
+              next one's turn
+    handed    the same with workers that may drain for a second only: streams take longer, and are handed back
+    servers   Valkey, and Kafka where that is the bus, end in order and are started again
+
+Gaps are the times between one token and the next, as readers see them; `…_first_…` is the time from sending to the
+first token. `rolling_errors` are streams, of all phases, that ended with an error or could not be read on, and whatever
+else the checker of the chaos rounds finds in the history. Quick leaves out the last two phases.
+"""
+
+import itertools
+import statistics
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from benchmarks.common import Arguments, arguments, machine, report, save
+from benchmarks.rolling_phases import go_through, work
+from tests.chaos.checker import Finding, check
+from tests.chaos.history import read
+
+BUSES = ("embedded", "kafka")
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """What readers saw on one bus."""
+
+    gaps: dict[str, list[float]]
+    """Seconds from each token to the next one, by phase."""
+    firsts: dict[str, list[float]]
+    """Seconds from sending to the first token, by phase."""
+    findings: list[Finding]
+    errors: int
+    drains: list[float]
+    """Seconds from SIGTERM to the end of each worker."""
+
+    def figures(self, bus: str) -> dict[str, float]:
+        """For `--json`."""
+        figures: dict[str, float] = {f"rolling_errors_{bus}": self.errors + len(self.findings)}
+        for phase in self.gaps:
+            for what, values in (("gap", self.gaps[phase]), ("first", self.firsts[phase])):
+                ordered = sorted(values)
+                for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+                    at = min(len(ordered) - 1, int(share * len(ordered)))
+                    figures[f"{phase}_{what}_ms_{name}_{bus}"] = 1000 * ordered[at]
+        return figures | {f"rolling_drain_s_max_{bus}": max(self.drains)}
+
+
+def gaps_of(history: Iterable[dict[str, Any]], phase: str) -> list[float]:
+    """Seconds between the tokens of each stream of a phase."""
+    seen: dict[str, list[float]] = {}
+    for entry in history:
+        if entry["what"] == "token" and entry["id"].startswith(phase):
+            seen.setdefault(entry["id"], []).append(entry["at"])
+    return [later - earlier for times in seen.values() for earlier, later in itertools.pairwise(times)]
+
+
+def firsts_of(history: Iterable[dict[str, Any]], phase: str) -> list[float]:
+    """Seconds to the first token of each stream of a phase."""
+    sent, seen = dict[str, float](), dict[str, float]()
+    for entry in history:
+        if entry["what"] in ("submitted", "token") and entry["id"].startswith(phase):
+            (sent if entry["what"] == "submitted" else seen).setdefault(entry["id"], entry["at"])
+    return [seen[request_id] - at for request_id, at in sent.items() if request_id in seen]
+
+
+def run(given: Arguments) -> dict[str, float]:
+    """On each bus; prints, draws, and returns the figures."""
+    directory = Path(tempfile.mkdtemp(prefix="penstock-rolling-"))
+    work()  # takes seconds: not in the middle of it
+    found = {bus: on(bus, directory / bus, quick=given.quick) for bus in BUSES}
+    figures: dict[str, float] = {}
+    for bus, rolled in found.items():
+        figures |= rolled.figures(bus)
+        for phase, gaps in rolled.gaps.items():
+            print(f"{bus:9} {phase:8} {len(gaps)} gaps, median {1000 * statistics.median(gaps):.1f} ms")
+        for finding in rolled.findings:
+            print(f"    {finding.kind}: {finding.id}: {finding.story}")
+    print(f"\n{machine()}; histories and logs: {directory}")
+    if not given.quick:
+        draw(found)
+    return {"rolling_errors": sum(figures[f"rolling_errors_{bus}"] for bus in found)} | figures
+
+
+def on(bus: str, directory: Path, *, quick: bool) -> Rolled:
+    """All phases on a bus, and what readers saw."""
+    with Progress(transient=True) as bar:
+        task = bar.add_task(bus, total=None)
+        path, drains = go_through(
+            bus, directory, lambda line: bar.update(task, description=f"{bus}: {line}"), quick=quick
+        )
+    entries = list(read(path))
+    gaps, firsts = ({phase: how(entries, phase) for phase in phases_of(entries)} for how in (gaps_of, firsts_of))
+    errors = sum(entry["what"] == "end" and entry["error"] is not None for entry in entries)
+    return Rolled(gaps, firsts, check(entries), errors, drains)
+
+
+def phases_of(history: Iterable[dict[str, Any]]) -> list[str]:
+    """In their order, without the warm-up."""
+    named = (entry["id"].partition("-")[0] for entry in history if entry["what"] == "submitted")
+    return [phase for phase in dict.fromkeys(named) if phase != "warm"]
+
+
+def draw(found: dict[str, Rolled]) -> None:
+    """How many gaps are longer than so much."""
+    figure = Figure(figsize=(5.0 * len(found), 3.6))
+    for axis, (bus, rolled) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        for phase, gaps in rolled.gaps.items():
+            ordered = sorted(1000 * gap for gap in gaps)
+            axis.plot(ordered, [1 - at / len(ordered) for at in range(len(ordered))], label=phase)
+        axis.set(
+            title=bus, xlabel="ms from a token to the next", ylabel="share of longer gaps", xscale="log", yscale="log"
+        )
+        axis.grid(alpha=0.3)
+        axis.legend()
+    save(figure, "rolling")
+
+
+def main() -> None:
+    given = arguments(__doc__ or "")
+    report(run(given), given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What both stages' workers do alike: take in, take over, hear of what happened to their claims, and leave.
+
+A stage adds what a request means there: its loop, its room for more, and what becomes of a claim.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+import redis
+
+from penstock.bus.contract import Delivery, Member
+from penstock.errors import DeliveryLost
+from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
+from penstock.record import Claim, LeaseKeeper, Record, Renewal, Waiting
+from penstock.worker.backlog import Backlog
+from penstock.worker.failures import Failures
+from penstock.worker.inbox import Inbox
+from penstock.worker.load import Load
+from penstock.worker.parcel import unpack
+from penstock.worker.settler import Settler
+
+MOMENT_S = 0.05
+"""A delivery that is being settled is looked at again so soon."""
+
+
+class Task(Protocol):
+    """A request that a worker holds."""
+
+    @property
+    def claim(self) -> Claim:
+        """What it is held with."""
+
+    @property
+    def delivery(self) -> Delivery:
+        """What it came with; not held where it was taken over."""
+
+
+class Transfers(Protocol):
+    """Blocks on their way to and from the store."""
+
+    def __len__(self) -> int: ...
+
+    def close(self) -> None:
+        """Finish what can be finished."""
+
+    def abandon(self) -> None:
+        """Let go of everything."""
+
+
+class Store(Protocol):
+    """The store of blocks."""
+
+    def close(self) -> None:
+        """Free what it has open."""
+
+
+T = TypeVar("T", bound=Task)
+
+
+class StageWorker(ABC, Generic[T]):
+    """A worker's place in the group, its claims, and what waits."""
+
+    stage: ClassVar[Stage]
+    transfers: Transfers
+    store: Store
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        name: str,
+        record: Record,
+        member: Member,
+        waiting_of: Callable[[Delivery], Waiting | None],
+    ) -> None:
+        self.pipeline, self.name, self.record, self.member = pipeline, name, record, member
+        self.settler, self.inbox, self.load = Settler(member), Inbox(member), Load()
+        self.leases = LeaseKeeper(record, self.stage, Backlog(record, self.stage, member, waiting_of).tend)
+        self.failures = Failures(pipeline, record, self.settler, self.inbox)
+        self.running: dict[str, T] = {}
+        """All that is claimed and not settled, by request."""
+
+    # What a stage adds.
+
+    @abstractmethod
+    def _room(self, klass: PriorityClass) -> int:
+        """How many more requests of a class to take."""
+
+    @abstractmethod
+    def _taken(self, delivery: Delivery, claim: Claim) -> None:
+        """Go on with what a dead worker held."""
+
+    @abstractmethod
+    def _cancelled(self, task: T) -> None:
+        """Somebody asked for its end."""
+
+    @abstractmethod
+    def _forget(self, task: T) -> None:
+        """Let go of it, with all that it has in the engine."""
+
+    # Taking in.
+
+    def _poll(self) -> list[Delivery]:
+        rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
+        self.leases.room = max(rooms.values()) - len(self.inbox)
+        return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=not self.running)
+
+    def _is_mine(self, delivery: Delivery) -> bool:
+        """Whether to claim with it. If not, another has it now, or it came a second time and is being settled."""
+        if self.settler.is_settling(delivery):
+            self.inbox.put_back(delivery, MOMENT_S)
+            return False
+        return self.member.holds(delivery)
+
+    def _bury(self, delivery: Delivery, reason: str) -> None:
+        """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""
+        with contextlib.suppress(DeliveryLost):
+            self.member.dead(delivery, reason)
+
+    def _take_over(self, *, accept: bool) -> None:
+        """Go on with what dead workers held. Their deliveries come back later, perhaps to somebody else."""
+        if not accept:
+            self.leases.room = 0
+        for request_id in self.leases.overdue() if accept else []:
+            taken = self.record.take_over(request_id, self.stage, self.name)
+            if taken is not None:
+                self._taken(unpack(taken.message), taken.claim)
+
+    # Hearing.
+
+    def _of(self, claim: Claim) -> T | None:
+        """What is held with a claim, if that still counts."""
+        task = self.running.get(claim.id)
+        return task if task is not None and task.claim is claim else None
+
+    def _hear(self) -> None:
+        """Let go of what others hold, and end what is to end."""
+        for claim, renewal in self.leases.news():
+            task = self._of(claim)
+            if task is None:
+                continue
+            if renewal is Renewal.FENCED:
+                self._lose(task)
+            else:
+                self._cancelled(task)
+
+    def _lose(self, task: T) -> None:
+        """Another worker holds it now."""
+        self._forget(task)
+        self.inbox.put_back(task.delivery)
+
+    # Leaving.
+
+    def is_settled(self) -> bool:
+        """Whether nothing waits, for a lease or for a commit."""
+        return not len(self.inbox) and not len(self.settler) and not len(self.transfers)
+
+    def close(self) -> None:
+        """Hand back what is not finished, and leave the group."""
+        for task in list(self.running.values()):
+            self._forget(task)
+            self.record.release(task.claim, delivered=task.delivery.is_held)
+        self.transfers.close()
+        self.settler.close()
+        self.leases.close()
+        self.store.close()
+        self.member.close()
+
+    def abandon(self) -> None:
+        """Let go of everything, as a crash would: see `penstock.worker.outage`. Engine and store stay."""
+        with contextlib.suppress(redis.RedisError):  # where Redis is not away, the others need not wait for the leases
+            for task in self.running.values():
+                self.record.release(task.claim, delivered=task.delivery.is_held)
+        for task in list(self.running.values()):
+            self._forget(task)
+        self.settler.abandon()
+        self.transfers.abandon()
+        self.leases.close()
+        self.record.close()
+        self.member.close()

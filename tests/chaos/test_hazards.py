@@ -1,0 +1,110 @@
+"""What the rounds do to disks and clocks reaches the workers, and only those it is meant for."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore import steps
+from kvstore.tiers.disk import DiskTier
+from penstock.client import Client
+from penstock.errors import DeadlineExceeded
+from penstock.local.processes import wait_until
+from penstock.local.stack import Worker
+from penstock.messages import now_s
+from tests.chaos import clock
+from tests.chaos.disk import Disk, pretend
+from tests.chaos.faults import ANY_TIME, Fate
+from tests.chaos.history import History
+from tests.chaos.nursery import Nursery
+from tests.chaos.system import DoomedStack, Servers
+from tests.kvstore.blocks import make_form, new_names, put
+
+TOKENS = list(range(10, 110))
+
+
+@pytest.fixture(scope="module")
+def stack(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DoomedStack]:
+    """One worker of each stage, which nobody kills."""
+    directory = tmp_path_factory.mktemp("hazards")
+
+    def fate(worker: Worker, life: int) -> Fate:
+        return Fate(ANY_TIME, 1, math.inf)
+
+    with History(directory / "history.jsonl") as history, Servers(directory, "embedded", {}) as servers:
+        nursery.disk.clear()
+        made = DoomedStack(directory / "stack", nursery, history, servers, fate, (1, 1), nursery.disk.settings())
+        with made:
+            made.wait_ready(120)
+            yield made
+
+
+def ask(stack: DoomedStack, first: int, deadline_in_s: float | None = None) -> list[int]:
+    """The answer to a prompt that begins with a token of its own."""
+    deadline = None if deadline_in_s is None else now_s() + deadline_in_s
+    with Client(stack.addresses) as client:
+        sent = client.submit(
+            token_ids=[first, *TOKENS], max_tokens=8, temperature=0.0, ignore_eos=True, deadline=deadline
+        )
+        return client.result(sent, timeout_s=60).token_ids
+
+
+def test_a_full_disk_takes_no_block_and_does_no_harm(stack: DoomedStack) -> None:
+    disk = stack.disk
+    answer = ask(stack, 1)
+    wait_until(lambda: disk.num_blocks() > 0, 30, "blocks are on the disk")
+    disk.clear()
+    disk.fill()
+    assert ask(stack, 2)
+    assert ask(stack, 1) == answer
+    assert disk.num_blocks() == 0
+    disk.free()
+
+    others = itertools.count(10)
+    wait_until(lambda: ask(stack, next(others)) and disk.num_blocks() > 0, 30, "blocks are on the disk again")
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_one_workers_clock_is_put_forward_and_back(stack: DoomedStack, stage: str) -> None:
+    path = stack.clocks[f"{stage}-0"]
+    answer = ask(stack, 1, deadline_in_s=600.0)
+    clock.put(path, 900.0)
+    with pytest.raises(DeadlineExceeded):
+        ask(stack, 1, deadline_in_s=600.0)
+    assert ask(stack, 1) == answer
+    clock.put(path, -900.0)
+    assert ask(stack, 1, deadline_in_s=600.0) == answer
+    clock.put(path, 0.0)
+
+
+def test_where_nothing_can_be_mounted_the_write_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "reached", steps.reached)
+    disk, form = Disk(tmp_path), make_form("a model")
+    disk.is_real = False
+    pretend(str(disk.path))
+    disk.fill()
+    with contextlib.closing(DiskTier.open(form, disk.path / "blocks", 2**20)) as tier:
+        assert put(tier, new_names(1), form) == [False]
+        assert tier.counters.errors == 1
+    disk.free()
+    with contextlib.closing(DiskTier.open(form, disk.path / "blocks", 2**20)) as tier:
+        assert put(tier, new_names(1), form) == [True]
+
+
+def test_a_worker_follows_one_whose_clock_was_ahead(stack: DoomedStack) -> None:
+    """A step back between two lives of a worker: the older one's heartbeat is of a later time."""
+    worker = next(worker for worker in stack.workers if worker.stage == "decode")
+
+    def serves() -> bool:
+        stack.tend()
+        return stack.is_ready(worker)
+
+    for by_s in (900.0, 0.0):
+        clock.put(stack.clocks[worker.name], by_s)
+        stack.kill(worker)
+        stack.tend()
+        wait_until(serves, 60, "the next one serves")
+    assert ask(stack, 3)

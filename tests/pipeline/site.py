@@ -1,0 +1,188 @@
+"""Servers that tests stop, real worker processes on them, and what must be true once they are back."""
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from engine.engine import Engine
+from engine.sequence import Sequence
+from engine.text import OutputState
+from penstock.client import Client
+from penstock.local.kafka import KafkaServer
+from penstock.local.processes import Child, wait_until
+from penstock.local.valkey import ValkeyServer
+from penstock.messages import Request, Result
+from penstock.reach import ANSWER_S
+from penstock.status import worker_status
+from prefill_worker.intake import seed_of
+from tests.forked import ForkedStack
+from tests.pipeline.checks import Streams, check_results, check_streams, results_of
+from tests.pipeline.workload import SETTINGS, Answer, demo_model, requests
+from tests.servers import started
+
+NUM_REQUESTS = 8
+MAX_TOKENS = 160
+LONG_S = ANSWER_S + 2.0
+"""Longer than anybody waits for Redis, than leases last, and than groups keep a silent member."""
+LEAVE_WITHIN_S = 20.0
+_tags = itertools.count()
+
+
+class Site:
+    """Servers that can be stopped, and one worker of each stage on them."""
+
+    def __init__(self, directory: Path, bus: str) -> None:
+        self.redis = ValkeyServer(directory / "redis")
+        self.kafka = KafkaServer(directory / "kafka") if bus == "kafka" else None
+        self._directory = directory
+        self._servers = [server for server in (self.redis, self.kafka) if server is not None]
+        self.stack: ForkedStack
+
+    def start(self) -> None:
+        for server in self._servers:
+            server.start()
+        environment = {
+            "PENSTOCK_ENGINE_DTYPE": "float32",
+            "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(SETTINGS.max_step_tokens),
+            "PENSTOCK_ENGINE_POOL_MB": "64",
+            "PENSTOCK_WORKER_HEARTBEAT_S": "0.3",
+            "PENSTOCK_KV_STORE_REDIS_MB": "0",
+        }
+        kafka = self.kafka.bootstrap if self.kafka is not None else ""
+        name = f"outages-{random.getrandbits(32):08x}"
+        self.stack = ForkedStack(
+            self._directory, pipeline=name, kafka=kafka, redis=self.redis.url, environment=environment
+        )
+        self.stack.start()
+
+    def stop(self) -> None:
+        if hasattr(self, "stack"):
+            self.stack.stop()
+        for server in self._servers:
+            server.stop()
+
+    def pids(self) -> list[int]:
+        """Of the worker processes that run."""
+        return [worker.child.pid for worker in self.stack.workers if worker.child and worker.child.alive()]
+
+    def states(self) -> list[str]:
+        return [status["state"] for status in worker_status(self.stack.addresses)]
+
+    def wait_ready(self) -> None:
+        try:
+            wait_until(lambda: self.states() == ["ready", "ready"], 90, "both workers are ready", every_s=0.05)
+        except TimeoutError as error:
+            gone = [child.tail() for child in self._children() if not child.alive()]
+            raise TimeoutError(f"{error}: {gone}, {worker_status(self.stack.addresses)}") from None
+
+    def _children(self) -> list[Child]:
+        """All processes: the servers, and the workers."""
+        children = [server._child for server in self._servers] + [worker.child for worker in self.stack.workers]
+        return [child for child in children if child is not None]
+
+
+def site_on(bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    made = Site(tmp_path_factory.mktemp(bus), bus)
+    try:
+        started(made.start)
+        yield made
+    finally:
+        made.stop()
+
+
+def work() -> list[Request]:
+    """The same requests as ever, under new ids."""
+    longer = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
+    return [
+        request.model_copy(update={"sampling": request.sampling.model_copy(update=longer)})
+        for request in requests(NUM_REQUESTS, f"w{next(_tags)}")
+    ]
+
+
+@cache
+def answers() -> list[Answer]:
+    """What the undivided engine says to them, all in one batch."""
+    model, engine, asked = demo_model(), Engine(demo_model(), SETTINGS), work()
+    seqs = [
+        Sequence(
+            request.id,
+            list(request.token_ids or ()),
+            sampling=request.sampling,
+            seed=seed_of(request),
+            max_new=MAX_TOKENS,
+        )
+        for request in asked
+    ]
+    for seq in seqs:
+        engine.add(seq)
+    while any(seq.num_output < MAX_TOKENS for seq in seqs):
+        for item in engine.step():
+            if item.seq.num_output == MAX_TOKENS:
+                engine.remove(item.seq)
+    states = [OutputState(model.tokenizer, request.sampling, model.eos_token_ids, MAX_TOKENS) for request in asked]
+    texts = ["".join(state.push(token)[0] for token in seq.output) for state, seq in zip(states, seqs, strict=True)]
+    return [Answer(seq.output, text, "length") for seq, text in zip(seqs, texts, strict=True)]
+
+
+def submit(client: Client, request: Request) -> None:
+    client.submit(
+        token_ids=request.token_ids or [], id=request.id, tenant=request.tenant, **request.sampling.model_dump()
+    )
+
+
+@contextmanager
+def streaming(site: Site) -> Iterator[Streams]:
+    """Some tokens of each answer were seen; at the end all are whole, with one result each, by the same processes."""
+    asked = work()
+    expected = dict(zip([request.id for request in asked], answers(), strict=True))
+    site.wait_ready()
+    before = site.pids()
+    with Client(site.stack.addresses) as client:
+        streams = Streams(client, asked)
+        for request in asked:
+            submit(client, request)
+        wait_until(lambda: all(len(seen) > 3 for seen in streams.events.values()), 60, "the first tokens")
+        yield streams
+        streams.finish()
+    check_streams(streams, expected)
+    check_results(results_when_all_there(site, expected), expected)
+    assert site.pids() == before
+
+
+def results_when_all_there(site: Site, expected: dict[str, Answer]) -> list[Result]:
+    """Once each id has one."""
+
+    def all_there() -> bool:
+        return expected.keys() <= {result.id for result in results_of(site.stack.addresses)}
+
+    wait_until(all_there, 60, "a result for each", every_s=0.2)
+    return results_of(site.stack.addresses)
+
+
+@contextmanager
+def hanging(pid: int | None) -> Iterator[None]:
+    """A process does nothing meanwhile, and its connections stay open."""
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def leave(site: Site) -> None:
+    """Both workers end in order, and soon."""
+    children = [worker.child for worker in site.stack.workers if worker.child is not None]
+    begun_s = time.monotonic()
+    for child in children:
+        child.send(signal.SIGTERM)
+    assert [child.wait(60.0) for child in children] == [0, 0]
+    assert time.monotonic() - begun_s < LEAVE_WITHIN_S

@@ -1,0 +1,135 @@
+"""The same with Kafka as the bus, and Kafka away."""
+
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from penstock.bus.contract import Delivery, Outgoing, Settlement
+from penstock.bus.kafka import KafkaBus
+from penstock.client import Answer as WholeAnswer
+from penstock.client import Client
+from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
+from penstock.local.processes import wait_until
+from penstock.names import Pipeline
+from penstock.settings import BusSettings
+from penstock.status import health, worker_status
+from tests.pipeline.checks import results_of
+from tests.pipeline.site import LONG_S, NUM_REQUESTS, Site, hanging, leave, site_on, streaming, submit, work
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def on_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    yield from site_on("kafka", tmp_path_factory)
+
+
+def test_kafka_is_killed_and_comes_back(on_kafka: Site) -> None:
+    """What runs is answered meanwhile; its results are settled afterwards."""
+    assert on_kafka.kafka is not None
+    with streaming(on_kafka) as streams:
+        on_kafka.kafka.kill()
+        wait_until(lambda: on_kafka.states() == ["degraded", "degraded"], 30, "both workers say so", every_s=0.1)
+        assert "Kafka" in worker_status(on_kafka.stack.addresses)[0]["reason"]
+        streams.wait_for(NUM_REQUESTS)
+        on_kafka.kafka.start()
+    on_kafka.wait_ready()
+    assert health(on_kafka.stack.addresses).state == "ok"
+
+
+def test_kafka_hangs(on_kafka: Site) -> None:
+    assert on_kafka.kafka is not None
+    with streaming(on_kafka), hanging(on_kafka.kafka.pid):
+        time.sleep(LONG_S)
+
+
+def test_a_member_that_was_cut_off_while_it_settled_is_not_stuck(on_kafka: Site, pipeline: Pipeline) -> None:
+    """The broker ends the open transaction of who is silent: settling goes on, or the member is done with."""
+    assert on_kafka.kafka is not None
+    bus = KafkaBus(pipeline, on_kafka.kafka.bootstrap, BusSettings(transaction_timeout_s=1.0))
+    bus.create_topics()
+    publisher = bus.publisher()
+    publisher.publish([Outgoing(pipeline.requests("interactive"), b"x", str(n)) for n in range(2)])
+    publisher.close()
+    with bus.member("prefill", "a") as member:
+        found: list[Delivery] = []
+        while len(found) < 2:
+            found += member.poll(1.0, {"interactive": 2})
+        done, settlement = [Settlement(one, [Outgoing(pipeline.jobs("interactive"), b"job")]) for one in found]
+        member.settle([done])
+        with hanging(on_kafka.kafka.pid):
+            for _ in range(2):
+                with pytest.raises(BusUnavailable):
+                    member.settle([settlement])
+
+        def is_decided() -> bool:
+            try:
+                member.settle([settlement])
+            except BusUnavailable:
+                return False
+            except (DeliveryLost, MemberFenced):
+                pass
+            return True
+
+        wait_until(is_decided, 30, "it is settled or refused", every_s=0.1)
+
+
+def test_redis_comes_back_empty(on_kafka: Site) -> None:
+    """Requests are generated again from the topics: readers go on where the new tokens are those they had."""
+    with streaming(on_kafka):
+        on_kafka.redis.kill()
+        shutil.rmtree(on_kafka.redis.directory)
+        on_kafka.redis.start()
+
+
+def test_one_worker_after_the_other_is_restarted_under_load(on_kafka: Site) -> None:
+    """Requests keep coming; none of them sees an error, and each has one answer, the same as the others."""
+    on_kafka.wait_ready()
+    over = threading.Event()
+    asked: list[Future[WholeAnswer]] = []
+    with Client(on_kafka.stack.addresses) as client, ThreadPoolExecutor(100) as pool:
+
+        def ask() -> WholeAnswer:
+            request_id = client.submit("In the beginning", max_tokens=20, temperature=0.0, ignore_eos=True)
+            return client.result(request_id, timeout_s=60.0)
+
+        def keep_asking() -> None:
+            while not over.wait(0.2):
+                asked.append(pool.submit(ask))
+
+        asking = threading.Thread(target=keep_asking)
+        asking.start()
+        try:
+            for worker in on_kafka.stack.workers:
+                assert worker.child is not None
+                assert worker.child.stop(timeout_s=60.0) == 0
+                on_kafka.stack.tend()
+                on_kafka.wait_ready()
+        finally:
+            over.set()
+            asking.join()
+        answers = [future.result() for future in asked]
+    assert len(answers) > 20
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+    ids = {answer.id for answer in answers}
+    settled = Counter(result.id for result in results_of(on_kafka.stack.addresses) if result.id in ids)
+    assert settled == Counter(ids)
+
+
+def test_workers_leave_soon_while_kafka_hangs(on_kafka: Site) -> None:
+    """With work that they cannot settle. The last of its stack."""
+    assert on_kafka.kafka is not None
+    asked = work()
+    on_kafka.wait_ready()
+    with Client(on_kafka.stack.addresses) as client:
+        for request in asked:
+            submit(client, request)
+        first = next(client.stream(asked[-1].id))
+        assert first.text
+        with hanging(on_kafka.kafka.pid):
+            leave(on_kafka)
