@@ -1,7 +1,7 @@
 """A request as decode holds it: its job, what it has said, and the blocks that it has said it with."""
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
@@ -50,6 +50,10 @@ class Decode:
 
     def __post_init__(self) -> None:
         self.context = tracing.within(self.span)
+
+    def detach(self) -> None:
+        """Go on without the delivery."""
+        self.delivery = replace(self.delivery, is_held=False)
 
     def prompt_names(self) -> list[Name]:
         """Of the prompt's blocks, a partial last one included."""

@@ -1,6 +1,6 @@
 """A request whose prompt is being computed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
@@ -39,6 +39,10 @@ class Prefill:
     def delivery(self) -> Delivery:
         """What the request came with."""
         return self.intake.delivery
+
+    def detach(self) -> None:
+        """Go on without the delivery."""
+        self.intake.delivery = replace(self.intake.delivery, is_held=False)
 
     def held(self) -> Held:
         """What it stands for in the heartbeat."""

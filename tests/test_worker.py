@@ -202,6 +202,9 @@ class Failing:
     def is_settled(self) -> bool:
         return True
 
+    def retire(self) -> None:
+        raise AssertionError("it was not told to stop")
+
     def close(self) -> None:
         raise AssertionError("it is let go of instead")
 

@@ -99,7 +99,7 @@ class Publisher(Protocol):
 class Member(Protocol):
     """One member of a stage's group.
 
-    `poll` and `close` belong to one thread; `settle`, `retry`, `dead`, `held`, `holds` and `waiting` may be
+    `poll`, `retire` and `close` belong to one thread; `settle`, `retry`, `dead`, `held`, `holds` and `waiting` may be
     called from any.
     """
 
@@ -139,6 +139,12 @@ class Member(Protocol):
 
     def waiting(self) -> list[Delivery]:
         """What it has fetched beyond those, and would deliver if there were room; interactive first."""
+
+    def retire(self) -> None:
+        """Take nothing more: what would come here goes to other members at once. Settling goes on.
+
+        On Kafka the unsettled deliveries go with it: settling them raises `DeliveryLost`, and who has them settles.
+        """
 
     def close(self) -> None:
         """Leave the group: unsettled deliveries go to other members at once.

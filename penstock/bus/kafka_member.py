@@ -68,7 +68,7 @@ class KafkaMember:
         self._holdings = Holdings(bus.pipeline, stage)
         self._paused: set[Partition] = set()
         self._failure: Exception | None = None
-        self._closing = threading.Event()
+        self._leaving, self._closing = threading.Event(), threading.Event()
         self._doubtful: tuple[list[Commit], list[Delivery]] = [], []
         self._commit_passed_at = self._refresh_at = 0.0
         self._probe_at = time.monotonic() + PROBE_S
@@ -139,12 +139,18 @@ class KafkaMember:
         with self._state:
             return self._holdings.waiting()
 
+    def retire(self) -> None:
+        """Give the partitions up, and with them all deliveries."""
+        self._leaving.set()
+        self._poller.join(LEAVE_S)
+
     def close(self) -> None:
         """Leave the group: other members get the partitions, and with them the unsettled deliveries.
 
         Threads that wait for brokers which do not answer are left to themselves.
         """
         self._closing.set()
+        self._leaving.set()
         if not self.trouble and self._settling.acquire(timeout=LEAVE_S):
             try:
                 with contextlib.suppress(KafkaException, MemberFenced, GroupMoved):
@@ -212,7 +218,7 @@ class KafkaMember:
                 on_revoke=self._on_revoke,
                 on_lost=self._on_revoke,
             )
-            while not self._closing.is_set():
+            while not self._leaving.is_set():
                 message = self._consumer.poll(POLL_S)
                 if message is not None:
                     self._arrived(message)

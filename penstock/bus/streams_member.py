@@ -165,6 +165,9 @@ class StreamsMember:
         """Nothing: only what there is room for is fetched."""
         return []
 
+    def retire(self) -> None:
+        """Nothing to do: what nobody has polled is everybody's."""
+
     def close(self) -> None:
         """Leave the group: others take the unsettled deliveries over."""
         if self._closing.is_set():

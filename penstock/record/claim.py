@@ -99,8 +99,9 @@ class Renewal(IntEnum):
 def body_hash(request: Request) -> str:
     """SHA-256 (hex) of what a request asks.
 
-    Not of how soon or where: sent again under its id, it may come with a new deadline or weight, in the other class or
-    in another session. Nor of defaults: a worker that knows one more field than the last one still recognises the request.
+    Not of how soon or where: sent again under its id, it may come with a new deadline or weight, in the other class
+    or in another session. Nor of defaults: a worker that knows one more field than the last one still recognises the
+    request.
     """
     body = request.model_dump(
         mode="json", by_alias=True, exclude={"deadline", "klass", "session", "weight"}, exclude_defaults=True

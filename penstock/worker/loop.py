@@ -48,6 +48,9 @@ class Loop(Protocol):
     def is_settled(self) -> bool:
         """Whether nothing waits, for a lease or for a commit."""
 
+    def retire(self) -> None:
+        """Take nothing more, and let others have what would come here."""
+
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
 
@@ -57,6 +60,7 @@ def serve(worker: Loop, stop: StopSignal, drain_s: float, draining: Callable[[],
     while not stop:
         worker.turn()
     draining()
+    worker.retire()
     until = time.monotonic() + drain_s
     while worker.running and time.monotonic() < until:
         worker.turn(accept=False)

@@ -36,6 +36,9 @@ class Task(Protocol):
     def delivery(self) -> Delivery:
         """What it came with; not held where it was taken over."""
 
+    def detach(self) -> None:
+        """Go on without the delivery: another member has it."""
+
 
 class Transfers(Protocol):
     """Blocks on their way to and from the store."""
@@ -151,6 +154,14 @@ class StageWorker(ABC, Generic[T]):
         self.inbox.put_back(task.delivery)
 
     # Leaving.
+
+    def retire(self) -> None:
+        """Take nothing more. What runs goes on under its claim; who has its delivery then settles it, from its log."""
+        self.settler.wait(MOMENT_S)
+        self.member.retire()
+        for task in self.running.values():
+            if not self.member.holds(task.delivery):
+                task.detach()
 
     def is_settled(self) -> bool:
         """Whether nothing waits, for a lease or for a commit."""

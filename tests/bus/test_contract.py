@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,29 @@ def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline)
     assert values(bus.read_all(pipeline.results)) == [b"error"]
 
 
+def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipeline) -> None:
+    """At once, while it finishes what it has; of that nothing is done twice."""
+    topic = pipeline.requests("interactive")
+    publish(bus, numbered(topic, 12))
+    with bus.member("prefill", "a") as leaver:
+        (held,) = take(leaver, 1, {"interactive": 1})
+        leaver.retire()
+        with bus.member("prefill", "b") as stayer:
+            rest = take(stayer, 11)
+            stayer.settle([answered(pipeline, delivery) for delivery in rest if delivery.value != held.value])
+            leaver.settle([Settlement(replace(held, is_held=False), [Outgoing(pipeline.results, b"more", "m")])])
+            if leaver.holds(held):
+                leaver.settle([answered(pipeline, held)])
+            else:
+                with pytest.raises(DeliveryLost):
+                    leaver.settle([answered(pipeline, held)])
+                again = [delivery for delivery in rest if delivery.value == held.value]
+                again = again or take(stayer, 1)
+                stayer.settle([answered(pipeline, delivery) for delivery in again])
+    found = values(bus.read_all(pipeline.results))
+    assert sorted(found) == sorted([b"more", *[str(n).encode() for n in range(12)]])
+
+
 def test_same_name_restart_fences_the_older(bus: Bus, pipeline: Pipeline) -> None:
     publish(bus, numbered(pipeline.requests("interactive"), 2))
     with bus.member("prefill", "a") as old:
@@ -331,7 +355,7 @@ def test_who_slept_too_long_cannot_settle(
     assert values(bus.read_all(pipeline.results)) == [b"0"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_rebalances_and_kills_while_working_answer_each_exactly_once(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child]
 ) -> None:
@@ -363,10 +387,10 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
     wait_until(lambda: num_answers() > 10 or failures, 30.0, "work begins", every_s=0.05)
     second.start()
     publish(bus, [Outgoing(topic, str(n).encode()) for n in range(total // 2, total)])
-    wait_until(lambda: num_answers() > total // 3 or failures, 60.0, "work goes on", every_s=0.05)
+    wait_until(lambda: num_answers() > total // 3 or failures, 90.0, "work goes on", every_s=0.05)
     os.kill(victim.pid, signal.SIGKILL)
     leave.set()
-    wait_until(lambda: num_answers() >= total or failures, 60.0, "all is answered", every_s=0.05)
+    wait_until(lambda: num_answers() >= total or failures, 90.0, "all is answered", every_s=0.05)
     stop.set()
     first.join()
     second.join()

@@ -1,0 +1,235 @@
+"""The gateway under 1,000 streams at once, and beside a batch job.
+
+python -m benchmarks.gateway [--quick] [--json FILE]
+
+The whole pipeline runs behind one gateway process: Valkey, a prefill and a decode worker, the demo model. First, a
+process sends 1,000 requests at once and reads their server-sent events from raw sockets; another one reads the same
+events from Redis' channels. Both note when each event came, by the same clock: the difference is what the gateway adds.
+The decode worker has room for all of them, so each of its steps is 1,000 events in a moment. Memory is what the
+gateway's resident set grew by from after a few streams to its peak. Then four interactive streams are read through the
+gateway, in every second window beside a batch job from an uploaded file (see `benchmarks.interference`).
+"""
+
+import http.client
+import io
+import json
+import multiprocessing
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import openai
+from matplotlib.figure import Figure
+
+from benchmarks.common import Arguments, arguments, machine, report, save
+from benchmarks.gateway_readers import Seen, Streams, read_redis, read_streams
+from benchmarks.interference import STREAM_NEW, Measured, alternate, batch_tokens, prompt, stream_gaps
+from benchmarks.interference import Seen as Window
+from penstock.local.processes import free_port, wait_until
+from penstock.local.stack import Stack
+
+MODEL, STREAMS, FEW = "demo", 1000, 50
+_ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
+_ROOM = {
+    "PENSTOCK_ENGINE_MAX_BATCH": "1024", "PENSTOCK_ENGINE_POOL_MB": "512", "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "2048",
+    "PENSTOCK_GATEWAY_MAX_WAIT_S": "600",
+}  # fmt: skip
+_JOB = 400
+"""Lines of the batch job: more than a window is enough for."""
+_OVER = ("completed", "failed", "cancelled", "expired")
+_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Round:
+    """All streams at once, once."""
+
+    streams: Streams
+    added_ms: np.ndarray
+    """Of each event: from when it could be read from Redis to when it could be read from the gateway."""
+    rss_kb: int
+    """The gateway's peak."""
+
+
+def main() -> None:
+    given = arguments(__doc__ or "")
+    report(run(given), given)
+
+
+def run(given: Arguments) -> dict[str, float]:
+    """Measure, print, draw; returns the figures."""
+    tokens, rounds = (32, 1) if given.quick else (64, 3)
+    with tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory:
+        folder = Path(directory)
+        with Stack(folder / "streams", gateway=free_port(), environment=_ENVIRONMENT | _ROOM) as stack:
+            stack.wait_ready(300)
+            one_round(stack, FEW, tokens)
+            rss_kb = resident_kb(stack)
+            seen = [one_round(stack, STREAMS, tokens) for _ in range(rounds)]
+        with Stack(folder / "batch", gateway=free_port(), environment=_ENVIRONMENT) as stack:
+            stack.wait_ready(300)
+            side = Door(stack.gateway_url)
+            side.window(1.0, busy=True)
+            windows = alternate("gateway", side, *((2, 3.0) if given.quick else (6, 8.0)))
+    print(f"\n{machine()}; demo model, float32, {STREAMS} streams of {tokens} tokens")
+    if not given.quick:
+        draw(seen, windows)
+    return {
+        "sse_streams_ok": min(one.streams.num_ok for one in seen),
+        "sse_mem_kb_per_stream": (max(one.rss_kb for one in seen) - rss_kb) / STREAMS,
+        "sse_added_ms_p50": statistics.median(float(np.percentile(one.added_ms, 50)) for one in seen),
+        "sse_added_ms_p99": statistics.median(float(np.percentile(one.added_ms, 99)) for one in seen),
+        "batch_interference_itl_p99_ratio": statistics.median(windows.ratios(99)),
+    }
+
+
+def one_round(stack: Stack, count: int, tokens: int) -> Round:
+    """So many streams at once, and what came of them."""
+    bodies = [body(f"{number}: In the beginning", tokens) for number in range(count)]
+    address, port = urlsplit(stack.addresses.stream_url), urlsplit(stack.gateway_url).port
+    context = multiprocessing.get_context("spawn")
+    ready, stop = context.Event(), context.Event()
+    (from_redis, to_redis), (from_door, to_door) = context.Pipe(False), context.Pipe(False)
+    where = (address.hostname, address.port, stack.addresses.pipeline)
+    direct = context.Process(target=read_redis, args=(*where, ready, stop, to_redis), daemon=True)
+    reader = context.Process(target=read_streams, args=(port, bodies, tokens, to_door), daemon=True)
+    direct.start()
+    assert ready.wait(_TIMEOUT_S)
+    reader.start()
+    rss_kb, cpu_s = 0, gateway_cpu_s(stack)
+    while not from_door.poll(0.1):
+        rss_kb = max(rss_kb, resident_kb(stack))
+        assert reader.is_alive(), "the reader of the streams died"
+    streams: Streams = from_door.recv()
+    stop.set()
+    published: Seen = from_redis.recv()
+    for process in (direct, reader):
+        process.join(_TIMEOUT_S)
+    added_ms = np.array([(when - published[key]) / 1e6 for key, when in streams.seen.items() if key in published])
+    tell(count, streams, added_ms, gateway_cpu_s(stack) - cpu_s)
+    return Round(streams, added_ms, rss_kb)
+
+
+def body(text: str, tokens: int) -> bytes:
+    """A request for a stream."""
+    asked = {"model": MODEL, "prompt": text, "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": 1}
+    return json.dumps(asked).encode()
+
+
+def tell(count: int, streams: Streams, added_ms: np.ndarray, cpu_s: float) -> None:
+    """A line about a round, and what its reader cost, which must not be what is measured. `cpu_s`: the gateway's."""
+    p50, p99 = np.percentile(added_ms, (50, 99)) if len(added_ms) else (0.0, 0.0)
+    num = max(1, len(streams.seen))
+    print(
+        f"{count} streams: {streams.num_ok} whole, {streams.num_at_once} open at once, "
+        f"{num / streams.wall_s:.0f} events/s; added p50 {p50:.1f} ms, p99 {p99:.1f} ms; "
+        f"of a core the gateway took {cpu_s / streams.wall_s:.0%} and the reader {streams.cpu_s / streams.wall_s:.1%}, "
+        f"{cpu_s / num * 1e6:.0f} and {streams.cpu_s / num * 1e6:.0f} us an event",
+        flush=True,
+    )
+    for trouble in streams.troubles[:3]:
+        print(f"  {trouble}", flush=True)
+
+
+def resident_kb(stack: Stack) -> int:
+    """The gateway's resident set."""
+    assert stack.gateway is not None
+    assert stack.gateway.child is not None
+    status = Path(f"/proc/{stack.gateway.child.pid}/status").read_text()
+    found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def gateway_cpu_s(stack: Stack) -> float:
+    """What the gateway's process has computed so far."""
+    assert stack.gateway is not None
+    assert stack.gateway.child is not None
+    fields = Path(f"/proc/{stack.gateway.child.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Door:
+    """The pipeline as a client of the gateway sees it. A window's job is cancelled after it."""
+
+    def __init__(self, url: str) -> None:
+        self._address = urlsplit(url).netloc
+        self._sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=_TIMEOUT_S)
+
+    def window(self, seconds: float, *, busy: bool) -> Window:
+        """See `benchmarks.interference.Side`."""
+        job = self._begin() if busy else None
+        begun_s = time.perf_counter()
+        seen = Window(stream_gaps(self._stream, seconds))
+        if job is not None:
+            seen.batch_tokens_per_s = self._end(job) / (time.perf_counter() - begun_s)
+        return seen
+
+    def _begin(self) -> str:
+        lines = [
+            {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
+             "body": {"model": MODEL, "prompt": prompt(), "max_tokens": batch_tokens(), "ignore_eos": True}}
+            for number in range(_JOB)
+        ]  # fmt: skip
+        content = io.BytesIO(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        file = self._sdk.files.create(file=("job.jsonl", content), purpose="batch")
+        job = self._sdk.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+
+        def has_begun() -> bool:
+            counts = self._sdk.batches.retrieve(job.id).request_counts
+            return counts is not None and counts.completed > 0
+
+        wait_until(has_begun, _TIMEOUT_S, "the first line is answered", every_s=0.1)
+        return job.id
+
+    def _end(self, job: str) -> int:
+        """How many tokens it said until it was cancelled."""
+        self._sdk.batches.cancel(job)
+        wait_until(lambda: self._sdk.batches.retrieve(job).status in _OVER, _TIMEOUT_S, "its end", every_s=0.1)
+        output = self._sdk.batches.retrieve(job).output_file_id
+        if output is None:
+            return 0
+        rows = [json.loads(line) for line in self._sdk.files.content(output).read().splitlines()]
+        return sum(row["response"]["body"]["usage"]["completion_tokens"] for row in rows)
+
+    def _stream(self) -> Iterator[object]:
+        headers = {"Content-Type": "application/json", "x-penstock-cancel-on-disconnect": "true"}
+        with closing(http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)) as connection:
+            asked = json.loads(body("", STREAM_NEW)) | {"prompt": prompt(), "temperature": 0}
+            connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+            for line in connection.getresponse():
+                if line.startswith(b"data: {"):
+                    yield line
+
+
+def draw(rounds: list[Round], windows: Measured) -> None:
+    """How long events took more than from Redis, and gaps with a batch job and without."""
+    figure = Figure(figsize=(9, 3.6))
+    left, right = figure.subplots(1, 2, sharey=True)
+    for number, one in enumerate(rounds, 1):
+        left.plot(np.sort(one.added_ms), 1 - np.arange(len(one.added_ms)) / len(one.added_ms), label=f"round {number}")
+    for label, seen in (("alone", windows.idle), ("beside a batch job", windows.busy)):
+        gaps = np.sort([gap * 1000 for window in seen for gap in window.gaps_s])
+        right.plot(gaps, 1 - np.arange(len(gaps)) / len(gaps), label=label)
+    left.set(
+        xlabel="added to reading from Redis, ms", title=f"{STREAMS} streams at once", ylabel="share of events above"
+    )
+    right.set(xlabel="inter-token latency, ms", title="four streams through the gateway")
+    for axis in (left, right):
+        axis.axhline(0.01, color="grey", linewidth=0.8, linestyle=":")
+        axis.set(xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    save(figure, "gateway")
+
+
+if __name__ == "__main__":
+    main()
