@@ -13,7 +13,6 @@ gateway, in every second window beside a batch job from an uploaded file (see `b
 import http.client
 import io
 import json
-import multiprocessing
 import os
 import re
 import statistics
@@ -30,7 +29,7 @@ import openai
 from matplotlib.figure import Figure
 
 from benchmarks.common import Arguments, arguments, machine, report, save
-from benchmarks.gateway_readers import Seen, Streams, read_redis, read_streams
+from benchmarks.gateway_readers import Reader, Seen, Streams
 from benchmarks.interference import STREAM_NEW, Measured, alternate, batch_tokens, prompt, stream_gaps
 from benchmarks.interference import Seen as Window
 from penstock.local.processes import free_port, wait_until
@@ -52,7 +51,8 @@ _TIMEOUT_S = 120.0
 class Round:
     """All streams at once, once."""
 
-    streams: Streams
+    num_ok: int
+    """Streams in which everything came that Redis told, in order, and the end."""
     added_ms: np.ndarray
     """Of each event: from when it could be read from Redis to when it could be read from the gateway."""
     rss_kb: int
@@ -83,7 +83,7 @@ def run(given: Arguments) -> dict[str, float]:
     if not given.quick:
         draw(seen, windows)
     return {
-        "sse_streams_ok": min(one.streams.num_ok for one in seen),
+        "sse_streams_ok": min(one.num_ok for one in seen),
         "sse_mem_kb_per_stream": (max(one.rss_kb for one in seen) - rss_kb) / STREAMS,
         "sse_added_ms_p50": statistics.median(float(np.percentile(one.added_ms, 50)) for one in seen),
         "sse_added_ms_p99": statistics.median(float(np.percentile(one.added_ms, 99)) for one in seen),
@@ -95,27 +95,25 @@ def one_round(stack: Stack, count: int, tokens: int) -> Round:
     """So many streams at once, and what came of them."""
     bodies = [body(f"{number}: In the beginning", tokens) for number in range(count)]
     address, port = urlsplit(stack.addresses.stream_url), urlsplit(stack.gateway_url).port
-    context = multiprocessing.get_context("spawn")
-    ready, stop = context.Event(), context.Event()
-    (from_redis, to_redis), (from_door, to_door) = context.Pipe(False), context.Pipe(False)
-    where = (address.hostname, address.port, stack.addresses.pipeline)
-    direct = context.Process(target=read_redis, args=(*where, ready, stop, to_redis), daemon=True)
-    reader = context.Process(target=read_streams, args=(port, bodies, tokens, to_door), daemon=True)
-    direct.start()
-    assert ready.wait(_TIMEOUT_S)
-    reader.start()
+    direct = Reader("redis", address.hostname, address.port, stack.addresses.pipeline)
+    assert direct.take() == "ready"
     rss_kb, cpu_s = 0, gateway_cpu_s(stack)
-    while not from_door.poll(0.1):
+    reader = Reader("streams", port, bodies)
+    while not reader.has_told(0.1):
         rss_kb = max(rss_kb, resident_kb(stack))
-        assert reader.is_alive(), "the reader of the streams died"
-    streams: Streams = from_door.recv()
-    stop.set()
-    published: Seen = from_redis.recv()
+    streams = Streams(**reader.take())
+    cpu_s = gateway_cpu_s(stack) - cpu_s
+    direct.stop()
+    published: Seen = direct.take()
     for process in (direct, reader):
-        process.join(_TIMEOUT_S)
+        process.close()
+    ids = {stream_id: set[str]() for stream_id in streams.ended}
+    for stream_id, event_id in published.keys() - streams.seen.keys():
+        ids.get(stream_id, set()).add(event_id)
+    num_ok = sum(not missed for missed in ids.values())
     added_ms = np.array([(when - published[key]) / 1e6 for key, when in streams.seen.items() if key in published])
-    tell(count, streams, added_ms, gateway_cpu_s(stack) - cpu_s)
-    return Round(streams, added_ms, rss_kb)
+    tell(count, streams, num_ok, added_ms, cpu_s)
+    return Round(num_ok, added_ms, rss_kb)
 
 
 def body(text: str, tokens: int) -> bytes:
@@ -124,12 +122,12 @@ def body(text: str, tokens: int) -> bytes:
     return json.dumps(asked).encode()
 
 
-def tell(count: int, streams: Streams, added_ms: np.ndarray, cpu_s: float) -> None:
+def tell(count: int, streams: Streams, num_ok: int, added_ms: np.ndarray, cpu_s: float) -> None:
     """A line about a round, and what its reader cost, which must not be what is measured. `cpu_s`: the gateway's."""
     p50, p99 = np.percentile(added_ms, (50, 99)) if len(added_ms) else (0.0, 0.0)
     num = max(1, len(streams.seen))
     print(
-        f"{count} streams: {streams.num_ok} whole, {streams.num_at_once} open at once, "
+        f"{count} streams: {num_ok} whole, {streams.num_at_once} open at once, "
         f"{num / streams.wall_s:.0f} events/s; added p50 {p50:.1f} ms, p99 {p99:.1f} ms; "
         f"of a core the gateway took {cpu_s / streams.wall_s:.0%} and the reader {streams.cpu_s / streams.wall_s:.1%}, "
         f"{cpu_s / num * 1e6:.0f} and {streams.cpu_s / num * 1e6:.0f} us an event",

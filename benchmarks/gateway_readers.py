@@ -1,17 +1,24 @@
-"""The readers of the gateway's benchmark, each a process: they note what comes when, and look at it later."""
+"""The readers of the gateway's benchmark, each a process: they note what comes when, and look at it later.
+
+`python -m benchmarks.gateway_readers`: what to read is pickled on its standard input, and what it read on its output.
+Little is imported here: a process that starts while streams run would be in their way.
+"""
 
 import asyncio
 import bisect
 import itertools
 import json
+import pickle
 import re
 import resource
+import select
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
+from typing import Any
 
 import hiredis
 import uvloop
@@ -22,7 +29,7 @@ _EVENT_ID = re.compile(rb"id: ([0-9]+-[0-9a-f]{16})\n")
 _STREAM_ID = re.compile(rb"\r\nx-request-id: (\S+)\r\n", re.IGNORECASE)
 _MANY = 2**20
 Seen = dict[tuple[str, str], int]
-"""When an event of a stream was read: nanoseconds of the machine's monotonic clock."""
+"""When an event of a stream, one with a text, was read: nanoseconds of the machine's monotonic clock."""
 
 
 @dataclass
@@ -30,8 +37,8 @@ class Streams:
     """What the streams' reader saw."""
 
     seen: Seen = field(default_factory=dict)
-    num_ok: int = 0
-    """Streams that had all tokens in order, and their end."""
+    ended: set[str] = field(default_factory=set)
+    """Streams whose events came in order, up to their end."""
     num_at_once: int = 0
     """The most streams that had begun and not ended."""
     wall_s: float = 0.0
@@ -58,12 +65,54 @@ class _Connection(asyncio.Protocol):
         self._ended()
 
 
-def read_streams(port: int, bodies: Sequence[bytes], tokens: int, told: Connection) -> None:
-    """POST all bodies to `/v1/completions` at once, and send `Streams` when all have ended."""
-    told.send(uvloop.run(_read_streams(port, bodies, tokens)))
+class Reader:
+    """A reader's process, from outside."""
+
+    def __init__(self, kind: str, *args: Any) -> None:
+        """`streams` with a port and bodies, `redis` with host, port and pipeline."""
+        command = [sys.executable, "-m", "benchmarks.gateway_readers"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        pickle.dump((kind, args), self._input)
+        self._input.flush()
+
+    def has_told(self, within_s: float) -> bool:
+        """Whether there is something to take."""
+        return bool(select.select([self._output], [], [], within_s)[0])
+
+    def take(self) -> Any:
+        """What it tells next."""
+        return pickle.loads(self._output.read(int.from_bytes(self._output.read(8), "big")))
+
+    def stop(self) -> None:
+        """It is to tell what it read, if it has not."""
+        self._input.close()
+
+    def close(self) -> None:
+        """It ends by itself, once it has told everything."""
+        self._output.close()
+        self._process.wait(30)
 
 
-async def _read_streams(port: int, bodies: Sequence[bytes], tokens: int) -> Streams:
+def main() -> None:
+    kind, args = pickle.load(sys.stdin.buffer)
+    if kind == "streams":
+        tell(vars(uvloop.run(read_streams(*args))))  # a class of this file has another name here
+    else:
+        read_redis(*args)
+
+
+def tell(what: object) -> None:
+    """To the other process."""
+    data = pickle.dumps(what)
+    sys.stdout.buffer.write(len(data).to_bytes(8, "big") + data)
+    sys.stdout.buffer.flush()
+
+
+async def read_streams(port: int, bodies: Sequence[bytes]) -> Streams:
+    """POST all bodies to `/v1/completions` at once, and read until all have ended."""
     loop, left, over = asyncio.get_running_loop(), itertools.count(len(bodies) - 1, -1), asyncio.Event()
 
     def ended() -> None:
@@ -86,10 +135,10 @@ async def _read_streams(port: int, bodies: Sequence[bytes], tokens: int) -> Stre
         found = _STREAM_ID.search(raw)
         ids = [(match[1].decode(), match.end()) for match in _EVENT_ID.finditer(raw)]
         positions = [int(event_id.split("-")[0]) for event_id, _ in ids]
-        if found is None or positions != list(range(tokens)) or b"data: [DONE]" not in raw:
+        if found is None or positions != sorted(set(positions)) or b"data: [DONE]" not in raw:
             streams.troubles.append(f"{len(ids)} tokens, ends with {raw[-300:]!r}")
             continue
-        streams.num_ok += 1
+        streams.ended.add(found[1].decode())
         spans.append((one.times[0], one.times[-1]))
         for event_id, end in ids:
             streams.seen[found[1].decode(), event_id] = one.times[bisect.bisect_left(ends, end)]
@@ -98,8 +147,8 @@ async def _read_streams(port: int, bodies: Sequence[bytes], tokens: int) -> Stre
     return streams
 
 
-def read_redis(host: str, port: int, pipeline: str, ready: Event, stop: Event, told: Connection) -> None:
-    """Read what is published of all of a pipeline's streams; sends a `Seen` after `stop`."""
+def read_redis(host: str, port: int, pipeline: str) -> None:
+    """Read what is published of all of a pipeline's streams: tells that it has begun, and `Seen` when stopped."""
     times: list[int] = []
     pieces: list[bytes] = []
     channel = Pipeline(pipeline).live_channel("*")
@@ -107,15 +156,11 @@ def read_redis(host: str, port: int, pipeline: str, ready: Event, stop: Event, t
         connection.sendall(f"PSUBSCRIBE {channel}\r\n".encode())
         pieces.append(connection.recv(_MANY))
         times.append(0)
-        ready.set()
-        connection.settimeout(0.2)
-        while not stop.is_set():
-            try:
-                pieces.append(connection.recv(_MANY))
-            except TimeoutError:
-                continue
+        tell("ready")
+        while sys.stdin not in (found := select.select([connection, sys.stdin], [], [])[0]) or connection in found:
+            pieces.append(connection.recv(_MANY))
             times.append(time.monotonic_ns())
-    told.send(_published(pieces, times, *channel.split("*")))
+    tell(_published(pieces, times, *channel.split("*")))
 
 
 def _published(pieces: Sequence[bytes], times: Sequence[int], before: str, after: str) -> Seen:
@@ -124,12 +169,16 @@ def _published(pieces: Sequence[bytes], times: Sequence[int], before: str, after
         reader.feed(piece)
         while (message := reader.gets()) is not False:
             if message[0] == b"pmessage":
-                event_id = json.loads(message[3]).get("id")
-                if event_id is not None:
-                    seen[message[2].decode().removeprefix(before).removesuffix(after), event_id] = when
+                event = json.loads(message[3])
+                if "token" in event and event["text"]:
+                    seen[message[2].decode().removeprefix(before).removesuffix(after), event["id"]] = when
     return seen
 
 
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()
