@@ -25,6 +25,7 @@ class Health(BaseModel):
     """Of the process that answers."""
 
 
+@router.get("/health", summary="The same as /healthz: load tools ask for it by this name")
 @router.get("/healthz", summary="Whether the process answers")
 async def healthz() -> Health:
     """Nothing else is looked at."""

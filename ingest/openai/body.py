@@ -77,6 +77,8 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     """Send the usage before the end."""
+    continuous_usage_stats: bool | None = None
+    """Accepted, as load tools ask for it; the usage comes once."""
     include_obfuscation: only(False) = None  # type: ignore[valid-type]
 
 

@@ -70,8 +70,6 @@ BROKER_SETTINGS = {
     "share.coordinator.state.topic.num.partitions": "1",
     "share.coordinator.state.topic.replication.factor": "1",
     "share.coordinator.state.topic.min.isr": "1",
-    # How soon a transaction whose time is over is ended.
-    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
     "log.cleaner.dedupe.buffer.size": "2097152",
     "num.network.threads": "2",
     "num.io.threads": "4",
