@@ -158,7 +158,10 @@ def read_redis(host: str, port: int, pipeline: str) -> None:
         times.append(0)
         tell("ready")
         while sys.stdin not in (found := select.select([connection, sys.stdin], [], [])[0]) or connection in found:
-            pieces.append(connection.recv(_MANY))
+            piece = connection.recv(_MANY)
+            if not piece:  # the server has ended
+                break
+            pieces.append(piece)
             times.append(time.monotonic_ns())
     tell(_published(pieces, times, *channel.split("*")))
 
