@@ -52,6 +52,7 @@ def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipe
             assert worker.engine.num_free_blocks == worker.engine.pool.num_blocks
             assert not worker.engine.quay.held()
             assert not worker.engine.has_work()
+            worker.store.close()  # what comes after it opens its own
         server.start()
         line.add_prefill("prefill-0")
         line.add_decode("decode-0")
