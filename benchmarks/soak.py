@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from benchmarks.common import Arguments, arguments, machine, report, save
+from benchmarks.common import SHM, Arguments, arguments, machine, report, save
 from benchmarks.soak_load import Load
 from benchmarks.watch import Sample, Watch, resident_mb
 from kvstore.arena.check import check_integrity
@@ -39,7 +39,6 @@ from penstock.settings import KVSettings
 
 BUDGET_MB = 24
 VALKEY = "Valkey, blocks"
-_SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def sampler(stack: Stack, server: ValkeyServer, places: list[Place]) -> Callable[[], Sample]:
@@ -77,7 +76,7 @@ def leaks(places: list[Place], disk: Path) -> list[str]:
 def system() -> Iterator[tuple[Stack, ValkeyServer, list[Place], Path]]:
     """The stack, ready, its KV server, and its tiers as one sees them from outside."""
     with contextlib.ExitStack() as exits:
-        memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-", dir=_SHM))
+        memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-", dir=SHM))
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-")))
         server = exits.enter_context(ValkeyServer(directory / "kv", appendonly=False))
         disk = directory / "blocks"

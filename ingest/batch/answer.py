@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from ingest.batch.lines import Row
 from ingest.gateway.errors import ApiError, api_error
 from ingest.openai import ENDPOINTS, Ask, card_of
 from ingest.openai.endpoint import request_ids
+from ingest.together import together
 from penstock.aio import AsyncClient
 from penstock.client import Answer
 from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, StreamDiverged, StreamExpired, StreamTimeout
@@ -54,7 +55,7 @@ async def answer(client: AsyncClient, row: Row, name: str, terms: Terms) -> Fini
         endpoint = ENDPOINTS[row.url]
         body = endpoint.parse(row.body)
         asks = [_on_terms(ask, terms) for ask in endpoint.asks(body, request_id)]
-        answers = await _together([_result(client, ask) for ask in asks])
+        answers = await together([_result(client, ask) for ask in asks])
         card = card_of(endpoint, body, request_id, tenant=terms.tenant)
         whole = endpoint.whole(card, answers).model_dump(mode="json")
     except DeadlineExceeded:
@@ -139,13 +140,3 @@ async def _submit(client: AsyncClient, ask: Ask) -> None:
             return
         except BusUnavailable:
             await asyncio.sleep(pause_s)
-
-
-async def _together(readings: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """All answers; the first error ends the reading of the others."""
-    tasks = [asyncio.create_task(reading) for reading in readings]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()

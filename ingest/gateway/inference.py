@@ -1,7 +1,7 @@
 """The routes that make requests: `/v1/chat/completions`, `/v1/completions`, `/v1/responses`."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -13,13 +13,13 @@ from ingest.gateway.caller import CallerDep
 from ingest.gateway.errors import STATUS
 from ingest.gateway.handlers import errors
 from ingest.gateway.state import Gateway, gateway_of
-from ingest.gateway.streaming import EVENTS, event_stream, settled
+from ingest.gateway.streaming import EVENTS, cancelled, event_stream, settled
 from ingest.openai import ENDPOINTS
 from ingest.openai.endpoint import Card, Endpoint
 from ingest.openai.places import Places
 from ingest.openai.telling import total
+from ingest.together import together
 from penstock import tracing
-from penstock.client import Answer
 from penstock.errors import BusUnavailable, RequestError
 from penstock.messages import Usage
 
@@ -84,7 +84,7 @@ async def _whole(
     client, patience_s = gateway.client(card.pipeline), gateway.settings.patience_s
     readings = [client.result(request_id, timeout_s=patience_s) for request_id in card.request_ids]
     try:
-        answers = await _unless_gone(request, _together(readings))
+        answers = await _unless_gone(request, together(readings))
     except RequestError as error:
         if STATUS.get(error.code) in REFUSED:
             await settled(gateway, card, ticket, Usage())
@@ -92,21 +92,11 @@ async def _whole(
     if answers is None:
         if wishes.x_penstock_cancel_on_disconnect:
             with suppress(BusUnavailable):
-                await asyncio.gather(*(client.cancel(request_id) for request_id in card.request_ids))
+                await cancelled(gateway, card)
         return Response(status_code=GONE)
     await settled(gateway, card, ticket, total(answer.usage for answer in answers))
     headers = {"x-request-id": card.id, "location": f"/v1/streams/{card.id}"}
     return Response(endpoint.whole(card, answers).model_dump_json(), 200, headers, "application/json")
-
-
-async def _together(readings: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """All answers; the first error ends the reading of the others."""
-    tasks = [asyncio.create_task(reading) for reading in readings]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
