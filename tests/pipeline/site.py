@@ -76,9 +76,16 @@ class Site:
     def states(self) -> list[str]:
         return [status["state"] for status in worker_status(self.stack.addresses)]
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, *, tend: bool = False) -> None:
+        """With `tend`, those that have left are started again."""
+
+        def are_ready() -> bool:
+            if tend:
+                self.stack.tend()
+            return self.states() == ["ready", "ready"]
+
         try:
-            wait_until(lambda: self.states() == ["ready", "ready"], 90, "both workers are ready", every_s=0.05)
+            wait_until(are_ready, 90, "both workers are ready", every_s=0.05)
         except TimeoutError as error:
             gone = [child.tail() for child in self._children() if not child.alive()]
             raise TimeoutError(f"{error}: {gone}, {worker_status(self.stack.addresses)}") from None

@@ -113,8 +113,7 @@ def test_one_worker_after_the_other_is_restarted_under_load(on_kafka: Site) -> N
             for worker in on_kafka.stack.workers:
                 assert worker.child is not None
                 assert worker.child.stop(timeout_s=60.0) == 0
-                on_kafka.stack.tend()
-                on_kafka.wait_ready()
+                on_kafka.wait_ready(tend=True)
             wait_until(lambda: len(asked) > 20, 60, "requests enough")
         finally:
             over.set()
