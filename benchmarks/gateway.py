@@ -41,8 +41,8 @@ _ROOM = {
     "PENSTOCK_ENGINE_MAX_BATCH": "1024", "PENSTOCK_ENGINE_POOL_MB": "512", "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "2048",
     "PENSTOCK_GATEWAY_MAX_WAIT_S": "600",
 }  # fmt: skip
-_JOB = 400
-"""Lines of the batch job: more than a window is enough for."""
+_JOB = 4000
+"""Lines of the batch job: more than a window is enough for, also where all that are under way have room."""
 _OVER = ("completed", "failed", "cancelled", "expired")
 _TIMEOUT_S = 120.0
 
@@ -66,19 +66,16 @@ def main() -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print, draw; returns the figures."""
-    tokens, rounds = (32, 1) if given.quick else (64, 3)
-    with tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory:
-        folder = Path(directory)
-        with Stack(folder / "streams", gateway=free_port(), environment=_ENVIRONMENT | _ROOM) as stack:
-            stack.wait_ready(300)
-            one_round(stack, FEW, tokens)
-            rss_kb = resident_kb(stack)
-            seen = [one_round(stack, STREAMS, tokens) for _ in range(rounds)]
-        with Stack(folder / "batch", gateway=free_port(), environment=_ENVIRONMENT) as stack:
-            stack.wait_ready(300)
-            side = Door(stack.gateway_url)
-            side.window(1.0, busy=True)
-            windows = alternate("gateway", side, *((2, 3.0) if given.quick else (6, 8.0)))
+    tokens, rounds, pairs, seconds = (16, 1, 1, 3.0) if given.quick else (64, 3, 6, 8.0)
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
+        Stack(Path(directory), gateway=free_port(), environment=_ENVIRONMENT | _ROOM) as stack,
+    ):
+        stack.wait_ready(300)
+        one_round(stack, FEW, tokens)
+        rss_kb = resident_kb(stack)
+        seen = [one_round(stack, STREAMS, tokens) for _ in range(rounds)]
+        windows = alternate("gateway", Door(stack.gateway_url), pairs, seconds)
     print(f"\n{machine()}; demo model, float32, {STREAMS} streams of {tokens} tokens")
     if not given.quick:
         draw(seen, windows)

@@ -222,7 +222,7 @@ def stream_gaps(answer: Callable[[], Iterator[object]], seconds: float, streams:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure and print; returns the figures."""
-    rounds, seconds = (3, 3.0) if given.quick else (8, 8.0)
+    rounds, seconds = (2, 2.0) if given.quick else (8, 8.0)
     engine = alternate("engine", Bare(), rounds, seconds)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,

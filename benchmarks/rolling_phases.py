@@ -11,6 +11,7 @@ from penstock.local.processes import Child
 from penstock.local.stack import Stack, Worker
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request
+from penstock.names import STAGES
 from tests.chaos.clients import Clients, Errand
 from tests.chaos.history import History
 from tests.chaos.runner import Told, calm, write_down
@@ -67,10 +68,10 @@ class Roll:
             until = time.monotonic() + seconds
             self._while(clients, lambda: time.monotonic() < until)
 
-    def workers(self, phase: str) -> None:
-        """Each worker is restarted."""
+    def workers(self, phase: str, most: int | None = None) -> None:
+        """Each worker is restarted, or so many of each stage."""
         with self._load(phase) as clients:
-            for worker in self._stack.workers:
+            for worker in self._of_each_stage(most):
                 self._progress(f"{phase}, {worker.name}")
                 self._restart(worker)
                 self._some_more(clients)
@@ -83,6 +84,10 @@ class Roll:
                 server.stop()
                 server.start()
                 self._some_more(clients)
+
+    def _of_each_stage(self, most: int | None) -> list[Worker]:
+        workers = self._stack.workers
+        return [one for stage in STAGES for one in [each for each in workers if each.stage == stage][:most]]
 
     @contextlib.contextmanager
     def _load(self, phase: str) -> Iterator[Clients]:
@@ -137,9 +142,9 @@ def go_through(bus: str, directory: Path, progress: Told, *, quick: bool) -> tup
         history = exits.enter_context(History(path))
         roll = Roll(stack, servers, history, progress)
         roll.steady("warm", 0.0)
-        roll.steady("steady", 10.0 if quick else 120.0)
+        roll.steady("steady", 5.0 if quick else 120.0)
         stack.drain_s = SHORT_DRAIN_S  # of those that come now
-        roll.workers("rolling")
+        roll.workers("rolling", 1 if quick else None)
         if not quick:
             roll.workers("handed")
             roll.servers("servers")

@@ -98,6 +98,11 @@ class Ticket:
     """Its part of the pipeline."""
     is_settled: bool = False
 
+    @property
+    def is_of_bucket(self) -> bool:
+        """Whether tokens were taken for it that its tenant is to have back, or owes, once it has ended."""
+        return self.caller.tokens_per_min is not None
+
 
 class Admission:
     """Admits requests, or says when to come again."""
@@ -120,16 +125,18 @@ class Admission:
         num_tokens: int,
         *,
         max_output: int = 0,
-        reject_if_busy: bool = False,
+        most_wait_s: float | None = None,
     ) -> Ticket:
         """Admit a request of about `num_tokens`, prompt and output together; of them it may write `max_output`.
+
+        With `most_wait_s` its client does not want it to wait for longer.
 
         Raises `ApiError`: 403 for a class above the caller's right, 400 for more output than it may ask for, 413 for
         what its bucket never holds, 429 with `Retry-After`; `BusUnavailable`.
         """
         check_right(caller, klass, num_tokens, max_output)
         wait_s = await self._lags.wait_s(pipeline, klass)
-        self._check_wait(wait_s, klass, reject_if_busy=reject_if_busy)
+        self._check_wait(wait_s, klass, most_wait_s)
         is_full = wait_s is not None and wait_s > BUSY_S
         held = await self._shares.enter(pipeline, caller.tenant, caller.weight, num_tokens, is_full=is_full)
         if held is None:
@@ -171,11 +178,12 @@ class Admission:
         with outages_named():
             await self._give([rate_key(ticket.caller.tenant)], [ticket.caller.requests_per_min or 0, limit, back])
 
-    def _check_wait(self, wait_s: float | None, klass: PriorityClass, *, reject_if_busy: bool) -> None:
+    def _check_wait(self, wait_s: float | None, klass: PriorityClass, wanted_s: float | None) -> None:
         most_s = self._settings.max_wait_s if klass == "interactive" else self._settings.max_batch_wait_s
-        if reject_if_busy and wait_s != 0:
-            known = "" if wait_s is None else f", about {wait_s:.1f} s"
-            raise too_many(f"the request would have to wait{known}", wait_s or 1, code="busy")
+        if wanted_s is not None and (wait_s is None or wait_s > wanted_s):
+            known = "for how long is not known" if wait_s is None else f"about {wait_s:.1f} s"
+            after_s = 1 if wait_s is None else wait_s - wanted_s
+            raise too_many(f"the request would have to wait, {known}", after_s, code="busy")
         if wait_s is not None and wait_s > most_s:
             raise too_many(f"a new request would wait for {wait_s:.0f} s", wait_s - most_s, code="overloaded")
 

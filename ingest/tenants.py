@@ -36,6 +36,8 @@ class Caller:
     """Prompt and output tokens together."""
     max_request_tokens: int | None = None
     """The most output tokens that one request may ask for."""
+    max_batch_tokens: int | None = None
+    """Of all its batches that are not over, prompt and output tokens together."""
 
 
 class TenantEntry(BaseModel):
@@ -48,6 +50,7 @@ class TenantEntry(BaseModel):
     requests_per_min: int | None = Field(default=None, ge=1)
     tokens_per_min: int | None = Field(default=None, ge=1)
     max_request_tokens: int | None = Field(default=None, ge=1)
+    max_batch_tokens: int | None = Field(default=None, ge=1)
 
     def caller(self, tenant: str) -> Caller:
         """The tenant as it calls."""

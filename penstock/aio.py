@@ -112,6 +112,7 @@ class AsyncClient:
                     yield []
         finally:
             live.leave(channel, box.deliver)
+            box.close()
 
     async def generate(
         self, prompt: str | None = None, timeout_s: float = 60.0, **fields: Unpack[RequestFields]

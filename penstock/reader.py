@@ -47,10 +47,11 @@ class StreamReader:
     def feed_live(self, event: Event) -> list[Event]:
         """What a live event adds: itself, or nothing. A gap before it makes the reader `behind`."""
         self.has_met = True
-        if self._place(event) > self.num_tokens:
+        place, rolled = self._place(event)
+        if place > self._first + len(self._hashes):
             self.behind = True
             return []
-        return self._take(event)
+        return self._take(event, place, rolled)
 
     def feed_log(self, events: Iterable[Event]) -> list[Event]:
         """What a reading of the log after position `log_after` adds."""
@@ -58,31 +59,30 @@ class StreamReader:
         num_events = 0
         for event in events:
             num_events += 1
-            if self._place(event) > self.num_tokens:
+            place, rolled = self._place(event)
+            if place > self.num_tokens:
                 raise StreamDiverged(f"the log has a hole after token {self.num_tokens - 1}")
-            taken += self._take(event)
+            taken += self._take(event, place, rolled)
         self.behind = False
         self.log_missing = num_events == 0 and self.num_tokens > 0
         self.has_met = self.has_met or num_events > 0
         return taken
 
-    def _place(self, event: Event) -> int:
-        """How many tokens come before the event."""
-        return event.usage.completion_tokens if isinstance(event, EndEvent) else parse_event_id(event.id)[0]
+    def _place(self, event: Event) -> tuple[int, str]:
+        """How many tokens come before the event, and of a token the rolling hash."""
+        return (event.usage.completion_tokens, "") if isinstance(event, EndEvent) else parse_event_id(event.id)
 
-    def _take(self, event: Event) -> list[Event]:
+    def _take(self, event: Event, position: int, rolled: str) -> list[Event]:
         """The event if it is the next one, nothing if it was seen; it is not past the next one."""
         if self.end is not None:
             return []
+        num_tokens = self._first + len(self._hashes)
         if isinstance(event, EndEvent):
-            if self._place(event) < self.num_tokens:
-                raise StreamDiverged(
-                    f"the stream ended after {self._place(event)} of the {self.num_tokens} tokens seen"
-                )
+            if position < num_tokens:
+                raise StreamDiverged(f"the stream ended after {position} of the {num_tokens} tokens seen")
             self.end = event
             return [event]
-        position, rolled = parse_event_id(event.id)
-        if position < self.num_tokens:
+        if position < num_tokens:
             if position >= self._first and rolled != self._hashes[position - self._first]:
                 raise StreamDiverged(f"token {position} is another one than was seen")
             return []

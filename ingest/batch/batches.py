@@ -5,6 +5,7 @@
         birth.json                         what it is made of: written once
         input                              its input, a copy: the file may be deleted meanwhile
         progress.json                      how far it is: by whoever works on it
+        tokens                             how many it may take, where its tenant has a limit: written once
         cancel                             when somebody asked for its end: written once
         parts/<holder>-<number>            finished lines, each with its number; written once
         end.json                           its end: written once, by the first who comes to it
@@ -40,6 +41,8 @@ class Birth(BaseModel):
     weight: float = 1.0
     max_request_tokens: int | None = None
     """The most output tokens that its maker may ask for in one request."""
+    max_batch_tokens: int | None = None
+    """The most tokens of all open batches of its tenant."""
     endpoint: str
     input_file_id: str
     created_at: int
@@ -62,6 +65,7 @@ class Batches:
             tenant=caller.tenant,
             weight=caller.weight,
             max_request_tokens=caller.max_request_tokens,
+            max_batch_tokens=caller.max_batch_tokens,
             endpoint=new.endpoint,
             input_file_id=file.id,
             created_at=now,
@@ -143,6 +147,18 @@ class Batches:
         """Whether it is over."""
         return await self._objects.size(place(birth, "end.json")) is not None
 
+    async def enqueue(self, birth: Birth, num_tokens: int) -> int:
+        """Say how many tokens it may take; returns those of all its tenant's open batches together.
+
+        Said first and added up then: of two that are looked at in one moment, each sees the other.
+        """
+        await self._objects.put(place(birth, "tokens"), str(num_tokens).encode())
+        own, enqueued = birth.tenant.encode(), 0
+        for batch_id in await self.open_ids():
+            if await self._objects.get(f"open/{batch_id}") == own:
+                enqueued += int(await self._objects.get(f"tenants/{birth.tenant}/batches/{batch_id}/tokens") or 0)
+        return enqueued
+
     async def save(self, birth: Birth, state: BatchState) -> None:
         """Say how far it is."""
         await self._objects.put(place(birth, "progress.json"), state.model_dump_json().encode())
@@ -161,6 +177,7 @@ class Batches:
         for name in await self._objects.names(place(birth, "parts")):
             await self._objects.delete(place(birth, f"parts/{name}"))
         await self._objects.delete(place(birth, "input"))
+        await self._objects.delete(place(birth, "tokens"))
         await self._objects.delete(f"open/{birth.id}")
 
     async def _look(self, birth: Birth) -> BatchObject:

@@ -8,12 +8,13 @@ from typing import Any
 
 from ingest.batch.shapes import LineError
 from penstock.errors import PenstockError
-from penstock.messages import MAX_REQUEST_BYTES
+from penstock.messages import MAX_REQUEST_BYTES, Sampling
 
 PIECE = 2**20
 """Bytes that are read or written at once."""
 MAX_LINE_BYTES = MAX_REQUEST_BYTES
 MAX_ERRORS_TOLD = 100
+CHARS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,14 @@ def parse_row(number: int, line: bytes, urls: tuple[str, ...]) -> Row:
     if not isinstance(body, dict):
         raise bad(number, "missing_required_parameter", "A 'body' that is an object is required.", "body")
     return Row(number, custom_id, said["url"], body)
+
+
+def num_tokens(row: Row, line: bytes) -> int:
+    """About how many tokens a request may take: prompt and output, by its length and by what it asks for."""
+    asked = [row.body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
+    most = next((one for one in asked if isinstance(one, int) and one > 0), Sampling().max_tokens)
+    count = row.body.get("n")
+    return len(line) // CHARS_PER_TOKEN + most * (count if isinstance(count, int) and count > 1 else 1)
 
 
 async def check(

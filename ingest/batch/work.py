@@ -21,10 +21,10 @@ from contextlib import suppress
 
 from ingest.batch.answer import Terms, answer, cancel, left_out, refused
 from ingest.batch.batches import Batches, Birth, place
-from ingest.batch.lines import Row, check, parse_row, split
+from ingest.batch.lines import Row, check, num_tokens, parse_row, split
 from ingest.batch.objects import Objects
 from ingest.batch.parts import Parts
-from ingest.batch.shapes import BatchState, LineErrors, RequestCounts, Status
+from ingest.batch.shapes import BatchState, LineError, LineErrors, RequestCounts, Status
 from ingest.batch.store import FileStore
 from ingest.gateway.errors import ApiError
 from penstock.aio import AsyncClient
@@ -88,6 +88,7 @@ class Work:
 
     async def _validate(self) -> bool:
         total, errors = await check(self._lines(), (self._birth.endpoint,), self._settings.max_lines)
+        errors = errors or await self._over_limit()
         now = int(time.time())
         if errors:
             failed = BatchState(status="failed", errors=LineErrors(data=errors), failed_at=now)
@@ -97,6 +98,21 @@ class Work:
         self._state = BatchState(status="in_progress", in_progress_at=now, request_counts=counts)
         await self._batches.save(self._birth, self._state)
         return True
+
+    async def _over_limit(self) -> list[LineError]:
+        """What is wrong with a batch of a tenant whose open ones may not have so many tokens together."""
+        most = self._birth.max_batch_tokens
+        if most is None:
+            return []
+        wanted = sum([num_tokens(row, line) async for row, line in self._rows_and_lines()])
+        enqueued = await self._batches.enqueue(self._birth, wanted)
+        if enqueued <= most:
+            return []
+        message = (
+            f"Enqueued token limit reached. Limit: {most:,} enqueued tokens; this batch has about {wanted:,}, "
+            f"your others {enqueued - wanted:,}. Please try again once some of them have been completed."
+        )
+        return [LineError(code="token_limit_exceeded", message=message)]
 
     async def _ask_unless_ended(self) -> Status:
         """Step 3 and 4, until all is answered or the end comes first; the status it ends with."""
@@ -199,6 +215,10 @@ class Work:
     def _lines(self) -> AsyncIterator[tuple[int, bytes]]:
         return split(self._objects.read(place(self._birth, "input")))
 
-    async def _rows(self) -> AsyncIterator[Row]:
+    async def _rows_and_lines(self) -> AsyncIterator[tuple[Row, bytes]]:
         async for number, line in self._lines():
-            yield parse_row(number, line, (self._birth.endpoint,))
+            yield parse_row(number, line, (self._birth.endpoint,)), line
+
+    async def _rows(self) -> AsyncIterator[Row]:
+        async for row, _ in self._rows_and_lines():
+            yield row

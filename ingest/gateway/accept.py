@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import Header
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
 from ingest.admission import Ticket
 from ingest.gateway.errors import ApiError
 from ingest.gateway.state import Gateway
 from ingest.openai.body import Body
 from ingest.openai.endpoint import Ask, Card, Endpoint, card_of
+from ingest.shares import BUSY_S
 from ingest.tenants import Caller
 from penstock.client import make_request
 from penstock.messages import Request, RequestId, Usage, now_s
@@ -31,6 +32,19 @@ from penstock.names import Pipeline
 
 CHARS_PER_TOKEN = 4
 """About: the gateway has no tokenizer. What was really used is settled at the end."""
+MAX_WAIT_S = 86400.0
+
+
+def _seconds(said: object) -> object:
+    """`true` is any wait that a free pipeline would not have."""
+    return {"true": BUSY_S, "false": None}.get(said.lower(), said) if isinstance(said, str) else said
+
+
+Wait = Annotated[
+    Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] | None,
+    BeforeValidator(_seconds),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S}]}),
+]
 
 
 class Wishes(BaseModel):
@@ -40,8 +54,8 @@ class Wishes(BaseModel):
     """A POST with the key of an earlier one joins its request."""
     x_session_affinity: RequestId | None = None
     """Requests of one session find the worker that has their KV."""
-    x_penstock_reject_if_busy: bool = False
-    """429 at once, if the request would have to wait."""
+    x_penstock_reject_if_busy: Wait = None
+    """429 at once, if the request would have to wait for longer than so many seconds; `true`: than one."""
     x_penstock_deadline_s: Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)] | None = None
     """Seconds from now after which nobody wants the answer."""
     x_penstock_cancel_on_disconnect: bool = False
@@ -97,7 +111,7 @@ async def _admit(gateway: Gateway, caller: Caller, card: Card, requests: Sequenc
         requests[0].klass or "interactive",
         sum(map(num_prompt_tokens, requests)) + max_output,
         max_output=max_output,
-        reject_if_busy=wishes.x_penstock_reject_if_busy,
+        most_wait_s=wishes.x_penstock_reject_if_busy,
     )
 
 

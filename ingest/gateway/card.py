@@ -37,12 +37,17 @@ class Cards:
             found: Any = await self._client.get(card_key(stream_id))
         return None if found is None else Card.model_validate_json(found)
 
-    async def of_tenant(self, stream_id: str, tenant: str) -> Card:
+    async def of_tenant(self, stream_id: str, tenant: str, kind: str = "stream") -> Card:
         """A tenant's card. Raises `ApiError` 404, the same for none and for another tenant's."""
         card = await self.find(stream_id)
         if card is None or card.tenant != tenant:
-            raise not_found("stream", stream_id[:256])
+            raise not_found(kind, stream_id[:256])
         return card
+
+    async def forget(self, card: Card) -> None:
+        """Nobody can read its stream any more."""
+        with outages_named():
+            await self._client.delete(card_key(card.id))
 
     async def ended(self, card: Card) -> None:
         """Its requests have ended: it is kept as long as their records from now on."""

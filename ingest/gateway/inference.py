@@ -10,10 +10,9 @@ from fastapi import APIRouter, Request, Response
 from ingest.admission import Ticket
 from ingest.gateway.accept import Wishes, WishesDep, accept
 from ingest.gateway.caller import CallerDep
-from ingest.gateway.errors import STATUS
 from ingest.gateway.handlers import errors
 from ingest.gateway.state import Gateway, gateway_of
-from ingest.gateway.streaming import EVENTS, cancelled, event_stream, settled
+from ingest.gateway.streaming import EVENTS, cancelled, event_stream, settled, settled_at_the_end
 from ingest.openai import ENDPOINTS
 from ingest.openai.endpoint import Card, Endpoint
 from ingest.openai.places import Places
@@ -21,12 +20,9 @@ from ingest.openai.telling import total
 from ingest.together import together
 from penstock import tracing
 from penstock.errors import BusUnavailable, RequestError
-from penstock.messages import Usage
 
 router = APIRouter()
 T = TypeVar("T")
-REFUSED = (400, 404, 413)
-"""Nothing was computed for these."""
 GONE = 499
 """Nobody reads this status: its client has left."""
 
@@ -85,11 +81,13 @@ async def _whole(
     readings = [client.result(request_id, timeout_s=patience_s) for request_id in card.request_ids]
     try:
         answers = await _unless_gone(request, together(readings))
-    except RequestError as error:
-        if STATUS.get(error.code) in REFUSED:
-            await settled(gateway, card, ticket, Usage())
+    except RequestError:
+        if ticket is not None:
+            gateway.later(settled_at_the_end(gateway, card, ticket))
         raise
     if answers is None:
+        if ticket is not None and ticket.is_of_bucket:
+            gateway.later(settled_at_the_end(gateway, card, ticket))
         if wishes.x_penstock_cancel_on_disconnect:
             with suppress(BusUnavailable):
                 await cancelled(gateway, card)

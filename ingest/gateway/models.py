@@ -1,5 +1,6 @@
 """Which models are served, and by which pipelines: from the heartbeats of all workers."""
 
+import asyncio
 import json
 import time
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class Models:
         self._client, self._preferred = client, preferred
         self._known: dict[str, Served] = {}
         self._read_at = -FRESH_S
+        self._reading: asyncio.Task[None] | None = None
 
     async def all(self) -> list[Served]:
         """All models, by name. Raises `BusUnavailable` if nothing was ever read."""
@@ -54,9 +56,15 @@ class Models:
         raise ApiError(404, message, code="model_not_found", param="model")
 
     async def _look(self) -> None:
-        now = time.monotonic()
-        if now < self._read_at + FRESH_S:
+        """Read again, once for all who ask meanwhile."""
+        if time.monotonic() < self._read_at + FRESH_S:
             return
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+        await asyncio.shield(self._reading)
+
+    async def _read(self) -> None:
+        now = time.monotonic()
         try:
             with outages_named():
                 beats = await self._beats()

@@ -6,7 +6,6 @@ what comes meanwhile is dropped and read again (`AsyncClient.news`): it costs wh
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -28,14 +27,14 @@ RETRY_MS = 500
 """How soon a browser comes back."""
 KEEP_ALIVE = b": keep-alive\n"
 """One line: the SDKs take an empty line after an id for an event, even if there is nothing in it."""
-Ended = Callable[[Usage], Awaitable[None]]
+Ended = Callable[[Usage | None], Awaitable[None]]
 
 
 class Feed:
     """One connection's part of a stream."""
 
     def __init__(self, gateway: Gateway, card: Card, places: Places, ended: Ended) -> None:
-        """`ended` is awaited when the answer is complete, or has failed, with what was used."""
+        """`ended` is awaited when the answer is complete, or has failed, with what was used if all of it has ended."""
         self._gateway, self._card, self._ended = gateway, card, ended
         self._telling = Telling(ENDPOINTS[card.path], card, places)
         self.is_over = False
@@ -52,7 +51,7 @@ class Feed:
             self.is_over = True
             is_last = isinstance(error, (RequestError, StreamDiverged, StreamExpired))
             if isinstance(error, RequestError):
-                await self._ended(self._telling.usage)
+                await self._ended(self._telling.usage if self._telling.has_ended else None)
             yield error_frame(api_error(error), is_last=is_last)
         except Exception:
             log.exception("stream %s", self._card.id)
@@ -141,9 +140,8 @@ def frames(told: Sequence[Told]) -> bytes:
 
 def _frame(told: Told) -> bytes:
     event_id, piece = told
-    data = piece.data if isinstance(piece.data, str) else json.dumps(piece.data, separators=(",", ":"))
     kind = f"event: {piece.event}\n" if piece.event else ""
-    return f"id: {event_id}\n{kind}data: {data}\n\n".encode()
+    return f"id: {event_id}\n{kind}data: {piece.data}\n\n".encode()
 
 
 def error_frame(error: ApiError, *, is_last: bool) -> bytes:

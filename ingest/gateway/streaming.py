@@ -2,19 +2,22 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ingest.admission import Ticket
+from ingest.gateway.figures import GatewayFigures
 from ingest.gateway.sse import Feed
 from ingest.gateway.state import Gateway
 from ingest.openai.endpoint import Card
 from ingest.openai.places import Places
-from penstock.errors import BusUnavailable
-from penstock.messages import Usage
+from ingest.openai.telling import total
+from penstock.aio import AsyncClient
+from penstock.errors import BusUnavailable, PenstockError
+from penstock.messages import EndEvent, Usage
 
 _EVENT: dict[str, Any] = {
     "type": "object",
@@ -36,14 +39,23 @@ def event_stream(
 ) -> "EventStream":
     """The answer that tells what comes after `places`."""
 
-    async def ended(usage: Usage) -> None:
-        await settled(gateway, card, ticket, usage)
+    def settle_later() -> None:
+        if ticket is not None:
+            gateway.later(settled_at_the_end(gateway, card, ticket))
+
+    async def ended(usage: Usage | None) -> None:
+        if usage is None:
+            settle_later()
+        else:
+            await settled(gateway, card, ticket, usage)
 
     async def left() -> None:
+        if ticket is not None and ticket.is_of_bucket:
+            settle_later()
         if cancel_on_leaving:
             await cancelled(gateway, card)
 
-    return EventStream(Feed(gateway, card, places, ended), card.id, left)
+    return EventStream(Feed(gateway, card, places, ended), card.id, left, gateway.figures)
 
 
 async def settled(gateway: Gateway, card: Card, ticket: Ticket | None, usage: Usage) -> None:
@@ -57,6 +69,23 @@ async def settled(gateway: Gateway, card: Card, ticket: Ticket | None, usage: Us
         await gateway.cards.ended(card)
 
 
+async def settled_at_the_end(gateway: Gateway, card: Card, ticket: Ticket) -> None:
+    """The same where nobody reads until then: the client left, or was told of an error of one of several choices."""
+    client, patience_s = gateway.client(card.pipeline), gateway.settings.patience_s
+    with suppress(PenstockError):  # then the estimate stands
+        usages = await asyncio.gather(*(_used(client, request_id, patience_s) for request_id in card.request_ids))
+        await settled(gateway, card, ticket, total(usages))
+
+
+async def _used(client: AsyncClient, request_id: str, timeout_s: float) -> Usage:
+    """What a request used, whatever its end is like."""
+    async with aclosing(client.news(request_id, timeout_s=timeout_s)) as news:
+        async for events in news:
+            if events and isinstance(events[-1], EndEvent):
+                return events[-1].usage
+    return Usage()
+
+
 async def cancelled(gateway: Gateway, card: Card) -> bool:
     """Ask for the end of all its requests; whether one of them had not ended yet. Raises `BusUnavailable`."""
     client = gateway.client(card.pipeline)
@@ -68,7 +97,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, stream_id: str, left: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, feed: Feed, stream_id: str, left: Callable[[], Awaitable[None]], figures: GatewayFigures
+    ) -> None:
         headers = {
             "x-request-id": stream_id,
             "location": f"/v1/streams/{stream_id}",
@@ -77,14 +108,15 @@ class EventStream(StreamingResponse):
         }
         self._frames = feed.frames()
         super().__init__(self._frames, headers=headers)
-        self._feed, self._left = feed, left
+        self._feed, self._left, self._figures = feed, left, figures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Tell it, until the end or until the client leaves."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._frames.aclose()
+        with self._figures.reading():
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                await self._frames.aclose()
         if not self._feed.is_over:
             with suppress(BusUnavailable):
                 await self._left()

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validat
 
 from ingest.openai.body import CompletionsBody, Name, Refused, Strict, only, parse, text_schema, unsupported
 from ingest.openai.endpoint import Ask, Card, ask_of, request_ids
-from ingest.openai.places import DONE, USAGE, Piece
+from ingest.openai.places import DONE, HOLE, USAGE, Form, Piece, as_json
 from ingest.openai.tokens import CompletionUsage, TokenLogprobs, logprobs_entry, usage_of
 from penstock.client import Answer
 from penstock.messages import EndEvent, TokenEvent, Usage
@@ -203,26 +203,26 @@ class ChatChunks:
             "service_tier": tier(card), "system_fingerprint": None,
         }  # fmt: skip
         self._more: dict[str, Any] = {"usage": None} if wants_usage(card) else {}
+        self._texts = [Form(self._chunk(index, {"content": HOLE})) for index in range(len(card.request_ids))]
         self._usages: list[Usage | None] = [None] * len(card.request_ids)
 
     def open(self, index: int) -> list[Piece]:
         """The role."""
-        return [self._piece("s1", index, {"role": "assistant", "content": "", "refusal": None})]
+        return [Piece("s1", as_json(self._chunk(index, {"role": "assistant", "content": "", "refusal": None})))]
 
     def token(self, index: int, event: TokenEvent) -> list[Piece]:
         """A token's text, and its log probability where that was asked for."""
-        if not event.text and event.logprobs is None:
-            return []
-        told = None
         if event.logprobs is not None:
             told = {"content": [logprobs_entry(event.logprobs, event.token)], "refusal": None}
-        return [self._piece(event.id, index, {"content": event.text}, told)]
+            return [Piece(event.id, as_json(self._chunk(index, {"content": event.text}, told)))]
+        return [Piece(event.id, self._texts[index].filled(event.text))] if event.text else []
 
     def end(self, index: int, event: EndEvent) -> list[Piece]:
         """The finish reason, with what text was held back."""
         self._usages[index] = event.usage
         delta = {"content": event.text} if event.text else {}
-        return [self._piece("e1", index, delta, finish="length" if event.finish_reason == "length" else "stop")]
+        finish = "length" if event.finish_reason == "length" else "stop"
+        return [Piece("e1", as_json(self._chunk(index, delta, finish=finish)))]
 
     def close(self) -> list[Piece]:
         """The usage where it was asked for, and `[DONE]`."""
@@ -230,16 +230,11 @@ class ChatChunks:
         if self._more:
             usages = [usage for usage in self._usages if usage is not None]
             usage = usage_of(usages, len(usages)).model_dump()
-            pieces.append(Piece(USAGE, {**self._frame, "choices": [], "usage": usage}))
+            pieces.append(Piece(USAGE, as_json({**self._frame, "choices": [], "usage": usage})))
         return [*pieces, Piece(DONE, "[DONE]")]
 
-    def _piece(
-        self,
-        place: str,
-        index: int,
-        delta: dict[str, Any],
-        told: dict[str, Any] | None = None,
-        finish: str | None = None,
-    ) -> Piece:
+    def _chunk(
+        self, index: int, delta: dict[str, Any], told: dict[str, Any] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish}
-        return Piece(place, {**self._frame, "choices": [choice], **self._more})
+        return {**self._frame, "choices": [choice], **self._more}

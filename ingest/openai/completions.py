@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 from ingest.openai.body import MAX_CHOICES, CompletionsBody, Refused, only, parse
 from ingest.openai.chat import tier, wants_usage
 from ingest.openai.endpoint import Ask, Card, ask_of, request_ids
-from ingest.openai.places import DONE, USAGE, Piece
+from ingest.openai.places import DONE, HOLE, USAGE, Form, Piece, as_json
 from ingest.openai.tokens import CompletionUsage, token_text, usage_of
 from penstock.client import Answer
 from penstock.messages import EndEvent, Logprobs, TokenEvent, TokenId, Usage
@@ -177,6 +177,7 @@ class CompletionChunks:
             "service_tier": tier(card), "system_fingerprint": None,
         }  # fmt: skip
         self._more: dict[str, Any] = {"usage": None} if wants_usage(card) else {}
+        self._texts = [Form(self._chunk(index, HOLE)) for index in range(len(card.request_ids))]
         self._n = card.options.get("n") or 1
         self._usages: list[Usage] = [Usage()] * len(card.request_ids)
         self._offsets = [_Offsets(bool(card.options.get("logprobs"))) for _ in card.request_ids]
@@ -187,26 +188,27 @@ class CompletionChunks:
 
     def token(self, index: int, event: TokenEvent) -> list[Piece]:
         """A token's text, and its log probability where that was asked for."""
-        if not event.text and event.logprobs is None:
-            return []
-        told = None if event.logprobs is None else self._offsets[index].lists([(event.logprobs, event.token)])
-        return [self._piece(event.id, index, event.text, told)]
+        if event.logprobs is not None:
+            told = self._offsets[index].lists([(event.logprobs, event.token)])
+            return [Piece(event.id, as_json(self._chunk(index, event.text, told)))]
+        return [Piece(event.id, self._texts[index].filled(event.text))] if event.text else []
 
     def end(self, index: int, event: EndEvent) -> list[Piece]:
         """The finish reason, with what text was held back."""
         self._usages[index] = event.usage
-        return [self._piece("e1", index, event.text, None, "length" if event.finish_reason == "length" else "stop")]
+        finish = "length" if event.finish_reason == "length" else "stop"
+        return [Piece("e1", as_json(self._chunk(index, event.text, finish=finish)))]
 
     def close(self) -> list[Piece]:
         """The usage where it was asked for, and `[DONE]`."""
         pieces = []
         if self._more:
             usage = usage_of(self._usages, self._n).model_dump()
-            pieces.append(Piece(USAGE, {**self._frame, "choices": [], "usage": usage}))
+            pieces.append(Piece(USAGE, as_json({**self._frame, "choices": [], "usage": usage})))
         return [*pieces, Piece(DONE, "[DONE]")]
 
-    def _piece(
-        self, place: str, index: int, text: str, told: dict[str, Any] | None, finish: str | None = None
-    ) -> Piece:
+    def _chunk(
+        self, index: int, text: str, told: dict[str, Any] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
         choice = {"text": text, "index": index, "logprobs": told, "finish_reason": finish}
-        return Piece(place, {**self._frame, "choices": [choice], **self._more})
+        return {**self._frame, "choices": [choice], **self._more}

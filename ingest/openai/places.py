@@ -1,4 +1,4 @@
-"""Where a reader of a stream is: the ids of its server-sent events.
+"""Where a reader of a stream is: the ids of its server-sent events; and what they say.
 
 An id holds a place for each choice, with commas between them, since their tokens arrive in any order:
 
@@ -10,7 +10,10 @@ An id holds a place for each choice, with commas between them, since their token
 Then `u`: the usage too; and `done`: nothing is left. Whoever comes back with an id gets every piece after it.
 """
 
+import json
 import re
+import uuid
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ingest.gateway.errors import ApiError
@@ -26,8 +29,29 @@ class Piece(NamedTuple):
     """One server-sent event: what it says, and the place of its choice (or of all) after it."""
 
     place: str
-    data: dict[str, Any] | str
+    data: str
+    """JSON, or `[DONE]`."""
     event: str | None = None
+
+
+as_json = json.JSONEncoder(separators=(",", ":")).encode
+HOLE = uuid.uuid4().hex
+"""Stands in a `Form` where something is to be filled in; nothing that a client sends has it."""
+
+
+class Form:
+    """JSON of which most is known before: a stream says the same around each of its tokens."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        """Some of its values are `HOLE`."""
+        self._parts = as_json(data).split(f'"{HOLE}"')
+
+    def filled(self, *values: str | int) -> str:
+        """The whole, with a value for each hole."""
+        text = self._parts[0]
+        for value, part in zip(values, self._parts[1:], strict=True):
+            text += (as_json(value) if isinstance(value, str) else str(value)) + part
+        return text
 
 
 class Places:
@@ -44,6 +68,8 @@ class Places:
         self._ranks = [_rank(place, text) for place in self._seen]
         self._now = list(self._seen)
         """Never before what was seen: ids of one choice's pieces do not take another choice back."""
+        self._is_past = [False] * num_choices
+        """Whether what was seen of a choice lies behind: all that comes is new then."""
 
     @property
     def begun(self) -> list[int]:
@@ -53,7 +79,12 @@ class Places:
     def token(self, index: int, event: TokenEvent) -> None:
         """A token of a choice was read. Raises `StreamDiverged` if the reader has seen another one in its place."""
         kind, position = self._ranks[index]
-        if kind == 1 and parse_event_id(event.id)[0] == position and event.id != self._seen[index]:
+        if (
+            kind == 1
+            and not self._is_past[index]
+            and parse_event_id(event.id)[0] == position
+            and event.id != self._seen[index]
+        ):
             raise StreamDiverged(f"token {position} is another one than was seen")
         self._move(index, event.id)
 
@@ -68,11 +99,12 @@ class Places:
         return ",".join(self._now) if self._move(index, piece.place) else None
 
     def _move(self, index: int, place: str) -> bool:
-        """Whether the place is past what the reader has seen."""
-        is_new = _rank(place, "") > self._ranks[index]
-        if is_new:
+        """Whether the place is past what the reader has seen. A choice's places come in their order."""
+        if not self._is_past[index]:
+            self._is_past[index] = _rank(place, "") > self._ranks[index]
+        if self._is_past[index]:
             self._now[index] = place
-        return is_new
+        return self._is_past[index]
 
     def pass_all(self, piece: Piece) -> str | None:
         """The same of a piece that is no choice's."""

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 from ingest.openai.body import Body, Refused, StreamOptions, Strict, only, parse, text_schema, unsupported
 from ingest.openai.chat import ROLES, text_of, tier
 from ingest.openai.endpoint import Ask, Card, ask_of
-from ingest.openai.places import DONE, Piece
+from ingest.openai.places import DONE, HOLE, Form, Piece, as_json
 from ingest.openai.tokens import TokenLogprobs, logprobs_entry
 from penstock.client import Answer
 from penstock.messages import EndEvent, TokenEvent, Usage
@@ -51,7 +51,7 @@ class ResponseBody(Body):
     """`message.output_text.logprobs`: tell the log probability of each token."""
     stream_options: StreamOptions | None = None
     store: bool | None = None
-    """Accepted: the stream can be read again at `/v1/streams/{id}` for a while, the response cannot."""
+    """Accepted: the response can be read again for a while in any case."""
     text: TextConfig | None = None
     tools: Refused = None
     tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
@@ -224,6 +224,11 @@ def _response(card: Card, status: Literal["in_progress", "completed", "incomplet
     )
 
 
+def begun(card: Card) -> Response:
+    """A response that is not there yet."""
+    return _response(card, "in_progress")
+
+
 def _item_id(card: Card) -> str:
     return "msg_" + card.id.removeprefix(Responses.prefix)
 
@@ -252,6 +257,7 @@ class ResponseChunks:
     def __init__(self, card: Card) -> None:
         self._card = card
         self._where = {"output_index": 0, "item_id": _item_id(card)}
+        self._text = Form(_event("output_text.delta", HOLE, **self._delta(HOLE, [])))
         self._texts: list[str] = []
         self._told: list[dict[str, Any]] = []
         self._num_tokens = 0
@@ -276,7 +282,9 @@ class ResponseChunks:
         told = [] if event.logprobs is None else [logprobs_entry(event.logprobs, event.token)]
         self._texts.append(event.text)
         self._told += told
-        return [self._delta(event.id, number, event.text, told)] if event.text or told else []
+        if told:
+            return [self._piece(event.id, "output_text.delta", number, **self._delta(event.text, told))]
+        return [self._said(event.id, number, event.text)] if event.text else []
 
     def end(self, index: int, event: EndEvent) -> list[Piece]:
         """The whole of the part and of the item."""
@@ -287,7 +295,7 @@ class ResponseChunks:
         told, part = self._told, item.content[0].model_dump()
         where = {**self._where, "content_index": 0}
         return [
-            *([self._delta("e1", number, event.text, [])] if event.text else []),
+            *([self._said("e1", number, event.text)] if event.text else []),
             self._piece("e2", "output_text.done", number + 1, **where, text=text, logprobs=told),
             self._piece("e3", "content_part.done", number + 2, **where, part=part),
             self._piece("e4", "output_item.done", number + 3, output_index=0, item=item.model_dump()),
@@ -300,10 +308,15 @@ class ResponseChunks:
         number = 4 + self._num_tokens + 4
         return [self._piece(DONE, response.status, number, response=response.model_dump())]
 
-    def _delta(self, place: str, number: int, text: str, told: list[dict[str, Any]]) -> Piece:
-        where = {**self._where, "content_index": 0}
-        return self._piece(place, "output_text.delta", number, **where, delta=text, logprobs=told)
+    def _said(self, place: str, number: int, text: str) -> Piece:
+        return Piece(place, self._text.filled(number, text), "response.output_text.delta")
+
+    def _delta(self, text: str, told: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._where, "content_index": 0, "delta": text, "logprobs": told}
 
     def _piece(self, place: str, kind: str, number: int, **data: Any) -> Piece:
-        kind = f"response.{kind}"
-        return Piece(place, {"type": kind, "sequence_number": number, **data}, kind)
+        return Piece(place, as_json(_event(kind, number, **data)), f"response.{kind}")
+
+
+def _event(kind: str, number: int | str, **data: Any) -> dict[str, Any]:
+    return {"type": f"response.{kind}", "sequence_number": number, **data}

@@ -55,8 +55,12 @@ class Telling:
         return [Told(event_id, piece) for event_id, piece in passed if event_id is not None]
 
     def _new(self, index: int, pieces: Sequence[Piece]) -> list[Told]:
-        passed = ((self._places.pass_(index, piece), piece) for piece in pieces)
-        return [Told(event_id, piece) for event_id, piece in passed if event_id is not None]
+        told = []
+        for piece in pieces:
+            event_id = self._places.pass_(index, piece)
+            if event_id is not None:
+                told.append(Told(event_id, piece))
+        return told
 
 
 def total(usages: Iterable[Usage]) -> Usage:

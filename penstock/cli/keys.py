@@ -56,10 +56,10 @@ def list_(as_json: AsJson = False) -> None:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created)) if entry.created else ""
         keys.add_row(f"psk_{key_id}_…", entry.tenant, created)
     tenants = Table("tenant", "weight", "classes", box=None, pad_edge=False)
-    for name in ("requests/min", "tokens/min", "tokens/request"):
+    for name in ("requests/min", "tokens/min", "tokens/request", "batch tokens"):
         tenants.add_column(name, justify="right")
     for name, what in sorted(book.tenants.items()):
-        limits = (what.requests_per_min, what.tokens_per_min, what.max_request_tokens)
+        limits = (what.requests_per_min, what.tokens_per_min, what.max_request_tokens, what.max_batch_tokens)
         counts = ("any" if limit is None else f"{limit:,}" for limit in limits)
         tenants.add_row(name, f"{what.weight:g}", ", ".join(what.classes), *counts)
     console = Console(highlight=False)
@@ -93,6 +93,7 @@ def tenant(
     requests_per_min: Annotated[int | None, typer.Option(help="0: no limit.")] = None,
     tokens_per_min: Annotated[int | None, typer.Option(help="Prompt and output together. 0: no limit.")] = None,
     max_request_tokens: Annotated[int | None, typer.Option(help="Output that one may ask for. 0: no limit.")] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(help="Of all its open batches. 0: no limit.")] = None,
 ) -> None:
     """Set what a tenant may do; what is not given stays as it is."""
     from ingest.tenants import TenantEntry
@@ -102,6 +103,7 @@ def tenant(
         "requests_per_min": requests_per_min,
         "tokens_per_min": tokens_per_min,
         "max_request_tokens": max_request_tokens,
+        "max_batch_tokens": max_batch_tokens,
     }
     given: dict[str, Any] = {name: limit or None for name, limit in limits.items() if limit is not None}
     given |= {"weight": weight} if weight is not None else {}

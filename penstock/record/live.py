@@ -4,6 +4,7 @@ Pub/sub drops what nobody listens to, so each new subscription is announced: the
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ Deliver = Callable[[bytes | None], None]
 MAX_WAITING = 128
 """Events that are kept for a reader that does not look. If more come they are all dropped: the log has them."""
 QUIET_S = 5.0
-"""A connection that brought nothing for this long is asked whether it lives, and given up after as long again."""
+"""A connection that brought nothing in such a span is asked whether it lives, and given up after another one."""
 
 
 class LiveFeed:
@@ -35,6 +36,7 @@ class LiveFeed:
         self._connected = False
         self._listeners: dict[str, list[Deliver]] = {}
         self._changed: asyncio.Queue[str] = asyncio.Queue()
+        self._num_heard = 0
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     def listen(self, channel: str, deliver: Deliver) -> None:
@@ -56,7 +58,9 @@ class LiveFeed:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._connection.disconnect(nowait=True)
+        with suppress(redis.RedisError, OSError):  # waited for: over TLS there are words to say before the end
+            async with asyncio.timeout(ANSWER_S):
+                await self._connection.disconnect()
 
     async def _write(self) -> None:
         """Tell the server what changed. A new connection tells everything, so losing one is harmless."""
@@ -90,14 +94,25 @@ class LiveFeed:
         """What comes, until the connection ends or is found dead."""
         is_asked = False
         while True:
-            message = await self._connection.read_response(timeout=QUIET_S)
-            if message is not None:
-                self._dispatch(message)
-            elif is_asked:
+            before = self._num_heard
+            with suppress(TimeoutError):
+                async with asyncio.timeout(QUIET_S):
+                    await self._listen()
+            is_quiet = self._num_heard == before
+            if is_quiet and is_asked:
                 raise redis.ConnectionError("the connection is silent")
-            else:
+            if is_quiet:
                 await self._connection.send_command("PING")
-            is_asked = message is None
+            is_asked = is_quiet
+
+    async def _listen(self) -> None:
+        """Until cancelled. No clock is set for each message: a thousand streams say something at every step."""
+        while True:
+            message = await self._connection.read_response(timeout=math.inf, disconnect_on_error=False)
+            if message is None:  # the kernel gave it up
+                raise redis.ConnectionError("the connection has timed out")
+            self._num_heard += 1
+            self._dispatch(message)
 
     def _dispatch(self, message: Any) -> None:
         if message[0] not in (b"message", b"subscribe"):
@@ -154,7 +169,10 @@ class AsyncMailbox:
     def __init__(self) -> None:
         self._waiting: list[bytes] = []
         self._missed = False
-        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._taker: asyncio.Future[None] | None = None
+        self._due = 0.0
+        self._alarm: asyncio.TimerHandle | None = None
 
     def deliver(self, payload: bytes | None) -> None:
         """Keep an event's JSON; None, or one too many, says that the log has to be read."""
@@ -163,20 +181,42 @@ class AsyncMailbox:
             self._missed = True
         if payload is not None:
             self._waiting.append(payload)
-        self._wake.set()
+        self._wake()
 
     async def take(self, timeout_s: float) -> tuple[list[bytes], bool]:
         """All that waits, and whether events before it may have been missed: also where nothing came for so long."""
-        if not self._wake.is_set():
-            try:
-                async with asyncio.timeout(max(timeout_s, 0)):
-                    await self._wake.wait()
-            except TimeoutError:
-                return [], True
-        taken, missed = self._waiting, self._missed
+        if not self._waiting and not self._missed:
+            self._due = self._loop.time() + timeout_s
+            if self._alarm is None or self._alarm.when() > self._due:
+                self._set_alarm()
+            self._taker = self._loop.create_future()
+            await self._taker
+        taken, missed = self._waiting, self._missed or not self._waiting
         self._waiting, self._missed = [], False
-        self._wake.clear()
         return taken, missed
+
+    def close(self) -> None:
+        """Nobody takes any more."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def _wake(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+    def _set_alarm(self) -> None:
+        """One for many waits, most of which end before: it looks when it rings whether it still is too early."""
+        self.close()
+        self._alarm = self._loop.call_at(self._due, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        if self._taker is None or self._taker.done():
+            return
+        if self._loop.time() < self._due:
+            self._set_alarm()
+        else:
+            self._wake()
 
 
 class Mailbox:

@@ -5,7 +5,7 @@ from confluent_kafka import Producer
 
 from penstock.bus import streams
 from penstock.bus.contract import Bus, Followed, Follower, Outgoing, Settlement
-from penstock.bus.kafka import KafkaBus, producer_settings
+from penstock.bus.kafka import KafkaBus, client_settings, producer_settings
 from penstock.local.processes import wait_until
 from penstock.names import Pipeline
 from penstock.reach import redis_client
@@ -58,7 +58,7 @@ def test_what_a_transaction_takes_back_is_never_seen(kafka: str, pipeline: Pipel
     bus = make_bus("kafka", pipeline, kafka)
     bus.create_topics()
     assert isinstance(bus, KafkaBus)
-    producer = Producer(producer_settings(kafka) | {"transactional.id": f"{pipeline.name}-odd"})
+    producer = Producer(producer_settings(client_settings(kafka)) | {"transactional.id": f"{pipeline.name}-odd"})
     producer.init_transactions(30)
     producer.begin_transaction()
     for number in range(4):

@@ -61,9 +61,8 @@ def by_choice(pieces: list[Told]) -> dict[Any, list[str]]:
     """What was said of each choice, in order; of none, under None."""
     said: dict[Any, list[str]] = {}
     for _, piece in pieces:
-        data = piece.data
-        choices = data.get("choices", [{"index": 0}]) if isinstance(data, dict) else []
-        said.setdefault(choices[0]["index"] if choices else None, []).append(json.dumps(data))
+        choices = json.loads(piece.data).get("choices", [{"index": 0}]) if piece.data != "[DONE]" else []
+        said.setdefault(choices[0]["index"] if choices else None, []).append(piece.data)
     return said
 
 
