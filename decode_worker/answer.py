@@ -27,6 +27,8 @@ class Decode:
     job: Job
     claim: Claim
     output: OutputState
+    around: Context
+    """What its span is in."""
     span: Span
     said: list[TokenEvent]
     """The log: as it was found, and what was sent to it since."""
@@ -44,12 +46,14 @@ class Decode:
     finish: FinishReason | None = None
     """Set with the last token; the end is appended once that token is in the log."""
     error: RequestError | None = None
+    written_s: float | None = None
+    """When its last token was written, by the monotonic clock; None before this worker wrote one."""
     tail: str = ""
     """Text held back when the deadline cut the answer short."""
     context: Context = field(init=False)
 
     def __post_init__(self) -> None:
-        self.context = tracing.within(self.span)
+        self.context = tracing.within(self.span, self.around)
 
     def detach(self) -> None:
         """Go on without the delivery."""
@@ -83,6 +87,11 @@ class Decode:
         if not self.job.token_ids:
             return InternalError("a job without a prompt")
         return cause_to_end(self.claim, self.job.deadline)
+
+    def since_last(self, now_s: float) -> float | None:
+        """A token was written: how long after the one before it, if this worker wrote that."""
+        before_s, self.written_s = self.written_s, now_s
+        return None if before_s is None else now_s - before_s
 
     def held(self) -> Held:
         """What it stands for in the heartbeat."""

@@ -14,7 +14,10 @@ again; after 8, it only settles; a crash inside 9 leaves either nothing or all o
 """
 
 import logging
+import time
 from collections.abc import Iterable
+
+from opentelemetry.context import Context
 
 from decode_worker.answer import Decode, waiting_of
 from decode_worker.emit import Emitter
@@ -26,12 +29,14 @@ from engine.token_text import token_texts
 from kvstore.store import KVStore
 from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
-from penstock.bus.contract import Delivery, Member, Settlement
+from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
 from penstock.errors import Cancelled, RequestError, SequenceFailed
 from penstock.failpoints import failpoint
 from penstock.messages import EndEvent, Job, TokenEvent, decode, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Record
+from penstock.telemetry.genai import operation_in, request_attributes, usage_attributes
+from penstock.telemetry.stage import StageFigures
 from penstock.worker import StageWorker, cause_of, letters, pack, too_late
 
 log = logging.getLogger(__name__)
@@ -45,9 +50,16 @@ class DecodeWorker(StageWorker[Decode]):
     store: KVStore
 
     def __init__(
-        self, pipeline: Pipeline, name: str, engine: Engine, store: KVStore, record: Record, member: Member
+        self,
+        pipeline: Pipeline,
+        name: str,
+        engine: Engine,
+        store: KVStore,
+        record: Record,
+        member: Member,
+        figures: StageFigures | None = None,
     ) -> None:
-        super().__init__(pipeline, name, record, member, waiting_of)
+        super().__init__(pipeline, name, record, member, waiting_of, figures)
         self.engine, self.store, self.emitter = engine, store, Emitter(record)
         self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
 
@@ -146,15 +158,16 @@ class DecodeWorker(StageWorker[Decode]):
         has_suspect = any(decoding.seq is not None and decoding.seq.suspect for decoding in self.running.values())
         if self.failures.set_aside(delivery, claim, is_taken=has_suspect):
             return
-        parent = tracing.context_of(delivery.headers)
-        tracing.note("queue.wait", parent, delivery.timestamp_s, now_s(), topic=delivery.topic)
-        span = tracing.begin("decode", parent, attempt=claim.attempts)
+        parent, begun_s = self._context(delivery, job), now_s()
+        self._note_wait(delivery, parent, begun_s)
+        span = tracing.begin("decode", parent, begun_s, attempt=claim.attempts)
+        span.set_attributes(request_attributes(operation_in(delivery.headers), self.engine.model.name))
         model, sampling = self.engine.model, job.sampling
         output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         said = [event for event in claim.log if isinstance(event, TokenEvent)]
         failpoint("decode.6.read")
         chain = self.store.chain(job.tenant)
-        decoding = self.running[job.id] = Decode(delivery, job, claim, output, span, said, chain)
+        decoding = self.running[job.id] = Decode(delivery, job, claim, output, parent, span, said, chain)
         self.leases.add(claim)
         try:
             for event in said:
@@ -251,6 +264,7 @@ class DecodeWorker(StageWorker[Decode]):
     def _confirm(self, outcomes: list[tuple[Claim, AppendOutcome]]) -> None:
         """Act on what became of the last step's tokens."""
         ended: list[Decode] = []
+        written_s = time.monotonic()
         for claim, outcome in outcomes:
             failpoint("decode.7.confirmed")
             decoding = self._of(claim)
@@ -262,8 +276,10 @@ class DecodeWorker(StageWorker[Decode]):
                 decoding.said.pop()
                 decoding.error = Cancelled("cancelled while it was decoded")
                 ended.append(decoding)
-            elif decoding.finish is not None:
-                ended.append(decoding)
+            else:
+                self.figures.token(decoding.since_last(written_s))
+                if decoding.finish is not None:
+                    ended.append(decoding)
         self._end(*ended)
 
     def _expire(self) -> None:
@@ -299,6 +315,7 @@ class DecodeWorker(StageWorker[Decode]):
 
     def _end(self, *ended: Decode) -> None:
         """The ends are written in one round trip."""
+        begun_s = now_s()
         for decoding in ended:
             if decoding.error is not None:
                 decoding.finish = "cancelled" if isinstance(decoding.error, Cancelled) else "error"
@@ -309,6 +326,9 @@ class DecodeWorker(StageWorker[Decode]):
                 self.leases.done(claim)
                 failpoint("decode.8.ended")
                 self.load.outputs[decoding.delivery.klass].note(claim.num_tokens)
+                self.figures.ended(decoding.delivery.klass, operation_in(decoding.delivery.headers), end)
+                told = usage_attributes(end.usage, end.finish_reason)
+                tracing.note("end", decoding.context, begun_s, now_s(), **told)
                 self._settle(decoding.delivery, decoding.job, [*decoding.said, end], claim, decoding.error)
             else:
                 self.inbox.put_back(decoding.delivery)
@@ -335,14 +355,25 @@ class DecodeWorker(StageWorker[Decode]):
         if result is None:  # the record was lost between the claim and the reading
             self.inbox.put_back(delivery)
             return
-        context = tracing.headers_of(tracing.context_of(delivery.headers))
-        outputs = [outgoing_result(self.pipeline, result, context)]
+        context = self._context(delivery, job)
+        outputs = [outgoing_result(self.pipeline, result, tracing.headers_of(context))]
+        dead = list[Outgoing]()
         if result.error is not None and (job.error is None or job.error.code != result.error.code):
-            outputs += letters(self.pipeline, delivery, error or result.error.exception(), claim)
+            dead = letters(self.pipeline, delivery, error or result.error.exception(), claim)
         if delivery.is_held:
-            self.settler.settle(Settlement(delivery, outputs))
+            span = tracing.begin("settle", context)
+
+            def done(settled: bool) -> None:
+                span.end()
+                self.figures.buried(len(dead) * settled)
+
+            self.settler.settle(Settlement(delivery, outputs + dead), done)
             failpoint("decode.9.asked")
         self._end_leases(job)
+
+    def _context(self, delivery: Delivery, job: Job) -> Context:
+        """What the spans of a job are in."""
+        return tracing.context_of(delivery.headers, tracing.about(self.pipeline, job.id, Context()))
 
     def _end_leases(self, job: Job) -> None:
         """The job is done: nothing is kept for it any more."""

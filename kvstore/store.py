@@ -20,7 +20,8 @@ from kvstore.tiers.contract import Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.shared import SharedTier
-from penstock.settings import KVSettings, urls_of
+from penstock.settings import KVSettings
+from penstock.transport import urls_of
 
 HAND_OFF_ORDER = ("redis", "shared", "disk")
 """The first of these that there is can be read by all decode workers of the pipeline."""

@@ -17,7 +17,9 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:{<id>}:record`    | hash   | a set time after the last change          | `record`       |
 | `penstock:<pipeline>:{<id>}:log`       | stream | as the record                             | `record`       |
 | `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
+| `penstock:<pipeline>:{<id>}:trace`     | list   | a set time after the last span            | `telemetry`    |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
+| `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
 | `penstock:workers`                     | set    | for good: the heartbeats of all workers   | each worker    |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
@@ -69,6 +71,7 @@ REASON = "penstock-reason"
 STACK = "penstock-stack"
 BURIED = "penstock-buried"
 TRUNCATED = "penstock-truncated"
+OPERATION = "penstock-operation"
 
 
 def is_request_id(text: str) -> bool:
@@ -144,6 +147,14 @@ class Pipeline:
     def worker_key(self, stage: str, name: str) -> str:
         """A worker's heartbeat."""
         return f"penstock:{self.name}:worker:{stage}:{name}"
+
+    def left_key(self, stage: str, name: str) -> str:
+        """A worker's goodbye: it was not lost."""
+        return f"penstock:{self.name}:left:{stage}:{name}"
+
+    def trace_key(self, request_id: str) -> str:
+        """The spans of a request."""
+        return f"penstock:{self.name}:{{{request_id}}}:trace"
 
     @property
     def requeued_key(self) -> str:

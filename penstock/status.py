@@ -41,6 +41,11 @@ def health(addresses: Addresses) -> Health:
         workers = worker_status(addresses)
     except redis.RedisError as error:
         return Health("degraded", (f"Redis: {error}",))
+    return health_of(workers)
+
+
+def health_of(workers: Iterable[dict[str, Any]]) -> Health:
+    """How the pipeline is, by the heartbeats of its workers."""
     reasons = tuple(_complaints(workers))
     return Health("degraded" if reasons else "ok", reasons)
 

@@ -1,23 +1,39 @@
 """One trace a request: W3C context in the message headers, spans in the OpenTelemetry SDK.
 
-    request (client) ─ queue.wait ─ prefill ─ kv.write ─ hand_off ─ queue.wait ─ kv.read ─ decode
+    request (client) ─ queue.wait ─ prefill ─────────────────── hand_off ─ queue.wait ─ decode ──────── settle
+                                    └ kv.read, first_token, kv.write                    └ kv.read, end
 
-Where nobody asked for traces the tracer does nothing and costs next to nothing.
+What was taken over from a worker that died has a `taken_over` in the place of the `queue.wait`. Every span of a request
+says which one it is. Where nobody asked for traces the tracer does nothing and costs next to nothing.
 """
 
 import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import cast
 
 from opentelemetry import propagate, trace
-from opentelemetry.context import Context, attach, detach
+from opentelemetry.context import Context, attach, create_key, detach, get_value, set_value
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
+from penstock.names import Pipeline
+from penstock.settings import TraceSettings
+
 tracer = trace.get_tracer("penstock")
+
+PIPELINE, REQUEST_ID = "penstock.pipeline", "penstock.request.id"
+"""Attributes of every span of a request."""
+_ABOUT = create_key("penstock")
+SOON_MS = 500
+"""Spans that are kept for people to look at are sent so often."""
+LEAVE_S = 3.0
+"""How long a process that ends waits for what is still to be sent."""
 
 
 def _line(span: ReadableSpan) -> str:
@@ -25,33 +41,62 @@ def _line(span: ReadableSpan) -> str:
 
 
 @contextmanager
-def recording(service: str, file: str) -> Iterator[None]:
-    """Record this process's spans in `file`, one JSON object a line; no file, no recording."""
-    if not file:
+def recording(service: str, settings: TraceSettings, keep_in: str = "") -> Iterator[None]:
+    """Record this process's spans: in the settings' file, by OTLP where its variables say so, and for as long as the
+    settings say in the Redis `keep_in`. With none of the three, nothing is recorded.
+    """
+    with ExitStack() as stack:
+        processors = list(_processors(settings, keep_in, stack))
+        if processors:
+            resource = Resource.create({"service.name": service, "host.name": socket.gethostname()})
+            provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+            for processor in processors:
+                provider.add_span_processor(processor)
+            trace.set_tracer_provider(provider)
+            stack.callback(_shut_down, processors)
         yield
-        return
-    resource = Resource.create({"service.name": service, "host.name": socket.gethostname()})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    with open(file, "a", encoding="utf-8") as out:
-        provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=out, formatter=_line)))
-        trace.set_tracer_provider(provider)
-        try:
-            yield
-        finally:
-            provider.shutdown()
 
 
-def context_of(headers: Mapping[str, str], published_s: float | None = None) -> Context:
-    """The trace context that came with a message.
+def _processors(settings: TraceSettings, keep_in: str, stack: ExitStack) -> Iterator[BatchSpanProcessor]:
+    if settings.file:
+        out = stack.enter_context(open(settings.file, "a", encoding="utf-8"))  # noqa: SIM115
+        yield BatchSpanProcessor(ConsoleSpanExporter(out=out, formatter=_line))
+    if keep_in and settings.keep_s:
+        from penstock.telemetry.spans import RedisSpanExporter
+
+        yield BatchSpanProcessor(RedisSpanExporter(keep_in, settings.keep_s), schedule_delay_millis=SOON_MS)
+    from penstock.telemetry import otlp
+
+    if otlp.is_wanted("traces"):
+        yield BatchSpanProcessor(otlp.span_exporter())
+
+
+def _shut_down(processors: list[BatchSpanProcessor]) -> None:
+    """All at once, and not for longer than a moment: a server that is away is no reason to stay."""
+    threads = [threading.Thread(target=processor.shutdown, daemon=True) for processor in processors]
+    until_s = time.monotonic() + LEAVE_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+
+
+def about(pipeline: Pipeline, request_id: str, context: Context | None = None) -> Context:
+    """The context (the current one by default) in which all spans are a request's."""
+    return set_value(_ABOUT, {PIPELINE: pipeline.name, REQUEST_ID: request_id}, context)
+
+
+def context_of(headers: Mapping[str, str], context: Context | None = None, published_s: float | None = None) -> Context:
+    """The trace context that came with a message, put into `context`.
 
     Where none did, and `published_s` is given, a trace begins with the message: the producer keeps none.
     """
-    context = propagate.extract(headers, Context())
+    context = propagate.extract(headers, Context() if context is None else context)
     if published_s is None or trace.get_current_span(context).get_span_context().is_valid:
         return context
     root = begin("request", context, published_s)
-    root.end()
-    return within(root)
+    root.end(_ns(published_s))
+    return within(root, context)
 
 
 def headers_of(context: Context | None = None) -> dict[str, str]:
@@ -71,17 +116,24 @@ def continued(headers: Mapping[str, str]) -> Iterator[None]:
         detach(token)
 
 
-def within(span: Span) -> Context:
-    """The context whose spans are children of `span`."""
-    return trace.set_span_in_context(span)
+def within(span: Span, context: Context | None = None) -> Context:
+    """`context` (the current one by default), where spans are children of `span`."""
+    return trace.set_span_in_context(span, context)
 
 
 def begin(name: str, parent: Context, start_s: float | None = None, **attributes: AttributeValue) -> Span:
     """Start a span; `start_s` (seconds since the epoch) for what began earlier, elsewhere."""
-    return tracer.start_span(name, parent, start_time=_ns(start_s), attributes=attributes)
+    whose = cast("dict[str, AttributeValue]", get_value(_ABOUT, parent) or {})
+    return tracer.start_span(name, parent, start_time=_ns(start_s), attributes=whose | attributes)
 
 
-def note(name: str, parent: Context, start_s: float, end_s: float, **attributes: AttributeValue) -> None:
+def note(
+    name: str,
+    parent: Context,
+    start_s: float,
+    end_s: float,
+    **attributes: AttributeValue,
+) -> None:
     """A span that is already over."""
     begin(name, parent, start_s, **attributes).end(_ns(end_s))
 

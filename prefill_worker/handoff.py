@@ -10,6 +10,7 @@ from penstock.bus.contract import Outgoing
 from penstock.errors import Cancelled
 from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, Timings, Usage, now_s
 from penstock.names import Pipeline
+from penstock.telemetry.genai import Operation
 from prefill_worker.intake import Intake, seed_of
 
 
@@ -56,8 +57,8 @@ def job_of(intake: Intake, fingerprint: str) -> Job:
     )
 
 
-def outgoing_job(pipeline: Pipeline, job: Job, context: Context) -> Outgoing:
+def outgoing_job(pipeline: Pipeline, job: Job, operation: Operation, context: Context) -> Outgoing:
     """The message for the jobs topic of the job's class."""
-    headers = {names.VERSION: str(job.v), names.TENANT: job.tenant, names.CLASS: job.klass}
+    headers = {names.VERSION: str(job.v), names.TENANT: job.tenant, names.CLASS: job.klass, names.OPERATION: operation}
     trace_headers = tracing.headers_of(context) if trace.get_current_span(context).get_span_context().is_valid else {}
     return Outgoing(pipeline.jobs(job.klass), job.encode(), key=job.id, headers=headers | trace_headers)

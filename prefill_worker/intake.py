@@ -10,7 +10,9 @@ from penstock import tracing
 from penstock.bus.contract import Delivery
 from penstock.errors import InvalidRequest, RequestError
 from penstock.messages import Request, decode, now_s, readable_id
+from penstock.names import Pipeline
 from penstock.record import Waiting, body_hash
+from penstock.telemetry.genai import Operation, operation_of
 from penstock.worker import cause_of, pack
 from prefill_worker.tokenize import PromptReader
 
@@ -33,8 +35,15 @@ class Intake:
     first_token_s: float = 0.0
     cached_tokens: int = 0
     last_block: str = ""
+    is_ended: bool = False
+    """Its end is in the log, by this worker's doing."""
     context: Context = field(default_factory=Context)
     """Of the span that later spans are children of."""
+
+    @property
+    def operation(self) -> Operation:
+        """What it asks for, as OpenTelemetry calls it."""
+        return operation_of(self.request)
 
 
 def identify(delivery: Delivery) -> Intake | None:
@@ -55,15 +64,15 @@ def waiting_of(delivery: Delivery) -> Waiting | None:
     return None if intake is None else Waiting(intake.id, intake.body, "", pack(delivery))
 
 
-def read(delivery: Delivery, prompts: PromptReader) -> Intake | None:
+def read(pipeline: Pipeline, delivery: Delivery, prompts: PromptReader) -> Intake | None:
     """The request and its token ids, or what is wrong with it; None where not even an id can be read."""
     intake = identify(delivery)
     if intake is None:
         return None
     if intake.request is not None:
         _tokenize(intake, intake.request, prompts)
-    intake.context = tracing.context_of(delivery.headers, delivery.timestamp_s)
-    tracing.note("queue.wait", intake.context, delivery.timestamp_s, intake.started_s, topic=delivery.topic)
+    whose = tracing.about(pipeline, intake.id, Context())
+    intake.context = tracing.context_of(delivery.headers, whose, delivery.timestamp_s)
     return intake
 
 

@@ -33,7 +33,7 @@ class Prefill:
     context: Context = field(init=False)
 
     def __post_init__(self) -> None:
-        self.context = tracing.within(self.span)
+        self.context = tracing.within(self.span, self.intake.context)
 
     @property
     def delivery(self) -> Delivery:

@@ -33,6 +33,8 @@ from penstock.failpoints import failpoint
 from penstock.messages import FinishReason, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record
+from penstock.telemetry.genai import request_attributes, usage_attributes
+from penstock.telemetry.stage import StageFigures
 from penstock.worker import StageWorker, cause_of, cause_to_end, letters, pack, too_late
 from prefill_worker.handoff import end_of, job_of, outgoing_job
 from prefill_worker.intake import Intake, read, waiting_of
@@ -53,9 +55,16 @@ class PrefillWorker(StageWorker[Prefill]):
     store: KVStore
 
     def __init__(
-        self, pipeline: Pipeline, name: str, engine: Engine, store: KVStore, record: Record, member: Member
+        self,
+        pipeline: Pipeline,
+        name: str,
+        engine: Engine,
+        store: KVStore,
+        record: Record,
+        member: Member,
+        figures: StageFigures | None = None,
     ) -> None:
-        super().__init__(pipeline, name, record, member, waiting_of)
+        super().__init__(pipeline, name, record, member, waiting_of, figures)
         self.engine, self.store, self.prompts = engine, store, PromptReader(engine.model)
         self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
 
@@ -129,7 +138,7 @@ class PrefillWorker(StageWorker[Prefill]):
     # 2 Claim.
 
     def _admit(self, delivery: Delivery) -> None:
-        intake = read(delivery, self.prompts)
+        intake = read(self.pipeline, delivery, self.prompts)
         if intake is None:
             self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
             return
@@ -151,7 +160,7 @@ class PrefillWorker(StageWorker[Prefill]):
                 self._begin(intake, claimed)
 
     def _taken(self, delivery: Delivery, claim: Claim) -> None:
-        intake = read(delivery, self.prompts)
+        intake = read(self.pipeline, delivery, self.prompts)
         if intake is not None:
             failpoint("prefill.2.taken")
             self._begin(intake, claim)
@@ -177,6 +186,7 @@ class PrefillWorker(StageWorker[Prefill]):
         self._end(prefill.intake, prefill.claim)
 
     def _begin(self, intake: Intake, claim: Claim) -> None:
+        self._note_wait(intake.delivery, intake.context, intake.started_s)
         if intake.error is None and intake.request is not None:
             intake.error = cause_to_end(claim, intake.request.deadline)
         if (older := self.running.get(intake.id)) is not None:  # held until its lease ran out, and now claimed anew
@@ -223,7 +233,9 @@ class PrefillWorker(StageWorker[Prefill]):
         self.engine.check(seq, request.sampling.max_tokens)
         self.load.prompts[seq.klass].note(seq.num_prompt)
         self.load.outputs[seq.klass].note(request.sampling.max_tokens)
-        span = tracing.begin("prefill", intake.context, prompt_tokens=len(intake.token_ids), attempt=claim.attempts)
+        told = {"prompt_tokens": len(intake.token_ids), "attempt": claim.attempts}
+        span = tracing.begin("prefill", intake.context, intake.started_s, **told)
+        span.set_attributes(request_attributes(intake.operation, self.engine.model.name))
         names = [*chain.names, *([tail] if tail else [])]
         prefill = self.running[seq.id] = Prefill(intake, claim, seq, names, span)
         self.leases.add(claim)
@@ -263,8 +275,10 @@ class PrefillWorker(StageWorker[Prefill]):
     def _emit(self, firsts: list[tuple[Prefill, Sampled]]) -> None:
         """Append token 0 where the log has none yet, in one round trip."""
         events: list[tuple[Prefill, TokenEvent, FinishReason | None]] = []
+        begun_s = now_s()
         for prefill, sampled in firsts:
             prefill.intake.cached_tokens = prefill.seq.num_cached
+            self.figures.prompt_done(prefill.seq.num_prompt - prefill.seq.num_cached, prefill.seq.num_cached)
             prefill.intake.first_token_s = prefill.intake.started_s  # where the log has one: not later than this
             if prefill.claim.num_tokens == 0:
                 request = prefill.intake.request
@@ -280,6 +294,9 @@ class PrefillWorker(StageWorker[Prefill]):
             failpoint("prefill.4.appended")
         for (prefill, _, finish), outcome in zip(events, outcomes, strict=True):
             prefill.intake.first_token_s = now_s() if outcome is AppendOutcome.OK else 0.0
+            if outcome is AppendOutcome.OK:
+                self.figures.first_token(prefill.intake.operation, prefill.delivery.timestamp_s)
+                tracing.note("first_token", prefill.context, begun_s, prefill.intake.first_token_s)
             if outcome is AppendOutcome.FENCED:
                 prefill.lost = True
             elif outcome is AppendOutcome.CANCELLED:
@@ -312,14 +329,18 @@ class PrefillWorker(StageWorker[Prefill]):
         failpoint("prefill.4.written")
         job = job_of(intake, self.store.layout.fingerprint)
         span = tracing.begin("hand_off", intake.context, job=job.job)
-        outputs = [outgoing_job(self.pipeline, job, intake.context)]
-        outputs += letters(self.pipeline, intake.delivery, intake.error, claim)
+        outputs = [outgoing_job(self.pipeline, job, intake.operation, intake.context)]
+        dead = letters(self.pipeline, intake.delivery, intake.error, claim)
+        outputs += dead
 
         def done(settled: bool) -> None:
             failpoint("prefill.5.settled")
             span.end()
             self.leases.drop(claim)
             if settled:
+                self.figures.buried(len(dead))
+                if not intake.is_ended and not claim.ended:
+                    self.figures.handed_off(intake.delivery.klass)
                 self.record.handed(claim)
                 self.leases.done(claim)
                 failpoint("prefill.5.handed")
@@ -338,7 +359,13 @@ class PrefillWorker(StageWorker[Prefill]):
         self._settle_job(intake, claim)
 
     def _append_end(self, intake: Intake, claim: Claim, finish: FinishReason | None = None) -> bool:
-        return self.record.finish(claim, end_of(intake, claim.num_tokens, finish))
+        end, begun_s = end_of(intake, claim.num_tokens, finish), now_s()
+        intake.is_ended = self.record.finish(claim, end)
+        if intake.is_ended:
+            self.figures.ended(intake.delivery.klass, intake.operation, end)
+            told = usage_attributes(end.usage, end.finish_reason)
+            tracing.note("end", intake.context, begun_s, now_s(), **told)
+        return intake.is_ended
 
     def _forget(self, task: Prefill, *, keep_lease: bool = False) -> None:
         task.span.end()

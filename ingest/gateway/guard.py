@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from ingest.gateway.errors import ApiError
+from ingest.gateway.figures import REFUSED
 from ingest.gateway.protocol import LINGER_S
 from penstock.settings import GuardSettings, is_loopback
 
@@ -49,6 +50,7 @@ class Guard:
             refusal = _refusal_of_stranger(dict(scope["headers"]))
         if refusal is not None:
             request.refusal = refusal
+            scope[REFUSED] = refusal.code
             await request.answer_refusal()
             return
         await self._app(scope, request.receive, request.send)

@@ -9,11 +9,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from ingest.gateway.errors import ApiError, ErrorBody, api_error
+from ingest.gateway.figures import REFUSED
 from ingest.openai.body import api_error_of
 from penstock.errors import PenstockError
 
 log = logging.getLogger(__name__)
 
+NOT_LET_IN = (401, 403, 429)
+"""Who asked may not, or not now."""
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 _MEANINGS = {
     400: "The request cannot be answered: `param` names what is wrong with it.",
@@ -45,6 +48,8 @@ async def _ours(request: Request, error: PenstockError) -> Response:
     found = api_error(error)
     if found.status == 500 and found.code == "internal_error":
         log.error("%s %s", request.method, request.url.path, exc_info=error)
+    if found.status in NOT_LET_IN:
+        request.scope[REFUSED] = found.code
     return error_response(found)
 
 

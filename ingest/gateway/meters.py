@@ -11,12 +11,13 @@ LOOK_S = 5.0
 """How often it looks for further pipelines."""
 
 
-async def count_all(models: Models, addresses: Addresses) -> None:
-    """Until cancelled."""
+async def count_all(models: Models, addresses: Addresses, found: set[str]) -> None:
+    """Until cancelled. The names of all pipelines that were seen are put into `found`."""
     counting: dict[str, asyncio.Task[None]] = {}
     try:
         while True:
-            for name in await _pipelines(models, addresses):
+            found |= await _pipelines(models, addresses)
+            for name in found:
                 if name not in counting or counting[name].done():
                     own = addresses.model_copy(update={"pipeline": name})
                     counting[name] = asyncio.create_task(meter_forever(own))

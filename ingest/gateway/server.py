@@ -22,6 +22,7 @@ from ingest.gateway.app import create_app
 from ingest.gateway.protocol import guarded
 from penstock.errors import PenstockError
 from penstock.settings import Addresses, GatewaySettings, GuardSettings, load
+from penstock.telemetry.meters import Meters
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +32,10 @@ SEND_BUFFER = 128 * 1024
 MAX_FILES = 65536
 
 
-def serve(settings: GatewaySettings, addresses: Addresses) -> None:
+def serve(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> None:
     """Serve until told to stop. Raises `PenstockError` where the port is taken."""
     allow_connections()
-    app = create_app(settings, addresses)
+    app = create_app(settings, addresses, meters)
     with listening(settings.host, settings.port) as listener:
         host, port = listener.getsockname()[:2]
         log.info("the gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, port)

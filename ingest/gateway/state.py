@@ -1,6 +1,8 @@
 """What all routes of one gateway process share."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from starlette.requests import HTTPConnection
 
@@ -8,6 +10,8 @@ from ingest.admission import Admission
 from ingest.batch.desk import Desk
 from ingest.gateway import meters
 from ingest.gateway.card import Cards
+from ingest.gateway.figures import GatewayFigures
+from ingest.gateway.looks import Looks
 from ingest.gateway.models import Models
 from ingest.keys import source_of
 from ingest.tenants import Keyring
@@ -16,6 +20,7 @@ from penstock.lag import PipelineLag
 from penstock.names import Pipeline
 from penstock.reach import async_redis_client
 from penstock.settings import Addresses, AdmissionSettings, BatchSettings, GatewaySettings, RecordSettings, load
+from penstock.telemetry.meters import Meters
 
 
 class Gateway:
@@ -24,31 +29,43 @@ class Gateway:
     Made with the app, opened and closed with its event loop.
     """
 
-    def __init__(self, settings: GatewaySettings, addresses: Addresses) -> None:
+    def __init__(self, settings: GatewaySettings, addresses: Addresses, meters: Meters) -> None:
         self.settings, self.addresses = settings, addresses
         self.redis = async_redis_client(addresses.stream_url)
         self.models = Models(self.redis, addresses.pipeline)
+        self.figures = GatewayFigures(meters, addresses)
         self.cards = Cards(self.redis, load(RecordSettings))
         admission = load(AdmissionSettings)
         self.keyring = Keyring(source_of(admission, settings.host, self.redis))
         self.admission = Admission(self.redis, self._lag_of, admission)
+        self.looks = Looks(addresses)
         self.is_stopping = False
         """Set when this process was told to stop: streams tell their readers to go on elsewhere."""
         self._clients: dict[str, AsyncClient] = {}
+        self._later = set[asyncio.Task[None]]()
 
     async def open(self) -> None:
         """Before the first request."""
-        self._metering = asyncio.create_task(meters.count_all(self.models, self.addresses))
+        self._metering = asyncio.create_task(meters.count_all(self.models, self.addresses, self.figures.pipelines))
         self.desk = Desk(self.redis, self.client_of, load(BatchSettings))
 
     async def close(self) -> None:
         """After the last request."""
-        self._metering.cancel()
-        await asyncio.wait([self._metering])
+        tasks = {self._metering, *self._later}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self.looks.end()
         await self.desk.close()
         for client in self._clients.values():
             await client.close()
         await self.redis.aclose()
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what nobody waits for; given up where this process stops."""
+        task = asyncio.create_task(work)
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
 
     def client(self, pipeline: str) -> AsyncClient:
         """The client of a pipeline."""

@@ -15,6 +15,7 @@ other's attempts with it.
 """
 
 import traceback
+from collections.abc import Callable
 
 import redis
 
@@ -30,7 +31,7 @@ from penstock.errors import (
     StoreUnreachable,
 )
 from penstock.names import Pipeline
-from penstock.reach import is_away
+from penstock.reach import is_outage
 from penstock.record import Claim, Record
 from penstock.worker.inbox import Inbox
 from penstock.worker.settler import Settler
@@ -44,8 +45,12 @@ ASIDE_S = 0.25
 class Failures:
     """What one worker does with requests whose work fails."""
 
-    def __init__(self, pipeline: Pipeline, record: Record, settler: Settler, inbox: Inbox) -> None:
+    def __init__(
+        self, pipeline: Pipeline, record: Record, settler: Settler, inbox: Inbox, retried: Callable[[str], None]
+    ) -> None:
+        """`retried` is told the code of each error after which something is tried again."""
         self._pipeline, self._record, self._settler, self._inbox = pipeline, record, settler, inbox
+        self._retried = retried
 
     def try_again(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
         """Give a request up for now; False if it was tried often enough: it is to end with its error."""
@@ -70,6 +75,7 @@ class Failures:
         return min(settings.retry_cap_s, settings.retry_first_s * settings.retry_factor ** max(0, tries - 1))
 
     def _later(self, delivery: Delivery, error: RequestError, delay_s: float) -> None:
+        self._retried(error.code)
         if not delivery.is_held:
             return
         message = retry_message(self._pipeline, delivery, f"{error.code}: {error}", delay_s, error.stack)
@@ -93,7 +99,7 @@ def is_suspect(claim: Claim, delivery: Delivery) -> bool:
 
 def cause_of(error: Exception) -> RequestError:
     """What to tell of an error that came up in the work on one request. Raises it if it says nothing about that one."""
-    if is_away(error) or isinstance(error, BusError):
+    if is_outage(error) or isinstance(error, BusError):
         raise error
     kind = StoreUnreachable if isinstance(error, redis.RedisError | KVStoreError) else InternalError
     cause = kind(f"{type(error).__name__}: {error}")

@@ -18,24 +18,30 @@ from penstock.reach import redis_client, replies_to
 
 log = logging.getLogger(__name__)
 
+GOODBYE_S = 60.0
+"""For so long it is known that a worker left in good order, and was not lost."""
+
 
 class Heartbeat:
     """A key in Redis that says what this worker is doing, renewed by a thread and gone soon after the process is.
 
     The value is a JSON object: stage, name, host, pid, model, state (`loading`, `ready`, `degraded`, `draining`),
     reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see `load.py`),
+    pool and kv (blocks), recent (see `penstock.telemetry.recent`),
     since (seconds since the epoch, by the clock of Redis: those of hosts are put forward and back).
     """
 
     def __init__(self, url: str, pipeline: Pipeline, stage: str, name: str, interval_s: float) -> None:
         self._redis = redis_client(url)
-        self._key = pipeline.worker_key(stage, name)
+        self._key, self._left_key = pipeline.worker_key(stage, name), pipeline.left_key(stage, name)
         self._interval_s = interval_s
         self._since_s: float | None = None
         self._status: dict[str, object] = {
             "stage": stage, "name": name, "host": socket.gethostname(), "pid": os.getpid(),
             "state": "loading", "progress": 0.0,
         }  # fmt: skip
+        self.state = "loading"
+        """As of the last beat, whether it could be written or not."""
         self._logged = ("", -1)
         self._load: Callable[[], dict[str, object]] = dict
         self._wake = threading.Event()
@@ -80,10 +86,13 @@ class Heartbeat:
         status = self._status | {"since": self._since_s} | self._load()
         if status["state"] == "ready" and status.get("reason"):
             status["state"] = "degraded"
+        self.state = str(status["state"])
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._key, json.dumps(status), px=int(self._interval_s * 4000), get=True)
             pipe.sadd(WORKERS_KEY, self._key)
-            before, _ = replies_to(pipe)
+            if not self._is_written:
+                pipe.delete(self._left_key)
+            before, *_ = replies_to(pipe)
         self._is_written = True
         self._compare(before)
 
@@ -105,6 +114,7 @@ class Heartbeat:
             self._wake.clear()
         if self._is_written and not self.is_replaced:
             with suppress(redis.RedisError):  # else it runs out
+                self._redis.set(self._left_key, "", px=int(GOODBYE_S * 1000))
                 self._redis.delete(self._key)
 
     def _compare(self, found: object) -> None:

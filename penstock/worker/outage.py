@@ -16,7 +16,7 @@ from typing import Protocol
 import redis
 
 from penstock.errors import BusUnavailable, MemberFenced
-from penstock.reach import is_away, pauses
+from penstock.reach import is_outage, pauses
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Loop, StopSignal, serve
 
@@ -60,7 +60,7 @@ class Outages:
 
     def _is_outage(self, error: Exception) -> bool:
         """A member is fenced when it was away too long; or because another process has its place, and keeps it."""
-        return is_away(error) or (isinstance(error, MemberFenced) and not self._beat.look())
+        return is_outage(error) or (isinstance(error, MemberFenced) and not self._beat.look())
 
     def _wait(self, stop: StopSignal, waits: Iterator[float]) -> None:
         begun_s = time.monotonic()
@@ -69,7 +69,7 @@ class Outages:
                 self._beat.write()
                 self._ask_bus()
             except (redis.RedisError, BusUnavailable) as error:
-                if not is_away(error):
+                if not is_outage(error):
                     raise
                 self._beat.say(reason=str(error))
                 continue

@@ -9,11 +9,15 @@ from collections.abc import Callable
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import redis
+from opentelemetry.context import Context
 
+from penstock import tracing
 from penstock.bus.contract import Delivery, Member
 from penstock.errors import DeliveryLost
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 from penstock.record import Claim, LeaseKeeper, Record, Renewal, Waiting
+from penstock.telemetry.meters import Meters
+from penstock.telemetry.stage import StageFigures
 from penstock.worker.backlog import Backlog
 from penstock.worker.failures import Failures
 from penstock.worker.inbox import Inbox
@@ -76,11 +80,13 @@ class StageWorker(ABC, Generic[T]):
         record: Record,
         member: Member,
         waiting_of: Callable[[Delivery], Waiting | None],
+        figures: StageFigures | None = None,
     ) -> None:
         self.pipeline, self.name, self.record, self.member = pipeline, name, record, member
+        self.figures = figures or StageFigures(Meters(is_on=False), pipeline.name, self.stage, name, "")
         self.settler, self.inbox, self.load = Settler(member), Inbox(member), Load()
         self.leases = LeaseKeeper(record, self.stage, Backlog(record, self.stage, member, waiting_of).tend)
-        self.failures = Failures(pipeline, record, self.settler, self.inbox)
+        self.failures = Failures(pipeline, record, self.settler, self.inbox, self.figures.retried)
         self.running: dict[str, T] = {}
         """All that is claimed and not settled, by request."""
 
@@ -120,6 +126,7 @@ class StageWorker(ABC, Generic[T]):
         """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""
         with contextlib.suppress(DeliveryLost):
             self.member.dead(delivery, reason)
+            self.figures.buried()
 
     def _take_over(self, *, accept: bool) -> None:
         """Go on with what dead workers held. Their deliveries come back later, perhaps to somebody else."""
@@ -128,7 +135,15 @@ class StageWorker(ABC, Generic[T]):
         for request_id in self.leases.overdue() if accept else []:
             taken = self.record.take_over(request_id, self.stage, self.name)
             if taken is not None:
+                self.figures.took_over()
                 self._taken(unpack(taken.message), taken.claim)
+
+    def _note_wait(self, delivery: Delivery, context: Context, begun_s: float) -> None:
+        """Work on a message begins. What was taken over has no wait of its own: another worker had it meanwhile."""
+        if delivery.is_held:
+            self.figures.began(delivery.klass, delivery.timestamp_s, begun_s)
+        name = "queue.wait" if delivery.is_held else "taken_over"
+        tracing.note(name, context, delivery.timestamp_s, begun_s, topic=delivery.topic)
 
     # Hearing.
 

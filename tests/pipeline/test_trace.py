@@ -12,7 +12,9 @@ import pytest
 from penstock.local.stack import Stack
 from tests.forked import ForkedStack
 
-NAMES = {"request", "queue.wait", "prefill", "kv.write", "hand_off", "kv.read", "decode"}
+NAMES = {
+    "request", "queue.wait", "prefill", "kv.read", "first_token", "kv.write", "hand_off", "decode", "end", "settle",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,7 @@ def test_each_request_is_one_linked_trace(spans: list[dict[str, Any]]) -> None:
         assert [span["name"] for span in roots] == ["request"]
         assert all(span["parent_id"] in ids for span in mine if span["parent_id"] is not None)
         assert [span["name"] for span in mine].count("queue.wait") == 2
+        assert len({span["attributes"]["penstock.request.id"] for span in mine}) == 1
 
 
 def test_the_spans_come_from_each_process_in_order(spans: list[dict[str, Any]]) -> None:

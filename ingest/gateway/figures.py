@@ -1,0 +1,110 @@
+"""What one gateway counts, and what it tells of the pipelines that it serves."""
+
+import threading
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import redis
+
+from penstock.errors import BusUnavailable
+from penstock.names import CLASSES, STAGES
+from penstock.settings import Addresses
+from penstock.telemetry import catalog
+from penstock.telemetry.live import Json, LiveWatch
+from penstock.telemetry.meters import Meters, Reading
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+REFUSED = "penstock.refused"
+"""In the scope of a request that was not let in: why not."""
+STATES = ("loading", "ready", "degraded", "draining")
+NO_ROUTE = "none"
+
+
+class GatewayFigures:
+    """One gateway's. Its event loop counts, any thread may look."""
+
+    def __init__(self, meters: Meters, addresses: Addresses) -> None:
+        self.meters = meters
+        self.pipelines: set[str] = {addresses.pipeline}
+        """Those that are told of."""
+        self._addresses = addresses
+        self._watches: dict[str, LiveWatch] = {}
+        self._lock = threading.Lock()
+        self._num_streams = 0
+        meters.watch(self._readings)
+
+    def watch(self, pipeline: str) -> LiveWatch:
+        """The one look at a pipeline that all in this process share."""
+        with self._lock:
+            if pipeline not in self._watches:
+                self._watches[pipeline] = LiveWatch(self._addresses.model_copy(update={"pipeline": pipeline}))
+            return self._watches[pipeline]
+
+    def answered(self, scope: MutableMapping[str, Any], status: int) -> None:
+        """A request was answered, or is being answered."""
+        route = getattr(scope.get("route"), "path", NO_ROUTE)
+        self.meters.counter(catalog.GATEWAY_REQUESTS, route, str(status)).add()
+        if REFUSED in scope:
+            self.meters.counter(catalog.GATEWAY_REFUSED, scope[REFUSED]).add()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Somebody reads a stream."""
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    def _readings(self) -> Iterator[Reading]:
+        yield Reading(catalog.GATEWAY_STREAMS, (), self._num_streams)
+        for name in sorted(self.pipelines):
+            look: Json | None = None
+            with suppress(BusUnavailable, redis.RedisError):  # told by `penstock_pipeline_up`
+                look = self.watch(name).look()
+            yield Reading(catalog.PIPELINE_UP, (name,), int(look is not None))
+            if look is not None:
+                yield from _of_pipeline(name, look)
+
+
+def _of_pipeline(name: str, look: Json) -> Iterator[Reading]:
+    for klass in CLASSES:
+        for stage in STAGES:
+            lag, place = look["lag"][klass][stage], (name, stage, klass)
+            yield Reading(catalog.LAG_MESSAGES, place, lag["messages"])
+            for kind in ("prompt", "output"):
+                if (tokens := lag[f"{kind}_tokens"]) is not None:
+                    yield Reading(catalog.LAG_TOKENS, (*place, kind), tokens)
+        if (wait_s := look["lag"][klass]["estimated_wait_s"]) is not None:
+            yield Reading(catalog.ESTIMATED_WAIT, (name, klass), wait_s)
+    for worker in look["workers"]:
+        for state in STATES:
+            labels = (name, worker["stage"], worker["name"], state)
+            yield Reading(catalog.WORKER_STATE, labels, int(worker["state"] == state))
+    for worker in look["lost"]:
+        yield Reading(catalog.WORKER_STATE, (name, worker["stage"], worker["name"], "lost"), 1)
+
+
+class Counted:
+    """Around all of the gateway: counts each answer when it begins."""
+
+    def __init__(self, app: App, figures: GatewayFigures) -> None:
+        self._app, self._figures = app, figures
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """One request, or the application's life."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._figures.answered(scope, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)

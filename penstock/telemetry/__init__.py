@@ -1,0 +1,1 @@
+"""Figures and traces for who runs a pipeline: meters, where they go, and what they say together."""

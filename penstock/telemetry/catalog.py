@@ -1,0 +1,172 @@
+"""Every metric of Penstock, in one table: what is not here is not measured, and all that is here is exposed.
+
+A metric has its OpenTelemetry name. Prometheus has it with underscores, its unit and, for a counter, `_total`.
+Those that OpenTelemetry's conventions for generative AI know have the names, attributes and bucket bounds given there.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+Source = Literal["worker", "gateway"]
+
+PROVIDER = "penstock"
+"""`gen_ai.provider.name`."""
+_GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+
+FIRST_TOKEN_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+PER_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+DURATION_BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+ITL_BOUNDS = (
+    0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.048, 0.064, 0.1, 0.15, 0.25, 0.5,
+    1.0, 2.5,
+)  # fmt: skip
+WAIT_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 10800.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. `labels` are OpenTelemetry's attributes, with dots."""
+
+    name: str
+    kind: Kind
+    unit: str
+    """As UCUM writes it: `s`, `By`, or `{token}` for what is counted."""
+    labels: tuple[str, ...]
+    help: str
+    source: Source
+    """Which process has it."""
+    bounds: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets; one more bucket is for all that is larger."""
+
+    @property
+    def prometheus(self) -> str:
+        """Its name in Prometheus (a histogram's series add `_bucket`, `_sum` and `_count`)."""
+        name = self.name.replace(".", "_") + {"s": "_seconds", "By": "_bytes"}.get(self.unit, "")
+        return f"{name}_total" if self.kind == "counter" else name
+
+    @property
+    def prometheus_labels(self) -> tuple[str, ...]:
+        """Its labels in Prometheus."""
+        return tuple(label.replace(".", "_") for label in self.labels)
+
+
+# Workers.
+
+TIME_TO_FIRST_TOKEN = Metric(
+    "gen_ai.server.time_to_first_token", "histogram", "s", _GEN_AI,
+    "From a request's submission until its first token was written.", "worker", FIRST_TOKEN_BOUNDS,
+)  # fmt: skip
+TIME_PER_OUTPUT_TOKEN = Metric(
+    "gen_ai.server.time_per_output_token", "histogram", "s", _GEN_AI,
+    "Of each answer: from its first token to its last, for each token after the first.", "worker", PER_TOKEN_BOUNDS,
+)  # fmt: skip
+REQUEST_DURATION = Metric(
+    "gen_ai.server.request.duration", "histogram", "s", (*_GEN_AI, "error.type"),
+    "From a request's submission to its end; error.type is empty where it ended well.", "worker", DURATION_BOUNDS,
+)  # fmt: skip
+ITL = Metric(
+    "penstock.itl", "histogram", "s", ("pipeline",),
+    "Time between two tokens of one stream.", "worker", ITL_BOUNDS,
+)  # fmt: skip
+QUEUE_WAIT = Metric(
+    "penstock.queue.wait", "histogram", "s", ("pipeline", "stage", "class"),
+    "From a message's publication until a worker of the stage began with it.", "worker", WAIT_BOUNDS,
+)  # fmt: skip
+REQUESTS = Metric(
+    "penstock.requests", "counter", "{request}", ("pipeline", "stage", "class", "outcome"),
+    "Requests that a stage is done with. outcome: handed_off (prefill left a job), or how the request ended there: "
+    "stop, length, cancelled, error.", "worker",
+)  # fmt: skip
+TOKENS = Metric(
+    "penstock.tokens", "counter", "{token}", ("pipeline", "kind"),
+    "Tokens. kind: prefill (of prompts, computed), cached (of prompts, their KV was found), decode (of answers).",
+    "worker",
+)  # fmt: skip
+RUNNING = Metric(
+    "penstock.running", "gauge", "{request}", ("pipeline", "stage", "worker"),
+    "Requests that a worker holds.", "worker",
+)  # fmt: skip
+WAITING = Metric(
+    "penstock.waiting", "gauge", "{request}", ("pipeline", "stage", "worker"),
+    "Requests of those that wait for their place in the engine.", "worker",
+)  # fmt: skip
+POOL_BLOCKS = Metric(
+    "penstock.pool.blocks", "gauge", "{block}", ("pipeline", "stage", "worker", "state"),
+    "KV blocks of a worker's pool. state: used (a request holds it), free (cached ones too).", "worker",
+)  # fmt: skip
+KV_BLOCKS = Metric(
+    "penstock.kv.blocks", "counter", "{block}", ("pipeline", "stage", "tier", "result"),
+    "KV blocks asked for. tier: pool, shm, disk, redis. result: hit, miss; of tiers below the pool also damaged (of "
+    "the misses), evicted, refused (not taken for want of room).", "worker",
+)  # fmt: skip
+KV_BYTES = Metric(
+    "penstock.kv.transferred", "counter", "By", ("pipeline", "stage", "tier", "direction"),
+    "Bytes of KV. direction: read, written.", "worker",
+)  # fmt: skip
+KV_ERRORS = Metric(
+    "penstock.kv.errors", "counter", "{batch}", ("pipeline", "stage", "tier"),
+    "Batches of blocks that a tier could not be asked for, or did not take.", "worker",
+)  # fmt: skip
+KV_RECOMPUTED = Metric(
+    "penstock.kv.recomputed", "counter", "{block}", ("pipeline",),
+    "Blocks of jobs that were not found when decode came for them, and were computed again.", "worker",
+)  # fmt: skip
+TAKE_OVERS = Metric(
+    "penstock.take_overs", "counter", "{request}", ("pipeline", "stage"),
+    "Requests that were gone on with after another worker let go of them or died.", "worker",
+)  # fmt: skip
+RETRIES = Metric(
+    "penstock.retries", "counter", "{request}", ("pipeline", "stage", "cause"),
+    "Requests whose work failed and that are tried again later. cause: the error's code.", "worker",
+)  # fmt: skip
+DEAD_LETTERS = Metric(
+    "penstock.dead_letters", "counter", "{message}", ("pipeline", "stage"),
+    "Messages that were put into the dead-letter topic.", "worker",
+)  # fmt: skip
+
+# The gateway: of the pipelines that it serves.
+
+LAG_MESSAGES = Metric(
+    "penstock.lag.messages", "gauge", "{message}", ("pipeline", "stage", "class"),
+    "Messages that are not settled: in the topic, or in a worker.", "gateway",
+)  # fmt: skip
+LAG_TOKENS = Metric(
+    "penstock.lag.tokens", "gauge", "{token}", ("pipeline", "stage", "class", "kind"),
+    "The work that they stand for; absent where it is not known yet. kind: prompt, output.", "gateway",
+)  # fmt: skip
+ESTIMATED_WAIT = Metric(
+    "penstock.estimated_wait", "gauge", "s", ("pipeline", "class"),
+    "How long a request submitted now would wait; absent where it is not known.", "gateway",
+)  # fmt: skip
+WORKER_STATE = Metric(
+    "penstock.worker.state", "gauge", "1", ("pipeline", "stage", "worker", "state"),
+    "1 for the state that a worker is in, 0 for the others: loading, ready, degraded, draining. Absent once it is "
+    "gone; lost: 1 for a minute after its heartbeat ran out without a goodbye.",
+    "gateway",
+)  # fmt: skip
+PIPELINE_UP = Metric(
+    "penstock.pipeline.up", "gauge", "1", ("pipeline",),
+    "Whether bus and Redis answered the gateway at the last look: where 0, the pipeline's other gauges are absent.",
+    "gateway",
+)  # fmt: skip
+
+# The gateway itself.
+
+GATEWAY_REQUESTS = Metric(
+    "penstock.gateway.requests", "counter", "{request}", ("route", "status"),
+    "HTTP requests answered, by the route's pattern.", "gateway",
+)  # fmt: skip
+GATEWAY_REFUSED = Metric(
+    "penstock.gateway.refused", "counter", "{request}", ("reason",),
+    "HTTP requests that were not let in. reason: the error's code, such as overloaded or rate_limit_exceeded.",
+    "gateway",
+)  # fmt: skip
+GATEWAY_STREAMS = Metric(
+    "penstock.gateway.streams", "gauge", "{stream}", (),
+    "Streams that are being read now.", "gateway",
+)  # fmt: skip
+
+CATALOG: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+"""All of them, in the order above."""
+BY_PROMETHEUS = {metric.prometheus: metric for metric in CATALOG}

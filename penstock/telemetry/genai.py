@@ -1,0 +1,37 @@
+"""What OpenTelemetry's conventions for generative AI call things."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from opentelemetry.util.types import AttributeValue
+
+from penstock.messages import Request, Usage
+from penstock.names import OPERATION
+from penstock.telemetry.catalog import PROVIDER
+
+Operation = Literal["chat", "text_completion"]
+
+
+def operation_of(request: Request | None) -> Operation:
+    """`gen_ai.operation.name` of a request."""
+    return "chat" if request is not None and request.messages is not None else "text_completion"
+
+
+def operation_in(headers: Mapping[str, str]) -> Operation:
+    """The same of a job, by its headers."""
+    return "chat" if headers.get(OPERATION) == "chat" else "text_completion"
+
+
+def request_attributes(operation: Operation, model: str | None) -> dict[str, AttributeValue]:
+    """Of a span that stands for a request."""
+    named: dict[str, AttributeValue] = {} if model is None else {"gen_ai.request.model": model}
+    return {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER} | named
+
+
+def usage_attributes(usage: Usage, finish_reason: str) -> dict[str, AttributeValue]:
+    """Of a span that ends with the request's end."""
+    return {
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.response.finish_reasons": (finish_reason,),
+    }

@@ -1,0 +1,98 @@
+"""One request's life, from the spans that its processes left in Redis."""
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+import redis.asyncio
+
+from penstock.names import Pipeline
+
+UNKNOWN = "unknown"
+"""What an account calls the time of which no span is there."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A stretch of a request's time, and the span that it went into."""
+
+    name: str
+    service: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of a request, by their start."""
+
+    spans: list[dict[str, Any]]
+    """Of each `name`, `service`, `start_s` and `end_s` (seconds since the epoch), `id`, `parent` (the id of the span
+    around it, or None), `attributes`."""
+
+    @property
+    def start_s(self) -> float:
+        """When it began: the producer's span, or the message's publication."""
+        return min(float(span["start_s"]) for span in self.spans)
+
+    @property
+    def answered_s(self) -> float | None:
+        """When the end could be read; None while it goes on, or where nobody told."""
+        return max((float(span["end_s"]) for span in self.spans if span["name"] == "end"), default=None)
+
+    @property
+    def latency_s(self) -> float | None:
+        """From its beginning to its end, as a client has it."""
+        return None if self.answered_s is None else max(0.0, self.answered_s - self.start_s)
+
+    def account(self) -> list[Share]:
+        """Where the time went, from the beginning until the answer's end: stretches without gap or overlap.
+
+        Where spans overlap, the time is that of the one that began last. (Writing KV goes on beside the answer, and the
+        second `queue.wait` while the first worker still settles: what began last is what the request waited for.)
+        """
+        end_s = self.answered_s or max(float(span["end_s"]) for span in self.spans)
+        edges = sorted({min(edge, end_s) for span in self.spans for edge in (span["start_s"], span["end_s"])})
+        found: list[Share] = []
+        for start_s, until_s in itertools.pairwise(edges):
+            share = _owner(self.spans, start_s, until_s)
+            if found and (found[-1].name, found[-1].service) == (share.name, share.service):
+                share = Share(share.name, share.service, found.pop().start_s, until_s)
+            found.append(share)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For the page: the spans, the account, and what both are about."""
+        return {
+            "start_s": self.start_s,
+            "answered_s": self.answered_s,
+            "latency_s": self.latency_s,
+            "spans": self.spans,
+            "account": [vars(share) for share in self.account()],
+        }
+
+
+def _owner(spans: Sequence[dict[str, Any]], start_s: float, end_s: float) -> Share:
+    there = [span for span in spans if span["start_s"] <= start_s and span["end_s"] >= end_s]
+    if not there:
+        return Share(UNKNOWN, "", start_s, end_s)
+    span = max(there, key=lambda one: (one["start_s"], -one["end_s"]))
+    return Share(span["name"], span["service"], start_s, end_s)
+
+
+def timeline(client: "redis.Redis", pipeline: Pipeline, request_id: str) -> Timeline | None:
+    """A request's life so far; None where nothing is kept of it. Raises `redis.RedisError`."""
+    return _read(cast("list[bytes]", client.lrange(pipeline.trace_key(request_id), 0, -1)))
+
+
+async def timeline_async(client: "redis.asyncio.Redis", pipeline: Pipeline, request_id: str) -> Timeline | None:
+    """The same for asyncio."""
+    return _read(await cast(Any, client.lrange(pipeline.trace_key(request_id), 0, -1)))
+
+
+def _read(texts: Iterable[bytes]) -> Timeline | None:
+    spans = sorted((json.loads(text) for text in texts), key=lambda span: (span["start_s"], -span["end_s"]))
+    return Timeline(spans) if spans else None

@@ -1,0 +1,254 @@
+"""What is counted, read back as Prometheus, OpenTelemetry and heartbeats have it."""
+
+import math
+import urllib.request
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry.sdk.resources import Resource
+from prometheus_client.parser import text_string_to_metric_families
+
+from ingest.gateway.figures import REFUSED, GatewayFigures
+from penstock.errors import PenstockError
+from penstock.local.processes import free_port, wait_until
+from penstock.messages import EndEvent, Timings, Usage, now_s
+from penstock.names import CLASSES, STAGES
+from penstock.settings import Addresses
+from penstock.telemetry import catalog, otlp
+from penstock.telemetry.exposition import endpoint, exposition
+from penstock.telemetry.live import Json, LiveWatch
+from penstock.telemetry.meters import Meters
+from penstock.telemetry.recent import Recent, percentiles, quantile, summed_buckets
+from penstock.telemetry.stage import StageFigures
+from tests.telemetry.receiver import Receiver, receiving
+
+BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0)
+VALUES = st.lists(st.floats(0, 9.99), min_size=1, max_size=200)
+TIER = {
+    "hits": 3,
+    "misses": 2,
+    "damaged": 1,
+    "evictions": 1,
+    "refused": 0,
+    "errors": 1,
+    "bytes_read": 9,
+    "bytes_written": 8,
+}
+KV = {"pool": {"hits": 5, "misses": 7}, "shared": TIER, "recomputed_blocks": 2}
+
+
+def counted(values: list[float]) -> list[int]:
+    meters = Meters()
+    histogram = meters.histogram(catalog.ITL, "p")
+    histogram.bounds, histogram.counts = BOUNDS, [0] * (len(BOUNDS) + 1)
+    for value in values:
+        histogram.add(value)
+    assert math.isclose(histogram.sum, sum(values))
+    return histogram.counts
+
+
+@given(VALUES)
+def test_a_histogram_counts_each_value_where_its_bucket_ends(values: list[float]) -> None:
+    counts = counted(values)
+    assert list(accumulate(counts[:-1])) == [sum(value <= bound for value in values) for bound in BOUNDS]
+    assert sum(counts) == len(values)
+
+
+@given(VALUES, st.floats(0.001, 1))
+def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
+    counts = counted(values)
+    found, rank = quantile(BOUNDS, counts, share), max(0, math.ceil(share * len(values)) - 1)
+    true = sorted(values)[rank]
+    assert found is not None
+    low, high = (0.0, *BOUNDS)[bisect_left(BOUNDS, true)], BOUNDS[bisect_left(BOUNDS, true)]
+    assert low <= found <= high or math.isclose(found, low)
+
+
+@given(VALUES)
+def test_quantiles_rise_with_the_share(values: list[float]) -> None:
+    counts = counted(values)
+    found = [quantile(BOUNDS, counts, share / 20) or 0.0 for share in range(21)]
+    assert found == sorted(found)
+
+
+def test_what_lies_beyond_the_bounds_and_what_is_not_there() -> None:
+    assert quantile(BOUNDS, [0, 0, 0, 0, 0, 4], 0.5) == BOUNDS[-1]
+    assert percentiles(BOUNDS, [0] * 6) == {"p50": None, "p90": None, "p99": None, "count": 0}
+    assert quantile((1.0, 2.0), [10, 10, 0], 0.75) == 1.5, "half of the second bucket"
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 40), st.integers(0, 50)), min_size=1, max_size=60))
+@settings(max_examples=60)
+def test_the_last_minute_is_what_was_added_in_it(steps: list[tuple[float, int]]) -> None:
+    now, total = 1000.0, 0
+    looks = [(now, 0)]
+    recent = Recent(lambda: {"n": total, "h": [total, 2 * total]}, lambda: now)
+    for passed_s, added in steps:
+        now, total = now + passed_s, total + added
+        found = recent.look()
+        before = [count for at, count in looks if at <= now - 60] or [0]
+        assert found["minute"] == {"n": total - before[-1], "h": [total - before[-1], 2 * (total - before[-1])]}
+        at, count = ([look for look in looks if look[0] <= now - 10] or looks[:1])[-1]
+        assert math.isclose(found["per_s"]["n"], (total - count) / (now - at), abs_tol=0.001)
+        looks.append((now, total))
+
+
+def test_workers_are_summed_and_a_foreign_histogram_left_out() -> None:
+    parts = [{"h": [1, 2, 3]}, {"h": [10, 20, 30]}, {"h": [5]}, {}]
+    assert summed_buckets(parts, "h", (1.0, 2.0)) == [11, 22, 33]
+    assert summed_buckets([], "h", (1.0, 2.0)) == [0, 0, 0]
+
+
+def test_what_is_off_counts_nothing() -> None:
+    meters = Meters(is_on=False)
+    stage(meters, "prefill")
+    assert meters.collect().keys() <= {metric for metric in catalog.CATALOG if metric.kind != "histogram"}
+    meters = Meters(is_on=False)
+    meters.histogram(catalog.ITL, "p").add(1.0)
+    meters.counter(catalog.TOKENS, "p", "decode").add()
+    assert not meters.collect()
+    assert meters.histogram(catalog.ITL, "p").read().sum == 0
+
+
+def stage(meters: Meters, name: str) -> StageFigures:
+    """A worker's figures to which all has happened that can."""
+    assert name in STAGES
+    figures = StageFigures(meters, "p", name, f"{name}-0", "demo")
+    figures.watch(lambda: {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "kv": KV})
+    figures.began("interactive", now_s() - 2, now_s())
+    figures.took_over()
+    figures.retried("model_error")
+    figures.buried()
+    figures.prompt_done(30, 12)
+    figures.first_token("chat", now_s() - 0.3)
+    figures.token(None)
+    figures.token(0.02)
+    figures.handed_off("batch")
+    times = Timings(published=now_s() - 3, first_token=now_s() - 2, finished=now_s())
+    end = EndEvent(finish_reason="stop", usage=Usage(prompt_tokens=42, completion_tokens=3), timings=times)
+    figures.ended("interactive", "chat", end)
+    return figures
+
+
+class Still(LiveWatch):
+    """A look that is always the same: servers have nothing to do with how it is told."""
+
+    def look(self) -> Json:
+        lag = {
+            klass: {
+                stage: {"messages": 4, "prompt_tokens": 50, "output_tokens": None if klass == "batch" else 60}
+                for stage in STAGES
+            }
+            | {"estimated_wait_s": None if klass == "batch" else 1.5}
+            for klass in CLASSES
+        }
+        return {
+            "lag": lag,
+            "workers": [{"stage": "decode", "name": "d-0", "state": "ready"}],
+            "lost": [{"stage": "decode", "name": "d-1", "seen_s_ago": 2.0}],
+        }
+
+
+@pytest.fixture(scope="module")
+def meters() -> Meters:
+    """Those of a process that is two workers and a gateway at once."""
+    made = Meters()
+    stage(made, "prefill")
+    stage(made, "decode")
+    addresses = Addresses(pipeline="p")
+    gateway = GatewayFigures(made, addresses)
+    gateway._watches["p"] = Still(addresses)
+    gateway.answered({"type": "http"}, 404)
+    gateway.answered({"type": "http", REFUSED: "overloaded"}, 429)
+    return made
+
+
+def test_the_catalog_is_all_that_is_exposed(meters: Meters) -> None:
+    families = {family.name: family for family in text_string_to_metric_families(exposition(meters).decode())}
+    assert families.keys() == {metric.prometheus.removesuffix("_total") for metric in catalog.CATALOG}
+    for metric in catalog.CATALOG:
+        family = families[metric.prometheus.removesuffix("_total")]
+        assert family.type == metric.kind
+        assert family.documentation == metric.help
+        for sample in family.samples:
+            assert sample.labels.keys() - {"le"} == set(metric.prometheus_labels)
+
+
+def values(meters: Meters) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(exposition(meters).decode())
+        for sample in family.samples
+    }
+
+
+def test_prometheus_reads_the_values(meters: Meters) -> None:
+    found = values(meters)
+    assert found["penstock_tokens_total", "cached", "p"] == 24
+    assert found["penstock_kv_blocks_total", "p", "hit", "decode", "shm"] == 3
+    assert found["penstock_pool_blocks", "p", "prefill", "free", "prefill-0"] == 7
+    assert found["penstock_worker_state", "p", "decode", "ready", "d-0"] == 1
+    assert found["penstock_worker_state", "p", "decode", "draining", "d-0"] == 0
+    assert found["penstock_worker_state", "p", "decode", "lost", "d-1"] == 1
+    assert found["penstock_lag_tokens", "interactive", "output", "p", "decode"] == 60
+    assert ("penstock_lag_tokens", "batch", "output", "p", "decode") not in found
+    assert found["penstock_itl_seconds_bucket", "0.016", "p"] == 0
+    assert found["penstock_itl_seconds_bucket", "0.024", "p"] == found["penstock_itl_seconds_count", "p"] == 2
+    assert found["penstock_gateway_refused_total", "overloaded"] == 1
+    ttft = "gen_ai_server_time_to_first_token_seconds"
+    assert found[f"{ttft}_bucket", "chat", "penstock", "demo", "0.25"] == 0
+    assert found[f"{ttft}_count", "chat", "penstock", "demo"] == 2
+
+
+def test_a_worker_serves_them_and_a_taken_port_is_an_error(meters: Meters) -> None:
+    port = free_port()
+    with endpoint(meters, "127.0.0.1", port) as bound:
+        assert bound == port
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        assert {one.name for one in text_string_to_metric_families(text)} >= {"penstock_itl_seconds"}
+        with (
+            pytest.raises(PenstockError, match="PENSTOCK_TELEMETRY_PORT"),
+            endpoint(meters, "127.0.0.1", port),
+        ):
+            pass
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    with receiving() as one:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", one.url)
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+        yield one
+
+
+def test_otlp_sends_the_same_and_true_histograms(meters: Meters, receiver: Receiver) -> None:
+    assert otlp.is_wanted("metrics")
+    with otlp.pushing(meters, Resource.create({"service.name": "penstock-test"})):
+        wait_until(lambda: len(receiver.posted) > 1, 30, "figures come again and again")
+    found = receiver.metrics("penstock-test")
+    assert found.keys() == {metric.name for metric in catalog.CATALOG}
+    assert {found[metric.name].unit for metric in catalog.CATALOG} == {metric.unit for metric in catalog.CATALOG}
+    (point,) = found["penstock.itl"].histogram.data_points
+    assert tuple(point.explicit_bounds) == catalog.ITL_BOUNDS
+    assert point.bucket_counts[bisect_left(catalog.ITL_BOUNDS, 0.02)] == point.count == 2
+    assert math.isclose(point.sum, 0.04)
+    assert not point.HasField("min")
+    (first,) = found["gen_ai.server.time_to_first_token"].histogram.data_points
+    told = {pair.key: pair.value.string_value for pair in first.attributes}
+    expected = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "penstock", "gen_ai.request.model": "demo"}
+    assert told == expected
+    assert found["penstock.tokens"].sum.is_monotonic
+    assert found["penstock.running"].HasField("gauge")
+
+
+def test_nothing_is_sent_where_nobody_said_whereto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    assert not otlp.is_wanted("metrics")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:1/v1/traces")
+    assert otlp.is_wanted("traces")
+    assert not otlp.is_wanted("metrics")

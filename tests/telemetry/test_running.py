@@ -1,0 +1,266 @@
+"""Telemetry of real worker processes: scraped, received, looked at, and a request's life that adds up."""
+
+import itertools
+import os
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import redis
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.trace import SpanContext
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock import tracing
+from penstock.client import Client
+from penstock.local.processes import free_port, wait_until
+from penstock.local.stack import Stack
+from penstock.messages import EndEvent
+from penstock.names import Pipeline
+from penstock.reach import redis_client
+from penstock.telemetry import catalog
+from penstock.telemetry.live import Json, LiveWatch
+from penstock.telemetry.spans import MOST_SPANS, RedisSpanExporter
+from penstock.telemetry.timeline import UNKNOWN, Timeline, timeline, timeline_async
+from tests.forked import ForkedStack
+from tests.telemetry.receiver import Receiver, receiving
+
+PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void;"
+HEARTBEAT_S = 0.2
+
+
+@dataclass
+class Site:
+    """What runs."""
+
+    stack: Stack
+    receiver: Receiver
+    ports: list[int]
+    pipeline: Pipeline
+
+    def generate(self, max_tokens: int = 24) -> tuple[str, float]:
+        """A request's id, and how long its client waited for its end."""
+        with Client(self.stack.addresses) as client:
+            client.estimated_wait()  # connections are there
+            begun_s = time.perf_counter()
+            name = client.submit(PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            *_, end = client.stream(name)
+            assert isinstance(end, EndEvent)
+            return name, time.perf_counter() - begun_s
+
+    def scrape(self, number: int) -> dict[str, float]:
+        """The sum of each series' samples, of one worker."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[number]}/metrics", timeout=20) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        known = {metric.prometheus.removesuffix("_total") for metric in catalog.CATALOG}
+        assert {family.name for family in families} <= known
+        found: dict[str, float] = {}
+        for sample in (sample for family in families for sample in family.samples if "le" not in sample.labels):
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+        return found
+
+    def life(self, request_id: str) -> Timeline:
+        """Of a request, once all of it was told."""
+        with redis_client(self.stack.addresses.stream_url) as client:
+
+            def told() -> Timeline | None:
+                found = timeline(client, self.pipeline, request_id)
+                names = {span["name"] for span in found.spans} if found else set()
+                return found if names >= {"settle", "hand_off", "kv.write"} else None
+
+            wait_until(lambda: told() is not None, 60, "its spans are kept")
+            found = told()
+        assert found is not None
+        return found
+
+
+def consecutive_ports() -> list[int]:
+    """Two."""
+    while True:
+        first = free_port()
+        if first < 65000 and first % 2 == 0:
+            return [first, first + 1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """One worker of each stage, with everything on."""
+    ports = consecutive_ports()
+    with receiving() as receiver:
+        environment = {
+            "PENSTOCK_ENGINE_DTYPE": "float32",
+            "PENSTOCK_ENGINE_POOL_MB": "64",
+            "PENSTOCK_WORKER_HEARTBEAT_S": str(HEARTBEAT_S),
+            "PENSTOCK_TELEMETRY_PORT": str(ports[0]),
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
+            "OTEL_METRIC_EXPORT_INTERVAL": "300",
+            "OTEL_BSP_SCHEDULE_DELAY": "300",
+        }
+        directory = tmp_path_factory.mktemp("telemetry")
+        with ForkedStack(directory, pipeline="telemetry", environment=os.environ | environment) as stack:
+            stack.wait_ready(120)
+            yield Site(stack, receiver, ports, Pipeline("telemetry"))
+
+
+def test_both_workers_are_scraped(site: Site) -> None:
+    before = [site.scrape(0), site.scrape(1)]
+    site.generate(24)
+    wait_until(lambda: site.scrape(1).get("penstock_requests_total", 0) > 0, 30, "the end was counted")
+    prefill, decode = site.scrape(0), site.scrape(1)
+    assert prefill["gen_ai_server_time_to_first_token_seconds_count"] == 1 + before[0].get(
+        "gen_ai_server_time_to_first_token_seconds_count", 0
+    )
+    assert decode["penstock_itl_seconds_count"] == 22 + before[1]["penstock_itl_seconds_count"], "between its own 23"
+    assert prefill["penstock_tokens_total"] > before[0]["penstock_tokens_total"] + 10
+    assert decode["penstock_tokens_total"] == 23 + before[1]["penstock_tokens_total"], "the first one is of prefill"
+    assert (
+        decode["gen_ai_server_request_duration_seconds_sum"] > prefill["gen_ai_server_time_to_first_token_seconds_sum"]
+    )
+    assert prefill["penstock_kv_blocks_total"] > 0
+    assert prefill["penstock_pool_blocks"] == decode["penstock_pool_blocks"] > 0
+
+
+def test_both_send_otlp(site: Site) -> None:
+    name, _ = site.generate(4)
+    wait_until(lambda: {"penstock-prefill", "penstock-decode"} <= services(site.receiver, name), 30, "spans")
+    wait_until(lambda: "penstock.itl" in site.receiver.metrics("penstock-decode"), 30, "figures")
+    assert "gen_ai.server.time_to_first_token" in site.receiver.metrics("penstock-prefill")
+
+
+def services(receiver: Receiver, request_id: str) -> set[str]:
+    """Which processes told of a request, with the attributes that OpenTelemetry's conventions want of some spans."""
+    found = set()
+    for span in receiver.spans():
+        told = {pair.key: pair.value for pair in span.attributes}
+        if told["penstock.request.id"].string_value != request_id:
+            continue
+        if span.name in ("prefill", "decode"):
+            assert told["gen_ai.provider.name"].string_value == "penstock"
+            assert told["gen_ai.operation.name"].string_value == "text_completion"
+            assert told["gen_ai.request.model"].string_value == "demo"
+            found.add(f"penstock-{span.name}")
+        if span.name == "end":
+            assert told["gen_ai.usage.output_tokens"].int_value == 4
+            assert told["gen_ai.usage.input_tokens"].int_value > 10
+    return found
+
+
+def test_a_life_adds_up_to_what_its_client_waited(site: Site) -> None:
+    shares = []
+    for _ in range(5):  # one of them is enough: nothing else in the machine may have had the client's turn
+        name, waited_s = site.generate(64)
+        life = site.life(name)
+        account = life.account()
+        assert life.latency_s is not None
+        assert sum(share.end_s - share.start_s for share in account) == pytest.approx(life.latency_s)
+        assert all(before.end_s == after.start_s for before, after in itertools.pairwise(account))
+        assert UNKNOWN not in {share.name for share in account}
+        assert life.latency_s <= waited_s + 0.01
+        shares.append(life.latency_s / waited_s)
+        if shares[-1] > 0.95:
+            return
+    pytest.fail(f"{shares}")
+
+
+async def test_a_life_is_told_in_order(site: Site) -> None:
+    name, _ = site.generate(4)
+    life = site.life(name)
+    names = [span["name"] for span in life.spans]
+    assert set(names) == {
+        "request", "queue.wait", "prefill", "kv.read", "first_token", "kv.write", "hand_off", "decode", "end", "settle",
+    }  # fmt: skip
+    assert names.count("queue.wait") == 2
+    ids = {span["id"] for span in life.spans}
+    assert all(span["parent"] is None or span["parent"] in ids for span in life.spans)
+    assert [span["start_s"] for span in life.spans] == sorted(span["start_s"] for span in life.spans)
+    url = site.stack.addresses.stream_url
+    async with redis.asyncio.Redis.from_url(url) as client:
+        assert await timeline_async(client, site.pipeline, name) == life
+        assert await timeline_async(client, site.pipeline, "nobody") is None
+        assert 0 < await client.pttl(site.pipeline.trace_key(name)) <= 600_000
+
+
+def states(look: Json) -> list[str]:
+    """Of the workers."""
+    return [worker["state"] for worker in look["workers"]]
+
+
+def tended(stack: Stack) -> bool:
+    """What has died is started again."""
+    stack.tend()
+    return True
+
+
+def test_a_look_shows_work_and_a_killed_worker(site: Site) -> None:
+    watch = LiveWatch(site.stack.addresses)
+
+    def until(what: str, is_so: object) -> Json:
+        assert callable(is_so)
+        wait_until(lambda: is_so(watch.look()), 90, what)
+        return watch.look()
+
+    site.generate(24)
+    look = until("latencies are told", lambda one: one["ttft_s"]["count"] and one["itl_s"]["count"])
+    assert look["health"] == {"state": "ok", "reasons": []}
+    assert 0 < look["ttft_s"]["p50"] <= look["ttft_s"]["p90"] <= look["ttft_s"]["p99"]
+    assert 0 < look["itl_s"]["p50"] <= look["itl_s"]["p99"]
+    assert look["lag"]["interactive"]["prefill"]["messages"] == 0
+    assert {worker["name"]: worker["state"] for worker in look["workers"]} == {
+        "prefill-0": "ready",
+        "decode-0": "ready",
+    }
+    assert all(worker["blocks_total"] > 0 and worker["age_s"] > 0 for worker in look["workers"])
+    shares = [tier["share"] for tier in look["tiers"].values()]
+    assert 0 <= sum(shares) <= 1
+    site.generate(4)  # the same prompt again: the pool has it
+    until("a hit", lambda one: one["tiers"]["pool"]["hits"] > 0)
+
+    decode = site.stack.workers[1]
+    assert decode.child is not None
+    decode.child.kill()
+    look = until("it is missed", lambda one: one["lost"])
+    assert [(one["stage"], one["name"]) for one in look["lost"]] == [("decode", "decode-0")]
+    assert look["health"] == {"state": "degraded", "reasons": ["no decode worker is ready"]}
+    until("it is back", lambda one: tended(site.stack) and states(one) == ["ready", "ready"] and not one["lost"])
+
+    assert decode.child is not None
+    decode.child.stop(timeout_s=30)
+    decode.child = None
+    decode.start_at = time.monotonic() + 3600
+    look = until("it has left", lambda one: len(one["workers"]) == 1)
+    assert look["lost"] == [], "it said goodbye"
+    decode.start_at = 0.0
+    site.stack.tend()
+    until("a worker for the other tests", lambda one: states(one) == ["ready", "ready"])
+
+
+def spans(pipeline: Pipeline, count: int) -> list[ReadableSpan]:
+    """Of one request."""
+    told = {tracing.PIPELINE: pipeline.name, tracing.REQUEST_ID: "r-1"}
+    whose = SpanContext(1, 2, is_remote=False)
+    return [ReadableSpan(f"span-{n}", whose, attributes=told, start_time=n, end_time=n + 1) for n in range(count)]
+
+
+def test_spans_of_a_redis_that_is_away_are_lost_and_nothing_else(pipeline: Pipeline) -> None:
+    exporter = RedisSpanExporter(f"redis://127.0.0.1:{free_port()}/0", 60)
+    assert [exporter.export(spans(pipeline, 3)) for _ in range(3)] == [SpanExportResult.FAILURE] * 3
+    exporter.shutdown()
+
+
+def test_of_one_request_only_so_many_spans_are_kept(pipeline: Pipeline, redis_url: str) -> None:
+    exporter = RedisSpanExporter(redis_url, 60)
+    for _ in range(2):
+        assert exporter.export(spans(pipeline, MOST_SPANS)) is SpanExportResult.SUCCESS
+    exporter.shutdown()
+    with redis_client(redis_url) as client:
+        life = timeline(client, pipeline, "r-1")
+    assert life is not None
+    assert len(life.spans) == MOST_SPANS
+    assert life.answered_s is None
+    first = {name: value for name, value in life.spans[0].items() if name != "service"}
+    assert first == {
+        "name": "span-0", "start_s": 0.0, "end_s": 1e-9, "id": f"{2:016x}", "parent": None, "attributes": {},
+    }  # fmt: skip
