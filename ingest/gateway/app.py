@@ -6,15 +6,17 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from ingest.gateway import batches, files, health, inference, listing, streams, usage
+from ingest.gateway import batches, files, health, inference, listing, live, metrics, responses, site, streams, usage
 from ingest.gateway.document import document
+from ingest.gateway.figures import Counted
 from ingest.gateway.guard import Guard
 from ingest.gateway.handlers import error_handlers
 from ingest.gateway.state import Gateway
 from penstock.settings import Addresses, GatewaySettings, GuardSettings, is_loopback, load
+from penstock.telemetry.meters import Meters
 
 
-def create_app(settings: GatewaySettings, addresses: Addresses) -> FastAPI:
+def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:
     """A gateway to all pipelines at these addresses. `app.state.gateway` is its `Gateway`."""
 
     @asynccontextmanager
@@ -32,11 +34,12 @@ def create_app(settings: GatewaySettings, addresses: Addresses) -> FastAPI:
         lifespan=lifespan,
         exception_handlers=error_handlers(),
     )
-    app.state.gateway = Gateway(settings, addresses)
+    app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = app.state.gateway.keyring.is_open
     only_local = is_open and is_loopback(settings.host)
     app.add_middleware(Guard, settings=load(GuardSettings), only_local=only_local)
-    for part in (inference, listing, streams, files, batches, usage, health):
+    app.add_middleware(Counted, figures=app.state.gateway.figures)
+    for part in (inference, responses, listing, streams, live, files, batches, usage, health, metrics, site):
         app.include_router(part.router)
 
     def openapi() -> dict[str, Any]:

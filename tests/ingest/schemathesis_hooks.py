@@ -9,7 +9,8 @@ import schemathesis
 
 _SMALL = {"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "n": 2, "best_of": 2}
 _LIMITS = {"messages": "max_tokens", "input": "max_output_tokens"}
-_KNOWN = {"model": "demo", "stream_id": os.environ["STREAM_ID"], "input_file_id": os.environ["FILE_ID"]}
+_STREAM = os.environ["STREAM_ID"]
+_KNOWN = {"model": "demo", "stream_id": _STREAM, "request_id": _STREAM, "input_file_id": os.environ["FILE_ID"]}
 _number = itertools.count()
 
 
@@ -19,6 +20,8 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     body = case.body if isinstance(case.body, dict) else {}
     headers = case.headers or {}
     _make_short(body, headers)
+    if case.path == "/v1/live":
+        _make_end(case)
     if next(_number) % 2:
         for name in ("idempotency-key", "x-penstock-reject-if-busy"):
             headers.pop(name, None)
@@ -36,6 +39,14 @@ def _make_short(body: dict[str, Any], headers: Any) -> None:
     with suppress(ValueError):
         if 0 < float(headers.get("x-penstock-deadline-s", 0)) < 100:
             headers["x-penstock-deadline-s"] = "100"
+
+
+def _make_end(case: Any) -> None:
+    """A stream without end is asked for one event."""
+    query = dict(case.query or {})
+    asked = str(query.get("looks", ""))
+    if not asked or (asked.isdigit() and int(asked) > 1):
+        case.query = query | {"looks": 1}
 
 
 def _make_known(given: dict[str, Any]) -> None:

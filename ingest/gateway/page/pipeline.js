@@ -1,0 +1,143 @@
+// The live view: the last look at the pipeline, and lines of those before it.
+
+import { ask, backoffMs, events, pause } from "./api.js";
+import { byId, count, make, percent, rate, say, seconds, shape, sparkline } from "./draw.js";
+
+const KEPT = 60;
+const MOST = 100_000; // tokens at which a tank is full; its marks are powers of ten
+const CLASSES = ["interactive", "batch"];
+const TIERS = ["pool", "shm", "disk", "redis"];
+const LAG = { prefill: "prompt_tokens", decode: "output_tokens" };
+const TANK = { bottom: 64, height: 54 };
+
+const at = (name) => document.querySelectorAll(`[data-at="${name}"]`);
+const put = (name, text) => at(name).forEach((element) => say(element, text));
+
+export class PipelineView {
+  constructor() {
+    this._history = {};
+    this._shelves = TIERS.map((_, index) => shape("rect", { class: "level", x: 21.5, y: 9.5 + index * 14.5, width: 0, height: 11.5 }));
+    document.querySelector("[data-shelves]").append(...this._shelves);
+  }
+
+  /** Watch until the signal aborts. Throws `Refused` where no key opens it. */
+  async watch(signal) {
+    for (let tries = 0; !signal.aborted; tries += 1) {
+      try {
+        for await (const { event, data } of events(await ask("/v1/live", { signal }))) {
+          tries = 0;
+          if (event === "unavailable") this._away(JSON.parse(data).message);
+          else this.show(JSON.parse(data));
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        if (error.status === 401) throw error;
+        this._away(error.status ? error.message : "This gateway does not answer.");
+      }
+      await pause(backoffMs(tries), signal);
+    }
+  }
+
+  show(look) {
+    byId("pipeline").classList.remove("away");
+    say(byId("notice"), look.health.reasons.join(" · "));
+    byId("health").dataset.state = look.health.state;
+    say(byId("health"), look.health.state);
+    say(byId("name"), look.pipeline);
+    say(byId("at"), new Date(look.at * 1000).toLocaleTimeString("en-GB"));
+    this._showLag(look.lag);
+    this._line("jobs", CLASSES.reduce((sum, klass) => sum + (look.lag[klass].decode.output_tokens ?? 0), 0));
+    this._showTiers(look.tiers);
+    for (const stage of ["prefill", "decode"]) {
+      const mine = (workers) => workers.filter((worker) => worker.stage === stage);
+      showWorkers(document.querySelector(`[data-workers="${stage}"]`), mine(look.workers), mine(look.lost));
+    }
+    for (const [name, found] of [["ttft", look.ttft_s], ["itl", look.itl_s]]) {
+      for (const part of ["p50", "p90", "p99"]) put(`${name}.${part}`, seconds(found[part]));
+      this._line(name, found.p50);
+    }
+    const rates = look.rates;
+    this._rate("requests", rates.requests_per_s, ["requests", "tiers"]);
+    this._rate("prefill", rates.prefill_tokens_per_s, ["prefill", "jobs"]);
+    this._rate("cached", rates.cached_tokens_per_s, []);
+    this._rate("decode", rates.decode_tokens_per_s, ["decode", "streams"]);
+  }
+
+  _away(why) {
+    byId("pipeline").classList.add("away");
+    byId("health").dataset.state = "down";
+    say(byId("health"), "not seen");
+    say(byId("notice"), why);
+  }
+
+  _showLag(lag) {
+    for (const klass of CLASSES) {
+      for (const [stage, which] of Object.entries(LAG)) {
+        const { messages, [which]: tokens } = lag[klass][stage];
+        put(`${stage}.${klass}.tokens`, count(tokens));
+        put(`${stage}.${klass}.messages`, count(messages));
+        const share = Math.min(1, Math.log10(1 + (tokens ?? 0)) / Math.log10(1 + MOST));
+        const level = document.querySelector(`[data-level="${stage}.${klass}"]`);
+        level.setAttribute("y", TANK.bottom - share * TANK.height);
+        level.setAttribute("height", share * TANK.height);
+      }
+      put(`wait.${klass}`, seconds(lag[klass].estimated_wait_s));
+    }
+  }
+
+  _showTiers(tiers) {
+    TIERS.forEach((tier, index) => {
+      put(`tiers.${tier}.share`, percent(tiers[tier]?.share));
+      put(`tiers.${tier}.hits`, count(tiers[tier]?.hits));
+      this._shelves[index].setAttribute("width", 53 * Math.min(1, tiers[tier]?.share ?? 0));
+    });
+  }
+
+  _rate(name, perS, stations) {
+    put(`rates.${name}`, rate(perS));
+    this._line(name, perS);
+    for (const station of stations) {
+      document.querySelector(`[data-station="${station}"]`).classList.toggle("flows", perS > 0);
+    }
+  }
+
+  _line(name, value) {
+    const values = (this._history[name] ??= []);
+    values.push(value);
+    if (values.length > KEPT) values.shift();
+    sparkline(document.querySelector(`[data-spark="${name}"]`), values, KEPT);
+  }
+}
+
+/** The workers of a stage; those that are lost among them, by name. */
+function showWorkers(list, workers, lost) {
+  const all = [...workers, ...lost.map((worker) => ({ ...worker, state: "lost" }))];
+  all.sort((one, other) => one.name.localeCompare(other.name, "en", { numeric: true }));
+  const rows = all.map(workerRow);
+  list.replaceChildren(...(rows.length ? rows : [make("li", "nobody", "no worker")]));
+}
+
+function workerRow(worker) {
+  const name = make("b", "name", worker.name);
+  name.title = worker.host ? `${worker.name} on ${worker.host}` : worker.name;
+  const row = make("li", "worker", name, make("span", "is", stateOf(worker)));
+  row.dataset.state = worker.state;
+  row.dataset.worker = worker.name;
+  if (worker.reason) row.title = worker.reason;
+  if (worker.state !== "lost") {
+    const used = worker.blocks_total ? worker.blocks_used / worker.blocks_total : 0;
+    const gauge = make("span", "gauge", make("i"));
+    gauge.firstChild.style.width = `${(used * 100).toFixed(1)}%`;
+    const load = `${count(worker.running)} run, ${count(worker.waiting)} wait`;
+    row.append(make("span", "load", load), make("span", "speed", `${rate(worker.tokens_per_s)} tok/s`), gauge);
+    gauge.setAttribute("role", "img");
+    gauge.setAttribute("aria-label", `${percent(used)} of its KV pool used`);
+    gauge.title = `KV pool: ${count(worker.blocks_used)} of ${count(worker.blocks_total)} blocks`;
+  }
+  return row;
+}
+
+function stateOf({ state, progress, seen_s_ago: ago }) {
+  if (state === "lost") return `lost ${Math.round(ago)} s ago`;
+  return state === "loading" && progress != null ? `loading ${percent(progress)}` : state;
+}

@@ -1,0 +1,123 @@
+// One request's life: its spans as bars over one axis.
+
+import { askJson, pause } from "./api.js";
+import { byId, make, say, seconds } from "./draw.js";
+
+const WHOLE = ["request", "prefill", "decode", "end"]; // spans arrive from several processes, some a little later
+const LOOKS_MS = [200, 300, 500, 1000, 1000, 2000, 2000, 4000];
+
+export class TimelineView {
+  constructor() {
+    this._shown = 0;
+    byId("life-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.show(byId("life-id").value.trim());
+    });
+  }
+
+  /** Draw a request's life as soon as it is known, beside what was measured here, if it was. */
+  async show(id, latencyS = null, ttftS = null) {
+    const turn = (this._shown += 1);
+    byId("life-id").value = id;
+    say(byId("life-state"), "Asking for its spans.");
+    try {
+      for (const waitMs of [...LOOKS_MS, null]) {
+        const { choices: [life] } = await askJson(`/v1/requests/${encodeURIComponent(id)}/timeline`);
+        if (turn !== this._shown) return;
+        const isWhole = WHOLE.every((name) => life.spans.some((span) => span.name === name));
+        if (life.spans.length) draw(id, life, latencyS, ttftS, isWhole);
+        if (isWhole) return;
+        if (waitMs === null) break;
+        await pause(waitMs);
+      }
+      if (!byId("bars").childElementCount) say(byId("life-state"), "There is no trace of it: it was not kept, or is over its time.");
+    } catch (error) {
+      if (turn !== this._shown) return;
+      byId("bars").replaceChildren();
+      say(byId("life-state"), error.message);
+    }
+  }
+}
+
+function draw(id, { spans, account, start_s: begun, latency_s: toldS }, latencyS, ttftS, isWhole) {
+  const endS = Math.max(...spans.map((span) => span.end_s)) - begun;
+  const totalS = toldS ?? endS;
+  const scaleS = Math.max(endS, latencyS ?? 0) || 1;
+  const rows = spans.map((span) => bar(span.name, span.service, span.start_s - begun, span.end_s - begun, scaleS, told(span)));
+  rows.unshift(whole(account, begun, totalS, scaleS), make("p", "shares", shares(account)));
+  if (latencyS !== null) rows.push(here(latencyS, ttftS, scaleS));
+  byId("bars").replaceChildren(axis(scaleS), ...rows);
+  Object.assign(byId("bars").dataset, { id, totalS, latencyS: latencyS ?? "", whole: isWhole });
+  const share = latencyS === null ? "" : `, ${((totalS / latencyS) * 100).toFixed(1)}% of the ${seconds(latencyS)} measured here`;
+  say(byId("life-state"), `${spans.length} spans of ${new Set(spans.map(({ service }) => service)).size} processes; answered in ${seconds(totalS)}${share}.`);
+}
+
+/** The account: every stretch of the time in one bar, so that it adds up. */
+function whole(account, begun, totalS, scaleS) {
+  const row = bar("answer", "adds up", 0, totalS, scaleS, "Each moment under the span that it went into.");
+  const fills = account.map(({ name, start_s: start, end_s: end }) => {
+    const fill = placed("fill", (start - begun) / scaleS, (end - start) / scaleS);
+    fill.dataset.name = name;
+    fill.dataset.s = end - start;
+    fill.title = `${name}: ${seconds(end - start)}`;
+    return fill;
+  });
+  row.classList.add("whole");
+  row.querySelector(".track").replaceChildren(...fills);
+  return row;
+}
+
+/** What each kind of span took of it, the largest first. */
+function shares(account) {
+  const sums = new Map();
+  for (const { name, start_s: start, end_s: end } of account) sums.set(name, (sums.get(name) ?? 0) + end - start);
+  const sorted = [...sums].sort(([, one], [, other]) => other - one);
+  return sorted.map(([name, s]) => `${name} ${seconds(s)}`).join(" · ");
+}
+
+/** What was measured in this browser, with the first token. */
+function here(latencyS, ttftS, scaleS) {
+  const row = bar("seen here", "browser", 0, latencyS, scaleS, "From the click to the last byte.");
+  row.classList.add("here");
+  if (ttftS !== null) {
+    const mark = placed("first", ttftS / scaleS);
+    mark.title = `first token after ${seconds(ttftS)}`;
+    row.querySelector(".track").append(mark);
+  }
+  return row;
+}
+
+function placed(className, left, width = null) {
+  const element = make("i", className);
+  element.style.left = `${left * 100}%`;
+  if (width !== null) element.style.width = `${Math.max(0, width) * 100}%`;
+  return element;
+}
+
+function bar(name, service, startS, endS, scaleS, title) {
+  const fill = placed("fill", startS / scaleS, (endS - startS) / scaleS);
+  const label = make("span", "what", make("b", "", name), make("small", "", service.replace(/^penstock-/, "")));
+  const row = make("div", "bar", label, make("span", "track", fill), make("span", "long", seconds(endS - startS)));
+  row.dataset.name = name;
+  row.title = title;
+  return row;
+}
+
+function told({ start_s: start, attributes }) {
+  const pairs = Object.entries(attributes).map(([name, value]) => `${name} ${value}`);
+  return [new Date(start * 1000).toISOString(), ...pairs].join("\n");
+}
+
+/** Marks at round times. */
+function axis(scaleS) {
+  const step = [1, 2, 5, 10].map((n) => n * 10 ** Math.floor(Math.log10(scaleS / 4))).find((s) => scaleS / s <= 5);
+  const track = make("span", "track");
+  for (let time = 0; time <= scaleS; time += step) {
+    const mark = placed("mark", time / scaleS);
+    mark.textContent = seconds(time);
+    track.append(mark);
+  }
+  const row = make("div", "bar axis", make("span", "what"), track, make("span", "long"));
+  row.setAttribute("aria-hidden", "true");
+  return row;
+}

@@ -1,0 +1,41 @@
+"""One pipeline for the page's tests, and a browser."""
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser
+
+from penstock.local.processes import free_port
+from tests.forked import ForkedStack
+from tests.ingest.conftest import ENVIRONMENT
+from tests.page.chromium import Tabs, chromium
+from tests.servers import started
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A real Chromium. Without one the test is skipped; in CI it fails."""
+    context = chromium()
+    found = started(context.__enter__)
+    try:
+        yield found
+    finally:
+        context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def tabs(browser: Browser) -> Iterator[Tabs]:
+    """Opens pages; after the test none of them may have complained."""
+    tabs = Tabs(browser)
+    yield tabs
+    tabs.close()
+    assert not tabs.complaints
+
+
+@pytest.fixture(scope="module")
+def line(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedStack]:
+    """One prefill and two decode workers, and a gateway; not started where there is no browser to look at it."""
+    directory = tmp_path_factory.mktemp("page")
+    with ForkedStack(directory, pipeline="page", decode=2, gateway=free_port(), environment=ENVIRONMENT) as stack:
+        stack.wait_ready(240)
+        yield stack

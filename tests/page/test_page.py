@@ -1,0 +1,200 @@
+"""The page, as a person sees it, in a real browser on a real pipeline."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Page, expect
+
+from ingest.keys import Book
+from ingest.tenants import new_key
+from penstock.local.processes import free_port, start_child, wait_until
+from penstock.local.stack import Stack
+from tests.chaos.proxy import Proxy
+from tests.ingest.conftest import EventSource
+from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
+
+pytestmark = pytest.mark.timeout(400)
+PIECES = "[...document.querySelectorAll('.turn:first-child .piece')].map((piece) => piece.textContent)"
+POLICY = "content-security-policy"
+MARKUP = "<img src=x onerror=alert(1)> & the <b>deep</b>"
+expect.set_options(timeout=PATIENCE_MS)
+
+
+def wait_for_state(page: Page, state: str) -> None:
+    page.wait_for_selector(f"#state[data-state={state}]")
+
+
+def whole_answer(base_url: str, stream_id: str) -> str:
+    """The text of a chat, read in one go."""
+    source = EventSource(base_url.removeprefix("http://"), f"/v1/streams/{stream_id}")
+    chunks = [sent.body for sent in source.connect() if sent.data != "[DONE]"]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.fixture
+def proxy(line: Stack) -> Iterator[Proxy]:
+    """Between the browser and the gateway."""
+    with Proxy(int(line.gateway_url.rpartition(":")[2])) as proxy:
+        yield proxy
+
+
+def test_a_stream_goes_on_where_its_connection_broke(proxy: Proxy, tabs: Tabs, line: Stack) -> None:
+    page = tabs.open(f"http://127.0.0.1:{proxy.port}/")
+    ask(page, MARKUP, 600, seed="7")
+    wait_for_tokens(page, 20)
+    proxy.refuse()
+    wait_for_state(page, "broken")
+    said = page.inner_text("#state")
+    proxy.heal()
+    page.wait_for_selector(".seam")
+    seam = page.inner_text(".seam")
+    page.wait_for_selector("#state[data-state=done]")
+    seen = number(page, "#tokens")
+    pieces = page.evaluate(PIECES)
+    assert [bool(piece) for piece in pieces] == [True, True], "one break, and text before and after it"
+    place = seam.partition(",")[0].removeprefix("resumed ")
+    assert place in said, "it goes on where it said that it broke"
+    assert 20 <= int(place.rpartition(" ")[2]) < seen
+    assert "".join(pieces) == whole_answer(line.gateway_url, page.inner_text(".turn .id")).lstrip()
+    assert page.inner_text(".turn .prompt") == MARKUP, "text, never markup"
+    assert page.locator(".turn img").count() == 0
+    expect(page.locator("#health")).to_have_text("ok")
+    broken = [text for text in tabs.complaints if OF_THE_NETWORK in text]
+    assert broken, "the browser saw it break"
+    tabs.complaints[:] = [text for text in tabs.complaints if text not in broken]
+
+
+def test_a_request_is_drawn_as_its_latency_was(tabs: Tabs, line: Stack) -> None:
+    page = tabs.open(line.gateway_url)
+    shares = []
+    for _ in range(5):  # a machine may be too busy for its browser, now and then
+        ask(page, "Tell me of the beginning.", 400, temperature="0")
+        wait_for_state(page, "done")
+        stream_id = page.inner_text(".turn:first-child .id")
+        page.wait_for_selector(f"#bars[data-whole=true][data-id='{stream_id}']")
+        drawn = page.evaluate("({...document.querySelector('#bars').dataset})")
+        total_s, latency_s = float(drawn["totalS"]), float(drawn["latencyS"])
+        parts = page.evaluate("[...document.querySelectorAll('.whole .fill')].map((fill) => Number(fill.dataset.s))")
+        assert sum(parts) == pytest.approx(total_s, abs=1e-4), "the account adds up"
+        names = page.evaluate("[...document.querySelectorAll('.bar[data-name]')].map((bar) => bar.dataset.name)")
+        assert {"request", "queue.wait", "prefill", "hand_off", "decode", "end"} <= set(names)
+        shares.append(total_s / latency_s)
+        if shares[-1] == pytest.approx(1, abs=0.05):
+            break
+        page.click("#clear")
+    assert shares[-1] == pytest.approx(1, abs=0.05), shares
+
+
+def test_stop_ends_the_request(tabs: Tabs, line: Stack) -> None:
+    page = tabs.open(line.gateway_url)
+    ask(page, "Tell me of the beginning.", 900, temperature="0")
+    wait_for_tokens(page, 3)
+    page.click("#stop")
+    wait_for_state(page, "stopped")
+    stream = f"{line.gateway_url}/v1/streams/{page.inner_text('.turn .id')}"
+    answer = httpx.get(stream, timeout=60)
+    assert '"finish_reason":"stop"' in answer.text.replace(" ", "") or "cancelled" in answer.text
+    expect(page.locator("#send")).to_be_enabled()
+
+
+@pytest.mark.parametrize("width", [320, PHONE["width"]])
+def test_a_phone_needs_no_sideways_scroll(tabs: Tabs, line: Stack, width: int) -> None:
+    page = tabs.open(line.gateway_url, {"width": width, "height": PHONE["height"]})
+    page.fill("#prompt", "Lead me beside the still waters, " + "o" * 60)
+    page.fill("#max-tokens", "30")
+    page.tap("#send")
+    page.wait_for_selector("#bars[data-whole=true]")
+    wide, there = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    assert wide <= there == width
+    for station in page.locator(".station").all():
+        drawn, words = station.locator(".glyph").bounding_box(), station.locator("h3").bounding_box()
+        assert drawn is not None
+        assert words is not None
+        assert drawn["x"] + drawn["width"] <= words["x"], "the drawing is beside the words"
+
+
+def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path) -> None:
+    mine, my_id, my_entry = new_key("acme")
+    other, other_id, other_entry = new_key("other")
+    book = tmp_path / "keys.json"
+    book.write_text(Book(keys={my_id: my_entry, other_id: other_entry}).model_dump_json())
+    port = free_port()
+    own = {"STREAM_URL": line.addresses.stream_url, "PIPELINE": line.addresses.pipeline, "GATEWAY_KEYS": str(book)}
+    environment = os.environ | {f"PENSTOCK_{name}": value for name, value in own.items()}
+    command = [sys.executable, "-m", "penstock.cli.main", "gateway", "--port", str(port)]
+    gateway = start_child(command, name="guarded", log=tmp_path / "guarded.log", environment=environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: not gateway.alive() or answers(url), 120, "the gateway answers", every_s=0.1)
+        for path in ("/v1/live", "/v1/requests/chatcmpl-1/timeline"):
+            assert httpx.get(url + path, timeout=30).status_code == 401
+        page = tabs.open(url)
+        assert page.locator(".worker").count() == 0
+        page.fill("#key", mine)
+        page.press("#key", "Enter")
+        page.wait_for_selector(".worker[data-state=ready]")
+        ask(page, "Who art thou?", 8)
+        page.wait_for_selector("#bars[data-whole=true]")
+        life = f"{url}/v1/requests/{page.inner_text('.turn .id')}/timeline"
+        assert page.url == f"{url}/", "no key in an address"
+        told = {key: httpx.get(life, headers={"Authorization": f"Bearer {key}"}, timeout=30) for key in (mine, other)}
+        assert told[mine].json()["choices"][0]["spans"]
+        unknown = httpx.get(f"{url}/v1/requests/chatcmpl-0/timeline", headers={"Authorization": f"Bearer {other}"})
+        assert told[other].status_code == unknown.status_code == 404
+        assert told[other].json()["error"]["code"] == unknown.json()["error"]["code"]
+        page.click("#forget")
+        page.wait_for_selector("#key-form:not([hidden])")
+    finally:
+        tabs.close()
+        gateway.stop()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_files_come_under_a_strict_policy_and_once(line: Stack) -> None:
+    with httpx.Client(base_url=line.gateway_url, timeout=60) as client:
+        page = client.get("/")
+        assert re.search(r"default-src 'none'; script-src 'self'; style-src 'self';", page.headers[POLICY])
+        assert "unsafe" not in page.headers[POLICY]
+        for name in re.findall(r'(?:src|href)="(/page/[^"]*)"', page.text):
+            first = client.get(name)
+            assert (first.status_code, first.headers[POLICY]) == (200, page.headers[POLICY])
+            assert client.get(name, headers={"If-None-Match": first.headers["etag"]}).status_code == 304
+        assert client.get("/page/nothing.js").json()["error"]["code"] == "unknown_url"
+
+
+def test_all_who_watch_see_the_same_looks(line: Stack) -> None:
+    sources = [EventSource(line.gateway_url.removeprefix("http://"), "/v1/live?looks=3") for _ in range(4)]
+    streams = [source.connect() for source in sources]
+    seen: list[list[float]] = [[json.loads(next(stream).data)["at"]] for stream in streams]
+    for times, stream in zip(seen, streams, strict=True):
+        times += [json.loads(sent.data)["at"] for sent in stream]
+    assert all(len(times) == 3 for times in seen)
+    assert len({at for times in seen for at in times}) <= 5, "one look a second, not one a reader"
+
+
+def test_a_killed_worker_is_shown_as_lost(tabs: Tabs, line: Stack) -> None:
+    page = tabs.open(line.gateway_url)
+    victim = next(worker for worker in line.workers if worker.name == "decode-1")
+    row = page.locator("[data-worker='decode-1']")
+    expect(row).to_have_attribute("data-state", "ready")
+    assert victim.child is not None
+    victim.child.kill()
+    expect(row).to_have_attribute("data-state", "lost", timeout=20_000)
+    assert "lost" in row.inner_text()
+    expect(page.locator("[data-worker='decode-0']")).to_have_attribute("data-state", "ready")
+    ask(page, "Art thou still there?", 8)
+    wait_for_state(page, "done")
+    line.tend()
+    expect(row).to_have_attribute("data-state", "ready", timeout=120_000)
