@@ -28,8 +28,10 @@ PenstockError
 ├── KVStoreError             a tier of the KV store cannot work as it is set up, or does not answer a tool
 │   └── DamagedBlock           a stored block is not whole, or not of this version
 ├── SequenceFailed           a step of the engine fails because of one sequence; `error` is its request's
+├── PlanError                a trace that cannot be read, or a load that no number of workers can carry
 ├── DeadLetterError          a dead letter that does not exist, or that cannot be put back
 ├── SettingsError            an unknown or bad setting
+├── AccessRefused            a server does not let us in; the message says why, and which setting to look at
 ├── InvalidName              a pipeline, request or event id that cannot be one
 └── DependencyMissing        a program or package that is not installed; the message says what to install
 """
@@ -195,12 +197,20 @@ class SequenceFailed(PenstockError):
         self.error = error
 
 
+class PlanError(PenstockError):
+    """A trace cannot be read, rates are not known, or no number of workers would do."""
+
+
 class DeadLetterError(PenstockError):
     """There is no such dead letter, or it cannot be put back."""
 
 
 class SettingsError(PenstockError):
     """An unknown or bad setting."""
+
+
+class AccessRefused(PenstockError):
+    """A server does not let us in, or we do not trust it."""
 
 
 class InvalidName(PenstockError):

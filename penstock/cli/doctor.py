@@ -16,11 +16,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from penstock.bus.connect import connect
-from penstock.errors import DependencyMissing, PenstockError
+from penstock.bus.contract import Bus
+from penstock.errors import BusUnavailable, DependencyMissing, PenstockError
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
-from penstock.settings import Addresses, BusSettings, EngineSettings, load, shown, urls_of
+from penstock.settings import Addresses, BusSettings, EngineSettings, load
 from penstock.status import worker_status
+from penstock.transport import shown, urls_of
 
 State = Literal["ok", "note", "fail"]
 STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "red"}
@@ -194,6 +196,30 @@ def _bus(addresses: Addresses) -> Iterator[Finding]:
         yield Finding("fail", "topics", f"{len(missing)} missing, first {missing[0]}", "penstock topics create")
     else:
         yield Finding("ok", "topics", "all there")
+    yield from _transactions(bus)
+
+
+def _transactions(bus: Bus) -> Iterator[Finding]:
+    """Whether one that is open for longer than a worker's may be holds up readers."""
+    from penstock.bus.kafka import KafkaBus
+    from penstock.bus.kafka_stuck import find_stuck
+
+    if not isinstance(bus, KafkaBus):
+        return
+    try:
+        found = find_stuck(bus.clients, bus.pipeline.topics(), bus.settings.transaction_timeout_s)
+    except BusUnavailable as error:
+        yield Finding("fail", "transactions", f"not known: {error}", "ask again when the brokers answer")
+        return
+    for topic, partition, stable, end in found:
+        where = f"{topic} partition {partition}: readers wait at offset {stable}, the log ends at {end}"
+        advice = (
+            "a transaction is open; the broker ends a dead member's within ten seconds or so. If it is still there "
+            "in a minute: kafka-transactions.sh find-hanging, then abort (docs/operations.md)"
+        )
+        yield Finding("fail", "transactions", where, advice)
+    if not found:
+        yield Finding("ok", "transactions", "none holds up a partition")
 
 
 def _workers(addresses: Addresses) -> Iterator[Finding]:

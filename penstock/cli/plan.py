@@ -1,0 +1,45 @@
+"""`penstock plan`: how many workers a load needs, with the sum shown."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from penstock.plan import rates as measured
+from penstock.plan import sums
+from penstock.plan.trace import quantile, read
+from penstock.settings import Addresses, EngineSettings, RecordSettings, load
+from penstock.status import worker_status
+
+
+def plan(
+    trace: Annotated[Path, typer.Option(help="JSONL: at_s, prompt_tokens, output_tokens of each request.")],
+    model: Annotated[str, typer.Option(help="The model; PENSTOCK_ENGINE_MODEL, or what the workers serve.")] = "",
+    ttft_s: Annotated[float | None, typer.Option(min=1e-6, help="Goal: 99 of 100 first tokens within it.")] = None,
+    itl_s: Annotated[float | None, typer.Option(min=1e-6, help="Goal: at most so long between two tokens.")] = None,
+    utilisation: Annotated[float, typer.Option(min=0.05, max=1.0, help="How busy workers may be at the peak.")] = 0.7,
+    window_s: Annotated[float, typer.Option(min=0.1, help="The peak is that of so many seconds.")] = 10.0,
+    measure: Annotated[bool, typer.Option(help="Measure the model here, instead of asking running workers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show how many prefill and decode workers the trace needs, from measured rates, and what a simulation says."""
+    arrivals = read(trace)
+    goals = sums.Goals(ttft_s, itl_s, utilisation, window_s, load(RecordSettings).keep_s)
+    settings = load(EngineSettings, **({"model": model} if model else {}))
+    if measure:
+        from penstock.cli.plan_measure import measure as measure_engine
+
+        rates = measure_engine(settings, round(quantile([one.prompt_tokens for one in arrivals], 0.5)))
+    else:
+        rates = measured.of_workers(worker_status(load(Addresses)), settings, model or None)
+    made = sums.plan(arrivals, rates, goals)
+    if as_json:
+        sys.stdout.write(json.dumps(made.as_json()) + "\n")
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for name, line in sums.lines(made, arrivals):
+        console.print(f"[bold]{name:13}[/]{escape(line)}")

@@ -1,0 +1,96 @@
+"""How fast the engine is with a model on this machine, for `penstock plan --measure`."""
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from penstock.errors import DependencyMissing
+from penstock.messages import Sampling
+from penstock.plan.rates import Batch, Rates
+from penstock.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.sequence import Sequence
+
+LEAST_S, LEAST_ROUNDS = 0.5, 3
+"""Each figure is measured for so long, and over so many prompts or steps at least, after one that warms up."""
+
+
+def measure(settings: EngineSettings, num_prompt: int) -> Rates:
+    """Open the engine and measure prompts of `num_prompt` tokens, as far as they fit, and decode by batch size.
+
+    Raises `ModelLoadError`, `DependencyMissing`.
+    """
+    try:
+        from engine.engine import Engine
+    except ImportError as error:
+        raise DependencyMissing(f"--measure needs pip install 'penstock[worker]' ({error})") from None
+    engine = Engine.open(settings)
+    room = engine.pool.num_blocks * settings.block_size
+    num_prompt = max(1, min(num_prompt, engine.model.context_length // 2, room // 2))
+    return Rates(
+        source=f"measuring {settings.model} here, prompts of {num_prompt:,} tokens, {settings.threads} threads",
+        prefill_tokens_per_s=_prefill(engine, num_prompt),
+        batches=tuple(_batches(engine, num_prompt)),
+        block_size=settings.block_size,
+        pool_blocks=engine.pool.num_blocks,
+        block_bytes=engine.block_bytes,
+    )
+
+
+def _prefill(engine: "Engine", num_prompt: int) -> float:
+    """Prompt tokens a second, one prompt after the other."""
+    _until_told(engine, _add(engine, 1, num_prompt, 1))
+    rounds, begun_s = 0, time.perf_counter()
+    while rounds < LEAST_ROUNDS or time.perf_counter() - begun_s < LEAST_S:
+        _until_told(engine, _add(engine, 1, num_prompt, 1))
+        rounds += 1
+    return rounds * num_prompt / (time.perf_counter() - begun_s)
+
+
+def _batches(engine: "Engine", num_prompt: int) -> Iterator[Batch]:
+    """1, 2, 4, … sequences, as many as there are places and blocks for."""
+    size, block = 1, engine.settings.block_size
+    while size <= engine.settings.max_batch:
+        num_left = engine.pool.num_blocks // size * block - num_prompt
+        max_new = min(num_left, engine.model.context_length - num_prompt)
+        if max_new < LEAST_ROUNDS + 2:
+            return
+        yield Batch(size, _decode(engine, _add(engine, size, num_prompt, max_new), max_new))
+        size *= 2
+
+
+def _decode(engine: "Engine", seqs: list["Sequence"], max_new: int) -> float:
+    """Output tokens a second of all of them together, once each has its first."""
+    _until_told(engine, seqs, remove=False)
+    engine.step()
+    most = max_new - max(seq.num_output for seq in seqs)
+    tokens, rounds, begun_s = 0, 0, time.perf_counter()
+    while rounds < most and (rounds < LEAST_ROUNDS or time.perf_counter() - begun_s < LEAST_S):
+        tokens += len(engine.step())
+        rounds += 1
+    taken_s = time.perf_counter() - begun_s
+    for seq in seqs:
+        engine.remove(seq)
+    return tokens / taken_s
+
+
+def _add(engine: "Engine", num_seqs: int, num_prompt: int, max_new: int) -> list["Sequence"]:
+    from engine.sequence import Sequence
+
+    prompt = [at * 7 % engine.model.vocab_size for at in range(num_prompt)]
+    greedy = Sampling(temperature=0.0)
+    seqs = [Sequence(f"measure-{at}", prompt, sampling=greedy, seed=0, max_new=max_new) for at in range(num_seqs)]
+    for seq in seqs:
+        engine.add(seq)
+    return seqs
+
+
+def _until_told(engine: "Engine", seqs: list["Sequence"], *, remove: bool = True) -> None:
+    """Until each has a token."""
+    while any(seq.num_output == 0 for seq in seqs):
+        engine.step()
+    if remove:
+        for seq in seqs:
+            engine.remove(seq)

@@ -1,0 +1,22 @@
+"""`penstock top`: the pipeline, live, in this terminal."""
+
+import logging
+import sys
+
+from penstock.errors import DependencyMissing, PenstockError
+from penstock.settings import Addresses, load
+
+
+def top() -> None:
+    """Watch lag, workers, hit shares and latencies. q quits, p pauses, s sorts the workers, arrows scroll."""
+    try:
+        from penstock.top.app import Top
+    except ImportError as error:
+        raise DependencyMissing(f"`penstock top` needs pip install 'penstock[top]' ({error})") from None
+    from penstock.telemetry.live import LiveWatch
+
+    watch = LiveWatch(load(Addresses))
+    if not sys.stdout.isatty():
+        raise PenstockError("`penstock top` draws on a terminal; for programs there is `penstock lag --json --watch`")
+    logging.disable()  # what is wrong is on the screen
+    Top(watch.look).run()

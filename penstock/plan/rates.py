@@ -1,0 +1,80 @@
+"""How fast one worker of each stage is, as measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from penstock.errors import PlanError
+from penstock.lag import RATES, SERVING
+from penstock.names import STAGES
+from penstock.settings import EngineSettings
+
+
+class Batch(NamedTuple):
+    """Decoding so many sequences at once."""
+
+    size: int
+    tokens_per_s: float
+    """Of all of them together."""
+
+    @property
+    def step_s(self) -> float:
+        """Between two tokens of one of them."""
+        return self.size / self.tokens_per_s
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One worker's."""
+
+    source: str
+    prefill_tokens_per_s: float
+    batches: tuple[Batch, ...]
+    """What was measured of decode, smallest first; running workers tell of one."""
+    block_size: int
+    """Tokens in a KV block."""
+    pool_blocks: int | None
+    """KV blocks of a decode worker's pool, where that is known."""
+    block_bytes: int | None
+
+    def batch(self, itl_s: float | None) -> Batch:
+        """The one with the most tokens a second, of those that keep to `itl_s`. Raises `PlanError`."""
+        within = [one for one in self.batches if itl_s is None or one.step_s <= itl_s]
+        if not within:
+            least = min(one.step_s for one in self.batches)
+            raise PlanError(
+                f"no measured batch keeps to {itl_s:g} s between tokens, the quickest takes {least:.3g} s: "
+                "more workers do not change that; a faster device, more threads or a smaller model do"
+            )
+        return max(within, key=lambda one: one.tokens_per_s)
+
+
+def of_workers(workers: Sequence[Mapping[str, Any]], settings: EngineSettings, model: str | None) -> Rates:
+    """The mean of the running workers' rates, from their heartbeats. Raises `PlanError` where there is none.
+
+    Of how the speed of decode depends on the batch they tell nothing: what they measured is taken for that of a batch
+    as large as they run now, or of a full one if none runs.
+    """
+    wrong = sorted({str(one.get("model")) for one in workers} - {model}) if model else []
+    if wrong:
+        raise PlanError(
+            f"the workers of this pipeline serve {', '.join(wrong)}, not {model}: measure it with --measure"
+        )
+    means: dict[str, float] = {}
+    for stage in STAGES:
+        mine = [one for one in workers if one["stage"] == stage and one["state"] in SERVING and "load" in one]
+        known = [one["load"][RATES[stage]] for one in mine if one["load"][RATES[stage]]]
+        if not known:
+            raise PlanError(f"no running {stage} worker has measured its rate: send some requests, or use --measure")
+        means[stage] = sum(known) / len(known)
+    decoding = [one for one in workers if one["stage"] == "decode" and one["state"] in SERVING]
+    running = [one["running"] for one in decoding if one.get("running")]
+    size = max(1, round(sum(running) / len(running))) if running else settings.max_batch
+    return Rates(
+        source=f"{len(workers)} running workers",
+        prefill_tokens_per_s=means["prefill"],
+        batches=(Batch(size, means["decode"]),),
+        block_size=settings.block_size,
+        pool_blocks=min((one["pool"]["total"] for one in decoding if "pool" in one), default=None),
+        block_bytes=None,
+    )

@@ -1,0 +1,75 @@
+"""A trace: when requests came, and how long their prompts and answers were."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import PlanError
+
+TIMES = {"at_s": 1.0, "timestamp": 1e-3}
+"""Fields for the time of arrival, and their units in seconds: `timestamp` is in milliseconds, as in public traces."""
+PROMPTS, OUTPUTS = ("prompt_tokens", "input_length"), ("output_tokens", "output_length")
+
+
+class Arrival(NamedTuple):
+    """One request."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def read(file: Path) -> list[Arrival]:
+    """A JSONL file's requests, by time. Raises `PlanError` with the line at fault."""
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{file}: {error}") from None
+    found = sorted(_parse(file, lines))
+    if not found:
+        raise PlanError(f"{file}: no request in it")
+    return found
+
+
+def _parse(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            unit = next(TIMES[name] for name in TIMES if name in row)
+            at_s = unit * float(_one(row, tuple(TIMES)))
+            arrival = Arrival(at_s, int(_one(row, PROMPTS)), int(_one(row, OUTPUTS)))
+        except (ValueError, TypeError, StopIteration) as error:
+            why = "no at_s or timestamp" if isinstance(error, StopIteration) else error
+            raise PlanError(f"{file}, line {number}: {why}") from None
+        if not math.isfinite(arrival.at_s) or arrival.prompt_tokens < 1 or arrival.output_tokens < 1:
+            raise PlanError(f"{file}, line {number}: a time, and at least one token of prompt and answer, are needed")
+        yield arrival
+
+
+def _one(row: Any, names: tuple[str, ...]) -> Any:
+    for name in names:
+        if name in row:
+            return row[name]
+    raise ValueError(f"no {' or '.join(names)}")
+
+
+def peak(trace: Sequence[Arrival], what: Callable[[Arrival], float], window_s: float) -> float:
+    """The most of `what` that arrives within `window_s`, a second."""
+    most = inside = 0.0
+    first = 0
+    for arrival in trace:
+        inside += what(arrival)
+        while arrival.at_s - trace[first].at_s >= window_s:
+            inside -= what(trace[first])
+            first += 1
+        most = max(most, inside)
+    return most / window_s
+
+
+def quantile(numbers: Sequence[float], share: float) -> float:
+    """The smallest that at least `share` of the numbers do not exceed."""
+    return sorted(numbers)[max(0, math.ceil(share * len(numbers)) - 1)]

@@ -1,0 +1,1 @@
+"""`penstock top`: the live view of a pipeline in a terminal."""

@@ -1,0 +1,122 @@
+"""`penstock plan` as a user runs it: rates of running workers, rates measured here, and errors."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import PlanError
+from penstock.names import STAGES, Pipeline
+from penstock.plan.trace import Arrival, read
+from penstock.worker import Heartbeat
+from tests.commands import Terminal
+
+TRACE = [
+    {"at_s": 0.0, "prompt_tokens": 200, "output_tokens": 100},
+    {"timestamp": 500, "input_length": 800, "output_length": 100, "hash_ids": [1, 2]},
+    {"at_s": 20, "prompt_tokens": 1, "output_tokens": 1},
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, TRACE)) + "\n\n")
+    return str(file)
+
+
+@pytest.fixture
+def beating(redis_url: str, pipeline: Pipeline) -> Iterator[dict[str, str]]:
+    """A worker of each stage that says how fast it is."""
+    loads: dict[str, dict[str, Any]] = {
+        "prefill": {"running": 1, "load": {"prompt_tokens_per_s": 200.0}},
+        "decode": {"running": 4, "pool": {"used": 1, "total": 500}, "load": {"output_tokens_per_s": 10.0}},
+    }
+    with ExitStack() as stack:
+        for stage in STAGES:
+            beat = stack.enter_context(Heartbeat(redis_url, pipeline, stage, f"{stage}-0", 30.0))
+            beat.watch(lambda stage=stage: loads[stage])  # type: ignore[misc]
+            beat.say(state="ready", model="demo")
+            beat.write()
+        yield {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_STREAM_URL": redis_url}
+
+
+def test_running_workers_say_how_fast_they_are(beating: dict[str, str], trace: str, terminal: Terminal) -> None:
+    asked = ("plan", "--model", "demo", "--trace", trace, "--utilisation", "0.8")
+    said = terminal(*asked, **beating)
+    assert said.returncode == 0, said.stderr
+    for line in (
+        "rates        of one worker, from 2 running workers",
+        "             100.0 / (200.0 tokens/s x 0.8) → 1",
+        "decode       batch 4: 10.0 tokens/s, 400.0 ms a token",
+        "             20.0 / (10.0 tokens/s x 0.8) → 3",
+        "plan         1 prefill and 3 decode workers",
+        "             leaves out: prefix hits",
+    ):
+        assert line in said.stdout
+    made = json.loads(terminal(*asked, "--json", **beating).stdout)
+    assert (made["prefill"], made["decode"], made["batch"]["size"]) == (1, 3, 4)
+    assert made["waits"]["ttft_p99_s"] == pytest.approx(4.5), "the second waits for half a second, and takes four"
+
+
+def test_errors_say_what_to_do(beating: dict[str, str], trace: str, terminal: Terminal, pipeline: Pipeline) -> None:
+    other = terminal("plan", "--model", "other", "--trace", trace, **beating)
+    assert (other.returncode, other.stdout) == (1, "")
+    assert "serve demo, not other: measure it with --measure" in other.stderr
+    itl = terminal("plan", "--trace", trace, "--itl-s", "0.1", **beating)
+    assert "the quickest takes 0.4 s" in itl.stderr
+    idle = terminal("plan", "--trace", trace, **beating | {"PENSTOCK_PIPELINE": f"{pipeline.name}-idle"})
+    assert "no running prefill worker has measured its rate: send some requests, or use --measure" in idle.stderr
+    assert "Redis" in terminal("plan", "--trace", trace).stderr, "there is none"
+    assert terminal("plan", "--trace", trace, "--utilisation", "2", **beating).returncode == 2
+
+
+def test_measured_rates_are_of_the_engine_here(trace: str, terminal: Terminal) -> None:
+    said = terminal("plan", "--trace", trace, "--measure", "--json", PENSTOCK_ENGINE_MAX_BATCH="4")
+    assert said.returncode == 0, said.stderr
+    rates = json.loads(said.stdout)["rates"]
+    assert [size for size, _ in rates["batches"]] == [1, 2, 4]
+    assert all(tokens_per_s > 0 for _, tokens_per_s in rates["batches"])
+    assert rates["prefill_tokens_per_s"] > 0
+    assert rates["block_bytes"] * rates["pool_blocks"] <= 256 * 2**20
+
+
+def test_both_forms_of_a_line_are_read_in_order(tmp_path: Path, trace: str) -> None:
+    assert read(Path(trace)) == [Arrival(0.0, 200, 100), Arrival(0.5, 800, 100), Arrival(20.0, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no request in it"),
+        (
+            '{"at_s": 1, "prompt_tokens": 2, "output_tokens": 3}\n{"at_s": 1}',
+            "line 2: no prompt_tokens or input_length",
+        ),
+        ('{"prompt_tokens": 2, "output_tokens": 3}', "line 1: no at_s or timestamp"),
+        ('{"at_s": 1, "prompt_tokens": 0, "output_tokens": 3}', "line 1: a time, and at least one token"),
+        ('{"at_s": NaN, "prompt_tokens": 1, "output_tokens": 3}', "line 1: a time, and at least one token"),
+        ('{"at_s": 1e400, "prompt_tokens": 1, "output_tokens": 3}', "line 1: a time, and at least one token"),
+        ('{"at_s": [], "prompt_tokens": 1, "output_tokens": 3}', "line 1: "),
+        ("[1]", "line 1: "),
+        ("7", "line 1: "),
+        ("{", "line 1: "),
+    ],
+)
+def test_a_bad_trace_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(text)
+    with pytest.raises(PlanError) as raised:
+        read(file)
+    assert said in str(raised.value)
+
+
+def test_no_trace_is_one_error(tmp_path: Path, terminal: Terminal) -> None:
+    with pytest.raises(PlanError, match="No such file"):
+        read(tmp_path / "none.jsonl")
+    (tmp_path / "binary").write_bytes(b"\xff")
+    with pytest.raises(PlanError):
+        read(tmp_path / "binary")

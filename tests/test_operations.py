@@ -1,0 +1,80 @@
+"""The runbook says what there is: every alert, setting, topic and command."""
+
+import re
+from pathlib import Path
+
+import typer
+from typer.core import TyperGroup
+
+from penstock.bus.kafka import RESULTS_KEPT_MS, WORK_KEPT_MS
+from penstock.cli.main import app
+from penstock.names import CLASSES, Pipeline
+from penstock.plan.sums import LOG_BYTES, LOG_TOKEN_BYTES
+from penstock.settings import known_variables
+
+HERE = Path(__file__).parents[1]
+BOOK = (HERE / "docs/operations.md").read_text("utf-8")
+RULES = (HERE / "docker/prometheus/rules.yml").read_text("utf-8")
+
+
+def anchor(title: str) -> str:
+    """As pages are linked to: lower case, hyphens for spaces."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def test_every_alert_has_its_section_and_leads_there() -> None:
+    alerts = re.findall(r"- alert: (\w+)", RULES)
+    sections = dict(re.findall(r"^### (\w+)\n\n(.+?)(?=\n##|\Z)", BOOK, re.MULTILINE | re.DOTALL))
+    assert sorted(alerts) == sorted(sections)
+    assert len(alerts) > 10
+    assert re.findall(r"runbook_url: docs/operations.md#(\S+)", RULES) == [alert.lower() for alert in alerts]
+    for name, text in sections.items():
+        assert re.findall(r"^\*\*(\w+)\*\*:", text, re.MULTILINE) == ["Means", "Look", "Do"], name
+
+
+def test_every_link_leads_somewhere() -> None:
+    anchors = {anchor(title) for title in re.findall(r"^##+ (.+)$", BOOK, re.MULTILINE)}
+    for file, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", BOOK):
+        assert (HERE / "docs" / file).exists(), file
+        assert file or place in anchors, place
+
+
+def test_settings_topics_and_figures_are_those_of_the_code() -> None:
+    named = set(re.findall(r"\bPENSTOCK_[A-Z_]+[A-Z]\b", BOOK))
+    assert named <= {*known_variables(), *(f"{name}_FILE" for name in known_variables())}
+    assert len(named) > 15
+    listed = re.findall(r"^\| `(penstock\.<pipeline>\.[^`]+)` \|.*\| (\d+) days \|$", BOOK, re.MULTILINE)
+    days = {
+        topic.replace("<pipeline>", "p").replace("<class>", klass): int(kept)
+        for topic, kept in listed
+        for klass in CLASSES
+    }
+    assert sorted(days) == sorted(Pipeline("p").topics())
+    kept_ms = {topic: RESULTS_KEPT_MS if topic == Pipeline("p").results else WORK_KEPT_MS for topic in days}
+    assert {topic: kept * 86_400_000 for topic, kept in days.items()} == kept_ms
+    assert f"offsets.retention.minutes={WORK_KEPT_MS // 60_000}" in BOOK
+    assert f"{LOG_BYTES:,} bytes for each stream and {LOG_TOKEN_BYTES} for each of its tokens" in BOOK
+
+
+def test_every_command_exists() -> None:
+    root = typer.main.get_command(app)
+    assert isinstance(root, TyperGroup)
+    for words in set(re.findall(r"(?:^|[`$] )?\bpenstock ([a-z]+(?: [a-z]+)?)", "\n".join(commands()))):
+        first, *rest = words.split()
+        assert first in root.commands, words
+        group = root.commands[first]
+        if isinstance(group, TyperGroup) and rest:
+            assert rest[0] in group.commands, words
+
+
+def commands() -> list[str]:
+    """What stands in the book as something to type."""
+    return re.findall(r"`(penstock [a-z][^`]*)`", BOOK) + re.findall(r"^\$ (penstock .*)$", BOOK, re.MULTILINE)
+
+
+def test_the_rights_shown_are_those_that_are_tested() -> None:
+    for name in ("redis.acl", "kafka.acl"):
+        file = (HERE / "tests/security" / name).read_text("utf-8")
+        lines = [line for line in file.splitlines() if line and not line.startswith("#")]
+        (block,) = re.findall(rf"^<!-- tests/security/{name} -->\n```\n(.*?)^```$", BOOK, re.MULTILINE | re.DOTALL)
+        assert block.splitlines() == lines

@@ -1,0 +1,47 @@
+"""A pipeline to look at: a server, forked workers, and load."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock import Client
+from penstock.local.stack import Stack
+from penstock.local.valkey import ValkeyServer
+from tests.forked import ForkedStack
+
+ENVIRONMENT = {
+    "PENSTOCK_ENGINE_DTYPE": "float32",
+    "PENSTOCK_ENGINE_DEVICE": "cpu",
+    "PENSTOCK_ENGINE_POOL_MB": "32",
+    "PENSTOCK_ENGINE_MAX_BATCH": "8",
+    "PENSTOCK_KV_STORE_REDIS_MB": "0",
+    "PENSTOCK_WORKER_HEARTBEAT_S": "0.5",
+}
+PROMPTS = (
+    "In the beginning God created the heaven and the earth. And the earth was without form, and void",
+    "The LORD is my shepherd; I shall not want",
+    "And it came to pass in those days",
+)
+
+
+@contextlib.contextmanager
+def pipeline(directory: Path, server: ValkeyServer, *, prefill: int = 1, decode: int = 2) -> Iterator[Stack]:
+    """Workers on a server that others may stop and start; nobody restarts a worker unless `tend` is called."""
+    with ForkedStack(
+        directory, pipeline="demo", redis=server.url, prefill=prefill, decode=decode, environment=ENVIRONMENT
+    ) as stack:
+        stack.wait_ready(150)
+        yield stack
+
+
+def submit(stack: Stack, num_requests: int, max_tokens: int) -> None:
+    """So many requests, a part of them batch work; nobody reads the answers."""
+    with Client(redis=stack.addresses.stream_url, pipeline=stack.addresses.pipeline) as client:
+        for number in range(num_requests):
+            client.submit(
+                PROMPTS[number % len(PROMPTS)],
+                max_tokens=max_tokens,
+                klass="batch" if number % 4 == 3 else "interactive",
+                temperature=0.8,
+                seed=number,
+            )

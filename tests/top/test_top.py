@@ -1,0 +1,191 @@
+"""`penstock top` on a real pipeline, driven as at a terminal of 80 columns and 24 lines."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from penstock.errors import BusUnavailable
+from penstock.lag import RATES
+from penstock.local.processes import wait_until
+from penstock.local.stack import Stack
+from penstock.local.valkey import ValkeyServer
+from penstock.names import STAGES
+from penstock.status import worker_status
+from penstock.telemetry.live import LiveWatch
+from penstock.top.app import Top
+from penstock.top.panels import Look
+from tests.commands import Terminal
+from tests.servers import started
+from tests.top import stage
+from tests.top.screenshot import without_fonts
+
+SIZE = (80, 24)
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    made = ValkeyServer(tmp_path_factory.mktemp("server"))
+    started(made.start)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, server: ValkeyServer) -> Iterator[Stack]:
+    with stage.pipeline(tmp_path_factory.mktemp("stack"), server) as made:
+        yield made
+
+
+def shown(app: Top) -> list[str]:
+    """The lines on the screen."""
+    return [strip.text for strip in app.screen._compositor.render_strips()]
+
+
+async def until(
+    pilot: Pilot[None], is_so: Callable[[list[str]], bool], what: str, patience_s: float = 60.0
+) -> list[str]:
+    """Wait until the screen is so."""
+    end = time.monotonic() + patience_s
+    while not is_so(lines := shown(_top(pilot))):
+        assert time.monotonic() < end, f"not within {patience_s:g} s: {what}\n" + "\n".join(lines)
+        await pilot.pause(0.05)
+    return lines
+
+
+def _top(pilot: Pilot[None]) -> Top:
+    assert isinstance(pilot.app, Top)
+    return pilot.app
+
+
+def line_of(lines: list[str], *words: str) -> str:
+    """The first line in which all the words are; empty if there is none."""
+    return next((line for line in lines if all(word in line for word in words)), "")
+
+
+def opened(stack: Stack) -> Top:
+    return Top(LiveWatch(stack.addresses).look, interval_s=0.1)
+
+
+async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> None:
+    app = opened(stack)
+    async with app.run_test(size=SIZE) as pilot:
+        stage.submit(stack, 24, 200)
+
+        def is_busy(lines: list[str]) -> bool:
+            first, between, flow = line_of(lines, "TTFT"), line_of(lines, "ITL"), line_of(lines, "output tokens")
+            has_flow = " ms" in first + between and "–" not in between and any(level in flow for level in "▂▃▄▅▆▇█")
+            ready = [line_of(lines, name, "ready", "%") for name in ("prefill-0", "decode-0", "decode-1")]
+            return has_flow and all(ready) and bool(line_of(lines, "penstock top", "demo", "ok"))
+
+        lines = await until(pilot, is_busy, "figures of what flows, from workers that are ready")
+        assert [len(line) for line in lines] == [80] * 24
+        assert line_of(lines, "interactive", "prefill")
+        assert line_of(lines, "batch", "decode")
+        assert line_of(lines, "q Quit", "p Pause", "s Sort")
+
+        await pilot.press("p")
+        held = app.found
+        assert held is not None
+        newer = LiveWatch(stack.addresses)
+        await until(pilot, lambda _: newer.look()["at"] > held["at"] + 1.5, "time passes")
+        assert app.found is held, "paused"
+        await until(pilot, lambda lines: bool(line_of(lines, "paused")), "it says so")
+        await pilot.press("p")
+        await until(pilot, lambda _: app.found is not held, "it goes on")
+
+        await pilot.press("s", "s")
+        lines = await until(pilot, lambda lines: bool(line_of(lines, "tok/s ▾")), "sorted")
+        assert app.sorted_by == "tok/s"
+        await pilot.press("down", "down")
+        table = app._table()
+        await until(pilot, lambda _: table.cursor_row == 2, "the cursor stays where it was moved while figures change")
+        await pilot.press("q")
+    assert app._ended.is_set()
+
+
+async def test_more_workers_than_lines_are_scrolled(stack: Stack) -> None:
+    found = LiveWatch(stack.addresses).look()
+    many = [found["workers"][0] | {"name": f"prefill-{number:02}"} for number in range(30)]
+    app = Top(lambda: found | {"workers": many})
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda lines: bool(line_of(lines, "prefill-00")), "the first")
+        assert not line_of(shown(app), "prefill-29")
+        await pilot.press("ctrl+end")
+        lines = await until(pilot, lambda lines: bool(line_of(lines, "prefill-29")), "the last")
+        assert [len(line) for line in lines] == [80] * 24
+        picture = app.export_screenshot()
+        assert "cdn" in picture, "its fonts"
+        assert "cdn" not in without_fonts(picture)
+        assert "prefill-29" in without_fonts(picture)
+
+
+async def test_a_killed_worker_is_lost_until_it_is_back(stack: Stack) -> None:
+    worker = next(worker for worker in stack.workers if worker.name == "decode-1")
+    async with opened(stack).run_test(size=SIZE) as pilot:
+        await until(pilot, lambda lines: bool(line_of(lines, "decode-1", "ready")), "it is there")
+        assert worker.child is not None
+        worker.child.kill()
+        await until(pilot, lambda lines: bool(line_of(lines, "decode-1", "lost")), "its heartbeat runs out")
+        worker.was_ready = False
+
+        def is_back(lines: list[str]) -> bool:
+            stack.tend()
+            return bool(line_of(lines, "decode-1", "ready")) and not line_of(lines, "lost")
+
+        await until(pilot, is_back, "another has its place")
+
+
+async def test_a_redis_that_goes_and_comes_back(stack: Stack, server: ValkeyServer) -> None:
+    async with opened(stack).run_test(size=SIZE) as pilot:
+        await until(pilot, lambda lines: bool(line_of(lines, "decode-0", "ready")), "figures")
+        server.stop()
+        lines = await until(pilot, lambda lines: bool(line_of(lines, "trying again: Redis")), "it says so")
+        assert line_of(lines, "decode-0"), "the last figures stay"
+        server.start()
+        await until(pilot, lambda lines: bool(line_of(lines, "penstock top", "demo  ok")), "all is as before")
+
+
+async def test_a_bus_that_is_away_at_first(stack: Stack) -> None:
+    real, asked = LiveWatch(stack.addresses), list[int]()
+
+    def look() -> Look:
+        asked.append(1)
+        if len(asked) < 4:
+            raise BusUnavailable("Kafka: no broker answers")
+        return real.look()
+
+    async with Top(look, interval_s=0.1).run_test(size=SIZE) as pilot:
+        await until(pilot, lambda lines: bool(line_of(lines, "trying again: Kafka: no broker answers")), "it says so")
+        await until(pilot, lambda lines: bool(line_of(lines, "decode-0")), "it goes on")
+
+
+def test_plan_asks_the_workers_that_run(stack: Stack, terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text('{"at_s": 0, "prompt_tokens": 10, "output_tokens": 10}')
+    url = {"PENSTOCK_STREAM_URL": stack.addresses.stream_url}
+    stage.submit(stack, 4, 40)
+
+    def are_measured() -> bool:
+        loads = [(status["stage"], status.get("load", {})) for status in worker_status(stack.addresses)]
+        return all(any(load.get(RATES[stage]) for which, load in loads if which == stage) for stage in STAGES)
+
+    wait_until(are_measured, 60, "both stages have measured themselves", every_s=0.1)
+    made: dict[str, Any] = json.loads(terminal("plan", "--trace", str(tmp_path / "trace"), "--json", **url).stdout)
+    assert made["rates"]["pool_blocks"] == 341
+    assert made["rates"]["prefill_tokens_per_s"] > 0
+    assert made["waits"]["prefill_p99_s"] == 0.0
+
+
+def test_the_command_says_what_it_needs(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "`penstock top` draws on a terminal" in terminal("top").stderr
+    monkeypatch.delitem(sys.modules, "penstock.top.app")
+    monkeypatch.setitem(sys.modules, "textual.app", None)
+    said = terminal("top")
+    assert "pip install 'penstock[top]'" in said.stderr
+    assert said.returncode == 1
