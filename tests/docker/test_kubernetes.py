@@ -1,0 +1,121 @@
+"""The manifests, against the schemas of Kubernetes and KEDA, and against what the processes do."""
+
+import copy
+from importlib import import_module
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from ingest.gateway.health import router
+from tests.docker.files import DOCKER, check_settings, manifest, manifests, megabytes
+from tests.docker.queries import scaling_queries, wrong_names
+
+FILES = [(file, one) for file, one in manifests() if one["kind"] != "ScaledObject"]
+SCALED = [one for _, one in manifests() if one["kind"] == "ScaledObject"]
+CONFIG: dict[str, str] = manifest("ConfigMap", "penstock")["data"]
+SECRET: dict[str, str] = manifest("Secret", "penstock")["stringData"]
+WORKERS = ("prefill", "decode")
+DEPLOYED = ("gateway", *WORKERS)
+
+
+def pod(component: str) -> dict[str, Any]:
+    """A deployment's pod."""
+    spec: dict[str, Any] = manifest("Deployment", f"penstock-{component}")["spec"]["template"]["spec"]
+    return spec
+
+
+def pods() -> list[dict[str, Any]]:
+    """All pods, the job's too."""
+    return [one["spec"]["template"]["spec"] for _, one in FILES if one["kind"] in {"Deployment", "Job"}]
+
+
+@pytest.mark.parametrize(("file", "one"), FILES, ids=[f"{file}-{one['kind']}" for file, one in FILES])
+def test_it_is_as_kubernetes_wants_it(file: str, one: dict[str, Any]) -> None:
+    kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_schema_would_find_a_slip() -> None:
+    one = copy.deepcopy(manifest("Deployment", "penstock-decode"))
+    one["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
+        kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_scaling_is_as_keda_wants_it() -> None:
+    keda = import_module("cloudcoil.models.keda.v1alpha1")
+    assert len(SCALED) == 2
+    for one in SCALED:
+        taken = keda.ScaledObject.model_validate(one)
+        assert taken.model_dump(mode="json", by_alias=True, exclude_unset=True) == one, "no field is unknown"
+
+
+def test_kustomize_has_all_but_the_template_of_the_secret() -> None:
+    folder = DOCKER / "kubernetes"
+    listed = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert {*listed["resources"]} == {file.name for file in folder.glob("*.yaml")} - {
+        "kustomization.yaml", "secret.example.yaml",
+    }  # fmt: skip
+    assert {container["image"] for one in pods() for container in one["containers"]} == {listed["images"][0]["name"]}
+
+
+def test_what_is_configured_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_settings(CONFIG | SECRET, monkeypatch)
+    assert not CONFIG.keys() & SECRET.keys()
+
+
+def test_no_service_puts_variables_into_pods_that_are_no_settings() -> None:
+    assert len(pods()) == 4
+    assert all(one["enableServiceLinks"] is False for one in pods())
+
+
+def test_pods_may_do_nothing_that_they_need_not() -> None:
+    for one in pods():
+        assert one["securityContext"]["runAsNonRoot"]
+        assert one["automountServiceAccountToken"] is False
+        for container in one["containers"]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"]
+            assert not security["allowPrivilegeEscalation"]
+            assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_who_is_told_to_stop_has_the_time() -> None:
+    for component in WORKERS:
+        assert pod(component)["terminationGracePeriodSeconds"] >= float(CONFIG["PENSTOCK_WORKER_DRAIN_S"]) + 20
+    pause_s = pod("gateway")["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod("gateway")["terminationGracePeriodSeconds"] >= pause_s + float(CONFIG["PENSTOCK_GATEWAY_STOP_S"]) + 10
+
+
+def test_probes_ask_what_is_answered() -> None:
+    answered = {getattr(route, "path", "") for route in router.routes}
+    for component in DEPLOYED:
+        (container,) = pod(component)["containers"]
+        ports = {port["name"] for port in container["ports"]}
+        probes = [container[kind]["httpGet"] for kind in ("livenessProbe", "readinessProbe")]
+        assert [probe["path"] for probe in probes] == ["/healthz", "/readyz"]
+        assert {probe["path"] for probe in probes} <= answered
+        assert {probe["port"] for probe in probes} <= ports
+
+
+def test_memory_holds_what_is_put_into_it() -> None:
+    shared_mb, pool_mb = (int(CONFIG[f"PENSTOCK_{name}"]) for name in ("KV_STORE_SHARED_MB", "ENGINE_POOL_MB"))
+    for component in WORKERS:
+        (memory,) = (volume["emptyDir"] for volume in pod(component)["volumes"] if volume["name"] == "memory")
+        (container,) = pod(component)["containers"]
+        assert {"name": "memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        assert memory["medium"] == "Memory"
+        assert megabytes(memory["sizeLimit"]) > shared_mb
+        assert megabytes(container["resources"]["limits"]["memory"]) > megabytes(memory["sizeLimit"]) + pool_mb + 1024
+
+
+def test_workers_are_scaled_by_lag_in_tokens_and_no_further_than_there_are_partitions() -> None:
+    assert [one["spec"]["scaleTargetRef"]["name"] for one in SCALED] == [f"penstock-{stage}" for stage in WORKERS]
+    assert all(one["spec"]["maxReplicaCount"] <= int(CONFIG["PENSTOCK_BUS_PARTITIONS"]) for one in SCALED)
+    assert all("replicas" not in manifest("Deployment", f"penstock-{stage}")["spec"] for stage in WORKERS)
+    assert len(scaling_queries()) == 4
+    for query in scaling_queries():
+        assert "penstock_lag_tokens" in query
+        assert f'pipeline="{CONFIG["PENSTOCK_PIPELINE"]}"' in query
+        assert not wrong_names(query)
