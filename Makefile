@@ -11,7 +11,7 @@ install: .venv/installed
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "penstock: needs Python 3.11 or newer; try: make PYTHON=python3.11 install" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
-	@$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[worker,gateway,embedded,dev]'
+	@$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[worker,gateway,top,embedded,dev]'
 	@touch $@
 
 STARTED := $(shell date +%s)

@@ -12,7 +12,8 @@ from kvstore.block import HEADER_BYTES, RAW, Header
 from kvstore.copying import hashed
 from kvstore.tiers.contract import Entry, Tier, Usage
 from penstock.errors import DamagedBlock, DependencyMissing, KVStoreError
-from penstock.settings import KVSettings, shown
+from penstock.settings import KVSettings
+from penstock.transport import shown
 
 T = TypeVar("T")
 CODECS = {RAW: "raw", 1: "lossless", 2: "int8"}

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
-from opentelemetry.context import get_current
 from opentelemetry.trace import Span
 from redis import RedisError
 
@@ -45,6 +44,7 @@ from penstock.record.claim import body_hash
 from penstock.record.live import LiveThread
 from penstock.record.log import Log, Status, parse_event
 from penstock.settings import Addresses, BusSettings, RecordSettings, load
+from penstock.telemetry.genai import operation_of, request_attributes
 
 SILENCE_S = 1.0
 """A stream silent for this long is looked up in the log: its live events may be going nowhere."""
@@ -262,7 +262,9 @@ def check_conflict(request: Request, status: Status | None) -> None:
 def outgoing(pipeline: Pipeline, request: Request) -> tuple[Span, Outgoing]:
     """The message to publish, and the span it begins, which is still to be ended."""
     klass = request.klass or "interactive"
-    span = tracing.begin("request", get_current(), id=request.id, klass=klass)
+    context = tracing.about(pipeline, request.id)
+    span = tracing.begin("request", context, id=request.id, klass=klass)
+    span.set_attributes(request_attributes(operation_of(request), request.model))
     headers = {names.VERSION: str(request.v), names.TENANT: request.tenant, names.CLASS: klass}
     if request.deadline is not None:
         headers[names.DEADLINE] = str(request.deadline)

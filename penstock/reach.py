@@ -8,7 +8,7 @@ import redis
 import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthorizationError, ClusterDownError, OutOfMemoryError, TryAgainError
+from redis.exceptions import AuthorizationError, ClusterDownError, NoPermissionError, OutOfMemoryError, TryAgainError
 from redis.retry import Retry
 
 from penstock.errors import BusUnavailable
@@ -61,6 +61,12 @@ def is_away(error: BaseException) -> bool:
     if isinstance(error, _REFUSED):
         return False
     return isinstance(error, _AWAY) or (isinstance(error, redis.ResponseError) and str(error).startswith(_CODES))
+
+
+def is_outage(error: BaseException) -> bool:
+    """The same for who was let in before: then a refusal too may be over soon, as when a password is changed."""
+    refusal = error.__cause__ if isinstance(error, BusUnavailable) else error
+    return is_away(error) or isinstance(refusal, (*_REFUSED, NoPermissionError))
 
 
 def replies_to(pipe: "redis.client.Pipeline") -> list[Any]:

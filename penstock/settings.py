@@ -1,37 +1,107 @@
-"""Settings: one small class per part, read from `PENSTOCK_…` once, at the entry point.
+"""Settings: one small class per part, read from `PENSTOCK_…` once, at the entry point (`sources`: from where else).
 
 An unknown `PENSTOCK_` variable is an error that names the nearest known one; so is a bad value.
 """
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, TypeVar
-from urllib.parse import urlsplit
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from penstock.errors import SettingsError
+from penstock.errors import InvalidName, SettingsError
+from penstock.names import Pipeline
+from penstock.sources import (
+    CONFIG,
+    FILE,
+    Found,
+    config_file,
+    given_to,
+    is_secret,
+    secret_variables,
+    unknown,
+    variable_of,
+)
+from penstock.transport import (
+    KafkaMechanism,
+    KafkaSecurity,
+    check_file,
+    check_urls,
+    contradictions,
+    urls_of,
+    with_files,
+)
+
+RedisUrls = Annotated[str, AfterValidator(check_urls)]
+ReadableFile = Annotated[str, AfterValidator(check_file)]
 
 
 class Addresses(BaseSettings):
-    """Where things are. Without a Kafka address the bus is Redis Streams on `stream_url`."""
+    """Where things are, and what they ask for. Without a Kafka address the bus is Redis Streams on `stream_url`."""
 
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid")
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid", hide_input_in_errors=True)
 
     pipeline: str = "demo"
     """The pipeline to work for: one model, one set of topics."""
     kafka: str = ""
     """Kafka bootstrap servers, `host:port,…`."""
-    stream_url: str = "redis://127.0.0.1:7379/0"
-    """Redis for logs and claims: persistent, never evicts. The default is where `penstock up` starts one."""
-    kv_url: str = ""
+    stream_url: RedisUrls = Field(default="redis://127.0.0.1:7379/0", repr=False)
+    """Redis for logs and claims: persistent, never evicts. The default is where `penstock up` starts one. With TLS and
+    a user: `rediss://user:password@host:port/0`, special characters percent-encoded."""
+    kv_url: RedisUrls = Field(default="", repr=False)
     """Redis for KV blocks: a cache. Several addresses, with commas between them, share the blocks. Empty: the same
     server as `stream_url`."""
+    kafka_security: Annotated[KafkaSecurity, BeforeValidator(str.lower)] = "plaintext"
+    """How clients talk to Kafka: with TLS (`ssl`, `sasl_ssl`), with a user and a password (`sasl_…`), with neither."""
+    kafka_mechanism: Annotated[KafkaMechanism, BeforeValidator(str.upper)] = "SCRAM-SHA-512"
+    """How the password is proven, with `sasl_…`."""
+    kafka_user: str = ""
+    """Kafka: the user, with `sasl_…`."""
+    kafka_password: SecretStr = Field(default=SecretStr(""), repr=False)
+    """Kafka: its password."""
+    kafka_ca_file: ReadableFile = ""
+    """Kafka: the certificates that vouch for the brokers', PEM. Empty: the system's."""
+    kafka_cert_file: ReadableFile = ""
+    """Kafka: the client's certificate, PEM, where brokers ask for one."""
+    kafka_key_file: ReadableFile = ""
+    """Kafka: the key of the client's certificate, PEM."""
+    redis_ca_file: ReadableFile = ""
+    """Redis: the certificates that vouch for the servers' at `rediss://` addresses, PEM. Empty: the system's."""
+    redis_cert_file: ReadableFile = ""
+    """Redis: the client's certificate, PEM, where servers ask for one."""
+    redis_key_file: ReadableFile = ""
+    """Redis: the key of the client's certificate, PEM."""
+
+    @field_validator("pipeline")
+    @classmethod
+    def _check_pipeline(cls, pipeline: str) -> str:
+        try:
+            return Pipeline(pipeline).name
+        except InvalidName as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _check_access(self) -> Self:
+        """Raises one `ValueError` for all that does not go together; puts the files into the `rediss://` addresses."""
+        if wrong := contradictions(self):
+            raise ValueError("; ".join(wrong))
+        for name in ("stream_url", "kv_url"):
+            complete = ",".join(with_files(url, self) for url in urls_of(getattr(self, name)))
+            if complete != getattr(self, name):
+                setattr(self, name, complete)
+        return self
 
 
 class BusSettings(BaseSettings):
@@ -71,6 +141,12 @@ class RecordSettings(BaseSettings):
     """How many times longer it waits after each further failure."""
     retry_cap_s: float = Field(default=30.0, ge=0)
     """The longest that it waits."""
+
+    @model_validator(mode="after")
+    def _check_waits(self) -> Self:
+        if self.retry_first_s > self.retry_cap_s:
+            raise ValueError("PENSTOCK_RECORD_RETRY_FIRST_S is longer than PENSTOCK_RECORD_RETRY_CAP_S, the longest")
+        return self
 
 
 CodecChoice = Literal["auto", "raw", "lossless", "int8"]
@@ -191,7 +267,25 @@ class TraceSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_TRACE_", extra="forbid")
 
     file: str = ""
-    """Append finished spans to this file, one JSON object a line. Empty: spans are not recorded."""
+    """Append finished spans to this file, one JSON object a line. Empty: to none."""
+    keep_s: float = Field(default=600.0, ge=0)
+    """How long the spans of a request are kept in Redis, for the page that shows its life; 0: not at all."""
+
+
+class TelemetrySettings(BaseSettings):
+    """Figures and traces of workers and gateways. By OTLP they go where OpenTelemetry's own variables say, such as
+    `OTEL_EXPORTER_OTLP_ENDPOINT`.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid")
+
+    telemetry: Literal["on", "off"] = "on"
+    """`off`: nothing is counted, and no span recorded."""
+    telemetry_port: int = Field(default=0, ge=0, lt=65536)
+    """Where a worker serves `/metrics` to Prometheus; 0: nowhere. With `penstock up` the first worker has this port,
+    the second the next, and so on. (A gateway serves it on its own port.)"""
+    telemetry_host: str = "127.0.0.1"
+    """On which address. `0.0.0.0`: everywhere."""
 
 
 class GatewaySettings(BaseSettings):
@@ -247,6 +341,7 @@ class FaultSettings(BaseSettings):
 
 PARTS: tuple[type[BaseSettings], ...] = (
     Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, WorkerSettings, TraceSettings,
+    TelemetrySettings,
     AdmissionSettings, GuardSettings,
     GatewaySettings, BatchSettings, FaultSettings,
 )  # fmt: skip
@@ -263,37 +358,61 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def shown(url: str) -> str:
-    """A url as it may be printed: without its password."""
-    parts = urlsplit(url)
-    return url.replace(f":{parts.password}@", ":***@") if parts.password else url
-
-
-def urls_of(text: str) -> list[str]:
-    """The addresses of a setting that may hold several, with commas between."""
-    return [url.strip() for url in text.split(",") if url.strip()]
-
-
 def known_variables(parts: Iterable[type[BaseSettings]] = PARTS) -> list[str]:
-    """Every environment variable Penstock reads."""
-    return [f"{part.model_config['env_prefix']}{name}".upper() for part in parts for name in part.model_fields]
+    """The environment variable of every setting."""
+    return [variable_of(part, name) for part in parts for name in part.model_fields]
 
 
 def check_environment(environment: Mapping[str, str] | None = None) -> None:
     """Raise `SettingsError` for a `PENSTOCK_` variable that nothing reads, naming the nearest that something does."""
-    known = known_variables()
-    for variable in sorted(os.environ if environment is None else environment):
-        if variable.startswith("PENSTOCK_") and variable not in known:
-            near = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)
-            raise SettingsError(f"{variable} is not a setting; the nearest is {near[0]}")
+    if lines := unknown_variables(os.environ if environment is None else environment):
+        raise SettingsError(lines[0])
+
+
+def unknown_variables(environment: Iterable[str]) -> list[str]:
+    """A line for each of them."""
+    return unknown(environment, [*_readable(), CONFIG])
+
+
+def check_config(config: Mapping[str, Found]) -> list[str]:
+    """The same of the configuration file."""
+    return [f"{found.origin}: {line}" for found in list(config.values())[:1] for line in unknown(config, _readable())]
+
+
+def _readable() -> list[str]:
+    """What may be given, the nearest first where names are alike."""
+    return [*known_variables(), *(f"{variable}{FILE}" for variable in secret_variables(PARTS))]
 
 
 def load(part: type[S], **given: object) -> S:
-    """One part's settings from the environment, `given` values first. Raises `SettingsError`."""
+    """One part's settings from where they are said, `given` ones first. Raises `SettingsError` for the first error."""
     check_environment()
+    config = config_file(os.environ)
+    if lines := check_config(config):
+        raise SettingsError(lines[0])
+    found = {name: value for name, (value, _) in given_to(part, os.environ, config).items()}
     try:
-        return part(**given)  # type: ignore[arg-type]
+        return part(**{**found, **given})
     except ValidationError as error:
-        line = error.errors(include_url=False)[0]
-        name = f"{part.model_config['env_prefix']}{'.'.join(map(str, line['loc']))}".upper()
-        raise SettingsError(f"{name}: {line['msg']} (given: {line['input']!r})") from None
+        raise SettingsError(problems(part, error)[0]) from None
+
+
+def check_together(guard: GuardSettings, batch: BatchSettings) -> list[str]:
+    """What does not go together in different parts: a default gives way, what somebody said does not."""
+    if "max_file_bytes" in batch.model_fields_set and batch.max_file_bytes > guard.max_file_mb * 2**20:
+        return ["PENSTOCK_BATCH_MAX_FILE_BYTES is more than an upload may have by PENSTOCK_GATEWAY_MAX_FILE_MB"]
+    return []
+
+
+def problems(part: type[BaseSettings], error: ValidationError) -> list[str]:
+    """A line for each thing that is wrong with a part; no secret is in it."""
+    lines = []
+    for line in error.errors(include_url=False):
+        message = line["msg"].removeprefix("Value error, ")
+        if not line["loc"]:  # of several settings: the message names them
+            lines += message.split("; ")
+            continue
+        name = str(line["loc"][0])
+        hidden = name in part.model_fields and is_secret(part, name)
+        lines.append(f"{variable_of(part, name)}: {message}" + ("" if hidden else f" (given: {line['input']!r})"))
+    return lines

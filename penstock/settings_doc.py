@@ -12,13 +12,20 @@ from pydantic import BaseModel
 from pydantic_settings import BaseSettings
 
 from penstock.settings import PARTS
+from penstock.sources import secret_variables
 
 _HEAD = """\
 # Settings
 
 All settings are environment variables. Each program reads them once, when it starts. A `PENSTOCK_` variable
 that is not on this page is an error that names the nearest one that is; a bad value is one that names its
-variable.
+variable. `penstock config show` prints what holds and where it comes from, without secrets; `penstock config check`
+says everything that is wrong.
+
+What is secret, or has a password in it, may be in a file that `…_FILE` names instead: {secrets}.
+
+`PENSTOCK_CONFIG` names a TOML file with settings that the environment does not give: a variable's name in small letters
+without `PENSTOCK_`, at the top or in a table that is named as its beginning (`[engine]` with `max_batch = 8`).
 
 Written by `python -m penstock.settings_doc docs/settings.md`.
 """
@@ -65,7 +72,8 @@ def section(part: type[BaseSettings]) -> str:
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([_HEAD, *(section(part) for part in PARTS)])
+    secrets = ", ".join(f"`{variable}_FILE`" for variable in secret_variables(PARTS))
+    return "\n".join([_HEAD.replace("{secrets}", secrets), *(section(part) for part in PARTS)])
 
 
 def write(text: str, arguments: Sequence[str]) -> None:

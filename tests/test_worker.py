@@ -218,12 +218,13 @@ OUTAGES = [
     redis.BusyLoadingError("loading"),
     redis.ReadOnlyError("a replica"),
     redis.ResponseError("MISCONF the disk is full"),
+    redis.AuthenticationError("the password was changed"),
+    redis.exceptions.NoPermissionError("the user's rights were changed"),
     BusUnavailable("Kafka: away"),
     MemberFenced("away too long"),
 ]
 FAULTS = [
     redis.ResponseError("ERR a script has a bug"),
-    redis.AuthenticationError("wrong password"),
     ZeroDivisionError("a bug"),
 ]
 

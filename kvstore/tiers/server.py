@@ -14,7 +14,7 @@ from kvstore.tiers.contract import Counters
 from kvstore.tiers.scripts import ALL
 from kvstore.tiers.wire import NotRedis, Refused, Wire, command
 from penstock.errors import KVStoreError
-from penstock.settings import shown
+from penstock.transport import shown
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

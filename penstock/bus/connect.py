@@ -3,6 +3,7 @@
 from penstock.bus.contract import Bus
 from penstock.names import Pipeline
 from penstock.settings import Addresses, BusSettings
+from penstock.transport import kafka_access
 
 
 def connect(addresses: Addresses, settings: BusSettings) -> Bus:
@@ -11,7 +12,7 @@ def connect(addresses: Addresses, settings: BusSettings) -> Bus:
     if addresses.kafka:
         from penstock.bus.kafka import KafkaBus
 
-        return KafkaBus(pipeline, addresses.kafka, settings)
+        return KafkaBus(pipeline, addresses.kafka, settings, kafka_access(addresses))
     from penstock.bus.streams import StreamsBus
 
     return StreamsBus(pipeline, addresses.stream_url, settings)

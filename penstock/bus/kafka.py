@@ -49,19 +49,27 @@ FENCED = (
 class KafkaBus:
     """Kafka as the bus of one pipeline."""
 
-    def __init__(self, pipeline: Pipeline, bootstrap: str, settings: BusSettings) -> None:
+    def __init__(
+        self, pipeline: Pipeline, bootstrap: str, settings: BusSettings, access: Mapping[str, str] | None = None
+    ) -> None:
+        """`access`: what the brokers ask clients for, see `transport.kafka_access`."""
         self.pipeline = pipeline
         self.bootstrap = bootstrap
         self.settings = settings
+        self.clients = client_settings(bootstrap, access)
+        """What all clients of this bus share."""
         self._backlog: Backlog | None = None
         self._lock = threading.Lock()
 
     def create_topics(self) -> list[str]:
-        """Make the topics that are missing, and wait until the brokers know them."""
-        admin = AdminClient(client_settings(self.bootstrap))
+        """Make the topics that are missing, and wait until the brokers know them. Without any no right is needed."""
+        missing = self.missing_topics()
+        if not missing:
+            return []
+        admin = AdminClient(self.clients)
         made: list[str] = []
         with bus_errors():
-            for topic, future in admin.create_topics([self._new(topic) for topic in self.pipeline.topics()]).items():
+            for topic, future in admin.create_topics([self._new(topic) for topic in missing]).items():
                 try:
                     future.result(ANSWER_S)
                     made.append(topic)
@@ -74,7 +82,7 @@ class KafkaBus:
     def missing_topics(self) -> list[str]:
         """Those of the pipeline's topics that the brokers do not know."""
         with bus_errors():
-            known = AdminClient(client_settings(self.bootstrap)).list_topics(timeout=ANSWER_S).topics
+            known = AdminClient(self.clients).list_topics(timeout=ANSWER_S).topics
         return [topic for topic in self.pipeline.topics() if topic not in known]
 
     def publisher(self) -> "KafkaPublisher":
@@ -92,7 +100,7 @@ class KafkaBus:
         from penstock.bus.kafka_backlog import Backlog
 
         with self._lock:
-            self._backlog = self._backlog or Backlog(self.pipeline, self.bootstrap)
+            self._backlog = self._backlog or Backlog(self.pipeline, self.clients)
         with bus_errors():
             return self._backlog.unsettled()
 
@@ -100,14 +108,14 @@ class KafkaBus:
         """Read a topic's committed messages; a part is a partition, a place an offset."""
         from penstock.bus.kafka_follower import KafkaFollower
 
-        return KafkaFollower(self.bootstrap, topic, after)
+        return KafkaFollower(self.clients, topic, after)
 
     def read_all(self, topic: str) -> list[Outgoing]:
         """Every message in a topic whose transaction is committed, partition by partition."""
         reader = Consumer(
-            client_settings(self.bootstrap)
+            self.clients
             | {
-                "group.id": f"penstock-tool-{uuid.uuid4().hex}",
+                "group.id": f"{topic}.tool-{uuid.uuid4().hex}",
                 "enable.auto.commit": False,
                 "isolation.level": "read_committed",
                 "auto.offset.reset": "earliest",
@@ -143,7 +151,7 @@ class KafkaBus:
     def check(self, timeout_s: float = CHECK_S) -> str:
         """One line about the brokers reached; raises `BusUnavailable`."""
         with bus_errors():
-            metadata = AdminClient(client_settings(self.bootstrap)).list_topics(timeout=timeout_s)
+            metadata = AdminClient(self.clients).list_topics(timeout=timeout_s)
         return f"Kafka at {self.bootstrap}, brokers: {len(metadata.brokers)}, cluster {metadata.cluster_id}"
 
     def _new(self, topic: str) -> NewTopic:
@@ -171,7 +179,7 @@ class KafkaPublisher:
     """
 
     def __init__(self, bus: KafkaBus) -> None:
-        settings = producer_settings(bus.bootstrap) | {
+        settings = producer_settings(bus.clients) | {
             "message.timeout.ms": 10_000,
             # Else the first question for a topic's partitions waits 50 ms for a connection.
             "enable.sparse.connections": False,
@@ -232,9 +240,10 @@ class _Outcome:
             raise KafkaException(self._error)
 
 
-def client_settings(bootstrap: str) -> dict[str, Any]:
+def client_settings(bootstrap: str, access: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What all clients share. Lost connections show in errors, not on the console."""
     return {
+        **(access or {}),
         "bootstrap.servers": bootstrap,
         "log_level": 0,
         "reconnect.backoff.max.ms": 1000,
@@ -242,9 +251,10 @@ def client_settings(bootstrap: str) -> dict[str, Any]:
     }
 
 
-def producer_settings(bootstrap: str) -> dict[str, Any]:
-    """What all producers share; keys go to the partitions where Java clients put them."""
-    return client_settings(bootstrap) | {
+def producer_settings(clients: Mapping[str, Any]) -> dict[str, Any]:
+    """What all producers share, beside what all clients do; keys go to the partitions where Java clients put them."""
+    return {
+        **clients,
         "acks": "all",
         "linger.ms": 0,
         "partitioner": "murmur2_random",

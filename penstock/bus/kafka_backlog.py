@@ -6,13 +6,14 @@ jobs, which are written in transactions, up to twice, as every transaction leave
 """
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from penstock.bus.kafka import ANSWER_S, client_settings
+from penstock.bus.kafka import ANSWER_S
 from penstock.bus.offsets import decode
 from penstock.names import STAGES, Pipeline, Stage
 
@@ -32,9 +33,9 @@ Partition = tuple[str, int]
 class Backlog:
     """Asks the brokers, over one connection that is kept. Thread-safe."""
 
-    def __init__(self, pipeline: Pipeline, bootstrap: str) -> None:
+    def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any]) -> None:
         self._pipeline = pipeline
-        self._admin = AdminClient(client_settings(bootstrap))
+        self._admin = AdminClient(dict(clients))
 
     def unsettled(self) -> dict[str, int]:
         """Messages of each work topic that are not settled. Raises `KafkaException` or `TimeoutError`."""

@@ -1,22 +1,23 @@
 """Following a topic on Kafka: read_committed, from offsets that somebody else keeps, in no group."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
 
 from penstock.bus.contract import Followed, Outgoing
-from penstock.bus.kafka import ANSWER_S, bus_errors, client_settings, read_headers, read_key
+from penstock.bus.kafka import ANSWER_S, bus_errors, read_headers, read_key
 
 
 class KafkaFollower:
     """Reads every partition that the topic has when it begins."""
 
-    def __init__(self, bootstrap: str, topic: str, after: Mapping[str, str]) -> None:
+    def __init__(self, clients: Mapping[str, Any], topic: str, after: Mapping[str, str]) -> None:
         self._topic = topic
         self._consumer = Consumer(
-            client_settings(bootstrap)
+            dict(clients)
             | {
-                "group.id": "penstock-follower",  # it must have one; nothing is committed under it
+                "group.id": f"{topic}.follower",  # it must have one; nothing is committed under it
                 "enable.auto.commit": False,
                 "isolation.level": "read_committed",
                 # An offset that is not kept any more: go on with the oldest that is.

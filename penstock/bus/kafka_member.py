@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -21,7 +21,6 @@ from penstock.bus.kafka import (
     ANSWER_S,
     MAX_BATCH_BYTES,
     bus_errors,
-    client_settings,
     read_headers,
     read_key,
 )
@@ -75,8 +74,8 @@ class KafkaMember:
         self.trouble = ""
         self._membership: object = None
         transactional_id = f"{self._group}.{name}"
-        self._transactions = Transactions(bus.bootstrap, transactional_id, bus.settings.transaction_timeout_s)
-        self._consumer = Consumer(_consumer_settings(bus.bootstrap, self._group, name))
+        self._transactions = Transactions(bus.clients, transactional_id, bus.settings.transaction_timeout_s)
+        self._consumer = Consumer(_consumer_settings(bus.clients, self._group, name))
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
         self._poller.start()
 
@@ -343,8 +342,9 @@ class KafkaMember:
             self._state.notify_all()
 
 
-def _consumer_settings(bootstrap: str, group: str, name: str) -> dict[str, object]:
-    return client_settings(bootstrap) | {
+def _consumer_settings(clients: Mapping[str, Any], group: str, name: str) -> dict[str, Any]:
+    return {
+        **clients,
         "group.id": group,
         "group.protocol": "consumer",
         "client.id": name,

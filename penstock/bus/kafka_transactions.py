@@ -1,6 +1,7 @@
 """Transactions of a Kafka member: outputs and offsets together, and what to do when one fails half-way."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 
@@ -34,9 +35,9 @@ class Transactions:
     would never find one again. This producer may: then nothing settles, and the worker makes a new member.
     """
 
-    def __init__(self, bootstrap: str, transactional_id: str, timeout_s: float) -> None:
+    def __init__(self, clients: Mapping[str, Any], transactional_id: str, timeout_s: float) -> None:
         self._producer = Producer(
-            producer_settings(bootstrap)
+            producer_settings(clients)
             | {
                 "transactional.id": transactional_id,
                 "transaction.timeout.ms": int(timeout_s * 1000),

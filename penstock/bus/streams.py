@@ -19,7 +19,8 @@ from penstock.bus.contract import Followed, Outgoing, check_size
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, STAGES, Pipeline, Stage
 from penstock.reach import ANSWER_S, replies_to
-from penstock.settings import BusSettings, shown
+from penstock.settings import BusSettings
+from penstock.transport import shown
 
 if TYPE_CHECKING:
     from penstock.bus.streams_member import StreamsMember

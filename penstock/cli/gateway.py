@@ -4,9 +4,11 @@ from typing import Annotated
 
 import typer
 
-from penstock import tracing
-from penstock.errors import DependencyMissing
-from penstock.settings import Addresses, GatewaySettings, TraceSettings, load
+from penstock.access import check_access
+from penstock.errors import DependencyMissing, SettingsError
+from penstock.settings import Addresses, BatchSettings, GatewaySettings, GuardSettings, check_together, load
+from penstock.telemetry.process import telemetry
+from penstock.worker import slot_name
 
 
 def gateway(
@@ -21,5 +23,9 @@ def gateway(
     except ImportError as error:
         raise DependencyMissing(f"a gateway needs pip install 'penstock[gateway]' ({error})") from None
     given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    with tracing.recording("penstock-gateway", load(TraceSettings).file):
-        serve(load(GatewaySettings, **given), load(Addresses))
+    addresses = load(Addresses)
+    if wrong := check_together(load(GuardSettings), load(BatchSettings)):
+        raise SettingsError(wrong[0])
+    check_access(addresses, "gateway")
+    with telemetry("penstock-gateway", addresses, slot_name(""), with_endpoint=False) as meters:
+        serve(load(GatewaySettings, **given), addresses, meters)

@@ -33,7 +33,7 @@ def generate(
     """Send a prompt through the pipeline and print the answer as it comes."""
     text = sys.stdin.read() if prompt == "-" else prompt
     klass: PriorityClass = "batch" if batch else "interactive"
-    with tracing.recording("penstock-client", load(TraceSettings).file), Client(load(Addresses)) as client:
+    with tracing.recording("penstock-client", load(TraceSettings)), Client(load(Addresses)) as client:
         begun_s = time.perf_counter()
         if resume is not None and request_id is None:
             raise typer.BadParameter("--resume needs --id")

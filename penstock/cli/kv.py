@@ -15,8 +15,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from penstock.cli import kv_show
 from penstock.errors import DependencyMissing, InvalidName, KVStoreError
-from penstock.settings import Addresses, KVSettings, load, urls_of
+from penstock.settings import Addresses, KVSettings, load
 from penstock.status import worker_status
+from penstock.transport import urls_of
 
 if TYPE_CHECKING:
     from kvstore.tiers.contract import Entry

@@ -73,13 +73,13 @@ def up(
 ) -> None:
     """Start Redis (where none is given), a prefill and a decode worker and a gateway, and keep them running."""
     console = Console(stderr=True)
-    given = load(Addresses)
+    given = load(Addresses, **({"kafka": kafka} if kafka else {}))
     redis = redis or (given.stream_url if "stream_url" in given.model_fields_set else "")
     directory = data or data_directory()
     stack = Stack(
         directory,
         pipeline=given.pipeline,
-        kafka=kafka or given.kafka,
+        kafka=given.kafka,
         redis=redis,
         port=port,
         prefill=prefill,

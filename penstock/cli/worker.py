@@ -6,7 +6,8 @@ from functools import partial
 
 import typer
 
-from penstock import failpoints, tracing
+from penstock import failpoints
+from penstock.access import check_access
 from penstock.bus.connect import connect
 from penstock.errors import DependencyMissing
 from penstock.names import Pipeline, Stage
@@ -18,10 +19,12 @@ from penstock.settings import (
     FaultSettings,
     KVSettings,
     RecordSettings,
-    TraceSettings,
     WorkerSettings,
     load,
 )
+from penstock.telemetry.meters import Meters
+from penstock.telemetry.process import telemetry
+from penstock.telemetry.stage import StageFigures
 from penstock.worker import Heartbeat, Outages, StopSignal, slot_name, stay_on
 
 app = typer.Typer(help="Run one worker until SIGTERM.", no_args_is_help=True)
@@ -46,14 +49,25 @@ def run(stage: Stage) -> None:
     name, pipeline = slot_name(settings.name), Pipeline(addresses.pipeline)
     failpoints.arm(load(FaultSettings).failpoints)
     stay_on(settings.cores)
+    check_access(addresses, stage, kv=load(KVSettings).redis_mb > 0)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(tracing.recording(f"penstock-{stage}", load(TraceSettings).file))
-        beat = stack.enter_context(Heartbeat(addresses.stream_url, pipeline, stage, name, settings.heartbeat_s))
-        _work(stage, name, addresses, beat, settings.drain_s, stack)
+        beat = Heartbeat(addresses.stream_url, pipeline, stage, name, settings.heartbeat_s)
+        told = telemetry(
+            f"penstock-{stage}", addresses, name, with_endpoint=True, is_ready=lambda: beat.state == "ready"
+        )
+        meters = stack.enter_context(told)
+        stack.enter_context(beat)
+        _work(stage, name, addresses, beat, meters, settings.drain_s, stack)
 
 
 def _work(
-    stage: Stage, name: str, addresses: Addresses, beat: Heartbeat, drain_s: float, stack: contextlib.ExitStack
+    stage: Stage,
+    name: str,
+    addresses: Addresses,
+    beat: Heartbeat,
+    meters: Meters,
+    drain_s: float,
+    stack: contextlib.ExitStack,
 ) -> None:
     try:
         from decode_worker.worker import DecodeWorker
@@ -73,17 +87,27 @@ def _work(
     store.measure_against(engine.rates)
     client, bus = redis_client(addresses.stream_url), connect(addresses, load(BusSettings))
     records, kind = load(RecordSettings), PrefillWorker if stage == "prefill" else DecodeWorker
+    figures = StageFigures(meters, pipeline.name, stage, name, model.name)
 
     def make() -> PrefillWorker | DecodeWorker:
         member = bus.member(stage, name)
-        worker = kind(pipeline, name, engine, store, Record(client, pipeline, records), member)
+        worker = kind(pipeline, name, engine, store, Record(client, pipeline, records), member, figures)
+
+        def view() -> dict[str, object]:
+            pool = {"used": engine.pool.num_blocks - engine.pool.num_free, "total": engine.pool.num_blocks}
+            return {
+                "running": len(worker.running),
+                "waiting": engine.num_waiting,
+                "pool": pool,
+                "kv": store.report(),
+            }
 
         def now() -> dict[str, object]:
             trouble = worker.settler.trouble or member.trouble
-            counts = {"running": len(worker.running), "waiting": engine.num_waiting}
-            load = {**counts, "load": worker.report(), "kv": store.report()}
-            return load | ({"reason": trouble} if trouble else {})
+            lately = {"recent": figures.recent()} if meters.is_on else {}
+            return view() | {"load": worker.report()} | lately | ({"reason": trouble} if trouble else {})
 
+        figures.watch(view)
         beat.watch(now)
         return worker
 

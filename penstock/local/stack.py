@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from penstock.access import check_access
 from penstock.bus.connect import connect
 from penstock.errors import PenstockError
 from penstock.local.memory import OwnMemory
@@ -25,8 +26,10 @@ from penstock.settings import Addresses, BusSettings, load
 from penstock.status import worker_status
 
 DEFAULT_PORT = 7379
-STORE = "PENSTOCK_BATCH_STORE"
+STORE, METRICS_PORT = "PENSTOCK_BATCH_STORE", "PENSTOCK_TELEMETRY_PORT"
 REDIS_MB, SHARED_DIR = "PENSTOCK_KV_STORE_REDIS_MB", "PENSTOCK_KV_STORE_SHARED_DIR"
+SECRET_FILES = ("PENSTOCK_STREAM_URL_FILE", "PENSTOCK_KV_URL_FILE")
+"""Read here; the workers are given what is in them."""
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Before a worker that died is started again: longer the more often it died soon after its start."""
 STEADY_S = 20.0
@@ -112,6 +115,7 @@ class Stack:
             self._environment[SHARED_DIR] = str(self._own_memory.path)
         if self._server is not None:
             self._server.start()
+        check_access(self.addresses)
         connect(self.addresses, load(BusSettings)).create_topics()
         for worker in self._all():
             self._start(worker)
@@ -216,7 +220,7 @@ class Stack:
     def _start(self, worker: Slot) -> None:
         addresses = self.addresses
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in SECRET_FILES},
             "PENSTOCK_PIPELINE": addresses.pipeline,
             "PENSTOCK_KAFKA": addresses.kafka,
             "PENSTOCK_STREAM_URL": addresses.stream_url,
@@ -228,6 +232,8 @@ class Stack:
         if share and not environment.keys() & {"PENSTOCK_WORKER_CORES", "PENSTOCK_ENGINE_THREADS"}:
             environment["PENSTOCK_WORKER_CORES"] = ",".join(map(str, share))
             environment["PENSTOCK_ENGINE_THREADS"] = str(len(share))
+        if (port := int(environment.get(METRICS_PORT, "0"))) and isinstance(worker, Worker):
+            environment[METRICS_PORT] = str(port + self.workers.index(worker))
         worker.was_ready, worker.started_at = False, time.monotonic()
         if isinstance(worker, Worker):
             worker.child = self._launch(worker, environment)

@@ -202,6 +202,49 @@ async def test_an_expired_batch_gives_what_is_finished(stack: Stack, tmp_path: P
     assert batch.request_counts.total == batch.request_counts.completed + batch.request_counts.failed == 24
 
 
+async def test_open_batches_have_a_limit_of_tokens(stack: Stack, tmp_path: Path) -> None:
+    """They are counted until they end; a batch that would be too much fails when it is looked at."""
+    redis = async_redis_client(stack.addresses.stream_url)
+    is_there = asyncio.Event()
+    async with AsyncClient(stack.addresses) as client:
+
+        async def client_of(model: str) -> AsyncClient:
+            await is_there.wait()
+            return client
+
+        desk = Desk(redis, client_of, BatchSettings(store=str(tmp_path / "files"), look_s=0.1))
+        caller = Caller(tenant="poor", max_batch_tokens=1500)
+
+        async def made(count: int, tenant: Caller) -> str:
+            file = await desk.files.save(
+                tenant.tenant, "in", "batch", pieces_of(lines([row(n, 8) for n in range(count)]))
+            )
+            new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+            batch = await desk.batches.create(tenant, new, file)
+            desk.runner.nudge()
+            return batch.id
+
+        async def status(batch_id: str, tenant: Caller, *wanted: str) -> str:
+            while (found := (await desk.batches.find(tenant.tenant, batch_id)).status) not in wanted:
+                await asyncio.sleep(0.05)
+            return found
+
+        first = await made(15, caller)
+        await status(first, caller, "in_progress")
+        second, other = await made(15, caller), await made(30, Caller(tenant="rich"))
+        assert await status(second, caller, "failed", "in_progress") == "failed"
+        assert await status(other, Caller(tenant="rich"), "failed", "in_progress") == "in_progress"
+        errors = (await desk.batches.find("poor", second)).errors
+        assert errors is not None
+        assert [one.code for one in errors.data] == ["token_limit_exceeded"]
+        is_there.set()
+        await status(first, caller, "completed")
+        third = await made(15, caller)
+        assert await status(third, caller, "failed", "completed") == "completed"
+        await desk.close()
+    await redis.aclose()
+
+
 def results(stack: Stack) -> list[Result]:
     bus = connect(stack.addresses, BusSettings())
     return [decode(Result, message.value) for message in bus.read_all(Pipeline(stack.addresses.pipeline).results)]

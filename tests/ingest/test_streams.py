@@ -200,6 +200,23 @@ def _cancelled(stage: Stage, request_id: str) -> bool:
     return status is not None and status.cancelled
 
 
+def test_a_response_is_read_again_until_it_is_deleted(stage: Stage) -> None:
+    asked = {"model": "scripted", "input": "hi", "stream": True}
+    with httpx.stream("POST", f"http://{stage.address}/v1/responses", json=asked) as posted:
+        url = f"http://{stage.address}/v1/responses/{posted.headers['x-request-id']}"
+    found = httpx.get(url).json()
+    assert (found["status"], found["output"]) == ("in_progress", [])
+    stage.record.finish(stage.says(found["id"], 3), end())
+    found = httpx.get(url).json()
+    assert found["status"] in ("completed", "incomplete")
+    assert found["output"][0]["content"][0]["text"] == "<0><1><2>"
+    other = f"http://{stage.address}/v1/responses/{stage.post()}"
+    assert httpx.get(other).json()["error"]["code"] == "response_not_found", "it is a completion"
+    assert httpx.delete(url).json() == {"id": found["id"], "object": "response", "deleted": True}
+    for gone in (url, url.replace("/responses/", "/streams/")):
+        assert httpx.get(gone).status_code == 404
+
+
 CANCELS: dict[str, Callable[[str], httpx.Response]] = {
     "post": lambda url: httpx.post(f"{url}/cancel"),
     "delete": httpx.delete,

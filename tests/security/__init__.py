@@ -1,0 +1,1 @@
+"""Servers that demand TLS, users and rights."""

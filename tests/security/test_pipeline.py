@@ -1,0 +1,164 @@
+"""The pipeline on servers that demand TLS, users and rights: whole, and with the least rights that work."""
+
+import json
+import os
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.client import Client
+from penstock.local.processes import Child, free_port, wait_until
+from penstock.settings import Addresses, load
+from penstock.status import worker_status
+from tests.commands import Terminal
+from tests.forked import fork, run_penstock
+from tests.pipeline.checks import Streams, check_results, check_streams, results_of
+from tests.pipeline.line import Line
+from tests.pipeline.site import submit
+from tests.pipeline.workload import SETTINGS, alone, requests
+from tests.security.conftest import WORDS, Site
+
+NUM_REQUESTS = 4
+WORKER = {
+    "PENSTOCK_ENGINE_DTYPE": "float32",
+    "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(SETTINGS.max_step_tokens),
+    "PENSTOCK_ENGINE_POOL_MB": "64",
+    "PENSTOCK_WORKER_HEARTBEAT_S": "0.3",
+    "PENSTOCK_KV_STORE_SHARED_MB": "0",
+    "PENSTOCK_KV_STORE_REDIS_MB": "64",
+}
+"""KV goes through Redis, too."""
+
+
+@contextmanager
+def workers(directory: Path, access: dict[str, str]) -> Iterator[list[Child]]:
+    """One of each stage, until they are told to leave."""
+    environment = {**os.environ, **WORKER, **access}
+    children = [
+        fork(stage, directory / stage, run_penstock, "worker", stage, environment=environment)
+        for stage in ("prefill", "decode")
+    ]
+    try:
+        yield children
+        for child in children:
+            assert child.stop(30) == 0, child.tail()
+    finally:
+        for child in children:
+            if child.alive():
+                child.kill()
+
+
+def addresses_of(access: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Addresses:
+    """As a program with that environment has them."""
+    with monkeypatch.context() as patched:
+        for name, value in access.items():
+            patched.setenv(name, value)
+        return load(Addresses)
+
+
+def are_ready(addresses: Addresses) -> bool:
+    return [status["state"] for status in worker_status(addresses)] == ["ready", "ready"]
+
+
+@pytest.mark.parametrize("bus", ["redis", "SCRAM-SHA-512", "PLAIN", "client certificate"])
+def test_the_pipeline(site: Site, bus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both workers as the one user, whoever asks and reads as the other; KV goes through Redis."""
+    worker, client = (
+        addresses_of(site.redis_access(user) | kafka(site, bus, user), monkeypatch)
+        for user in ("penstock-worker", "penstock-client")
+    )
+    asked = requests(NUM_REQUESTS, bus.partition(" ")[0])
+    expected = alone(asked)
+    with site.admin() as admin, Line(worker) as line, Client(client) as reader:
+        admin.acl_log_reset()
+        before = len(line.results())
+        streams = Streams(reader, asked)
+        for request in asked:
+            submit(reader, request)
+        line.run_until(before + NUM_REQUESTS)
+        streams.finish()
+        assert reader.lag().as_json()
+        check_streams(streams, expected)
+        check_results(results_of(client), expected)
+        assert admin.acl_log() == [], "every right that is used is given"
+
+
+def test_the_processes(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> None:
+    """Workers and a gateway as they are started; a password that changes meanwhile is an outage as any other."""
+    access = {
+        user: site.redis_access(user) | site.kafka_access(user) for user in ("penstock-worker", "penstock-client")
+    }
+    addresses = addresses_of(access["penstock-client"], monkeypatch)
+
+    def change(password: str) -> None:
+        with site.admin() as admin:
+            admin.execute_command("ACL", "SETUSER", "penstock-worker", "resetpass", f">{password}")
+            admin.execute_command("CLIENT", "KILL", "USER", "penstock-worker")
+
+    with site.admin() as admin, workers(tmp_path, access["penstock-worker"]) as children:
+        admin.acl_log_reset()
+        wait_until(lambda: are_ready(addresses), 120, "both workers are ready", every_s=0.05)
+        ask_gateway(terminal, tmp_path, access["penstock-client"])
+        assert admin.acl_log() == [], "every right that is used is given"
+        change("another")
+        try:
+            wait_until(lambda: not worker_status(addresses), 30, "no heartbeat is written", every_s=0.05)
+        finally:
+            change(WORDS["WORKER_PASSWORD"])
+        wait_until(lambda: are_ready(addresses), 60, "both workers are ready again", every_s=0.05)
+        with Client(addresses) as client:
+            assert list(client.generate("And God said", max_tokens=4))
+        assert all(child.alive() for child in children)
+        assert all("Traceback" not in child.tail(1000) for child in children)
+
+
+def kafka(site: Site, bus: str, user: str) -> dict[str, str]:
+    """What is said of Kafka; nothing for Redis Streams."""
+    if bus == "redis":
+        return {}
+    if bus == "client certificate":
+        certificate, key = site.authority.sign(user)
+        return {
+            "PENSTOCK_KAFKA": site.kafka.tls,
+            "PENSTOCK_KAFKA_SECURITY": "ssl",
+            "PENSTOCK_KAFKA_CA_FILE": str(site.authority.file),
+            "PENSTOCK_KAFKA_CERT_FILE": str(certificate),
+            "PENSTOCK_KAFKA_KEY_FILE": str(key),
+        }
+    return site.kafka_access(user, bus)
+
+
+def ask_gateway(terminal: Terminal, directory: Path, access: dict[str, str]) -> None:
+    """A stream over a gateway whose keys are in that Redis; who may not see the keys is refused."""
+    keyed = access | {"PENSTOCK_GATEWAY_KEYS": "redis", "PENSTOCK_BATCH_STORE": str(directory / "files")}
+    made = terminal("keys", "create", "acme", **keyed)
+    key = next(word for word in made.stdout.split() if word.startswith("psk_"))
+    port = free_port()
+    gateway = fork(
+        "gateway", directory / "gateway", run_penstock, "gateway", "--port", str(port),
+        environment={**os.environ, **keyed},
+    )  # fmt: skip
+    body = {"model": "demo", "prompt": "In the beginning", "max_tokens": 8, "stream": True}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers, method="POST"
+    )
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+    try:
+        wait_until(answers, 60, "the gateway answers", every_s=0.05)
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert answer.read().rstrip().endswith(b"data: [DONE]")
+        assert gateway.stop(30) == 0, gateway.tail()
+    finally:
+        if gateway.alive():
+            gateway.kill()

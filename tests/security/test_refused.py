@@ -1,0 +1,163 @@
+"""Who is not let in is told why in one line, soon, which setting to look at, and no password."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.access import Role, check_access
+from penstock.errors import AccessRefused
+from penstock.settings import Addresses
+from tests.commands import Terminal
+from tests.security.conftest import PASSWORDS, Site
+from tests.security.servers import REDIS_ACL_FILE, USERS
+
+WRONG = "hunter2-and-more"
+Faults = dict[str, tuple[Callable[[Site], dict[str, str]], str, str]]
+"""What is said otherwise, the setting that is named, and words of the reason."""
+
+REDIS: Faults = {
+    "wrong password": (
+        lambda site: {"PENSTOCK_STREAM_URL": site.redis.url("penstock-worker", WRONG)},
+        "PENSTOCK_STREAM_URL",
+        "wrong user or password",
+    ),
+    "no password": (
+        lambda site: {"PENSTOCK_STREAM_URL": f"rediss://127.0.0.1:{site.redis.port}/0"},
+        "PENSTOCK_STREAM_URL",
+        "wrong user or password",
+    ),
+    "unknown authority": (
+        lambda site: {"PENSTOCK_REDIS_CA_FILE": str(site.other.file)},
+        "PENSTOCK_REDIS_CA_FILE",
+        "not trusted",
+    ),
+    "no certificate": (
+        lambda _: {"PENSTOCK_REDIS_CERT_FILE": "", "PENSTOCK_REDIS_KEY_FILE": ""},
+        "PENSTOCK_REDIS_CERT_FILE",
+        "certificate of the client's",
+    ),
+    "plaintext to TLS": (
+        lambda site: {
+            "PENSTOCK_STREAM_URL": site.redis.url("penstock-worker", WRONG, "redis"),
+            **dict.fromkeys(["PENSTOCK_REDIS_CA_FILE", "PENSTOCK_REDIS_CERT_FILE", "PENSTOCK_REDIS_KEY_FILE"], ""),
+        },
+        "rediss:// in PENSTOCK_STREAM_URL",
+        "it speaks TLS",
+    ),
+    "no rights": (lambda site: site.redis_access("penstock-client"), "docs/operations.md", "may not PUBLISH"),
+    "wrong password of the KV store": (
+        lambda site: {"PENSTOCK_KV_URL": site.redis.url("penstock-worker", WRONG)},
+        "PENSTOCK_KV_URL",
+        "wrong user or password",
+    ),
+}
+KAFKA: Faults = {
+    "wrong password": (
+        lambda _: {"PENSTOCK_KAFKA_PASSWORD": WRONG},
+        "PENSTOCK_KAFKA_PASSWORD",
+        "wrong user or password",
+    ),
+    "wrong password, plain": (
+        lambda _: {"PENSTOCK_KAFKA_PASSWORD": WRONG, "PENSTOCK_KAFKA_MECHANISM": "PLAIN"},
+        "PENSTOCK_KAFKA_PASSWORD",
+        "wrong user or password",
+    ),
+    "mechanism": (
+        lambda _: {"PENSTOCK_KAFKA_MECHANISM": "SCRAM-SHA-256"},
+        "PENSTOCK_KAFKA_MECHANISM",
+        "Unsupported SASL mechanism",
+    ),
+    "unknown authority": (
+        lambda site: {"PENSTOCK_KAFKA_CA_FILE": str(site.other.file)},
+        "PENSTOCK_KAFKA_CA_FILE",
+        "not trusted",
+    ),
+    "plaintext to TLS": (lambda site: plain(site.kafka.sasl), "PENSTOCK_KAFKA_SECURITY", "it speaks TLS"),
+    "TLS to plaintext": (
+        lambda site: {"PENSTOCK_KAFKA": site.kafka.bootstrap},
+        "PENSTOCK_KAFKA_SECURITY",
+        "does not speak TLS",
+    ),
+    "no certificate": (
+        lambda site: (
+            plain(site.kafka.tls)
+            | {"PENSTOCK_KAFKA_SECURITY": "ssl", "PENSTOCK_KAFKA_CA_FILE": str(site.authority.file)}
+        ),
+        "PENSTOCK_KAFKA_CERT_FILE",
+        "certificate of the client's",
+    ),
+    "no rights": (
+        lambda site: site.kafka_access("nobody"),
+        "docs/operations.md",
+        "the user nobody may not READ the topic penstock.demo.requests",
+    ),
+}
+
+
+def plain(address: str) -> dict[str, str]:
+    names = ("SECURITY", "MECHANISM", "USER", "PASSWORD", "CA_FILE")
+    values = ("plaintext", "PLAIN", "", "", "")
+    return {"PENSTOCK_KAFKA": address} | {f"PENSTOCK_KAFKA_{n}": v for n, v in zip(names, values, strict=True)}
+
+
+@pytest.mark.parametrize("fault", REDIS)
+def test_redis(site: Site, terminal: Terminal, fault: str) -> None:
+    change, setting, words = REDIS[fault]
+    check(terminal, site.redis_access("penstock-worker") | change(site), setting, words)
+
+
+@pytest.mark.parametrize("fault", KAFKA)
+def test_kafka(site: Site, terminal: Terminal, fault: str) -> None:
+    change, setting, words = KAFKA[fault]
+    access = site.redis_access("penstock-worker") | site.kafka_access("penstock-worker")
+    check(terminal, access | change(site), setting, words)
+
+
+def check(terminal: Terminal, environment: dict[str, str], setting: str, words: str) -> None:
+    """A worker does not start; the line it ends with."""
+    done = terminal("worker", "prefill", **environment)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("penstock: ")]
+    assert setting in line
+    assert words in line
+    printed = done.stdout + done.stderr
+    assert "Traceback" not in printed
+    assert not any(word in printed for word in [WRONG, *PASSWORDS.values(), *USERS.values()])
+
+
+def test_a_tool_says_it_too(site: Site, terminal: Terminal) -> None:
+    """It begins without asking, and asks why when it fails."""
+    change, setting, words = REDIS["wrong password"]
+    done = terminal("lag", **site.redis_access("penstock-client") | change(site))
+    assert done.returncode == 1
+    assert setting in done.stderr
+    assert words in done.stderr
+
+
+def rights_of(user: str) -> list[str]:
+    """The keys, channels, categories and commands of the ACL file."""
+    (line,) = [line for line in REDIS_ACL_FILE.read_text("utf-8").splitlines() if line.startswith(f"user {user} ")]
+    return [word for word in line.split()[3:] if not word.startswith(">")]
+
+
+@pytest.mark.parametrize(("user", "role"), [("penstock-worker", "decode"), ("penstock-client", "gateway")])
+def test_each_right_is_asked_for_at_start(site: Site, user: str, role: Role) -> None:
+    """None is given for nothing, and without any one of them nothing begins."""
+    given = rights_of(user)
+    access: dict[str, Any] = {
+        name.removeprefix("PENSTOCK_").lower(): value for name, value in site.redis_access(user).items()
+    }
+    addresses = Addresses(**{**access, "stream_url": site.redis.url("less", "less")})
+
+    def permit(rights: list[str]) -> None:
+        with site.admin() as admin:
+            admin.execute_command("ACL", "SETUSER", "less", "reset", "on", ">less", *rights)
+
+    permit(given)
+    check_access(addresses, role, kv=role == "decode")
+    for right in given:
+        if right[0] in "~&+":
+            permit([other for other in given if other != right])
+            with pytest.raises(AccessRefused, match="the user less may not"):
+                check_access(addresses, role, kv=role == "decode")

@@ -1,0 +1,202 @@
+"""`penstock config`: what is in force, where it comes from, what is wrong; and never a secret."""
+
+import json
+import os
+import re
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.cli.config import rows
+from penstock.errors import SettingsError
+from penstock.settings import PARTS, Addresses, KVSettings, known_variables, load
+from penstock.sources import secret_variables
+from penstock.transport import all_shown
+from tests.commands import Terminal
+
+MARK = "Zq9"
+"""In each of the secrets made here, and nowhere else."""
+secrets = st.text(st.characters(exclude_categories=["Cs", "Cc", "Z"]), min_size=1).map(lambda text: f"{MARK}{text}")
+URLS = {"PENSTOCK_STREAM_URL", "PENSTOCK_KV_URL"}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.upper().startswith("PENSTOCK_")]:
+        monkeypatch.delenv(variable)
+
+
+@pytest.fixture
+def shown(terminal: Terminal) -> Any:
+    def run(**environment: str) -> dict[str, tuple[object, str]]:
+        done = terminal("config", "show", "--json", **environment)
+        assert done.returncode == 0, done.stderr
+        return {row["variable"]: (row["value"], row["origin"]) for row in json.loads(done.stdout)}
+
+    return run
+
+
+def test_every_setting_is_shown_with_its_origin(shown: Any, tmp_path: Path, terminal: Terminal) -> None:
+    secret, config = tmp_path / "password", tmp_path / "penstock.toml"
+    secret.write_text("correct horse\n")
+    config.write_text('kafka = "k:9092"\n[engine]\nmax_batch = 7\nthreads = 2\n')
+    environment = {
+        "PENSTOCK_CONFIG": str(config),
+        "PENSTOCK_ENGINE_THREADS": "3",
+        "PENSTOCK_KAFKA_SECURITY": "SASL_SSL",
+        "PENSTOCK_KAFKA_USER": "me",
+        "PENSTOCK_KAFKA_PASSWORD_FILE": str(secret),
+    }
+    found = shown(**environment)
+    assert list(found) == known_variables()
+    assert found["PENSTOCK_KAFKA"] == ("k:9092", f"file {config}")
+    assert found["PENSTOCK_ENGINE_MAX_BATCH"] == (7, f"file {config}")
+    assert found["PENSTOCK_ENGINE_THREADS"] == (3, "environment PENSTOCK_ENGINE_THREADS")
+    assert found["PENSTOCK_KAFKA_SECURITY"] == ("sasl_ssl", "environment PENSTOCK_KAFKA_SECURITY")
+    assert found["PENSTOCK_KAFKA_PASSWORD"] == ("***", f"file {secret} (PENSTOCK_KAFKA_PASSWORD_FILE)")
+    assert found["PENSTOCK_ENGINE_POOL_MB"] == (256, "default")
+    table = terminal("config", "show", **environment).stdout
+    assert re.search(r"PENSTOCK_ENGINE_MAX_BATCH +7 +file ", table)
+    assert "correct horse" not in table
+
+
+def test_a_secret_in_a_file_is_the_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    url = tmp_path / "url"
+    url.write_text("redis://me:secret@host:1/0\n")
+    monkeypatch.setenv("PENSTOCK_STREAM_URL_FILE", str(url))
+    assert load(Addresses).stream_url == "redis://me:secret@host:1/0"
+    assert "secret" not in repr(load(Addresses))
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(words=st.lists(secrets, min_size=4, max_size=4), broken=st.booleans())
+def test_no_secret_is_printed(terminal: Terminal, words: list[str], broken: bool) -> None:
+    """Neither by what is well, nor by what complains."""
+    first, second, third, fourth = words
+    environment = {
+        "PENSTOCK_STREAM_URL": f"redis://me:{urllib.parse.quote(first, safe='')}@host:1/0",
+        "PENSTOCK_KV_URL": f"redis://a/0, redis://b:1?password={urllib.parse.quote(second, safe='')}",
+        "PENSTOCK_KAFKA": "k:1",
+        "PENSTOCK_KAFKA_SECURITY": "ssl" if broken else "sasl_ssl",
+        "PENSTOCK_KAFKA_USER": "me",
+        "PENSTOCK_KAFKA_PASSWORD": third,
+        "PENSTOCK_KV_STORE_SALT_SECRET": fourth,
+    }
+    for command in ("show", "check"):
+        done = terminal("config", command, **environment)
+        assert done.returncode == (1 if broken else 0), done.stderr
+        assert MARK not in done.stdout + done.stderr
+
+
+@given(word=secrets)
+def test_no_password_is_shown_of_a_url_that_is_wrong(word: str) -> None:
+    for url in (
+        f"redis://me:{word}@host/0", f"redis://{word.replace(':', '')}@host", f"me:{word}@host", f"redis://me:{word}",
+        f"rediss://h/0?password={word.replace('&', '').replace('#', '')}", f"redis://a,redis://me:{word}@b:1/0",
+    ):  # fmt: skip
+        assert MARK not in all_shown(url)
+
+
+def test_all_that_may_be_secret_may_come_from_a_file() -> None:
+    assert set(secret_variables(PARTS)) == URLS | {"PENSTOCK_KAFKA_PASSWORD", "PENSTOCK_KV_STORE_SALT_SECRET"}
+
+
+BAD = {
+    "PENSTOCK_PIPELINE": "a b",
+    "PENSTOCK_STREAM_URL": "http://me:Zq9@host",
+    "PENSTOCK_KV_URL": "redis://me:Zq9@host:port/0",
+    "PENSTOCK_REDIS_CA_FILE": "/nowhere.pem",
+    "PENSTOCK_KAFKA_MECHANISM": "MD5",
+    "PENSTOCK_BUS_PARTITIONS": "0",
+    "PENSTOCK_RECORD_RETRY_FIRST_S": "31",
+    "PENSTOCK_KV_STORE_REDIS_CODEC": "zip",
+    "PENSTOCK_ENGINE_MAX_BATCH": "-1",
+    "PENSTOCK_WORKER_HEARTBEAT_S": "0",
+    "PENSTOCK_TRACE_KEEP_S": "-1",
+    "PENSTOCK_TELEMETRY_PORT": "65536",
+    "PENSTOCK_GATEWAY_MAX_WAIT_S": "soon",
+    "PENSTOCK_GATEWAY_MAX_HEADERS": "0",
+    "PENSTOCK_GATEWAY_PORT": "70000",
+    "PENSTOCK_BATCH_MAX_FILE_BYTES": "900000000",
+}
+"""Of each part something that is wrong, in itself or together with what else is in force."""
+
+
+def test_check_tells_everything_at_once(terminal: Terminal) -> None:
+    done = terminal("config", "check", **BAD, PENSTOCK_KAFAK="x", PENSTOCK_KAFKA_CERT_FILE=__file__)
+    assert done.returncode == 1
+    for variable in [*BAD, "PENSTOCK_KAFAK is not a setting; the nearest is PENSTOCK_KAFKA", "_KEY_FILE are given"]:
+        assert variable in done.stderr
+    assert MARK not in done.stderr
+    assert terminal("config", "check").stdout == "nothing is wrong with the settings\n"
+
+
+@pytest.mark.parametrize("variable", BAD)
+def test_each_of_them_alone(terminal: Terminal, variable: str) -> None:
+    done = terminal("config", "check", **{variable: BAD[variable]})
+    assert done.returncode == 1
+    assert variable in done.stderr
+    assert MARK not in done.stderr
+
+
+TOGETHER = {
+    "sasl without a user": ({"KAFKA": "k:1", "KAFKA_SECURITY": "sasl_ssl"}, "PENSTOCK_KAFKA_USER"),
+    "a user without sasl": ({"KAFKA": "k:1", "KAFKA_USER": "me"}, "need sasl_ssl, not plaintext"),
+    "tls without brokers": ({"KAFKA_SECURITY": "ssl"}, "needs brokers in PENSTOCK_KAFKA"),
+    "an authority without tls": ({"KAFKA": "k:1", "KAFKA_CA_FILE": __file__}, "PENSTOCK_KAFKA_CA_FILE needs ssl"),
+    "a certificate without a key": (
+        {"STREAM_URL": "rediss://h", "REDIS_CERT_FILE": __file__},
+        "PENSTOCK_REDIS_KEY_FILE are given together",
+    ),
+    "an authority for nothing": ({"REDIS_CA_FILE": __file__}, "PENSTOCK_REDIS_CA_FILE needs a rediss:// url"),
+    "a secret twice": ({"KV_URL": "redis://h", "KV_URL_FILE": __file__}, "are both given"),
+    "a secret that is not there": ({"KV_URL_FILE": "/nowhere"}, "PENSTOCK_KV_URL_FILE: /nowhere cannot be read"),
+    "no configuration file": ({"CONFIG": "/nowhere"}, "PENSTOCK_CONFIG: /nowhere cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_what_does_not_go_together(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    given, words = TOGETHER[case]
+    for name, value in given.items():
+        monkeypatch.setenv(f"PENSTOCK_{name}", value)
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        load(Addresses)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[engine]\nmaxbatch = 7\n", "ENGINE_MAXBATCH is not a setting; the nearest is PENSTOCK_ENGINE_MAX_BATCH"),
+        ("[engine]\nmax_batch = 0\n", "PENSTOCK_ENGINE_MAX_BATCH: "),
+        ("password = Zq9\n", "cannot be read: Invalid value"),
+    ],
+)  # fmt: skip
+def test_a_configuration_file_is_held_to_the_same(terminal: Terminal, tmp_path: Path, text: str, words: str) -> None:
+    config = tmp_path / "penstock.toml"
+    config.write_text(text)
+    done = terminal("config", "check", PENSTOCK_CONFIG=str(config))
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert MARK not in done.stderr
+
+
+def test_certificates_go_into_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a url says itself goes before; others than `rediss://` are left as they are."""
+    monkeypatch.setenv("PENSTOCK_STREAM_URL", "rediss://me:p%40@h:1/0")
+    monkeypatch.setenv("PENSTOCK_KV_URL", "redis://plain/0,rediss://h/0?ssl_ca_certs=/own.pem&protocol=3")
+    monkeypatch.setenv("PENSTOCK_REDIS_CA_FILE", __file__)
+    found = load(Addresses)
+    assert found.stream_url == f"rediss://me:p%40@h:1/0?ssl_ca_certs={__file__}"
+    assert found.kv_url == "redis://plain/0,rediss://h/0?ssl_ca_certs=/own.pem&protocol=3"
+    monkeypatch.setenv("PENSTOCK_STREAM_URL", found.stream_url)
+    assert load(Addresses) == found
+
+
+def test_rows_hold_no_secret_of_the_default() -> None:
+    assert ("PENSTOCK_KV_STORE_SALT_SECRET", "***", "default") in list(rows())
+    assert KVSettings().salt_secret not in {row.value for row in rows()}
