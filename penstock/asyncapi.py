@@ -37,6 +37,10 @@ _HEADERS: dict[str, Json] = {
         "description": "After a retry, and in the dead-letter topic: how often it was tried.",
         "pattern": "^[0-9]{1,9}$",
     },
+    names.OPERATION: {
+        "description": "Of jobs: what was asked for, as figures call it.",
+        "enum": ["chat", "text_completion"],
+    },
     names.NOT_BEFORE: {
         "description": "Retry topic: milliseconds since the epoch before which it is not tried again.",
         "pattern": "^[0-9]{1,15}$",
