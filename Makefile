@@ -1,6 +1,8 @@
 # make demo | demo-kafka | test | install | format | lint
 PYTHON ?= python3
 BIN := .venv/bin
+# Without bytecode each worker compiles torch and transformers anew: ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: install demo demo-kafka test format lint clean
 
 install: .venv/installed

@@ -21,12 +21,12 @@ _FILES = tuple(f"{server}_{kind}_file" for server in ("kafka", "redis") for kind
 
 def shown(url: str) -> str:
     """A url as it may be printed: without its password, also where it is not as urls should be."""
+    url = re.sub(r"(password=)[^&#]*", r"\1***", url, flags=re.IGNORECASE)  # it may hold what the rest looks for
     scheme = found[0] if (found := re.match(r"[a-z0-9+]+://", url)) else ""
     user, at, rest = url.removeprefix(scheme).rpartition("@")
     name, colon, _ = user.partition(":")
     login = f"{name}:***@" if colon else "***@" if at else ""
     rest = re.sub(r"^(\[[^\]]*\]|[^:/?#]*):(?!\d*(?:[/?#]|$)).*", r"\1:***", rest, flags=re.DOTALL)
-    rest = re.sub(r"(password=)[^&#]*", r"\1***", rest, flags=re.IGNORECASE)
     return f"{scheme}{login}{rest}"
 
 

@@ -17,7 +17,7 @@ from tests.pipeline.checks import Streams, check_results, check_streams, results
 from tests.pipeline.workload import SETTINGS, Answer, alone, requests
 
 pytestmark = pytest.mark.timeout(400)
-NUM_REQUESTS = 64
+NUM_REQUESTS = 48
 
 
 @pytest.fixture(scope="module", params=["embedded", "kafka"])

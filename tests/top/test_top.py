@@ -88,7 +88,7 @@ async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> No
         assert [len(line) for line in lines] == [80] * 24
         assert line_of(lines, "interactive", "prefill")
         assert line_of(lines, "batch", "decode")
-        assert line_of(lines, "q Quit", "p Pause", "s Sort")
+        await until(pilot, lambda lines: bool(line_of(lines, "q Quit", "p Pause", "s Sort")), "the keys")
 
         await pilot.press("p")
         held = app.found
