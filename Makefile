@@ -1,9 +1,9 @@
-# make demo | demo-kafka | test | install | format | lint
+# make demo | demo-kafka | test | test-all | install | format | lint
 PYTHON ?= python3
 BIN := .venv/bin
 # Without bytecode each worker compiles torch and transformers anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: install demo demo-kafka test format lint clean
+.PHONY: install demo demo-kafka test test-all format lint clean
 
 install: .venv/installed
 
@@ -25,6 +25,9 @@ demo-kafka: install
 	@$(BIN)/penstock demo --kafka --since $(STARTED)
 
 test: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not thorough"
+
+test-all: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 format: install

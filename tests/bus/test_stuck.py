@@ -46,6 +46,7 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
     assert "ok    transactions        none holds up a partition" in terminal("doctor", **servers).stdout
 
 
+@pytest.mark.thorough  # fifteen seconds of waiting
 def test_no_broker_is_one_error() -> None:
     with pytest.raises(BusUnavailable):
         find_stuck(client_settings(f"127.0.0.1:{free_port()}"), ["t"], 0.0)

@@ -23,8 +23,9 @@ def fate(worker: Worker, life: int) -> Fate:
     return Fate(ANY_TIME, 1, math.inf)
 
 
+@pytest.mark.thorough  # pipeline/test_kafka_outages.py restarts a worker of each stage under load
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("bus", BUSES[1:])  # both: `python -m benchmarks.rolling`
+@pytest.mark.parametrize("bus", BUSES)
 def test_a_rolling_restart_adds_no_error(bus: Bus, nursery: Nursery, tmp_path: Path) -> None:
     needs(bus)
     work()

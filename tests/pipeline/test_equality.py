@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 NUM_REQUESTS = 48
 
 
-@pytest.fixture(scope="module", params=["embedded", "kafka"])
+@pytest.fixture(scope="module", params=[pytest.param("embedded", marks=pytest.mark.thorough), "kafka"])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
     environment = {
