@@ -77,7 +77,7 @@ def test_a_member_that_was_cut_off_while_it_settled_is_not_stuck(on_kafka: Site,
             return True
 
         try:
-            wait_until(is_decided, 30, "it is settled or refused", every_s=0.1)
+            wait_until(is_decided, 10, "it is settled or refused", every_s=0.1)
         except TimeoutError:  # the broker named no broker for a moment: its worker makes a new member then
             member.close()
             with bus.member("prefill", "a") as anew:
