@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def watched(stack: Stack, ports: list[int]) -> Iterator[None]:
     watch = LiveWatch(stack.addresses)
     with contextlib.ExitStack() as exits:
         for port in ports:
-            exits.enter_context(repeating(lambda port=port: scrape(port)))  # type: ignore[misc]
+            exits.enter_context(repeating(partial(scrape, port)))
         exits.enter_context(repeating(watch.look))
         yield
 

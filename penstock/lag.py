@@ -11,9 +11,10 @@ A plain producer need not say what its request costs. Where nothing was measured
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from penstock.bus.connect import connect
 from penstock.bus.contract import Bus
@@ -21,6 +22,7 @@ from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
 from penstock.settings import Addresses, BusSettings, load
 from penstock.status import worker_status
 
+T = TypeVar("T")
 Heartbeat = Mapping[str, Any]
 FRESH_S = 0.5
 """How long an answer is good: heartbeats come every second."""
@@ -66,26 +68,36 @@ class PipelineLag:
         }
 
 
-class LagWatch:
+class Watch(ABC, Generic[T]):
     """Asks the topics and the workers of a pipeline, as often as there is news. Thread-safe."""
 
     def __init__(self, addresses: Addresses) -> None:
-        self._addresses = addresses
+        self._addresses, self._pipeline = addresses, Pipeline(addresses.pipeline)
         self._bus: Bus | None = None
-        self._last: PipelineLag | None = None
+        self._last: T | None = None
         self._asked_at = 0.0
         self._lock = threading.Lock()
 
-    def look(self) -> PipelineLag:
-        """As of now, or of `FRESH_S` ago. Raises `BusUnavailable` or `redis.RedisError`."""
+    def look(self) -> T:
+        """As of now, or of `FRESH_S` ago: not to be changed. Raises `BusUnavailable` or `redis.RedisError`."""
         with self._lock:
             if self._bus is None:
                 self._bus = connect(self._addresses, load(BusSettings))
             if self._last is None or time.monotonic() > self._asked_at + FRESH_S:
-                pipeline = Pipeline(self._addresses.pipeline)
-                self._last = lag_of(pipeline, self._bus.unsettled(), worker_status(self._addresses))
+                self._last = self._look(self._bus)
                 self._asked_at = time.monotonic()
             return self._last
+
+    @abstractmethod
+    def _look(self, bus: Bus) -> T:
+        """As of now."""
+
+
+class LagWatch(Watch[PipelineLag]):
+    """Only how much waits."""
+
+    def _look(self, bus: Bus) -> PipelineLag:
+        return lag_of(self._pipeline, bus.unsettled(), worker_status(self._addresses))
 
 
 def lag_of(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Sequence[Heartbeat]) -> PipelineLag:

@@ -48,7 +48,7 @@ class StreamReader:
         """What a live event adds: itself, or nothing. A gap before it makes the reader `behind`."""
         self.has_met = True
         place, rolled = self._place(event)
-        if place > self._first + len(self._hashes):
+        if place > self.num_tokens:
             self.behind = True
             return []
         return self._take(event, place, rolled)
@@ -76,7 +76,7 @@ class StreamReader:
         """The event if it is the next one, nothing if it was seen; it is not past the next one."""
         if self.end is not None:
             return []
-        num_tokens = self._first + len(self._hashes)
+        num_tokens = self.num_tokens
         if isinstance(event, EndEvent):
             if position < num_tokens:
                 raise StreamDiverged(f"the stream ended after {position} of the {num_tokens} tokens seen")

@@ -127,13 +127,7 @@ def begin(name: str, parent: Context, start_s: float | None = None, **attributes
     return tracer.start_span(name, parent, start_time=_ns(start_s), attributes=whose | attributes)
 
 
-def note(
-    name: str,
-    parent: Context,
-    start_s: float,
-    end_s: float,
-    **attributes: AttributeValue,
-) -> None:
+def note(name: str, parent: Context, start_s: float, end_s: float, **attributes: AttributeValue) -> None:
     """A span that is already over."""
     begin(name, parent, start_s, **attributes).end(_ns(end_s))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingest.batch.shapes import LineError
+from ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.errors import PenstockError
 from penstock.messages import MAX_REQUEST_BYTES, Sampling
 
@@ -14,7 +15,6 @@ PIECE = 2**20
 """Bytes that are read or written at once."""
 MAX_LINE_BYTES = MAX_REQUEST_BYTES
 MAX_ERRORS_TOLD = 100
-CHARS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,13 @@ from ingest.gateway.errors import ApiError
 from ingest.gateway.state import Gateway
 from ingest.openai.body import Body
 from ingest.openai.endpoint import Ask, Card, Endpoint, card_of
+from ingest.openai.tokens import CHARS_PER_TOKEN
 from ingest.shares import BUSY_S
 from ingest.tenants import Caller
 from penstock.client import make_request
 from penstock.messages import Request, RequestId, Usage, now_s
 from penstock.names import Pipeline
 
-CHARS_PER_TOKEN = 4
-"""About: the gateway has no tokenizer. What was really used is settled at the end."""
 MAX_WAIT_S = 86400.0
 
 

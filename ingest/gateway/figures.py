@@ -1,11 +1,11 @@
 """What one gateway counts, and what it tells of the pipelines that it serves."""
 
 import threading
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import redis
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, STAGES
@@ -13,11 +13,6 @@ from penstock.settings import Addresses
 from penstock.telemetry import catalog
 from penstock.telemetry.live import Json, LiveWatch
 from penstock.telemetry.meters import Meters, Reading
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 REFUSED = "penstock.refused"
 """In the scope of a request that was not let in: why not."""
@@ -45,7 +40,7 @@ class GatewayFigures:
                 self._watches[pipeline] = LiveWatch(self._addresses.model_copy(update={"pipeline": pipeline}))
             return self._watches[pipeline]
 
-    def answered(self, scope: MutableMapping[str, Any], status: int) -> None:
+    def answered(self, scope: Scope, status: int) -> None:
         """A request was answered, or is being answered."""
         route = getattr(scope.get("route"), "path", NO_ROUTE)
         self.meters.counter(catalog.GATEWAY_REQUESTS, route, str(status)).add()
@@ -93,10 +88,10 @@ def _of_pipeline(name: str, look: Json) -> Iterator[Reading]:
 class Counted:
     """Around all of the gateway: counts each answer when it begins."""
 
-    def __init__(self, app: App, figures: GatewayFigures) -> None:
+    def __init__(self, app: ASGIApp, figures: GatewayFigures) -> None:
         self._app, self._figures = app, figures
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or the application's life."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)

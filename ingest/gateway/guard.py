@@ -8,18 +8,14 @@ that it gets to see the answer, and then its connection is closed.
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingest.gateway.errors import ApiError
 from ingest.gateway.figures import REFUSED
 from ingest.gateway.protocol import LINGER_S
 from penstock.settings import GuardSettings, is_loopback
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 MB = 2**20
 MOMENT_S = 0.05
@@ -32,11 +28,11 @@ _PORT = re.compile(r":\d*$")
 class Guard:
     """Around an ASGI application."""
 
-    def __init__(self, app: App, settings: GuardSettings, *, only_local: bool = False) -> None:
+    def __init__(self, app: ASGIApp, settings: GuardSettings, *, only_local: bool = False) -> None:
         """`only_local`: nobody is asked for a key, so a page that a browser shows may not come in by another name."""
         self._app, self._settings, self._only_local = app, settings, only_local
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or the application's life."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -75,9 +71,7 @@ def _refusal_of_stranger(headers: Mapping[bytes, bytes]) -> ApiError | None:
 class _Request:
     """One request's way in and out."""
 
-    def __init__(
-        self, scope: MutableMapping[str, Any], receive: Receive, send: Send, most: int, settings: GuardSettings
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, most: int, settings: GuardSettings) -> None:
         headers = dict(scope["headers"])
         self._receive, self._send, self._most, self._settings = receive, send, most, settings
         self._length: bytes | None = headers.get(b"content-length")

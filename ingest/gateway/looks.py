@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 import redis
 
 from penstock.errors import BusUnavailable
-from penstock.settings import Addresses
 from penstock.telemetry.live import LiveWatch
 
 log = logging.getLogger(__name__)
@@ -19,8 +18,8 @@ EVERY_S = 1.0
 class Looks:
     """One pipeline's, for one event loop. Who takes them slowly misses some, and costs no more."""
 
-    def __init__(self, addresses: Addresses) -> None:
-        self._watch = LiveWatch(addresses)
+    def __init__(self, watch: LiveWatch) -> None:
+        self._watch = watch
         self._news = asyncio.Event()
         self._frame, self._number, self._num_readers = b"", 0, 0
         self._looking: asyncio.Task[None] | None = None

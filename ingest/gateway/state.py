@@ -38,7 +38,7 @@ class Gateway:
         admission = load(AdmissionSettings)
         self.keyring = Keyring(source_of(admission, settings.host, self.redis))
         self.admission = Admission(self.redis, self._lag_of, admission)
-        self.looks = Looks(addresses)
+        self.looks = Looks(self.figures.watch(addresses.pipeline))
         self.is_stopping = False
         """Set when this process was told to stop: streams tell their readers to go on elsewhere."""
         self._clients: dict[str, AsyncClient] = {}

@@ -51,16 +51,10 @@ class Telling:
 
     def close(self) -> list[Told]:
         """What comes after all events."""
-        passed = ((self._places.pass_all(piece), piece) for piece in self._chunks.close())
-        return [Told(event_id, piece) for event_id, piece in passed if event_id is not None]
+        return [Told(at, piece) for piece in self._chunks.close() if (at := self._places.pass_all(piece)) is not None]
 
     def _new(self, index: int, pieces: Sequence[Piece]) -> list[Told]:
-        told = []
-        for piece in pieces:
-            event_id = self._places.pass_(index, piece)
-            if event_id is not None:
-                told.append(Told(event_id, piece))
-        return told
+        return [Told(at, piece) for piece in pieces if (at := self._places.pass_(index, piece)) is not None]
 
 
 def total(usages: Iterable[Usage]) -> Usage:

@@ -7,6 +7,9 @@ from pydantic import BaseModel
 
 from penstock.messages import Logprobs, TokenLogprob, Usage
 
+CHARS_PER_TOKEN = 4
+"""About: who asks has no tokenizer. What was really used is known at the end."""
+
 
 class PromptTokensDetails(BaseModel):
     """Of the prompt's tokens."""

@@ -169,4 +169,3 @@ GATEWAY_STREAMS = Metric(
 
 CATALOG: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """All of them, in the order above."""
-BY_PROMETHEUS = {metric.prometheus: metric for metric in CATALOG}

@@ -4,19 +4,16 @@ Everything comes from the topics and from the workers' heartbeats, so all who lo
 lost is known to those alone who saw them alive.
 """
 
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import redis
 
-from penstock.bus.connect import connect
 from penstock.bus.contract import Bus
-from penstock.lag import FRESH_S, lag_of
-from penstock.names import Pipeline
+from penstock.lag import Watch, lag_of
 from penstock.reach import redis_client
-from penstock.settings import Addresses, BusSettings, load
+from penstock.settings import Addresses
 from penstock.status import health_of, worker_status
 from penstock.telemetry import catalog
 from penstock.telemetry.recent import percentiles, summed, summed_buckets
@@ -27,38 +24,24 @@ LOST_S = 60.0
 """For so long a worker that is gone without a goodbye is shown."""
 
 
-class LiveWatch:
-    """Looks at one pipeline, as often as there is news. Thread-safe."""
+class LiveWatch(Watch[Json]):
+    """Everything, in one JSON object.
+
+    `tiers`: of the blocks of prompts that prefill wanted within the last minute, how many each tier had. `ttft_s`,
+    `itl_s`: of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds.
+    """
 
     def __init__(self, addresses: Addresses) -> None:
-        self._addresses, self._pipeline = addresses, Pipeline(addresses.pipeline)
-        self._bus: Bus | None = None
+        super().__init__(addresses)
         self._redis: redis.Redis | None = None
         self._seen: dict[tuple[str, str], float] = {}
         """When each worker's heartbeat was last found."""
-        self._last: Json | None = None
-        self._looked_at = 0.0
-        self._lock = threading.Lock()
 
-    def look(self) -> Json:
-        """As of now, or of `lag.FRESH_S` ago: not to be changed. Raises `BusUnavailable` or `redis.RedisError`.
-
-        `tiers`: of the blocks of prompts that prefill wanted within the last minute, how many each tier had. `ttft_s`,
-        `itl_s`: of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds.
-        """
-        with self._lock:
-            if self._last is None or time.monotonic() > self._looked_at + FRESH_S:
-                self._last = self._look()
-                self._looked_at = time.monotonic()
-            return self._last
-
-    def _look(self) -> Json:
-        if self._bus is None:
-            self._bus = connect(self._addresses, load(BusSettings))
+    def _look(self, bus: Bus) -> Json:
         if self._redis is None:
             self._redis = redis_client(self._addresses.stream_url)
         workers = worker_status(self._addresses)
-        lag = lag_of(self._pipeline, self._bus.unsettled(), workers)
+        lag = lag_of(self._pipeline, bus.unsettled(), workers)
         seconds, microseconds = self._redis.time()
         now_s, health = seconds + microseconds / 1e6, health_of(workers)
         return {
