@@ -5,29 +5,16 @@ request does not look like the thousands that were finished behind it. What nobo
 jobs, which are written in transactions, up to twice, as every transaction leaves a marker behind.
 """
 
-import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
-from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from penstock.bus.kafka import ANSWER_S
+from penstock.bus.kafka_ask import Partition, offsets_of, partitions_of, patiently
 from penstock.bus.offsets import decode
 from penstock.names import STAGES, Pipeline, Stage
-
-PATIENCE_S = 3.0
-"""How long brokers may need to agree who leads a partition."""
-PASSING = (
-    KafkaError.NOT_LEADER_FOR_PARTITION,
-    KafkaError.LEADER_NOT_AVAILABLE,
-    KafkaError.NOT_COORDINATOR,
-    KafkaError.COORDINATOR_NOT_AVAILABLE,
-    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
-)
-
-Partition = tuple[str, int]
 
 
 class Backlog:
@@ -39,18 +26,11 @@ class Backlog:
 
     def unsettled(self) -> dict[str, int]:
         """Messages of each work topic that are not settled. Raises `KafkaException` or `TimeoutError`."""
-        until = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return self._look()
-            except KafkaException as raised:
-                if raised.args[0].code() not in PASSING or time.monotonic() > until:
-                    raise
-            time.sleep(0.05)
+        return patiently(self._look)
 
     def _look(self) -> dict[str, int]:
         topics = {topic: stage for stage in STAGES for topic in self._pipeline.inputs(stage).values()}
-        partitions = self._partitions(list(topics))
+        partitions = partitions_of(self._admin, topics)
         ends = self._ask(partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
         found = dict.fromkeys(topics, 0)
         for stage in STAGES:
@@ -65,20 +45,9 @@ class Backlog:
                 found[partition[0]] += max(0, ends[partition] - begin - done)
         return found
 
-    def _partitions(self, topics: list[str]) -> list[Partition]:
-        known = self._admin.list_topics(timeout=ANSWER_S).topics
-        return [(topic, number) for topic in topics if topic in known for number in known[topic].partitions]
-
     def _ask(self, partitions: list[Partition], what: OffsetSpec) -> dict[Partition, int]:
         """Where the logs begin or end, for readers of what is committed."""
-        if not partitions:
-            return {}
-        asked: dict[TopicPartition, Future[Any]] = self._admin.list_offsets(
-            {TopicPartition(*partition): what for partition in partitions},
-            isolation_level=IsolationLevel.READ_COMMITTED,
-            request_timeout=ANSWER_S,
-        )
-        return {(place.topic, place.partition): future.result(ANSWER_S).offset for place, future in asked.items()}
+        return offsets_of(self._admin, partitions, what, IsolationLevel.READ_COMMITTED)
 
     def _commits(self, stage: Stage, partitions: list[Partition]) -> dict[Partition, tuple[int, str | None]]:
         """Offset and metadata that the stage's group committed last; the offset is negative where there is none."""

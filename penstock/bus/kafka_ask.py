@@ -1,0 +1,55 @@
+"""Questions to the brokers about where logs begin and end."""
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+
+from penstock.bus.kafka import ANSWER_S
+
+T = TypeVar("T")
+Partition = tuple[str, int]
+
+PATIENCE_S = 3.0
+"""How long brokers may need to agree who leads a partition."""
+PASSING = (
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+)
+
+
+def patiently(ask: Callable[[], T]) -> T:
+    """The answer, asked for again while the brokers agree who leads. Raises `KafkaException` or `TimeoutError`."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return ask()
+        except KafkaException as raised:
+            if raised.args[0].code() not in PASSING or time.monotonic() > until:
+                raise
+        time.sleep(0.05)
+
+
+def partitions_of(admin: AdminClient, topics: Iterable[str]) -> list[Partition]:
+    """All of the topics', of those that exist."""
+    known = admin.list_topics(timeout=ANSWER_S).topics
+    return [(topic, number) for topic in topics if topic in known for number in known[topic].partitions]
+
+
+def offsets_of(
+    admin: AdminClient, partitions: Iterable[Partition], what: OffsetSpec, level: IsolationLevel
+) -> dict[Partition, int]:
+    """Where the logs begin or end, for readers of that level."""
+    wanted = {TopicPartition(*partition): what for partition in partitions}
+    if not wanted:
+        return {}
+    asked: dict[TopicPartition, Future[Any]] = admin.list_offsets(
+        wanted, isolation_level=level, request_timeout=ANSWER_S
+    )
+    return {(place.topic, place.partition): future.result(ANSWER_S).offset for place, future in asked.items()}
