@@ -7,10 +7,11 @@ What was taken over from a worker that died has a `taken_over` in the place of t
 says which one it is. Where nobody asked for traces the tracer does nothing and costs next to nothing.
 """
 
+import random
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import cast
 
@@ -19,7 +20,8 @@ from opentelemetry.context import Context, attach, create_key, detach, get_value
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
-from opentelemetry.trace import Span
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext
 from opentelemetry.util.types import AttributeValue
 
 from penstock.names import Pipeline
@@ -34,6 +36,56 @@ SOON_MS = 500
 """Spans that are kept for people to look at are sent so often."""
 LEAVE_S = 3.0
 """How long a process that ends waits for what is still to be sent."""
+SCOPE = InstrumentationScope("penstock")
+
+
+class _Recorder(TracerProvider):
+    """Where this process's spans go."""
+
+    def __init__(self, resource: Resource, processors: Sequence[BatchSpanProcessor]) -> None:
+        super().__init__(resource=resource, shutdown_on_exit=False)
+        self.processors = processors
+        for processor in processors:
+            self.add_span_processor(processor)
+
+
+class _Child(NonRecordingSpan):
+    """A span below one that is recorded.
+
+    A request has a dozen, and the SDK's own take ten times as long (50 us), for limits, events, links and locks that
+    none of them needs. Samplers decide at the root, which is the SDK's, and all processes keep to that.
+    """
+
+    def __init__(
+        self, name: str, parent: SpanContext, start_ns: int, attributes: Mapping[str, AttributeValue], to: _Recorder
+    ) -> None:
+        context = SpanContext(
+            parent.trace_id, random.getrandbits(64) or 1, False, parent.trace_flags, parent.trace_state
+        )
+        super().__init__(context)
+        self._name, self._parent, self._start_ns, self._to = name, parent, start_ns, to
+        self._attributes = dict(attributes)
+        self._is_over = False
+
+    def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
+        self._attributes |= attributes
+
+    def end(self, end_time: int | None = None) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        span = ReadableSpan(
+            self._name,
+            self.get_span_context(),
+            self._parent,
+            self._to.resource,
+            self._attributes,
+            start_time=self._start_ns,
+            end_time=time.time_ns() if end_time is None else end_time,
+            instrumentation_scope=SCOPE,
+        )
+        for processor in self._to.processors:
+            processor.on_end(span)
 
 
 def _line(span: ReadableSpan) -> str:
@@ -49,10 +101,7 @@ def recording(service: str, settings: TraceSettings, keep_in: str = "") -> Itera
         processors = list(_processors(settings, keep_in, stack))
         if processors:
             resource = Resource.create({"service.name": service, "host.name": socket.gethostname()})
-            provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-            for processor in processors:
-                provider.add_span_processor(processor)
-            trace.set_tracer_provider(provider)
+            trace.set_tracer_provider(_Recorder(resource, processors))
             stack.callback(_shut_down, processors)
         yield
 
@@ -124,7 +173,13 @@ def within(span: Span, context: Context | None = None) -> Context:
 def begin(name: str, parent: Context, start_s: float | None = None, **attributes: AttributeValue) -> Span:
     """Start a span; `start_s` (seconds since the epoch) for what began earlier, elsewhere."""
     whose = cast("dict[str, AttributeValue]", get_value(_ABOUT, parent) or {})
-    return tracer.start_span(name, parent, start_time=_ns(start_s), attributes=whose | attributes)
+    above, recorder = trace.get_current_span(parent).get_span_context(), trace.get_tracer_provider()
+    if not (isinstance(recorder, _Recorder) and above.is_valid):
+        return tracer.start_span(name, parent, start_time=_ns(start_s), attributes=whose | attributes)
+    if not above.trace_flags.sampled:
+        return NonRecordingSpan(above)
+    start_ns = time.time_ns() if start_s is None else int(start_s * 1e9)
+    return _Child(name, above, start_ns, whose | attributes, recorder)
 
 
 def note(name: str, parent: Context, start_s: float, end_s: float, **attributes: AttributeValue) -> None:

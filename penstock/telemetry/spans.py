@@ -4,7 +4,6 @@ A crash, or a Redis that is away, costs the spans of that time and nothing else:
 pile up.
 """
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import redis
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from pydantic_core import to_json
 
 from penstock.names import Pipeline
 from penstock.reach import redis_client
@@ -37,12 +37,12 @@ class RedisSpanExporter(SpanExporter):
         """In one round trip; spans of no request are passed over."""
         if time.monotonic() < self._away_until:
             return SpanExportResult.FAILURE
-        lists: dict[str, list[str]] = {}
+        lists: dict[str, list[bytes]] = {}
         for span in spans:
             about = span.attributes or {}
             if PIPELINE in about and REQUEST_ID in about:
                 key = Pipeline(str(about[PIPELINE])).trace_key(str(about[REQUEST_ID]))
-                lists.setdefault(key, []).append(json.dumps(_written(span), separators=(",", ":")))
+                lists.setdefault(key, []).append(to_json(_written(span)))
         try:
             with self._redis.pipeline(transaction=False) as pipe:
                 for key, texts in lists.items():

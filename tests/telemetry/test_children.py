@@ -1,0 +1,55 @@
+"""Spans below a recorded one, as OpenTelemetry's own exporters see them; each case in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import sys
+from penstock import tracing
+from penstock.names import Pipeline
+from penstock.settings import TraceSettings
+with tracing.recording("somebody", TraceSettings(file=sys.argv[1], keep_s=0)):
+    context = tracing.about(Pipeline("p"), "request-1")
+    root = tracing.begin("request", context, 100.0)
+    within = tracing.within(root, context)
+    child = tracing.begin("decode", within, 101.0, attempt=1)
+    child.set_attributes({"model": "demo"})
+    below = tracing.within(child, within)
+    tracing.note("kv.read", tracing.context_of(tracing.headers_of(below), context), 102.0, 103.5, blocks=3)
+    child.end()
+    child.end()
+    root.end()
+"""
+
+
+def recorded(file: Path, monkeypatch: pytest.MonkeyPatch, sampler: str) -> dict[str, dict[str, Any]]:
+    """The spans that the script leaves, by name; each one once."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    subprocess.run([sys.executable, "-c", SCRIPT, str(file)], check=True, timeout=60)
+    spans = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({span["name"] for span in spans}) == len(spans)
+    return {span["name"]: span for span in spans}
+
+
+def test_children_belong_to_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = recorded(tmp_path / "spans", monkeypatch, "parentbased_always_on")
+    assert set(spans) == {"request", "decode", "kv.read"}
+    assert len({span["context"]["trace_id"] for span in spans.values()}) == 1
+    assert len({span["context"]["span_id"] for span in spans.values()}) == 3
+    assert spans["request"]["parent_id"] is None
+    assert spans["decode"]["parent_id"] == spans["request"]["context"]["span_id"]
+    assert spans["kv.read"]["parent_id"] == spans["decode"]["context"]["span_id"]
+    assert spans["kv.read"]["start_time"] < spans["kv.read"]["end_time"]
+    about = {"penstock.pipeline": "p", "penstock.request.id": "request-1"}
+    assert spans["kv.read"]["attributes"] == about | {"blocks": 3}
+    assert spans["decode"]["attributes"] == about | {"attempt": 1, "model": "demo"}
+    assert {span["resource"]["attributes"]["service.name"] for span in spans.values()} == {"somebody"}
+
+
+def test_what_the_root_leaves_out_its_children_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recorded(tmp_path / "spans", monkeypatch, "parentbased_always_off") == {}
