@@ -50,6 +50,8 @@ class PipelineLag:
     stages: Mapping[Stage, Mapping[PriorityClass, Lag]]
     waits: Mapping[PriorityClass, float | None]
     """See `estimated_wait_s`."""
+    ahead_s: float | None
+    """How long decode has to do with batch work that was handed over and that nobody has taken; None: not known."""
 
     def estimated_wait_s(self, klass: PriorityClass = "interactive") -> float | None:
         """How long a request submitted now would wait until it is worked on, in seconds.
@@ -112,7 +114,7 @@ def lag_of(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Sequence[H
         for stage in STAGES
     }
     waits = {klass: _wait_s(lags, stages, outputs, CLASSES[: rank + 1]) for rank, klass in enumerate(CLASSES)}
-    return PipelineLag(lags, waits)
+    return PipelineLag(lags, waits, _ahead_s(lags["decode"]["batch"], stages["decode"], outputs["batch"]))
 
 
 class _Stage:
@@ -201,6 +203,12 @@ def _decode_s(
             return None
         seconds += more
     return seconds
+
+
+def _ahead_s(lag: Lag, decode: _Stage, mean_output: float | None) -> float | None:
+    """All of decode's pace is counted, as if nothing interactive came."""
+    unheld = max(0, lag.messages - decode.sum("batch", "requests"))
+    return None if unheld and mean_output is None else _seconds(unheld * (mean_output or 0), decode.tokens_per_s)
 
 
 def _seconds(num_tokens: float, tokens_per_s: float | None) -> float | None:

@@ -146,7 +146,12 @@ class Pipeline:
 
     def worker_key(self, stage: str, name: str) -> str:
         """A worker's heartbeat."""
-        return f"penstock:{self.name}:worker:{stage}:{name}"
+        return f"{self.worker_prefix}{stage}:{name}"
+
+    @property
+    def worker_prefix(self) -> str:
+        """What all its workers' heartbeats begin with."""
+        return f"penstock:{self.name}:worker:"
 
     def left_key(self, stage: str, name: str) -> str:
         """A worker's goodbye: it was not lost."""

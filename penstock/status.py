@@ -9,7 +9,7 @@ import redis
 
 from penstock.bus.connect import connect
 from penstock.errors import BusUnavailable
-from penstock.names import STAGES, Pipeline
+from penstock.names import STAGES, WORKERS_KEY, Pipeline
 from penstock.reach import ANSWER_S, redis_client
 from penstock.settings import Addresses, BusSettings, load
 
@@ -26,7 +26,8 @@ def worker_status(addresses: Addresses) -> list[dict[str, Any]]:
     """The last heartbeat of each live worker, by stage and name (see `penstock.worker.Heartbeat`)."""
     pipeline = Pipeline(addresses.pipeline)
     with redis_client(addresses.stream_url) as client:
-        keys = sorted(client.scan_iter(match=pipeline.worker_key("*", "*"), count=1000))
+        known: Any = client.smembers(WORKERS_KEY)
+        keys = sorted(key for key in known if key.startswith(pipeline.worker_prefix.encode()))
         values = client.mget(keys) if keys else []
     return [json.loads(value) for value in values if value is not None]
 

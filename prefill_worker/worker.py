@@ -36,6 +36,7 @@ from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, Record
 from penstock.telemetry.genai import request_attributes, usage_attributes
 from penstock.telemetry.stage import StageFigures
 from penstock.worker import StageWorker, cause_of, cause_to_end, letters, pack, too_late
+from prefill_worker.ahead import Ahead
 from prefill_worker.handoff import end_of, job_of, outgoing_job
 from prefill_worker.intake import Intake, read, waiting_of
 from prefill_worker.prompt import Prefill, sequence_of
@@ -63,10 +64,13 @@ class PrefillWorker(StageWorker[Prefill]):
         record: Record,
         member: Member,
         figures: StageFigures | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
+        """`ahead`: whether decode has enough batch work; without, that is not asked."""
         super().__init__(pipeline, name, record, member, waiting_of, figures)
         self.engine, self.store, self.prompts = engine, store, PromptReader(engine.model)
         self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
+        self.ahead = ahead
 
     # The loop.
 
@@ -80,6 +84,8 @@ class PrefillWorker(StageWorker[Prefill]):
         for delivery in deliveries:
             failpoint("prefill.1.polled")
             self._admit(delivery)
+        if self.ahead is not None and any(delivery.klass == "batch" for delivery in deliveries):
+            self.ahead.note()
         self._take_over(accept=accept)
         sampled = self._step()
         if self.engine.has_run:
@@ -102,10 +108,11 @@ class PrefillWorker(StageWorker[Prefill]):
             return []
 
     def _room(self, klass: PriorityClass) -> int:
-        """How many more requests of a class to take: none while some of it wait for blocks, and only so many that it
-        takes some steps to compute those that wait. Others may have time for the rest.
+        """How many more requests of a class to take: none while some of it wait for blocks or decode has enough to do
+        with batch work, and only so many that it takes some steps to compute those that wait. Others may have time for
+        the rest.
         """
-        if self.transfers.is_wanting(klass):
+        if self.transfers.is_wanting(klass) or (klass == "batch" and self.ahead is not None and self.ahead.is_enough):
             return 0
         rank, settings = CLASSES.index(klass), self.engine.settings
         before = [one.seq for one in self.running.values() if CLASSES.index(one.seq.klass) <= rank]

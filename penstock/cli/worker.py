@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import typer
@@ -10,6 +11,7 @@ from penstock import failpoints
 from penstock.access import check_access
 from penstock.bus.connect import connect
 from penstock.errors import DependencyMissing
+from penstock.lag import LagWatch
 from penstock.names import Pipeline, Stage
 from penstock.reach import ANSWER_S, redis_client
 from penstock.settings import (
@@ -73,6 +75,7 @@ def _work(
         from decode_worker.worker import DecodeWorker
         from engine.engine import Engine
         from kvstore.store import KVStore, Layout
+        from prefill_worker.ahead import Ahead
         from prefill_worker.worker import PrefillWorker
     except ImportError as error:
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
@@ -86,7 +89,10 @@ def _work(
     stack.callback(store.close)
     store.measure_against(engine.rates)
     client, bus = redis_client(addresses.stream_url), connect(addresses, load(BusSettings))
-    records, kind = load(RecordSettings), PrefillWorker if stage == "prefill" else DecodeWorker
+    records = load(RecordSettings)
+    kind: Callable[..., PrefillWorker | DecodeWorker] = DecodeWorker
+    if stage == "prefill":
+        kind = partial(PrefillWorker, ahead=stack.enter_context(Ahead(LagWatch(addresses).look)))
     figures = StageFigures(meters, pipeline.name, stage, name, model.name)
 
     def make() -> PrefillWorker | DecodeWorker:

@@ -32,7 +32,7 @@ class Line:
 
     async def lag(self, _: Pipeline) -> PipelineLag:
         self.num_looks += 1
-        return PipelineLag({}, {"interactive": self.wait_s, "batch": self.wait_s})
+        return PipelineLag({}, {"interactive": self.wait_s, "batch": self.wait_s}, None)
 
 
 @pytest.fixture

@@ -1,0 +1,63 @@
+"""How far prefill goes ahead of decode with batch work."""
+
+import pytest
+
+from penstock.errors import BusUnavailable
+from penstock.lag import PipelineLag
+from penstock.local.processes import wait_until
+from prefill_worker.ahead import ENOUGH, ENOUGH_S, Ahead, has_enough
+from tests.test_lag import beat, look
+
+pytestmark = pytest.mark.timeout(60)
+HELD = {"requests": 8, "running": 8, "output_tokens": 300, "mean_output_tokens": 50.0}
+
+
+def waiting(messages: int, rate: float | None = 500.0) -> PipelineLag:
+    """So many batch messages that decode has to settle; it holds eight, and writes ten answers a second."""
+    return look([beat("prefill", 1000.0), beat("decode", rate, batch=HELD)], jobs_batch=messages)
+
+
+def test_what_decode_holds_is_not_what_waits_for_it() -> None:
+    assert waiting(8).ahead_s == 0.0
+    assert waiting(28).ahead_s == 2.0
+    assert not has_enough(waiting(8 + int(10 * ENOUGH_S)))
+    assert has_enough(waiting(9 + int(10 * ENOUGH_S)))
+
+
+def test_where_nothing_was_measured_messages_count() -> None:
+    assert waiting(200, rate=None).ahead_s is None
+    assert not has_enough(waiting(ENOUGH, rate=None))
+    assert has_enough(waiting(ENOUGH + 1, rate=None))
+    assert has_enough(look([beat("prefill", 1000.0)], jobs_batch=ENOUGH + 1))  # nobody decodes
+
+
+class Pipe:
+    """A pipeline whose lag is what a test says."""
+
+    def __init__(self) -> None:
+        self.messages: int | None = 1000
+        self.looks = 0
+
+    def look(self) -> PipelineLag:
+        """`None`: its servers are away."""
+        self.looks += 1
+        if self.messages is None:
+            raise BusUnavailable("away")
+        return waiting(self.messages)
+
+
+def test_it_looks_when_batch_work_comes_and_until_decode_wants_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_worker.ahead.LOOK_S", 0.01)
+    pipe = Pipe()
+    with Ahead(pipe.look) as ahead:
+        assert not ahead.is_enough
+        assert pipe.looks == 0
+        ahead.note()
+        wait_until(lambda: ahead.is_enough, 20, "it was seen that decode has enough")
+        pipe.messages = 8
+        wait_until(lambda: not ahead.is_enough, 20, "it was seen that decode wants more")
+        pipe.messages = 1000
+        ahead.note()
+        wait_until(lambda: ahead.is_enough, 20, "it was seen again")
+        pipe.messages = None
+        wait_until(lambda: not ahead.is_enough, 20, "servers that are away hold up nothing")
