@@ -84,7 +84,7 @@ class StreamsMember:
             return found if found or wait_s <= 0 else self._wait(wait_s, room)
         except redis.RedisError as error:
             self._recovering = True
-            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED", "no such key")):
                 raise
             create_groups(self._client, self._pipeline, self._stage)  # the server lost its data, or some of it
             return []
