@@ -30,7 +30,7 @@ from penstock.client import (
 )
 from penstock.errors import BusUnavailable, StreamExpired, StreamTimeout
 from penstock.lag import LagWatch, PipelineLag
-from penstock.messages import Request
+from penstock.messages import Request, now_s
 from penstock.names import Pipeline, PriorityClass
 from penstock.reach import async_redis_client
 from penstock.reader import Event, StreamReader
@@ -57,16 +57,20 @@ class AsyncClient:
 
     async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         """Send a request; returns its id once it is durable. Raises as `Client.submit`."""
+        called_s = now_s()
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
             with suppress(BusUnavailable):  # then the workers will tell
                 check_conflict(request, await self.status(request.id))
-        await self.send(request)
+        await self.send(request, called_s)
         return request.id
 
-    async def send(self, request: Request) -> None:
-        """Send a request as it is; returns once it is durable. Raises `BusUnavailable`, as `Client.submit`."""
-        span, message = outgoing(self._pipeline, request)
+    async def send(self, request: Request, since_s: float | None = None) -> None:
+        """Send a request as it is; returns once it is durable. Raises `BusUnavailable`, as `Client.submit`.
+
+        Its trace begins now, or at `since_s` (seconds since the epoch), where somebody has waited for it since then.
+        """
+        span, message = outgoing(self._pipeline, request, since_s)
         with span_ended(span):
             await self._publish(message)
 
@@ -170,8 +174,7 @@ class AsyncClient:
             with outages_named():
                 read = await self._log.read(request_id, reader.log_after, PIECE)
                 news = reader.feed_log(read)
-                is_given_up = reader.log_missing and (is_last or not reader.has_met)
-                if is_given_up and await self._log.status(request_id) is None:
+                if reader.gives_up(is_last=is_last) and await self._log.status(request_id) is None:
                     raise StreamExpired(f"the log of {request_id} is gone")
         except BusUnavailable:
             return [], False  # the next silence tries again

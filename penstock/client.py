@@ -118,6 +118,7 @@ class Client:
         Raises `InvalidRequest`, `RequestTooLarge` or `IdConflict` before sending; `BusUnavailable` when it is
         not known to be durable: submitting it again under the same id is safe.
         """
+        called_s = messages.now_s()
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
             with suppress(BusUnavailable), outages_named():  # then the workers will tell
@@ -125,7 +126,7 @@ class Client:
         with self._lock:
             if self._publisher is None:
                 self._publisher = connect(self._addresses, load(BusSettings)).publisher()
-        span, message = outgoing(self._pipeline, request)
+        span, message = outgoing(self._pipeline, request, called_s)
         with span_ended(span):
             self._publisher.publish([message])
         return request.id
@@ -214,8 +215,7 @@ class Client:
             with outages_named():
                 read = self._log.read(request_id, reader.log_after, PIECE)
                 news = reader.feed_log(read)
-                is_given_up = reader.log_missing and (is_last or not reader.has_met)
-                if is_given_up and self._log.status(request_id) is None:
+                if reader.gives_up(is_last=is_last) and self._log.status(request_id) is None:
                     raise StreamExpired(f"the log of {request_id} is gone")
         except BusUnavailable:
             return [], False  # the next silence tries again
@@ -259,11 +259,11 @@ def check_conflict(request: Request, status: Status | None) -> None:
         raise IdConflict(f"{request.id} was used for another request")
 
 
-def outgoing(pipeline: Pipeline, request: Request) -> tuple[Span, Outgoing]:
-    """The message to publish, and the span it begins, which is still to be ended."""
+def outgoing(pipeline: Pipeline, request: Request, since_s: float | None = None) -> tuple[Span, Outgoing]:
+    """The message to publish, and the span it begins, now or in the past, which is still to be ended."""
     klass = request.klass or "interactive"
     context = tracing.about(pipeline, request.id)
-    span = tracing.begin("request", context, id=request.id, klass=klass)
+    span = tracing.begin("request", context, since_s, id=request.id, klass=klass)
     span.set_attributes(request_attributes(operation_of(request), request.model))
     headers = {names.VERSION: str(request.v), names.TENANT: request.tenant, names.CLASS: klass}
     if request.deadline is not None:

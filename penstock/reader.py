@@ -44,6 +44,12 @@ class StreamReader:
         """Where to read the log from: the last token seen comes first, as a proof that it is the same log."""
         return max(self.num_tokens - 2, -1)
 
+    def gives_up(self, *, is_last: bool) -> bool:
+        """Whether a log that is missing is waited for no longer, unless there is a record: one that was met here was
+        lost with its server and may be made again, until the patience is over (`is_last`).
+        """
+        return self.log_missing and (is_last or not self.has_met)
+
     def feed_live(self, event: Event) -> list[Event]:
         """What a live event adds: itself, or nothing. A gap before it makes the reader `behind`."""
         self.has_met = True

@@ -65,9 +65,12 @@ WishesDep = Annotated[Wishes, Header()]
 
 
 async def accept(
-    gateway: Gateway, caller: Caller, wishes: Wishes, endpoint: Endpoint[Any], body: Body
+    gateway: Gateway, caller: Caller, wishes: Wishes, endpoint: Endpoint[Any], body: Body, came_s: float
 ) -> tuple[Card, Ticket | None]:
-    """The card of a POST's request, which is durable now; a ticket if it is new. Raises `ApiError` and our own."""
+    """The card of a POST's request, which is durable now; a ticket if it is new. Raises `ApiError` and our own.
+
+    `came_s` is when the POST came, in seconds since the epoch: its requests' traces begin there.
+    """
     served = await gateway.models.find(body.model)
     request_id = endpoint.prefix + _unique(caller.tenant, wishes.idempotency_key)
     card = card_of(endpoint, body, request_id, pipeline=served.pipeline, tenant=caller.tenant)
@@ -82,7 +85,7 @@ async def accept(
         await gateway.admission.settle(ticket, Usage())
         return await _join(gateway, found, card, requests), None
     client = gateway.client(card.pipeline)
-    await asyncio.gather(*(client.send(request) for request in requests))
+    await asyncio.gather(*(client.send(request, came_s) for request in requests))
     return card, ticket
 
 

@@ -8,6 +8,7 @@ import redis
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import BusUnavailable
+from penstock.messages import now_s
 from penstock.names import CLASSES, STAGES
 from penstock.settings import Addresses
 from penstock.telemetry import catalog
@@ -16,6 +17,8 @@ from penstock.telemetry.meters import Meters, Reading
 
 REFUSED = "penstock.refused"
 """In the scope of a request that was not let in: why not."""
+CAME_S = "penstock.came_s"
+"""In the scope of every request: when it came, in seconds since the epoch."""
 STATES = ("loading", "ready", "degraded", "draining")
 NO_ROUTE = "none"
 
@@ -86,7 +89,7 @@ def _of_pipeline(name: str, look: Json) -> Iterator[Reading]:
 
 
 class Counted:
-    """Around all of the gateway: counts each answer when it begins."""
+    """Around all of the gateway: notes when a request comes, and counts each answer when it begins."""
 
     def __init__(self, app: ASGIApp, figures: GatewayFigures) -> None:
         self._app, self._figures = app, figures
@@ -96,6 +99,7 @@ class Counted:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope[CAME_S] = now_s()
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from ingest.admission import Ticket
 from ingest.gateway.accept import Wishes, WishesDep, accept
 from ingest.gateway.caller import CallerDep
+from ingest.gateway.figures import CAME_S
 from ingest.gateway.handlers import errors
 from ingest.gateway.state import Gateway, gateway_of
 from ingest.gateway.streaming import EVENTS, cancelled, event_stream, settled, settled_at_the_end
@@ -33,7 +34,7 @@ def add_route(endpoint: Endpoint[Any]) -> None:
     async def create(request: Request, caller: CallerDep, wishes: WishesDep) -> Response:
         gateway, body = gateway_of(request), endpoint.parse(await request.body())
         with tracing.continued(request.headers):
-            card, ticket = await accept(gateway, caller, wishes, endpoint, body)
+            card, ticket = await accept(gateway, caller, wishes, endpoint, body, request.scope[CAME_S])
         response: Response
         if body.stream:
             places = Places(len(card.request_ids))

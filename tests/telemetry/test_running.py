@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import statistics
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -41,15 +42,10 @@ class Site:
     ports: list[int]
     pipeline: Pipeline
 
-    def generate(self, max_tokens: int = 24) -> tuple[str, float]:
-        """A request's id, and how long its client waited for its end."""
+    def generate(self, max_tokens: int = 24) -> str:
+        """A request's id, after its end."""
         with Client(self.stack.addresses) as client:
-            client.estimated_wait()  # connections are there
-            begun_s = time.perf_counter()
-            name = client.submit(PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-            *_, end = client.stream(name)
-            assert isinstance(end, EndEvent)
-            return name, time.perf_counter() - begun_s
+            return asked(client, max_tokens)[0]
 
     def scrape(self, number: int) -> dict[str, float]:
         """The sum of each series' samples, of one worker."""
@@ -69,12 +65,21 @@ class Site:
             def told() -> Timeline | None:
                 found = timeline(client, self.pipeline, request_id)
                 names = {span["name"] for span in found.spans} if found else set()
-                return found if names >= {"settle", "hand_off", "kv.write"} else None
+                return found if names >= {"settle", "hand_off", "prefill"} else None
 
             wait_until(lambda: told() is not None, 60, "its spans are kept")
             found = told()
         assert found is not None
         return found
+
+
+def asked(client: Client, max_tokens: int) -> tuple[str, float]:
+    """A request's id, and how long its client waited for its end."""
+    begun_s = time.perf_counter()
+    name = client.submit(PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    *_, end = client.stream(name)
+    assert isinstance(end, EndEvent)
+    return name, time.perf_counter() - begun_s
 
 
 def consecutive_ports() -> list[int]:
@@ -124,7 +129,7 @@ def test_both_workers_are_scraped(site: Site) -> None:
 
 
 def test_both_send_otlp(site: Site) -> None:
-    name, _ = site.generate(4)
+    name = site.generate(4)
     wait_until(lambda: {"penstock-prefill", "penstock-decode"} <= services(site.receiver, name), 30, "spans")
     wait_until(lambda: "penstock.itl" in site.receiver.metrics("penstock-decode"), 30, "figures")
     assert "gen_ai.server.time_to_first_token" in site.receiver.metrics("penstock-prefill")
@@ -150,23 +155,23 @@ def services(receiver: Receiver, request_id: str) -> set[str]:
 
 def test_a_life_adds_up_to_what_its_client_waited(site: Site) -> None:
     shares = []
-    for _ in range(5):  # one of them is enough: nothing else in the machine may have had the client's turn
-        name, waited_s = site.generate(64)
-        life = site.life(name)
-        account = life.account()
-        assert life.latency_s is not None
-        assert sum(share.end_s - share.start_s for share in account) == pytest.approx(life.latency_s)
-        assert all(before.end_s == after.start_s for before, after in itertools.pairwise(account))
-        assert UNKNOWN not in {share.name for share in account}
-        assert life.latency_s <= waited_s + 0.01
-        shares.append(life.latency_s / waited_s)
-        if shares[-1] > 0.95:
-            return
-    pytest.fail(f"{shares}")
+    with Client(site.stack.addresses) as client:
+        asked(client, 4)  # a client that keeps no trace begins its request's with the message: connections are there
+        for _ in range(5):
+            name, waited_s = asked(client, 64)
+            life = site.life(name)
+            account = life.account()
+            assert life.latency_s is not None
+            assert sum(share.end_s - share.start_s for share in account) == pytest.approx(life.latency_s)
+            assert all(before.end_s == after.start_s for before, after in itertools.pairwise(account))
+            assert UNKNOWN not in {share.name for share in account}, account
+            shares.append(life.latency_s / waited_s)
+    # Of one request, something else in the machine may have had the client's turn.
+    assert statistics.median(shares) == pytest.approx(1, abs=0.05), shares
 
 
 async def test_a_life_is_told_in_order(site: Site) -> None:
-    name, _ = site.generate(4)
+    name = site.generate(4)
     life = site.life(name)
     names = [span["name"] for span in life.spans]
     assert set(names) == {
