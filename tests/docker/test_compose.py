@@ -154,7 +154,8 @@ def test_a_real_redis_takes_its_command(service: str, scripts: Path, tmp_path: P
         child.stop()
     assert found["save"] == ""
     if service == "redis-stream":
-        assert (found["appendonly"], found["maxmemory"], found["maxmemory-policy"]) == ("yes", "0", "noeviction")
+        assert (found["appendonly"], found["appendfsync"]) == ("yes", "everysec")
+        assert (int(found["maxmemory"]), found["maxmemory-policy"]) == (2 * 2**30, "noeviction")
         assert SERVICES[service]["volumes"] == ["redis-stream:/data"]
     else:
         assert found["maxmemory-policy"] == "allkeys-lru"
