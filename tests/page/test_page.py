@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,8 +74,8 @@ def test_a_stream_goes_on_where_its_connection_broke(proxy: Proxy, tabs: Tabs, l
 def test_a_request_is_drawn_as_its_latency_was(tabs: Tabs, line: Stack) -> None:
     page = tabs.open(line.gateway_url)
     shares = []
-    for _ in range(5):  # a machine may be too busy for its browser, now and then
-        ask(page, "Tell me of the beginning.", 400, temperature="0")
+    for _ in range(3):
+        ask(page, "Tell me of the beginning.", 250, temperature="0")
         wait_for_state(page, "done")
         stream_id = page.inner_text(".turn:first-child .id")
         page.wait_for_selector(f"#bars[data-whole=true][data-id='{stream_id}']")
@@ -85,10 +86,9 @@ def test_a_request_is_drawn_as_its_latency_was(tabs: Tabs, line: Stack) -> None:
         names = page.evaluate("[...document.querySelectorAll('.bar[data-name]')].map((bar) => bar.dataset.name)")
         assert {"request", "queue.wait", "prefill", "hand_off", "decode", "end"} <= set(names)
         shares.append(total_s / latency_s)
-        if shares[-1] == pytest.approx(1, abs=0.05):
-            break
         page.click("#clear")
-    assert shares[-1] == pytest.approx(1, abs=0.05), shares
+    # Of one answer, something else in the machine may have had the browser's turn.
+    assert statistics.median(shares) == pytest.approx(1, abs=0.05), shares
 
 
 def test_stop_ends_the_request(tabs: Tabs, line: Stack) -> None:

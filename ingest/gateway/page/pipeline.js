@@ -99,6 +99,9 @@ export class PipelineView {
     for (const station of stations) {
       document.querySelector(`[data-station="${station}"]`).classList.toggle("flows", perS > 0);
     }
+    for (const motion of document.getAnimations()) {
+      if (motion instanceof CSSAnimation) motion.startTime = 0; // one stream, whenever its parts began to flow
+    }
   }
 
   _line(name, value) {

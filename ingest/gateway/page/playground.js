@@ -27,7 +27,8 @@ export class Playground {
     const { data } = await askJson("/v1/models");
     const list = byId("model");
     const chosen = list.value;
-    list.replaceChildren(...data.map(({ id }) => Object.assign(document.createElement("option"), { textContent: id, value: id })));
+    const served = data.length ? data.map(({ id }) => [id, id]) : [["none yet", ""]];
+    list.replaceChildren(...served.map(([name, value]) => new Option(name, value)));
     if (data.some(({ id }) => id === chosen)) list.value = chosen;
     return data.length;
   }
@@ -45,7 +46,7 @@ export class Playground {
       broken: (tokens, waitMs) => turn.broken(tokens, waitMs),
       resumed: (tokens, awayMs) => turn.resumed(tokens, awayMs),
     });
-    byId("send").disabled = true;
+    byId("send").disabled = byId("clear").disabled = true;
     byId("stop").disabled = false;
     try {
       await this._stream.read();
@@ -57,7 +58,7 @@ export class Playground {
       byId("prompt").value ||= prompt;
     } finally {
       this._stream = null;
-      byId("send").disabled = false;
+      byId("send").disabled = byId("clear").disabled = false;
       byId("stop").disabled = true;
     }
   }

@@ -19,24 +19,33 @@ export class TimelineView {
   async show(id, latencyS = null, ttftS = null) {
     const turn = (this._shown += 1);
     byId("life-id").value = id;
-    say(byId("life-state"), "Asking for its spans.");
+    let isDrawn = false;
+    tell("Asking for its spans.");
     try {
       for (const waitMs of [...LOOKS_MS, null]) {
         const { choices: [life] } = await askJson(`/v1/requests/${encodeURIComponent(id)}/timeline`);
         if (turn !== this._shown) return;
         const isWhole = WHOLE.every((name) => life.spans.some((span) => span.name === name));
-        if (life.spans.length) draw(id, life, latencyS, ttftS, isWhole);
+        isDrawn = life.spans.length > 0;
+        if (isDrawn) draw(id, life, latencyS, ttftS, isWhole);
         if (isWhole) return;
         if (waitMs === null) break;
         await pause(waitMs);
       }
-      if (!byId("bars").childElementCount) say(byId("life-state"), "There is no trace of it: it was not kept, or is over its time.");
+      if (isDrawn) return;
+      byId("bars").replaceChildren();
+      tell("There is no trace of it: it was not kept, or is over its time.");
     } catch (error) {
       if (turn !== this._shown) return;
       byId("bars").replaceChildren();
-      say(byId("life-state"), error.message);
+      tell(error.message, "failed");
     }
   }
+}
+
+function tell(text, kind = "") {
+  byId("life-state").dataset.state = kind;
+  say(byId("life-state"), text);
 }
 
 function draw(id, { spans, account, start_s: begun, latency_s: toldS }, latencyS, ttftS, isWhole) {
@@ -49,7 +58,7 @@ function draw(id, { spans, account, start_s: begun, latency_s: toldS }, latencyS
   byId("bars").replaceChildren(axis(scaleS), ...rows);
   Object.assign(byId("bars").dataset, { id, totalS, latencyS: latencyS ?? "", whole: isWhole });
   const share = latencyS === null ? "" : `, ${((totalS / latencyS) * 100).toFixed(1)}% of the ${seconds(latencyS)} measured here`;
-  say(byId("life-state"), `${spans.length} spans of ${new Set(spans.map(({ service }) => service)).size} processes; answered in ${seconds(totalS)}${share}.`);
+  tell(`${spans.length} spans of ${new Set(spans.map(({ service }) => service)).size} processes; answered in ${seconds(totalS)}${share}.`);
 }
 
 /** The account: every stretch of the time in one bar, so that it adds up. */
@@ -72,7 +81,7 @@ function shares(account) {
   const sums = new Map();
   for (const { name, start_s: start, end_s: end } of account) sums.set(name, (sums.get(name) ?? 0) + end - start);
   const sorted = [...sums].sort(([, one], [, other]) => other - one);
-  return sorted.map(([name, s]) => `${name} ${seconds(s)}`).join(" · ");
+  return sorted.map(([name, s]) => `${name} ${seconds(s)}`.replaceAll(" ", "\u00a0")).join(" · ");
 }
 
 /** What was measured in this browser, with the first token. */
