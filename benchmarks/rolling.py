@@ -13,8 +13,8 @@ that always have a few streams under way, each a new one as soon as one has ende
 
 Gaps are the times between one token and the next, as readers see them; `…_first_…` is the time from sending to the
 first token. `rolling_errors` are streams, of all phases, that ended with an error or could not be read on, and whatever
-else the checker of the chaos rounds finds in the history. Quick leaves out the last two phases, and restarts one worker
-of each stage.
+else the checker of the chaos rounds finds in the history. Quick leaves out the last two phases, restarts one worker of
+each stage, and forks its workers from a process that has imported what they need: no figure has their start in it.
 """
 
 import itertools

@@ -15,10 +15,11 @@ from penstock.names import STAGES
 from tests.chaos.clients import Clients, Errand
 from tests.chaos.history import History
 from tests.chaos.runner import Told, calm, write_down
+from tests.forked import ForkedStack
 from tests.pipeline.workload import Answer, alone, requests
 
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
-DISTINCT = 12
+DISTINCT = 6
 LENGTH = 160
 """Tokens of an answer."""
 UNDER_WAY = 4
@@ -53,6 +54,10 @@ class RollingStack(Stack):
 
     def _launch(self, worker: Worker, environment: Mapping[str, str]) -> Child:
         return super()._launch(worker, {**environment, "PENSTOCK_WORKER_DRAIN_S": str(self.drain_s)})
+
+
+class QuickStack(RollingStack, ForkedStack):
+    """One whose workers start at once."""
 
 
 class Roll:
@@ -134,7 +139,7 @@ def go_through(bus: str, directory: Path, progress: Told, *, quick: bool) -> tup
             kafka = exits.enter_context(KafkaServer(directory / "kafka"))
             servers.append(kafka)
             bootstrap = kafka.bootstrap
-        made = RollingStack(
+        made = (QuickStack if quick else RollingStack)(
             directory / "stack", kafka=bootstrap, redis=valkey.url, prefill=2, decode=2, environment=ENVIRONMENT
         )
         stack = exits.enter_context(made)
