@@ -1,10 +1,15 @@
-"""One contract for all stores: a folder, memory, and S3 where `TEST_S3_URL=s3://bucket` (and `AWS_…`) name a server."""
+"""One contract for all stores: a folder, memory, and S3 over HTTP.
+
+The S3 server is moto's, in a process of its own; another one where `TEST_S3_URL=s3://bucket` (and `AWS_…`) name it.
+"""
 
 import asyncio
 import json
 import os
 import random
+import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -23,20 +28,52 @@ from ingest.batch.shapes import BatchState, NewBatch
 from ingest.batch.store import FileStore, content_path
 from ingest.gateway.errors import ApiError
 from ingest.tenants import Caller
+from penstock.local.processes import free_port, start_child, wait_until_serving
 
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 NEW = NewBatch(input_file_id="", endpoint=CHAT, completion_window="24h")
 
 
-S3_URL = os.environ.get("TEST_S3_URL", "")
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The url of a bucket, and the environment in which it can be reached."""
+    if given := os.environ.get("TEST_S3_URL"):
+        yield given
+        return
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = start_child(command, name="S3", log=tmp_path_factory.mktemp("s3") / "log")
+    try:
+        wait_until_serving(server, lambda: _made(f"{endpoint}/bucket"), 60)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {
+                "AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+                "AWS_ACCESS_KEY_ID": "one", "AWS_SECRET_ACCESS_KEY": "any",
+            }.items():  # fmt: skip
+                patch.setenv(name, value)
+            yield "s3://bucket"
+    finally:
+        server.stop()
 
 
-@pytest.fixture(params=["folder", "memory", *(["s3"] if S3_URL else [])])
+def _made(url: str) -> bool:
+    """Whether a new bucket is there now."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
 def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Objects]:
     if request.param == "memory":
         made = Objects(MemoryStore())
+    elif request.param == "folder":
+        made = Objects.open(str(tmp_path / "store"))
     else:
-        made = Objects.open(str(tmp_path / "store") if request.param == "folder" else f"{S3_URL}/{uuid.uuid4().hex}")
+        made = Objects.open(f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}")
     yield made
     made.close()
 
@@ -85,6 +122,25 @@ async def test_an_object_is_there_as_a_whole_or_not_at_all(objects: Objects) -> 
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert await objects.names("a") == []
+
+
+async def test_an_upload_that_was_given_up_leaves_nothing_at_the_server(bucket: str) -> None:
+    """What is not complete is in no list of objects: it would cost room for good."""
+    objects, name = Objects.open(f"{bucket}/given-up"), bucket.removeprefix("s3://")
+    with pytest.raises(ConnectionError):
+        await objects.write("a/b", pieces_of(*[b"x" * PIECE] * 12, fails=True))
+    with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/{name}?uploads", timeout=20) as answer:
+        assert b"given-up" not in answer.read()
+    objects.close()
+
+
+async def test_a_store_that_is_away_is_an_outage(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    objects = Objects.open(bucket)
+    with pytest.raises(ApiError, match="the file store cannot be used") as caught:
+        await FileStore(objects).find("t", ids.new_id("file-"))
+    assert (caught.value.status, caught.value.code) == (503, "unavailable")
+    objects.close()
 
 
 async def test_of_several_creators_one_succeeds(objects: Objects) -> None:
