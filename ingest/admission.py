@@ -181,9 +181,11 @@ class Admission:
     def _check_wait(self, wait_s: float | None, klass: PriorityClass, wanted_s: float | None) -> None:
         most_s = self._settings.max_wait_s if klass == "interactive" else self._settings.max_batch_wait_s
         if wanted_s is not None and (wait_s is None or wait_s > wanted_s):
-            known = "for how long is not known" if wait_s is None else f"about {wait_s:.1f} s"
             after_s = 1 if wait_s is None else wait_s - wanted_s
-            raise too_many(f"the request would have to wait, {known}", after_s, code="busy")
+            message = "how long the request would have to wait is not known yet"
+            if wait_s is not None:
+                message = f"the request would have to wait for about {wait_s:.1f} s"
+            raise too_many(message, after_s, code="busy")
         if wait_s is not None and wait_s > most_s:
             raise too_many(f"a new request would wait for {wait_s:.0f} s", wait_s - most_s, code="overloaded")
 

@@ -28,7 +28,7 @@ _AWAY = (
     TryAgainError,
 )
 _REFUSED = (redis.AuthenticationError, AuthorizationError)
-_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "BUSY ", "UNKILLABLE")
+_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "no such key", "BUSY ", "UNKILLABLE")
 """What redis-py has no class for: the disk is full, replicas are gone, all data is gone, a script does not end."""
 
 
@@ -70,10 +70,14 @@ def is_outage(error: BaseException) -> bool:
 
 
 def replies_to(pipe: "redis.client.Pipeline") -> list[Any]:
-    """The replies to a pipeline's commands. Raises the first error among them as the server said it: redis-py would put
-    words before it, and it could no longer be told whether it `is_away`.
+    """The replies to a pipeline's commands. Raises as `checked`."""
+    return checked(pipe.execute(raise_on_error=False))
+
+
+def checked(replies: list[Any]) -> list[Any]:
+    """The same replies. Raises the first error among them as the server said it: redis-py would put words before it,
+    and it could no longer be told whether it `is_away`.
     """
-    replies: list[Any] = pipe.execute(raise_on_error=False)
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply

@@ -37,7 +37,7 @@ async def looked_at(path: Path) -> tuple[int, str]:
 async def run(client: AsyncClient, path: Path, journal: Journal, finished: Callable[[Finished], None]) -> None:
     """Answer all rows that the journal does not have yet. However this ends, what was finished is written.
 
-    Rows are written in the order in which they are finished.
+    Rows are written in the order in which they are finished. Raises `JournalError` where they cannot be.
     """
     room, flushing = asyncio.Semaphore(ROWS_IN_FLIGHT), asyncio.Lock()
 
@@ -71,6 +71,9 @@ async def run(client: AsyncClient, path: Path, journal: Journal, finished: Calla
                 if number not in journal.done:
                     await room.acquire()
                     group.create_task(one(parse_row(number, line, URLS)))
+    except ExceptionGroup as found:
+        unwritten, _ = found.split(JournalError)
+        raise found if unwritten is None else unwritten.exceptions[0] from None
     finally:
         clock.cancel()
         with suppress(asyncio.CancelledError):

@@ -4,7 +4,8 @@
     2  the journal gets a line that names their numbers and how long both files are now, and is synced
 
 A crash between 1 and 2, or a line only half written: the files are cut back to what the journal says, and those rows
-are asked again, under the ids they had. So no row is there twice, none is missing, and none is half.
+are asked again, under the ids they had. So no row is there twice, none is missing, and none is half. What cannot be
+written (the disk is full) is such a crash: nothing is written after it.
 """
 
 import fcntl
@@ -12,6 +13,7 @@ import json
 import os
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -31,6 +33,7 @@ class Journal:
         self.run, self.done, self.num_failed = uuid.uuid4().hex, set[int](), 0
         """The name of the run, in all its requests' ids; the lines that are finished, and how many failed."""
         self._files: dict[str, IO[bytes]] = {}
+        self._broken: JournalError | None = None
         if not self.path.exists():
             for file in (output, errors):
                 if file.exists():
@@ -46,14 +49,29 @@ class Journal:
                 self._files[name] = _cut(file, sizes[name])
             for folder in {output.parent, errors.parent}:
                 _sync_folder(folder)
+        except OSError as error:
+            self.close()
+            raise JournalError(f"{error.filename or self.path}: {error.strerror}") from error
         except BaseException:
             self.close()
             raise
 
     def write(self, group: Sequence[tuple[int, bytes, bool]]) -> None:
-        """Steps 1 and 2 for finished rows: number, text, whether it goes to the output. One call at a time."""
+        """Steps 1 and 2 for finished rows: number, text, whether it goes to the output. One call at a time.
+
+        Raises `JournalError` where that fails, and from then on.
+        """
         if not group:
             return
+        if self._broken is not None:
+            raise self._broken
+        try:
+            self._append(group)
+        except OSError as error:
+            self._broken = JournalError(f"cannot write beside {self.path}: {error.strerror}; then go on from here")
+            raise self._broken from error
+
+    def _append(self, group: Sequence[tuple[int, bytes, bool]]) -> None:
         for name, wanted in (("output", True), ("errors", False)):
             rows = [row + b"\n" for _, row, is_ok in group if is_ok is wanted]
             if rows:
@@ -69,7 +87,8 @@ class Journal:
     def close(self) -> None:
         """Let others have it."""
         for file in [*self._files.values(), *([self._journal] if hasattr(self, "_journal") else [])]:
-            file.close()
+            with suppress(OSError):  # what is left to write cannot be written: `write` has said so
+                file.close()
 
     def _lock(self) -> None:
         try:

@@ -43,6 +43,8 @@ TYPES: Mapping[int, str] = {
     431: "invalid_request_error",
 }
 """`type` by HTTP status; what is not here is a `server_error`."""
+NOT_AGAIN = (409, 504)
+"""What the SDKs would ask again by themselves, where that brings the same, or does once more what nobody wants now."""
 
 
 class ErrorDetail(BaseModel):
@@ -74,7 +76,7 @@ class ApiError(PenstockError):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
-        self.headers = dict(headers or {})
+        self.headers = {**(headers or {}), **({"x-should-retry": "false"} if status in NOT_AGAIN else {})}
 
     @property
     def body(self) -> ErrorBody:
@@ -100,7 +102,7 @@ def api_error(error: PenstockError) -> ApiError:
         case StreamDiverged():
             found = ApiError(500, str(error), code="stream_diverged")
         case StreamTimeout():  # it goes on: asking anew would do the work twice
-            found = ApiError(504, f"{error}; it goes on", code="timeout", headers={"x-should-retry": "false"})
+            found = ApiError(504, f"{error}; it goes on", code="timeout")
         case BusError() | StreamError():
             message, headers = "the pipeline cannot be reached now", {"Retry-After": "1"}
             found = ApiError(503, message, code="unavailable", headers=headers)

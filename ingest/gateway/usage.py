@@ -1,6 +1,6 @@
 """`GET /v1/usage`: what the caller's tenant used, as metering counted it."""
 
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
@@ -11,6 +11,7 @@ from ingest.gateway.state import gateway_of
 from ingest.metering import COUNTERS, Sums, day_keys, last_days, sums_of, total
 from penstock.client import outages_named
 from penstock.names import Pipeline
+from penstock.reach import checked
 
 router = APIRouter()
 
@@ -56,7 +57,7 @@ async def usage(
         for key in day_keys(Pipeline(name), wanted):
             batch.hmget(key, fields)
     with outages_named():
-        rows = cast("list[list[bytes | None]]", await batch.execute())
+        rows: list[list[bytes | None]] = checked(await batch.execute(raise_on_error=False))
     found: dict[str, list[Sums]] = {}
     for number, row in enumerate(rows):
         counted = {field.encode(): raw for field, raw in zip(fields, row, strict=True) if raw is not None}

@@ -191,6 +191,11 @@ def api_error_of(kind: str, where: Sequence[str | int], message: str) -> ApiErro
         case "missing":
             message = f"Missing required parameter: '{param}'."
             return ApiError(400, message, param=param, code="missing_required_parameter")
+        case "model_type" | "model_attributes_type" if not param:
+            message = "The body must be a JSON object, sent as application/json."
+            return ApiError(400, message, code="invalid_value")
+        case "value_error":
+            message = message.removeprefix("Value error, ")  # pydantic's words before ours
     if not param:
         return ApiError(400, message, code="invalid_value")
     return ApiError(400, f"Invalid value for '{param}': {message}", param=param, code="invalid_value")

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.aio import AsyncClient
 from penstock.settings import Addresses, load
+from penstock.status import health
 
 if TYPE_CHECKING:
     from ingest.batch.answer import Finished
@@ -50,7 +51,7 @@ def run(
         raise typer.Exit(INTERRUPTED) from None
     notes.print(f"{total - num_failed:,} answers in {output}", highlight=False)
     if num_failed:
-        notes.print(f"{num_failed:,} rows failed: {errors}", highlight=False)
+        notes.print(f"{num_failed:,} failed: {errors}", highlight=False)
         raise typer.Exit(1)
 
 
@@ -60,10 +61,13 @@ async def _run(source: Path, output: Path, errors: Path, notes: Console) -> tupl
     from ingest.batch.journal import Journal
 
     total, digest = await direct.looked_at(source)
+    addresses = load(Addresses)
     with Journal(output, errors, digest) as journal:
         if journal.done:
             notes.print(f"{len(journal.done):,} of {total:,} rows are finished already", highlight=False)
-        async with AsyncClient(load(Addresses)) as client:
+        for reason in health(addresses).reasons:
+            notes.print(f"rows wait: {reason}", highlight=False, markup=False)
+        async with AsyncClient(addresses) as client:
             with _shown(notes, total, len(journal.done), journal.num_failed) as meter:
                 await direct.run(client, source, journal, meter.add)
         return total, journal.num_failed

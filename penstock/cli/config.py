@@ -10,7 +10,7 @@ from pydantic import SecretStr, ValidationError
 from pydantic_settings import BaseSettings
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock.errors import SettingsError
 from penstock.settings import (
@@ -45,7 +45,8 @@ def show(
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in rows()], indent=2, ensure_ascii=False))
         return
-    table = Table("Variable", "Value", "From", box=None, pad_edge=False)
+    columns = Column("Variable", no_wrap=True), Column("Value", overflow="fold"), Column("From", overflow="fold")
+    table = Table(*columns, box=None, pad_edge=False)
     for row in rows():
         style = "dim" if row.origin == "default" else ""
         table.add_row(row.variable, escape(str(row.value)), escape(row.origin), style=style)

@@ -55,9 +55,10 @@ def list_(as_json: AsJson = False) -> None:
     for key_id, entry in sorted(book.keys.items(), key=lambda item: (item[1].tenant, item[1].created)):
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created)) if entry.created else ""
         keys.add_row(f"psk_{key_id}_…", entry.tenant, created)
-    tenants = Table("tenant", "weight", "classes", box=None, pad_edge=False)
-    for name in ("requests/min", "tokens/min", "tokens/request", "batch tokens"):
-        tenants.add_column(name, justify="right")
+    tenants = Table("tenant", "weight", box=None, pad_edge=False)
+    tenants.add_column("classes", no_wrap=True)
+    for name in ("requests\n/min", "tokens\n/min", "tokens\n/request", "batch\ntokens"):
+        tenants.add_column(name, justify="right", no_wrap=True)
     for name, what in sorted(book.tenants.items()):
         limits = (what.requests_per_min, what.tokens_per_min, what.max_request_tokens, what.max_batch_tokens)
         counts = ("any" if limit is None else f"{limit:,}" for limit in limits)

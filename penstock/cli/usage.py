@@ -2,14 +2,14 @@
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
-import redis
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from penstock.names import Pipeline
+from penstock.reach import redis_client, replies_to
 from penstock.settings import Addresses, load
 
 if TYPE_CHECKING:
@@ -42,11 +42,10 @@ def _read(days: int) -> "dict[str, dict[str, Sums]]":
     from ingest.metering import day_keys, last_days, sums_of
 
     addresses, wanted = load(Addresses), last_days(days)
-    with redis.Redis.from_url(addresses.stream_url) as client, client.pipeline(transaction=False) as batch:
+    with redis_client(addresses.stream_url) as client, client.pipeline(transaction=False) as batch:
         for key in day_keys(Pipeline(addresses.pipeline), wanted):
             batch.hgetall(key)
-        replies = cast("list[dict[bytes, bytes]]", batch.execute())
-    return {day: sums_of(reply) for day, reply in zip(wanted, replies, strict=True) if reply}
+        return {day: sums_of(reply) for day, reply in zip(wanted, replies_to(batch), strict=True) if reply}
 
 
 def _table(rows: "list[tuple[str, str, Sums]]", *, by_day: bool) -> Table:

@@ -5,6 +5,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from penstock.bus.connect import connect
+from penstock.local.stack import Stack
+from penstock.messages import Result, decode
+from penstock.names import Pipeline
+from penstock.settings import BusSettings
+
 
 def row(number: int, max_tokens: int = 6, **changes: Any) -> dict[str, Any]:
     body = {
@@ -32,3 +38,21 @@ def count_ids(rows: list[dict[str, Any]]) -> Counter[str]:
 
 def each_once(rows: list[dict[str, Any]], count: int) -> bool:
     return count_ids(rows) == Counter({f"row-{number}": 1 for number in range(count)})
+
+
+def finished(output: Path) -> int:
+    """How many rows the journal beside an output has."""
+    journal = output.with_name(f"{output.name}.journal")
+    entries = [json.loads(line) for line in journal.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return sum(len(entry.get("ok", ())) + len(entry.get("failed", ())) for entry in entries)
+
+
+def run_of(output: Path) -> str:
+    """The name of an output's run, as it is in the ids of its requests."""
+    return str(json.loads(output.with_name(f"{output.name}.journal").read_bytes().splitlines()[0])["run"])
+
+
+def result_ids(stack: Stack, beginning: str) -> list[str]:
+    """The ids of all results in the topic that begin so."""
+    found = connect(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results)
+    return [one for message in found if (one := decode(Result, message.value).id).startswith(beginning)]

@@ -1,7 +1,7 @@
 """`penstock batch run`: killed and gone on with, against real workers."""
 
-import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 
 from ingest.batch.journal import Journal, JournalError
-from penstock.bus.connect import connect
 from penstock.local.processes import Child, start_child, wait_until
 from penstock.local.stack import Stack
-from penstock.messages import Result, decode
-from penstock.names import Pipeline
-from penstock.settings import BusSettings
-from tests.ingest.batch_files import each_once, lines, read_file, row
+from tests.ingest.batch_files import each_once, finished, lines, read_file, result_ids, row, run_of
 
 
 @pytest.fixture
@@ -30,49 +26,39 @@ def start(stack: Stack, folder: Path, *more: str) -> Child:
     return start_child(command, name="batch run", log=log, environment={**os.environ, **addresses}, directory=folder)
 
 
-def finished(folder: Path) -> int:
-    """How many rows the journal has."""
-    journal = folder / "out.jsonl.journal"
-    entries = [json.loads(line) for line in journal.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    return sum(len(entry.get("ok", ())) + len(entry.get("failed", ())) for entry in entries)
-
-
-def more_than(folder: Path, count: int) -> bool:
-    return (folder / "out.jsonl.journal").exists() and finished(folder) > count
+def more_than(output: Path, count: int) -> bool:
+    return output.with_name(f"{output.name}.journal").exists() and finished(output) > count
 
 
 def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
     """Every row once, and asked once; one bad row fails alone; a changed input is refused."""
-    count = 200
+    count, output = 200, tmp_path / "out.jsonl"
     rows = [row(number, 8) for number in range(count)]
     rows[5] = row(5, temperature=-1)
     (tmp_path / "in.jsonl").write_bytes(lines(rows))
 
     child = start(stack, tmp_path)
-    wait_until(lambda: more_than(tmp_path, 20), 60, "some rows")
+    wait_until(lambda: more_than(output, 20), 60, "some rows")
     child.kill()
-    killed_at = finished(tmp_path)
+    killed_at = finished(output)
     assert killed_at < count
-    with (tmp_path / "out.jsonl").open("ab") as file:  # rows that no journal has, the last of them half written
+    with output.open("ab") as file:  # rows that no journal has, the last of them half written
         file.write(b'{"custom_id": "row-199"}\n{"custom_id": "row-2')
     with (tmp_path / "out.jsonl.journal").open("ab") as file:
         file.write(b'{"ok": [1, 2')
 
     child = start(stack, tmp_path)
-    wait_until(lambda: finished(tmp_path) > killed_at or not child.alive(), 60, "more rows")
+    wait_until(lambda: finished(output) > killed_at or not child.alive(), 60, "more rows")
     child.send(signal.SIGINT)
     assert child.wait(60) in (130, 1, -signal.SIGINT)  # the last where it came before or after the run itself
 
     assert start(stack, tmp_path).wait(120) == 1  # a row failed
     assert f"of {count} rows are finished already" in (tmp_path / "log").read_text()
-    answers, failed = read_file(tmp_path / "out.jsonl"), read_file(tmp_path / "out.errors.jsonl")
+    answers, failed = read_file(output), read_file(tmp_path / "out.errors.jsonl")
     assert each_once([*answers, *failed], count)
     assert [(one["custom_id"], one["response"]["status_code"]) for one in failed] == [("row-5", 400)]
     assert all(one["response"]["body"]["usage"]["completion_tokens"] == 8 for one in answers)
-    run = json.loads((tmp_path / "out.jsonl.journal").read_bytes().splitlines()[0])["run"]
-    bus = connect(stack.addresses, BusSettings())
-    results = [decode(Result, one.value) for one in bus.read_all(Pipeline(stack.addresses.pipeline).results)]
-    ids = [one.id for one in results if one.id.startswith(f"chatcmpl-{run}-")]
+    ids = result_ids(stack, f"chatcmpl-{run_of(output)}-")
     assert len(ids) == len(set(ids)) == count - 1
 
     (tmp_path / "in.jsonl").write_bytes(lines(rows[1:]))
@@ -121,3 +107,27 @@ def test_a_journal_cut_anywhere_gives_what_it_still_says(tmp_path: Path, kept: i
     with Journal(output, errors, "input") as journal:
         assert journal.done == {1, 2, 3, 4, 5, 6}
     assert len(output.read_bytes().splitlines() + errors.read_bytes().splitlines()) == 6
+
+
+def test_a_full_disk_ends_a_run_that_can_be_gone_on_with(tmp_path: Path) -> None:
+    output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Journal(output, errors, "input") as journal:
+        journal.write([(1, b"1" * 500, True)])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            with pytest.raises(JournalError, match="File too large"):
+                journal.write([(2, b"2" * 1000, True)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with pytest.raises(JournalError, match="File too large"):
+            journal.write([(3, b"3", True)])  # there is room again, but half a row is in its place
+    with Journal(output, errors, "input") as journal:
+        assert journal.done == {1}
+        journal.write([(2, b"2", True)])
+    assert output.read_bytes().splitlines() == [b"1" * 500, b"2"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"none/out\.jsonl\.journal: No such file or directory"):
+        Journal(tmp_path / "none" / "out.jsonl", tmp_path / "errors.jsonl", "input")

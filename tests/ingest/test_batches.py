@@ -17,14 +17,11 @@ from ingest.batch.objects import Objects
 from ingest.batch.shapes import NewBatch
 from ingest.tenants import Caller
 from penstock.aio import AsyncClient
-from penstock.bus.connect import connect
 from penstock.local.processes import wait_until
 from penstock.local.stack import Stack
-from penstock.messages import Result, decode
-from penstock.names import Pipeline
 from penstock.reach import async_redis_client
-from penstock.settings import BatchSettings, BusSettings
-from tests.ingest.batch_files import each_once, lines, read, row
+from penstock.settings import BatchSettings
+from tests.ingest.batch_files import each_once, lines, read, result_ids, row
 
 
 @pytest.fixture
@@ -245,17 +242,12 @@ async def test_open_batches_have_a_limit_of_tokens(stack: Stack, tmp_path: Path)
     await redis.aclose()
 
 
-def results(stack: Stack) -> list[Result]:
-    bus = connect(stack.addresses, BusSettings())
-    return [decode(Result, message.value) for message in bus.read_all(Pipeline(stack.addresses.pipeline).results)]
-
-
 def test_a_batch_goes_on_when_its_gateway_is_killed(stack: Stack, sdk: openai.OpenAI) -> None:
     """Every line once, in the output and in the results topic: nothing that was finished is asked again."""
     count = 250
     made = make(sdk, lines([row(number, 16) for number in range(count)]))
     asked = f"chatcmpl-{made.id.removeprefix('batch_')}-"
-    wait_until(lambda: sum(one.id.startswith(asked) for one in results(stack)) > 40, 60, "some results")
+    wait_until(lambda: len(result_ids(stack, asked)) > 40, 60, "some results")
     assert stack.gateway is not None
     assert stack.gateway.child is not None
     stack.gateway.child.kill()
@@ -264,5 +256,5 @@ def test_a_batch_goes_on_when_its_gateway_is_killed(stack: Stack, sdk: openai.Op
     batch = ended(sdk, made.id)
     assert batch.status == "completed"
     assert each_once(read(content_of(sdk, batch.output_file_id)), count)
-    ids = [one.id for one in results(stack) if one.id.startswith(asked)]
+    ids = result_ids(stack, asked)
     assert len(ids) == len(set(ids)) == count

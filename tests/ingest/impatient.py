@@ -1,0 +1,10 @@
+"""`penstock`, but an answer of a batch that is silent is asked for again soon."""
+
+from ingest.batch import answer
+from tests.forked import run_penstock
+
+
+def penstock(*arguments: str) -> None:
+    """The command."""
+    answer.FIRST_PATIENCE_S = 2.0
+    run_penstock(*arguments)

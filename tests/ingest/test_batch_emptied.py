@@ -1,0 +1,106 @@
+"""Redis loses all that it has in the middle of batches: every line is answered, once."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from penstock.local.processes import Child, free_port, wait_until
+from penstock.local.stack import Stack
+from penstock.reach import redis_client
+from tests.forked import fork
+from tests.ingest.batch_files import each_once, finished, lines, read, read_file, result_ids, row, run_of
+from tests.ingest.impatient import penstock
+
+ROWS, SHORT = 40, 24
+"""Some are answered soon, the others one after the other."""
+
+
+def start(line: Stack, folder: Path, *command: str) -> Child:
+    """A command that asks again soon what is silent."""
+    environment = {
+        **os.environ,
+        "PENSTOCK_PIPELINE": line.addresses.pipeline,
+        "PENSTOCK_STREAM_URL": line.addresses.stream_url,
+        "PENSTOCK_BATCH_STORE": str(folder / "files"),
+        "PENSTOCK_BATCH_LOOK_S": "0.2",
+    }
+    return fork(command[0], folder / f"{command[0]}.log", penstock, *command, environment=environment)
+
+
+@pytest.fixture
+def own(line: Stack, tmp_path: Path) -> Iterator[openai.OpenAI]:
+    """The SDK at a gateway with a folder of its own."""
+    port = free_port()
+    gateway, address = start(line, tmp_path, "gateway", "--port", str(port)), f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{address}/readyz", timeout=2).status_code == 200
+        except httpx.TransportError:
+            return not gateway.alive()
+
+    wait_until(answers, 60, "the gateway answers", every_s=0.05)
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60) as sdk:
+        yield sdk
+    gateway.stop()
+
+
+def emptied(line: Stack) -> None:
+    """As an operator would do it by mistake."""
+    with redis_client(line.addresses.stream_url) as redis:
+        redis.flushall()
+
+
+def restarted_empty(line: Stack) -> None:
+    """As after a crash of a server that keeps nothing."""
+    assert line._server is not None
+    line._server.kill()
+    shutil.rmtree(line._server.directory / "appendonlydir")
+    line._server.start()
+
+
+def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.OpenAI, tmp_path: Path) -> None:
+    """Twice: of a batch that a gateway works off, and of one from the command line.
+
+    What lived in Redis alone is gone, and that is what its reader is told: the stream of a request that was answered.
+    """
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lengths = [8 if number < SHORT else 40 + 10 * (number - SHORT) for number in range(ROWS)]
+    source.write_bytes(lines([row(number, length) for number, length in enumerate(lengths)]))
+    say = {"model": "demo", "prompt": "And the king", "max_tokens": 4}
+    key = {"Idempotency-Key": "told-again"}
+    said = own.completions.create(**say, temperature=0, extra_headers=key)  # type: ignore[call-overload]
+
+    running = start(line, tmp_path, "batch", "run", str(source), "-o", str(output))
+    wait_until(output.exists, 60, "the command begins")
+    file = own.files.create(file=("in.jsonl", source.read_bytes()), purpose="batch")
+    made = own.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    ours, theirs = f"chatcmpl-{run_of(output)}-", f"chatcmpl-{made.id.removeprefix('batch_')}-"
+
+    def is_over() -> bool:
+        return own.batches.retrieve(made.id).status == "completed"
+
+    wait_until(lambda: result_ids(line, ours) and result_ids(line, theirs), 60, "some results")
+    assert running.alive()
+    assert not is_over()
+    emptied(line)
+    wait_until(lambda: result_ids(line, theirs) or is_over(), 60, "more results")
+    restarted_empty(line)
+
+    wait_until(is_over, 60, "the batch's end", every_s=0.1)
+    batch = own.batches.retrieve(made.id)
+    assert batch.error_file_id is None
+    assert each_once(read(own.files.content(batch.output_file_id or "").read()), ROWS)
+    assert running.wait(60) == 0, running.tail()
+    assert finished(output) == ROWS
+    assert each_once(read_file(output), ROWS)
+
+    gone = httpx.get(f"{own.base_url}streams/{said.id}")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "stream_not_found")
+    again = own.completions.create(**say, temperature=0, extra_headers=key)  # type: ignore[call-overload]
+    assert (again.id, again.choices[0].text) == (said.id, said.choices[0].text)

@@ -1,0 +1,40 @@
+"""What the SDK asks again by itself, what it is told not to, and that errors speak our words."""
+
+import openai
+import pytest
+
+from penstock.local.processes import wait_until
+from penstock.local.stack import Stack
+from tests.ingest.batch_files import result_ids
+
+
+def test_what_came_too_late_is_not_asked_again(line: Stack, sdk: openai.OpenAI) -> None:
+    """Nobody wants it any more, and it would come too late again."""
+    before = len(result_ids(line, "cmpl-"))
+    with pytest.raises(openai.InternalServerError) as late:
+        sdk.with_options(max_retries=2).completions.create(
+            model="demo", prompt="And the king", max_tokens=900,
+            extra_body={"ignore_eos": True}, extra_headers={"x-penstock-deadline-s": "0.05"},
+        )  # fmt: skip
+    assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
+    wait_until(lambda: len(result_ids(line, "cmpl-")) > before, 60, "its result")
+    assert len(result_ids(line, "cmpl-")) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/completions", [], "The body must be a JSON object, sent as application/json."),
+        ("/batches", [], "The body must be a JSON object, sent as application/json."),
+        (
+            "/completions",
+            {"model": "demo", "prompt": "x", "best_of": 3},
+            "'best_of' other than 'n' is not supported by this server",
+        ),
+    ],
+)
+def test_an_error_is_in_our_words(sdk: openai.OpenAI, path: str, body: object, said: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.post(path, cast_to=object, body=body)
+    assert isinstance(refused.value.body, dict)
+    assert refused.value.body["message"] == said

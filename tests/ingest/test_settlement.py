@@ -1,0 +1,184 @@
+"""What a request takes of its tenant's bucket: an estimate at first, in the end what it used, however it ended."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import httpx
+import pytest
+import redis
+
+from ingest.admission import Admission
+from ingest.keys import Book, write_book
+from ingest.shares import TICKET_S
+from ingest.tenants import Caller, TenantEntry, new_key
+from penstock.bus.connect import connect
+from penstock.lag import PipelineLag
+from penstock.local.processes import Child, free_port, wait_until
+from penstock.local.stack import Stack
+from penstock.messages import Result, Usage, decode
+from penstock.names import Pipeline, rate_key
+from penstock.reach import async_redis_client, redis_client
+from penstock.settings import AdmissionSettings, BusSettings
+from tests.forked import fork, run_penstock
+
+PER_MIN, HAS = 60_000, 5_000
+"""What fits into the bucket, and what is in it at first: for most of a minute it does not flow over."""
+TENANT = "settler"
+ASKED: dict[str, Any] = {
+    "model": "demo", "prompt": "In the days 1, 2, 3, 4, 5, 6, 7 the king", "max_tokens": 200, "temperature": 0,
+}  # fmt: skip
+
+
+def estimate(body: dict[str, Any]) -> int:
+    return len(body["prompt"]) // 4 + 1 + int(body["max_tokens"])
+
+
+class Bucket:
+    """A tenant's bucket as it is in Redis, and what the pipeline's results say of the tenant's requests."""
+
+    def __init__(self, server: "redis.Redis", line: Stack) -> None:
+        self.server, self.pipeline = server, Pipeline(line.addresses.pipeline)
+        self._bus = connect(line.addresses, BusSettings())
+        self._num_before = len(self._usages())
+        seconds, micros = server.time()
+        self._begun_at = seconds + micros / 1e6
+        server.delete(rate_key(TENANT))
+        server.hset(rate_key(TENANT), mapping={"requests": "0", "tokens": str(HAS), "at": f"{self._begun_at:.6f}"})
+
+    def taken(self) -> int:
+        """How much was taken and not given back; what flows in meanwhile is left out."""
+        tokens, at = map(float, cast("list[bytes]", self.server.hmget(rate_key(TENANT), ["tokens", "at"])))
+        return round(HAS + (at - self._begun_at) * PER_MIN / 60 - tokens)
+
+    def used(self) -> int | None:
+        """What the request used; None: there is no result yet."""
+        usages = self._usages()[self._num_before :]
+        return usages[0].prompt_tokens + usages[0].completion_tokens if usages else None
+
+    def counts(self) -> bool:
+        """Whether the tenant holds a part of the pipeline."""
+        return bool(self.server.hexists(self.pipeline.shares_key("tokens"), TENANT))
+
+    def _usages(self) -> list[Usage]:
+        results = [decode(Result, message.value) for message in self._bus.read_all(self.pipeline.results)]
+        return [result.usage for result in results if result.tenant == TENANT]
+
+
+@dataclass
+class Door:
+    """A gateway that asks for keys."""
+
+    child: Child
+    http: httpx.Client
+
+
+@pytest.fixture(scope="module")
+def door(line: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    folder, port, (key, key_id, entry) = tmp_path_factory.mktemp("door"), free_port(), new_key(TENANT)
+    limits = TenantEntry(tokens_per_min=PER_MIN)
+    write_book(folder / "keys.json", Book(tenants={TENANT: limits}, keys={key_id: entry}))
+    own = {
+        "PENSTOCK_STREAM_URL": line.addresses.stream_url,
+        "PENSTOCK_PIPELINE": line.addresses.pipeline,
+        "PENSTOCK_GATEWAY_KEYS": str(folder / "keys.json"),
+        "PENSTOCK_BATCH_STORE": str(folder / "files"),
+    }
+    child = fork("gateway", folder / "log", run_penstock, "gateway", "--port", str(port), environment=os.environ | own)
+    headers, url = {"authorization": f"Bearer {key}"}, f"http://127.0.0.1:{port}"
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
+        wait_until(lambda: not child.alive() or _answers(http), 60, "the gateway answers", every_s=0.05)
+        yield Door(child, http)
+    child.stop()
+
+
+def _answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture
+def bucket(line: Stack, door: Door) -> Iterator[Bucket]:
+    with redis_client(line.addresses.stream_url) as server:
+        yield Bucket(server, line)
+
+
+def answered(http: httpx.Client, body: dict[str, Any]) -> None:
+    http.post("/v1/completions", json=body).raise_for_status()
+
+
+def streamed(http: httpx.Client, body: dict[str, Any]) -> None:
+    assert "[DONE]" in http.post("/v1/completions", json={**body, "stream": True}).text
+
+
+def failed(http: httpx.Client, body: dict[str, Any]) -> None:
+    assert http.post("/v1/completions", json=body).json()["error"]["code"] == "prompt_too_long"
+
+
+def failed_in_its_stream(http: httpx.Client, body: dict[str, Any]) -> None:
+    assert "prompt_too_long" in http.post("/v1/completions", json={**body, "stream": True}).text
+
+
+def left(http: httpx.Client, body: dict[str, Any]) -> None:
+    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        next(answer.iter_lines())
+
+
+def left_unheard(http: httpx.Client, body: dict[str, Any]) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body, timeout=0.2)
+
+
+STOPS, GOES_ON, TOO_LONG = {"stop": [" the"]}, {"ignore_eos": True}, {"prompt": "of the LORD " * 1000}
+
+
+@pytest.mark.parametrize(
+    ("ask", "more"),
+    [
+        (answered, STOPS), (streamed, STOPS), (failed, TOO_LONG), (failed_in_its_stream, TOO_LONG),
+        (left, GOES_ON), (left_unheard, GOES_ON),
+    ],
+)  # fmt: skip
+def test_the_estimate_gives_way_to_what_was_used(
+    door: Door, bucket: Bucket, ask: Callable[[httpx.Client, dict[str, Any]], None], more: dict[str, Any]
+) -> None:
+    body = ASKED | more
+    ask(door.http, body)
+    wait_until(lambda: bucket.used() is not None, 60, "its result")
+    assert bucket.used() != estimate(body)
+    wait_until(lambda: bucket.taken() == bucket.used(), 60, "its settlement")
+    wait_until(lambda: not bucket.counts(), 60, "its place is free")
+
+
+async def test_what_a_killed_gateway_took_is_back_within_a_minute(line: Stack, door: Door, bucket: Bucket) -> None:
+    """The last of this file: it kills the gateway. The estimate stands, runs out, and leaves nothing behind."""
+    body = ASKED | GOES_ON
+    with door.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        next(answer.iter_lines())
+        door.child.kill()
+    wait_until(lambda: bucket.used() is not None, 60, "its result")
+    assert bucket.taken() == estimate(body)
+    assert bucket.counts()
+    assert 0 < bucket.server.ttl(rate_key(TENANT)) <= 61
+
+    server, tickets = bucket.server, bucket.pipeline.shares_key("tickets")
+    (ticket,) = (one for one in cast("list[bytes]", server.zrange(tickets, 0, -1)) if TENANT.encode() in one)
+    assert cast(float, server.zscore(tickets, ticket)) <= time.time() + TICKET_S
+    server.zincrby(tickets, -TICKET_S, ticket)  # as if a minute had passed
+    server.hincrbyfloat(rate_key(TENANT), "at", -60)
+
+    async def no_lag(_: Pipeline) -> PipelineLag:
+        return PipelineLag({}, {"interactive": 0.0, "batch": 0.0})
+
+    client = async_redis_client(line.addresses.stream_url)
+    another = Admission(client, no_lag, AdmissionSettings())
+    admitted = await another.admit(Caller(TENANT, tokens_per_min=PER_MIN), bucket.pipeline, "interactive", 100)
+    assert admitted.headers["x-ratelimit-remaining-tokens"] == str(PER_MIN - 100)
+    assert server.zscore(tickets, ticket) is None
+    await another.settle(admitted, Usage())
+    await client.aclose()
+    assert not bucket.counts()
