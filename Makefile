@@ -25,10 +25,10 @@ demo-kafka: install
 	@$(BIN)/penstock demo --kafka --since $(STARTED)
 
 test: install
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not thorough"
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not thorough"
 
 test-all: install
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 format: install
 	$(BIN)/ruff format .

@@ -15,11 +15,12 @@ from subprocess import TimeoutExpired
 from typing import Any, cast
 
 from penstock.local.processes import Child
-from penstock.local.stack import Stack, Worker
+from penstock.local.stack import Slot, Stack
 
 IMPORTED = (
-    "confluent_kafka", "decode_worker.worker", "penstock.bus.kafka_member", "penstock.bus.streams_member",
-    "penstock.cli.main", "prefill_worker.worker", "tests.kvstore.arena_child", "tests.kvstore.disk_child",
+    "confluent_kafka", "decode_worker.worker", "ingest.gateway.server", "penstock.bus.kafka_member",
+    "penstock.bus.streams_member", "penstock.cli.main", "prefill_worker.worker", "tests.bus.worker_process",
+    "tests.ingest.meter_process", "tests.kvstore.arena_child", "tests.kvstore.disk_child",
     "transformers.models.auto.modeling_auto",
 )  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
@@ -61,10 +62,10 @@ def fork(
 
 
 class ForkedStack(Stack):
-    """A stack whose workers are forked; else as any other."""
+    """A stack whose workers and gateway are forked; else as any other."""
 
-    def _launch(self, worker: Worker, environment: Mapping[str, str]) -> Child:
-        return fork(worker.name, self._log(worker), run_penstock, "worker", worker.stage, environment=environment)
+    def _start_child(self, slot: Slot, arguments: list[str], environment: Mapping[str, str]) -> Child:
+        return fork(slot.name, self._log(slot), run_penstock, *arguments, environment=environment)
 
 
 def run_penstock(*arguments: str) -> None:

@@ -14,12 +14,12 @@ from penstock.names import Pipeline
 from penstock.settings import Addresses
 from penstock.status import worker_status
 from tests.commands import HERE, Terminal, penstock
-from tests.forked import fork, run_penstock
+from tests.forked import ForkedStack, fork, run_penstock
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("cli")) as made:
+    with ForkedStack(tmp_path_factory.mktemp("cli")) as made:
         made.wait_ready(120)
         yield made
 

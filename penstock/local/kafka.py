@@ -3,6 +3,7 @@
 Needs Java 17 or newer, and Maven once to fetch the jars; they are kept in `~/.cache/penstock`.
 """
 
+import base64
 import contextlib
 import os
 import re
@@ -155,7 +156,7 @@ class KafkaServer:
 
     def _format(self, java: str, jars: Path, config: Path) -> None:
         tool = [java, *_JVM, *_java_logging("off"), "-cp", f"{jars}/*", "kafka.tools.StorageTool"]
-        cluster = _run([*tool, "random-uuid"]).strip().splitlines()[-1]
+        cluster = base64.urlsafe_b64encode(b"\0" + os.urandom(15)).decode().rstrip("=")  # begins with no hyphen
         _run([*tool, "format", "--standalone", "-t", cluster, "-c", str(config)])
 
     def __enter__(self) -> Self:

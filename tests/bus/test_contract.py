@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +19,12 @@ from penstock.bus.streams import StreamsBus
 from penstock.bus.streams_member import StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestTooLarge
 from penstock.local.kafka import KafkaServer
-from penstock.local.processes import Child, start_child, wait_until
+from penstock.local.processes import Child, wait_until
 from penstock.local.valkey import ValkeyServer
 from penstock.names import ATTEMPT, BURIED, ORIGIN, REASON, Pipeline
+from tests.bus import worker_process
 from tests.bus.buses import ROOM, answered, make_bus, numbered, publish, take, values, work_until
+from tests.forked import fork
 from tests.servers import started
 
 
@@ -41,9 +42,8 @@ def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path) -> Iterator[Callable[[st
 
     def start(name: str, mode: str) -> Child:
         kind, address = ("kafka", bus.bootstrap) if isinstance(bus, KafkaBus) else ("streams", address_of(bus))
-        module = [sys.executable, "-m", "tests.bus.worker_process"]
         log = tmp_path / f"{name}.log"
-        child = start_child([*module, kind, address, pipeline.name, name, mode, str(tmp_path)], name=name, log=log)
+        child = fork(name, log, worker_process.main, kind, address, pipeline.name, name, mode, tmp_path)
         children.append(child)
         return child
 
@@ -384,13 +384,13 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
     second = threading.Thread(target=work, args=("stayer", stop.is_set))
     first.start()
     victim = spawn("victim", "work")
-    wait_until(lambda: num_answers() > 10 or failures, 30.0, "work begins", every_s=0.05)
+    wait_until(lambda: num_answers() > 10 or failures, 30.0, "work begins", every_s=0.2)
     second.start()
     publish(bus, [Outgoing(topic, str(n).encode()) for n in range(total // 2, total)])
-    wait_until(lambda: num_answers() > total // 3 or failures, 90.0, "work goes on", every_s=0.05)
+    wait_until(lambda: num_answers() > total // 3 or failures, 90.0, "work goes on", every_s=0.2)
     os.kill(victim.pid, signal.SIGKILL)
     leave.set()
-    wait_until(lambda: num_answers() >= total or failures, 90.0, "all is answered", every_s=0.05)
+    wait_until(lambda: num_answers() >= total or failures, 90.0, "all is answered", every_s=0.2)
     stop.set()
     first.join()
     second.join()

@@ -1,12 +1,9 @@
 """A member in a process of its own, so that tests can kill and pause it.
 
-`python -m tests.bus.worker_process <kafka|streams> <address> <pipeline> <name> <mode> <folder>`
-
 Mode `work` settles everything with an output until it is killed. Mode `hold` takes one delivery, makes the file
 `held`, waits for the file `go`, settles, and writes what became of it to `outcome`.
 """
 
-import sys
 from pathlib import Path
 
 from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
@@ -44,17 +41,12 @@ def hold(pipeline: Pipeline, member: Member, folder: Path) -> None:
     Path(folder, "outcome.part").rename(Path(folder, "outcome"))
 
 
-def main() -> None:
-    """Run one member."""
-    kind, address, name, member_name, mode, folder = sys.argv[1:]
+def main(kind: str, address: str, name: str, member_name: str, mode: str, folder: Path) -> None:
+    """Run one member of the pipeline `name`, on the bus of the kind `kafka` or `streams`."""
     pipeline = Pipeline(name)
     bus = make_bus(kind, pipeline, address)
     with bus.member("prefill", member_name) as member:
         if mode == "work":
             work(bus, pipeline, member)
         else:
-            hold(pipeline, member, Path(folder))
-
-
-if __name__ == "__main__":
-    main()
+            hold(pipeline, member, folder)

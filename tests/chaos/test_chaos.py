@@ -26,7 +26,7 @@ def needs(bus: Bus) -> None:
 @pytest.mark.parametrize("bus", BUSES)
 def test_nothing_is_lost_doubled_or_wrong(bus: Bus, nursery: Nursery, tmp_path: Path) -> None:
     needs(bus)
-    plan = Round(seed=7, bus=bus, seconds=20.0, kills=16, prefill=2, decode=3, under_way=12)
+    plan = Round(seed=7, bus=bus, seconds=20.0, kills=12, prefill=2, decode=3, under_way=12)
     outcome = run(plan, tmp_path / "round", nursery)
     assert outcome.findings == []
     assert {process for process, _ in outcome.toll.kills} >= set(STAGES)

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.local.processes import free_port
 from penstock.local.stack import Stack
+from tests.forked import ForkedStack
 
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_DTYPE": "float32",
@@ -28,7 +29,7 @@ ENVIRONMENT = {
 def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One prefill and two decode workers, and a gateway."""
     directory = tmp_path_factory.mktemp("line")
-    with Stack(directory, pipeline="door", decode=2, gateway=free_port(), environment=ENVIRONMENT) as stack:
+    with ForkedStack(directory, pipeline="door", decode=2, gateway=free_port(), environment=ENVIRONMENT) as stack:
         stack.wait_ready(150)
         yield stack
 

@@ -1,4 +1,4 @@
-"""A process that counts results: `python -m tests.ingest.meter_process`, with addresses and failpoints in settings."""
+"""A process that counts results, with addresses and failpoints in settings."""
 
 import asyncio
 
@@ -6,6 +6,8 @@ from ingest.metering import meter_forever
 from penstock import failpoints
 from penstock.settings import Addresses, FaultSettings, load
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Until it is killed."""
     failpoints.arm(load(FaultSettings).failpoints)
     asyncio.run(meter_forever(load(Addresses)))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ import openai
 import pytest
 
 from penstock.client import Client
-from penstock.local.processes import Child, free_port, start_child, wait_until
+from penstock.local.processes import Child, free_port, wait_until
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.reach import redis_client
 from penstock.record import Log
 from penstock.settings import RecordSettings
+from tests.forked import fork, run_penstock
 from tests.ingest.conftest import EventSource, Sent
 
 ASKED: dict[str, Any] = {"model": "demo", "prompt": "And the king", "max_tokens": 300, "temperature": 0.9, "seed": 3}
@@ -36,8 +36,8 @@ def doomed(line: Stack, tmp_path: Path) -> Iterator[tuple[str, Child]]:
     """A gateway beside the stack's own."""
     port = free_port()
     own = {"PENSTOCK_STREAM_URL": line.addresses.stream_url, "PENSTOCK_PIPELINE": line.addresses.pipeline}
-    command = [sys.executable, "-m", "penstock.cli.main", "gateway", "--port", str(port)]
-    child = start_child(command, name="doomed", log=tmp_path / "doomed.log", environment=os.environ | own)
+    log = tmp_path / "doomed.log"
+    child = fork("doomed", log, run_penstock, "gateway", "--port", str(port), environment=os.environ | own)
     wait_until(lambda: not child.alive() or _answers(port), 60, "the gateway answers", every_s=0.05)
     assert child.alive(), child.tail()
     yield f"127.0.0.1:{port}", child

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +16,13 @@ from ingest.metering import Meter, Sums, day_keys, day_of, last_days, sums_of
 from penstock.bus.connect import connect
 from penstock.bus.contract import Bus, Outgoing
 from penstock.cli.main import app
-from penstock.local.processes import Child, start_child, wait_until
+from penstock.local.processes import Child, wait_until
 from penstock.messages import Result, Timings, Usage, now_s
 from penstock.names import Pipeline
 from penstock.reach import redis_client
 from penstock.settings import Addresses, BusSettings
+from tests.forked import fork
+from tests.ingest import meter_process
 
 
 class Place:
@@ -93,8 +94,7 @@ def start(place: Place, tmp_path: Path, name: str, order: str = "") -> Child:
     addresses = {"KAFKA": place.addresses.kafka, "STREAM_URL": place.addresses.stream_url}
     own = {f"PENSTOCK_{key}": value for key, value in addresses.items()}
     own |= {"PENSTOCK_PIPELINE": place.pipeline.name, "PENSTOCK_FAILPOINTS": order}
-    module = [sys.executable, "-m", "tests.ingest.meter_process"]
-    return start_child(module, name=name, log=tmp_path / f"{name}.log", environment=os.environ | own)
+    return fork(name, tmp_path / f"{name}.log", meter_process.main, environment=os.environ | own)
 
 
 def test_killed_at_every_step_and_counted_exactly(place: Place, tmp_path: Path) -> None:

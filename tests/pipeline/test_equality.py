@@ -17,7 +17,7 @@ from tests.pipeline.checks import Streams, check_results, check_streams, results
 from tests.pipeline.workload import SETTINGS, Answer, alone, requests
 
 pytestmark = pytest.mark.timeout(400)
-NUM_REQUESTS = 48
+NUM_REQUESTS = 24
 
 
 @pytest.fixture(scope="module", params=[pytest.param("embedded", marks=pytest.mark.thorough), "kafka"])
@@ -26,7 +26,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     environment = {
         "PENSTOCK_ENGINE_DTYPE": "float32",
         "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(SETTINGS.max_step_tokens),
-        "PENSTOCK_ENGINE_MAX_BATCH": "16",
+        "PENSTOCK_ENGINE_MAX_BATCH": "8",
         "PENSTOCK_ENGINE_POOL_MB": "64",
     }
     directory = tmp_path_factory.mktemp(f"stack-{request.param}")

@@ -70,24 +70,27 @@ def alone(work: Iterable[Request]) -> dict[str, Answer]:
     answers = {}
     for request in work:
         greedy = request.sampling.temperature == 0
-        tokens = _generate(request) if greedy else _engine_tokens(engine, request)
+        prompt = tuple(request.token_ids or ())
+        tokens = list(_generate(prompt, request.sampling.max_tokens)) if greedy else _engine_tokens(engine, request)
         answers[request.id] = _cut(request, tokens)
     return answers
 
 
-def _generate(request: Request) -> list[int]:
+@cache
+def _generate(token_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """Worked out once: many tests ask for the same."""
     model = demo_model()
     model.module.set_attn_implementation("sdpa")
-    prompt = torch.tensor([request.token_ids])
+    prompt = torch.tensor([token_ids])
     with torch.inference_mode():
         output = model.module.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=request.sampling.max_tokens,
+            max_new_tokens=max_tokens,
             do_sample=False,
         )
     model.module.set_attn_implementation("penstock")
-    return [int(token) for token in output[0, prompt.shape[1] :]]
+    return tuple(int(token) for token in output[0, prompt.shape[1] :])
 
 
 def _engine_tokens(engine: Engine, request: Request) -> list[int]:
