@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.sampling.draw import Draw, uniform
-from engine.sampling.filters import draw_at_random, put, take
+from engine.sampling.filters import draw_at_random, put
 from engine.sampling.logprobs import logprobs
 from engine.sampling.penalties import adjust, changes_scores
 from engine.sampling.ranking import best
+from engine.sampling.shares import take
 
 __all__ = ["Draw", "logprobs", "sample", "uniform"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.cuda.copies import to_device
 from engine.sampling.draw import Draw, uniform
 from engine.sampling.ranking import MAX_BY_BLOCKS, first
-from engine.sampling.shares import pick, pick_in_blocks, weigh, weigh_blocks
+from engine.sampling.shares import pick, pick_in_blocks, take, weigh, weigh_blocks
 
 _WIDTHS = (MAX_BY_BLOCKS, 4096, 2**31)
 """How many first tokens are looked at before more are, for the rows whose filters leave more than those."""
@@ -45,11 +45,6 @@ def draw_at_random(scores: Tensor, draws: Sequence[Draw]) -> list[int]:
             put(tokens, filtered, found)
             filtered = [row for row, token in zip(filtered, found, strict=True) if token < 0]
     return tokens
-
-
-def take(scores: Tensor, rows: list[int]) -> Tensor:
-    """Those rows; no copy if they are all."""
-    return scores if len(rows) == len(scores) else scores[rows]
 
 
 def put(values: list[int], rows: list[int], found: list[int]) -> None:

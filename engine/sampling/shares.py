@@ -11,6 +11,11 @@ _CHUNK = 2**18
 """Scores weighed at once: what comes between stays in the processor's cache."""
 
 
+def take(scores: Tensor, rows: list[int]) -> Tensor:
+    """Those rows, in that order; no copy if they are all as they are."""
+    return scores if rows == list(range(len(scores))) else scores[rows]
+
+
 def weigh(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     """Weights (int64) of float32 scores [rows, n]. `top`, the row's best score, and `temperature` are [rows, 1]."""
     return (scores - top).div_(temperature).exp_().mul_(SCALE).long()
@@ -19,10 +24,10 @@ def weigh(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
 def weigh_blocks(scores: Tensor, rows: list[int], top: Tensor, temperature: Tensor) -> Tensor:
     """What the tokens of each block of `scores[rows]` weigh together: [rows, blocks]."""
     step = max(1, _CHUNK // scores.shape[1])
-    found = []
+    found, is_whole = [], rows == list(range(len(scores)))
     for begin in range(0, len(rows), step):
         chunk = slice(begin, begin + step)
-        part = scores[chunk] if len(rows) == len(scores) else scores[rows[chunk]]
+        part = scores[chunk] if is_whole else scores[rows[chunk]]
         found.append(by_block(weigh(part, top[chunk], temperature[chunk]), lambda block: block.sum(-1)))
     return torch.cat(found)
 

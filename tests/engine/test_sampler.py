@@ -160,6 +160,10 @@ def test_the_token_is_that_of_the_reference(row: Row, size: int, seed: int, step
 )  # fmt: skip
 @example(rows=[WIDE] * 3 + [(Sampling(temperature=0, logprobs=3), 0, [], [])], size=8300, seed=1, step=0.5,
          dtype=torch.float32)  # fmt: skip
+@example(rows=[(Sampling(temperature=0.3, top_p=1e-9), 0, [], []), (Sampling(temperature=0.3), 0, [], [])], size=7,
+         seed=0, step=0.0, dtype=torch.float32)  # fmt: skip
+@example(rows=[(Sampling(top_p=0.9), 1, [], []), (Sampling(top_k=3), 2, [], []), (Sampling(), 3, [], [])] * 3,
+         size=200, seed=4, step=0.0, dtype=torch.float32)  # fmt: skip
 def test_a_row_does_not_depend_on_the_others(
     rows: list[Row], size: int, seed: int, step: float, dtype: torch.dtype
 ) -> None:
