@@ -22,6 +22,8 @@ ENOUGH_S = 2.0
 ENOUGH = 64
 """So many messages, while nobody knows how long they take."""
 LOOK_S = 0.5
+LEAVE_S = 0.5
+"""A worker that leaves waits no longer for a look: servers may hang."""
 
 
 class Ahead:
@@ -45,7 +47,7 @@ class Ahead:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._taken.set()
-        self._thread.join()
+        self._thread.join(LEAVE_S)
 
     def _run(self) -> None:
         while not self._over.is_set():

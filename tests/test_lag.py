@@ -353,7 +353,7 @@ def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
     addresses: Addresses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode is full of batch; interactive comes and runs at once. No token is sampled twice, and all are right."""
-    batch = [request.model_copy(update={"klass": "batch"}) for request in requests(4, "batch", max_tokens=40)[2:]]
+    batch = [request.model_copy(update={"klass": "batch"}) for request in requests(4, "batch", max_tokens=160)[2:]]
     quick = [request.model_copy(update={"klass": "interactive"}) for request in requests(4, "quick")[2:]]
     expected = alone([*batch, *quick])
     with line_of(addresses, max_batch=2, max_step_tokens=128) as line:
