@@ -7,7 +7,8 @@ process sends 1,000 requests at once and reads their server-sent events from raw
 events from Redis' channels. Both note when each event came, by the same clock: the difference is what the gateway adds.
 The decode worker has room for all of them, so each of its steps is 1,000 events in a moment. Memory is what the
 gateway's resident set grew by from after a few streams to its peak. Then four interactive streams are read through the
-gateway, in every second window beside a batch job from an uploaded file (see `benchmarks.interference`).
+gateway of another pipeline, with the room that workers have by default, in every second window beside a batch job from
+an uploaded file (see `benchmarks.interference`).
 """
 
 import http.client
@@ -19,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -66,15 +67,12 @@ def main() -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print, draw; returns the figures."""
-    tokens, rounds, pairs, seconds = (16, 1, 1, 3.0) if given.quick else (64, 3, 6, 8.0)
-    with (
-        tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
-        Stack(Path(directory), gateway=free_port(), environment=_ENVIRONMENT | _ROOM) as stack,
-    ):
-        stack.wait_ready(300)
+    tokens, rounds, pairs, seconds = (16, 1, 2, 3.0) if given.quick else (64, 3, 6, 8.0)
+    with running(_ROOM) as stack:
         one_round(stack, FEW, tokens)
         rss_kb = resident_kb(stack)
         seen = [one_round(stack, STREAMS, tokens) for _ in range(rounds)]
+    with running({}) as stack:
         windows = alternate("gateway", Door(stack.gateway_url), pairs, seconds)
     print(f"\n{machine()}; demo model, float32, {STREAMS} streams of {tokens} tokens")
     if not given.quick:
@@ -86,6 +84,17 @@ def run(given: Arguments) -> dict[str, float]:
         "sse_added_ms_p99": statistics.median(float(np.percentile(one.added_ms, 99)) for one in seen),
         "batch_interference_itl_p99_ratio": statistics.median(windows.ratios(99)),
     }
+
+
+@contextmanager
+def running(environment: dict[str, str]) -> Iterator[Stack]:
+    """A pipeline with a gateway, ready."""
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
+        Stack(Path(directory), gateway=free_port(), environment=_ENVIRONMENT | environment) as stack,
+    ):
+        stack.wait_ready(300)
+        yield stack
 
 
 def one_round(stack: Stack, count: int, tokens: int) -> Round:

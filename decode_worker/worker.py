@@ -41,6 +41,9 @@ from penstock.worker import StageWorker, cause_of, letters, pack, too_late
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = 3
+"""To take in a job costs a turn a millisecond or two."""
+
 
 class DecodeWorker(StageWorker[Decode]):
     """One decode worker over its engine, KV store, record and place in the group."""
@@ -90,12 +93,16 @@ class DecodeWorker(StageWorker[Decode]):
         return bool(deliveries or sampled)
 
     def _room(self, klass: PriorityClass) -> int:
-        """How many more jobs of a class to take: none while some of it wait for blocks."""
+        """How many more jobs of a class to take: none while some of it wait for blocks, and of batch a few at once
+        beside interactive ones, whose next tokens wait meanwhile.
+        """
         if self.transfers.is_wanting(klass):
             return 0
-        rank = CLASSES.index(klass)
-        num_before = sum(CLASSES.index(one.delivery.klass) <= rank for one in self.running.values())
+        num_interactive = sum(one.delivery.klass == "interactive" for one in self.running.values())
+        num_before = num_interactive if klass == "interactive" else len(self.running)
         each, most = self.load.expected(klass, self.engine.settings.max_batch - num_before)
+        if klass == "batch" and num_interactive:
+            most = min(most, AT_ONCE + self.inbox.num_waiting(klass))
         return max(0, min(most, self.engine.room(klass, each))) if most > 0 else 0
 
     def report(self) -> dict[str, object]:
