@@ -67,7 +67,7 @@ def main() -> None:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print, draw; returns the figures."""
-    tokens, rounds, pairs, seconds = (16, 1, 2, 3.0) if given.quick else (64, 3, 6, 8.0)
+    tokens, rounds, pairs, seconds = (64, 1, 2, 3.0) if given.quick else (128, 3, 6, 8.0)
     with running(_ROOM) as stack:
         one_round(stack, FEW, tokens)
         rss_kb = resident_kb(stack)
