@@ -172,7 +172,7 @@ async def test_what_a_killed_gateway_took_is_back_within_a_minute(line: Stack, d
     server.hincrbyfloat(rate_key(TENANT), "at", -60)
 
     async def no_lag(_: Pipeline) -> PipelineLag:
-        return PipelineLag({}, {"interactive": 0.0, "batch": 0.0})
+        return PipelineLag({}, {"interactive": 0.0, "batch": 0.0}, None)
 
     client = async_redis_client(line.addresses.stream_url)
     another = Admission(client, no_lag, AdmissionSettings())
