@@ -33,6 +33,7 @@ def test_nothing_is_lost_doubled_or_wrong(bus: Bus, nursery: Nursery, tmp_path: 
     assert sum(count for (_, step), count in outcome.toll.kills.items() if step != ANY_TIME) > 0
 
 
+@pytest.mark.thorough  # a figure of `benchmarks.chaos`
 def test_streams_of_a_dead_worker_go_on_soon(nursery: Nursery, tmp_path: Path) -> None:
     """Far sooner than any bus would give the work to another; what it takes on a quiet machine is a benchmark."""
     plan = Plan(waves=1, kills=1, streams=12, length=150)

@@ -74,7 +74,7 @@ def check(line: Line, work: list[Request], results: list[Result], num_errors: in
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("bus", ["embedded", "kafka"])
+@pytest.mark.parametrize("bus", [pytest.param("embedded", marks=pytest.mark.thorough), "kafka"])
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 def test_who_makes_steps_fail_ends_alone(
     stage: Stage, bus: str, redis_url: str, pipeline: Pipeline, request: pytest.FixtureRequest
