@@ -134,6 +134,13 @@ class _Stage:
         """Over all workers."""
         return int(sum(load[klass][what] for load in self._loads))
 
+    def num_unheld(self, klass: PriorityClass, messages: int) -> int:
+        """Of so many messages of a class, those that no worker holds.
+
+        A heartbeat may be a second old: what it holds may be settled by now, or be more than the topic says.
+        """
+        return max(0, messages - self.sum(klass, "requests"))
+
     def room(self, klass: PriorityClass) -> int:
         """How many more requests would run at once."""
         return int(sum(load[klass]["room"] for load in self._serving))
@@ -151,8 +158,7 @@ def _mean_output(stages: Mapping[Stage, _Stage], klass: PriorityClass) -> float 
 
 
 def _lag(messages: int, stage: _Stage, klass: PriorityClass, mean_output: float | None) -> Lag:
-    # A heartbeat may be a second old: what it holds may be settled by now, or be more than the topic says.
-    unheld = max(0, messages - stage.sum(klass, "requests"))
+    unheld = stage.num_unheld(klass, messages)
 
     def tokens(held: str, mean: float | None) -> int | None:
         if not messages:
@@ -207,7 +213,7 @@ def _decode_s(
 
 def _ahead_s(lag: Lag, decode: _Stage, mean_output: float | None) -> float | None:
     """All of decode's pace is counted, as if nothing interactive came."""
-    unheld = max(0, lag.messages - decode.sum("batch", "requests"))
+    unheld = decode.num_unheld("batch", lag.messages)
     return None if unheld and mean_output is None else _seconds(unheld * (mean_output or 0), decode.tokens_per_s)
 
 

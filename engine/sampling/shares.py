@@ -13,7 +13,11 @@ _CHUNK = 2**18
 
 def take(scores: Tensor, rows: list[int]) -> Tensor:
     """Those rows, in that order; no copy if they are all as they are."""
-    return scores if rows == list(range(len(scores))) else scores[rows]
+    return scores if _are_all(rows, scores) else scores[rows]
+
+
+def _are_all(rows: list[int], scores: Tensor) -> bool:
+    return rows == list(range(len(scores)))
 
 
 def weigh(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
@@ -24,7 +28,7 @@ def weigh(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
 def weigh_blocks(scores: Tensor, rows: list[int], top: Tensor, temperature: Tensor) -> Tensor:
     """What the tokens of each block of `scores[rows]` weigh together: [rows, blocks]."""
     step = max(1, _CHUNK // scores.shape[1])
-    found, is_whole = [], rows == list(range(len(scores)))
+    found, is_whole = [], _are_all(rows, scores)
     for begin in range(0, len(rows), step):
         chunk = slice(begin, begin + step)
         part = scores[chunk] if is_whole else scores[rows[chunk]]

@@ -14,6 +14,7 @@ from penstock.local.stack import Stack
 from penstock.reach import redis_client
 from tests.forked import fork
 from tests.ingest.batch_files import each_once, finished, lines, read, read_file, result_ids, row, run_of
+from tests.ingest.gateways import wait_until_ready
 from tests.ingest.impatient import penstock
 
 ROWS, SHORT = 40, 24
@@ -37,14 +38,7 @@ def own(line: Stack, tmp_path: Path) -> Iterator[openai.OpenAI]:
     """The SDK at a gateway with a folder of its own."""
     port = free_port()
     gateway, address = start(line, tmp_path, "gateway", "--port", str(port)), f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        try:
-            return httpx.get(f"{address}/readyz", timeout=2).status_code == 200
-        except httpx.TransportError:
-            return not gateway.alive()
-
-    wait_until(answers, 60, "the gateway answers", every_s=0.05)
+    wait_until_ready(gateway, port)
     with openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60) as sdk:
         yield sdk
     gateway.stop()

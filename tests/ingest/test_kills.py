@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from penstock.client import Client
-from penstock.local.processes import Child, free_port, wait_until
+from penstock.local.processes import Child, free_port
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.reach import redis_client
@@ -19,6 +18,7 @@ from penstock.record import Log
 from penstock.settings import RecordSettings
 from tests.forked import fork, run_penstock
 from tests.ingest.conftest import EventSource, Sent
+from tests.ingest.gateways import wait_until_ready
 
 ASKED: dict[str, Any] = {"model": "demo", "prompt": "And the king", "max_tokens": 300, "temperature": 0.9, "seed": 3}
 
@@ -38,17 +38,9 @@ def doomed(line: Stack, tmp_path: Path) -> Iterator[tuple[str, Child]]:
     own = {"PENSTOCK_STREAM_URL": line.addresses.stream_url, "PENSTOCK_PIPELINE": line.addresses.pipeline}
     log = tmp_path / "doomed.log"
     child = fork("doomed", log, run_penstock, "gateway", "--port", str(port), environment=os.environ | own)
-    wait_until(lambda: not child.alive() or _answers(port), 60, "the gateway answers", every_s=0.05)
-    assert child.alive(), child.tail()
+    wait_until_ready(child, port)
     yield f"127.0.0.1:{port}", child
     child.stop()
-
-
-def _answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def posted(address: str) -> tuple[EventSource, Iterator[Sent]]:

@@ -23,6 +23,7 @@ from penstock.names import Pipeline, rate_key
 from penstock.reach import async_redis_client, redis_client
 from penstock.settings import AdmissionSettings, BusSettings
 from tests.forked import fork, run_penstock
+from tests.ingest.gateways import wait_until_ready
 
 PER_MIN, HAS = 60_000, 5_000
 """What fits into the bucket, and what is in it at first: for most of a minute it does not flow over."""
@@ -89,16 +90,9 @@ def door(line: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door
     child = fork("gateway", folder / "log", run_penstock, "gateway", "--port", str(port), environment=os.environ | own)
     headers, url = {"authorization": f"Bearer {key}"}, f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
-        wait_until(lambda: not child.alive() or _answers(http), 60, "the gateway answers", every_s=0.05)
+        wait_until_ready(child, port)
         yield Door(child, http)
     child.stop()
-
-
-def _answers(http: httpx.Client) -> bool:
-    try:
-        return http.get("/readyz").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from penstock.record import Claim, Record
 from penstock.settings import Addresses, BusSettings, RecordSettings
 from penstock.worker.heartbeat import Heartbeat
 from tests.ingest.conftest import EventSource
+from tests.ingest.gateways import wait_until_ready
 from tests.record.play import decode as claim_decode
 from tests.record.play import end, say
 
@@ -44,8 +45,7 @@ class Stage:
         command = [sys.executable, "-m", "penstock.cli.main", "gateway", "--port", str(port)]
         own = {"PENSTOCK_STREAM_URL": self.addresses.stream_url, "PENSTOCK_PIPELINE": self.pipeline.name}
         child = start_child(command, name=name, log=self.folder / f"{name}.log", environment=os.environ | own)
-        wait_until(lambda: not child.alive() or _is_ready(port), 60, f"{name} is ready", every_s=0.05)
-        assert child.alive(), child.tail()
+        wait_until_ready(child, port)
         return f"127.0.0.1:{port}", child
 
     def post(self, **more: Any) -> str:
@@ -73,13 +73,6 @@ class Stage:
     def is_read(self, request_id: str, by: int = 1) -> bool:
         """Whether so many gateways listen."""
         return self.server.pubsub_numsub(self.pipeline.live_channel(request_id))[0][1] == by
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture(scope="module")
