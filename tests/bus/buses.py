@@ -9,14 +9,17 @@ from penstock.bus.streams import StreamsBus
 from penstock.names import Pipeline, PriorityClass
 from penstock.settings import BusSettings
 
-SETTINGS = BusSettings(partitions=2, session_timeout_s=1.0, transaction_timeout_s=3.0)
+SETTINGS = BusSettings(partitions=2, session_timeout_s=1.0, transaction_timeout_s=30.0)
+"""The broker fences who is slow in a transaction: whoever tests something else has the time for it."""
+HASTY = SETTINGS.model_copy(update={"transaction_timeout_s": 3.0})
+"""For what ends by this timeout: a write that the broker does not take."""
 ROOM: Mapping[PriorityClass, int] = {"interactive": 100, "batch": 100}
 
 
-def make_bus(kind: str, pipeline: Pipeline, address: str) -> Bus:
+def make_bus(kind: str, pipeline: Pipeline, address: str, settings: BusSettings = SETTINGS) -> Bus:
     if kind == "kafka":
-        return KafkaBus(pipeline, address, SETTINGS)
-    return StreamsBus(pipeline, address, SETTINGS)
+        return KafkaBus(pipeline, address, settings)
+    return StreamsBus(pipeline, address, settings)
 
 
 def take(

@@ -23,7 +23,7 @@ from penstock.local.processes import Child, wait_until
 from penstock.local.valkey import ValkeyServer
 from penstock.names import ATTEMPT, BURIED, ORIGIN, REASON, Pipeline
 from tests.bus import worker_process
-from tests.bus.buses import ROOM, answered, make_bus, numbered, publish, take, values, work_until
+from tests.bus.buses import HASTY, ROOM, answered, make_bus, numbered, publish, take, values, work_until
 from tests.forked import fork
 from tests.servers import started
 
@@ -399,7 +399,7 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
 
 
 def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> None:
-    bus = make_bus("kafka", pipeline, kafka)
+    bus = make_bus("kafka", pipeline, kafka, HASTY)
     bus.create_topics()
     publish(bus, numbered(pipeline.requests("interactive"), 1))
     with bus.member("prefill", "a") as member:
@@ -456,7 +456,7 @@ def test_a_lost_reply_is_recovered(redis_url: str, pipeline: Pipeline) -> None:
 @pytest.mark.timeout(120)
 def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Path) -> None:
     server = started(KafkaServer(tmp_path).start)
-    bus = make_bus("kafka", pipeline, server.bootstrap)
+    bus = make_bus("kafka", pipeline, server.bootstrap, HASTY)
     bus.create_topics()
     publish(bus, numbered(pipeline.requests("interactive"), 3))
     with server, bus.member("prefill", "a") as member:

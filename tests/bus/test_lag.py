@@ -24,7 +24,7 @@ def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
 @pytest.fixture
 def narrow(kafka: str, pipeline: Pipeline) -> KafkaBus:
     """One partition a topic: one request is before all others."""
-    made = KafkaBus(pipeline, kafka, BusSettings(partitions=1, transaction_timeout_s=3.0))
+    made = KafkaBus(pipeline, kafka, BusSettings(partitions=1, transaction_timeout_s=30.0))
     made.create_topics()
     return made
 

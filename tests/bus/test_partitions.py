@@ -25,7 +25,7 @@ NUM = 4
 
 @pytest.fixture
 def bus(kafka: str, pipeline: Pipeline) -> KafkaBus:
-    made = KafkaBus(pipeline, kafka, BusSettings(partitions=NUM, transaction_timeout_s=3.0))
+    made = KafkaBus(pipeline, kafka, BusSettings(partitions=NUM, transaction_timeout_s=30.0))
     made.create_topics()
     return made
 

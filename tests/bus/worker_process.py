@@ -10,7 +10,7 @@ from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
 from penstock.errors import BusError
 from penstock.local.processes import wait_until
 from penstock.names import Pipeline, PriorityClass
-from tests.bus.buses import make_bus
+from tests.bus.buses import HASTY, make_bus
 
 ROOM: dict[PriorityClass, int] = {"interactive": 2, "batch": 2}
 
@@ -44,7 +44,7 @@ def hold(pipeline: Pipeline, member: Member, folder: Path) -> None:
 def main(kind: str, address: str, name: str, member_name: str, mode: str, folder: Path) -> None:
     """Run one member of the pipeline `name`, on the bus of the kind `kafka` or `streams`."""
     pipeline = Pipeline(name)
-    bus = make_bus(kind, pipeline, address)
+    bus = make_bus(kind, pipeline, address, HASTY)  # killed in the middle: others wait for this timeout
     with bus.member("prefill", member_name) as member:
         if mode == "work":
             work(bus, pipeline, member)

@@ -17,6 +17,9 @@ from penstock.worker import run_until_idle
 from prefill_worker.worker import PrefillWorker
 from tests.pipeline.workload import SETTINGS, demo_model
 
+PATIENT = BusSettings(transaction_timeout_s=60.0)
+"""A worker process whose transaction was ended, as it was too slow, joins again by itself. The workers here do not."""
+
 
 class Line:
     """The pipeline's arrows, one call each."""
@@ -32,7 +35,7 @@ class Line:
         self.engine_settings = engine
         self.kv_settings = kv or KVSettings(shared_mb=0, redis_mb=64)
         self.pipeline = Pipeline(addresses.pipeline)
-        self.bus = connect(addresses, BusSettings())
+        self.bus = connect(addresses, PATIENT)
         self.bus.create_topics()
         self.client = redis_client(addresses.stream_url)
         self.record_settings = record or RecordSettings()
