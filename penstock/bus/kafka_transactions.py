@@ -11,7 +11,7 @@ from penstock.bus.kafka_partitions import Partitions
 from penstock.errors import MemberFenced
 from penstock.failpoints import failpoint
 
-JOIN_S = 5.0
+JOIN_S = 10.0
 ABORT_S = 3.0
 STALE_GROUP = (
     KafkaError.STALE_MEMBER_EPOCH,

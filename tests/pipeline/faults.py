@@ -78,7 +78,7 @@ class Vandal:
             self.strikes[f"{tier.name} {what}"] += 1
 
     def _flip(self, stored: bytes) -> bytes:
-        place = self._chance.choice([self._chance.randrange(len(stored)), self._chance.randrange(HEADER_BYTES)])
+        place = self._chance.randrange(self._chance.choice([len(stored), min(HEADER_BYTES, len(stored))]))
         return stored[:place] + bytes([stored[place] ^ self._chance.randrange(1, 256)]) + stored[place + 1 :]
 
     def _cut(self, stored: bytes) -> bytes:
@@ -94,8 +94,11 @@ class Vandal:
             slot = tier.arena.tables.slot(place.slot)
             slot[:] = change(bytes(slot))[: len(slot)].ljust(len(slot), b"\0")
         elif name == "disk":
-            (path,) = self.disk.rglob(f"{key.hex()}.kv")
-            path.write_bytes(change(path.read_bytes()))
+            path = next(self.disk.rglob(f"{key.hex()}.kv"), None)
+            found = path.read_bytes() if path else b""
+            if path is None or not found:  # evicted meanwhile, or cut to nothing before
+                return False
+            path.write_bytes(change(found))
         else:
             stored = self._client.get(kv_key(key))
             if not isinstance(stored, bytes) or not stored:
