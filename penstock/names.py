@@ -18,6 +18,9 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:{<id>}:log`       | stream | as the record                             | `record`       |
 | `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
 | `penstock:<pipeline>:{<id>}:trace`     | list   | a set time after the last span            | `telemetry`    |
+| `penstock:<pipeline>:held:<stage>`     | zset   | while any is held: ids, by when to look   | `record`       |
+| `penstock:<pipeline>:readers:<stage>`  | zset   | while any is read: partitions, likewise   | `record`       |
+| `penstock:<pipeline>:rescuer:<stage>`  | string | a few seconds: who looks after orphans    | `record`       |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
@@ -131,6 +134,14 @@ class Pipeline:
     def held_key(self, stage: Stage) -> str:
         """Which requests a stage's workers hold."""
         return f"penstock:{self.name}:held:{stage}"
+
+    def readers_key(self, stage: Stage) -> str:
+        """Which partitions a stage's workers read."""
+        return f"penstock:{self.name}:readers:{stage}"
+
+    def rescuer_key(self, stage: Stage) -> str:
+        """Which of them reads what nobody does."""
+        return f"penstock:{self.name}:rescuer:{stage}"
 
     def log_key(self, request_id: str) -> str:
         """A request's token log."""

@@ -99,8 +99,8 @@ class Publisher(Protocol):
 class Member(Protocol):
     """One member of a stage's group.
 
-    `poll`, `retire` and `close` belong to one thread; `settle`, `retry`, `dead`, `held`, `holds` and `waiting` may be
-    called from any.
+    `poll`, `retire` and `close` belong to one thread; `settle`, `retry`, `dead`, `held`, `holds`, `waiting` and `parts`
+    may be called from any.
     """
 
     trouble: str
@@ -140,6 +140,14 @@ class Member(Protocol):
     def waiting(self) -> list[Delivery]:
         """What it has fetched beyond those, and would deliver if there were room; interactive first."""
 
+    def parts(self) -> list[str]:
+        """The parts of the interactive topic that it alone reads, by name. None where members share all of it, or while
+        it does not reach the bus.
+        """
+
+    def orphan_reader(self) -> "OrphanReader | None":
+        """For parts that were a dead member's; None where members share."""
+
     def retire(self) -> None:
         """Take nothing more: what would come here goes to other members at once. Settling goes on.
 
@@ -155,6 +163,19 @@ class Member(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+class OrphanReader(Protocol):
+    """Reads parts of a stage's topic whose member died, until the bus has found out. For one thread."""
+
+    def read(self, parts: Sequence[str], most: int) -> list[Delivery]:
+        """At most `most` messages of these parts which nobody finished, as deliveries that nobody holds.
+
+        Each once, as long as its part is asked for again and again. Raises `BusError`.
+        """
+
+    def close(self) -> None:
+        """Free the connection."""
 
 
 @dataclass(frozen=True)

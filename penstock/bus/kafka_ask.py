@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from penstock.bus.kafka import ANSWER_S
@@ -40,6 +40,21 @@ def partitions_of(admin: AdminClient, topics: Iterable[str]) -> list[Partition]:
     """All of the topics', of those that exist."""
     known = admin.list_topics(timeout=ANSWER_S).topics
     return [(topic, number) for topic in topics if topic in known for number in known[topic].partitions]
+
+
+def commits_of(
+    admin: AdminClient, group: str, partitions: Iterable[Partition]
+) -> dict[Partition, tuple[int, str | None]]:
+    """Offset and metadata that a group committed last; the offset is negative where there is none."""
+    wanted = [TopicPartition(*partition) for partition in partitions]
+    if not wanted:
+        return {}
+    asked = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group, wanted)], request_timeout=ANSWER_S)
+    places = asked[group].result(ANSWER_S).topic_partitions
+    for place in places:
+        if place.error:
+            raise KafkaException(place.error)
+    return {(place.topic, place.partition): (place.offset, place.metadata) for place in places}
 
 
 def offsets_of(

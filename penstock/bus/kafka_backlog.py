@@ -8,13 +8,12 @@ jobs, which are written in transactions, up to twice, as every transaction leave
 from collections.abc import Mapping
 from typing import Any
 
-from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka import IsolationLevel
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from penstock.bus.kafka import ANSWER_S
-from penstock.bus.kafka_ask import Partition, offsets_of, partitions_of, patiently
+from penstock.bus.kafka_ask import Partition, commits_of, offsets_of, partitions_of, patiently
 from penstock.bus.offsets import decode
-from penstock.names import STAGES, Pipeline, Stage
+from penstock.names import STAGES, Pipeline
 
 
 class Backlog:
@@ -35,7 +34,7 @@ class Backlog:
         found = dict.fromkeys(topics, 0)
         for stage in STAGES:
             mine = [partition for partition in partitions if topics[partition[0]] == stage]
-            commits = self._commits(stage, mine)
+            commits = commits_of(self._admin, self._pipeline.group(stage), mine)
             fresh = [partition for partition in mine if commits[partition][0] < 0]
             begins = self._ask(fresh, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
             for partition in mine:
@@ -48,15 +47,3 @@ class Backlog:
     def _ask(self, partitions: list[Partition], what: OffsetSpec) -> dict[Partition, int]:
         """Where the logs begin or end, for readers of what is committed."""
         return offsets_of(self._admin, partitions, what, IsolationLevel.READ_COMMITTED)
-
-    def _commits(self, stage: Stage, partitions: list[Partition]) -> dict[Partition, tuple[int, str | None]]:
-        """Offset and metadata that the stage's group committed last; the offset is negative where there is none."""
-        if not partitions:
-            return {}
-        group = self._pipeline.group(stage)
-        wanted = ConsumerGroupTopicPartitions(group, [TopicPartition(*partition) for partition in partitions])
-        reply = self._admin.list_consumer_group_offsets([wanted], request_timeout=ANSWER_S)[group].result(ANSWER_S)
-        for place in reply.topic_partitions:
-            if place.error:
-                raise KafkaException(place.error)
-        return {(place.topic, place.partition): (place.offset, place.metadata) for place in reply.topic_partitions}

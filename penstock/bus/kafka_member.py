@@ -25,6 +25,7 @@ from penstock.bus.kafka import (
     read_key,
 )
 from penstock.bus.kafka_buffer import Commit, Holdings, Partition
+from penstock.bus.kafka_orphans import KafkaOrphans, part_of
 from penstock.bus.kafka_transactions import GroupMoved, Transactions
 from penstock.bus.retries import dead_message, retry_message
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
@@ -56,7 +57,7 @@ class KafkaMember:
     """
 
     def __init__(self, bus: "KafkaBus", stage: Stage, name: str) -> None:
-        self._pipeline, self._stage = bus.pipeline, stage
+        self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
         self._group = bus.pipeline.group(stage)
         self._topics = bus.pipeline.inputs(stage)
         self._classes: dict[str, PriorityClass] = {
@@ -137,6 +138,16 @@ class KafkaMember:
         """Fetched, and not handed out for want of room."""
         with self._state:
             return self._holdings.waiting()
+
+    def parts(self) -> list[str]:
+        """The interactive topic's partitions that are assigned, while the brokers can be reached."""
+        with self._state:
+            partitions = [] if self.trouble else self._holdings.partitions
+        return [part_of(partition) for partition in partitions if partition[0] == self._topics["interactive"]]
+
+    def orphan_reader(self) -> KafkaOrphans:
+        """For partitions of members that the brokers still believe alive."""
+        return KafkaOrphans(self._pipeline, self._stage, self._clients)
 
     def retire(self) -> None:
         """Give the partitions up, and with them all deliveries."""

@@ -165,6 +165,13 @@ class StreamsMember:
         """Nothing: only what there is room for is fetched."""
         return []
 
+    def parts(self) -> list[str]:
+        """None: members share the streams."""
+        return []
+
+    def orphan_reader(self) -> None:
+        """None: what nobody has polled is everybody's."""
+
     def retire(self) -> None:
         """Nothing to do: what nobody has polled is everybody's."""
 

@@ -14,6 +14,7 @@ from penstock.record import scripts
 from penstock.record.append import Appends, append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, Renewal, TakenOver
 from penstock.record.log import Log, Status, events_of
+from penstock.record.readers import Readers
 from penstock.settings import RecordSettings
 
 
@@ -101,18 +102,31 @@ class Record:
     def _claim_args(self, stage: Stage, who: list[str], message: bytes) -> list[str | int | bytes]:
         return [stage, *who, self._lease_ms, self._pending_ms, START_HASH, message]
 
-    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> None:
+    def put_down(self, stage: Stage, waiting: Sequence[Waiting], *, is_here: bool = True) -> None:
         """Keep the messages of requests that wait for a place in this worker, in one round trip. As long as they are
-        `named` nobody else takes them over.
+        `named` nobody else takes them over; those that are not here, anybody may at once. Who looks before they are put
+        down finds nothing and forgets their names: so they have a lease until then.
         """
-        self.name(stage, [one.id for one in waiting])
+        ids = [one.id for one in waiting]
+        self.name(stage, ids)
         calls = [(self._keys(one.id), self._claim_args(stage, ["", one.job, one.body], one.message)) for one in waiting]
         scripts.CLAIM.run_all(self._client, calls)
+        if ids and not is_here:
+            self._hold(stage, ids, 0)
 
     def name(self, stage: Stage, request_ids: Sequence[str]) -> None:
         """Say that these are held, for a lease: nobody else looks after them before that."""
         if request_ids:
             self._hold(stage, request_ids, self._lease_ms)
+
+    def readers(self, stage: Stage, owner: str) -> Readers:
+        """What the stage's workers say of the partitions that they read; `owner` as in a claim."""
+        return Readers(self._client, self._pipeline, stage, owner, self.lease_s)
+
+    def num_overdue(self, stage: Stage) -> int:
+        """How many requests of a stage there are whose leases may have run out, and who was told to nobody."""
+        seconds, microseconds = self._client.time()
+        return self._client.zcount(self._pipeline.held_key(stage), "-inf", seconds * 1000 + microseconds // 1000)
 
     def overdue(self, stage: Stage, limit: int) -> list[str]:
         """At most `limit` requests of a stage whose leases may have run out. Others are not told for a while."""

@@ -22,6 +22,7 @@ from penstock.worker.backlog import Backlog
 from penstock.worker.failures import Failures
 from penstock.worker.inbox import Inbox
 from penstock.worker.load import Load
+from penstock.worker.orphans import Orphans
 from penstock.worker.parcel import unpack
 from penstock.worker.settler import Settler
 
@@ -85,7 +86,9 @@ class StageWorker(ABC, Generic[T]):
         self.pipeline, self.name, self.record, self.member = pipeline, name, record, member
         self.figures = figures or StageFigures(Meters(is_on=False), pipeline.name, self.stage, name, "")
         self.settler, self.inbox, self.load = Settler(member), Inbox(member), Load()
-        self.leases = LeaseKeeper(record, self.stage, Backlog(record, self.stage, member, waiting_of).tend)
+        self.orphans = Orphans(record, self.stage, name, member, waiting_of)
+        self._backlog = Backlog(record, self.stage, member, waiting_of)
+        self.leases = LeaseKeeper(record, self.stage, self._tend)
         self.failures = Failures(pipeline, record, self.settler, self.inbox, self.figures.retried)
         self.running: dict[str, T] = {}
         """All that is claimed and not settled, by request."""
@@ -107,6 +110,11 @@ class StageWorker(ABC, Generic[T]):
     @abstractmethod
     def _forget(self, task: T) -> None:
         """Let go of it, with all that it has in the engine."""
+
+    def _tend(self) -> None:
+        """What the others have to know is in hand here; on the thread that keeps the leases."""
+        self._backlog.tend()
+        self.orphans.name()
 
     # Taking in.
 
@@ -173,6 +181,7 @@ class StageWorker(ABC, Generic[T]):
     def retire(self) -> None:
         """Take nothing more. What runs goes on under its claim; who has its delivery then settles it, from its log."""
         self.settler.wait(MOMENT_S)
+        self.orphans.leave()
         self.member.retire()
         for task in self.running.values():
             if not self.member.holds(task.delivery):
@@ -190,6 +199,7 @@ class StageWorker(ABC, Generic[T]):
         self.transfers.close()
         self.settler.close()
         self.leases.close()
+        self.orphans.leave()
         self.store.close()
         self.member.close()
 
@@ -203,5 +213,6 @@ class StageWorker(ABC, Generic[T]):
         self.settler.abandon()
         self.transfers.abandon()
         self.leases.close()
+        self.orphans.close()
         self.record.close()
         self.member.close()

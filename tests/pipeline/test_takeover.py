@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
 from decode_worker.worker import DecodeWorker
 from penstock.client import Client
@@ -13,13 +14,15 @@ from penstock.local.kafka import KafkaServer
 from penstock.local.processes import wait_until
 from penstock.messages import EndEvent, Request, Sampling, TokenEvent
 from penstock.names import Pipeline, Stage
-from penstock.settings import Addresses, RecordSettings
+from penstock.settings import Addresses, BusSettings, RecordSettings
 from penstock.worker import run_until_idle
 from prefill_worker.worker import PrefillWorker
 from tests.forked import fork, run_penstock
 from tests.pipeline.line import Line
 from tests.pipeline.workload import alone, requests
 from tests.servers import started
+
+NUM_PARTITIONS = BusSettings().partitions
 
 
 @pytest.fixture(params=["embedded", "kafka"])
@@ -40,8 +43,8 @@ def silence(worker: PrefillWorker | DecodeWorker) -> None:
     worker.leases.close()
 
 
-def goes_on(line: Line, worker: PrefillWorker | DecodeWorker, request_id: str) -> list[TokenEvent | EndEvent]:
-    """Turn a worker until the stream of a request has its end; the whole stream, as a client reads it."""
+def goes_on(line: Line, request_id: str, *workers: PrefillWorker | DecodeWorker) -> list[TokenEvent | EndEvent]:
+    """Turn workers until the stream of a request has its end; the whole stream, as a client reads it."""
     events: list[TokenEvent | EndEvent] = []
 
     def read() -> None:
@@ -52,7 +55,8 @@ def goes_on(line: Line, worker: PrefillWorker | DecodeWorker, request_id: str) -
     reader.start()
 
     def has_ended() -> bool:
-        worker.turn()
+        for worker in workers:
+            worker.turn()
         return not reader.is_alive()
 
     wait_until(has_ended, 60, "the stream's end", 0)
@@ -74,7 +78,7 @@ def fallen_silent(line: Line, request: Request) -> DecodeWorker:
 def test_another_decode_worker_goes_on_and_the_holder_of_the_delivery_settles(line: Line) -> None:
     request = long(40)
     zombie = fallen_silent(line, request)
-    events = goes_on(line, line.decode, "long")
+    events = goes_on(line, "long", line.decode)
     expected = alone([request])["long"].token_ids
     assert [event.token for event in events if isinstance(event, TokenEvent)] == expected
     if not line.addresses.kafka:  # Kafka gives a part of the partitions, and their deliveries, to who joins
@@ -170,6 +174,37 @@ def test_what_waited_in_a_killed_worker_goes_on(
         for name in left:
             said = [event.token for event in line.prefill.record.read_log(name) if isinstance(event, TokenEvent)]
             assert said == expected[name].token_ids
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_what_arrives_for_a_killed_worker_goes_on(
+    stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    """All partitions are a dead member's for 45 s, and another worker answers what is put there now."""
+    work = requests(6, pipeline.name, max_tokens=8)
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
+    with Line(addresses) as line:
+        (line.decode if stage == "decode" else line.prefill).close()
+        victim = fork(
+            "victim", tmp_path / "victim.log", run_penstock, "worker", stage, environment=environment_of(addresses)
+        )
+        wait_until(lambda: line.client.zcard(pipeline.readers_key(stage)) == NUM_PARTITIONS, 60, "it reads them all")
+        victim.kill()
+        (line.add_decode if stage == "decode" else line.add_prefill)("another")
+        line.send(*work)
+        expected = alone(work)
+        for request in work:
+            events = goes_on(line, request.id, line.prefill, line.decode)
+            said = [event.token for event in events if isinstance(event, TokenEvent)]
+            assert said == expected[request.id].token_ids
+        assert "victim" in members(patient_kafka, pipeline.group(stage))  # as the brokers still believe
+
+
+def members(kafka: str, group: str) -> list[str]:
+    """Who is in a group, by the brokers."""
+    admin = AdminClient({"bootstrap.servers": kafka})
+    described = admin.describe_consumer_groups([group])[group].result(30)
+    return [member.client_id for member in described.members]
 
 
 def environment_of(addresses: Addresses) -> dict[str, str]:

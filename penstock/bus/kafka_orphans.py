@@ -1,0 +1,97 @@
+"""Reading partitions whose member died, in no group: from where their group stopped, without moving it."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from penstock.bus.contract import Delivery
+from penstock.bus.kafka import bus_errors, read_headers, read_key
+from penstock.bus.kafka_ask import Partition, commits_of, patiently
+from penstock.bus.offsets import PartitionOffsets
+from penstock.names import Pipeline, PriorityClass, Stage
+
+log = logging.getLogger(__name__)
+
+FETCH_S = 0.3
+"""How long a look waits for a message that may be there."""
+
+
+def part_of(partition: Partition) -> str:
+    """A partition's name among workers."""
+    return f"{partition[0]}:{partition[1]}"
+
+
+def _partition_of(part: str) -> Partition:
+    topic, _, number = part.rpartition(":")
+    return topic, int(number)
+
+
+class KafkaOrphans:
+    """See `contract.OrphanReader`. Connects at the first orphan."""
+
+    def __init__(self, pipeline: Pipeline, stage: Stage, clients: Mapping[str, Any]) -> None:
+        self._clients, self._group = dict(clients), pipeline.group(stage)
+        self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in pipeline.inputs(stage).items()}
+        self._consumer: Consumer | None = None
+        self._offsets: dict[Partition, PartitionOffsets] = {}
+        self._next: dict[Partition, int] = {}
+
+    def read(self, parts: Sequence[str], most: int) -> list[Delivery]:
+        """See `contract.OrphanReader.read`."""
+        partitions = {partition for partition in map(_partition_of, parts) if partition[0] in self._classes}
+        if not partitions:
+            self.close()
+            return []
+        with bus_errors():
+            consumer = self._consumer = self._consumer or Consumer(_settings(self._clients, self._group))
+            if partitions != self._next.keys():
+                self._assign(consumer, partitions)
+            return self._fetch(consumer, most)
+
+    def close(self) -> None:
+        """Free the connection. What is read next is read from where the group stopped."""
+        self._next, self._offsets = {}, {}
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+    def _assign(self, consumer: Consumer, partitions: set[Partition]) -> None:
+        fresh = partitions - self._next.keys()
+        commits = patiently(lambda: commits_of(AdminClient(self._clients), self._group, fresh))
+        for partition, (offset, metadata) in commits.items():
+            self._offsets[partition] = PartitionOffsets(max(0, offset), metadata or "")
+            self._next[partition] = offset if offset >= 0 else OFFSET_BEGINNING
+        self._next = {partition: self._next[partition] for partition in partitions}
+        consumer.assign([TopicPartition(*partition, offset) for partition, offset in self._next.items()])
+
+    def _fetch(self, consumer: Consumer, most: int) -> list[Delivery]:
+        found: list[Delivery] = []
+        until = time.monotonic() + FETCH_S
+        while len(found) < most and (message := consumer.poll(max(0.0, until - time.monotonic()))) is not None:
+            topic, offset, error = message.topic() or "", message.offset() or 0, message.error()
+            if error is not None:
+                log.debug("Kafka: %s", error.str())
+                continue
+            partition = topic, message.partition() or 0
+            self._next[partition] = offset + 1
+            if self._offsets[partition].deliver(offset):
+                value, at_s = message.value() or b"", message.timestamp()[1] / 1000
+                about = read_key(message), read_headers(message), self._classes[topic]
+                found.append(Delivery(topic, "", value, *about, at_s, is_held=False))
+        return found
+
+
+def _settings(clients: Mapping[str, Any], group: str) -> dict[str, Any]:
+    return {
+        **clients,
+        "group.id": group,  # it must have one, and has the right to this; it does not join, and commits nothing
+        "isolation.level": "read_committed",
+        "enable.auto.commit": False,
+        "auto.offset.reset": "earliest",
+        "fetch.wait.max.ms": 100,
+        "queued.max.messages.kbytes": 16384,
+    }

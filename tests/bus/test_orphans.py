@@ -1,0 +1,100 @@
+"""Partitions whose member died, read by somebody who is not their owner, on a real Kafka."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.bus.contract import Delivery, OrphanReader
+from penstock.bus.kafka import KafkaBus
+from penstock.bus.kafka_orphans import KafkaOrphans
+from penstock.names import Pipeline
+from penstock.settings import BusSettings
+from tests.bus.buses import answered, make_bus, numbered, publish, take
+
+
+@pytest.fixture
+def bus(kafka: str, pipeline: Pipeline) -> KafkaBus:
+    made = KafkaBus(pipeline, kafka, BusSettings(partitions=1, transaction_timeout_s=30.0))
+    made.create_topics()
+    return made
+
+
+@pytest.fixture
+def reader(bus: KafkaBus) -> Iterator[OrphanReader]:
+    made = KafkaOrphans(bus.pipeline, "prefill", bus.clients)
+    yield made
+    made.close()
+
+
+def seen(deliveries: list[Delivery]) -> list[int]:
+    return [int(delivery.value) for delivery in deliveries]
+
+
+def read(reader: OrphanReader, parts: list[str], count: int, most: int = 100) -> list[Delivery]:
+    """As many as that, however many looks it takes."""
+    found: list[Delivery] = []
+    while len(found) < count:
+        found += reader.read(parts, most)
+    return found
+
+
+def test_a_member_says_what_it_reads_of_what_is_interactive(bus: KafkaBus, pipeline: Pipeline) -> None:
+    publish(bus, numbered(pipeline.requests("interactive"), 1))
+    with bus.member("prefill", "a") as member:
+        take(member, 1)
+        assert member.parts() == [f"{pipeline.requests('interactive')}:0"]
+        member.trouble = "cut off"
+        assert member.parts() == []
+        member.trouble = ""
+        member.retire()
+        assert member.parts() == []
+
+
+def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
+    bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
+) -> None:
+    """Also what is finished beyond the committed offset is left out: the commit's metadata has it."""
+    topic = pipeline.requests("interactive")
+    part = [f"{topic}:0"]
+    publish(bus, numbered(topic, 10))
+    with bus.member("prefill", "a") as member:
+        taken = take(member, 10)
+        member.settle([answered(pipeline, taken[number]) for number in (0, 1, 4, 5)])
+        first = read(reader, part, 3, most=3)
+        assert seen(first) == [2, 3, 6]
+        assert seen(read(reader, part, 3)) == [7, 8, 9]
+        assert not any(delivery.is_held for delivery in first)
+        assert (first[0].key, first[0].topic, first[0].klass) == (taken[2].key, topic, "interactive")
+        assert first[0].timestamp_s == taken[2].timestamp_s
+        assert reader.read(part, 100) == []
+        publish(bus, [*numbered(topic, 12)[10:]])
+        assert seen(read(reader, part, 2)) == [10, 11]
+        assert reader.read([], 100) == []
+        assert seen(read(reader, part, 8)) == [2, 3, 6, 7, 8, 9, 10, 11]
+        member.settle([answered(pipeline, delivery) for delivery in taken[2:4]])  # nothing was taken from its owner
+
+
+def test_a_group_that_never_committed_is_read_from_the_beginning(
+    bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
+) -> None:
+    topic = pipeline.requests("interactive")
+    publish(bus, numbered(topic, 3))
+    assert seen(read(reader, [f"{topic}:0"], 3)) == [0, 1, 2]
+
+
+def test_parts_that_are_not_there_or_of_another_topic_are_passed_over(
+    bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
+) -> None:
+    topic = pipeline.requests("interactive")
+    publish(bus, numbered(topic, 1))
+    parts = [f"{topic}:0", f"{topic}:7", "penstock.elsewhere.requests.interactive:0"]
+    assert seen(read(reader, parts, 1)) == [0]
+    assert reader.read(parts, 100) == []
+
+
+def test_where_members_share_nobody_reads_for_another(redis_url: str, pipeline: Pipeline) -> None:
+    bus = make_bus("streams", pipeline, redis_url)
+    bus.create_topics()
+    with bus.member("prefill", "a") as member:
+        assert member.orphan_reader() is None
+        assert member.parts() == []
