@@ -17,7 +17,7 @@ from penstock.names import Pipeline, PriorityClass, Stage
 log = logging.getLogger(__name__)
 
 FETCH_S = 0.3
-"""How long a look waits for a message that may be there."""
+"""How long a look waits for a first message."""
 
 
 def part_of(partition: Partition) -> str:
@@ -71,7 +71,10 @@ class KafkaOrphans:
     def _fetch(self, consumer: Consumer, most: int) -> list[Delivery]:
         found: list[Delivery] = []
         until = time.monotonic() + FETCH_S
-        while len(found) < most and (message := consumer.poll(max(0.0, until - time.monotonic()))) is not None:
+        while len(found) < most:
+            message = consumer.poll(0.0 if found else max(0.0, until - time.monotonic()))
+            if message is None:
+                break
             topic, offset, error = message.topic() or "", message.offset() or 0, message.error()
             if error is not None:
                 log.debug("Kafka: %s", error.str())

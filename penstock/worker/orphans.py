@@ -69,14 +69,17 @@ class Orphans:
 
     def _run(self) -> None:
         assert self._reader is not None
-        while not self._stop.wait(self._record.lease_s / 2):
+        calm_s = self._record.lease_s / 2
+        wait_s = calm_s
+        while not self._stop.wait(wait_s):
             try:
-                self._look()
+                wait_s = calm_s / 5 if self._look() else calm_s
             except (redis.RedisError, BusError) as error:  # an outage: the next look tries again
                 log.debug("orphans cannot be looked after: %s", error)
         self._reader.close()
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Whether there are any."""
         assert self._reader is not None
         parts = self._readers.orphans(MOST_PARTS)
         most = max(0, MOST - self._record.num_overdue(self._stage)) if parts else 0
@@ -85,3 +88,4 @@ class Orphans:
             log.info("%d messages that a dead %s worker would have read", len(found), self._stage)
         waiting = [known for delivery in found if (known := self._read(delivery)) is not None]
         self._record.put_down(self._stage, waiting, is_here=False)
+        return bool(parts)

@@ -7,6 +7,7 @@ import pytest
 from penstock.bus.contract import Delivery, OrphanReader
 from penstock.bus.kafka import KafkaBus
 from penstock.bus.kafka_orphans import KafkaOrphans
+from penstock.local.processes import wait_until
 from penstock.names import Pipeline
 from penstock.settings import BusSettings
 from tests.bus.buses import answered, make_bus, numbered, publish, take
@@ -48,6 +49,16 @@ def test_a_member_says_what_it_reads_of_what_is_interactive(bus: KafkaBus, pipel
         member.trouble = ""
         member.retire()
         assert member.parts() == []
+
+
+def test_each_topic_is_dealt_out_to_all_members(kafka: str, pipeline: Pipeline) -> None:
+    """Not one the requests and the other the retries."""
+    bus = KafkaBus(pipeline, kafka, BusSettings(partitions=4))
+    bus.create_topics()
+    with bus.member("prefill", "a") as one, bus.member("prefill", "b") as other:
+        topic = pipeline.requests("interactive")
+        halves = [[f"{topic}:0", f"{topic}:1"], [f"{topic}:2", f"{topic}:3"]]
+        wait_until(lambda: sorted([sorted(one.parts()), sorted(other.parts())]) == halves, 30, "each has half")
 
 
 def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
