@@ -11,17 +11,18 @@ from typing import Any
 from confluent_kafka import IsolationLevel
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from penstock.bus.kafka_ask import Partition, commits_of, offsets_of, partitions_of, patiently
+from penstock.bus.kafka_ask import Commits, Partition, offsets_of, partitions_of, patiently
 from penstock.bus.offsets import decode
 from penstock.names import STAGES, Pipeline
 
 
 class Backlog:
-    """Asks the brokers, over one connection that is kept. Thread-safe."""
+    """Asks the brokers, over connections that are kept. Thread-safe."""
 
     def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any]) -> None:
         self._pipeline = pipeline
         self._admin = AdminClient(dict(clients))
+        self._commits = {stage: Commits(clients, pipeline.group(stage)) for stage in STAGES}
 
     def unsettled(self) -> dict[str, int]:
         """Messages of each work topic that are not settled. Raises `KafkaException` or `TimeoutError`."""
@@ -34,7 +35,7 @@ class Backlog:
         found = dict.fromkeys(topics, 0)
         for stage in STAGES:
             mine = [partition for partition in partitions if topics[partition[0]] == stage]
-            commits = commits_of(self._admin, self._pipeline.group(stage), mine)
+            commits = self._commits[stage].of(mine)
             fresh = [partition for partition in mine if commits[partition][0] < 0]
             begins = self._ask(fresh, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
             for partition in mine:

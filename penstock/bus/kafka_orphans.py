@@ -3,14 +3,14 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
-from confluent_kafka.admin import AdminClient
 
 from penstock.bus.contract import Delivery
 from penstock.bus.kafka import bus_errors, read_headers, read_key
-from penstock.bus.kafka_ask import Partition, commits_of, patiently
+from penstock.bus.kafka_ask import Commits, Partition, patiently
 from penstock.bus.offsets import PartitionOffsets
 from penstock.names import Pipeline, PriorityClass, Stage
 
@@ -61,7 +61,11 @@ class KafkaOrphans:
 
     def _assign(self, consumer: Consumer, partitions: set[Partition]) -> None:
         fresh = partitions - self._next.keys()
-        commits = patiently(lambda: commits_of(AdminClient(self._clients), self._group, fresh))
+        asked = Commits(self._clients, self._group)
+        try:
+            commits = patiently(partial(asked.of, fresh))
+        finally:
+            asked.close()
         for partition, (offset, metadata) in commits.items():
             self._offsets[partition] = PartitionOffsets(max(0, offset), metadata or "")
             self._next[partition] = offset if offset >= 0 else OFFSET_BEGINNING

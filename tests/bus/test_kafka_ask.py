@@ -21,7 +21,7 @@ class Brokers:
 
 
 def test_while_leaders_are_agreed_on_it_asks_again() -> None:
-    brokers = Brokers(KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE)
+    brokers = Brokers(KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.UNKNOWN_LEADER_EPOCH)
     assert patiently(brokers.ask) == "an answer"
 
 
