@@ -1,5 +1,6 @@
 """Fixtures every test may use."""
 
+import logging
 import uuid
 from collections.abc import Iterator
 
@@ -22,6 +23,17 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The url of a real Redis. It is shared: tests keep apart by their pipeline's name."""
     yield from served(find_redis(tmp_path_factory.mktemp("redis")))
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Commands say themselves what is wrong, and silence what they are made of: not beyond the test that runs them."""
+    loggers = logging.getLogger(), logging.getLogger("kvstore")
+    levels, silenced = [logger.level for logger in loggers], logging.root.manager.disable
+    yield
+    logging.disable(silenced)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture
