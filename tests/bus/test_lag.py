@@ -73,7 +73,7 @@ def test_a_bus_that_is_away_is_said_to_be(pipeline: Pipeline, monkeypatch: pytes
 def answer(member: Member, pipeline: Pipeline, count: int) -> None:
     """Take and settle that many deliveries, some hundred at a time."""
     while count:
-        taken = member.poll(5.0, {"interactive": min(count, 300)})
+        taken = member.poll(30.0, {"interactive": min(count, 300)})
         assert taken, f"{count} more do not come"
         member.settle([answered(pipeline, delivery) for delivery in taken])
         count -= len(taken)
