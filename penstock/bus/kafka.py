@@ -19,12 +19,12 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from penstock.bus.contract import Outgoing, check_size
+from penstock.bus.contract import Delivery, Outgoing, check_size
 from penstock.bus.kafka_partitions import Partitions
 from penstock.errors import BusUnavailable, MemberFenced
 from penstock.local.processes import wait_until
 from penstock.messages import MAX_REQUEST_BYTES
-from penstock.names import Pipeline, Stage
+from penstock.names import Pipeline, PriorityClass, Stage
 from penstock.settings import BusSettings
 
 if TYPE_CHECKING:
@@ -293,6 +293,19 @@ def bus_errors() -> Iterator[None]:
         raise BusUnavailable(f"Kafka: {error.str()}") from raised
     except TimeoutError as raised:
         raise BusUnavailable(f"Kafka: {raised}") from raised
+
+
+def read_delivery(message: Message, klass: PriorityClass) -> Delivery:
+    """A message as its partition's owner holds it; its position is partition and offset."""
+    return Delivery(
+        message.topic() or "",
+        f"{message.partition()}:{message.offset()}",
+        message.value() or b"",
+        read_key(message),
+        read_headers(message),
+        klass,
+        message.timestamp()[1] / 1000,
+    )
 
 
 def read_key(message: Message) -> str | None:

@@ -21,8 +21,7 @@ from penstock.bus.kafka import (
     ANSWER_S,
     MAX_BATCH_BYTES,
     bus_errors,
-    read_headers,
-    read_key,
+    read_delivery,
 )
 from penstock.bus.kafka_buffer import Commit, Holdings, Partition
 from penstock.bus.kafka_orphans import KafkaOrphans, part_of
@@ -253,22 +252,10 @@ class KafkaMember:
                 raise KafkaException(error)
             log.warning("Kafka: %s", error.str())
             return
-        delivery = self._delivery(message)
+        delivery = read_delivery(message, self._classes[message.topic() or ""])
         with self._state:
             self._holdings.arrive(delivery)
             self._state.notify()
-
-    def _delivery(self, message: Message) -> Delivery:
-        topic = message.topic() or ""
-        return Delivery(
-            topic,
-            f"{message.partition()}:{message.offset()}",
-            message.value() or b"",
-            read_key(message),
-            read_headers(message),
-            self._classes[topic],
-            message.timestamp()[1] / 1000,
-        )
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Begin each partition where its group stopped, and remember what was finished beyond that."""

@@ -3,13 +3,14 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 
 from penstock.bus.contract import Delivery
-from penstock.bus.kafka import bus_errors, read_headers, read_key
+from penstock.bus.kafka import bus_errors, read_delivery
 from penstock.bus.kafka_ask import Commits, Partition, patiently
 from penstock.bus.offsets import PartitionOffsets
 from penstock.names import Pipeline, PriorityClass, Stage
@@ -38,7 +39,6 @@ class KafkaOrphans:
         self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in pipeline.inputs(stage).items()}
         self._consumer: Consumer | None = None
         self._offsets: dict[Partition, PartitionOffsets] = {}
-        self._next: dict[Partition, int] = {}
 
     def read(self, parts: Sequence[str], most: int) -> list[Delivery]:
         """See `contract.OrphanReader.read`."""
@@ -48,29 +48,27 @@ class KafkaOrphans:
             return []
         with bus_errors():
             consumer = self._consumer = self._consumer or Consumer(_settings(self._clients, self._group))
-            if partitions != self._next.keys():
+            if partitions != self._offsets.keys():
                 self._assign(consumer, partitions)
             return self._fetch(consumer, most)
 
     def close(self) -> None:
         """Free the connection. What is read next is read from where the group stopped."""
-        self._next, self._offsets = {}, {}
+        self._offsets = {}
         if self._consumer is not None:
             self._consumer.close()
             self._consumer = None
 
     def _assign(self, consumer: Consumer, partitions: set[Partition]) -> None:
-        fresh = partitions - self._next.keys()
+        fresh = partitions - self._offsets.keys()
         asked = Commits(self._clients, self._group)
         try:
             commits = patiently(partial(asked.of, fresh))
         finally:
             asked.close()
-        for partition, (offset, metadata) in commits.items():
-            self._offsets[partition] = PartitionOffsets(max(0, offset), metadata or "")
-            self._next[partition] = offset if offset >= 0 else OFFSET_BEGINNING
-        self._next = {partition: self._next[partition] for partition in partitions}
-        consumer.assign([TopicPartition(*partition, offset) for partition, offset in self._next.items()])
+        begun = {one: PartitionOffsets(max(0, offset), metadata or "") for one, (offset, metadata) in commits.items()}
+        self._offsets = {one: begun.get(one) or self._offsets[one] for one in partitions}
+        consumer.assign([TopicPartition(*partition, offsets.next) for partition, offsets in self._offsets.items()])
 
     def _fetch(self, consumer: Consumer, most: int) -> list[Delivery]:
         found: list[Delivery] = []
@@ -83,12 +81,8 @@ class KafkaOrphans:
             if error is not None:
                 log.debug("Kafka: %s", error.str())
                 continue
-            partition = topic, message.partition() or 0
-            self._next[partition] = offset + 1
-            if self._offsets[partition].deliver(offset):
-                value, at_s = message.value() or b"", message.timestamp()[1] / 1000
-                about = read_key(message), read_headers(message), self._classes[topic]
-                found.append(Delivery(topic, "", value, *about, at_s, is_held=False))
+            if self._offsets[topic, message.partition() or 0].deliver(offset):
+                found.append(replace(read_delivery(message, self._classes[topic]), position="", is_held=False))
         return found
 
 

@@ -41,6 +41,11 @@ class PartitionOffsets:
         self._finished: list[Range] = [run for run in decode(metadata, committed) if run[0] >= committed]
 
     @property
+    def next(self) -> int:
+        """Where to read on."""
+        return self._next
+
+    @property
     def num_unfinished(self) -> int:
         """Delivered and not finished."""
         return len(self._unfinished)
