@@ -314,7 +314,7 @@ class BatchSettings(BaseSettings):
     """Where files and batches are kept, the same for all gateways: a folder, or `s3://bucket/prefix` with its keys in
     the store's own variables (`AWS_…`). Empty: `files` beside the data of `penstock up`."""
     rows_in_flight: int = Field(default=256, ge=1)
-    """Requests of batches that one gateway has under way."""
+    """Requests of batches that one gateway has under way, of each pipeline and of each batch."""
     max_lines: int = Field(default=50_000, ge=1)
     """Requests in one batch."""
     max_file_bytes: int = Field(default=200_000_000, ge=1)

@@ -12,10 +12,14 @@ Dying after 1 costs nothing; in 3 and 4 the lines that are asked but not yet in 
 ids, which joins what runs or has ended within the hour that a stream is kept, and generates again what is older. There
 are at most `rows_in_flight` of them and one unwritten part. After 6 it costs a second pair of files, which the batch's
 end does not name; they go with their time.
+
+A row takes two places: one of its batch, which bounds what is in memory, and then one of the pipeline that answers it,
+which bounds what all batches ask of that. So a pipeline that is slow, or has no workers, holds up its own rows alone.
 """
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
@@ -37,6 +41,16 @@ FLUSH_S = 5.0
 LOOK_S = 1.0
 PATIENCE_S = 60.0
 """How long a model that no worker serves is waited for: its workers may be starting."""
+STANDSTILL_S = 60.0
+"""A batch of which no line was finished for so long stands still."""
+
+Places = defaultdict[AsyncClient, asyncio.Semaphore]
+"""How many more rows this process may ask of a pipeline, whichever batches they are of."""
+
+
+def make_places(num_rows: int) -> Places:
+    """So many places of each pipeline."""
+    return defaultdict(lambda: asyncio.Semaphore(num_rows))
 
 
 class Work:
@@ -47,17 +61,22 @@ class Work:
         objects: Objects,
         birth: Birth,
         client_of: ClientOf,
-        room: asyncio.Semaphore,
+        places: Places,
         settings: BatchSettings,
     ) -> None:
-        self._objects, self._birth, self._client_of, self._room = objects, birth, client_of, room
+        self._objects, self._birth, self._client_of, self._places = objects, birth, client_of, places
         self._batches, self._files, self._parts = Batches(objects), FileStore(objects), Parts(objects, birth)
         self._settings = settings
         self._terms = Terms(birth.tenant, birth.weight, float(birth.expires_at), birth.max_request_tokens)
         self._state = BatchState()
         self._noting = asyncio.Lock()
         self._flushed_at = time.monotonic()
-        self._begun_at = time.monotonic()
+        self._begun_at = self._moved_at = time.monotonic()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a line was finished lately, or the work has only just begun."""
+        return time.monotonic() < self._moved_at + STANDSTILL_S
 
     async def run(self) -> None:
         """To the batch's end. Raises `ApiError` 503 without the store: to be tried again."""
@@ -139,11 +158,12 @@ class Work:
         return "expired" if time.time() >= self._birth.expires_at else "completed"
 
     async def _ask_all(self) -> None:
+        room = asyncio.Semaphore(self._settings.rows_in_flight)
         async with asyncio.TaskGroup() as group:
             async for row in self._rows():
                 if row.number not in self._parts.done:
-                    await self._room.acquire()
-                    group.create_task(self._one(row)).add_done_callback(lambda _: self._room.release())
+                    await room.acquire()
+                    group.create_task(self._one(row)).add_done_callback(lambda _: room.release())
 
     async def _one(self, row: Row) -> None:
         try:
@@ -151,7 +171,9 @@ class Work:
         except ApiError as error:
             finished = refused(row, self._name(row), error)
         else:
-            finished = await answer(client, row, self._name(row), self._terms)
+            async with self._places[client]:
+                finished = await answer(client, row, self._name(row), self._terms)
+        self._moved_at = time.monotonic()
         if self._parts.add(row.number, finished.row, is_ok=finished.is_ok):
             await self.flush()
 
