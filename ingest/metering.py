@@ -8,9 +8,11 @@ Any number of gateways may run a `Meter`; one at a time counts, the others wait 
 A crash before 2 costs nothing, and after it neither: the next one reads on from the stored place. Two that count at
 once (the lease ran out in a pause) start from the same place; the second one's script does nothing, and it reads again.
 
-So the sums are exactly what the topic said up to the stored places. A second result of one id, possible where Redis
-lost the request's record, is left out if the first is among the last `WINDOW` counted. If Redis loses the sums it loses
-the places with them, and all that the topic still keeps is counted again.
+So the sums are exactly what the topic said up to the stored places. A part that ends before its stored place, because
+the servers lost the end of its log, is gone on with at its end, which is stored: rather too little is counted than
+twice. A second result of one id, possible where Redis lost the request's record, is left out if the first is among the
+last `WINDOW` counted. If Redis loses the sums it loses the places with them, and all that the topic still keeps is
+counted again.
 """
 
 import asyncio
@@ -40,6 +42,8 @@ WINDOW = 100_000
 """So many ids are remembered."""
 MOST = 200
 """Results read at once."""
+MOST_TOKENS = 2**31
+"""No request uses so many: a sum of larger numbers may be none that Redis can keep."""
 LEASE_S, WAIT_S = 5.0, 1.0
 COUNTERS = ("requests", "prefill_tokens", "cached_tokens", "decode_tokens")
 
@@ -155,12 +159,20 @@ class Meter:
 
 
 def _results(messages: Iterable[Followed]) -> Iterable[Result]:
-    """What can be read of them; anybody may write into a topic."""
-    for message in messages:
+    """What can be read of them, and counted; anybody may write into a topic."""
+    for followed in messages:
+        if followed.message is None:
+            continue
         try:
-            yield decode(Result, message.message.value)
+            result = decode(Result, followed.message.value)
         except RequestError as error:
-            log.warning("%s is no result: %s", message.place, error)
+            log.warning("%s is no result: %s", followed.place, error)
+            continue
+        usage = result.usage
+        if 0 <= usage.cached_tokens <= usage.prompt_tokens < MOST_TOKENS and 0 <= usage.completion_tokens < MOST_TOKENS:
+            yield result
+        else:
+            log.warning("%s is no result: %s cannot have been used", followed.place, usage)
 
 
 async def meter_forever(addresses: Addresses) -> None:
@@ -201,8 +213,9 @@ Days = Mapping[str, Mapping[str, Sums]]
 
 
 def day_of(seconds: float) -> str:
-    """`2026-11-21`, in UTC; of a result that does not say when it finished, today."""
-    return time.strftime("%Y-%m-%d", time.gmtime(seconds or None))
+    """`2026-11-21`, in UTC; of a result that does not say when it finished, or when it cannot have, today."""
+    now = time.time()
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds if 0 < seconds < now + 86400 else now))
 
 
 def last_days(num_days: int) -> list[str]:

@@ -186,7 +186,8 @@ class Followed:
     """Of the topic: within one, messages have an order, and a place in it."""
     place: str
     """Where the message is. Who has counted everything up to it follows `after` it."""
-    message: Outgoing
+    message: Outgoing | None
+    """None: nothing was read. The log ends before the place that was asked for, and is followed after this one."""
 
 
 class Follower(Protocol):
@@ -196,7 +197,8 @@ class Follower(Protocol):
         """The next messages that are visible, at most so many; waits up to `timeout_s` for any.
 
         Nothing is skipped, and nothing is seen that a transaction may still take back. What the topic does not keep any
-        more is passed over. Raises `BusUnavailable`: then a new follower goes on after what was counted.
+        more is passed over. Parts that are added to the topic are read within some seconds. Raises `BusUnavailable`:
+        then a new follower goes on after what was counted.
         """
 
     def close(self) -> None:

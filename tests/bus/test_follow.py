@@ -1,14 +1,16 @@
 """Following a topic, on both buses."""
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewPartitions
 
-from penstock.bus import streams
+from penstock.bus import kafka_follower, streams
 from penstock.bus.contract import Bus, Followed, Follower, Outgoing, Settlement
 from penstock.bus.kafka import KafkaBus, client_settings, producer_settings
 from penstock.local.processes import wait_until
 from penstock.names import Pipeline
 from penstock.reach import redis_client
+from penstock.settings import BusSettings
 from tests.bus.buses import answered, make_bus, numbered, publish, take
 
 
@@ -31,6 +33,11 @@ def read(follower: Follower, count: int, most: int = 500) -> list[Followed]:
     return found
 
 
+def value_of(followed: Followed) -> bytes:
+    assert followed.message is not None
+    return followed.message.value
+
+
 def settle(bus: Bus, pipeline: Pipeline, count: int, first: int = 0) -> None:
     publish(bus, [Outgoing(pipeline.jobs("batch"), b"%d" % (first + n), f"k{first + n}") for n in range(count)])
     with bus.member("decode", "d") as member:
@@ -41,15 +48,15 @@ def test_a_follower_reads_on_where_another_one_was(bus: Bus, pipeline: Pipeline)
     settle(bus, pipeline, 30)
     follower = bus.follow(pipeline.results, {})
     found = read(follower, 30)
-    assert sorted(int(one.message.value) for one in found) == list(range(30))
-    assert all(one.message.key == f"k{one.message.value.decode()}" for one in found)
+    assert sorted(int(value_of(one)) for one in found) == list(range(30))
+    assert all(one.message and one.message.key == f"k{one.message.value.decode()}" for one in found)
     settle(bus, pipeline, 5, first=30)
-    assert sorted(int(one.message.value) for one in read(follower, 5)) == list(range(30, 35))
+    assert sorted(int(value_of(one)) for one in read(follower, 5)) == list(range(30, 35))
     follower.close()
     counted = {one.part: one.place for one in found[:17]}  # of each part the last
     follower = bus.follow(pipeline.results, counted)
     rest = read(follower, 35 - 17, most=3)
-    assert {int(one.message.value) for one in rest} == set(range(35)) - {int(one.message.value) for one in found[:17]}
+    assert {int(value_of(one)) for one in rest} == set(range(35)) - {int(value_of(one)) for one in found[:17]}
     assert follower.read(0.0) == []
     follower.close()
 
@@ -68,7 +75,53 @@ def test_what_a_transaction_takes_back_is_never_seen(kafka: str, pipeline: Pipel
     assert follower.read(0.5) == []
     producer.abort_transaction(30)
     publish(bus, numbered(pipeline.results, 4))
-    assert {one.message.value for one in read(follower, 4)} == {b"0", b"1", b"2", b"3"}
+    assert {value_of(one) for one in read(follower, 4)} == {b"0", b"1", b"2", b"3"}
+    follower.close()
+
+
+@pytest.fixture
+def logs(kafka: str, pipeline: Pipeline) -> KafkaBus:
+    """Kafka, with 50 results in the one partition of their topic."""
+    bus = make_bus("kafka", pipeline, kafka, BusSettings(partitions=1))
+    bus.create_topics()
+    publish(bus, numbered(pipeline.results, 50))
+    assert isinstance(bus, KafkaBus)
+    return bus
+
+
+def test_a_log_that_ends_before_the_place_is_followed_from_its_end(logs: KafkaBus, pipeline: Pipeline) -> None:
+    follower = logs.follow(pipeline.results, {"0": "60"})
+    assert read(follower, 1) == [Followed("0", "49", None)]
+    publish(logs, [Outgoing(pipeline.results, b"new")])
+    assert [(one.place, value_of(one)) for one in read(follower, 1)] == [("50", b"new")]
+    follower.close()
+
+
+def test_a_log_that_begins_after_the_place_is_followed_from_its_beginning(logs: KafkaBus, pipeline: Pipeline) -> None:
+    admin = AdminClient(logs.clients)
+    asked = admin.delete_records([TopicPartition(pipeline.results, 0, 20)])
+    for future in asked.values():
+        future.result(30)
+    follower = logs.follow(pipeline.results, {"0": "10"})
+    assert [one.place for one in read(follower, 30)] == [str(offset) for offset in range(20, 50)]
+    follower.close()
+
+
+def test_partitions_that_are_added_are_followed(
+    logs: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_follower, "PARTITIONS_EVERY_S", 0.1)
+    follower = logs.follow(pipeline.results, {})
+    read(follower, 50)
+    admin = AdminClient(logs.clients)
+    admin.create_partitions([NewPartitions(pipeline.results, 2)])[pipeline.results].result(30)
+    producer = Producer(producer_settings(logs.clients))
+    wait_until(
+        lambda: len(producer.list_topics(pipeline.results, 5).topics[pipeline.results].partitions) == 2, 30, "two"
+    )
+    producer.produce(pipeline.results, b"added", partition=1)
+    assert producer.flush(30) == 0
+    assert [(one.part, value_of(one)) for one in read(follower, 1)] == [("1", b"added")]
     follower.close()
 
 

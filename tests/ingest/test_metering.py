@@ -3,12 +3,15 @@
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ingest import metering
@@ -148,6 +151,44 @@ def test_the_window_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) ->
     count_all(place, meter := Meter(place.addresses))
     meter.close()
     assert place.client.zcard(place.pipeline.meter_key("seen")) == 20
+
+
+@pytest.mark.parametrize("place", ["kafka"], indirect=True)
+def test_a_log_that_lost_its_end_is_not_counted_again(place: Place) -> None:
+    place.publish(50)
+    count_all(place, meter := Meter(place.addresses))
+    meter.close()
+    places = place.pipeline.meter_key("places")
+    stored = place.client.hgetall(places)
+    place.client.hset(places, mapping={part: int(offset) + 1000 for part, offset in stored.items()})
+    place.client.delete(place.pipeline.meter_key("seen"))  # longer ago than the window
+    place.take_lease()
+    meter = Meter(place.addresses)
+    wait_until(lambda: meter.turn(0.3) is not None and place.client.hgetall(places) == stored, 30, "the logs' ends")
+    place.publish(10)
+    count_all(place, meter)
+    meter.close()
+    assert place.counted() == place.used
+
+
+@pytest.mark.parametrize("place", ["streams"], indirect=True)
+def test_a_result_that_cannot_be_does_not_stop_the_counting(place: Place) -> None:
+    wild = [
+        Result(id="late", finish_reason="stop", timings=Timings(finished=1e300), usage=Usage(prompt_tokens=5)),
+        Result(id="large", finish_reason="stop", usage=Usage(prompt_tokens=2**70)),
+        Result(id="less", finish_reason="stop", usage=Usage(completion_tokens=-1)),
+    ]
+    place.publisher.publish([Outgoing(place.pipeline.results, result.encode(), result.id) for result in wild])
+    place.publish(10)
+    count_all(place, meter := Meter(place.addresses))
+    meter.close()
+    place.used["default"] = metering.total([place.used.get("default", Sums()), Sums(1, 5)])
+    assert place.counted() == place.used
+
+
+@given(st.floats(allow_nan=False))
+def test_every_time_has_a_day(seconds: float) -> None:
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", day_of(seconds))
 
 
 def test_operators_see_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
