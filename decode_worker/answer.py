@@ -102,9 +102,11 @@ class Decode:
 
     def end_event(self) -> EndEvent:
         """The end of the log, stamped now."""
+        # A job that carries an error was given up in prefill, and its end there, which Redis lost, said what was used.
+        is_prefilled = self.job.error is None or self.claim.num_tokens > 0
         usage = Usage(
-            prompt_tokens=len(self.job.token_ids),
-            cached_tokens=self.job.cached_tokens,
+            prompt_tokens=len(self.job.token_ids) if is_prefilled else 0,
+            cached_tokens=self.job.cached_tokens if is_prefilled else 0,
             completion_tokens=self.claim.num_tokens,
         )
         timings = self.job.timings.model_copy(update={"decode_started": self.started_s, "finished": now_s()})

@@ -148,7 +148,12 @@ class Request(Wire):
 
 
 class Usage(Wire):
-    """Token counts. `cached_tokens` is the part of the prompt whose KV was found, not computed."""
+    """Token counts: what was worked on for the request.
+
+    `prompt_tokens` are all of the prompt where any token was said. Of a request that ended before that they are those
+    computed or found until then, so 0 where it ended while it waited. `cached_tokens` is the part of them whose KV was
+    found, not computed.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -27,7 +27,9 @@ def end_of(intake: Intake, num_tokens: int, finish: FinishReason | None = None) 
     """The end of a log of so many tokens, stamped now; without `finish` it ends with the intake's error."""
     error = None if intake.error is None else ErrorInfo.of(intake.error)
     reason: FinishReason = finish or ("cancelled" if isinstance(intake.error, Cancelled) else "error")
-    usage = Usage(prompt_tokens=len(intake.token_ids), cached_tokens=intake.cached_tokens, completion_tokens=num_tokens)
+    # With a token in the log, this or an earlier attempt has computed all of the prompt.
+    prompt_tokens = len(intake.token_ids) if num_tokens else intake.prompt_tokens
+    usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=intake.cached_tokens, completion_tokens=num_tokens)
     timings = timings_of(intake).model_copy(update={"finished": now_s()})
     return EndEvent(finish_reason=reason, usage=usage, timings=timings, error=error)
 

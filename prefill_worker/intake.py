@@ -33,6 +33,8 @@ class Intake:
     error: RequestError | None = None
     started_s: float = field(default_factory=now_s)
     first_token_s: float = 0.0
+    prompt_tokens: int = 0
+    """Of the prompt, how many were computed here or found: what an end before token 0 says was used."""
     cached_tokens: int = 0
     last_block: str = ""
     is_ended: bool = False

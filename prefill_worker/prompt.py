@@ -44,6 +44,11 @@ class Prefill:
         """Go on without the delivery."""
         self.intake.delivery = replace(self.intake.delivery, is_held=False)
 
+    def note_used(self) -> None:
+        """Note how much of the prompt was computed or found until now."""
+        self.intake.cached_tokens = self.seq.num_cached
+        self.intake.prompt_tokens = min(self.seq.num_prompt, max(self.seq.num_cached, self.seq.num_computed))
+
     def held(self) -> Held:
         """What it stands for in the heartbeat."""
         return Held(

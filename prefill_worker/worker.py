@@ -188,6 +188,7 @@ class PrefillWorker(StageWorker[Prefill]):
                 self._stop(prefill, error)
 
     def _stop(self, prefill: Prefill, error: RequestError) -> None:
+        prefill.note_used()
         self._forget(prefill)
         prefill.intake.error = error
         self._end(prefill.intake, prefill.claim)
@@ -221,6 +222,7 @@ class PrefillWorker(StageWorker[Prefill]):
     def _give_up(self, intake: Intake, claim: Claim, error: RequestError) -> None:
         """The work on it failed: it is tried again later, or ends."""
         if (prefill := self.running.get(intake.id)) is not None:
+            prefill.note_used()
             self._forget(prefill)
         if not self.failures.try_again(intake.delivery, claim, error):
             intake.error = error
@@ -284,7 +286,7 @@ class PrefillWorker(StageWorker[Prefill]):
         events: list[tuple[Prefill, TokenEvent, FinishReason | None]] = []
         begun_s = now_s()
         for prefill, sampled in firsts:
-            prefill.intake.cached_tokens = prefill.seq.num_cached
+            prefill.note_used()
             self.figures.prompt_done(prefill.seq.num_prompt - prefill.seq.num_cached, prefill.seq.num_cached)
             prefill.intake.first_token_s = prefill.intake.started_s  # where the log has one: not later than this
             if prefill.claim.num_tokens == 0:

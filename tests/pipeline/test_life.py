@@ -10,7 +10,7 @@ from penstock import names
 from penstock.client import Client
 from penstock.errors import Cancelled
 from penstock.local.processes import wait_until
-from penstock.messages import Request, Sampling, now_s
+from penstock.messages import Request, Sampling, Usage, now_s
 from penstock.names import Pipeline
 from penstock.record import body_hash
 from penstock.settings import Addresses, RecordSettings
@@ -39,7 +39,26 @@ def test_cancelled_before_it_began(line: Line) -> None:
     assert results["gone"].error is not None
     assert results["gone"].error.code == "cancelled"
     assert results["gone"].token_ids == []
+    assert results["gone"].usage == Usage()
     assert results["stays"].error is None
+    assert results["stays"].usage.prompt_tokens > 0
+
+
+def test_refused_or_too_late_it_has_used_nothing(line: Line) -> None:
+    line.send(ask("long", prompt=None, token_ids=[5] * 5000), ask("late", deadline=now_s() - 1))
+    results = {result.id: result for result in line.run_until(2)}
+    codes = {name: result.error.code for name, result in results.items() if result.error is not None}
+    assert codes == {"long": "prompt_too_long", "late": "deadline_exceeded"}
+    assert {result.usage for result in results.values()} == {Usage()}
+
+
+def test_cancelled_while_it_waits_for_decode_it_has_used_its_prompt(line: Line) -> None:
+    line.send(ask("gone"))
+    line.run_prefill(1)
+    assert line.decode.record.cancel("gone")
+    (result,) = line.run_until(1)
+    assert result.finish_reason == "cancelled"
+    assert result.usage.prompt_tokens > 0
 
 
 def test_cancelled_in_the_middle(line: Line) -> None:
@@ -52,6 +71,7 @@ def test_cancelled_in_the_middle(line: Line) -> None:
     (result,) = line.run_until(1)
     assert result.finish_reason == "cancelled"
     assert 5 < len(result.token_ids) < 20
+    assert result.usage.prompt_tokens > 0
     assert line.decode.engine.num_free_blocks == line.decode.engine.pool.num_blocks
     with Client(line.addresses) as client, pytest.raises(Cancelled):
         list(client.stream("cut"))
@@ -209,3 +229,4 @@ def test_ended_while_its_prompt_is_computed(line: Line, how: str) -> None:
     run_until_idle(prefill)
     assert prefill.engine.num_free_blocks == prefill.engine.pool.num_blocks
     assert (result.error and result.error.code, result.token_ids) == (how, [])
+    assert 0 < result.usage.prompt_tokens < len(token_ids)
