@@ -5,12 +5,17 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from penstock.local.kafka import find_kafka
 from penstock.local.valkey import find_redis
 from penstock.names import Pipeline
 from tests.commands import Terminal
 from tests.servers import served
+
+# No example has a time limit of its own: on a loaded machine any may take long. All else is as Hypothesis has it here.
+settings.register_profile("untimed", settings.default, deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

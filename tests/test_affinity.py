@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.affinity import (
@@ -92,13 +92,11 @@ def test_what_the_client_sends_has_it() -> None:
 # ranking
 
 
-@settings(deadline=None)
 @given(st.text(max_size=9), num_partitions)
 def test_a_ranking_has_each_partition_once(key: str, count: int) -> None:
     assert sorted(ranking(key, count)) == list(range(count))
 
 
-@settings(deadline=None)
 @given(st.text(max_size=9), num_partitions)
 def test_a_new_partition_takes_keys_and_moves_no_other(key: str, count: int) -> None:
     more = [partition for partition in ranking(key, count + 1) if partition != count]
@@ -120,7 +118,6 @@ def test_a_ranking_is_the_same_in_every_process_and_version() -> None:
 DRAWS = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 3)), max_size=300)
 
 
-@settings(deadline=None)
 @given(DRAWS, num_partitions)
 def test_the_same_calls_give_the_same_partitions(draws: list[tuple[int, float]], count: int) -> None:
     def play() -> list[int]:
@@ -133,7 +130,6 @@ def test_the_same_calls_give_the_same_partitions(draws: list[tuple[int, float]],
     assert play() == play()
 
 
-@settings(deadline=None)
 @given(DRAWS, num_partitions)
 def test_a_partition_is_always_among_the_first_of_the_keys_own(draws: list[tuple[int, float]], count: int) -> None:
     spread, now_s, seen = Spread(), 0.0, Counter[str]()
@@ -144,7 +140,6 @@ def test_a_partition_is_always_among_the_first_of_the_keys_own(draws: list[tuple
         assert spread.partition(key, count, now_s) in ranking(key, count)[:width]
 
 
-@settings(deadline=None)
 @given(st.integers(2, 40), st.integers(0, 2**32))
 def test_a_cold_key_always_goes_to_one_partition(count: int, seed: int) -> None:
     """Cold: no more than its share of the partitions, whatever the others do."""
@@ -168,7 +163,6 @@ def test_a_key_with_all_the_traffic_reaches_all_partitions_evenly(count: int) ->
     assert found == dict.fromkeys(range(count), 10)
 
 
-@settings(deadline=None)
 @given(st.floats(0.02, 1), st.integers(1, 32), st.integers(0, 2**32))
 def test_a_key_gets_about_its_share_of_the_partitions(share: float, count: int, seed: int) -> None:
     order = random.Random(seed)

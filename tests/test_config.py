@@ -72,7 +72,7 @@ def test_a_secret_in_a_file_is_the_value(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "secret" not in repr(load(Addresses))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(words=st.lists(secrets, min_size=4, max_size=4), broken=st.booleans())
 def test_no_secret_is_printed(terminal: Terminal, words: list[str], broken: bool) -> None:
     """Neither by what is well, nor by what complains."""

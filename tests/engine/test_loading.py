@@ -124,7 +124,7 @@ def test_weights_with_something_behind_them(copy: Path) -> None:
     _refused(copy, "is damaged or cut off")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_byte_of_the_header_flipped(tiny_dir: Path, copy: Path, data: st.DataObject) -> None:
     """Refused with a reason, or (the format's own metadata, spaces) loaded with every tensor in its shape."""

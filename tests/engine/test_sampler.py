@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -144,7 +144,6 @@ WIDE = (Sampling(top_p=0.95, temperature=5.0), 5, [1], [2])  # a nucleus of thou
 PAST_FIRST: Row = (Sampling(temperature=0.3, top_k=129, top_p=0.5, min_p=0.01), 0, [], [])  # more than is ranked first
 
 
-@settings(deadline=None)
 @given(row=ROWS, size=SIZES, seed=st.integers(0, 1000), step=STEPS, dtype=DTYPES)
 @example(row=WIDE, size=8300, seed=1, step=0.5, dtype=torch.float32)
 @example(row=PAST_FIRST, size=200, seed=1, step=0.0, dtype=torch.float32)
@@ -154,7 +153,6 @@ def test_the_token_is_that_of_the_reference(row: Row, size: int, seed: int, step
     assert sample(logits, [draw]) == [reference_token(logits[0], draw)]
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(ROWS, min_size=1, max_size=9), size=SIZES, seed=st.integers(0, 1000), step=STEPS, dtype=DTYPES
 )  # fmt: skip
@@ -190,7 +188,6 @@ def test_the_number_of_threads_changes_nothing() -> None:
     assert found[0] == found[1] == found[2]
 
 
-@settings(deadline=None)
 @given(size=SIZES, seed=st.integers(0, 1000), count=st.integers(0, 20), step=STEPS)
 def test_logprobs_are_those_of_the_raw_distribution(size: int, seed: int, count: int, step: float) -> None:
     logits = _logits(2, size, seed, step, torch.float32)

@@ -185,4 +185,4 @@ class Scheduling(RuleBasedStateMachine):
 
 
 TestScheduling = Scheduling.TestCase
-TestScheduling.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestScheduling.settings = settings(max_examples=150, stateful_step_count=50)

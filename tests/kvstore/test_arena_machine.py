@@ -156,7 +156,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.directory.cleanup()
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+ArenaMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
 test_any_sequence = pytest.mark.timeout(120)(ArenaMachine.TestCase)
 
 

@@ -54,7 +54,7 @@ def test_every_length_up_to_5000(copying: CopyHashed, content: bytes) -> None:
         assert into == b"\0" + source[:length] + b"\0", length
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, LARGE - 128), st.integers(0, 64), st.integers(0, 64))
 def test_any_length_at_any_address(
     copying: CopyHashed, content: bytes, length: int, source_at: int, into_at: int
@@ -95,7 +95,7 @@ def test_views_of_other_items_count_bytes(copying: CopyHashed) -> None:
     assert into == bytes(range(32))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 9 * UNIT), st.lists(st.integers(1, 4), max_size=8), st.integers(0, 64))
 def test_in_pieces(copying: CopyHashed, content: bytes, length: int, sizes: list[int], into_at: int) -> None:
     """Any pieces of whole units, and what is left."""

@@ -132,5 +132,5 @@ class DiskMachine(RuleBasedStateMachine):
         self.directory.cleanup()
 
 
-DiskMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+DiskMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
 test_any_sequence = pytest.mark.timeout(120)(DiskMachine.TestCase)

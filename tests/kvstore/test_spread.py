@@ -2,7 +2,7 @@
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.tiers.spread import Spread, identity
@@ -11,7 +11,6 @@ URLS = st.lists(st.integers(0, 10_000).map(lambda n: f"redis://host{n}:6379/0"),
 KEYS = st.lists(st.binary(min_size=32, max_size=32), max_size=50)
 
 
-@settings(deadline=None)
 @given(URLS, KEYS, st.randoms(use_true_random=False))
 def test_the_order_of_addresses_does_not_matter(urls: list[str], keys: list[bytes], rng: random.Random) -> None:
     mixed = rng.sample(urls, len(urls))
@@ -19,7 +18,6 @@ def test_the_order_of_addresses_does_not_matter(urls: list[str], keys: list[byte
     assert [urls[one.place(key)] for key in keys] == [mixed[two.place(key)] for key in keys]
 
 
-@settings(deadline=None)
 @given(URLS, KEYS)
 def test_a_new_address_takes_keys_and_moves_no_others(urls: list[str], keys: list[bytes]) -> None:
     before, after = Spread(urls[:-1] or urls), Spread(urls)
@@ -27,7 +25,6 @@ def test_a_new_address_takes_keys_and_moves_no_others(urls: list[str], keys: lis
         assert after.place(key) in (before.place(key), len(urls) - 1)
 
 
-@settings(deadline=None)
 @given(URLS, KEYS)
 def test_every_key_is_dealt_once(urls: list[str], keys: list[bytes]) -> None:
     dealt = Spread(urls).deal(keys)

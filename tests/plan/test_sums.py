@@ -107,7 +107,7 @@ ARRIVALS = st.builds(Arrival, st.floats(0, 300), st.integers(1, 5000), st.intege
 TRACES = st.lists(ARRIVALS, min_size=1, max_size=30).map(sorted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trace=TRACES, more=ARRIVALS, utilisation=st.floats(0.1, 1.0), factor=st.floats(1.0, 4.0))
 def test_more_load_or_slower_workers_never_need_fewer(
     trace: list[Arrival], more: Arrival, utilisation: float, factor: float
@@ -128,7 +128,7 @@ def test_more_load_or_slower_workers_never_need_fewer(
     assert all(now <= before for now, before in zip(fuller, base, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trace=TRACES, workers=st.integers(1, 6))
 def test_one_more_worker_makes_nobody_wait_longer(trace: list[Arrival], workers: int) -> None:
     batch = Batch(2, 40.0)
