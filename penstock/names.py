@@ -24,7 +24,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
-| `penstock:workers`                     | set    | for good: the heartbeats of all workers   | each worker    |
+| `penstock:workers`                     | set    | until one looks: the heartbeats of all workers | each worker |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
 | `penstock:rate:<tenant>`               | hash   | until the bucket would be full again      | `ingest/admission` |
@@ -60,6 +60,7 @@ STAGES: tuple[Stage, ...] = ("prefill", "decode")
 
 MAX_ID_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_WORKER_KEY = re.compile(rf"penstock:({_NAME.pattern}):worker:[^:]+:.+", re.DOTALL)
 _ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}")
 
 # Message headers.
@@ -204,7 +205,17 @@ def rate_key(tenant: str) -> str:
 
 
 WORKERS_KEY = "penstock:workers"
-"""The heartbeat keys of all workers of all pipelines, by the time of the last beat."""
+"""The heartbeat keys of all workers of all pipelines. Each adds its own with every beat; whoever reads them takes off
+those that are gone.
+"""
+
+
+def pipeline_of_worker(key: str) -> str:
+    """The pipeline that a heartbeat key (`Pipeline.worker_key`) is of; raises `InvalidName` for any other key."""
+    match = _WORKER_KEY.fullmatch(key)
+    if match is None:
+        raise InvalidName(f"{key!r} is not a heartbeat key (penstock:<pipeline>:worker:<stage>:<name>)")
+    return match[1]
 
 
 def card_key(stream_id: str) -> str:

@@ -213,7 +213,7 @@ class WorkerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_", extra="forbid")
 
     name: str = ""
-    """Stable name of this slot (its transactional id). Empty: host and process id."""
+    """Stable name of this slot (its transactional id). Empty: host, process id and a random part."""
     cores: str = ""
     """CPU cores to stay on, `0` or `0,1`. Empty: all."""
     heartbeat_s: float = Field(default=1.0, gt=0)

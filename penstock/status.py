@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import redis
+from redis.exceptions import NoPermissionError
 
 from penstock.bus.connect import connect
 from penstock.errors import BusUnavailable
@@ -28,8 +30,11 @@ def worker_status(addresses: Addresses) -> list[dict[str, Any]]:
     with redis_client(addresses.stream_url) as client:
         known: Any = client.smembers(WORKERS_KEY)
         keys = sorted(key for key in known if key.startswith(pipeline.worker_prefix.encode()))
-        values = client.mget(keys) if keys else []
-    return [json.loads(value) for value in values if value is not None]
+        beats: dict[bytes, Any] = dict(zip(keys, client.mget(keys) if keys else [], strict=True))
+        if gone := [key for key, value in beats.items() if value is None]:  # one that lives is back with its next beat
+            with suppress(NoPermissionError):  # of who may only read
+                client.srem(WORKERS_KEY, *gone)
+    return [json.loads(value) for value in beats.values() if value is not None]
 
 
 def health(addresses: Addresses) -> Health:

@@ -17,6 +17,7 @@ from penstock.names import (
     is_request_id,
     kv_key,
     parse_event_id,
+    pipeline_of_worker,
     roll,
 )
 
@@ -150,3 +151,14 @@ def test_header_names_are_different_and_lower_case() -> None:
     ]  # fmt: skip
     assert len(set(headers)) == len(headers)
     assert all(header == header.lower() and header.startswith("penstock-") for header in headers)
+
+
+@given(PIPELINES, st.sampled_from(names.STAGES), st.text(min_size=1))
+def test_a_heartbeat_key_says_its_pipeline(pipeline: str, stage: str, name: str) -> None:
+    assert pipeline_of_worker(Pipeline(pipeline).worker_key(stage, name)) == pipeline
+
+
+@pytest.mark.parametrize("key", ["", "penstock:workers", "penstock:a b:worker:decode:d", "penstock:demo:left:decode:d"])
+def test_other_keys_are_no_heartbeats(key: str) -> None:
+    with pytest.raises(InvalidName):
+        pipeline_of_worker(key)

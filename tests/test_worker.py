@@ -14,10 +14,10 @@ from penstock.bus.connect import connect
 from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
 from penstock.errors import BusError, BusUnavailable, MemberFenced, PenstockError
 from penstock.local.processes import wait_until
-from penstock.names import Pipeline, PriorityClass
+from penstock.names import WORKERS_KEY, Pipeline, PriorityClass
 from penstock.settings import Addresses, BusSettings
 from penstock.status import health, worker_status
-from penstock.worker import Heartbeat, Inbox, Outages, Settler, StopSignal, stay_on
+from penstock.worker import Heartbeat, Inbox, Outages, Settler, StopSignal, slot_name, stay_on
 
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
 
@@ -176,6 +176,20 @@ def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addre
     assert worker_status(addresses) == []
 
 
+def test_who_looks_takes_off_the_workers_that_are_gone(addresses: Addresses, pipeline: Pipeline) -> None:
+    with redis.Redis.from_url(addresses.stream_url) as client:
+        client.sadd(WORKERS_KEY, pipeline.worker_key("prefill", "gone"))
+        with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05):
+            wait_until(lambda: worker_status(addresses), 10, "the first beat")
+        assert worker_status(addresses) == []
+        assert not [key for key in client.smembers(WORKERS_KEY) if key.startswith(pipeline.worker_prefix.encode())]  # type: ignore[union-attr]
+
+
+def test_a_worker_without_a_name_gets_one_that_nobody_else_has() -> None:
+    assert slot_name("prefill-0") == "prefill-0"
+    assert slot_name("") != slot_name("")
+
+
 def test_a_worker_that_is_ready_and_has_a_trouble_is_degraded(addresses: Addresses, pipeline: Pipeline) -> None:
     connect(addresses, BusSettings()).create_topics()
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
@@ -257,7 +271,8 @@ def test_a_place_that_a_newer_process_has_is_not_taken_back(addresses: Addresses
     """It was stopped for so long that it was replaced, and goes on now."""
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
         wait_until(lambda: worker_status(addresses), 10, "the first beat")
-        newer = {**worker_status(addresses)[0], "pid": 1, "since": time.time() + 1.0}
+        # In a container beside it, which has the same host name and process id.
+        newer = {**worker_status(addresses)[0], "token": "another", "since": time.time() + 1.0}
         with redis.Redis.from_url(addresses.stream_url) as client:
             client.set(pipeline.worker_key("prefill", "p-0"), json.dumps(newer))
         with pytest.raises(MemberFenced):

@@ -11,7 +11,7 @@ import redis.asyncio
 from ingest.gateway.errors import ApiError
 from penstock.client import outages_named
 from penstock.errors import BusUnavailable
-from penstock.names import WORKERS_KEY
+from penstock.names import WORKERS_KEY, pipeline_of_worker
 
 FRESH_S = 1.0
 """How long what was read is believed."""
@@ -89,4 +89,5 @@ class Models:
         beats = dict(zip(keys, values, strict=True))
         if gone := [key for key, value in beats.items() if value is None]:  # one that lives is back with its next beat
             await cast(Any, self._client.srem(WORKERS_KEY, *gone))
-        return [(key.decode().split(":")[1], json.loads(value)) for key, value in beats.items() if value is not None]
+        live = {key: value for key, value in beats.items() if value is not None}
+        return [(pipeline_of_worker(key.decode()), json.loads(value)) for key, value in live.items()]

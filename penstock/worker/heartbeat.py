@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -25,7 +26,8 @@ GOODBYE_S = 60.0
 class Heartbeat:
     """A key in Redis that says what this worker is doing, renewed by a thread and gone soon after the process is.
 
-    The value is a JSON object: stage, name, host, pid, model, state (`loading`, `ready`, `degraded`, `draining`),
+    The value is a JSON object: stage, name, host, pid, token (who this is: two containers may have one host name and
+    process id), model, state (`loading`, `ready`, `degraded`, `draining`),
     reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see `load.py`),
     pool and kv (blocks), recent (see `penstock.telemetry.recent`),
     since (seconds since the epoch, by the clock of Redis: those of hosts are put forward and back).
@@ -38,7 +40,7 @@ class Heartbeat:
         self._since_s: float | None = None
         self._status: dict[str, object] = {
             "stage": stage, "name": name, "host": socket.gethostname(), "pid": os.getpid(),
-            "state": "loading", "progress": 0.0,
+            "token": uuid.uuid4().hex, "state": "loading", "progress": 0.0,
         }  # fmt: skip
         self.state = "loading"
         """As of the last beat, whether it could be written or not."""
@@ -120,13 +122,17 @@ class Heartbeat:
     def _compare(self, found: object) -> None:
         if isinstance(found, bytes) and self._since_s is not None:
             other: dict[str, Any] = json.loads(found)
-            is_mine = all(other[name] == self._status[name] for name in ("host", "pid"))
+            is_mine = other.get("token") == self._status["token"]
             self.is_replaced = self.is_replaced or (not is_mine and other["since"] > self._since_s)
 
 
 def slot_name(given: str) -> str:
-    """The worker's name: the one given, or host and process id."""
-    return given or f"{socket.gethostname()}-{os.getpid()}"
+    """The worker's name: the one given, or host, process id and a random part.
+
+    Containers on their host's network, or with one `hostname`, may have equal process ids; of two workers with one name
+    the older is fenced.
+    """
+    return given or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def stay_on(cores: str) -> None:
