@@ -266,6 +266,8 @@ class KafkaMember:
                 self._holdings.assign((found.topic, found.partition), max(0, found.offset), found.metadata)
             started.append(TopicPartition(found.topic, found.partition, start))
         consumer.incremental_assign(started)
+        # librdkafka keeps a pause over revocation: a partition that was paused when it went would stay so for good.
+        consumer.resume([TopicPartition(begun.topic, begun.partition) for begun in started])
         self._paused -= {(p.topic, p.partition) for p in started}
 
     def _committed(self, consumer: Consumer, partitions: list[TopicPartition]) -> list[TopicPartition]:
