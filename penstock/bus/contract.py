@@ -103,8 +103,13 @@ class Member(Protocol):
     may be called from any.
     """
 
-    trouble: str
-    """Why the bus cannot be reached now, as far as a member knows that does not ask; empty: nothing is known."""
+    @property
+    def trouble(self) -> str:
+        """Why this member cannot do its part now, as far as it knows without asking; empty: nothing is known.
+
+        The bus cannot be reached, or refuses something; or the member stands still though the bus answers. Then `poll`
+        raises `BusUnavailable` a moment later, and a new member is to be made.
+        """
 
     def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """At most `room[klass]` deliveries of each class, interactive first; waits up to `timeout_s` for any.
@@ -142,7 +147,7 @@ class Member(Protocol):
 
     def parts(self) -> list[str]:
         """The parts of the interactive topic that it alone reads, by name. None where members share all of it, or while
-        it does not reach the bus.
+        it does not reach the bus or stands still.
         """
 
     def orphan_reader(self) -> "OrphanReader | None":

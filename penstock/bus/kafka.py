@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.bus.kafka_backlog import Backlog
     from penstock.bus.kafka_follower import KafkaFollower
     from penstock.bus.kafka_member import KafkaMember
+    from penstock.bus.kafka_transactions import Transactions
 
 ANSWER_S = 15.0
 """How long the servers may take to answer before they count as not reachable."""
@@ -94,6 +95,16 @@ class KafkaBus:
         from penstock.bus.kafka_member import KafkaMember
 
         return KafkaMember(self, stage, name)
+
+    def consumer(self, settings: Mapping[str, Any]) -> Consumer:
+        """A consumer of a member, with these settings beside what all clients share."""
+        return Consumer({**self.clients, **settings})
+
+    def transactions(self, transactional_id: str) -> "Transactions":
+        """What a member settles with; an older one of the same id is fenced."""
+        from penstock.bus.kafka_transactions import Transactions
+
+        return Transactions(self.clients, transactional_id, self.settings.transaction_timeout_s)
 
     def unsettled(self) -> dict[str, int]:
         """How far each stage's group is behind, see `kafka_backlog`."""

@@ -1,12 +1,16 @@
 """What a Kafka member has fetched, holds and has finished, by partition. Plain Python, no I/O; not locked."""
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.bus.contract import Delivery
 from penstock.bus.offsets import PartitionOffsets
 from penstock.bus.retries import Shelf, as_original, judge, place
+from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
+
+log = logging.getLogger(__name__)
 
 BUFFER_MESSAGES = 64
 BUFFER_BYTES = 32 * 2**20
@@ -36,6 +40,7 @@ class Holdings:
         self._full: set[str] = set()
         self._stretched: set[Partition] = set()
         self._orphans: list[Delivery] = []
+        self._fresh: set[Partition] = set()
         self.shelf = Shelf()
 
     @property
@@ -56,6 +61,11 @@ class Holdings:
     def assign(self, partition: Partition, committed: int, metadata: str | None) -> None:
         """Begin a partition at its committed offset; what the metadata says is finished is passed over."""
         self._offsets[partition] = PartitionOffsets(committed, metadata or "")
+        self._fresh.add(partition)
+
+    def next_of(self, partition: Partition) -> int:
+        """Where a partition is read on."""
+        return self._offsets[partition].next
 
     def revoke(self, partitions: Iterable[Partition]) -> None:
         """Forget partitions and all their messages."""
@@ -64,6 +74,8 @@ class Holdings:
             self._offsets.pop(partition, None)
         self._passed -= gone
         self._stretched -= gone
+        self._fresh -= gone
+        self._orphans = [orphan for orphan in self._orphans if self.place(orphan)[0] not in gone]
         self._handed_out = {held for held in self._handed_out if held[0] not in gone}
         for klass, buffer in self._buffers.items():
             kept = [delivery for delivery in buffer if self.place(delivery)[0] not in gone]
@@ -72,9 +84,9 @@ class Holdings:
         self.shelf.drop(lambda delivery: self.place(delivery)[0] in gone)
 
     def arrive(self, delivery: Delivery) -> None:
-        """Take a fetched message in."""
+        """Take a fetched message in. Raises `BusUnavailable` as `_read_from` does."""
         partition, offset = self.place(delivery)
-        offsets = self._offsets.get(partition)
+        offsets = self._read_from(partition, offset)
         if offsets is None or not offsets.deliver(offset):
             return
         if delivery.topic != self._pipeline.retries(delivery.klass):
@@ -92,15 +104,37 @@ class Holdings:
             self._orphans.append(delivery)
 
     def reach_end(self, partition: Partition, end: int) -> None:
-        """The log has nothing more before `end`: what is there instead are the markers of transactions."""
-        offsets = self._offsets.get(partition)
+        """The log has nothing more before `end`: what is there instead are the markers of transactions.
+
+        Raises `BusUnavailable` as `_read_from` does.
+        """
+        offsets = self._read_from(partition, end)
         if offsets is not None and offsets.reach(end):
             self._passed.add(partition)
 
+    def _read_from(self, partition: Partition, offset: int) -> PartitionOffsets | None:
+        """The offsets of an assigned partition that was now read at `offset`.
+
+        A log is read upwards. An offset below the next one shows that the log lost its tail, as a broker's may that was
+        not replicated, or that the commit was beyond its end: what is there now is new, whatever its offset. A
+        partition that brought nothing before is begun anew there. Else its deliveries may be in work under offsets that
+        mean something else now: `BusUnavailable` is raised, and whoever makes the member anew begins anew with it.
+        """
+        offsets = self._offsets.get(partition)
+        if offsets is not None and offset < offsets.next:
+            lost = (
+                f"{partition[0]} partition {partition[1]} lost its tail: {offsets.next} was reached, now it is {offset}"
+            )
+            if partition not in self._fresh:
+                raise BusUnavailable(f"Kafka: {lost}; it is begun anew")
+            log.warning("%s; it is begun anew there, and what follows is answered again if it is forgotten", lost)
+            offsets = self._offsets[partition] = PartitionOffsets(offset)
+        self._fresh.discard(partition)
+        return offsets
+
     def orphans(self) -> list[Delivery]:
-        """Messages of the retry topic that are nobody's, each told once: they belong to the dead letters."""
-        found, self._orphans = self._orphans, []
-        return found
+        """Messages of the retry topic that are nobody's: they belong to the dead letters."""
+        return list(self._orphans)
 
     def hand_out(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """At most `room` deliveries of each class, interactive first; due retries before new ones."""
@@ -139,6 +173,7 @@ class Holdings:
         for partition, offset in {self.place(delivery) for delivery in deliveries}:
             self._offsets[partition].finish([offset])
             self._handed_out.discard((partition, offset))
+        self._orphans = [orphan for orphan in self._orphans if self.place(orphan) in self._handed_out]
         for partition, *said in commits:
             if partition in self._passed and self._offsets[partition].commit() == tuple(said):
                 self._passed.discard(partition)

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from confluent_kafka import (
@@ -25,7 +25,9 @@ from penstock.bus.kafka import (
 )
 from penstock.bus.kafka_buffer import Commit, Holdings, Partition
 from penstock.bus.kafka_orphans import KafkaOrphans, part_of
-from penstock.bus.kafka_transactions import GroupMoved, Transactions
+from penstock.bus.kafka_progress import Progress
+from penstock.bus.kafka_questions import Questions
+from penstock.bus.kafka_transactions import GroupMoved
 from penstock.bus.retries import dead_message, retry_message
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.names import CLASSES, PriorityClass, Stage
@@ -41,7 +43,16 @@ PROBE_S, PROBE_AGAIN_S = 2.0, 1.0
 """How often the brokers are asked whether they are there; and while they are not."""
 LEAVE_S = 2.0
 """How long leaving may take. Brokers that do not answer find out by the session's timeout."""
-COMMITTED_S = 2.0
+NO_EPOCH = -1
+REVOKE_S = 30.0
+"""How long a settlement under way holds up that its partitions go to another member."""
+TURN_S = 2.0
+"""A poller that does not come round in this time does not read its partitions."""
+SETTLED_S = 45.0
+"""A settlement takes no longer where the brokers answer: every step of it has a limit that adds up to less."""
+PATIENCE_S = 5.0
+"""How long a member may stand still before it is made anew. All of a process stands still when it is paused."""
+ASK_S = 0.25
 PASSED_COMMIT_S = 1.0
 """How often the offsets of what is passed over are committed when nothing is settled."""
 
@@ -49,10 +60,23 @@ PASSED_COMMIT_S = 1.0
 class KafkaMember:
     """Consumes a stage's topics and the retry topic; settles in transactions.
 
+    Three threads. The poller reads, and is told of partitions that come and go. The asker asks what takes time to be
+    answered: where a partition that came is to be begun, and where one ends that brings nothing. The third is of
+    whoever settles.
+
     The broker checks that a settling member is in the group, not that a partition is its own. So two locks:
     `_settling` is held through a transaction and by the revocation callback, which thereby waits until the
     transaction is over: after it, deliveries of the partition are refused here. `_state` guards
     `_holdings`, for moments only.
+
+    A partition that is assigned is begun in this order.
+
+    1. It is assigned to the consumer, and paused. librdkafka keeps a pause until it is told otherwise, also when the
+    partition goes and comes back: `_paused` is what it was told last. 2. The asker finds out what the group committed:
+    it waits for a dead member's open transaction, and the poller goes on meanwhile. 3. The poller seeks there, and from
+    now on the partition is named as one that is read here. 4. It is resumed, if there is room.
+
+    A crash between any of them costs nothing: the next owner does the same.
     """
 
     def __init__(self, bus: "KafkaBus", stage: Stage, name: str) -> None:
@@ -63,25 +87,42 @@ class KafkaMember:
             topic: klass for klass in CLASSES for topic in (self._topics[klass], self._pipeline.retries(klass))
         }
         self._settling = threading.Lock()
+        self._settling_since: float | None = None
         self._state = threading.Condition()
         self._holdings = Holdings(bus.pipeline, stage)
-        self._paused: set[Partition] = set()
         self._failure: Exception | None = None
         self._leaving, self._closing = threading.Event(), threading.Event()
         self._doubtful: tuple[list[Commit], list[Delivery]] = [], []
-        self._commit_passed_at = self._refresh_at = 0.0
-        self._probe_at = time.monotonic() + PROBE_S
-        self.trouble = ""
+        self._epochs: dict[Partition, int] = {}
+        # The poller's.
+        self._starting: set[Partition] = set()
+        self._paused: set[Partition] = set()
+        self._progress = Progress()
+        self._refresh_at = 0.0
+        self._turned_at = time.monotonic()
+        self._probe_at = self._turned_at + PROBE_S
+        # What is wrong, each kind for itself; see `trouble`.
+        self._away = ""
+        self._refused: dict[str, str] = {}
+        self._stalled_at: float | None = None
         self._membership: object = None
-        transactional_id = f"{self._group}.{name}"
-        self._transactions = Transactions(bus.clients, transactional_id, bus.settings.transaction_timeout_s)
-        self._consumer = Consumer(_consumer_settings(bus.clients, self._group, name))
+        self._transactions = bus.transactions(f"{self._group}.{name}")
+        self._questions = Questions(bus.consumer(_asking_settings(self._group)))
+        self._consumer = bus.consumer(_consumer_settings(self._group, name))
+        self._asker = threading.Thread(target=self._ask_forever, name=f"kafka-asker-{name}", daemon=True)
+        self._asker.start()
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
         self._poller.start()
+
+    @property
+    def trouble(self) -> str:
+        """Why this member does not do its part now; see `contract.Member.trouble`."""
+        return self._away or self._stalled() or next(iter(self._refused.values()), "")
 
     def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Deliveries of the classes with room, interactive first; see `contract.Member.poll`."""
         end = time.monotonic() + timeout_s
+        self._check_alive()
         self._bury_orphans()
         with self._state:
             while True:
@@ -103,7 +144,7 @@ class KafkaMember:
         check_size(outputs)
         end = time.monotonic() + ANSWER_S
         while settlements:
-            with self._settling, bus_errors():
+            with self._settling, self._timed(), bus_errors():
                 try:
                     self._transact(deliveries, outputs)
                     return
@@ -139,10 +180,13 @@ class KafkaMember:
             return self._holdings.waiting()
 
     def parts(self) -> list[str]:
-        """The interactive topic's partitions that are assigned, while the brokers can be reached."""
+        """The interactive topic's partitions that are read here: none while the brokers are away, or we stand still."""
+        topic = self._topics["interactive"]
+        if self._away or self._stalled() or topic in self._refused:
+            return []
         with self._state:
-            partitions = [] if self.trouble else self._holdings.partitions
-        return [part_of(partition) for partition in partitions if partition[0] == self._topics["interactive"]]
+            partitions = self._holdings.partitions
+        return [part_of(partition) for partition in partitions if partition[0] == topic]
 
     def orphan_reader(self) -> KafkaOrphans:
         """For partitions of members that the brokers still believe alive."""
@@ -158,14 +202,14 @@ class KafkaMember:
 
         Threads that wait for brokers which do not answer are left to themselves.
         """
-        self._closing.set()
         self._leaving.set()
-        if not self.trouble and self._settling.acquire(timeout=LEAVE_S):
+        if not self.trouble and not self._closing.is_set() and self._settling.acquire(timeout=LEAVE_S):
             try:
                 with contextlib.suppress(KafkaException, MemberFenced, GroupMoved):
                     self._clear_doubt(LEAVE_S)
             finally:
                 self._settling.release()
+        self._closing.set()
         with self._state:
             self._state.notify_all()
         self._poller.join(LEAVE_S)
@@ -197,6 +241,8 @@ class KafkaMember:
         member of the same name starts. A crash in 5 is decided by the broker, both parts alike. One before
         6 costs nothing.
         """
+        if self._closing.is_set():
+            raise BusUnavailable("Kafka: this member has left its group")
         self._clear_doubt()  # 1
         with self._state:  # 2
             self._check()
@@ -204,10 +250,14 @@ class KafkaMember:
             commits = [] if lost else self._holdings.to_commit(deliveries)
         if lost:
             raise DeliveryLost(lost)
-        offsets = [TopicPartition(*partition, offset, metadata) for partition, offset, metadata in commits]
+        offsets = [
+            TopicPartition(*partition, offset, metadata, self._epochs.get(partition, NO_EPOCH))
+            for partition, offset, metadata in commits
+        ]
         self._doubtful = commits, deliveries
         self._transactions.run(outputs, offsets, self._membership)  # 3, 4, 5
         with self._state:  # 6
+            self._check()  # partitions are taken without waiting for us where a step does not end
             self._holdings.committed(commits, deliveries)
 
     def _clear_doubt(self, timeout_s: float = ANSWER_S) -> None:
@@ -216,6 +266,14 @@ class KafkaMember:
                 commits, deliveries = self._doubtful
                 held = [delivery for delivery in deliveries if not self._holdings.lost([delivery])]
                 self._holdings.committed(commits, held)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._settling_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._settling_since = None
 
     # The polling thread.
 
@@ -229,17 +287,35 @@ class KafkaMember:
             )
             while not self._leaving.is_set():
                 message = self._consumer.poll(POLL_S)
+                self._turned_at = time.monotonic()
                 if message is not None:
+                    self._note(message)
                     self._arrived(message)
+                self._begin()
                 self._pause_full()
                 self._refresh_membership()
-                self._commit_passed()
+                self._watch()
                 self._probe()
         except Exception as error:  # the member cannot go on: whoever calls is told
             self._fail(BusUnavailable(f"Kafka: {error}") if isinstance(error, KafkaException) else error)
         finally:
             with contextlib.suppress(KafkaException, RuntimeError):
                 self._consumer.close()
+            # Its callbacks are this member's: without this only the garbage collector frees both, on any thread.
+            del self._consumer
+
+    def _note(self, message: Message) -> None:
+        """What a message, or an error in its place, says of its partition; the message itself is for `_arrived`."""
+        partition = message.topic() or "", message.partition() or 0
+        self._progress.move(partition, self._turned_at)
+        error = message.error()
+        if error is not None and error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            self._refused[partition[0]] = f"Kafka does not let this worker read {partition[0]}: {error.str()}"
+        elif error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+            self._refused.pop(partition[0], None)
+            epoch = message.leader_epoch()
+            if epoch is not None:
+                self._epochs[partition] = epoch
 
     def _arrived(self, message: Message) -> None:
         error = message.error()
@@ -258,45 +334,65 @@ class KafkaMember:
             self._state.notify()
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        """Begin each partition where its group stopped, and remember what was finished beyond that."""
-        started: list[TopicPartition] = []
-        for found in self._committed(consumer, partitions):
-            start = found.offset if found.offset >= 0 else OFFSET_BEGINNING
-            with self._state:
-                self._holdings.assign((found.topic, found.partition), max(0, found.offset), found.metadata)
-            started.append(TopicPartition(found.topic, found.partition, start))
-        consumer.incremental_assign(started)
-        self._paused -= {(p.topic, p.partition) for p in started}
+        """Steps 1 and 2 of beginning partitions. The offset does not matter, as nothing is read before 3."""
+        came = [(new.topic, new.partition) for new in partitions]
+        consumer.incremental_assign([TopicPartition(*partition, 0) for partition in came])
+        consumer.pause([TopicPartition(*partition) for partition in came])
+        self._paused.update(came)
+        self._starting.update(came)
+        self._questions.want_starts(came)
 
-    def _committed(self, consumer: Consumer, partitions: list[TopicPartition]) -> list[TopicPartition]:
-        """The group's committed offsets. A dead member's open transaction over them is waited for."""
-        while True:
+    def _begin(self) -> None:
+        """Steps 3 and 4 of beginning partitions."""
+        for partition, start in self._questions.starts().items():
+            epoch = NO_EPOCH if start.leader_epoch is None else start.leader_epoch
+            place = start.offset if start.offset >= 0 else OFFSET_BEGINNING
             try:
-                found = consumer.committed(partitions, timeout=COMMITTED_S)
-                errors = [str(partition.error) for partition in found if partition.error]
-                if not errors:
-                    return found
-            except KafkaException as error:
-                errors = [str(error)]
-            log.warning("committed offsets cannot be read yet: %s", errors[0])
-            if self._closing.wait(POLL_S):
-                return []
+                # The epoch makes the brokers say if the log was cut before this offset, and written anew.
+                self._consumer.seek(TopicPartition(*partition, place, "", epoch))
+            except KafkaException as error:  # librdkafka has not begun with it, or not ended with its last time here
+                log.debug("%s is begun later: %s", partition, error)
+                self._questions.want_starts([partition])
+                continue
+            with self._state:
+                self._epochs[partition] = epoch
+                self._holdings.assign(partition, max(0, start.offset), start.metadata)
+            self._starting.discard(partition)
 
     def _on_revoke(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        """Forget partitions. Waits for a settlement under way: until we return, they are ours."""
-        with self._settling, self._state:
-            self._holdings.revoke((gone.topic, gone.partition) for gone in partitions)
+        """Forget partitions. Waits for a settlement under way: until we return, they are ours.
+
+        Not for one that does not end: the member is done with then, and the brokers refuse what it still settles, as it
+        is in the group no more.
+        """
+        gone = {(old.topic, old.partition) for old in partitions}
+        self._questions.forget(gone)
+        self._starting -= gone
+        self._paused -= gone
+        is_over = self._settling.acquire(timeout=REVOKE_S)
+        if not is_over:
+            self._fail(BusUnavailable(f"Kafka: a settlement does not end, its partitions go after {REVOKE_S:g} s"))
+        try:
+            with self._state:
+                self._holdings.revoke(gone)
+                for partition in gone:
+                    self._epochs.pop(partition, None)
+        finally:
+            if is_over:
+                self._settling.release()
 
     def _pause_full(self) -> None:
         with self._state:
-            full, partitions = self._holdings.to_pause(), self._holdings.partitions
+            wanted = self._holdings.to_pause() | self._starting
+            assigned = self._starting.union(self._holdings.partitions)
         for changed, change in (
-            (full - self._paused, self._consumer.pause),
-            (self._paused.intersection(partitions) - full, self._consumer.resume),
+            (wanted - self._paused, self._consumer.pause),
+            (self._paused - wanted, self._consumer.resume),
         ):
             if changed:
                 change([TopicPartition(*partition) for partition in changed])
-        self._paused = full
+        self._paused = wanted
+        self._progress.follow(assigned - wanted, self._turned_at)
 
     def _refresh_membership(self) -> None:
         """Fetch the member's epoch for the settlements; here, as librdkafka hangs if two threads use a consumer.
@@ -308,16 +404,15 @@ class KafkaMember:
             self._membership = self._consumer.consumer_group_metadata()
             self._refresh_at = now + MEMBERSHIP_S
 
-    def _commit_passed(self) -> None:
-        """Commit the offsets of messages that were passed over, when no settlement did it for a while."""
-        if not self._holdings.has_passed or time.monotonic() < self._commit_passed_at:
-            return
-        self._commit_passed_at = time.monotonic() + PASSED_COMMIT_S
-        try:
-            with self._settling, bus_errors():  # in a transaction: the consumer's own commit waits without end
-                self._transact([], [])
-        except (BusUnavailable, GroupMoved) as error:
-            log.debug("offsets are committed later: %s", error)
+    def _watch(self) -> None:
+        """Have it asked where partitions end that bring nothing, and compare."""
+        with self._state:
+            for partition, end in self._questions.ends().items():
+                if partition in self._holdings.partitions:
+                    self._progress.compare(partition, self._holdings.next_of(partition), end, self._turned_at)
+        quiet = [one for one in self._progress.quiet(self._turned_at) if one[0] not in self._refused]
+        if quiet:
+            self._questions.want_ends(quiet)
 
     def _probe(self) -> None:
         """Look whether the brokers are there: librdkafka says nothing of those that hang, nor when they are back."""
@@ -325,10 +420,66 @@ class KafkaMember:
             return
         try:
             self._consumer.list_topics(self._pipeline.results, PROBE_AGAIN_S)
-            self.trouble = ""
+            self._away = ""
         except KafkaException as error:
-            self.trouble = f"Kafka: {error.args[0].str()}"
-        self._probe_at = time.monotonic() + (PROBE_AGAIN_S if self.trouble else PROBE_S)
+            self._away = f"Kafka: {error.args[0].str()}"
+        self._probe_at = time.monotonic() + (PROBE_AGAIN_S if self._away else PROBE_S)
+
+    # The asking thread.
+
+    def _ask_forever(self) -> None:
+        commit_at = 0.0
+        try:
+            while not self._closing.is_set():
+                self._questions.ask(ASK_S)
+                if self._holdings.has_passed and time.monotonic() >= commit_at:
+                    commit_at = time.monotonic() + PASSED_COMMIT_S
+                    self._commit_passed()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            with contextlib.suppress(KafkaException, RuntimeError):
+                self._questions.close()
+            self._closing.wait()
+            with self._settling:  # who still settles has the producer
+                self._transactions.close()
+
+    def _commit_passed(self) -> None:
+        """Commit the offsets of messages that were passed over, when no settlement does it now or did for a while."""
+        if not self._settling.acquire(blocking=False):
+            return
+        try:
+            with self._timed(), bus_errors():  # in a transaction: the consumer's own commit waits without end
+                self._transact([], [])
+        except (BusUnavailable, GroupMoved) as error:
+            log.debug("offsets are committed later: %s", error)
+        finally:
+            self._settling.release()
+
+    # How it goes. Any thread.
+
+    def _stalled(self) -> str:
+        """Why this member does not do its part though the brokers answer; empty if it does."""
+        if self._failure is not None:
+            return str(self._failure)
+        if self._leaving.is_set():
+            return ""
+        now, since = time.monotonic(), self._settling_since
+        if now - self._turned_at > TURN_S:
+            return f"Kafka: nothing was read for {now - self._turned_at:.0f} s"
+        if since is not None and now - since > SETTLED_S:
+            return f"Kafka: a settlement takes {now - since:.0f} s"
+        return self._progress.trouble
+
+    def _check_alive(self) -> None:
+        """Raise `BusUnavailable` if the member stands still. A process that was paused has a moment to go on."""
+        said, now = self._stalled(), time.monotonic()
+        if not said:
+            self._stalled_at = None
+        elif self._stalled_at is None:
+            self._stalled_at = now
+        elif now - self._stalled_at > PATIENCE_S:
+            self._fail(BusUnavailable(f"{said}: this member is to be made anew"))
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -340,15 +491,19 @@ class KafkaMember:
             self._state.notify_all()
 
 
-def _consumer_settings(clients: Mapping[str, Any], group: str, name: str) -> dict[str, Any]:
+def _asking_settings(group: str) -> dict[str, Any]:
+    return {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
+
+
+def _consumer_settings(group: str, name: str) -> dict[str, Any]:
     return {
-        **clients,
         "group.id": group,
         "group.protocol": "consumer",
         # Deals out each topic by itself. The brokers' default looks at the sum: of two members one had all requests,
         # and the other all retries.
         "group.remote.assignor": "range",
         "client.id": name,
+        "max.poll.interval.ms": 60_000,
         "isolation.level": "read_committed",
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,

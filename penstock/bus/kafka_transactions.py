@@ -36,6 +36,8 @@ class Transactions:
     """
 
     def __init__(self, clients: Mapping[str, Any], transactional_id: str, timeout_s: float) -> None:
+        write_s = 0.6 * timeout_s  # a failed write must leave time to abort, or the broker fences us
+        self._flush_s = write_s + 1
         self._producer = Producer(
             producer_settings(clients)
             | {
@@ -43,8 +45,7 @@ class Transactions:
                 "transaction.timeout.ms": int(timeout_s * 1000),
                 "socket.timeout.ms": int(timeout_s * 1000),  # librdkafka takes no longer one
                 "metadata.recovery.strategy": "none",
-                # Less than the transaction's: a failed write must leave time to abort, or the broker fences us.
-                "message.timeout.ms": int(timeout_s * 600),
+                "message.timeout.ms": int(write_s * 1000),
             }
         )
         self._partitions = Partitions(self._producer)
@@ -84,6 +85,10 @@ class Transactions:
             self._after(raised)
             raise
 
+    def close(self) -> None:
+        """Let go of the producer, and of what was not committed. Nobody may use it now or later."""
+        del self._producer, self._partitions
+
     def _write(self, outputs: Sequence[Outgoing]) -> None:
         errors: list[KafkaError] = []
         for output in outputs:
@@ -97,7 +102,7 @@ class Transactions:
     def _flush(self) -> int:
         """How many outputs are not acknowledged. A fatal error in a callback of flush's comes wrapped."""
         try:
-            return self._producer.flush(ANSWER_S)
+            return self._producer.flush(self._flush_s)
         except SystemError as error:
             if isinstance(error.__cause__, KafkaException):
                 raise error.__cause__ from error

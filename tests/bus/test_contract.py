@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.bus import retries
-from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Outgoing, Settlement
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.bus.kafka import KafkaBus
 from penstock.bus.kafka_buffer import BUFFER_MESSAGES
 from penstock.bus.kafka_member import KafkaMember
@@ -355,6 +355,31 @@ def test_who_slept_too_long_cannot_settle(
     assert values(bus.read_all(pipeline.results)) == [b"0"]
 
 
+def test_what_was_paused_when_it_went_is_read_when_it_comes_back(kafka: str, pipeline: Pipeline) -> None:
+    """librdkafka keeps a partition's pause for as long as the process lives."""
+    bus = make_bus("kafka", pipeline, kafka)
+    bus.create_topics()
+    topic, total = pipeline.requests("interactive"), 4 * BUFFER_MESSAGES
+    publish(bus, numbered(topic, total))
+    found: list[bytes] = []
+    with bus.member("prefill", "a") as stayer:
+        assert isinstance(stayer, KafkaMember)
+        wait_until(lambda: len(stayer.waiting()) >= BUFFER_MESSAGES, 30, "its class is full: it pauses both partitions")
+        with bus.member("prefill", "b") as leaver:
+            wait_until(lambda: len(leaver.parts()) == len(stayer.parts()) == 1, 30, "each has one")
+            wait_until(lambda: not work_off(stayer, found), 30, "what it kept is worked off, and the other is not full")
+        wait_until(lambda: work_off(stayer, found) and len(found) == total, 30, "what came back is read")
+    assert sorted(map(int, found)) == list(range(total))
+
+
+def work_off(member: Member, found: list[bytes]) -> bool:
+    """Settle what comes in a moment; whether anything came."""
+    taken = member.poll(0.5, ROOM)
+    member.settle([Settlement(delivery) for delivery in taken])
+    found += [delivery.value for delivery in taken]
+    return bool(taken)
+
+
 @pytest.mark.timeout(240)
 def test_rebalances_and_kills_while_working_answer_each_exactly_once(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child]
@@ -382,18 +407,22 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
     leave = threading.Event()
     first = threading.Thread(target=work, args=("leaver", leave.is_set))
     second = threading.Thread(target=work, args=("stayer", stop.is_set))
-    first.start()
-    victim = spawn("victim", "work")
-    wait_until(lambda: num_answers() > 10 or failures, 30.0, "work begins", every_s=0.2)
-    second.start()
-    publish(bus, [Outgoing(topic, str(n).encode()) for n in range(total // 2, total)])
-    wait_until(lambda: num_answers() > total // 3 or failures, 90.0, "work goes on", every_s=0.2)
-    os.kill(victim.pid, signal.SIGKILL)
-    leave.set()
-    wait_until(lambda: num_answers() >= total or failures, 90.0, "all is answered", every_s=0.2)
-    stop.set()
-    first.join()
-    second.join()
+    try:
+        first.start()
+        victim = spawn("victim", "work")
+        wait_until(lambda: num_answers() > 10 or failures, 30.0, "work begins", every_s=0.2)
+        second.start()
+        publish(bus, [Outgoing(topic, str(n).encode()) for n in range(total // 2, total)])
+        wait_until(lambda: num_answers() > total // 3 or failures, 90.0, "work goes on", every_s=0.2)
+        os.kill(victim.pid, signal.SIGKILL)
+        leave.set()
+        wait_until(lambda: num_answers() >= total or failures, 90.0, "all is answered", every_s=0.2)
+    finally:  # else the threads work for ever, and the test's process with them
+        leave.set()
+        stop.set()
+        for thread in (first, second):
+            if thread.ident is not None:
+                thread.join()
     assert not failures
     assert sorted(int(m.value) for m in bus.read_all(pipeline.results)) == list(range(total))
 

@@ -44,9 +44,9 @@ def test_a_member_says_what_it_reads_of_what_is_interactive(bus: KafkaBus, pipel
     with bus.member("prefill", "a") as member:
         take(member, 1)
         assert member.parts() == [f"{pipeline.requests('interactive')}:0"]
-        member.trouble = "cut off"
+        member._away = "cut off"
         assert member.parts() == []
-        member.trouble = ""
+        member._away = ""
         member.retire()
         assert member.parts() == []
 
