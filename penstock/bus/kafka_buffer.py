@@ -1,5 +1,6 @@
 """What a Kafka member has fetched, holds and has finished, by partition. Plain Python, no I/O; not locked."""
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,6 +12,9 @@ from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 BUFFER_MESSAGES = 64
 BUFFER_BYTES = 32 * 2**20
 """A class with as much in its buffer is paused; it goes on when half of that is left."""
+
+MOST_ORPHANS = 100
+"""How many go to the dead letters at a time."""
 
 Partition = tuple[str, int]
 Place = tuple[Partition, int]
@@ -35,7 +39,7 @@ class Holdings:
         self._passed: set[Partition] = set()
         self._full: set[str] = set()
         self._stretched: set[Partition] = set()
-        self._orphans: list[Delivery] = []
+        self._orphans: list[tuple[Delivery, str]] = []
         self.shelf = Shelf()
 
     @property
@@ -89,7 +93,19 @@ class Holdings:
             self._passed.add(partition)
         else:
             self._handed_out.add((partition, offset))
-            self._orphans.append(delivery)
+            self._orphans.append((delivery, "in the retry topic, but from no known topic"))
+
+    def arrive_damaged(self, partition: Partition, batch: int, klass: PriorityClass, why: str) -> int:
+        """Take in that the next message of a partition, in the batch that begins at the offset `batch`, cannot be
+        unpacked: it is nobody's. Return where the partition goes on.
+        """
+        topic, number = partition
+        offset = max(batch, self._offsets[partition].next)
+        if self._offsets[partition].deliver(offset):
+            reason = f"partition {number}, offset {offset}, cannot be unpacked: {why}"
+            self._handed_out.add((partition, offset))
+            self._orphans.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
+        return offset + 1
 
     def reach_end(self, partition: Partition, end: int) -> None:
         """The log has nothing more before `end`: what is there instead are the markers of transactions."""
@@ -97,10 +113,13 @@ class Holdings:
         if offsets is not None and offsets.reach(end):
             self._passed.add(partition)
 
-    def orphans(self) -> list[Delivery]:
-        """Messages of the retry topic that are nobody's, each told once: they belong to the dead letters."""
-        found, self._orphans = self._orphans, []
-        return found
+    def orphans(self) -> list[tuple[Delivery, str]]:
+        """Some of the messages that are nobody's, and why: they belong to the dead letters. Until they are `buried`."""
+        return self._orphans[:MOST_ORPHANS]
+
+    def buried(self, num_orphans: int) -> None:
+        """So many of them are seen to."""
+        del self._orphans[:num_orphans]
 
     def hand_out(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """At most `room` deliveries of each class, interactive first; due retries before new ones."""

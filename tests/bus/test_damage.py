@@ -9,15 +9,16 @@ import confluent_kafka
 import pytest
 from confluent_kafka import Consumer, Producer
 
-from penstock.bus.contract import Delivery, Outgoing, Settlement
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, Settlement
 from penstock.bus.kafka import KafkaBus
 from penstock.bus.kafka_orphans import KafkaOrphans
 from penstock.bus.retries import dead_message
 from penstock.bus.streams import StreamsBus
-from penstock.names import Pipeline
+from penstock.local.processes import wait_until
+from penstock.names import ORIGIN, REASON, Pipeline
 from penstock.settings import BusSettings
 from penstock.worker.parcel import pack, unpack
-from tests.bus.buses import SETTINGS, answered, publish, take, values
+from tests.bus.buses import ROOM, SETTINGS, answered, publish, take, values
 
 BYTES = b"\xff\xfe215"
 """No UTF-8."""
@@ -139,3 +140,38 @@ def test_all_of_a_topic_is_what_is_being_committed_too(
     monkeypatch.setattr(LateCommit, "transaction", producer, raising=False)
     monkeypatch.setattr("penstock.bus.kafka.Consumer", LateCommit)
     assert values(bus.read_all(pipeline.results)) == [b"1", b"2"]
+
+
+def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(bus: KafkaBus, pipeline: Pipeline) -> None:
+    """3 KB on the wire: more than the client unpacks. What is in one batch with it goes with it."""
+    topic = pipeline.requests("interactive")
+    publish(bus, [Outgoing(topic, b"before")])
+    packed = {"compression.codec": "zstd", "linger.ms": 1000, "message.max.bytes": 10**8, "batch.size": 10**8}
+    producer = Producer(bus.clients | packed)
+    for value in (b"beside", b"a" * 70_000_000, b"beside"):
+        producer.produce(topic, value)
+    assert producer.flush(30) == 0
+    publish(bus, [Outgoing(topic, b"behind")])
+    with bus.member("prefill", "a") as member:
+        taken = take(member, 2)
+        assert [delivery.value for delivery in taken] == [b"before", b"behind"]
+        member.poll(0.0, ROOM)
+        letters = bus.read_all(pipeline.dead)
+        assert [(letter.value, letter.headers[ORIGIN]) for letter in letters] == [(b"", topic)] * 3
+        reasons = [letter.headers[REASON] for letter in letters]
+        assert all(f"partition 0, offset {number}, cannot be" in why for number, why in enumerate(reasons, 1))
+        member.settle([answered(pipeline, delivery) for delivery in taken])
+    wait_until(lambda: not bus.unsettled()[topic], 10, "the group is behind them")
+    with bus.member("prefill", "b") as member:
+        assert member.poll(0.5, ROOM) == []
+    assert len(bus.read_all(pipeline.dead)) == 3
+
+
+def test_of_what_a_compression_hid_no_more_is_kept_than_a_message_may_have(bus: KafkaBus, pipeline: Pipeline) -> None:
+    topic = pipeline.requests("interactive")
+    producer = Producer(bus.clients | {"compression.codec": "gzip", "message.max.bytes": 10**8})
+    producer.produce(topic, b"a" * 40_000_000)
+    assert producer.flush(30) == 0
+    with bus.member("prefill", "a") as member:
+        (delivery,) = take(member, 1)
+        assert len(delivery.value) == MAX_MESSAGE_BYTES
