@@ -236,6 +236,9 @@ class Result(Wire):
     usage: Usage = Usage()
     timings: Timings = Timings()
     error: ErrorInfo | None = None
+    truncated: Literal[True] | None = None
+    """`text` is only the beginning, as no topic takes all of it; `token_ids` and the stream's log have the rest. There
+    are no `logprobs` then."""
 
 
 class TokenEvent(Wire):
