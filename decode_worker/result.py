@@ -1,11 +1,15 @@
 """From a request's log to its one result."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from penstock import names
-from penstock.bus.contract import Outgoing
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Outgoing
 from penstock.messages import EndEvent, Job, Result, TokenEvent
 from penstock.names import Pipeline
+
+HEADER_BYTES = 65536
+"""More than the key and the headers of a result have."""
 
 
 def result_of(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Result | None:
@@ -37,4 +41,14 @@ def result_of(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Res
 def outgoing_result(pipeline: Pipeline, result: Result, trace_headers: dict[str, str]) -> Outgoing:
     """The message for the results topic."""
     headers = {names.VERSION: str(result.v), names.TENANT: result.tenant, names.CLASS: result.klass}
-    return Outgoing(pipeline.results, result.encode(), key=result.id, headers=headers | trace_headers)
+    message = Outgoing(pipeline.results, result.encode(), key=result.id, headers=headers | trace_headers)
+    if message.num_bytes <= MAX_MESSAGE_BYTES:
+        return message
+    return replace(message, value=_truncated(result).encode())
+
+
+def _truncated(result: Result) -> Result:
+    """A result that fits into a topic with its headers. A character is at most six bytes of JSON."""
+    bare = result.model_copy(update={"text": "", "logprobs": None, "truncated": True})
+    num_left = MAX_MESSAGE_BYTES - HEADER_BYTES - len(bare.encode())
+    return bare.model_copy(update={"text": result.text[: max(0, num_left // 6)]})

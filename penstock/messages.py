@@ -33,6 +33,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 RequestId = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}$")]
 TokenBytes = list[Annotated[int, Field(ge=0, le=255)]]
 MAX_ERRORS = 100
+MAX_LENIENT_BYTES = 2**20
+"""Of a message that is not quite JSON, and is parsed once more for its id."""
 MAX_LOGPROBS = 2**16
 """Of one answer, chosen and likeliest ones together: its result must fit into a topic."""
 MAX_TOKEN_BYTES = 100
@@ -124,8 +126,9 @@ class Request(Wire):
     model: str | None = Field(default=None, max_length=256)
     """The model expected; any other is refused. Without it, the pipeline's."""
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    token_ids: list[TokenId] | None = None
+    # Of millions of errors one is told: to find them all would stall the worker.
+    messages: list[ChatMessage] | None = Field(default=None, fail_fast=True)
+    token_ids: list[TokenId] | None = Field(default=None, fail_fast=True)
     sampling: Sampling = Sampling()
     klass: PriorityClass | None = Field(default=None, alias="class")
     """Must agree with the topic's class when given."""
@@ -181,7 +184,7 @@ class Job(Wire):
     id: RequestId
     job: str
     """Names this hand-off; the first one claimed is bound to the request and settles its result."""
-    token_ids: list[TokenId] = []
+    token_ids: list[TokenId] = Field(default=[], fail_fast=True)
     """The prompt."""
     sampling: Sampling = Sampling()
     seed: int = 0
@@ -232,12 +235,15 @@ class Result(Wire):
     model: str = ""
     finish_reason: FinishReason
     text: str = ""
-    token_ids: list[TokenId] = []
+    token_ids: list[TokenId] = Field(default=[], fail_fast=True)
     logprobs: list[Logprobs] | None = None
     """One for each of `token_ids`, where the request asks for them."""
     usage: Usage = Usage()
     timings: Timings = Timings()
     error: ErrorInfo | None = None
+    truncated: Literal[True] | None = None
+    """`text` is only the beginning, as no topic takes all of it; `token_ids` and the stream's log have the rest. There
+    are no `logprobs` then."""
 
 
 class TokenEvent(Wire):
@@ -295,15 +301,36 @@ def _explain_line(line: Mapping[str, Any]) -> str:
 
 
 def readable_id(value: bytes, key: str | None) -> str | None:
-    """The request id of a message that may not be valid otherwise: its JSON's `id`, else its Kafka key, else None."""
-    try:
-        body = json.loads(value)
-    except (ValueError, RecursionError):
-        body = None
-    for candidate in (body.get("id") if isinstance(body, dict) else None, key):
+    """The request id of a message that may not be valid otherwise: its JSON's `id`, else its Kafka key, else None.
+
+    Of one that is larger than a request may be, the key comes first, and nothing is parsed if that is an id.
+    """
+    if len(value) > MAX_REQUEST_BYTES and key is not None and is_request_id(key):
+        return key
+    for candidate in (_id_in(value), key):
         if isinstance(candidate, str) and is_request_id(candidate):
             return candidate
     return None
+
+
+class _Named(BaseModel):
+    """What a message says its id is, beside anything else."""
+
+    id: Any = None
+
+
+def _id_in(value: bytes) -> object:
+    try:
+        return _Named.model_validate_json(value).id  # makes no objects of all the rest
+    except ValidationError:
+        pass
+    if len(value) > MAX_LENIENT_BYTES:
+        return None
+    try:
+        body = json.loads(value)  # knows halves of characters, and other encodings
+    except (ValueError, RecursionError):
+        return None
+    return body.get("id") if isinstance(body, dict) else None
 
 
 def now_s() -> float:

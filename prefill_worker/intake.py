@@ -8,7 +8,7 @@ from opentelemetry.context import Context
 
 from penstock import tracing
 from penstock.bus.contract import Delivery
-from penstock.errors import InvalidRequest, RequestError
+from penstock.errors import InvalidRequest, RequestError, RequestTooLarge
 from penstock.messages import Request, decode, now_s, readable_id
 from penstock.names import Pipeline
 from penstock.record import Waiting, body_hash
@@ -43,6 +43,11 @@ class Intake:
     """Of the span that later spans are children of."""
 
     @property
+    def is_too_large(self) -> bool:
+        """Whether nothing of its message is kept beside the topic: then only its delivery can bring it back."""
+        return isinstance(self.error, RequestTooLarge)
+
+    @property
     def operation(self) -> Operation:
         """What it asks for, as OpenTelemetry calls it."""
         return operation_of(self.request)
@@ -63,7 +68,7 @@ def identify(delivery: Delivery) -> Intake | None:
 def waiting_of(delivery: Delivery) -> Waiting | None:
     """The request as it is known while its message waits."""
     intake = identify(delivery)
-    return None if intake is None else Waiting(intake.id, intake.body, "", pack(delivery))
+    return None if intake is None or intake.is_too_large else Waiting(intake.id, intake.body, "", pack(delivery))
 
 
 def read(pipeline: Pipeline, delivery: Delivery, prompts: PromptReader) -> Intake | None:

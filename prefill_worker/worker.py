@@ -153,7 +153,8 @@ class PrefillWorker(StageWorker[Prefill]):
             return
         if not self._is_mine(delivery):
             return
-        claimed = self.record.claim_prefill(intake.id, self.name, intake.body, pack(delivery))
+        parcel = b"" if intake.is_too_large else pack(delivery)
+        claimed = self.record.claim_prefill(intake.id, self.name, intake.body, parcel)
         match claimed:
             case Busy(wait_s=wait_s):
                 self.inbox.put_back(delivery, wait_s)

@@ -11,10 +11,12 @@ import pytest
 import redis
 
 from penstock.bus.connect import connect
-from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
 from penstock.errors import BusError, BusUnavailable, MemberFenced, PenstockError
 from penstock.local.processes import wait_until
-from penstock.names import WORKERS_KEY, Pipeline, PriorityClass
+from penstock.messages import Result, decode
+from penstock.names import REASON, TENANT, WORKERS_KEY, Pipeline, PriorityClass
+from penstock.reach import is_outage
 from penstock.settings import Addresses, BusSettings
 from penstock.status import health, worker_status
 from penstock.worker import Heartbeat, Inbox, Outages, Settler, StopSignal, slot_name, stay_on
@@ -42,7 +44,7 @@ def test_settling_in_the_background_tells_when_it_is_durable(addresses: Addresse
     bus = connect(addresses, BusSettings())
     bus.create_topics()
     with bus.member("prefill", "a") as member:
-        settler = Settler(member)
+        settler = Settler(member, pipeline)
         told: list[bool] = []
         for delivery in deliveries(member, pipeline, addresses, 5):
             output = Outgoing(pipeline.jobs("interactive"), b"job", delivery.key)
@@ -61,7 +63,7 @@ def test_a_lost_delivery_does_not_hold_up_the_others(addresses: Addresses, pipel
     with bus.member("prefill", "a") as member:
         held = deliveries(member, pipeline, addresses, 3)
         member.settle([Settlement(held[1])])
-        settler = Settler(member)
+        settler = Settler(member, pipeline)
         told: dict[str | None, bool] = {}
         for delivery in held:
             settler.settle(Settlement(delivery), lambda done, key=delivery.key: told.update({key: done}))  # type: ignore[misc]
@@ -75,7 +77,7 @@ def test_a_delivery_that_came_twice_is_settled_once(addresses: Addresses, pipeli
     bus.create_topics()
     with bus.member("prefill", "a") as member:
         (delivery,) = deliveries(member, pipeline, addresses, 1)
-        settler = Settler(member)
+        settler = Settler(member, pipeline)
         told: list[bool] = []
         begun, go_on = threading.Event(), threading.Event()
         real = member.settle
@@ -98,12 +100,70 @@ def test_a_delivery_that_came_twice_is_settled_once(addresses: Addresses, pipeli
     assert len(bus.read_all(pipeline.jobs("interactive"))) == 1
 
 
+def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
+    addresses: Addresses, pipeline: Pipeline
+) -> None:
+    """The others of its batch are settled, and it is too: else it would end each worker that gets its delivery."""
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    with bus.member("prefill", "a") as member:
+        settler = Settler(member, pipeline)
+        told: list[bool] = []
+        fine = Result(id="fine", finish_reason="stop").encode()
+        for delivery, value in zip(
+            deliveries(member, pipeline, addresses, 3), (fine, b"x" * MAX_MESSAGE_BYTES, fine), strict=True
+        ):
+            output = Outgoing(pipeline.results, value, delivery.key, {TENANT: "acme"})
+            settler.settle(Settlement(delivery, [output]), told.append)
+        settler.wait(timeout_s=30)
+        settler.check()
+        assert told == [True] * 3
+        assert member.held() == 0
+        settler.close()
+    results = [decode(Result, message.value) for message in bus.read_all(pipeline.results)]
+    assert [result.error.code if result.error else "" for result in results] == ["", "internal_error", ""]
+    assert (results[1].id, results[1].tenant) == ("1", "acme")
+    (letter,) = bus.read_all(pipeline.dead)
+    assert letter.headers[REASON].startswith("internal_error")
+
+
+def test_a_bus_that_does_not_return_from_a_settlement_counts_as_away(
+    addresses: Addresses, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the worker is made anew; who lets go of the old one does not wait for the call."""
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    with bus.member("prefill", "a") as member:
+        (delivery,) = deliveries(member, pipeline, addresses, 1)
+        begun, go_on = threading.Event(), threading.Event()
+
+        def hang(settlements: Sequence[Settlement]) -> None:
+            begun.set()
+            go_on.wait(60)
+
+        monkeypatch.setattr(member, "settle", hang)
+        settler = Settler(member, pipeline)
+        settler.settle(Settlement(delivery))
+        assert begun.wait(30)
+        settler.check()
+        assert settler.trouble == ""
+        monkeypatch.setattr("penstock.worker.settler.SLOW_S", 0.0)
+        monkeypatch.setattr("penstock.worker.settler.HUNG_S", 0.0)
+        assert "settling takes" in settler.trouble
+        with pytest.raises(BusUnavailable) as raised:
+            settler.check()
+        assert is_outage(raised.value)
+        settler.close()
+        assert settler._thread.is_alive()
+        go_on.set()
+
+
 def test_a_fenced_member_ends_its_worker(addresses: Addresses, pipeline: Pipeline) -> None:
     bus = connect(addresses, BusSettings())
     bus.create_topics()
     with bus.member("prefill", "a") as member:
         (delivery,) = deliveries(member, pipeline, addresses, 1)
-        settler = Settler(member)
+        settler = Settler(member, pipeline)
         with bus.member("prefill", "a"):
             settler.settle(Settlement(delivery))
             settler.wait(timeout_s=30)

@@ -38,7 +38,17 @@ class Outgoing:
     def num_bytes(self) -> int:
         """What counts against `MAX_MESSAGE_BYTES`."""
         words = (self.key or "", *self.headers, *self.headers.values())
-        return len(self.value) + sum(len(word.encode()) for word in words)
+        return len(self.value) + sum(len(as_bytes(word)) for word in words)
+
+
+def as_text(raw: bytes) -> str:
+    """A key or a header's value as text. Bytes that are not UTF-8 stay in it, for `as_bytes` to find again."""
+    return raw.decode(errors="surrogateescape")
+
+
+def as_bytes(text: str) -> bytes:
+    """What `as_text` was made of."""
+    return text.encode(errors="surrogateescape")
 
 
 def check_size(messages: Iterable[Outgoing]) -> None:

@@ -1,6 +1,7 @@
 """The bus on Apache Kafka: transactions for settling, KIP-848 groups, read_committed readers."""
 
 import contextlib
+import logging
 import threading
 import time
 import uuid
@@ -19,7 +20,7 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from penstock.bus.contract import Delivery, Outgoing, check_size
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, as_bytes, as_text, check_size
 from penstock.bus.kafka_partitions import Partitions
 from penstock.errors import BusUnavailable, MemberFenced
 from penstock.local.processes import wait_until
@@ -33,9 +34,13 @@ if TYPE_CHECKING:
     from penstock.bus.kafka_member import KafkaMember
     from penstock.bus.kafka_transactions import Transactions
 
+log = logging.getLogger(__name__)
+
 ANSWER_S = 15.0
 """How long the servers may take to answer before they count as not reachable."""
 CHECK_S = 5.0
+STABLE_S = 3.0
+"""How long who reads a whole topic waits for transactions that are open there."""
 
 MAX_BATCH_BYTES = 2 * MAX_REQUEST_BYTES
 WORK_KEPT_MS = 14 * 86400 * 1000
@@ -122,7 +127,11 @@ class KafkaBus:
         return KafkaFollower(self.clients, topic, after)
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Every message in a topic whose transaction is committed, partition by partition."""
+        """Every message in a topic whose transaction is committed, partition by partition.
+
+        A transaction that is just being committed counts: its producer knows of it before its readers do. So it is read
+        as far as the log goes, and what is still open there is waited for, for a moment.
+        """
         reader = Consumer(
             self.clients
             | {
@@ -134,30 +143,13 @@ class KafkaBus:
                 "fetch.wait.max.ms": 50,
             }
         )
-        found: list[Outgoing] = []
         try:
             with bus_errors():
-                num_partitions = len(reader.list_topics(topic, ANSWER_S).topics[topic].partitions)
-                reader.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in range(num_partitions)])
-                unread = set(range(num_partitions))
-                end = time.monotonic() + ANSWER_S
-                while unread:
-                    message = reader.poll(1.0)
-                    if message is None:
-                        if time.monotonic() > end:
-                            raise BusUnavailable(f"Kafka: {topic} cannot be read to its end")
-                        continue
-                    end = time.monotonic() + ANSWER_S
-                    error = message.error()
-                    if error is None:
-                        found.append(Outgoing(topic, message.value() or b"", read_key(message), read_headers(message)))
-                    elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
-                        unread.discard(message.partition())
-                    elif not error.retriable():
-                        raise KafkaException(error)
+                partitions = reader.list_topics(topic, ANSWER_S).topics[topic].partitions
+                reader.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in partitions])
+                return _read_to_end(reader, topic, set(partitions))
         finally:
             reader.close()
-        return found
 
     def check(self, timeout_s: float = CHECK_S) -> str:
         """One line about the brokers reached; raises `BusUnavailable`."""
@@ -180,6 +172,33 @@ class KafkaBus:
             topic in known and known[topic].partitions and all(p.leader >= 0 for p in known[topic].partitions.values())
             for topic in self.pipeline.topics()
         )
+
+
+def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoing]:
+    """Read these partitions to where they ended when their end was reached first; see `KafkaBus.read_all`."""
+    found: list[Outgoing] = []
+    ends: dict[int, int] = {}  # of partitions with a transaction that is open
+    until = time.monotonic() + ANSWER_S
+    while unread or (ends and time.monotonic() < until):
+        message = reader.poll(0.1 if ends else 1.0)
+        if message is None:
+            if unread and time.monotonic() > until:
+                raise BusUnavailable(f"Kafka: {topic} cannot be read to its end")
+            continue
+        error, number, offset, had_more = message.error(), message.partition() or 0, message.offset() or 0, bool(unread)
+        if error is None:
+            found.append(Outgoing(topic, message.value() or b"", read_key(message), read_headers(message)))
+        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+            if number in unread:
+                unread.discard(number)
+                ends[number] = reader.get_watermark_offsets(TopicPartition(topic, number), cached=True)[1]
+        elif not error.retriable():
+            raise KafkaException(error)
+        if ends.get(number, offset + 1) <= offset:
+            del ends[number]
+        if had_more:
+            until = time.monotonic() + (ANSWER_S if unread else STABLE_S)
+    return found
 
 
 class KafkaPublisher:
@@ -282,9 +301,9 @@ def produce(producer: Producer, message: Outgoing, partitions: Partitions, repor
             producer.produce(
                 message.topic,
                 message.value,
-                message.key,
+                None if message.key is None else as_bytes(message.key),
                 partition,
-                headers=[(name, text.encode()) for name, text in message.headers.items()],
+                headers=[(name, as_bytes(text)) for name, text in message.headers.items()],
                 on_delivery=report,
             )
             return
@@ -307,11 +326,14 @@ def bus_errors() -> Iterator[None]:
 
 
 def read_delivery(message: Message, klass: PriorityClass) -> Delivery:
-    """A message as its partition's owner holds it; its position is partition and offset."""
+    """A message as its partition's owner holds it; its position is partition and offset.
+
+    Of a value that a compression made to fit into its topic, only as much is kept as a message may have.
+    """
     return Delivery(
         message.topic() or "",
         f"{message.partition()}:{message.offset()}",
-        message.value() or b"",
+        (message.value() or b"")[:MAX_MESSAGE_BYTES],
         read_key(message),
         read_headers(message),
         klass,
@@ -322,10 +344,16 @@ def read_delivery(message: Message, klass: PriorityClass) -> Delivery:
 def read_key(message: Message) -> str | None:
     """A message's key as text."""
     key = message.key()
-    return key.decode(errors="replace") if isinstance(key, bytes) else key
+    return as_text(key) if isinstance(key, bytes) else key
 
 
 def read_headers(message: Message) -> Mapping[str, str]:
-    """A message's headers as text; of several with one name, the last."""
-    pairs: Any = message.headers() or []
-    return {name: (raw or b"").decode(errors="replace") for name, raw in pairs}
+    """A message's headers as text; of several with one name, the last. None if one of the names is not UTF-8."""
+    try:
+        pairs: Any = message.headers() or []
+    except (SystemError, UnicodeDecodeError):
+        # Such a message must not be asked twice: the client keeps a list with a hole in it, and who touches that hole
+        # ends the process.
+        log.warning("%s: a header's name is not UTF-8, the headers are left out", message.topic())
+        return {}
+    return {name: as_text(raw or b"") for name, raw in pairs}

@@ -1,6 +1,7 @@
 """What a Kafka member has fetched, holds and has finished, by partition. Plain Python, no I/O; not locked."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,6 +16,9 @@ log = logging.getLogger(__name__)
 BUFFER_MESSAGES = 64
 BUFFER_BYTES = 32 * 2**20
 """A class with as much in its buffer is paused; it goes on when half of that is left."""
+
+MOST_ORPHANS = 100
+"""How many go to the dead letters at a time."""
 
 Partition = tuple[str, int]
 Place = tuple[Partition, int]
@@ -39,7 +43,7 @@ class Holdings:
         self._passed: set[Partition] = set()
         self._full: set[str] = set()
         self._stretched: set[Partition] = set()
-        self._orphans: list[Delivery] = []
+        self._orphans: list[tuple[Delivery, str]] = []
         self._fresh: set[Partition] = set()
         self.shelf = Shelf()
 
@@ -75,7 +79,7 @@ class Holdings:
         self._passed -= gone
         self._stretched -= gone
         self._fresh -= gone
-        self._orphans = [orphan for orphan in self._orphans if self.place(orphan)[0] not in gone]
+        self._orphans = [orphan for orphan in self._orphans if self.place(orphan[0])[0] not in gone]
         self._handed_out = {held for held in self._handed_out if held[0] not in gone}
         for klass, buffer in self._buffers.items():
             kept = [delivery for delivery in buffer if self.place(delivery)[0] not in gone]
@@ -101,7 +105,19 @@ class Holdings:
             self._passed.add(partition)
         else:
             self._handed_out.add((partition, offset))
-            self._orphans.append(delivery)
+            self._orphans.append((delivery, "in the retry topic, but from no known topic"))
+
+    def arrive_damaged(self, partition: Partition, batch: int, klass: PriorityClass, why: str) -> int:
+        """Take in that the next message of a partition, in the batch that begins at the offset `batch`, cannot be
+        unpacked: it is nobody's. Return where the partition goes on.
+        """
+        topic, number = partition
+        offset = max(batch, self._offsets[partition].next)
+        if self._offsets[partition].deliver(offset):
+            reason = f"partition {number}, offset {offset}, cannot be unpacked: {why}"
+            self._handed_out.add((partition, offset))
+            self._orphans.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
+        return offset + 1
 
     def reach_end(self, partition: Partition, end: int) -> None:
         """The log has nothing more before `end`: what is there instead are the markers of transactions.
@@ -132,9 +148,12 @@ class Holdings:
         self._fresh.discard(partition)
         return offsets
 
-    def orphans(self) -> list[Delivery]:
-        """Messages of the retry topic that are nobody's: they belong to the dead letters."""
-        return list(self._orphans)
+    def orphans(self) -> list[tuple[Delivery, str]]:
+        """Return some of the messages that are nobody's, and why: they belong to the dead letters.
+
+        They are returned again until they are settled, or their partition is taken away.
+        """
+        return self._orphans[:MOST_ORPHANS]
 
     def hand_out(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """At most `room` deliveries of each class, interactive first; due retries before new ones."""
@@ -173,7 +192,7 @@ class Holdings:
         for partition, offset in {self.place(delivery) for delivery in deliveries}:
             self._offsets[partition].finish([offset])
             self._handed_out.discard((partition, offset))
-        self._orphans = [orphan for orphan in self._orphans if self.place(orphan) in self._handed_out]
+        self._orphans = [orphan for orphan in self._orphans if self.place(orphan[0]) in self._handed_out]
         for partition, *said in commits:
             if partition in self._passed and self._offsets[partition].commit() == tuple(said):
                 self._passed.discard(partition)

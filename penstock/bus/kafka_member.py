@@ -53,6 +53,9 @@ SETTLED_S = 45.0
 PATIENCE_S = 5.0
 """How long a member may stand still before it is made anew. All of a process stands still when it is paused."""
 ASK_S = 0.25
+DAMAGED = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)  # noqa: SLF001 - that is their name
+"""A batch that cannot be unpacked: damaged, or so large that the client does not."""
+DAMAGED_TRIES = 3
 PASSED_COMMIT_S = 1.0
 """How often the offsets of what is passed over are committed when nothing is settled."""
 
@@ -90,6 +93,8 @@ class KafkaMember:
         self._settling_since: float | None = None
         self._state = threading.Condition()
         self._holdings = Holdings(bus.pipeline, stage)
+        self._damaged: dict[Partition, tuple[int, int]] = {}
+        """The last batch of a partition that could not be unpacked: where it begins, and how often it was tried."""
         self._failure: Exception | None = None
         self._leaving, self._closing = threading.Event(), threading.Event()
         self._doubtful: tuple[list[Commit], list[Delivery]] = [], []
@@ -223,9 +228,13 @@ class KafkaMember:
     def _bury_orphans(self) -> None:
         with self._state:
             orphans = self._holdings.orphans()
-        for orphan in orphans:
-            with contextlib.suppress(DeliveryLost):
-                self.dead(orphan, "in the retry topic, but from no known topic")
+        letters = [Settlement(orphan, [dead_message(self._pipeline, orphan, reason)]) for orphan, reason in orphans]
+        while letters:
+            try:
+                self.settle(letters)
+                break
+            except DeliveryLost as gone:  # who has the partition now finds them again
+                letters = [letter for letter in letters if letter.delivery not in gone.deliveries]
 
     # Settling: with `_settling` held.
 
@@ -327,11 +336,32 @@ class KafkaMember:
             if error.fatal():
                 raise KafkaException(error)
             log.warning("Kafka: %s", error.str())
+            if error.code() in DAMAGED:
+                partition = (message.topic() or "", message.partition() or 0)
+                self._pass_damaged(partition, message.offset() or 0, error.str())
             return
         delivery = read_delivery(message, self._classes[message.topic() or ""])
         with self._state:
             self._holdings.arrive(delivery)
             self._state.notify()
+
+    def _pass_damaged(self, partition: Partition, batch: int, why: str) -> None:
+        """Go on behind a message that cannot be unpacked, once that was tried a few times.
+
+        A batch is unpacked as a whole, and fails from whichever of its offsets it is fetched. Where it ends is not
+        known: so it is left one offset at a time, and each of its messages is one for the dead letters.
+        """
+        known, tries = self._damaged.get(partition, (batch, 0))
+        tries = tries + 1 if known == batch else 1
+        self._damaged[partition] = batch, tries
+        if tries < DAMAGED_TRIES:
+            return
+        with self._state:
+            if partition not in self._holdings.partitions:
+                return
+            offset = self._holdings.arrive_damaged(partition, batch, self._classes[partition[0]], why)
+            self._state.notify()
+        self._consumer.seek(TopicPartition(*partition, offset))
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Steps 1 and 2 of beginning partitions. The offset does not matter, as nothing is read before 3."""

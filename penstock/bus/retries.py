@@ -48,7 +48,8 @@ def retry_message(pipeline: Pipeline, delivery: Delivery, reason: str, delay_s: 
     headers[ATTEMPT] = str(delivery.attempt + 1)
     headers[NOT_BEFORE] = str(int((time.time() + delay_s) * 1000))
     headers[REASON] = reason[:MAX_REASON_CHARS]
-    return Outgoing(pipeline.retries(delivery.klass), delivery.value, delivery.key, headers)
+    message = Outgoing(pipeline.retries(delivery.klass), delivery.value, delivery.key, headers)
+    return message if message.num_bytes <= MAX_MESSAGE_BYTES else _bare(message)
 
 
 def dead_message(
@@ -71,12 +72,22 @@ def _with_stack(headers: Mapping[str, str], stack: str) -> dict[str, str]:
     return {**headers, STACK: stack[-MAX_STACK_CHARS:]} if stack else dict(headers)
 
 
+def _bare(message: Outgoing) -> Outgoing:
+    """A message without the headers it came with: with ours, they are more than a topic takes."""
+    headers = {name: message.headers[name] for name in (ORIGIN, ATTEMPT, NOT_BEFORE, REASON)}
+    return Outgoing(message.topic, message.value, _short_key(message.key), headers)
+
+
+def _short_key(key: str | None) -> str | None:
+    """A key that may be a request's id; else None."""
+    return key if key is not None and len(key) <= MAX_REASON_CHARS else None
+
+
 def _cut(message: Outgoing) -> Outgoing:
     """The beginning of a message that no topic takes whole, and what is known of it: a dead letter always fits."""
     kept = {name: message.headers[name][:MAX_REASON_CHARS] for name in (ORIGIN, REASON, ATTEMPT, BURIED)}
     kept[TRUNCATED] = str(len(message.value))
-    key = message.key if message.key is not None and len(message.key) <= MAX_REASON_CHARS else None
-    return Outgoing(message.topic, message.value[: MAX_MESSAGE_BYTES // 2], key, kept)
+    return Outgoing(message.topic, message.value[: MAX_MESSAGE_BYTES // 2], _short_key(message.key), kept)
 
 
 def retry_position(position: str) -> str:

@@ -15,7 +15,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from penstock.bus.contract import Followed, Outgoing, check_size
+from penstock.bus.contract import Followed, Outgoing, as_bytes, as_text, check_size
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, STAGES, Pipeline, Stage
 from penstock.reach import ANSWER_S, replies_to
@@ -191,15 +191,18 @@ def encode(message: Outgoing) -> dict[str, str | bytes]:
     """A stream entry: `value`, and where there are any `key` and `headers` (a JSON object)."""
     fields: dict[str, str | bytes] = {"value": message.value}
     if message.key is not None:
-        fields["key"] = message.key
+        fields["key"] = as_bytes(message.key)
     if message.headers:
         fields["headers"] = json.dumps(dict(message.headers))
     return fields
 
 
 def _utf8(text: str) -> str:
-    """Text that can be sent on: JSON may hold half a character."""
-    return text.encode(errors="replace").decode()
+    """Text that can be sent on: JSON may hold half a character. Halves that stand for bytes (`as_text`) stay."""
+    try:
+        return as_text(as_bytes(text))
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
 
 
 def decode(fields: dict[bytes, bytes]) -> tuple[bytes, str | None, dict[str, str]]:
@@ -210,4 +213,4 @@ def decode(fields: dict[bytes, bytes]) -> tuple[bytes, str | None, dict[str, str
         found = json.loads(fields.get(b"headers", b"{}"))
         if isinstance(found, dict):
             headers = {_utf8(name): _utf8(text) for name, text in found.items() if isinstance(text, str)}
-    return fields.get(b"value", b""), None if key is None else key.decode(errors="replace"), headers
+    return fields.get(b"value", b""), None if key is None else as_text(key), headers

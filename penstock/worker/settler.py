@@ -6,19 +6,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.errors import BusUnavailable, DeliveryLost
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
+from penstock.bus.retries import dead_message
+from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
 from penstock.failpoints import failpoint
+from penstock.messages import ErrorInfo, Result
+from penstock.names import CLASS, TENANT, VERSION, Pipeline
 from penstock.reach import is_away, pauses
 
 log = logging.getLogger(__name__)
 
 GIVE_UP_S = 60.0
 """A member that could not settle for this long is done with: it may be at fault itself."""
-ALONE_S = 20.0
+ALONE_S = 5.0
 """The same when the bus answers it: then it is at fault."""
+SLOW_S, HUNG_S = 10.0, 45.0
+"""A call of the bus that takes so long is told of; and does not return any more: libraries have their bugs. What a
+member allows each of its own steps is less."""
 CLOSE_S = 5.0
 """How long a worker that leaves waits for its settlements; what is not settled then, others settle from the log."""
 MOMENT_S = 1.0
@@ -47,13 +53,15 @@ class Settler:
     `done(True)` is called after a settlement is durable, `done(False)` when the bus gave the delivery to another member
     (it will settle it), or when there is no delivery, and it is unknown whether the outputs are out. While the bus is
     away it is tried again and again: the loop goes on with what runs. Any other failure ends the worker: `check()`
-    raises it in the loop.
+    raises it in the loop. So it does where a call of the bus does not return: the worker is made anew, and the call is
+    left to itself.
     """
 
-    def __init__(self, member: Member) -> None:
-        self.trouble = ""
-        """Why the last attempt failed, while it is made again; else empty."""
-        self._member = member
+    def __init__(self, member: Member, pipeline: Pipeline) -> None:
+        self._member, self._pipeline = member, pipeline
+        self._trouble = ""
+        self._called_s: float | None = None
+        """Since when the bus is at the settlement under way."""
         self._is_over = threading.Event()
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._open: Counter[tuple[str, str] | int] = Counter()
@@ -83,6 +91,18 @@ class Settler:
         """Raise what made settling impossible, if anything did."""
         if self._failure is not None:
             raise self._failure
+        if (called_s := self._in_call_s()) > HUNG_S:
+            raise BusUnavailable(f"the bus is at one settlement for {called_s:.0f} s")
+
+    @property
+    def trouble(self) -> str:
+        """Why the last attempt failed, while it is made again, or that it takes long; else empty."""
+        called_s = self._in_call_s()
+        return f"settling takes {called_s:.0f} s so far" if called_s > SLOW_S else self._trouble
+
+    def _in_call_s(self) -> float:
+        called_s = self._called_s
+        return 0.0 if called_s is None else time.monotonic() - called_s
 
     def wait(self, timeout_s: float) -> None:
         """Until everything is settled, it cannot be now, or the time is over."""
@@ -129,7 +149,7 @@ class Settler:
         while batch and not self._is_over.is_set():
             try:
                 failpoint("settle.begun")
-                self._member.settle([order.settlement for order in batch])
+                self._call([order.settlement for order in batch])
             except DeliveryLost as error:
                 lost = {_place_of(delivery) for delivery in error.deliveries}
                 rest = [order for order in batch if order.place not in lost]
@@ -137,6 +157,14 @@ class Settler:
                 self._note("")
                 self._finish([order for order in batch if order.place in lost], settled=False)
                 batch = rest
+            except RequestTooLarge as error:  # nothing was done: whose it is shows when each is settled alone
+                if len(batch) == 1:
+                    log.error("%s cannot be settled: %s", batch[0].settlement.delivery.position, error)
+                    batch = [replace(batch[0], settlement=fit(self._pipeline, batch[0].settlement, error))]
+                else:
+                    for order in batch:
+                        self._settle_all([order])
+                    return
             except BusUnavailable as error:
                 now_s = time.monotonic()
                 troubled_s = now_s if self._member.trouble else troubled_s
@@ -152,6 +180,13 @@ class Settler:
                 self._finish(batch, settled=True)
                 return
 
+    def _call(self, settlements: list[Settlement]) -> None:
+        self._called_s = time.monotonic()
+        try:
+            self._member.settle(settlements)
+        finally:
+            self._called_s = None
+
     def _held_of(self, batch: list[_Order]) -> list[_Order]:
         """What may be tried again: a delivery is done once. What settles nothing may be out already, and would go out
         again under the same name; it is given up, and taken over anew.
@@ -162,7 +197,7 @@ class Settler:
 
     def _note(self, trouble: str) -> None:
         with self._lock:
-            self.trouble = trouble
+            self._trouble = trouble
             self._lock.notify_all()
 
     def _finish(self, orders: list[_Order], *, settled: bool) -> None:
@@ -171,3 +206,24 @@ class Settler:
         with self._lock:
             self._open -= Counter(order.place for order in orders)
             self._lock.notify_all()
+
+
+def fit(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Settlement:
+    """A settlement that every topic takes. A result that none takes is an error instead; a dead letter tells of it."""
+    outputs: list[Outgoing] = []
+    cause = InternalError(str(why))
+    for output in settlement.outputs:
+        if output.num_bytes <= MAX_MESSAGE_BYTES:
+            outputs.append(output)
+        elif output.topic == pipeline.results and output.key is not None:
+            headers = {name: output.headers[name] for name in (VERSION, TENANT, CLASS) if name in output.headers}
+            result = Result(
+                id=output.key,
+                tenant=headers.get(TENANT, "default"),
+                klass=settlement.delivery.klass,
+                finish_reason="error",
+                error=ErrorInfo.of(cause),
+            )
+            outputs.append(Outgoing(output.topic, result.encode(), output.key, headers))
+    letter = dead_message(pipeline, settlement.delivery, f"{cause.code}: {cause}")
+    return replace(settlement, outputs=[*outputs, letter])

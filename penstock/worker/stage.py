@@ -85,7 +85,7 @@ class StageWorker(ABC, Generic[T]):
     ) -> None:
         self.pipeline, self.name, self.record, self.member = pipeline, name, record, member
         self.figures = figures or StageFigures(Meters(is_on=False), pipeline.name, self.stage, name, "")
-        self.settler, self.inbox, self.load = Settler(member), Inbox(member), Load()
+        self.settler, self.inbox, self.load = Settler(member, pipeline), Inbox(member), Load()
         self.orphans = Orphans(record, self.stage, name, member, waiting_of)
         self._backlog = Backlog(record, self.stage, member, waiting_of)
         self.leases = LeaseKeeper(record, self.stage, self._tend)

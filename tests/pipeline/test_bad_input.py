@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from penstock import names
-from penstock.bus.contract import MAX_MESSAGE_BYTES
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
 from penstock.settings import Addresses
+from prefill_worker.intake import waiting_of
 from tests.pipeline.line import Line
 
 GOOD: dict[str, Any] = {"v": 1, "prompt": "In the beginning", "sampling": {"max_tokens": 4, "temperature": 0}}
@@ -32,6 +33,10 @@ BAD: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "invalid_request"),
     "an-array": (b"[]", "invalid_request"),
     "many-errors": (b'{"v": 1, "id": "many-errors", "token_ids": [' + b"-1," * 2_000_000 + b"-1]}", "invalid_request"),
+    "many-bad-messages": (
+        b'{"v": 1, "id": "many-bad-messages", "messages": [' + b"{}," * 2_000_000 + b"{}]}",
+        "invalid_request",
+    ),
     "many-unknown": (b'{"v": 1, ' + b",".join(b'"f%d": 1' % n for n in range(200_000)) + b"}", "invalid_request"),
     "deep": (b"[" * 100_000, "invalid_request"),
     "not-utf8": (b'{"v": 1, "id": "not-utf8", "prompt": "\xff\xfe"}', "invalid_request"),
@@ -98,6 +103,19 @@ def test_a_message_too_large_for_any_topic_is_buried_in_part(line: Line) -> None
     (dead,) = line.dead()
     assert dead.headers[names.TRUNCATED] == str(len(value))
     assert value.startswith(dead.value)
+
+
+def test_of_what_is_too_large_nothing_is_kept(line: Line) -> None:
+    """Neither when it is claimed nor while it waits. Without a key its id is read all the same."""
+    value = body(id="large", prompt=TEN_MB)
+    line.publish(value)
+    (result,) = line.run_until(1)
+    assert result.error is not None
+    assert result.error.code == "request_too_large"
+    kept = line.client.hget(line.pipeline.record_key("large"), "message")
+    assert not kept
+    waiting = Delivery(line.pipeline.requests("batch"), "0:0", value, None, {}, "batch", 0.0)
+    assert waiting_of(waiting) is None
 
 
 def test_an_id_used_twice_with_another_body(line: Line) -> None:

@@ -44,7 +44,7 @@ def test_a_job_is_published_once_though_the_reply_is_lost(bus: Bus, pipeline: Pi
     told: list[bool] = []
     with bus.member("prefill", "p1") as member:
         (delivery,) = take(member, 1)
-        settler = Settler(Forgetful(member))  # type: ignore[arg-type]
+        settler = Settler(Forgetful(member), pipeline)  # type: ignore[arg-type]
         job = Outgoing(pipeline.jobs("interactive"), b"job", key="r1")
         settler.settle(Settlement(replace(delivery, is_held=is_held), [job]), told.append)
         wait_until(lambda: bool(told), 10, "the settlement's end")

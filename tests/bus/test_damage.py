@@ -1,0 +1,188 @@
+"""Messages that a client can write and ours cannot read: they stop nobody, and are found in the dead letters."""
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import confluent_kafka
+import pytest
+from confluent_kafka import Consumer, Producer
+
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, Settlement, check_size
+from penstock.bus.kafka import KafkaBus
+from penstock.bus.kafka_orphans import KafkaOrphans
+from penstock.bus.retries import dead_message, retry_message
+from penstock.bus.streams import StreamsBus
+from penstock.local.processes import wait_until
+from penstock.messages import MAX_REQUEST_BYTES
+from penstock.names import ORIGIN, REASON, Pipeline
+from penstock.settings import BusSettings
+from penstock.worker.parcel import pack, unpack
+from tests.bus.buses import ROOM, SETTINGS, answered, publish, take, values
+
+BYTES = b"\xff\xfe215"
+"""No UTF-8."""
+
+
+@pytest.fixture
+def bus(kafka: str, pipeline: Pipeline) -> KafkaBus:
+    made = KafkaBus(pipeline, kafka, BusSettings(partitions=1, transaction_timeout_s=30.0))
+    made.create_topics()
+    return made
+
+
+class RawProducer:
+    """librdkafka without the Python client, which makes text of the names of headers."""
+
+    TOPIC, VALUE, HEADER = (ctypes.c_int(kind) for kind in (1, 4, 9))
+    END = ctypes.c_int(0)
+
+    def __init__(self, address: str) -> None:
+        (path,) = Path(confluent_kafka.__file__).parent.parent.glob("confluent_kafka.libs/librdkafka*.so*")
+        self._library = ctypes.CDLL(str(path))
+        for name in ("rd_kafka_conf_new", "rd_kafka_new"):
+            getattr(self._library, name).restype = ctypes.c_void_p
+        conf, self._why = ctypes.c_void_p(self._library.rd_kafka_conf_new()), ctypes.create_string_buffer(512)
+        self._library.rd_kafka_conf_set(conf, b"bootstrap.servers", address.encode(), self._why, ctypes.c_size_t(512))
+        made = self._library.rd_kafka_new(0, conf, self._why, ctypes.c_size_t(512))
+        self._producer = ctypes.c_void_p(made)
+
+    def produce(self, topic: str, value: bytes, header_names: list[bytes]) -> None:
+        words = [self.TOPIC, topic.encode(), self.VALUE, value, ctypes.c_size_t(len(value))]
+        for name in header_names:
+            words += [self.HEADER, name, b"x", ctypes.c_ssize_t(1)]
+        assert self._library.rd_kafka_producev(self._producer, *words, self.END) == 0
+        assert self._library.rd_kafka_flush(self._producer, 10_000) == 0
+
+    def close(self) -> None:
+        self._library.rd_kafka_destroy(self._producer)
+
+
+@pytest.fixture
+def raw(kafka: str) -> Iterator[RawProducer]:
+    made = RawProducer(kafka)
+    yield made
+    made.close()
+
+
+def test_header_names_that_are_no_text_stop_nobody(bus: KafkaBus, raw: RawProducer, pipeline: Pipeline) -> None:
+    """Neither a member, nor who reads for a dead one, nor who follows or reads all."""
+    topic = pipeline.requests("interactive")
+    raw.produce(topic, b"bad", [b"\xff\xfe", b"good", b"\xff"])
+    publish(bus, [Outgoing(topic, b"good", "k", {"a": "b"})])
+    orphans = KafkaOrphans(pipeline, "prefill", bus.clients)
+    found: list[Delivery] = []
+    while len(found) < 2:
+        found += orphans.read([f"{topic}:0"], 10)
+    orphans.close()
+    follower = bus.follow(topic, {})
+    followed: list[Outgoing] = []
+    while len(followed) < 2:
+        followed += [one.message for one in follower.read(1.0)]
+    follower.close()
+    with bus.member("prefill", "a") as member:
+        taken = take(member, 2)
+        member.settle([answered(pipeline, delivery) for delivery in taken])
+    for messages in (found, taken, followed, bus.read_all(topic)):
+        assert [(m.value, m.headers) for m in messages] == [(b"bad", {}), (b"good", {"a": "b"})]
+
+
+@pytest.mark.parametrize("kind", ["kafka", "streams"])
+def test_bytes_in_key_and_headers_come_back_as_they_were(
+    kind: str, request: pytest.FixtureRequest, pipeline: Pipeline
+) -> None:
+    """In a dead letter, and in what a claim keeps of a message."""
+    made: KafkaBus | StreamsBus
+    if kind == "kafka":
+        made = KafkaBus(pipeline, request.getfixturevalue("kafka"), SETTINGS)
+    else:
+        made = StreamsBus(pipeline, request.getfixturevalue("redis_url"), SETTINGS)
+    made.create_topics()
+    sent = Outgoing(pipeline.requests("batch"), b"", BYTES.decode(errors="surrogateescape"), {"h": "\udcff\udcfe1"})
+    publish(made, [sent])
+    with made.member("prefill", "a") as member:
+        (taken,) = take(member, 1)
+        kept = unpack(pack(taken))
+        assert (kept.key, kept.headers) == (taken.key, taken.headers)
+        member.settle([Settlement(taken, [dead_message(pipeline, taken, "unreadable")])])
+    (letter,) = made.read_all(pipeline.dead)
+    assert letter.key == sent.key
+    assert letter.headers["h"] == sent.headers["h"]
+    if isinstance(made, KafkaBus):
+        consumer = Consumer(made.clients | {"group.id": f"{pipeline.dead}.tool"})
+        consumer.assign([confluent_kafka.TopicPartition(pipeline.dead, number, 0) for number in range(2)])
+        (message,) = consumer.consume(1, 10)
+        consumer.close()
+        assert message.key() == BYTES
+        assert dict(message.headers() or [])["h"] == b"\xff\xfe1"
+
+
+class LateCommit(Consumer):
+    """Has a transaction committed when it has read all that was before it."""
+
+    transaction: Producer
+
+    def get_watermark_offsets(self, *args: Any, **kwargs: Any) -> Any:
+        self.transaction.commit_transaction(10)
+        return super().get_watermark_offsets(*args, **kwargs)
+
+
+def test_all_of_a_topic_is_what_is_being_committed_too(
+    bus: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who committed may read before the brokers let readers see it."""
+    publish(bus, [Outgoing(pipeline.results, b"1")])
+    producer = Producer(bus.clients | {"transactional.id": pipeline.name})
+    producer.init_transactions(10)
+    producer.begin_transaction()
+    producer.produce(pipeline.results, b"2")
+    producer.flush(10)
+    monkeypatch.setattr(LateCommit, "transaction", producer, raising=False)
+    monkeypatch.setattr("penstock.bus.kafka.Consumer", LateCommit)
+    assert values(bus.read_all(pipeline.results)) == [b"1", b"2"]
+
+
+def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(bus: KafkaBus, pipeline: Pipeline) -> None:
+    """3 KB on the wire: more than the client unpacks. What is in one batch with it goes with it."""
+    topic = pipeline.requests("interactive")
+    publish(bus, [Outgoing(topic, b"before")])
+    packed = {"compression.codec": "zstd", "linger.ms": 1000, "message.max.bytes": 10**8, "batch.size": 10**8}
+    producer = Producer(bus.clients | packed)
+    for value in (b"beside", b"a" * 70_000_000, b"beside"):
+        producer.produce(topic, value)
+    assert producer.flush(30) == 0
+    publish(bus, [Outgoing(topic, b"behind")])
+    with bus.member("prefill", "a") as member:
+        taken = take(member, 2)
+        assert [delivery.value for delivery in taken] == [b"before", b"behind"]
+        member.poll(0.0, ROOM)
+        letters = bus.read_all(pipeline.dead)
+        assert [(letter.value, letter.headers[ORIGIN]) for letter in letters] == [(b"", topic)] * 3
+        reasons = [letter.headers[REASON] for letter in letters]
+        assert all(f"partition 0, offset {number}, cannot be" in why for number, why in enumerate(reasons, 1))
+        member.settle([answered(pipeline, delivery) for delivery in taken])
+    wait_until(lambda: not bus.unsettled()[topic], 10, "the group is behind them")
+    with bus.member("prefill", "b") as member:
+        assert member.poll(0.5, ROOM) == []
+    assert len(bus.read_all(pipeline.dead)) == 3
+
+
+def test_of_what_a_compression_hid_no_more_is_kept_than_a_message_may_have(bus: KafkaBus, pipeline: Pipeline) -> None:
+    topic = pipeline.requests("interactive")
+    producer = Producer(bus.clients | {"compression.codec": "gzip", "message.max.bytes": 10**8})
+    producer.produce(topic, b"a" * 40_000_000)
+    assert producer.flush(30) == 0
+    with bus.member("prefill", "a") as member:
+        (delivery,) = take(member, 1)
+        assert len(delivery.value) == MAX_MESSAGE_BYTES
+
+
+def test_a_retry_always_fits_its_topic(pipeline: Pipeline) -> None:
+    """With what headers and key the message came with, and however long the reason."""
+    topic = pipeline.requests("batch")
+    large = {"h": "x" * (MAX_MESSAGE_BYTES - MAX_REQUEST_BYTES - 10)}
+    delivery = Delivery(topic, "0:0", b"v" * MAX_REQUEST_BYTES, "k", large, "batch", 0.0)
+    message = retry_message(pipeline, delivery, "r" * 5000, 1.0, "s" * 50_000)
+    check_size([message])
+    assert (message.value, message.key, message.headers[ORIGIN]) == (delivery.value, "k", topic)
