@@ -124,8 +124,9 @@ class Request(Wire):
     model: str | None = Field(default=None, max_length=256)
     """The model expected; any other is refused. Without it, the pipeline's."""
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    token_ids: list[TokenId] | None = None
+    # Spelling out each of millions of errors would stall all threads of a worker: the first one says enough.
+    messages: list[ChatMessage] | None = Field(default=None, fail_fast=True)
+    token_ids: list[TokenId] | None = Field(default=None, fail_fast=True)
     sampling: Sampling = Sampling()
     klass: PriorityClass | None = Field(default=None, alias="class")
     """Must agree with the topic's class when given."""

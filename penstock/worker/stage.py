@@ -121,7 +121,11 @@ class StageWorker(ABC, Generic[T]):
     def _poll(self) -> list[Delivery]:
         rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
         self.leases.room = max(rooms.values()) - len(self.inbox)
-        return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=not self.running)
+        return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=self._is_idle())
+
+    def _is_idle(self) -> bool:
+        """Whether it has nothing to do but wait for deliveries."""
+        return not self.running
 
     def _is_mine(self, delivery: Delivery) -> bool:
         """Whether to claim with it. If not, another has it now, or it came a second time and is being settled."""
