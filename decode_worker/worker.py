@@ -102,7 +102,7 @@ class DecodeWorker(StageWorker[Decode]):
         num_before = num_interactive if klass == "interactive" else len(self.running)
         each, most = self.load.expected(klass, self.engine.settings.max_batch - num_before)
         if klass == "batch" and num_interactive:
-            most = min(most, AT_ONCE + self.inbox.num_waiting(klass))
+            most = min(most, AT_ONCE)
         return max(0, min(most, self.engine.room(klass, each))) if most > 0 else 0
 
     def report(self) -> dict[str, object]:

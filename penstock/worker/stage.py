@@ -120,7 +120,7 @@ class StageWorker(ABC, Generic[T]):
 
     def _poll(self) -> list[Delivery]:
         rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
-        self.leases.room = max(rooms.values()) - len(self.inbox)
+        self.leases.room = max(rooms.values())
         return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=self._is_idle())
 
     def _is_idle(self) -> bool:
