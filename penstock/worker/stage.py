@@ -57,13 +57,6 @@ class Transfers(Protocol):
         """Let go of everything."""
 
 
-class Store(Protocol):
-    """The store of blocks."""
-
-    def close(self) -> None:
-        """Free what it has open."""
-
-
 T = TypeVar("T", bound=Task)
 
 
@@ -72,7 +65,6 @@ class StageWorker(ABC, Generic[T]):
 
     stage: ClassVar[Stage]
     transfers: Transfers
-    store: Store
 
     def __init__(
         self,
@@ -196,7 +188,7 @@ class StageWorker(ABC, Generic[T]):
         return not len(self.inbox) and not len(self.settler) and not len(self.transfers)
 
     def close(self) -> None:
-        """Hand back what is not finished, and leave the group."""
+        """Hand back what is not finished, and leave the group. Engine and store stay."""
         for task in list(self.running.values()):
             self._forget(task)
             self.record.release(task.claim, delivered=task.delivery.is_held)
@@ -204,7 +196,7 @@ class StageWorker(ABC, Generic[T]):
         self.settler.close()
         self.leases.close()
         self.orphans.leave()
-        self.store.close()
+        self.record.close()
         self.member.close()
 
     def abandon(self) -> None:
