@@ -337,8 +337,8 @@ class DecodeWorker(StageWorker[Decode]):
                 self.figures.ended(decoding.delivery.klass, operation_in(decoding.delivery.headers), end)
                 told = usage_attributes(end.usage, end.finish_reason)
                 tracing.note("end", decoding.context, begun_s, now_s(), **told)
-                log = [*decoding.said, end]
-                self._settle(decoding.delivery, decoding.job, log, claim, decoding.chain, decoding.error)
+                events: list[TokenEvent | EndEvent] = [*decoding.said, end]
+                self._settle(decoding.delivery, decoding.job, events, claim, decoding.chain, decoding.error)
             else:
                 self.inbox.put_back(decoding.delivery)
 

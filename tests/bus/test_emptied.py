@@ -30,7 +30,9 @@ def test_a_member_outlives_the_loss_of_everything(tmp_path: Path, pipeline: Pipe
             assert [found.value for found in member.poll(5, {"interactive": 1})] == [b"after"]
 
 
-def test_a_member_that_leaves_does_not_wait_for_a_beat_under_way(redis_url: str, pipeline: Pipeline) -> None:
+def test_a_member_that_leaves_does_not_wait_for_a_beat_under_way(
+    redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bus = StreamsBus(pipeline, redis_url, BusSettings(session_timeout_s=0.5))
     bus.create_topics()
     begun, go_on, is_over = threading.Event(), threading.Event(), threading.Event()
@@ -42,7 +44,7 @@ def test_a_member_that_leaves_does_not_wait_for_a_beat_under_way(redis_url: str,
         is_over.set()
         return 1
 
-    member._beat_script = beat
+    monkeypatch.setattr(member, "_beat_script", beat)
     assert begun.wait(30)
     member.close()
     assert not is_over.is_set()
