@@ -115,6 +115,7 @@ class Prefilling:
     def close(self) -> None:
         """Let go of everything."""
         self._worker.close()
+        self.store.close()
         self._client.close()
         self._redis.close()
 

@@ -26,6 +26,7 @@ from engine.engine import Engine, Sampled
 from engine.sequence import State
 from engine.text import OutputState
 from engine.token_text import token_texts
+from kvstore.chain import Chain
 from kvstore.store import KVStore
 from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
@@ -102,7 +103,7 @@ class DecodeWorker(StageWorker[Decode]):
         num_before = num_interactive if klass == "interactive" else len(self.running)
         each, most = self.load.expected(klass, self.engine.settings.max_batch - num_before)
         if klass == "batch" and num_interactive:
-            most = min(most, AT_ONCE + self.inbox.num_waiting(klass))
+            most = min(most, AT_ONCE)
         return max(0, min(most, self.engine.room(klass, each))) if most > 0 else 0
 
     def report(self) -> dict[str, object]:
@@ -136,7 +137,7 @@ class DecodeWorker(StageWorker[Decode]):
             case Bound():
                 self.settler.settle(Settlement(delivery))
             case Claim() if claimed.ended:
-                self._settle(delivery, job, claimed.log, claimed)
+                self._settle(delivery, job, claimed.log, claimed, self.store.chain(job.tenant))
             case Claim():
                 failpoint("decode.6.claimed")
                 self._begin(delivery, job, claimed)
@@ -336,7 +337,8 @@ class DecodeWorker(StageWorker[Decode]):
                 self.figures.ended(decoding.delivery.klass, operation_in(decoding.delivery.headers), end)
                 told = usage_attributes(end.usage, end.finish_reason)
                 tracing.note("end", decoding.context, begun_s, now_s(), **told)
-                self._settle(decoding.delivery, decoding.job, [*decoding.said, end], claim, decoding.error)
+                events: list[TokenEvent | EndEvent] = [*decoding.said, end]
+                self._settle(decoding.delivery, decoding.job, events, claim, decoding.chain, decoding.error)
             else:
                 self.inbox.put_back(decoding.delivery)
 
@@ -355,9 +357,12 @@ class DecodeWorker(StageWorker[Decode]):
         job: Job,
         log: Iterable[TokenEvent | EndEvent],
         claim: Claim,
+        chain: Chain,
         error: RequestError | None = None,
     ) -> None:
-        """`error`: what it ended with, if that is known better than from the log."""
+        """`chain` names the prompt's blocks, as far as they are known. `error`: what it ended with, if that is known
+        better than from the log.
+        """
         result = result_of(job, self.engine.model.name, log)
         if result is None:  # the record was lost between the claim and the reading
             self.inbox.put_back(delivery)
@@ -376,15 +381,14 @@ class DecodeWorker(StageWorker[Decode]):
 
             self.settler.settle(Settlement(delivery, outputs + dead), done)
             failpoint("decode.9.asked")
-        self._end_leases(job)
+        self._end_leases(job, chain)
 
     def _context(self, delivery: Delivery, job: Job) -> Context:
         """What the spans of a job are in."""
         return tracing.context_of(delivery.headers, tracing.about(self.pipeline, job.id, Context()))
 
-    def _end_leases(self, job: Job) -> None:
+    def _end_leases(self, job: Job, chain: Chain) -> None:
         """The job is done: nothing is kept for it any more."""
-        chain = self.store.chain(job.tenant)
-        chain.extend(job.token_ids)
-        tail = chain.tail(job.token_ids)
-        self.transfers.release(self.pipeline.lease_owner(job.id), [*chain.names, *([tail] if tail else [])])
+        chain.extend(job.token_ids)  # nothing is hashed again: where it was decoded here, they are all known
+        names, tail = chain.names[: len(job.token_ids) // chain.block_size], chain.tail(job.token_ids)
+        self.transfers.release(self.pipeline.lease_owner(job.id), [*names, *([tail] if tail else [])])

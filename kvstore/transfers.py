@@ -123,7 +123,7 @@ class _Cargo(NamedTuple):
 
 
 class Transfers:
-    """The threads of one worker. All methods are called by one thread, the worker's loop.
+    """The threads of one worker. All methods but `wake` are called by one thread, the worker's loop.
 
     Blocks on their way take up room in the pool: of those that nobody waits for, at most `max_optional` do.
     """
@@ -219,6 +219,10 @@ class Transfers:
     def wait(self) -> None:
         """Until something can be collected, for a moment: who has nothing to compute looks at other things too."""
         self._is_done.wait(MOMENT_S)
+
+    def wake(self) -> None:
+        """End a `wait` under way, or else the next one, as something other than a transfer is done. Any thread may."""
+        self._is_done.set()
 
     def close(self) -> None:
         """Write what jobs wait for, drop the rest, and stop. Nothing may be handed in afterwards."""

@@ -126,7 +126,7 @@ class Request(Wire):
     model: str | None = Field(default=None, max_length=256)
     """The model expected; any other is refused. Without it, the pipeline's."""
     prompt: str | None = None
-    # Of millions of errors one is told: to find them all would stall the worker.
+    # Spelling out each of millions of errors would stall all threads of a worker: the first one says enough.
     messages: list[ChatMessage] | None = Field(default=None, fail_fast=True)
     token_ids: list[TokenId] | None = Field(default=None, fail_fast=True)
     sampling: Sampling = Sampling()

@@ -1,7 +1,7 @@
 """One trace a request: W3C context in the message headers, spans in the OpenTelemetry SDK.
 
-    request (client) ─ queue.wait ─ prefill ─────────────────── hand_off ─ queue.wait ─ decode ──────── settle
-                                    └ kv.read, first_token, kv.write                    └ kv.read, end
+    request (client) ─ queue.wait ─ preprocess ─ prefill ────── hand_off ─ queue.wait ─ decode ──────── settle
+                                                 └ kv.read, first_token, kv.write       └ kv.read, end
 
 What was taken over from a worker that died has a `taken_over` in the place of the `queue.wait`. Every span of a request
 says which one it is. Where nobody asked for traces the tracer does nothing and costs next to nothing.

@@ -32,6 +32,8 @@ class Intake:
     token_ids: list[int] = field(default_factory=list)
     error: RequestError | None = None
     started_s: float = field(default_factory=now_s)
+    read_s: float = 0.0
+    """When the message was decoded, validated and tokenized."""
     first_token_s: float = 0.0
     prompt_tokens: int = 0
     """Of the prompt, how many were computed here or found: what an end before token 0 says was used."""
@@ -55,14 +57,20 @@ class Intake:
 
 def identify(delivery: Delivery) -> Intake | None:
     """The request, or what is wrong with it; None where not even an id can be read."""
+    started_s = now_s()
     try:
         request = decode(Request, delivery.value)
+        return Intake(delivery, request.id, body_hash(request), request, started_s=started_s)
     except RequestError as error:
-        request_id = readable_id(delivery.value, delivery.key)
-        if request_id is None:
-            return None
-        return Intake(delivery, request_id, hashlib.sha256(delivery.value).hexdigest(), error=error)
-    return Intake(delivery, request.id, body_hash(request), request)
+        found = error
+    except Exception as error:  # a bug is this request's, not its neighbours'
+        log.exception("a message of %s", delivery.topic)
+        found = cause_of(error)
+    request_id = readable_id(delivery.value, delivery.key)
+    if request_id is None:
+        return None
+    body = hashlib.sha256(delivery.value).hexdigest()
+    return Intake(delivery, request_id, body, error=found, started_s=started_s)
 
 
 def waiting_of(delivery: Delivery) -> Waiting | None:
@@ -78,6 +86,7 @@ def read(pipeline: Pipeline, delivery: Delivery, prompts: PromptReader) -> Intak
         return None
     if intake.request is not None:
         _tokenize(intake, intake.request, prompts)
+    intake.read_s = now_s()
     whose = tracing.about(pipeline, intake.id, Context())
     intake.context = tracing.context_of(delivery.headers, whose, delivery.timestamp_s)
     return intake

@@ -3,7 +3,8 @@
 One turn of the loop, numbered as in the life of a request (docs/structure.md):
 
     1  poll      take deliveries while there is room
-    2  claim     epoch + 1 in Redis; what cannot be answered ends here, and goes on at 5
+    2  claim     the message is read, a long one beside the engine's steps (reading.py); then epoch + 1 in Redis. What
+                 cannot be answered ends here, and goes on at 5
     3  compute   what the KV store has of the prompt is fetched while others are computed; then it takes part in the
                  engine's steps, and full blocks go to the store as they are done
     4  emit      token 0 is appended to the log; the blocks of the last chunk follow, nobody waits for them
@@ -15,9 +16,12 @@ log and keeps it, and the leases run out if nobody renews them; after 5, the job
 inside 5 leaves either nothing or all of it.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
+
+import redis
 
 from engine.engine import Engine, Sampled
 from engine.sequence import State
@@ -40,6 +44,7 @@ from prefill_worker.ahead import Ahead
 from prefill_worker.handoff import end_of, job_of, outgoing_job
 from prefill_worker.intake import Intake, read, waiting_of
 from prefill_worker.prompt import Prefill, sequence_of
+from prefill_worker.reading import INLINE_BYTES, Readings
 from prefill_worker.tokenize import PromptReader
 
 log = logging.getLogger(__name__)
@@ -70,6 +75,7 @@ class PrefillWorker(StageWorker[Prefill]):
         super().__init__(pipeline, name, record, member, waiting_of, figures)
         self.engine, self.store, self.prompts = engine, store, PromptReader(engine.model)
         self.transfers = Transfers(store, engine, engine.pool.num_blocks // 8)
+        self.readings = Readings(self._read, self.transfers.wake)
         self.ahead = ahead
 
     # The loop.
@@ -83,7 +89,7 @@ class PrefillWorker(StageWorker[Prefill]):
         deliveries = self._poll() if accept else []
         for delivery in deliveries:
             failpoint("prefill.1.polled")
-            self._admit(delivery)
+            self._receive(delivery)
         if self.ahead is not None and any(delivery.klass == "batch" for delivery in deliveries):
             self.ahead.note()
         self._take_over(accept=accept)
@@ -96,9 +102,16 @@ class PrefillWorker(StageWorker[Prefill]):
             self._finish(prefill)
         self._ship_chunks()
         self.load.pace.note(sum(item.seq.num_prompt for item in sampled), is_busy=bool(self.running))
-        if self.running and not self.engine.has_run:
+        if not self._is_idle() and not self.engine.has_run:
             self.transfers.wait()
         return bool(deliveries or sampled)
+
+    def _is_idle(self) -> bool:
+        return super()._is_idle() and not len(self.readings)
+
+    def is_settled(self) -> bool:
+        """Whether nothing waits, for a lease or for a commit, and nothing is being read."""
+        return super().is_settled() and not len(self.readings)
 
     def _step(self) -> list[Sampled]:
         try:
@@ -110,42 +123,84 @@ class PrefillWorker(StageWorker[Prefill]):
     def _room(self, klass: PriorityClass) -> int:
         """How many more requests of a class to take: none while some of it wait for blocks or decode has enough to do
         with batch work, and only so many that it takes some steps to compute those that wait. Others may have time for
-        the rest.
+        the rest. What is being read has its room already.
         """
         if self.transfers.is_wanting(klass) or (klass == "batch" and self.ahead is not None and self.ahead.is_enough):
             return 0
         rank, settings = CLASSES.index(klass), self.engine.settings
         before = [one.seq for one in self.running.values() if CLASSES.index(one.seq.klass) <= rank]
-        each, most = self.load.expected(klass, settings.max_batch - len(before))
-        num_waiting = sum(seq.num_prompt for seq in before if seq.state is State.WAITING)
+        num_read = sum(CLASSES.index(delivery.klass) <= rank for delivery in self.readings.deliveries())
+        each, most = self.load.expected(klass, settings.max_batch - len(before) - num_read)
+        num_waiting = sum(seq.num_prompt for seq in before if seq.state is State.WAITING) + num_read * each
         num_behind = (STEPS_AHEAD * settings.max_step_tokens - num_waiting) // each or not num_waiting
-        return max(0, min(most, self.engine.room(klass, each), num_behind))
+        return max(0, min(most, self.engine.room(klass, each) - num_read, num_behind))
 
     def report(self) -> dict[str, object]:
         """What it holds and how fast it is, for the heartbeat. Any thread may ask."""
         held = [one.held() for one in list(self.running.values())]
         rates = [rate for rate in (self.load.pace.tokens_per_s, self.engine.rates()) if rate is not None]
-        waiting = {klass: self.inbox.num_waiting(klass) for klass in CLASSES}
+        read = [delivery.klass for delivery in self.readings.deliveries()]
+        waiting = {klass: self.inbox.num_waiting(klass) + read.count(klass) for klass in CLASSES}
         return self.load.report(held, waiting) | {"prompt_tokens_per_s": max(rates, default=None)}
 
     def _collect(self) -> None:
-        """Go on with what was fetched and with what was shipped."""
+        """Go on with what was fetched, with what was shipped, and with what was read."""
         for done in self.transfers.collect():
             match done:
                 case Fetch():
                     self._fetched(done.ticket, done)
                 case Ship():
                     self._shipped(done.ticket, done)
+        for reading in self.readings.collect():
+            if reading.claim is not None:
+                self.leases.drop(reading.claim)  # whatever comes of it keeps the lease anew
+            self._go_on(reading.delivery, reading.intake.result(), reading.claim)
+
+    def _drop_readings(self) -> None:
+        """Leave what is being read to others."""
+        for claim in self.readings.close():
+            self.leases.drop(claim)
+            self.record.release(claim, delivered=False)
 
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
+        self._drop_readings()
         self._collect()
         super().close()
 
+    def abandon(self) -> None:
+        """Let go of everything, as a crash would."""
+        with contextlib.suppress(redis.RedisError):  # then their leases run out
+            self._drop_readings()
+        super().abandon()
+
     # 2 Claim.
 
-    def _admit(self, delivery: Delivery) -> None:
-        intake = read(self.pipeline, delivery, self.prompts)
+    def _receive(self, delivery: Delivery, claim: Claim | None = None) -> None:
+        """Read a message, and go on with it; `claim` where its request was taken over."""
+        if len(delivery.value) <= INLINE_BYTES:
+            self._go_on(delivery, self._read(delivery), claim)
+            return
+        if claim is not None:
+            self.leases.add(claim)
+        self.readings.start(delivery, claim)
+
+    def _read(self, delivery: Delivery) -> Intake | None:
+        return read(self.pipeline, delivery, self.prompts)
+
+    def _go_on(self, delivery: Delivery, intake: Intake | None, claim: Claim | None) -> None:
+        if intake is not None:
+            self.figures.preprocessed(intake.read_s - intake.started_s)
+        if claim is None:
+            self._admit(delivery, intake)
+        elif intake is not None:
+            failpoint("prefill.2.taken")
+            if isinstance(intake.error, InternalError):
+                self._give_up(intake, claim, intake.error)
+            else:
+                self._begin(intake, claim)
+
+    def _admit(self, delivery: Delivery, intake: Intake | None) -> None:
         if intake is None:
             self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
             return
@@ -168,10 +223,7 @@ class PrefillWorker(StageWorker[Prefill]):
                 self._begin(intake, claimed)
 
     def _taken(self, delivery: Delivery, claim: Claim) -> None:
-        intake = read(self.pipeline, delivery, self.prompts)
-        if intake is not None:
-            failpoint("prefill.2.taken")
-            self._begin(intake, claim)
+        self._receive(delivery, claim)
 
     def _of(self, claim: Claim) -> Prefill | None:
         prefill = super()._of(claim)
@@ -196,6 +248,7 @@ class PrefillWorker(StageWorker[Prefill]):
 
     def _begin(self, intake: Intake, claim: Claim) -> None:
         self._note_wait(intake.delivery, intake.context, intake.started_s)
+        tracing.note("preprocess", intake.context, intake.started_s, intake.read_s, bytes=len(intake.delivery.value))
         if intake.error is None and intake.request is not None:
             intake.error = cause_to_end(claim, intake.request.deadline)
         if (older := self.running.get(intake.id)) is not None:  # held until its lease ran out, and now claimed anew
@@ -244,7 +297,7 @@ class PrefillWorker(StageWorker[Prefill]):
         self.load.prompts[seq.klass].note(seq.num_prompt)
         self.load.outputs[seq.klass].note(request.sampling.max_tokens)
         told = {"prompt_tokens": len(intake.token_ids), "attempt": claim.attempts}
-        span = tracing.begin("prefill", intake.context, intake.started_s, **told)
+        span = tracing.begin("prefill", intake.context, intake.read_s, **told)
         span.set_attributes(request_attributes(intake.operation, self.engine.model.name))
         names = [*chain.names, *([tail] if tail else [])]
         prefill = self.running[seq.id] = Prefill(intake, claim, seq, names, span)

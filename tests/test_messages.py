@@ -350,3 +350,10 @@ def test_readable_id(value: bytes, key: str | None, found: str | None) -> None:
 def test_readable_id_never_raises(value: bytes, key: str | None) -> None:
     found = readable_id(value, key)
     assert found is None or is_request_id(found)
+
+
+def test_of_a_list_the_first_error_is_told() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        decode(Request, b'{"v":1,"id":"a","token_ids":["a","b"]}')
+    assert "token_ids.0" in str(refused.value)
+    assert "token_ids.1" not in str(refused.value)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import redis
@@ -20,6 +21,7 @@ from penstock.reach import is_outage
 from penstock.settings import Addresses, BusSettings
 from penstock.status import health, worker_status
 from penstock.worker import Heartbeat, Inbox, Outages, Settler, StopSignal, slot_name, stay_on
+from penstock.worker.inbox import MAX_WAITING, POSTPONED_S
 
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
 
@@ -185,20 +187,67 @@ def test_what_was_put_back_comes_again_when_it_is_due(addresses: Addresses, pipe
 
 
 def test_batch_leaves_a_place_unless_nothing_runs(addresses: Addresses, pipeline: Pipeline) -> None:
-    """What was put back takes up room."""
     bus = connect(addresses, BusSettings())
     bus.create_topics()
     publisher = bus.publisher()
-    publisher.publish([Outgoing(pipeline.requests("batch"), b"x", str(n)) for n in range(6)])
+    publisher.publish([Outgoing(pipeline.requests("batch"), b"x", str(n)) for n in range(3)])
     publisher.close()
     with bus.member("prefill", "a") as member:
         inbox = Inbox(member)
         assert inbox.poll(1, idle=False) == []
         assert len(inbox.poll(1, idle=True)) == 1
-        (first,) = inbox.poll(2, idle=True)
-        inbox.put_back(first, 60.0)
-        assert len(inbox.poll(3, idle=False)) == 1
-        assert inbox.poll(2, idle=False) == []
+        assert len(inbox.poll(2, idle=True)) == 1
+        assert len(inbox.poll(2, idle=False)) == 1
+
+
+class Asked:
+    """A member that has nothing, and keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.rooms: list[dict[PriorityClass, int]] = []
+
+    def poll(self, timeout_s: float, room: dict[PriorityClass, int]) -> list[Delivery]:
+        self.rooms.append(room)
+        return []
+
+
+def waiting_inbox(count: int, wait_s: float) -> tuple[Inbox, Asked]:
+    """An inbox with so many interactive deliveries that were put back."""
+    asked = Asked()
+    inbox = Inbox(cast("Member", asked))
+    for n in range(count):
+        inbox.put_back(Delivery("t", f"0:{n}", b"", None, {}, "interactive", 0.0), wait_s)
+    return inbox, asked
+
+
+def test_what_waits_for_the_lease_of_another_worker_takes_up_no_room() -> None:
+    inbox, asked = waiting_inbox(32, 60.0)
+    assert inbox.poll(32, 32, idle=False) == []
+    assert asked.rooms == [{"interactive": 32, "batch": 31}]
+    assert inbox.num_waiting("interactive") == len(inbox) == 32
+
+
+def test_a_class_of_which_very_many_wait_is_not_asked_for() -> None:
+    inbox, asked = waiting_inbox(MAX_WAITING, 60.0)
+    inbox.poll(32, 32, idle=False)
+    assert asked.rooms == [{"interactive": 0, "batch": 31}]
+
+
+def test_what_is_due_is_counted_where_it_may_be_begun() -> None:
+    inbox, asked = waiting_inbox(40, 0.0)
+    assert len(inbox.poll(32, 32, idle=False)) == 32
+    assert asked.rooms == [{"interactive": 1, "batch": 31}]
+    assert inbox.num_waiting("interactive") == 8
+
+
+def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, _ = waiting_inbox(3, 0.0)
+    assert inbox.poll(0, 0, idle=False) == []
+    assert len(inbox) == 3
+    now_s = time.monotonic()
+    monkeypatch.setattr("penstock.worker.inbox.time.monotonic", lambda: now_s + POSTPONED_S)
+    assert len(inbox.poll(0, 0, idle=False)) == 3, "perhaps their requests are over, and they are to be settled"
+    assert len(inbox) == inbox.num_waiting("interactive") == 0
 
 
 def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses, pipeline: Pipeline) -> None:

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 LONGEST_BLOCK_S = 0.25
 """A waiting member looks this often for deliveries of members that left."""
+LEAVE_S = 0.5
+"""A member that leaves waits no longer for a beat under way: Redis may hang."""
 
 PAGE = 500
 Entry = tuple[bytes, "dict[bytes, bytes] | None"]
@@ -180,7 +182,7 @@ class StreamsMember:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._heart.join()
+        self._heart.join(LEAVE_S)
         with contextlib.suppress(redis.RedisError):  # without it they wait for the session timeout
             self._leave_script([self._key], [self._token])
         self._client.close()

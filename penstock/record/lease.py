@@ -12,6 +12,9 @@ from penstock.reach import is_away
 from penstock.record.claim import Claim, Renewal
 from penstock.record.record import Record
 
+LEAVE_S = 0.5
+"""A worker that leaves waits no longer for a round under way: Redis may hang."""
+
 
 class LeaseKeeper:
     """Renews all registered claims every third of a lease, on a thread and a connection of its own.
@@ -72,9 +75,9 @@ class LeaseKeeper:
         return found
 
     def close(self) -> None:
-        """Stop renewing: the leases that are left run out."""
+        """Stop renewing: the leases that are left run out. What Redis does not answer ends by itself, later."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(LEAVE_S)
 
     def _run(self) -> None:
         while not self._stop.wait(self._record.lease_s / 3):

@@ -21,6 +21,7 @@ ITL_BOUNDS = (
     0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.048, 0.064, 0.1, 0.15, 0.25, 0.5,
     1.0, 2.5,
 )  # fmt: skip
+PREPROCESS_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 WAIT_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 10800.0)
 
 
@@ -72,6 +73,11 @@ ITL = Metric(
 QUEUE_WAIT = Metric(
     "penstock.queue.wait", "histogram", "s", ("pipeline", "stage", "class"),
     "From a message's publication until a worker of the stage began with it.", "worker", WAIT_BOUNDS,
+)  # fmt: skip
+PREPROCESS = Metric(
+    "penstock.preprocess", "histogram", "s", ("pipeline",),
+    "How long a prefill worker reads a request: it is decoded, validated, put into the chat template, tokenized.",
+    "worker", PREPROCESS_BOUNDS,
 )  # fmt: skip
 REQUESTS = Metric(
     "penstock.requests", "counter", "{request}", ("pipeline", "stage", "class", "outcome"),

@@ -34,6 +34,7 @@ class StageFigures:
         self._waits = {
             klass: meters.histogram(catalog.QUEUE_WAIT, pipeline, stage, klass) for klass in ("interactive", "batch")
         }
+        self._preprocess = meters.histogram(catalog.PREPROCESS, pipeline)
         self._take_overs = meters.counter(catalog.TAKE_OVERS, pipeline, stage)
         self._dead_letters = meters.counter(catalog.DEAD_LETTERS, pipeline, stage)
         self._recent = Recent(self._totals)
@@ -44,6 +45,10 @@ class StageFigures:
     def began(self, klass: PriorityClass, published_s: float, begun_s: float) -> None:
         """A message's work began."""
         self._waits[klass].add(max(0.0, begun_s - published_s))
+
+    def preprocessed(self, duration_s: float) -> None:
+        """A request was read."""
+        self._preprocess.add(max(0.0, duration_s))
 
     def took_over(self) -> None:
         """What another worker held is gone on with."""

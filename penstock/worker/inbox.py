@@ -2,6 +2,8 @@
 
 import heapq
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.bus.contract import Delivery, Member
@@ -9,6 +11,10 @@ from penstock.names import PriorityClass
 
 IDLE_POLL_S = 0.2
 """How long an idle worker waits in one poll: also how soon it sees that it should stop."""
+MAX_WAITING = 1000
+"""Of a class of which so many deliveries wait, no more are taken: each costs a look a second."""
+POSTPONED_S = 2.0
+"""Without room a delivery is looked at so much later. By then a worker with room has taken its request over."""
 
 
 @dataclass(order=True)
@@ -16,6 +22,7 @@ class _Waiting:
     due_s: float
     order: int
     delivery: Delivery = field(compare=False)
+    is_postponed: bool = field(default=False, compare=False)
 
 
 class Inbox:
@@ -24,6 +31,7 @@ class Inbox:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._waiting: list[_Waiting] = []
+        self._num_waiting: Counter[PriorityClass] = Counter()
         self._count = 0
 
     def __len__(self) -> int:
@@ -35,36 +43,56 @@ class Inbox:
 
         One that is not held is somebody else's to look at.
         """
-        if not delivery.is_held:
-            return
-        self._count += 1
-        heapq.heappush(self._waiting, _Waiting(time.monotonic() + wait_s, self._count, delivery))
+        if delivery.is_held:
+            self._push(delivery, wait_s)
 
     def num_waiting(self, klass: PriorityClass) -> int:
         """Deliveries of a class that wait to be looked at again. Any thread may ask."""
-        return sum(one.delivery.klass == klass for one in list(self._waiting))
+        return self._num_waiting[klass]
 
     def poll(self, room: int, interactive_room: int | None = None, *, idle: bool) -> list[Delivery]:
         """What to look at now: at most `room` fresh deliveries, waiting for the first only where the worker is idle.
 
         Interactive ones have a room of their own, which may be more: they displace batch work. That leaves one place
-        for what is interactive, unless there is only one and nobody uses it. Those put back take up room until they are
-        settled: batch ones that of batch.
+        for what is interactive, unless there is only one and nobody uses it. Those put back take up no room, as their
+        requests run elsewhere; where some of them are due, fewer fresh ones are taken, for they may be free by now.
         """
-        free = max(0, room - len(self._waiting))
-        interactive = free if interactive_room is None else interactive_room - self.num_waiting("interactive")
-        if max(free, interactive) <= 0 and not idle:
-            return self._due()
-        timeout_s = self._next_in_s() if idle else 0.0
-        batch = free - 1 if free > 1 else free * idle
-        fresh = self._member.poll(timeout_s, {"interactive": interactive, "batch": batch})
-        return self._due() + fresh
+        rooms: dict[PriorityClass, int] = {
+            "interactive": room if interactive_room is None else interactive_room,
+            "batch": room,
+        }
+        due = self._due(rooms)
+        if max(rooms.values()) <= 0 and not idle:
+            return due
+        found = Counter(delivery.klass for delivery in due)
+        fresh = {klass: self._fresh_room(klass, number, found[klass]) for klass, number in rooms.items()}
+        fresh["batch"] = fresh["batch"] - 1 if fresh["batch"] > 1 else fresh["batch"] * idle
+        timeout_s = self._next_in_s() if idle and not due else 0.0
+        return due + self._member.poll(timeout_s, fresh)
 
-    def _due(self) -> list[Delivery]:
-        ready = []
-        while self._waiting and self._waiting[0].due_s <= time.monotonic():
-            ready.append(heapq.heappop(self._waiting).delivery)
+    def _fresh_room(self, klass: PriorityClass, room: int, num_due: int) -> int:
+        """At least one where there is room at all: with many that wait, some are always due."""
+        return 0 if self._num_waiting[klass] >= MAX_WAITING else max(min(1, room), room - num_due)
+
+    def _due(self, rooms: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """As many of those that are due as there is room for, and those postponed, whose requests may be over."""
+        ready: list[Delivery] = []
+        left, now_s = dict(rooms), time.monotonic()
+        while self._waiting and self._waiting[0].due_s <= now_s:
+            one = heapq.heappop(self._waiting)
+            klass = one.delivery.klass
+            self._num_waiting[klass] -= 1
+            if left[klass] > 0 or one.is_postponed:
+                left[klass] -= 1
+                ready.append(one.delivery)
+            else:
+                self._push(one.delivery, POSTPONED_S, is_postponed=True)
         return ready
+
+    def _push(self, delivery: Delivery, wait_s: float, *, is_postponed: bool = False) -> None:
+        self._count += 1
+        self._num_waiting[delivery.klass] += 1
+        heapq.heappush(self._waiting, _Waiting(time.monotonic() + wait_s, self._count, delivery, is_postponed))
 
     def _next_in_s(self) -> float:
         if not self._waiting:

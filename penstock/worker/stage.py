@@ -57,13 +57,6 @@ class Transfers(Protocol):
         """Let go of everything."""
 
 
-class Store(Protocol):
-    """The store of blocks."""
-
-    def close(self) -> None:
-        """Free what it has open."""
-
-
 T = TypeVar("T", bound=Task)
 
 
@@ -72,7 +65,6 @@ class StageWorker(ABC, Generic[T]):
 
     stage: ClassVar[Stage]
     transfers: Transfers
-    store: Store
 
     def __init__(
         self,
@@ -120,8 +112,12 @@ class StageWorker(ABC, Generic[T]):
 
     def _poll(self) -> list[Delivery]:
         rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
-        self.leases.room = max(rooms.values()) - len(self.inbox)
-        return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=not self.running)
+        self.leases.room = max(rooms.values())
+        return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=self._is_idle())
+
+    def _is_idle(self) -> bool:
+        """Whether it has nothing to do but wait for deliveries."""
+        return not self.running
 
     def _is_mine(self, delivery: Delivery) -> bool:
         """Whether to claim with it. If not, another has it now, or it came a second time and is being settled."""
@@ -192,7 +188,7 @@ class StageWorker(ABC, Generic[T]):
         return not len(self.inbox) and not len(self.settler) and not len(self.transfers)
 
     def close(self) -> None:
-        """Hand back what is not finished, and leave the group."""
+        """Hand back what is not finished, and leave the group. Engine and store stay."""
         for task in list(self.running.values()):
             self._forget(task)
             self.record.release(task.claim, delivered=task.delivery.is_held)
@@ -200,7 +196,7 @@ class StageWorker(ABC, Generic[T]):
         self.settler.close()
         self.leases.close()
         self.orphans.leave()
-        self.store.close()
+        self.record.close()
         self.member.close()
 
     def abandon(self) -> None:

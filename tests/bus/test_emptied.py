@@ -1,5 +1,6 @@
-"""A server that lost all that it had: its members make the groups anew and go on."""
+"""A server that lost all that it had, or does not answer: what its members do."""
 
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -27,3 +28,24 @@ def test_a_member_outlives_the_loss_of_everything(tmp_path: Path, pipeline: Pipe
             assert member.poll(0, {"interactive": 1}) == []
             publisher.publish([Outgoing(pipeline.requests("interactive"), b"after")])
             assert [found.value for found in member.poll(5, {"interactive": 1})] == [b"after"]
+
+
+def test_a_member_that_leaves_does_not_wait_for_a_beat_under_way(
+    redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = StreamsBus(pipeline, redis_url, BusSettings(session_timeout_s=0.5))
+    bus.create_topics()
+    begun, go_on, is_over = threading.Event(), threading.Event(), threading.Event()
+    member = bus.member("prefill", "a")
+
+    def beat(keys: object, args: object) -> int:
+        begun.set()
+        go_on.wait(30)
+        is_over.set()
+        return 1
+
+    monkeypatch.setattr(member, "_beat_script", beat)
+    assert begun.wait(30)
+    member.close()
+    assert not is_over.is_set()
+    go_on.set()

@@ -39,6 +39,7 @@ class Line:
         self.bus.create_topics()
         self.client = redis_client(addresses.stream_url)
         self.record_settings = record or RecordSettings()
+        self._stores: list[KVStore] = []
         self.add_prefill("prefill-0")
         self.add_decode("decode-0")
         self.publisher = self.bus.publisher()
@@ -57,6 +58,7 @@ class Line:
         store = KVStore.open(
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )
+        self._stores.append(store)
         record = Record(self.client, self.pipeline, self.record_settings)
         member = self.bus.member(stage, name)
         return self.pipeline, name, engine, store, record, member
@@ -102,5 +104,7 @@ class Line:
     ) -> None:
         self.prefill.close()
         self.decode.close()
+        for store in self._stores:
+            store.close()
         self.publisher.close()
         self.client.close()

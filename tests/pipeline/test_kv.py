@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.block import Wanted
+from kvstore.block import Wanted, chain_keys
 from kvstore.store import KVStore
 from kvstore.transfers import Fetch, Ship
 from penstock.messages import Request, Result, Sampling
@@ -136,6 +136,29 @@ def test_leases_live_as_long_as_the_job(line: Line) -> None:
     line.run_until(1)
     line.decode.transfers.close()
     assert shared.usage().leased == 0
+
+
+def test_the_end_of_leases_hashes_no_prompt_again(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a worker that is closed frees the connection of its appends."""
+    request = prompt_of(30 * BLOCK + 2, line)
+    line.send(request)
+    line.run_prefill(1)
+    while not line.decode.running:
+        line.decode.turn()
+    num_hashed = 0
+
+    def counted(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+        nonlocal num_hashed
+        num_hashed += len(token_ids)
+        return chain_keys(parent, token_ids, block_size)
+
+    monkeypatch.setattr("kvstore.chain.chain_keys", counted)
+    line.run_until(1)
+    assert num_hashed <= GREEDY.max_tokens + 2 * BLOCK
+    assert line.decode.record._appends._link._connection is not None
+    line.decode.close()
+    assert line.decode.record._appends._link._connection is None
+    line.renew_decode()
 
 
 def test_a_job_whose_blocks_are_gone_is_computed_again_and_counted(line: Line) -> None:

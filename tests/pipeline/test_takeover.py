@@ -19,7 +19,7 @@ from penstock.worker import run_until_idle
 from prefill_worker.worker import PrefillWorker
 from tests.forked import fork, run_penstock
 from tests.pipeline.line import Line
-from tests.pipeline.workload import alone, requests
+from tests.pipeline.workload import SETTINGS, alone, requests
 from tests.servers import started
 
 NUM_PARTITIONS = BusSettings().partitions
@@ -125,6 +125,38 @@ def test_a_delivery_that_comes_to_who_took_over_settles_there(line: Line) -> Non
     (result,) = line.run_until(1)
     assert result.token_ids == alone([request])["long"].token_ids
     assert line.decode.member.held() == 0
+
+
+def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(redis_url: str, pipeline: Pipeline) -> None:
+    """A worker left, another runs its long answers, and the deliveries came to one that has begun since."""
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
+    engine = SETTINGS.model_copy(update={"max_batch": 2})
+    with Line(addresses, RecordSettings(lease_s=0.4), engine=engine) as line:
+        first = line.decode
+        answers = [long(300).model_copy(update={"id": f"long-{n}"}) for n in range(2)]
+        line.send(*answers)
+        line.run_prefill(2)
+        while len(first.running) < 2:
+            first.turn()
+        silence(first)
+        line.add_decode("decode-1")
+        heir = line.decode
+        while len(heir.running) < 2:
+            heir.turn()
+        first.member.close()
+        line.add_decode("decode-2")
+        while len(line.decode.inbox) < 2:
+            line.decode.turn()
+        line.send(long(4).model_copy(update={"id": "new"}))
+        line.run_prefill(3)
+
+        def has_answered() -> bool:
+            line.decode.turn()
+            return [result.id for result in line.results()] == ["new"]
+
+        wait_until(has_answered, 30, "the new request's result", 0)
+        assert len(heir.running) == len(line.decode.inbox) == 2
+        heir.close()
 
 
 @pytest.fixture(scope="module")

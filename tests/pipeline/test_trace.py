@@ -13,7 +13,8 @@ from penstock.local.stack import Stack
 from tests.forked import ForkedStack
 
 NAMES = {
-    "request", "queue.wait", "prefill", "kv.read", "first_token", "kv.write", "hand_off", "decode", "end", "settle",
+    "request", "queue.wait", "preprocess", "prefill", "kv.read", "first_token", "kv.write", "hand_off", "decode", "end",
+    "settle",
 }  # fmt: skip
 
 

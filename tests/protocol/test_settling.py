@@ -75,7 +75,7 @@ def test_a_delivery_that_is_being_settled_is_not_claimed_again(redis_url: str, p
         line.send(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1)))
         (delivery,) = take(line.prefill.member, 1)
         line.prefill.settler._open[delivery.topic, delivery.position] += 1
-        line.prefill._admit(delivery)
+        line.prefill._receive(delivery)
         assert line.prefill.record.status("r1") is None
         assert len(line.prefill.inbox) == 1
         line.prefill.settler._open.clear()

@@ -1,5 +1,6 @@
 """Who may hold a request: claims, leases, binding, cancelling."""
 
+import threading
 import time
 
 import pytest
@@ -349,3 +350,18 @@ def test_expiry_is_long_while_pending_and_short_after_the_end(client: "redis.Red
     assert prefill(record).ended
     assert all(0 < client.ttl(key) <= 60 for key in keys)
     record.close()
+
+
+def test_a_keeper_that_is_closed_does_not_wait_for_a_round_under_way(hasty: Record) -> None:
+    begun, go_on, is_over = threading.Event(), threading.Event(), threading.Event()
+
+    def tend() -> None:
+        begun.set()
+        go_on.wait(30)
+        is_over.set()
+
+    keeper = LeaseKeeper(hasty, "decode", tend)
+    assert begun.wait(30)
+    keeper.close()
+    assert not is_over.is_set()
+    go_on.set()

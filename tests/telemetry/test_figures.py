@@ -120,6 +120,7 @@ def stage(meters: Meters, name: str) -> StageFigures:
     figures = StageFigures(meters, "p", name, f"{name}-0", "demo")
     figures.watch(lambda: {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "kv": KV})
     figures.began("interactive", now_s() - 2, now_s())
+    figures.preprocessed(0.002)
     figures.took_over()
     figures.retried("model_error")
     figures.buried()

@@ -175,7 +175,8 @@ async def test_a_life_is_told_in_order(site: Site) -> None:
     life = site.life(name)
     names = [span["name"] for span in life.spans]
     assert set(names) == {
-        "request", "queue.wait", "prefill", "kv.read", "first_token", "kv.write", "hand_off", "decode", "end", "settle",
+        "request", "queue.wait", "preprocess", "prefill", "kv.read", "first_token", "kv.write", "hand_off", "decode",
+        "end", "settle",
     }  # fmt: skip
     assert names.count("queue.wait") == 2
     ids = {span["id"] for span in life.spans}

@@ -1,0 +1,172 @@
+"""Long messages are read beside the engine's steps, and nothing of the protocol changes by that."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from penstock.local.processes import wait_until
+from penstock.messages import Request
+from penstock.names import Pipeline
+from penstock.record import Claim, Renewal
+from penstock.settings import Addresses, RecordSettings
+from penstock.worker import run_until_idle
+from prefill_worker.reading import INLINE_BYTES
+from prefill_worker.tokenize import PromptReader
+from prefill_worker.worker import PrefillWorker
+from tests.pipeline.line import Line
+from tests.pipeline.workload import alone, demo_model, requests
+
+
+class Reader(PromptReader):
+    """Reads the request `long` once it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(demo_model())
+        self.is_let = threading.Event()
+        self.begun: list[str] = []
+        self.failures = 0
+        """So many times more reading `long` fails."""
+
+    def read(self, request: Request) -> list[int]:
+        self.begun.append(request.id)
+        if request.id == "long":
+            assert self.is_let.wait(60)
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("a bug in the tokenizer")
+        return super().read(request)
+
+
+@pytest.fixture
+def line(redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+    settings = RecordSettings(lease_s=0.4, retry_first_s=0.01)
+    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url), settings) as made:
+        yield made
+
+
+@pytest.fixture
+def work(pipeline: Pipeline) -> list[Request]:
+    """Three that are neighbours of the fourth, which is called `long`."""
+    found = requests(4, pipeline.name, max_tokens=4)
+    return [*found[:3], found[3].model_copy(update={"id": "long"})]
+
+
+def slowed(worker: PrefillWorker) -> Reader:
+    worker.prompts = reader = Reader()
+    return reader
+
+
+def publish_long(line: Line, request: Request) -> None:
+    line.publish(request.encode() + b" " * INLINE_BYTES, request.id)  # JSON may end in spaces
+
+
+def turn_until(worker: PrefillWorker, request_id: str, reader: Reader) -> None:
+    """Turn until the worker has begun to read a request."""
+
+    def has_begun() -> bool:
+        worker.turn()
+        return request_id in reader.begun
+
+    wait_until(has_begun, 30, f"{request_id} is being read", 0)
+
+
+def test_neighbours_go_on_while_a_long_message_is_read(line: Line, work: list[Request]) -> None:
+    reader = slowed(line.prefill)
+    publish_long(line, work[-1])
+    turn_until(line.prefill, "long", reader)
+    line.send(*work[:3])
+
+    def are_handed_off() -> bool:
+        line.prefill.turn()
+        return len(line.bus.read_all(line.pipeline.jobs("interactive"))) == 3
+
+    wait_until(are_handed_off, 30, "the neighbours' jobs", 0)
+    assert line.prefill.record.status("long") is None, "it is claimed once it is read"
+    reader.is_let.set()
+    expected = alone(work)
+    assert {one.id: one.token_ids for one in line.run_until(4)} == {name: a.token_ids for name, a in expected.items()}
+    assert reader.begun.count("long") == 1
+
+
+def test_what_is_being_read_counts_against_room(line: Line, work: list[Request]) -> None:
+    reader = slowed(line.prefill)
+    line.prefill.load.prompts["interactive"].note(1)
+    line.prefill.turn()
+    room = line.prefill.load.rooms["interactive"]
+    assert room > 1
+    publish_long(line, work[-1])
+    turn_until(line.prefill, "long", reader)
+    line.prefill.turn()
+    assert line.prefill.load.rooms["interactive"] == room - 1 == line.prefill.leases.room
+    assert not line.prefill.is_settled()
+    reader.is_let.set()
+    line.run_until(1)
+
+
+def test_a_worker_that_leaves_leaves_what_it_reads_to_others(line: Line, work: list[Request]) -> None:
+    leaving, reader = line.prefill, slowed(line.prefill)
+    publish_long(line, work[-1])
+    turn_until(leaving, "long", reader)
+    leaving.close()
+    reader.is_let.set()
+    line.add_prefill("prefill-1")
+    (result,) = line.run_until(1)
+    assert result.token_ids == alone(work)["long"].token_ids
+
+
+def taking_over(line: Line, request: Request) -> tuple[PrefillWorker, Reader]:
+    """A worker that took a request over and is reading its message. Who had it before stands still."""
+    publish_long(line, request)
+    silent = line.prefill
+    while not silent.running:
+        silent.turn()
+    silent.leases.close()
+    line.add_prefill("prefill-1")
+    reader = slowed(line.prefill)
+    turn_until(line.prefill, "long", reader)
+    return silent, reader
+
+
+def test_a_request_that_is_taken_over_stays_leased_while_it_is_read(line: Line, work: list[Request]) -> None:
+    silent, reader = taking_over(line, work[-1])
+    record, renewals = line.prefill.record, 0
+    renew = record.renew
+
+    def counted(claims: Sequence[Claim]) -> list[Renewal]:
+        nonlocal renewals
+        renewals += any(claim.id == "long" for claim in claims)
+        return renew(claims)
+
+    record.renew = counted  # type: ignore[method-assign]
+    wait_until(lambda: renewals > 4, 30, "more than a lease")
+    assert record.take_over("long", "prefill", "a third") is None
+    reader.is_let.set()
+    line.run_prefill(1)
+    run_until_idle(line.decode)
+    (result,) = line.results()
+    assert result.token_ids == alone(work)["long"].token_ids
+    run_until_idle(silent)
+    silent.close()
+
+
+def test_a_worker_that_leaves_gives_back_what_it_took_over_and_reads(line: Line, work: list[Request]) -> None:
+    silent, reader = taking_over(line, work[-1])
+    line.prefill.close()
+    taken = silent.record.take_over("long", "prefill", "a third")
+    assert taken is not None, "at once, though the lease has not run out"
+    reader.is_let.set()
+    silent.close()
+    line.add_prefill("prefill-2")
+    line.run_until(1)
+
+
+def test_a_request_that_was_taken_over_and_cannot_be_read_is_tried_again(line: Line, work: list[Request]) -> None:
+    silent, reader = taking_over(line, work[-1])
+    reader.failures = 1
+    reader.is_let.set()
+    line.run_prefill(1)
+    (result,) = line.run_until(1)
+    assert result.token_ids == alone(work)["long"].token_ids
+    assert reader.begun.count("long") == 2
+    silent.close()
