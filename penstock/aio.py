@@ -8,6 +8,7 @@ async with AsyncClient(redis="redis://127.0.0.1:6379/0", pipeline="demo") as cli
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Self, Unpack
@@ -40,7 +41,7 @@ from penstock.settings import Addresses, BusSettings, RecordSettings, load
 
 
 class AsyncClient:
-    """`Client` for one event loop. What is submitted while a publish is under way goes out with the next."""
+    """`Client` for one event loop. What is submitted while messages are handed to the bus goes out with the next."""
 
     def __init__(
         self, addresses: Addresses | None = None, *, kafka: str = "", redis: str = "", pipeline: str = ""
@@ -51,8 +52,8 @@ class AsyncClient:
         self._log = AsyncLog(self._redis, self._pipeline, load(RecordSettings))
         self._watch = LagWatch(self._addresses)
         self._publisher: Publisher | None = None
-        self._waiting: list[tuple[Outgoing, asyncio.Future[None]]] = []
-        self._publishing: asyncio.Task[None] | None = None
+        self._waiting: list[tuple[Outgoing, asyncio.Future[Future[None]]]] = []
+        self._handing_over: asyncio.Task[None] | None = None
         self._live: LiveFeed | None = None
 
     async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
@@ -150,8 +151,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Send what is waiting and free all connections."""
-        if self._publishing is not None:
-            await self._publishing
+        if self._handing_over is not None:
+            await self._handing_over
         publisher, self._publisher = self._publisher, None
         live, self._live = self._live, None
         if publisher is not None:
@@ -181,31 +182,32 @@ class AsyncClient:
         return news, len(read) == PIECE and reader.end is None
 
     async def _publish(self, message: Outgoing) -> None:
-        """Returns once the message is durable."""
-        durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((message, durable))
-        if self._publishing is None or self._publishing.done():
-            self._publishing = asyncio.create_task(self._publish_waiting())
-        await durable
+        """Return once the message is durable; it waits for no other message's acknowledgement."""
+        handed_over: asyncio.Future[Future[None]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((message, handed_over))
+        if self._handing_over is None or self._handing_over.done():
+            self._handing_over = asyncio.create_task(self._hand_over())
+        await asyncio.wrap_future(await handed_over)
 
-    async def _publish_waiting(self) -> None:
-        """Publish all that waits, until nothing does; on a thread, because publishing blocks."""
+    async def _hand_over(self) -> None:
+        """Hand all that waits to the bus, until nothing does; on a thread, because that may block."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            failure: Exception | None = None
             try:
-                await asyncio.to_thread(self._publish_now, [message for message, _ in batch])
+                sent = await asyncio.to_thread(self._send_now, [message for message, _ in batch])
             except Exception as error:  # whoever submitted it raises it
-                failure = error
-            for _, durable in batch:
-                if durable.done():  # its caller was cancelled
-                    continue
-                if failure is None:
-                    durable.set_result(None)
-                else:
-                    durable.set_exception(failure)
+                sent = [_failed(error) for _ in batch]
+            for (_, handed_over), one in zip(batch, sent, strict=True):
+                if not handed_over.done():  # else its caller was cancelled
+                    handed_over.set_result(one)
 
-    def _publish_now(self, batch: list[Outgoing]) -> None:
+    def _send_now(self, batch: list[Outgoing]) -> list[Future[None]]:
         if self._publisher is None:
             self._publisher = connect(self._addresses, load(BusSettings)).publisher()
-        self._publisher.publish(batch)
+        return self._publisher.send(batch)
+
+
+def _failed(error: Exception) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
