@@ -16,6 +16,7 @@ import redis
 from penstock.errors import AccessRefused
 from penstock.names import (
     CLASSES,
+    GATEWAY_SECRET_KEY,
     KEYS_KEY,
     KV_INDEX,
     TENANTS_KEY,
@@ -70,7 +71,10 @@ def commands_of(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comman
     else:
         found += [("PUBLISH", channel, ""), ("SADD", WORKERS_KEY, "x"), ("SET", pipeline.worker_key(role, "x"), "x")]
     if role == "gateway":
-        own = (rate_key("x"), card_key("x"), batch_lease_key("x"), pipeline.meter_key("x"), pipeline.shares_key("x"))
+        own = (
+            rate_key("x"), card_key("x"), batch_lease_key("x"), pipeline.meter_key("x"), pipeline.shares_key("x"),
+            GATEWAY_SECRET_KEY,
+        )  # fmt: skip
         found += [("HGET", KEYS_KEY, "x"), ("HGET", TENANTS_KEY, "x"), *(("SET", key, "x") for key in own)]
     if streams:
         keys = [pipeline.stream_key(pipeline.requests(klass)) for klass in CLASSES]

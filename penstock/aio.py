@@ -35,6 +35,7 @@ from penstock.messages import Request, now_s
 from penstock.names import Pipeline, PriorityClass
 from penstock.reach import async_redis_client
 from penstock.reader import Event, StreamReader
+from penstock.record.claim import body_hash
 from penstock.record.live import AsyncMailbox, LiveFeed
 from penstock.record.log import AsyncLog, Status, parse_event
 from penstock.settings import Addresses, BusSettings, RecordSettings, load
@@ -62,7 +63,7 @@ class AsyncClient:
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
             with suppress(BusUnavailable):  # then the workers will tell
-                check_conflict(request, await self.status(request.id))
+                check_conflict(request.id, body_hash(request), await self.status(request.id))
         await self.send(request, called_s)
         return request.id
 
@@ -86,13 +87,14 @@ class AsyncClient:
                     yield event
 
     async def news(
-        self, request_id: str, after: str | None = None, timeout_s: float = 60.0
+        self, request_id: str, after: str | None = None, timeout_s: float = 60.0, body: str = ""
     ) -> AsyncGenerator[list[Event], None]:
         """As `stream`, of the events that came together a list; an empty one after each second without any.
 
-        An end with an error is an event as any other.
+        An end with an error is an event as any other. With the hash of a `body` (`record.claim.body_hash`),
+        `IdConflict` is raised before the first event if the id belongs to a request with another one.
         """
-        reader = StreamReader(after)
+        reader, is_known = StreamReader(after), not body
         if self._live is None:
             self._live = LiveFeed(self._addresses.stream_url)
         live, channel, box = self._live, self._pipeline.live_channel(request_id), AsyncMailbox()
@@ -105,6 +107,7 @@ class AsyncClient:
                 is_more = is_more or reader.behind
                 while news or is_more:
                     if news:
+                        is_known = is_known or await self._is_of(request_id, body)
                         yield news
                         over = time.monotonic() + timeout_s
                     is_last = time.monotonic() >= over
@@ -180,6 +183,12 @@ class AsyncClient:
         except BusUnavailable:
             return [], False  # the next silence tries again
         return news, len(read) == PIECE and reader.end is None
+
+    async def _is_of(self, request_id: str, body: str) -> bool:
+        """Return whether a request's record names its body, which is then this one. Raises as `check_conflict`."""
+        status = await self.status(request_id)
+        check_conflict(request_id, body, status)
+        return status is not None and status.body != ""
 
     async def _publish(self, message: Outgoing) -> None:
         """Return once the message is durable; it waits for no other message's acknowledgement."""
