@@ -148,6 +148,10 @@ class Admission:
             await self._shares.leave(held)
             raise
 
+    async def take_request(self, caller: Caller) -> None:
+        """Take one request and no tokens of the caller's bucket. Raises `ApiError` 429, and `BusUnavailable`."""
+        await self._take_of_buckets(caller, 0)
+
     async def _take_of_buckets(self, caller: Caller, num_tokens: int) -> dict[str, str]:
         """Headers for the answer. Raises `ApiError` 429."""
         if caller.requests_per_min is None and caller.tokens_per_min is None:

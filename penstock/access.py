@@ -16,6 +16,7 @@ import redis
 from penstock.errors import AccessRefused
 from penstock.names import (
     CLASSES,
+    GATEWAY_SECRET_KEY,
     KEYS_KEY,
     KV_INDEX,
     TENANTS_KEY,
@@ -59,24 +60,40 @@ def check_access(addresses: Addresses, role: Role | None = None, *, kv: bool = F
 def commands_of(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Command]:
     """Of each kind of thing that a role does in Redis, one."""
     record, channel = pipeline.record_key("x"), pipeline.live_channel("x")
-    found: list[Command] = [
-        ("TIME",),
-        ("INFO", "server"),
-        ("SMEMBERS", WORKERS_KEY),
-        ("EVALSHA", "0" * 40, "1", record),
-    ]
+    found: list[Command] = [("INFO", "server"), ("SMEMBERS", WORKERS_KEY), ("EVALSHA", "0" * 40, "1", record)]
     if role in ("client", "gateway"):
-        found += [("SUBSCRIBE", channel), ("UNSUBSCRIBE", channel)]
+        found += [("SUBSCRIBE", channel), ("UNSUBSCRIBE", channel), *_client_commands(pipeline)]
     else:
         found += [("PUBLISH", channel, ""), ("SADD", WORKERS_KEY, "x"), ("SET", pipeline.worker_key(role, "x"), "x")]
+    if role != "client":
+        found.append(("TIME",))
     if role == "gateway":
-        own = (rate_key("x"), card_key("x"), batch_lease_key("x"), pipeline.meter_key("x"), pipeline.shares_key("x"))
+        own = (
+            rate_key("x"), card_key("x"), batch_lease_key("x"), pipeline.meter_key("x"), pipeline.shares_key("x"),
+            GATEWAY_SECRET_KEY,
+        )  # fmt: skip
         found += [("HGET", KEYS_KEY, "x"), ("HGET", TENANTS_KEY, "x"), *(("SET", key, "x") for key in own)]
     if streams:
         keys = [pipeline.stream_key(pipeline.requests(klass)) for klass in CLASSES]
         found += [("XADD", key, "*", "x", "x") for key in keys]
-        found.append(("HGET", pipeline.meter_key("places"), "all"))
+        found += [("XLEN", keys[0]), ("XREAD", "STREAMS", pipeline.stream_key(pipeline.results), "0")]
+        if role != "client":
+            found.append(("HGET", pipeline.meter_key("places"), "all"))
     return found
+
+
+def _client_commands(pipeline: Pipeline) -> list[Command]:
+    """What reading a stream, cancelling and asking for the lag take."""
+    record = pipeline.record_key("x")
+    cancelling = [("HGET", record, "x"), ("HSET", record, "x", "x"), ("PEXPIRE", record, "1"), ("PTTL", record)]
+    return [
+        ("XRANGE", pipeline.log_key("x"), "-", "+"),
+        ("EXISTS", record),
+        ("HMGET", record, "x"),
+        ("EVAL", "return 0", "1", record),
+        *cancelling,
+        ("MGET", pipeline.worker_key("prefill", "x")),
+    ]
 
 
 def kv_commands() -> list[Command]:

@@ -8,6 +8,7 @@ async with AsyncClient(redis="redis://127.0.0.1:6379/0", pipeline="demo") as cli
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Self, Unpack
@@ -34,13 +35,14 @@ from penstock.messages import Request, now_s
 from penstock.names import Pipeline, PriorityClass
 from penstock.reach import async_redis_client
 from penstock.reader import Event, StreamReader
+from penstock.record.claim import body_hash
 from penstock.record.live import AsyncMailbox, LiveFeed
 from penstock.record.log import AsyncLog, Status, parse_event
 from penstock.settings import Addresses, BusSettings, RecordSettings, load
 
 
 class AsyncClient:
-    """`Client` for one event loop. What is submitted while a publish is under way goes out with the next."""
+    """`Client` for one event loop. What is submitted while messages are handed to the bus goes out with the next."""
 
     def __init__(
         self, addresses: Addresses | None = None, *, kafka: str = "", redis: str = "", pipeline: str = ""
@@ -51,8 +53,8 @@ class AsyncClient:
         self._log = AsyncLog(self._redis, self._pipeline, load(RecordSettings))
         self._watch = LagWatch(self._addresses)
         self._publisher: Publisher | None = None
-        self._waiting: list[tuple[Outgoing, asyncio.Future[None]]] = []
-        self._publishing: asyncio.Task[None] | None = None
+        self._waiting: list[tuple[Outgoing, asyncio.Future[Future[None]]]] = []
+        self._handing_over: asyncio.Task[None] | None = None
         self._live: LiveFeed | None = None
 
     async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
@@ -61,7 +63,7 @@ class AsyncClient:
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
             with suppress(BusUnavailable):  # then the workers will tell
-                check_conflict(request, await self.status(request.id))
+                check_conflict(request.id, body_hash(request), await self.status(request.id))
         await self.send(request, called_s)
         return request.id
 
@@ -85,13 +87,14 @@ class AsyncClient:
                     yield event
 
     async def news(
-        self, request_id: str, after: str | None = None, timeout_s: float = 60.0
+        self, request_id: str, after: str | None = None, timeout_s: float = 60.0, body: str = ""
     ) -> AsyncGenerator[list[Event], None]:
         """As `stream`, of the events that came together a list; an empty one after each second without any.
 
-        An end with an error is an event as any other.
+        An end with an error is an event as any other. With the hash of a `body` (`record.claim.body_hash`),
+        `IdConflict` is raised before the first event if the id belongs to a request with another one.
         """
-        reader = StreamReader(after)
+        reader, is_known = StreamReader(after), not body
         if self._live is None:
             self._live = LiveFeed(self._addresses.stream_url)
         live, channel, box = self._live, self._pipeline.live_channel(request_id), AsyncMailbox()
@@ -104,6 +107,7 @@ class AsyncClient:
                 is_more = is_more or reader.behind
                 while news or is_more:
                     if news:
+                        is_known = is_known or await self._is_of(request_id, body)
                         yield news
                         over = time.monotonic() + timeout_s
                     is_last = time.monotonic() >= over
@@ -150,8 +154,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Send what is waiting and free all connections."""
-        if self._publishing is not None:
-            await self._publishing
+        if self._handing_over is not None:
+            await self._handing_over
         publisher, self._publisher = self._publisher, None
         live, self._live = self._live, None
         if publisher is not None:
@@ -180,32 +184,39 @@ class AsyncClient:
             return [], False  # the next silence tries again
         return news, len(read) == PIECE and reader.end is None
 
-    async def _publish(self, message: Outgoing) -> None:
-        """Returns once the message is durable."""
-        durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((message, durable))
-        if self._publishing is None or self._publishing.done():
-            self._publishing = asyncio.create_task(self._publish_waiting())
-        await durable
+    async def _is_of(self, request_id: str, body: str) -> bool:
+        """Return whether a request's record names its body, which is then this one. Raises as `check_conflict`."""
+        status = await self.status(request_id)
+        check_conflict(request_id, body, status)
+        return status is not None and status.body != ""
 
-    async def _publish_waiting(self) -> None:
-        """Publish all that waits, until nothing does; on a thread, because publishing blocks."""
+    async def _publish(self, message: Outgoing) -> None:
+        """Return once the message is durable; it waits for no other message's acknowledgement."""
+        handed_over: asyncio.Future[Future[None]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((message, handed_over))
+        if self._handing_over is None or self._handing_over.done():
+            self._handing_over = asyncio.create_task(self._hand_over())
+        await asyncio.wrap_future(await handed_over)
+
+    async def _hand_over(self) -> None:
+        """Hand all that waits to the bus, until nothing does; on a thread, because that may block."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            failure: Exception | None = None
             try:
-                await asyncio.to_thread(self._publish_now, [message for message, _ in batch])
+                sent = await asyncio.to_thread(self._send_now, [message for message, _ in batch])
             except Exception as error:  # whoever submitted it raises it
-                failure = error
-            for _, durable in batch:
-                if durable.done():  # its caller was cancelled
-                    continue
-                if failure is None:
-                    durable.set_result(None)
-                else:
-                    durable.set_exception(failure)
+                sent = [_failed(error) for _ in batch]
+            for (_, handed_over), one in zip(batch, sent, strict=True):
+                if not handed_over.done():  # else its caller was cancelled
+                    handed_over.set_result(one)
 
-    def _publish_now(self, batch: list[Outgoing]) -> None:
+    def _send_now(self, batch: list[Outgoing]) -> list[Future[None]]:
         if self._publisher is None:
             self._publisher = connect(self._addresses, load(BusSettings)).publisher()
-        self._publisher.publish(batch)
+        return self._publisher.send(batch)
+
+
+def _failed(error: Exception) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future

@@ -122,7 +122,7 @@ class Client:
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
             with suppress(BusUnavailable), outages_named():  # then the workers will tell
-                check_conflict(request, self._log.status(request.id))
+                check_conflict(request.id, body_hash(request), self._log.status(request.id))
         with self._lock:
             if self._publisher is None:
                 self._publisher = connect(self._addresses, load(BusSettings)).publisher()
@@ -253,10 +253,10 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a request cannot carry {type(value).__name__}")
 
 
-def check_conflict(request: Request, status: Status | None) -> None:
-    """Raise `IdConflict` if the id is known to belong to another body."""
-    if status is not None and status.body not in ("", body_hash(request)):
-        raise IdConflict(f"{request.id} was used for another request")
+def check_conflict(request_id: str, body: str, status: Status | None) -> None:
+    """Raise `IdConflict` if the id is known to belong to another body than that with this hash."""
+    if status is not None and status.body not in ("", body):
+        raise IdConflict(f"{request_id} was used for another request")
 
 
 def outgoing(pipeline: Pipeline, request: Request, since_s: float | None = None) -> tuple[Span, Outgoing]:

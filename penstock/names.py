@@ -26,6 +26,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
 | `penstock:workers`                     | set    | until one looks: the heartbeats of all workers | each worker |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
+| `penstock:gateway:secret`              | string | for good: gateways make ids with it       | gateway        |
 | `penstock:keys`, `penstock:tenants`    | hash   | until revoked: API keys, what tenants may | `ingest/keys`  |
 | `penstock:rate:<tenant>`               | hash   | until the bucket would be full again      | `ingest/admission` |
 | `penstock:batch:{<id>}:lease`          | string | a few seconds: who works on a batch       | `ingest/batch` |
@@ -221,6 +222,10 @@ def pipeline_of_worker(key: str) -> str:
 def card_key(stream_id: str) -> str:
     """What gateways know of a request that one of them took."""
     return f"penstock:card:{stream_id}"
+
+
+GATEWAY_SECRET_KEY = "penstock:gateway:secret"
+"""What gateways make the ids of requests with an `Idempotency-Key` of."""
 
 
 def batch_lease_key(batch_id: str) -> str:

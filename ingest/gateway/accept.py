@@ -3,17 +3,19 @@
     1  find     the pipeline that serves its model; what cannot be answered is refused
     2  join     with an `Idempotency-Key`: the request that another POST made is this one
     3  admit    rights, lag, and the tenant's bucket
-    4  card     what any gateway must know to stream the answer is written, unless it is there
-    5  publish  one request for each choice
+    4  make     one request for each choice, on a thread where they are large
+    5  card     what any gateway must know to stream the answer is written, unless it is there
+    6  publish  one request for each choice
+    7  note     with an `Idempotency-Key`, in the card: all of them are durable
 
-A crash after 3 costs the tenant an estimate; after 4, a card of which nothing comes: a POST with the same key finds it,
-and publishes what no worker has seen yet. That may publish twice what waits in its topic, which is answered once.
+A crash after 3 or 4 costs the tenant an estimate; after 5, a card of which nothing comes, and after 6 a card that does
+not say so: a POST with the same key finds it, and publishes what no worker has seen yet. That may publish twice what
+waits in its topic, which is answered once. Each such POST costs the tenant a request of its bucket.
 """
 
 import asyncio
-import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import Header
@@ -28,10 +30,18 @@ from ingest.openai.tokens import CHARS_PER_TOKEN
 from ingest.shares import BUSY_S
 from ingest.tenants import Caller
 from penstock.client import make_request
-from penstock.messages import Request, RequestId, Usage, now_s
+from penstock.errors import PenstockError, RequestTooLarge
+from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, Request, RequestId, Sampling, Usage, now_s
 from penstock.names import Pipeline
+from penstock.record.claim import body_hash
 
 MAX_WAIT_S = 86400.0
+PUBLISHED_S = 60.0
+"""A POST that joins an earlier one publishes its requests again, if no worker has seen them for so long."""
+LARGE_BYTES = 65_536
+"""Requests of more bytes are made on a thread: 8 MB take a fifth of a second."""
+BYTES_PER_ID = 6
+"""Of a token id in JSON, about."""
 
 
 def _seconds(said: object) -> object:
@@ -71,67 +81,124 @@ async def accept(
 
     `came_s` is when the POST came, in seconds since the epoch: its requests' traces begin there.
     """
+    key = wishes.idempotency_key
     served = await gateway.models.find(body.model)
-    request_id = endpoint.prefix + _unique(caller.tenant, wishes.idempotency_key)
-    card = card_of(endpoint, body, request_id, pipeline=served.pipeline, tenant=caller.tenant)
-    asks = endpoint.asks(body, request_id)
-    requests = [_request(ask, caller, wishes) for ask in asks]
-    earlier = None if wishes.idempotency_key is None else await gateway.cards.find(request_id)
+    name = uuid.uuid4().hex if key is None else await gateway.cards.name_of(caller.tenant, key)
+    card = card_of(endpoint, body, endpoint.prefix + name, pipeline=served.pipeline, tenant=caller.tenant)
+    asks = [_wished(ask, caller, wishes) for ask in endpoint.asks(body, card.id)]
+    earlier = None if key is None else await gateway.cards.find(card.id)
     if earlier is not None:
-        return await _join(gateway, earlier, card, requests), None
-    ticket = await _admit(gateway, caller, card, requests, wishes)
-    found = await gateway.cards.put(card)
+        return await _join(gateway, caller, earlier, card, asks), None
+    check_size(asks)
+    ticket = await _admit(gateway, caller, card, asks, wishes)
+    try:
+        requests, bodies = await _made(asks)
+        card = card.model_copy(update={"bodies": bodies})
+        found = await gateway.cards.put(card)
+    except PenstockError:
+        await gateway.admission.settle(ticket, Usage())
+        raise
     if found is not card:
         await gateway.admission.settle(ticket, Usage())
-        return await _join(gateway, found, card, requests), None
-    client = gateway.client(card.pipeline)
-    await asyncio.gather(*(client.send(request, came_s) for request in requests))
+        return await _join(gateway, caller, found, card, asks), None
+    await _publish(gateway, card, requests, came_s, is_keyed=key is not None)
     return card, ticket
 
 
-def _unique(tenant: str, key: str | None) -> str:
-    if key is None:
-        return uuid.uuid4().hex
-    return hashlib.sha256(f"{tenant}\n{key}".encode()).hexdigest()[:32]
-
-
-def _request(ask: Ask, caller: Caller, wishes: Wishes) -> Request:
-    prompt = ask.pop("prompt", None)
+def _wished(ask: Ask, caller: Caller, wishes: Wishes) -> Ask:
+    """Add what the caller and its headers say to a request."""
     ask["tenant"], ask["weight"] = caller.tenant, caller.weight
     if wishes.x_session_affinity is not None:
         ask["session"] = wishes.x_session_affinity
     if wishes.x_penstock_deadline_s is not None:
         ask["deadline"] = now_s() + wishes.x_penstock_deadline_s
-    return make_request(prompt, ask)
+    return ask
 
 
-async def _admit(gateway: Gateway, caller: Caller, card: Card, requests: Sequence[Request], wishes: Wishes) -> Ticket:
-    max_output = sum(request.sampling.max_tokens for request in requests)
+def check_size(asks: Sequence[Ask]) -> None:
+    """Raise `RequestTooLarge` where the prompts of all choices together have more bytes than one request may have."""
+    num_bytes = 0
+    for ask in asks:
+        num_bytes += num_prompt_bytes(ask)
+        if len(asks) > 1 and num_bytes > MAX_REQUEST_BYTES:
+            raise RequestTooLarge(
+                f"the prompts of {len(asks)} choices have more than {MAX_REQUEST_BYTES:,} bytes together: "
+                "ask for fewer choices (`n`) or prompts at once"
+            )
+
+
+async def _made(asks: Sequence[Ask]) -> tuple[list[Request], list[str]]:
+    """Make the requests, and the hashes of their bodies."""
+    if sum(map(num_prompt_bytes, asks)) < LARGE_BYTES:
+        return _make(asks)
+    return await asyncio.to_thread(_make, asks)
+
+
+def _make(asks: Sequence[Ask]) -> tuple[list[Request], list[str]]:
+    requests = []
+    for ask in asks:
+        fields = ask.copy()
+        prompt = fields.pop("prompt", None)
+        requests.append(make_request(prompt, fields))
+    return requests, list(map(body_hash, requests))
+
+
+async def _admit(gateway: Gateway, caller: Caller, card: Card, asks: Sequence[Ask], wishes: Wishes) -> Ticket:
+    max_output = sum(ask.get("max_tokens", Sampling().max_tokens) for ask in asks)
     return await gateway.admission.admit(
         caller,
         Pipeline(card.pipeline),
-        requests[0].klass or "interactive",
-        sum(map(num_prompt_tokens, requests)) + max_output,
+        asks[0].get("klass", "interactive"),
+        sum(map(num_prompt_tokens, asks)) + max_output,
         max_output=max_output,
         most_wait_s=wishes.x_penstock_reject_if_busy,
     )
 
 
-def num_prompt_tokens(request: Request) -> int:
+def num_prompt_tokens(ask: Ask) -> int:
     """About how many tokens a prompt has."""
-    if request.token_ids is not None:
-        return len(request.token_ids)
-    texts = [request.prompt or "", *(message.content for message in request.messages or ())]
-    return sum(map(len, texts)) // CHARS_PER_TOKEN + 1
+    token_ids = ask.get("token_ids")
+    return len(token_ids) if token_ids is not None else sum(map(len, _texts(ask))) // CHARS_PER_TOKEN + 1
 
 
-async def _join(gateway: Gateway, found: Card, card: Card, requests: Sequence[Request]) -> Card:
+def num_prompt_bytes(ask: Ask) -> int:
+    """About how many bytes a prompt has as JSON."""
+    token_ids = ask.get("token_ids")
+    return len(token_ids) * BYTES_PER_ID if token_ids is not None else sum(len(text.encode()) for text in _texts(ask))
+
+
+def _texts(ask: Ask) -> Iterator[str]:
+    yield ask.get("prompt") or ""
+    for message in ask.get("messages") or ():
+        yield message.content if isinstance(message, ChatMessage) else message["content"]
+
+
+async def _join(gateway: Gateway, caller: Caller, found: Card, card: Card, asks: Sequence[Ask]) -> Card:
+    """Return the card that was there before; its requests are durable now, if they were not."""
     if found.body_hash != card.body_hash:
         message = "this Idempotency-Key was used with another body"
         raise ApiError(409, message, code="idempotency_conflict")
-    client = gateway.client(found.pipeline)
-    for request in requests:
-        if await client.status(request.id) is None:
-            await client.send(request)
+    await gateway.admission.take_request(caller)
+    if now_s() > found.published + PUBLISHED_S:
+        client = gateway.client(found.pipeline)
+        known = await asyncio.gather(*(client.status(request_id) for request_id in found.request_ids))
+        # A wish to cancel makes a record of the stage `new`: no worker has seen the request.
+        is_seen = [status is not None and status.stage != "new" for status in known]
+        requests, _ = await _made([ask for ask, seen in zip(asks, is_seen, strict=True) if not seen])
+        if requests:
+            await _publish(gateway, found, requests, None, is_keyed=True)
     options = found.options | {"stream_options": card.options.get("stream_options")}
     return found.model_copy(update={"options": options})
+
+
+async def _publish(
+    gateway: Gateway, card: Card, requests: Sequence[Request], came_s: float | None, *, is_keyed: bool
+) -> None:
+    client = gateway.client(card.pipeline)
+    try:
+        await asyncio.gather(*(client.send(request, came_s) for request in requests))
+    except PenstockError:
+        gateway.cards.let_go(card)
+        raise
+    if is_keyed:
+        await gateway.cards.note_published(card)

@@ -13,12 +13,11 @@ from ingest.gateway.caller import CallerDep
 from ingest.gateway.figures import CAME_S
 from ingest.gateway.handlers import errors
 from ingest.gateway.state import Gateway, gateway_of
-from ingest.gateway.streaming import EVENTS, cancelled, event_stream, settled, settled_at_the_end
+from ingest.gateway.streaming import EVENTS, cancelled, event_stream, settled, settled_at_the_end, whole
 from ingest.openai import ENDPOINTS
 from ingest.openai.endpoint import Card, Endpoint
 from ingest.openai.places import Places
 from ingest.openai.telling import total
-from ingest.together import together
 from penstock import tracing
 from penstock.errors import BusUnavailable, RequestError
 
@@ -78,10 +77,8 @@ async def _whole(
     request: Request, gateway: Gateway, endpoint: Endpoint[Any], card: Card, ticket: Ticket | None, wishes: Wishes
 ) -> Response:
     """The answer as a whole. A client that leaves before is no reason to end the request, unless it said so."""
-    client, patience_s = gateway.client(card.pipeline), gateway.settings.patience_s
-    readings = [client.result(request_id, timeout_s=patience_s) for request_id in card.request_ids]
     try:
-        answers = await _unless_gone(request, together(readings))
+        answers = await _unless_gone(request, whole(gateway, card))
     except RequestError:
         if ticket is not None:
             gateway.later(settled_at_the_end(gateway, card, ticket))

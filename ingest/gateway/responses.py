@@ -9,7 +9,7 @@ from ingest.gateway.caller import CallerDep
 from ingest.gateway.errors import not_found
 from ingest.gateway.handlers import errors
 from ingest.gateway.state import Gateway, gateway_of
-from ingest.gateway.streaming import cancelled
+from ingest.gateway.streaming import cancelled, whole
 from ingest.openai import RESPONSES, Card
 from ingest.openai.responses import Response, begun
 
@@ -37,7 +37,7 @@ async def read(request: Request, caller: CallerDep, response_id: str) -> Respons
     status = await client.status(name)
     if status is None or status.stage != "end":
         return begun(card)
-    return RESPONSES.whole(card, [await client.result(name, timeout_s=gateway.settings.patience_s)])
+    return RESPONSES.whole(card, await whole(gateway, card))
 
 
 @router.delete("/v1/responses/{response_id}", summary="Delete a response", responses=errors(401, 404, 503))

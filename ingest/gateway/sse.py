@@ -91,8 +91,7 @@ class Feed:
 
     async def _news(self) -> AsyncGenerator[tuple[int, list[Event]], None]:
         """The events of all choices as they come, from the beginning; an empty list now and then in a silence."""
-        client, patience_s = self._gateway.client(self._card.pipeline), self._gateway.settings.patience_s
-        streams = [client.news(request_id, timeout_s=patience_s) for request_id in self._card.request_ids]
+        streams = self._gateway.news(self._card)
         if len(streams) == 1:
             async with aclosing(streams[0]) as only:
                 async for events in only:

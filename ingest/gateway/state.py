@@ -1,7 +1,7 @@
 """What all routes of one gateway process share."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 from starlette.requests import HTTPConnection
@@ -14,11 +14,13 @@ from ingest.gateway.figures import GatewayFigures
 from ingest.gateway.looks import Looks
 from ingest.gateway.models import Models
 from ingest.keys import source_of
+from ingest.openai.endpoint import Card
 from ingest.tenants import Keyring
 from penstock.aio import AsyncClient
 from penstock.lag import PipelineLag
 from penstock.names import Pipeline
 from penstock.reach import async_redis_client
+from penstock.reader import Event
 from penstock.settings import Addresses, AdmissionSettings, BatchSettings, GatewaySettings, RecordSettings, load
 from penstock.telemetry.meters import Meters
 
@@ -47,11 +49,12 @@ class Gateway:
     async def open(self) -> None:
         """Before the first request."""
         self._metering = asyncio.create_task(meters.count_all(self.models, self.addresses, self.figures.pipelines))
+        self._renewing = asyncio.create_task(self.cards.renew_on())
         self.desk = Desk(self.redis, self.client_of, load(BatchSettings))
 
     async def close(self) -> None:
         """After the last request."""
-        tasks = {self._metering, *self._later}
+        tasks = {self._metering, self._renewing, *self._later}
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -72,6 +75,14 @@ class Gateway:
         if pipeline not in self._clients:
             self._clients[pipeline] = AsyncClient(self.addresses.model_copy(update={"pipeline": pipeline}))
         return self._clients[pipeline]
+
+    def news(self, card: Card) -> list[AsyncGenerator[list[Event], None]]:
+        """The events of each of a card's requests, see `AsyncClient.news`; those of nobody else who used their ids."""
+        client, bodies = self.client(card.pipeline), card.bodies or [""] * len(card.request_ids)
+        return [
+            client.news(request_id, timeout_s=self.settings.patience_s, body=body)
+            for request_id, body in zip(card.request_ids, bodies, strict=True)
+        ]
 
     async def client_of(self, model: str) -> AsyncClient:
         """The client of the pipeline that serves a model. Raises as `Models.find`."""

@@ -1,7 +1,7 @@
 """A stream as the answer to a request, and what is left to do when it is over."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -15,9 +15,11 @@ from ingest.gateway.state import Gateway
 from ingest.openai.endpoint import Card
 from ingest.openai.places import Places
 from ingest.openai.telling import total
-from penstock.aio import AsyncClient
+from ingest.together import together
+from penstock.client import Answer, answer_of, without_error
 from penstock.errors import BusUnavailable, PenstockError
 from penstock.messages import EndEvent, Usage
+from penstock.reader import Event
 
 _EVENT: dict[str, Any] = {
     "type": "object",
@@ -71,15 +73,26 @@ async def settled(gateway: Gateway, card: Card, ticket: Ticket | None, usage: Us
 
 async def settled_at_the_end(gateway: Gateway, card: Card, ticket: Ticket) -> None:
     """The same where nobody reads until then: the client left, or was told of an error of one of several choices."""
-    client, patience_s = gateway.client(card.pipeline), gateway.settings.patience_s
     with suppress(PenstockError):  # then the estimate stands
-        usages = await asyncio.gather(*(_used(client, request_id, patience_s) for request_id in card.request_ids))
+        usages = await asyncio.gather(*map(_used, gateway.news(card)))
         await settled(gateway, card, ticket, total(usages))
 
 
-async def _used(client: AsyncClient, request_id: str, timeout_s: float) -> Usage:
+async def whole(gateway: Gateway, card: Card) -> list[Answer]:
+    """The answers to all its requests, once they are complete. The first error ends the reading of the others."""
+    return await together(
+        [_whole(request_id, news) for request_id, news in zip(card.request_ids, gateway.news(card), strict=True)]
+    )
+
+
+async def _whole(request_id: str, news: AsyncGenerator[list[Event], None]) -> Answer:
+    async with aclosing(news):
+        return answer_of(request_id, [event async for events in news for event in without_error(events)])
+
+
+async def _used(news: AsyncGenerator[list[Event], None]) -> Usage:
     """What a request used, whatever its end is like."""
-    async with aclosing(client.news(request_id, timeout_s=timeout_s)) as news:
+    async with aclosing(news):
         async for events in news:
             if events and isinstance(events[-1], EndEvent):
                 return events[-1].usage

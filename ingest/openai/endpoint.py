@@ -47,6 +47,11 @@ class Card(BaseModel):
     """The body without its prompt."""
     body_hash: str = ""
     """Of all that decides the answer: streamed or not is no difference."""
+    bodies: list[str] = []
+    """The body hash of each of the pipeline's requests (`penstock.record.claim.body_hash`): their records have the
+    same, unless somebody else has used the id."""
+    published: float = 0.0
+    """When its requests were published last, in seconds since the epoch; 0: nobody noted that they were."""
     pipeline: str = ""
     tenant: str = "default"
 

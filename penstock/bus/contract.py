@@ -11,10 +11,11 @@ happened, or none. Work finishes out of order; a restart repeats no finished wor
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from penstock.errors import RequestTooLarge
+from penstock.errors import BusUnavailable, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import ATTEMPT, PriorityClass, Stage
 
@@ -54,8 +55,31 @@ def as_bytes(text: str) -> bytes:
 def check_size(messages: Iterable[Outgoing]) -> None:
     """Raise `RequestTooLarge` for a message no topic takes."""
     for message in messages:
-        if message.num_bytes > MAX_MESSAGE_BYTES:
-            raise RequestTooLarge(f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit")
+        if (error := too_large(message)) is not None:
+            raise error
+
+
+def too_large(message: Outgoing) -> RequestTooLarge | None:
+    """Return the error of a message no topic takes."""
+    if message.num_bytes <= MAX_MESSAGE_BYTES:
+        return None
+    return RequestTooLarge(f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit")
+
+
+def promised() -> Future[None]:
+    """Return the future of a message that is handed over: whoever waits for it cannot call it back."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def wait_for(sent: Sequence[Future[None]], timeout_s: float) -> None:
+    """Wait until all messages are acknowledged. Raises what the first one raises that is not, or `BusUnavailable`."""
+    _, open_ = wait(sent, timeout_s)
+    for future in sent:
+        if future in open_:
+            raise BusUnavailable(f"no acknowledgement within {timeout_s:g} s: send it again under the same id")
+        future.result()
 
 
 @dataclass(frozen=True)
@@ -95,6 +119,13 @@ class Settlement:
 
 class Publisher(Protocol):
     """The producing side. Thread-safe."""
+
+    def send(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+        """Hand messages over, and return for each a future that is done once the message is durable.
+
+        No message waits for another's acknowledgement. A future raises `RequestTooLarge` (its message was not written)
+        or `BusUnavailable` (it may have been).
+        """
 
     def publish(self, messages: Sequence[Outgoing]) -> None:
         """Write the messages; when this returns they are durable.

@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import (
@@ -20,7 +21,17 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, as_bytes, as_text, check_size
+from penstock.bus.contract import (
+    MAX_MESSAGE_BYTES,
+    Delivery,
+    Outgoing,
+    as_bytes,
+    as_text,
+    check_size,
+    promised,
+    too_large,
+    wait_for,
+)
 from penstock.bus.kafka_partitions import Partitions
 from penstock.errors import BusUnavailable, MemberFenced
 from penstock.local.processes import wait_until
@@ -38,6 +49,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 15.0
 """How long the servers may take to answer before they count as not reachable."""
+ACKNOWLEDGE_S = 20.0
+"""How long a published message may wait to be acknowledged."""
 CHECK_S = 5.0
 STABLE_S = 3.0
 """How long who reads a whole topic waits for transactions that are open there."""
@@ -210,7 +223,8 @@ class KafkaPublisher:
 
     def __init__(self, bus: KafkaBus) -> None:
         settings = producer_settings(bus.clients) | {
-            "message.timeout.ms": 10_000,
+            # Longer than a new leader takes to be chosen where brokers have Kafka's defaults: 13 s.
+            "message.timeout.ms": int(ACKNOWLEDGE_S * 1000),
             # Else the first question for a topic's partitions waits 50 ms for a connection.
             "enable.sparse.connections": False,
         }
@@ -220,54 +234,46 @@ class KafkaPublisher:
         self._reports = threading.Thread(target=self._serve_reports, name="kafka-publisher", daemon=True)
         self._reports.start()
 
+    def send(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+        """Hand the messages to the producer; see `contract.Publisher.send`."""
+        return [self._send(message) for message in messages]
+
     def publish(self, messages: Sequence[Outgoing]) -> None:
         """Write the messages, all acknowledged; raises `BusUnavailable`, or `RequestTooLarge`."""
         check_size(messages)
-        if not messages:
-            return
-        outcome = _Outcome(len(messages))
-        with bus_errors():
-            try:
-                for message in messages:
-                    produce(self._producer, message, self._partitions, outcome.report)
-                outcome.wait(2 * ANSWER_S)
-            except KafkaException:
-                self._partitions.forget()
-                raise
+        wait_for(self.send(messages), ACKNOWLEDGE_S + ANSWER_S)
 
     def close(self) -> None:
-        """Send what is left and end."""
+        """Send what is left and end. What is not acknowledged in time raises `BusUnavailable` to whoever waits."""
         if not self._closing.is_set():
-            self._producer.flush(ANSWER_S)
+            if self._producer.flush(ANSWER_S):
+                self._producer.purge()
+                self._producer.flush(ANSWER_S)
             self._closing.set()
             self._reports.join()
+
+    def _send(self, message: Outgoing) -> Future[None]:
+        sent = promised()
+
+        def report(error: KafkaError | None, _: Message | None = None) -> None:
+            if error is None:
+                sent.set_result(None)
+            else:
+                self._partitions.forget()
+                sent.set_exception(BusUnavailable(f"Kafka: {error.str()}"))
+
+        if (refused := too_large(message)) is not None:
+            sent.set_exception(refused)
+            return sent
+        try:
+            produce(self._producer, message, self._partitions, report)
+        except KafkaException as raised:
+            report(raised.args[0])
+        return sent
 
     def _serve_reports(self) -> None:
         while not self._closing.is_set():
             self._producer.poll(0.1)
-
-
-class _Outcome:
-    """Collects the delivery reports of one call."""
-
-    def __init__(self, num_messages: int) -> None:
-        self._num_open = num_messages
-        self._error: KafkaError | None = None
-        self._lock = threading.Lock()
-        self._all = threading.Event()
-
-    def report(self, error: KafkaError | None, _: Message) -> None:
-        with self._lock:
-            self._error = self._error or error
-            self._num_open -= 1
-            if self._num_open == 0:
-                self._all.set()
-
-    def wait(self, timeout_s: float) -> None:
-        if not self._all.wait(timeout_s):
-            raise BusUnavailable(f"Kafka: no acknowledgement within {timeout_s:g} s")
-        if self._error is not None:
-            raise KafkaException(self._error)
 
 
 def client_settings(bootstrap: str, access: Mapping[str, str] | None = None) -> dict[str, Any]:

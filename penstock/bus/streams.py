@@ -6,16 +6,18 @@ is as durable as the server's `appendfsync` makes it.
 """
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from penstock.bus.contract import Followed, Outgoing, as_bytes, as_text, check_size
+from penstock.bus.contract import Followed, Outgoing, as_bytes, as_text, check_size, promised, too_large
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, STAGES, Pipeline, Stage
 from penstock.reach import ANSWER_S, replies_to
@@ -143,18 +145,41 @@ class StreamsPublisher:
         self._bus = bus
         self._client = connect(bus.url, PUBLISH_S)
 
+    def send(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+        """Add the messages in one round trip; see `contract.Publisher.send`."""
+        sent = [promised() for _ in messages]
+        replies: Iterator[Any]
+        try:
+            with self._client.pipeline(transaction=False) as batch:
+                for message in messages:
+                    if too_large(message) is None:
+                        self._add(batch, message)
+                replies = iter(batch.execute(raise_on_error=False))
+        except redis.RedisError as error:
+            replies = itertools.repeat(error)
+        for message, future in zip(messages, sent, strict=True):
+            found = too_large(message) or next(replies)
+            if isinstance(found, Exception):
+                future.set_exception(_unavailable(found) if isinstance(found, redis.RedisError) else found)
+            else:
+                future.set_result(None)
+        return sent
+
     def publish(self, messages: Sequence[Outgoing]) -> None:
         """Add the messages, all or none; raises `BusUnavailable`, or `RequestTooLarge`."""
         check_size(messages)
         with bus_errors(), self._client.pipeline(transaction=len(messages) > 1) as batch:
             for message in messages:
-                fields: dict[Any, Any] = encode(message)
-                batch.xadd(self._bus.pipeline.stream_key(message.topic), fields)
+                self._add(batch, message)
             replies_to(batch)
 
     def close(self) -> None:
         """Free the connection."""
         self._client.close()
+
+    def _add(self, batch: "redis.client.Pipeline", message: Outgoing) -> None:
+        fields: dict[Any, Any] = encode(message)
+        batch.xadd(self._bus.pipeline.stream_key(message.topic), fields)
 
 
 def connect(url: str, timeout_s: float = ANSWER_S) -> "redis.Redis":
@@ -169,7 +194,13 @@ def bus_errors() -> Iterator[None]:
     try:
         yield
     except redis.RedisError as error:
-        raise BusUnavailable(f"Redis: {error}") from error
+        raise _unavailable(error) from error
+
+
+def _unavailable(error: redis.RedisError) -> BusUnavailable:
+    unavailable = BusUnavailable(f"Redis: {error}")
+    unavailable.__cause__ = error
+    return unavailable
 
 
 def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> None:

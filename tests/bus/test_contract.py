@@ -1,5 +1,6 @@
 """The bus contract, held by both buses against real servers."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -122,6 +123,18 @@ def test_size_limits(bus: Bus, pipeline: Pipeline) -> None:
         assert member.held() == 2
         member.settle([answered(pipeline, d) for d in taken])
     assert sorted(len(m.value) for m in bus.read_all(pipeline.results)) == [10_000_000, largest]
+
+
+def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus, pipeline: Pipeline) -> None:
+    topic = pipeline.requests("batch")
+    with contextlib.closing(bus.publisher()) as publisher:
+        first, large, last = publisher.send(
+            [Outgoing(topic, b"first"), Outgoing(topic, b"z" * (MAX_MESSAGE_BYTES + 1)), Outgoing(topic, b"last")]
+        )
+        assert (first.result(30), last.result(30)) == (None, None)
+        with pytest.raises(RequestTooLarge):
+            large.result(30)
+    assert values(bus.read_all(topic)) == [b"first", b"last"]
 
 
 def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: Pipeline) -> None:

@@ -1,7 +1,9 @@
 """Affinity on Kafka: requests of one session in one partition, those of many in all."""
 
+import itertools
 from collections import defaultdict
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import Producer
@@ -14,6 +16,7 @@ from penstock.bus.contract import Delivery, Outgoing, Settlement
 from penstock.bus.kafka import KafkaBus, client_settings
 from penstock.bus.kafka_partitions import ANY, Partitions
 from penstock.client import Client, outgoing
+from penstock.errors import BusUnavailable
 from penstock.local.processes import wait_until
 from penstock.messages import Request, decode
 from penstock.names import Pipeline
@@ -159,3 +162,67 @@ def test_without_an_answer_from_the_brokers_the_key_decides(
     topic = pipeline.requests("batch")
     publish(bus, [Outgoing(topic, b"x", "k", {}, "a")])
     assert values(bus.read_all(topic)) == [b"x"]
+
+
+class Brokers:
+    """Stands for a producer: says which partitions of any topic have a leader, as librdkafka does."""
+
+    def __init__(self, leaders: list[int]) -> None:
+        self.leaders = leaders
+
+    def list_topics(self, topic: str, _timeout_s: float) -> SimpleNamespace:
+        partitions = {number: SimpleNamespace(leader=leader) for number, leader in enumerate(self.leaders)}
+        return SimpleNamespace(topics={topic: SimpleNamespace(partitions=partitions)})
+
+
+def among(leaders: list[int]) -> tuple[Partitions, Brokers]:
+    brokers = Brokers(leaders)
+    return Partitions(brokers), brokers  # type: ignore[arg-type]
+
+
+def test_no_message_is_put_in_a_partition_without_leader() -> None:
+    partitions, _ = among([1, -1, 2, -1])
+    messages = [Outgoing("requests", b"", f"k{n}", {}, f"a{n}" if n % 2 else None) for n in range(100)]
+    assert {partitions.choose(message) for message in messages} == {0, 2}
+    kept = next(m for m in messages if m.affinity and ranking(m.affinity, NUM)[0] == 2)
+    assert partitions.choose(kept) == 2, "the others stay where they are"
+
+
+def test_while_no_partition_has_a_leader_each_message_waits_in_its_own() -> None:
+    partitions, _ = among([-1] * NUM)
+    assert partitions.choose(Outgoing("requests", b"", "k", {}, "a")) == ranking("a", NUM)[0]
+    assert partitions.choose(Outgoing("requests", b"", "k")) == ANY
+
+
+def test_a_leader_that_is_lost_or_comes_back_is_noticed_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_partitions, "REFRESH_S", 0.0)
+    partitions, brokers = among([1] * NUM)
+    of_two = (key for key in map(str, itertools.count()) if ranking(key, NUM)[0] == 2)  # none of them gets hot
+
+    def used() -> int:
+        return partitions.choose(Outgoing("requests", b"", "k", {}, next(of_two)))
+
+    assert used() == 2
+    brokers.leaders[2] = -1
+    wait_until(lambda: used() != 2, 30, "the other partitions are used")
+    brokers.leaders[2] = 2
+    wait_until(lambda: used() == 2, 30, "their own partition is used again")
+
+
+def test_a_message_that_the_brokers_refuse_fails_alone(
+    bus: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = Partitions.choose
+
+    def nowhere(partitions: Partitions, message: Outgoing) -> int:
+        return NUM + 7 if message.value == b"bad" else choose(partitions, message)
+
+    monkeypatch.setattr(Partitions, "choose", nowhere)
+    topic = pipeline.requests("interactive")
+    with closing(bus.publisher()) as publisher:
+        publisher.publish([Outgoing(topic, b"0")])  # now the number of partitions is known
+        good, bad, after = publisher.send([Outgoing(topic, b"1"), Outgoing(topic, b"bad"), Outgoing(topic, b"2")])
+        assert (good.result(30), after.result(30)) == (None, None)
+        with pytest.raises(BusUnavailable):
+            bad.result(30)
+    assert values(bus.read_all(topic)) == [b"0", b"1", b"2"]

@@ -1,11 +1,15 @@
 """What only the asyncio client can show: many at once on one loop."""
 
 import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import redis
 
 from penstock import AsyncClient
+from penstock.bus.contract import Outgoing, promised, wait_for
 from penstock.bus.streams import StreamsBus
+from penstock.errors import BusUnavailable
 from penstock.names import Pipeline
 from penstock.record import Record
 from tests.record.play import decode, end, say
@@ -49,3 +53,43 @@ async def test_a_cancelled_reader_disturbs_no_other(
         say(worker, claim, [2])
         worker.finish(claim, end())
         assert (await stays).token_ids == [1, 2]
+
+
+class Slow:
+    """Stands for a publisher, one of whose partitions has no leader: its messages stay open until they time out."""
+
+    def __init__(self) -> None:
+        self.open: list[Future[None]] = []
+
+    def send(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+        sent = [promised() for _ in messages]
+        for message, future in zip(messages, sent, strict=True):
+            if b"stuck" in message.value:
+                self.open.append(future)
+            else:
+                future.set_result(None)
+        return sent
+
+    def publish(self, messages: Sequence[Outgoing]) -> None:
+        wait_for(self.send(messages), 30)
+
+    def close(self) -> None:
+        pass
+
+
+async def test_a_message_that_is_not_acknowledged_holds_up_and_fails_no_other(
+    redis_url: str, pipeline: Pipeline
+) -> None:
+    async with AsyncClient(redis=redis_url, pipeline=pipeline.name) as client:
+        client._publisher = slow = Slow()
+        asked = [asyncio.create_task(client.submit("stuck" if n % 4 == 0 else "well")) for n in range(20)]
+        well = [task for n, task in enumerate(asked) if n % 4]
+        await asyncio.wait_for(asyncio.gather(*well), 30)
+        await asyncio.wait_for(client.submit("later"), 30)
+        stuck, given_up = asked[::4], asked[4]
+        assert not any(task.done() for task in stuck)
+        given_up.cancel()
+        for future in slow.open:
+            future.set_exception(BusUnavailable("timed out"))
+        found = await asyncio.gather(*stuck, return_exceptions=True)
+    assert [type(one) for one in found] == [BusUnavailable, asyncio.CancelledError] + [BusUnavailable] * 3

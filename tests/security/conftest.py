@@ -14,8 +14,12 @@ from tests.security.certificates import Authority
 from tests.security.servers import REDIS_ACL_FILE, USERS, SecureKafka, SecureRedis
 from tests.servers import started
 
-WORDS = {"WORKER_PASSWORD": "open-sesame", "CLIENT_PASSWORD": "swordfish"}
-PASSWORDS = {"penstock-worker": WORDS["WORKER_PASSWORD"], "penstock-client": WORDS["CLIENT_PASSWORD"]}
+WORDS = {"WORKER_PASSWORD": "open-sesame", "GATEWAY_PASSWORD": "abracadabra", "CLIENT_PASSWORD": "swordfish"}
+PASSWORDS = {
+    "penstock-worker": WORDS["WORKER_PASSWORD"],
+    "penstock-gateway": WORDS["GATEWAY_PASSWORD"],
+    "penstock-client": WORDS["CLIENT_PASSWORD"],
+}
 """Of the users of Redis."""
 ADMIN = "user admin on >admin ~* &* +@all\n"
 

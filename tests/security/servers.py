@@ -22,7 +22,10 @@ from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child, free_port, start_child, wait_until_serving
 from tests.security.certificates import Authority
 
-USERS = {"penstock-worker": "correct horse", "penstock-client": "battery staple", "nobody": "no rights"}
+USERS = {
+    "penstock-worker": "correct horse", "penstock-gateway": "open gate", "penstock-client": "battery staple",
+    "nobody": "no rights",
+}  # fmt: skip
 """Of Kafka, with their passwords; what each may do is in `kafka.acl`."""
 KAFKA_ACL_FILE, REDIS_ACL_FILE = (Path(__file__).with_name(f"{server}.acl") for server in ("kafka", "redis"))
 """What `docs/operations.md` shows, for the pipeline `demo`."""

@@ -84,6 +84,8 @@ def test_the_pipeline(site: Site, bus: str, monkeypatch: pytest.MonkeyPatch) -> 
         line.run_until(before + NUM_REQUESTS)
         streams.finish()
         assert reader.lag().as_json()
+        assert not reader.cancel(asked[0].id), "it has ended"
+        assert reader.cancel(f"{asked[0].id}-later"), "no worker has seen it"
         check_streams(streams, expected)
         check_results(results_of(client), expected)
         assert admin.acl_log() == [], "every right that is used is given"
@@ -92,7 +94,8 @@ def test_the_pipeline(site: Site, bus: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_processes(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> None:
     """Workers and a gateway as they are started; a password that changes meanwhile is an outage as any other."""
     access = {
-        user: site.redis_access(user) | site.kafka_access(user) for user in ("penstock-worker", "penstock-client")
+        user: site.redis_access(user) | site.kafka_access(user)
+        for user in ("penstock-worker", "penstock-gateway", "penstock-client")
     }
     addresses = addresses_of(access["penstock-client"], monkeypatch)
 
@@ -104,7 +107,7 @@ def test_the_processes(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with site.admin() as admin, workers(tmp_path, access["penstock-worker"]) as children:
         admin.acl_log_reset()
         wait_until(lambda: are_ready(addresses), 120, "both workers are ready", every_s=0.05)
-        ask_gateway(terminal, tmp_path, access["penstock-client"])
+        ask_gateway(terminal, tmp_path, access["penstock-gateway"])
         assert admin.acl_log() == [], "every right that is used is given"
         change("another")
         try:

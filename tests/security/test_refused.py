@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import redis
 
 from penstock.access import Role, check_access
 from penstock.errors import AccessRefused
@@ -141,7 +142,10 @@ def rights_of(user: str) -> list[str]:
     return [word for word in line.split()[3:] if not word.startswith(">")]
 
 
-@pytest.mark.parametrize(("user", "role"), [("penstock-worker", "decode"), ("penstock-client", "gateway")])
+@pytest.mark.parametrize(
+    ("user", "role"),
+    [("penstock-worker", "decode"), ("penstock-gateway", "gateway"), ("penstock-client", "client")],
+)
 def test_each_right_is_asked_for_at_start(site: Site, user: str, role: Role) -> None:
     """None is given for nothing, and without any one of them nothing begins."""
     given = rights_of(user)
@@ -157,7 +161,27 @@ def test_each_right_is_asked_for_at_start(site: Site, user: str, role: Role) -> 
     permit(given)
     check_access(addresses, role, kv=role == "decode")
     for right in given:
-        if right[0] in "~&+":
+        if right[0] in "~&+%":
             permit([other for other in given if other != right])
             with pytest.raises(AccessRefused, match="the user less may not"):
                 check_access(addresses, role, kv=role == "decode")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("HSET", "penstock:keys", "x", "x"),
+        ("HGET", "penstock:keys", "x"),
+        ("HGET", "penstock:tenants", "x"),
+        ("GET", "penstock:gateway:secret"),
+        ("XADD", "penstock:demo:{x}:log", "*", "e", "x"),
+        ("DEL", "penstock:demo:{x}:record"),
+        ("XADD", "penstock:bus:{demo}:penstock.demo.results", "*", "value", "x"),
+        ("PUBLISH", "penstock:demo:{x}:live", "x"),
+    ],
+)
+def test_a_client_may_neither_forge_nor_look_at_keys(site: Site, command: tuple[str, ...]) -> None:
+    url, ca = site.redis.url("penstock-client", PASSWORDS["penstock-client"]), str(site.authority.file)
+    paths = {"ssl_ca_certs": ca, "ssl_certfile": str(site.certificate), "ssl_keyfile": str(site.key)}
+    with redis.Redis.from_url(url, **paths) as client, pytest.raises(redis.exceptions.NoPermissionError):
+        client.execute_command(*command)

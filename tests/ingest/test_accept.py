@@ -1,0 +1,226 @@
+"""From a POST to requests in the pipeline, in this process: what is refused, published, published again, and told."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import redis
+
+from ingest.gateway import accept as accepting
+from ingest.gateway.accept import Wishes, accept
+from ingest.gateway.errors import ApiError
+from ingest.gateway.sse import Feed
+from ingest.gateway.state import Gateway
+from ingest.gateway.streaming import whole
+from ingest.openai import ENDPOINTS
+from ingest.openai.endpoint import Card
+from ingest.openai.places import Places
+from ingest.tenants import Caller
+from penstock.aio import AsyncClient
+from penstock.bus.streams import StreamsBus
+from penstock.client import make_request
+from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge
+from penstock.messages import MAX_REQUEST_BYTES, Request, decode, now_s
+from penstock.names import Pipeline, card_key, rate_key
+from penstock.record import Record
+from penstock.settings import Addresses, BusSettings, GatewaySettings, RecordSettings
+from penstock.telemetry.meters import Meters
+from penstock.worker.heartbeat import Heartbeat
+from tests.record.play import end, prefill, say
+
+PATH = "/v1/completions"
+KEY = Wishes(idempotency_key="k")
+
+
+class Place:
+    """A pipeline whose requests nobody takes, and gateways before it."""
+
+    def __init__(self, pipeline: Pipeline, redis_url: str) -> None:
+        self.pipeline, self.model = pipeline, pipeline.name
+        self.server = redis.Redis.from_url(redis_url)
+        self.bus = StreamsBus(pipeline, redis_url, BusSettings())
+        self.bus.create_topics()
+        self.record = Record(self.server, pipeline, RecordSettings(lease_s=30))
+        self.addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
+        self.caller = Caller(tenant=f"t-{uuid.uuid4().hex[:12]}")
+
+    def published(self) -> list[Request]:
+        found = self.bus.read_all(self.pipeline.requests("interactive"))
+        return [decode(Request, message.value) for message in found]
+
+    async def post(self, gateway: Gateway, wishes: Wishes = KEY, caller: Caller | None = None, **body: Any) -> Card:
+        endpoint = ENDPOINTS[PATH]
+        parsed = endpoint.parse({"model": self.model, "prompt": "hello", "max_tokens": 5} | body)
+        card, _ = await accept(gateway, caller or self.caller, wishes, endpoint, parsed, now_s())
+        return card
+
+    def answer(self, card: Card, body: str) -> None:
+        """Play the workers, for a request with that body."""
+        claim = prefill(self.record, card.id, body=body)
+        say(self.record, claim, [1, 2])
+        self.record.finish(claim, end())
+
+
+@pytest.fixture
+def place(pipeline: Pipeline, redis_url: str) -> Iterator[Place]:
+    beat = Heartbeat(redis_url, pipeline, "prefill", "nobody", 1.0)
+    beat.say(state="ready", model=pipeline.name)
+    with beat:
+        made = Place(pipeline, redis_url)
+        yield made
+        made.record.close()
+        made.server.close()
+
+
+@pytest.fixture
+async def gateways(place: Place) -> AsyncIterator[list[Gateway]]:
+    async with AsyncExitStack() as stack:
+        made = [Gateway(GatewaySettings(), place.addresses, Meters()) for _ in range(2)]
+        for gateway in made:
+            await gateway.open()
+            stack.push_async_callback(gateway.close)
+        yield made
+
+
+async def test_each_post_under_one_key_costs_a_request_and_publishes_nothing_more(
+    place: Place, gateways: list[Gateway]
+) -> None:
+    limited = Caller(tenant=place.caller.tenant, requests_per_min=3)
+    cards = [await place.post(gateways[n % 2], caller=limited) for n in range(3)]
+    assert len({card.id for card in cards}) == 1, "gateways agree about the id"
+    for gateway in gateways:
+        with pytest.raises(ApiError) as refused:
+            await place.post(gateway, caller=limited)
+        assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+    assert [request.id for request in place.published()] == [cards[0].id]
+
+
+async def test_what_was_not_published_is_published_by_the_next_post(
+    place: Place, gateways: list[Gateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise BusUnavailable("no acknowledgement")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncClient, "send", refuse)
+        with pytest.raises(BusUnavailable):
+            await place.post(gateways[0])
+    name = "cmpl-" + await gateways[0].cards.name_of(place.caller.tenant, "k")
+    assert await gateways[1].client(place.model).cancel(name)  # which makes a record that no worker has seen
+    card = await place.post(gateways[1])
+    assert [request.id for request in place.published()] == [card.id] == [name]
+    await place.post(gateways[0])
+    assert len(place.published()) == 1
+
+
+async def test_what_waits_is_published_again_once_a_minute_and_what_a_worker_has_seen_never(
+    place: Place, gateways: list[Gateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "PUBLISHED_S", 0.0)
+    card = await place.post(gateways[0])
+    await place.post(gateways[1])
+    assert len(place.published()) == 2
+    prefill(place.record, card.id, body=card.bodies[0])
+    await place.post(gateways[0])
+    assert len(place.published()) == 2
+
+
+async def test_prompts_times_n_are_bounded_before_anything_is_made_or_taken(
+    place: Place, gateways: list[Gateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("made")
+
+    monkeypatch.setattr(accepting, "make_request", never)
+    limited = Caller(tenant=place.caller.tenant, requests_per_min=3)
+    with pytest.raises(RequestTooLarge, match="fewer choices"):
+        await place.post(gateways[0], Wishes(), limited, prompt="x" * (MAX_REQUEST_BYTES // 4), n=5)
+    with pytest.raises(RequestTooLarge, match="fewer choices"):
+        await place.post(gateways[0], Wishes(), limited, prompt=[[7] * 100_000] * 20)
+    assert not place.server.exists(rate_key(limited.tenant))
+
+
+async def test_who_is_refused_by_the_limits_has_nothing_made(
+    place: Place, gateways: list[Gateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = Caller(tenant=place.caller.tenant, requests_per_min=1)
+    await place.post(gateways[0], Wishes(), limited)
+
+    def never(*_: object) -> None:
+        raise AssertionError("made")
+
+    monkeypatch.setattr(accepting, "make_request", never)
+    with pytest.raises(ApiError) as refused:
+        await place.post(gateways[0], Wishes(), limited, prompt="x" * 1_000_000, n=8)
+    assert refused.value.status == 429
+
+
+async def test_large_requests_are_made_beside_the_event_loop(
+    place: Place, gateways: list[Gateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_on_the_loop = []
+
+    def make(prompt: Any, fields: Any) -> Request:
+        try:
+            made_on_the_loop.append(bool(asyncio.get_running_loop()))
+        except RuntimeError:
+            made_on_the_loop.append(False)
+        return make_request(prompt, fields)
+
+    monkeypatch.setattr(accepting, "make_request", make)
+    await place.post(gateways[0], Wishes(), prompt="x" * 200_000, n=2)
+    assert made_on_the_loop == [False, False]
+    assert [len(request.prompt or "") for request in place.published()] == [200_000] * 2
+
+
+async def test_an_answer_to_another_body_under_the_id_is_not_told(place: Place, gateways: list[Gateway]) -> None:
+    card = await place.post(gateways[0])
+    place.answer(card, body="f" * 64)
+    with pytest.raises(IdConflict):
+        await whole(gateways[1], card)
+
+    async def ended(_: object) -> None:
+        pass
+
+    sent = b"".join([frame async for frame in Feed(gateways[0], card, Places(1), ended).frames()])
+    assert b"id_conflict" in sent
+    assert b'"text"' not in sent
+
+
+async def test_the_answer_to_its_own_body_is_told(place: Place, gateways: list[Gateway]) -> None:
+    card = await place.post(gateways[0])
+    place.answer(card, body=card.bodies[0])
+    (answer,) = await whole(gateways[1], card)
+    assert answer.token_ids == [1, 2]
+
+
+async def test_an_id_cannot_be_told_from_tenant_and_key(place: Place, gateways: list[Gateway]) -> None:
+    mine, again = [await gateway.cards.name_of("acme", "k") for gateway in gateways]
+    assert mine == again
+    assert mine != await gateways[0].cards.name_of("other", "k")
+    place.server.delete("penstock:gateway:secret")
+    assert mine != await gateways[0].cards.name_of("acme", "k")
+
+
+async def test_a_card_is_renewed_until_its_requests_have_ended(place: Place, gateways: list[Gateway]) -> None:
+    keep_ms = 3600 * 1000
+    card = await place.post(gateways[0])
+    key = card_key(card.id)
+    assert 0 < place.server.pttl(key) <= keep_ms
+
+    async def renewed(by: Gateway) -> bool:
+        place.server.pexpire(key, 60_000)
+        await by.cards.renew()
+        return place.server.pttl(key) > 60_000
+
+    assert await renewed(gateways[0])
+    assert not await renewed(gateways[1]), "it has never seen it"
+    await gateways[1].cards.of_tenant(card.id, card.tenant)
+    assert await renewed(gateways[1]), "it has a reader"
+    place.answer(card, body=card.bodies[0])
+    for gateway in gateways:
+        assert await renewed(gateway), "kept as long as its records"
+        assert not await renewed(gateway)
