@@ -170,14 +170,23 @@ class KafkaBus:
             metadata = AdminClient(self.clients).list_topics(timeout=timeout_s)
         return f"Kafka at {self.bootstrap}, brokers: {len(metadata.brokers)}, cluster {metadata.cluster_id}"
 
-    def _new(self, topic: str) -> NewTopic:
-        kept = RESULTS_KEPT_MS if topic == self.pipeline.results else WORK_KEPT_MS
-        config = {
+    def topic_settings(self, topic: str) -> dict[str, str]:
+        """What a topic is made with, whatever the cluster's defaults are."""
+        return {
             "max.message.bytes": str(MAX_BATCH_BYTES),
-            "retention.ms": str(kept),
+            "retention.ms": str(RESULTS_KEPT_MS if topic == self.pipeline.results else WORK_KEPT_MS),
             "min.insync.replicas": "2" if self.settings.replication > 2 else "1",
+            # Compaction would keep one of several messages of a key; a limit of bytes would delete unread ones.
+            "cleanup.policy": "delete",
+            "retention.bytes": "-1",
+            # A replica that is behind would become the leader, without what was acknowledged since.
+            "unclean.leader.election.enable": "false",
+            # By a producer's clock that is 14 days behind, a request would be deleted before it is read.
+            "message.timestamp.type": "LogAppendTime",
         }
-        return NewTopic(topic, self.settings.partitions, self.settings.replication, config=config)
+
+    def _new(self, topic: str) -> NewTopic:
+        return NewTopic(topic, self.settings.partitions, self.settings.replication, config=self.topic_settings(topic))
 
     def _all_led(self, admin: AdminClient) -> bool:
         known = admin.list_topics(timeout=ANSWER_S).topics

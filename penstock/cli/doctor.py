@@ -196,7 +196,28 @@ def _bus(addresses: Addresses) -> Iterator[Finding]:
         yield Finding("fail", "topics", f"{len(missing)} missing, first {missing[0]}", "penstock topics create")
     else:
         yield Finding("ok", "topics", "all there")
+        yield from _topic_settings(bus)
     yield from _transactions(bus)
+
+
+def _topic_settings(bus: Bus) -> Iterator[Finding]:
+    """Whether the topics that are there have the settings that `penstock topics create` makes them with."""
+    from penstock.bus.kafka import KafkaBus
+    from penstock.bus.kafka_topics import alter_command, find_wrong_settings
+
+    if not isinstance(bus, KafkaBus):
+        return
+    try:
+        found = find_wrong_settings(bus)
+    except BusUnavailable as error:
+        advice = "give this user the right to describe the topics' settings (DESCRIBE_CONFIGS)"
+        yield Finding("note", "topic settings", f"not known: {error}", advice)
+        return
+    for topic, wrong in found.items():
+        listed = ", ".join(f"{name} is {value}" for name, value in wrong.items())
+        yield Finding("fail", "topic settings", f"{topic}: {listed}", alter_command(bus, topic, wrong))
+    if not found:
+        yield Finding("ok", "topic settings", "as the pipeline needs them")
 
 
 def _transactions(bus: Bus) -> Iterator[Finding]:

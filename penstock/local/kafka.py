@@ -1,4 +1,4 @@
-"""A real Apache Kafka broker (KRaft, one node) from its Maven jars, for development and tests.
+"""Real Apache Kafka brokers (KRaft, each also a controller) from the Maven jars, for development and tests.
 
 Needs Java 17 or newer, and Maven once to fetch the jars; they are kept in `~/.cache/penstock`.
 """
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -54,14 +56,20 @@ SHORT_TIMEOUTS = {
 }
 """Of groups: for development. Without them the broker has its defaults."""
 
+QUICK_RESTART = {
+    "broker.heartbeat.interval.ms": "500",
+    "broker.session.timeout.ms": "3000",
+}
+"""A broker that was killed comes back after 5 seconds instead of 13: its controller waits for the session to end.
+
+Only for brokers that are never stopped with SIGSTOP: one that is fenced while a transaction ends may skip its markers.
+"""
+
 BROKER_SETTINGS = {
     "message.max.bytes": str(2 * MAX_REQUEST_BYTES + 2**20),
     "replica.fetch.max.bytes": str(2 * MAX_REQUEST_BYTES + 2**20),
     "auto.create.topics.enable": "false",
     "group.initial.rebalance.delay.ms": "0",
-    # A broker that was killed may register again soon.
-    "broker.heartbeat.interval.ms": "500",
-    "broker.session.timeout.ms": "3000",
     # One node: one replica of everything, and few internal partitions.
     "offsets.topic.num.partitions": "4",
     "offsets.topic.replication.factor": "1",
@@ -81,10 +89,51 @@ BROKER_SETTINGS = {
 _JVM = ("-Xms64m", "-Xmx320m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
 
 
+@dataclass(frozen=True)
+class Quorum:
+    """The controllers of a cluster. Each broker is one of them."""
+
+    cluster_id: str
+    ports: Mapping[int, int]
+    """Where each listens, by the number of its node."""
+    directory_ids: Mapping[int, str]
+    """Each directory's name in the quorum."""
+
+    @classmethod
+    def of(cls, num_nodes: int) -> Self:
+        """Return a new cluster's quorum; its nodes are numbered from 1."""
+        nodes = range(1, num_nodes + 1)
+        return cls(_random_id(), {node: free_port() for node in nodes}, {node: _random_id() for node in nodes})
+
+    def settings(self) -> dict[str, str]:
+        """What all its brokers are given: with three of them one may be lost."""
+        addresses = [f"127.0.0.1:{port}" for port in self.ports.values()]
+        copies = min(3, len(self.ports))
+        return {
+            "controller.quorum.bootstrap.servers": ",".join(addresses),
+            "offsets.topic.replication.factor": str(copies),
+            "transaction.state.log.replication.factor": str(copies),
+            "transaction.state.log.min.isr": str(copies // 2 + 1),
+            "min.insync.replicas": str(copies // 2 + 1),
+            # A broker that is stopped hands its partitions over, where there is another.
+            "controlled.shutdown.enable": "true" if copies > 1 else "false",
+        }
+
+    def voters(self) -> str:
+        """As the tool that formats a directory wants to be told."""
+        return ",".join(f"{node}@127.0.0.1:{port}:{self.directory_ids[node]}" for node, port in self.ports.items())
+
+
+def _random_id() -> str:
+    """A UUID as Kafka writes it; the zero in front keeps it from beginning with a hyphen."""
+    return base64.urlsafe_b64encode(b"\0" + os.urandom(15)).decode().rstrip("=")
+
+
 class KafkaServer:
     """One broker with its data in `directory`; started again, it has the data it had.
 
     Clients are told to connect to the port `advertised`, where that is given. `timeouts`: those of groups.
+    Without a `quorum` it is a cluster of its own.
     """
 
     def __init__(
@@ -94,11 +143,14 @@ class KafkaServer:
         *,
         advertised: int | None = None,
         timeouts: Mapping[str, str] = SHORT_TIMEOUTS,
+        node: int = 1,
+        quorum: Quorum | None = None,
     ) -> None:
         self.directory = directory
         self.port = port or free_port()
+        self.node = node
         self._advertised, self._timeouts = advertised or self.port, timeouts
-        self._controller_port = free_port()
+        self._quorum = quorum or Quorum.of(1)
         self._child: Child | None = None
 
     @property
@@ -113,8 +165,14 @@ class KafkaServer:
 
     def start(self) -> Self:
         """Format the storage if it is new, start, and wait until it answers; raises `DependencyMissing`."""
+        self.launch()
+        self.wait_until_serving()
+        return self
+
+    def launch(self) -> None:
+        """Start without waiting: a node of several answers only when most of them run. Raises `DependencyMissing`."""
         if self._child is not None and self._child.alive():
-            return self
+            return
         java, jars = find_java(), find_jars()
         self.directory.mkdir(parents=True, exist_ok=True)
         config = self.directory / "server.properties"
@@ -124,8 +182,11 @@ class KafkaServer:
         log = self.directory / "kafka.log"
         command = [java, *_JVM, *_java_logging("warn"), "-cp", f"{jars}/*", "kafka.Kafka", str(config)]
         self._child = start_child(command, name="Kafka", log=log, directory=self.directory)
+
+    def wait_until_serving(self) -> None:
+        """Wait until clients are answered; raises `DependencyMissing`."""
+        assert self._child is not None, "it was launched"
         wait_until_serving(self._child, lambda: answers(self.bootstrap), 60.0)
-        return self
 
     def stop(self) -> None:
         """End in order."""
@@ -142,13 +203,13 @@ class KafkaServer:
     def _settings(self) -> dict[str, str]:
         return (
             BROKER_SETTINGS
+            | self._quorum.settings()
             | dict(self._timeouts)
             | {
                 "process.roles": "broker,controller",
-                "node.id": "1",
-                "controller.quorum.bootstrap.servers": f"127.0.0.1:{self._controller_port}",
+                "node.id": str(self.node),
                 "controller.listener.names": "CONTROLLER",
-                "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{self._controller_port}",
+                "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{self._quorum.ports[self.node]}",
                 "advertised.listeners": f"PLAINTEXT://127.0.0.1:{self._advertised}",
                 "log.dirs": str(self.directory / "data"),
             }
@@ -156,8 +217,8 @@ class KafkaServer:
 
     def _format(self, java: str, jars: Path, config: Path) -> None:
         tool = [java, *_JVM, *_java_logging("off"), "-cp", f"{jars}/*", "kafka.tools.StorageTool"]
-        cluster = base64.urlsafe_b64encode(b"\0" + os.urandom(15)).decode().rstrip("=")  # begins with no hyphen
-        _run([*tool, "format", "--standalone", "-t", cluster, "-c", str(config)])
+        cluster, voters = self._quorum.cluster_id, self._quorum.voters()
+        _run([*tool, "format", "--initial-controllers", voters, "-t", cluster, "-c", str(config)])
 
     def __enter__(self) -> Self:
         return self.start()
@@ -166,11 +227,49 @@ class KafkaServer:
         self.stop()
 
 
-def answers(bootstrap: str, timeout_s: float = 1.0) -> bool:
-    """Whether a broker that can hold topics answers there."""
+class KafkaCluster:
+    """Several brokers that copy from each other, with their data below `directory`."""
+
+    def __init__(self, directory: Path, num_brokers: int = 3, *, timeouts: Mapping[str, str] = SHORT_TIMEOUTS) -> None:
+        quorum = Quorum.of(num_brokers)
+        self.servers = {
+            node: KafkaServer(directory / f"broker-{node}", timeouts=timeouts, node=node, quorum=quorum)
+            for node in quorum.ports
+        }
+        """By the number of their node."""
+
+    @property
+    def bootstrap(self) -> str:
+        """Where clients connect first."""
+        return ",".join(server.bootstrap for server in self.servers.values())
+
+    def start(self) -> Self:
+        """Start all, and wait until each is in the cluster; raises `DependencyMissing`."""
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            for launched in [pool.submit(server.launch) for server in self.servers.values()]:
+                launched.result()
+        for server in self.servers.values():
+            server.wait_until_serving()
+        wait_until(lambda: answers(self.bootstrap, num_brokers=len(self.servers)), 60.0, "all brokers are known")
+        return self
+
+    def stop(self) -> None:
+        """End in order."""
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            list(pool.map(KafkaServer.stop, self.servers.values()))
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def answers(bootstrap: str, timeout_s: float = 1.0, num_brokers: int = 1) -> bool:
+    """Whether a broker answers there that knows so many which can hold topics."""
     try:
         admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0, "socket.timeout.ms": 2000})
-        return len(admin.list_topics(timeout=timeout_s).brokers) > 0
+        return len(admin.list_topics(timeout=timeout_s).brokers) >= num_brokers
     except KafkaException:
         return False
 

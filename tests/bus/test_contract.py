@@ -19,7 +19,7 @@ from penstock.bus.kafka_member import KafkaMember
 from penstock.bus.streams import StreamsBus
 from penstock.bus.streams_member import StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestTooLarge
-from penstock.local.kafka import KafkaServer
+from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaServer
 from penstock.local.processes import Child, wait_until
 from penstock.local.valkey import ValkeyServer
 from penstock.names import ATTEMPT, BURIED, ORIGIN, REASON, Pipeline
@@ -497,7 +497,7 @@ def test_a_lost_reply_is_recovered(redis_url: str, pipeline: Pipeline) -> None:
 
 @pytest.mark.timeout(120)
 def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Path) -> None:
-    server = started(KafkaServer(tmp_path).start)
+    server = started(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | QUICK_RESTART).start)
     bus = make_bus("kafka", pipeline, server.bootstrap, HASTY)
     bus.create_topics()
     publish(bus, numbered(pipeline.requests("interactive"), 3))
