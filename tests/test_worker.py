@@ -291,7 +291,7 @@ def test_who_looks_takes_off_the_workers_that_are_gone(addresses: Addresses, pip
         with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05):
             wait_until(lambda: worker_status(addresses), 10, "the first beat")
         assert worker_status(addresses) == []
-        assert not [key for key in client.smembers(WORKERS_KEY) if key.startswith(pipeline.worker_prefix.encode())]  # type: ignore[union-attr]
+        assert not [key for key in client.smembers(WORKERS_KEY) if key.startswith(pipeline.worker_prefix.encode())]
 
 
 def test_a_worker_without_a_name_gets_one_that_nobody_else_has() -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 from confluent_kafka import Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewPartitions
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions
 
 from penstock.bus import kafka_follower, streams
 from penstock.bus.contract import Bus, Followed, Follower, Outgoing, Settlement
