@@ -25,6 +25,7 @@ from benchmarks.pipeline import Piped, measure, prompts
 from penstock.client import Client
 from penstock.local.processes import free_port
 from penstock.local.stack import Stack
+from penstock.settings import BusSettings
 from penstock.telemetry.live import LiveWatch
 
 ENVIRONMENT = {
@@ -105,7 +106,7 @@ def scrape(port: int) -> None:
 @contextlib.contextmanager
 def watched(stack: Stack, ports: list[int]) -> Iterator[None]:
     """All that looks at a pipeline looks at this one."""
-    watch = LiveWatch(stack.addresses)
+    watch = LiveWatch(stack.addresses, BusSettings())
     with contextlib.ExitStack() as exits:
         for port in ports:
             exits.enter_context(repeating(partial(scrape, port)))

@@ -45,13 +45,21 @@ class AsyncClient:
     """`Client` for one event loop. What is submitted while messages are handed to the bus goes out with the next."""
 
     def __init__(
-        self, addresses: Addresses | None = None, *, kafka: str = "", redis: str = "", pipeline: str = ""
+        self,
+        addresses: Addresses | None = None,
+        *,
+        kafka: str = "",
+        redis: str = "",
+        pipeline: str = "",
+        bus: BusSettings | None = None,
+        record: RecordSettings | None = None,
     ) -> None:
         self._addresses = resolve(addresses, kafka, redis, pipeline)
+        self._settings = bus or load(BusSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
         self._redis = async_redis_client(self._addresses.stream_url)
-        self._log = AsyncLog(self._redis, self._pipeline, load(RecordSettings))
-        self._watch = LagWatch(self._addresses)
+        self._log = AsyncLog(self._redis, self._pipeline, record or load(RecordSettings))
+        self._watch = LagWatch(self._addresses, self._settings)
         self._publisher: Publisher | None = None
         self._waiting: list[tuple[Outgoing, asyncio.Future[Future[None]]]] = []
         self._handing_over: asyncio.Task[None] | None = None
@@ -162,6 +170,7 @@ class AsyncClient:
             await asyncio.to_thread(publisher.close)
         if live is not None:
             await live.close()
+        self._watch.close()
         await self._redis.aclose()
 
     async def __aenter__(self) -> Self:
@@ -212,7 +221,7 @@ class AsyncClient:
 
     def _send_now(self, batch: list[Outgoing]) -> list[Future[None]]:
         if self._publisher is None:
-            self._publisher = connect(self._addresses, load(BusSettings)).publisher()
+            self._publisher = connect(self._addresses, self._settings).publisher()
         return self._publisher.send(batch)
 
 

@@ -54,6 +54,10 @@ _HEADERS: dict[str, Json] = {
         "description": "Dead-letter topic: since when, in milliseconds since the epoch.",
         "pattern": "^[0-9]{1,15}$",
     },
+    names.TRUNCATED: {
+        "description": "Dead-letter topic: the message was cut to fit, and had this many bytes.",
+        "pattern": "^[0-9]{1,15}$",
+    },
     "traceparent": {
         "description": "W3C trace context.",
         "pattern": "^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",

@@ -97,17 +97,26 @@ class Answer:
 class Client:
     """Submits requests and reads their streams. Thread-safe; one pub/sub connection however many streams.
 
-    Addresses come from `addresses`, else from the settings; `kafka`, `redis` and `pipeline` override both.
+    Addresses come from `addresses`, else from the settings; `kafka`, `redis` and `pipeline` override both. `bus` and
+    `record` come from the settings where they are not given. Settings are read when a client is made, and not again.
     """
 
     def __init__(
-        self, addresses: Addresses | None = None, *, kafka: str = "", redis: str = "", pipeline: str = ""
+        self,
+        addresses: Addresses | None = None,
+        *,
+        kafka: str = "",
+        redis: str = "",
+        pipeline: str = "",
+        bus: BusSettings | None = None,
+        record: RecordSettings | None = None,
     ) -> None:
         self._addresses = resolve(addresses, kafka, redis, pipeline)
+        self._settings = bus or load(BusSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
         self._redis = redis_client(self._addresses.stream_url)
-        self._log = Log(self._redis, self._pipeline, load(RecordSettings))
-        self._watch = LagWatch(self._addresses)
+        self._log = Log(self._redis, self._pipeline, record or load(RecordSettings))
+        self._watch = LagWatch(self._addresses, self._settings)
         self._lock = threading.Lock()
         self._publisher: Publisher | None = None
         self._live: LiveThread | None = None
@@ -125,7 +134,7 @@ class Client:
                 check_conflict(request.id, body_hash(request), self._log.status(request.id))
         with self._lock:
             if self._publisher is None:
-                self._publisher = connect(self._addresses, load(BusSettings)).publisher()
+                self._publisher = connect(self._addresses, self._settings).publisher()
         span, message = outgoing(self._pipeline, request, called_s)
         with span_ended(span):
             self._publisher.publish([message])
@@ -179,6 +188,7 @@ class Client:
             publisher.close()
         if live is not None:
             live.close()
+        self._watch.close()
         self._redis.close()
 
     def __enter__(self) -> Self:

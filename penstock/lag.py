@@ -19,8 +19,9 @@ from typing import Any, Generic, TypeVar
 from penstock.bus.connect import connect
 from penstock.bus.contract import Bus
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
-from penstock.settings import Addresses, BusSettings, load
-from penstock.status import worker_status
+from penstock.reach import redis_client
+from penstock.settings import Addresses, BusSettings
+from penstock.status import read_heartbeats
 
 T = TypeVar("T")
 Heartbeat = Mapping[str, Any]
@@ -73,8 +74,9 @@ class PipelineLag:
 class Watch(ABC, Generic[T]):
     """Asks the topics and the workers of a pipeline, as often as there is news. Thread-safe."""
 
-    def __init__(self, addresses: Addresses) -> None:
-        self._addresses, self._pipeline = addresses, Pipeline(addresses.pipeline)
+    def __init__(self, addresses: Addresses, settings: BusSettings) -> None:
+        self._addresses, self._settings, self._pipeline = addresses, settings, Pipeline(addresses.pipeline)
+        self._redis = redis_client(addresses.stream_url)
         self._bus: Bus | None = None
         self._last: T | None = None
         self._asked_at = 0.0
@@ -84,11 +86,15 @@ class Watch(ABC, Generic[T]):
         """As of now, or of `FRESH_S` ago: not to be changed. Raises `BusUnavailable` or `redis.RedisError`."""
         with self._lock:
             if self._bus is None:
-                self._bus = connect(self._addresses, load(BusSettings))
+                self._bus = connect(self._addresses, self._settings)
             if self._last is None or time.monotonic() > self._asked_at + FRESH_S:
                 self._last = self._look(self._bus)
                 self._asked_at = time.monotonic()
             return self._last
+
+    def close(self) -> None:
+        """Free the connection."""
+        self._redis.close()
 
     @abstractmethod
     def _look(self, bus: Bus) -> T:
@@ -99,7 +105,7 @@ class LagWatch(Watch[PipelineLag]):
     """Only how much waits."""
 
     def _look(self, bus: Bus) -> PipelineLag:
-        return lag_of(self._pipeline, bus.unsettled(), worker_status(self._addresses))
+        return lag_of(self._pipeline, bus.unsettled(), read_heartbeats(self._redis, self._pipeline))
 
 
 def lag_of(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Sequence[Heartbeat]) -> PipelineLag:

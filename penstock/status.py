@@ -13,7 +13,7 @@ from penstock.bus.connect import connect
 from penstock.errors import BusUnavailable
 from penstock.names import STAGES, WORKERS_KEY, Pipeline
 from penstock.reach import ANSWER_S, redis_client
-from penstock.settings import Addresses, BusSettings, load
+from penstock.settings import Addresses, BusSettings
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,25 @@ class Health:
 
 def worker_status(addresses: Addresses) -> list[dict[str, Any]]:
     """The last heartbeat of each live worker, by stage and name (see `penstock.worker.Heartbeat`)."""
-    pipeline = Pipeline(addresses.pipeline)
     with redis_client(addresses.stream_url) as client:
-        known: Any = client.smembers(WORKERS_KEY)
-        keys = sorted(key for key in known if key.startswith(pipeline.worker_prefix.encode()))
-        beats: dict[bytes, Any] = dict(zip(keys, client.mget(keys) if keys else [], strict=True))
-        if gone := [key for key, value in beats.items() if value is None]:  # one that lives is back with its next beat
-            with suppress(NoPermissionError):  # of who may only read
-                client.srem(WORKERS_KEY, *gone)
+        return read_heartbeats(client, Pipeline(addresses.pipeline))
+
+
+def read_heartbeats(client: "redis.Redis", pipeline: Pipeline) -> list[dict[str, Any]]:
+    """The same over a connection that is kept, for who looks again and again. Workers that are gone are taken off."""
+    known: Any = client.smembers(WORKERS_KEY)
+    keys = sorted(key for key in known if key.startswith(pipeline.worker_prefix.encode()))
+    beats: dict[bytes, Any] = dict(zip(keys, client.mget(keys) if keys else [], strict=True))
+    if gone := [key for key, value in beats.items() if value is None]:  # one that lives is back with its next beat
+        with suppress(NoPermissionError):  # of who may only read
+            client.srem(WORKERS_KEY, *gone)
     return [json.loads(value) for value in beats.values() if value is not None]
 
 
-def health(addresses: Addresses) -> Health:
+def health(addresses: Addresses, settings: BusSettings) -> Health:
     """How the pipeline is now, within a few seconds also where servers do not answer."""
     try:
-        connect(addresses, load(BusSettings)).check(ANSWER_S)
+        connect(addresses, settings).check(ANSWER_S)
     except BusUnavailable as error:
         return Health("down", (str(error),))
     try:

@@ -17,6 +17,7 @@ from penstock.errors import REQUEST_ERRORS
 from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Result, Sampling, Wire, decode
 from penstock.names import CLASSES, Pipeline
 from penstock.record import Claim, Record, scripts
+from penstock.record.claim import body_hash
 from penstock.settings import BusSettings, RecordSettings, known_variables
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -176,6 +177,29 @@ def test_all_error_codes_are_listed() -> None:
 def test_all_headers_are_listed() -> None:
     listed = [name for row in rows("Header") for name in re.findall(r"`([^`]+)`", row[0])]
     assert sorted(listed) == sorted(API["components"]["schemas"]["Headers"]["properties"])
+    ours = {value for name, value in vars(names).items() if name.isupper() and str(value).startswith("penstock-")}
+    assert ours <= set(listed)
+
+
+def test_what_does_not_count_for_the_body_is_listed() -> None:
+    first = Request(id="r", prompt="x")
+    other = {
+        "deadline": 5.0,
+        "class": "batch",
+        "session": "s",
+        "weight": 2.0,
+        "tenant": "t",
+        "model": "m",
+        "prompt": "y",
+    }
+    said = json.loads(first.encode())
+    same = {
+        name
+        for name, value in other.items()
+        if body_hash(decode(Request, json.dumps(said | {name: value}).encode())) == body_hash(first)
+    }
+    (words,) = re.findall(r"same body, and (.*?) do not count", PROTOCOL, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", words)) == same
 
 
 def test_the_json_examples_are_messages() -> None:

@@ -305,7 +305,7 @@ def test_a_worker_that_is_ready_and_has_a_trouble_is_degraded(addresses: Address
         beat.say(state="ready")
         beat.watch(lambda: {"reason": "Kafka: away"})
         wait_until(lambda: [s["state"] for s in worker_status(addresses)] == ["degraded"], 10, "it says so")
-        found = health(addresses)
+        found = health(addresses, BusSettings())
         assert found.state == "degraded"
         assert "prefill worker p-0: Kafka: away" in found.reasons
         assert "no decode worker is ready" in found.reasons

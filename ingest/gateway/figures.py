@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import BusUnavailable
 from penstock.messages import now_s
 from penstock.names import CLASSES, STAGES
-from penstock.settings import Addresses
+from penstock.settings import Addresses, BusSettings
 from penstock.telemetry import catalog
 from penstock.telemetry.live import Json, LiveWatch
 from penstock.telemetry.meters import Meters, Reading
@@ -26,11 +26,11 @@ NO_ROUTE = "none"
 class GatewayFigures:
     """One gateway's. Its event loop counts, any thread may look."""
 
-    def __init__(self, meters: Meters, addresses: Addresses) -> None:
+    def __init__(self, meters: Meters, addresses: Addresses, settings: BusSettings) -> None:
         self.meters = meters
         self.pipelines: set[str] = {addresses.pipeline}
         """Those that are told of."""
-        self._addresses = addresses
+        self._addresses, self._settings = addresses, settings
         self._watches: dict[str, LiveWatch] = {}
         self._lock = threading.Lock()
         self._num_streams = 0
@@ -40,7 +40,8 @@ class GatewayFigures:
         """The one look at a pipeline that all in this process share."""
         with self._lock:
             if pipeline not in self._watches:
-                self._watches[pipeline] = LiveWatch(self._addresses.model_copy(update={"pipeline": pipeline}))
+                addresses = self._addresses.model_copy(update={"pipeline": pipeline})
+                self._watches[pipeline] = LiveWatch(addresses, self._settings)
             return self._watches[pipeline]
 
     def answered(self, scope: Scope, status: int) -> None:

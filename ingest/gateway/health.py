@@ -12,7 +12,6 @@ from ingest.gateway.handlers import errors
 from ingest.gateway.state import gateway_of
 from penstock.bus.connect import connect
 from penstock.reach import ANSWER_S
-from penstock.settings import BusSettings, load
 
 router = APIRouter()
 
@@ -38,7 +37,7 @@ async def readyz(request: Request) -> Health:
     gateway = gateway_of(request)
     if gateway.is_stopping:
         raise ApiError(503, "this gateway stops", code="gateway_stopping")
-    await asyncio.to_thread(connect(gateway.addresses, load(BusSettings)).check, ANSWER_S)
+    await asyncio.to_thread(connect(gateway.addresses, gateway.bus_settings).check, ANSWER_S)
     if not await gateway.models.all():
         raise ApiError(503, "no worker is ready yet", code="unavailable", headers={"Retry-After": "1"})
     return Health(pid=os.getpid())

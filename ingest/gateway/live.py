@@ -70,8 +70,8 @@ class LifeList(BaseModel):
     response_class=Response,
     responses={
         200: {
-            "description": "Events `look` with JSON: lag, workers, lost workers, hits, latencies and rates; "
-            "`unavailable` while bus or Redis cannot be reached.",
+            "description": "Events `look` with JSON: lag and latencies, and where no keys are asked for workers, "
+            "lost workers, hits and rates; `unavailable` while bus or Redis cannot be reached.",
             "content": EVENTS,
         },
         **errors(401, 503),
@@ -80,14 +80,14 @@ class LifeList(BaseModel):
 async def live(
     request: Request, caller: CallerDep, looks: Annotated[int | None, Query(ge=1, le=1_000_000)] = None
 ) -> Response:
-    """`looks`: end after so many. All readers of a gateway see the same looks."""
+    """`looks`: end after so many. All readers of a gateway see the same looks; with an API key, a summary of them."""
     gateway = gateway_of(request)
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(_events(gateway, looks), headers=headers, media_type="text/event-stream")
 
 
 async def _events(gateway: Gateway, most: int | None) -> AsyncGenerator[bytes, None]:
-    async with aclosing(gateway.looks.frames()) as frames:
+    async with aclosing(gateway.looks.frames(is_whole=gateway.keyring.is_open)) as frames:
         number = 0
         async for frame in frames:
             yield frame

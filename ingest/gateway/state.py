@@ -21,7 +21,15 @@ from penstock.lag import PipelineLag
 from penstock.names import Pipeline
 from penstock.reach import async_redis_client
 from penstock.reader import Event
-from penstock.settings import Addresses, AdmissionSettings, BatchSettings, GatewaySettings, RecordSettings, load
+from penstock.settings import (
+    Addresses,
+    AdmissionSettings,
+    BatchSettings,
+    BusSettings,
+    GatewaySettings,
+    RecordSettings,
+    load,
+)
 from penstock.telemetry.meters import Meters
 
 
@@ -33,10 +41,11 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, addresses: Addresses, meters: Meters) -> None:
         self.settings, self.addresses = settings, addresses
+        self.bus_settings, self._record_settings = load(BusSettings), load(RecordSettings)
         self.redis = async_redis_client(addresses.stream_url)
         self.models = Models(self.redis, addresses.pipeline)
-        self.figures = GatewayFigures(meters, addresses)
-        self.cards = Cards(self.redis, load(RecordSettings))
+        self.figures = GatewayFigures(meters, addresses, self.bus_settings)
+        self.cards = Cards(self.redis, self._record_settings)
         admission = load(AdmissionSettings)
         self.keyring = Keyring(source_of(admission, settings.host, self.redis))
         self.admission = Admission(self.redis, self._lag_of, admission)
@@ -73,7 +82,8 @@ class Gateway:
     def client(self, pipeline: str) -> AsyncClient:
         """The client of a pipeline."""
         if pipeline not in self._clients:
-            self._clients[pipeline] = AsyncClient(self.addresses.model_copy(update={"pipeline": pipeline}))
+            addresses = self.addresses.model_copy(update={"pipeline": pipeline})
+            self._clients[pipeline] = AsyncClient(addresses, bus=self.bus_settings, record=self._record_settings)
         return self._clients[pipeline]
 
     def news(self, card: Card) -> list[AsyncGenerator[list[Event], None]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from penstock.bus.kafka import ANSWER_S
@@ -40,9 +40,16 @@ def patiently(ask: Callable[[], T]) -> T:
 
 
 def partitions_of(admin: AdminClient, topics: Iterable[str]) -> list[Partition]:
-    """All of the topics', of those that exist."""
-    known = admin.list_topics(timeout=ANSWER_S).topics
-    return [(topic, number) for topic in topics if topic in known for number in known[topic].partitions]
+    """Return the partitions of those of the topics that exist, and ask about no others. Raises `KafkaException`."""
+    found = list[Partition]()
+    asked = admin.describe_topics(TopicCollection(list(topics)), request_timeout=ANSWER_S)
+    for topic, future in asked.items():
+        try:
+            found += [(topic, partition.id) for partition in future.result(ANSWER_S).partitions]
+        except KafkaException as raised:
+            if raised.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise
+    return found
 
 
 def offsets_of(

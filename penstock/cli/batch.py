@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.aio import AsyncClient
-from penstock.settings import Addresses, load
+from penstock.settings import Addresses, BusSettings, load
 from penstock.status import health
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ async def _run(source: Path, output: Path, errors: Path, notes: Console) -> tupl
     with Journal(output, errors, digest) as journal:
         if journal.done:
             notes.print(f"{len(journal.done):,} of {total:,} rows are finished already", highlight=False)
-        for reason in health(addresses).reasons:
+        for reason in health(addresses, load(BusSettings)).reasons:
             notes.print(f"rows wait: {reason}", highlight=False, markup=False)
         async with AsyncClient(addresses) as client:
             with _shown(notes, total, len(journal.done), journal.num_failed) as meter:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from penstock.lag import LagWatch, PipelineLag
 from penstock.names import CLASSES, STAGES
-from penstock.settings import Addresses, load
+from penstock.settings import Addresses, BusSettings, load
 
 WATCH_S = 1.0
 
@@ -22,7 +22,7 @@ def lag(
     watch: Annotated[bool, typer.Option(help="Look again every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show what waits in each stage, in messages and tokens, and the estimated wait of a new request."""
-    source = LagWatch(load(Addresses))
+    source = LagWatch(load(Addresses), load(BusSettings))
     try:
         if as_json:
             _print_json(source, watch=watch)

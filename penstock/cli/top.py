@@ -4,7 +4,7 @@ import logging
 import sys
 
 from penstock.errors import DependencyMissing, PenstockError
-from penstock.settings import Addresses, load
+from penstock.settings import Addresses, BusSettings, load
 
 
 def top() -> None:
@@ -15,7 +15,7 @@ def top() -> None:
         raise DependencyMissing(f"`penstock top` needs pip install 'penstock[top]' ({error})") from None
     from penstock.telemetry.live import LiveWatch
 
-    watch = LiveWatch(load(Addresses))
+    watch = LiveWatch(load(Addresses), load(BusSettings))
     if not sys.stdout.isatty():
         raise PenstockError("`penstock top` draws on a terminal; for programs there is `penstock lag --json --watch`")
     logging.disable()  # what is wrong is on the screen

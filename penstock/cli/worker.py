@@ -88,11 +88,11 @@ def _work(
     store = KVStore.open(layout, load(KVSettings), addresses.kv_url or addresses.stream_url, pipeline.name)
     stack.callback(store.close)
     store.measure_against(engine.rates)
-    client, bus = redis_client(addresses.stream_url), connect(addresses, load(BusSettings))
-    records = load(RecordSettings)
+    bus_settings, records = load(BusSettings), load(RecordSettings)
+    client, bus = redis_client(addresses.stream_url), connect(addresses, bus_settings)
     kind: Callable[..., PrefillWorker | DecodeWorker] = DecodeWorker
     if stage == "prefill":
-        kind = partial(PrefillWorker, ahead=stack.enter_context(Ahead(LagWatch(addresses).look)))
+        kind = partial(PrefillWorker, ahead=stack.enter_context(Ahead(LagWatch(addresses, bus_settings).look)))
     figures = StageFigures(meters, pipeline.name, stage, name, model.name)
 
     def make() -> PrefillWorker | DecodeWorker:

@@ -12,9 +12,8 @@ import redis
 
 from penstock.bus.contract import Bus
 from penstock.lag import Watch, lag_of
-from penstock.reach import redis_client
-from penstock.settings import Addresses
-from penstock.status import health_of, worker_status
+from penstock.settings import Addresses, BusSettings
+from penstock.status import health_of, read_heartbeats
 from penstock.telemetry import catalog
 from penstock.telemetry.recent import percentiles, summed, summed_buckets
 from penstock.telemetry.stage import TIERS
@@ -31,16 +30,13 @@ class LiveWatch(Watch[Json]):
     `itl_s`: of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds.
     """
 
-    def __init__(self, addresses: Addresses) -> None:
-        super().__init__(addresses)
-        self._redis: redis.Redis | None = None
+    def __init__(self, addresses: Addresses, settings: BusSettings) -> None:
+        super().__init__(addresses, settings)
         self._seen: dict[tuple[str, str], float] = {}
         """When each worker's heartbeat was last found."""
 
     def _look(self, bus: Bus) -> Json:
-        if self._redis is None:
-            self._redis = redis_client(self._addresses.stream_url)
-        workers = worker_status(self._addresses)
+        workers = read_heartbeats(self._redis, self._pipeline)
         lag = lag_of(self._pipeline, bus.unsettled(), workers)
         seconds, microseconds = self._redis.time()
         now_s, health = seconds + microseconds / 1e6, health_of(workers)

@@ -2,9 +2,13 @@
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
 
 from penstock.bus import kafka_ask
-from penstock.bus.kafka_ask import patiently
+from penstock.bus.kafka import KafkaBus, client_settings
+from penstock.bus.kafka_ask import partitions_of, patiently
+from penstock.names import Pipeline
+from penstock.settings import BusSettings
 
 
 class Brokers:
@@ -37,3 +41,20 @@ def test_it_does_not_ask_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     brokers = Brokers(*[KafkaError.NOT_LEADER_FOR_PARTITION] * 5)
     with pytest.raises(KafkaException):
         patiently(brokers.ask)
+
+
+def test_only_the_topics_asked_about_are_asked_for(
+    kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = KafkaBus(pipeline, kafka, BusSettings(partitions=2))
+    bus.create_topics()
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the whole cluster is asked for")
+
+    monkeypatch.setattr(AdminClient, "list_topics", never)
+    admin, topic = AdminClient(client_settings(kafka)), pipeline.requests("batch")
+    assert partitions_of(admin, [topic, f"{topic}-no-such"]) == [(topic, 0), (topic, 1)]
+    assert set(bus.unsettled()) == {
+        *pipeline.inputs("prefill").values(), *pipeline.inputs("decode").values()
+    }  # fmt: skip

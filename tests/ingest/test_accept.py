@@ -1,9 +1,10 @@
 """From a POST to requests in the pipeline, in this process: what is refused, published, published again, and told."""
 
 import asyncio
+import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import pytest
@@ -19,12 +20,15 @@ from ingest.openai import ENDPOINTS
 from ingest.openai.endpoint import Card
 from ingest.openai.places import Places
 from ingest.tenants import Caller
+from penstock import lag, status
 from penstock.aio import AsyncClient
 from penstock.bus.streams import StreamsBus
-from penstock.client import make_request
-from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge
+from penstock.client import Client, make_request
+from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError
+from penstock.lag import LagWatch
 from penstock.messages import MAX_REQUEST_BYTES, Request, decode, now_s
 from penstock.names import Pipeline, card_key, rate_key
+from penstock.reach import redis_client
 from penstock.record import Record
 from penstock.settings import Addresses, BusSettings, GatewaySettings, RecordSettings
 from penstock.telemetry.meters import Meters
@@ -224,3 +228,45 @@ async def test_a_card_is_renewed_until_its_requests_have_ended(place: Place, gat
     for gateway in gateways:
         assert await renewed(gateway), "kept as long as its records"
         assert not await renewed(gateway)
+
+
+async def test_a_tenants_look_at_the_pipeline_names_no_worker(place: Place, gateways: list[Gateway]) -> None:
+    looks = {}
+    for is_whole in (True, False):
+        async with aclosing(gateways[0].looks.frames(is_whole=is_whole)) as frames:
+            looks[is_whole] = json.loads((await anext(frames)).partition(b"data: ")[2])
+    assert [worker["name"] for worker in looks[True]["workers"]] == ["nobody"]
+    assert set(looks[False]) == {"at", "pipeline", "health", "lag", "ttft_s", "itl_s"}
+    assert looks[False]["health"] == {"state": looks[True]["health"]["state"], "reasons": []}
+
+
+async def test_settings_are_read_once(
+    place: Place, gateways: list[Gateway], monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    client = Client(redis=redis_url, pipeline=place.model)
+    monkeypatch.setenv("PENSTOCK_BUS_PARTITIONS", "not a number")
+    with pytest.raises(SettingsError):
+        Client(redis=redis_url, pipeline=place.model)
+    with client:
+        await asyncio.to_thread(client.submit, "hello")
+        await asyncio.to_thread(client.lag)
+    await place.post(gateways[0])
+    await gateways[0].client(place.model).lag()
+    assert len(place.published()) == 2
+
+
+def test_looks_share_one_connection(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lag, "FRESH_S", 0.0)
+    made = []
+
+    def counted(url: str) -> "redis.Redis":
+        made.append(url)
+        return redis_client(url)
+
+    for module in (lag, status):
+        monkeypatch.setattr(module, "redis_client", counted)
+    watch = LagWatch(place.addresses, BusSettings())
+    for _ in range(3):
+        watch.look()
+    watch.close()
+    assert len(made) == 1

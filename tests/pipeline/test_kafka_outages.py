@@ -39,7 +39,7 @@ def test_kafka_is_killed_and_comes_back(on_kafka: Site) -> None:
         streams.wait_for(NUM_REQUESTS)
         on_kafka.kafka.start()
     on_kafka.wait_ready()
-    assert health(on_kafka.stack.addresses).state == "ok"
+    assert health(on_kafka.stack.addresses, BusSettings()).state == "ok"
 
 
 def test_kafka_hangs(on_kafka: Site) -> None:

@@ -20,7 +20,7 @@ from penstock.client import Client
 from penstock.errors import BusUnavailable
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
-from penstock.settings import Addresses
+from penstock.settings import Addresses, BusSettings
 from penstock.status import health
 from penstock.worker.loop import Loop
 from tests.pipeline.line import Line
@@ -66,7 +66,7 @@ def turn_for_ever(worker: Loop) -> NoReturn:
 
 def test_redis_hangs(embedded: Site) -> None:
     with streaming(embedded), hanging(embedded.redis.pid):
-        assert health(embedded.stack.addresses).state == "down"
+        assert health(embedded.stack.addresses, BusSettings()).state == "down"
         time.sleep(LONG_S)
 
 

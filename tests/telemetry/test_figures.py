@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.local.processes import free_port, wait_until
 from penstock.messages import EndEvent, Timings, Usage, now_s
 from penstock.names import CLASSES, STAGES
-from penstock.settings import Addresses
+from penstock.settings import Addresses, BusSettings
 from penstock.telemetry import catalog, otlp
 from penstock.telemetry.exposition import endpoint, exposition
 from penstock.telemetry.live import Json, LiveWatch
@@ -161,8 +161,8 @@ def meters() -> Meters:
     stage(made, "prefill")
     stage(made, "decode")
     addresses = Addresses(pipeline="p")
-    gateway = GatewayFigures(made, addresses)
-    gateway._watches["p"] = Still(addresses)
+    gateway = GatewayFigures(made, addresses, BusSettings())
+    gateway._watches["p"] = Still(addresses, BusSettings())
     gateway.answered({"type": "http"}, 404)
     gateway.answered({"type": "http", REFUSED: "overloaded"}, 429)
     return made

@@ -22,6 +22,7 @@ from penstock.local.stack import Stack
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
 from penstock.reach import redis_client
+from penstock.settings import BusSettings
 from penstock.telemetry import catalog
 from penstock.telemetry.live import Json, LiveWatch
 from penstock.telemetry.spans import MOST_SPANS, RedisSpanExporter
@@ -201,7 +202,7 @@ def tended(stack: Stack) -> bool:
 
 
 def test_a_look_shows_work_and_a_killed_worker(site: Site) -> None:
-    watch = LiveWatch(site.stack.addresses)
+    watch = LiveWatch(site.stack.addresses, BusSettings())
 
     def until(what: str, is_so: object) -> Json:
         assert callable(is_so)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
+from penstock.settings import BusSettings
 from penstock.telemetry.live import LiveWatch
 from penstock.top.app import Top
 from tests.top import stage
@@ -22,7 +23,7 @@ BUSY_LOOKS = 25
 
 async def picture(stack: Stack) -> str:
     """The screen as SVG, after the sparklines have filled."""
-    app = Top(LiveWatch(stack.addresses).look)
+    app = Top(LiveWatch(stack.addresses, BusSettings()).look)
     async with app.run_test(size=SIZE) as pilot:
         for _ in range(BUSY_LOOKS):
             stage.submit(stack, 6, 150)

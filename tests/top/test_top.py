@@ -16,6 +16,7 @@ from penstock.local.processes import wait_until
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.names import STAGES
+from penstock.settings import BusSettings
 from penstock.status import worker_status
 from penstock.telemetry.live import LiveWatch
 from penstock.top.app import Top
@@ -70,7 +71,7 @@ def line_of(lines: list[str], *words: str) -> str:
 
 
 def opened(stack: Stack) -> Top:
-    return Top(LiveWatch(stack.addresses).look, interval_s=0.1)
+    return Top(LiveWatch(stack.addresses, BusSettings()).look, interval_s=0.1)
 
 
 async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> None:
@@ -93,7 +94,7 @@ async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> No
         await pilot.press("p")
         held = app.found
         assert held is not None
-        newer = LiveWatch(stack.addresses)
+        newer = LiveWatch(stack.addresses, BusSettings())
         await until(pilot, lambda _: newer.look()["at"] > held["at"] + 1.5, "time passes")
         assert app.found is held, "paused"
         await until(pilot, lambda lines: bool(line_of(lines, "paused")), "it says so")
@@ -111,7 +112,7 @@ async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> No
 
 
 async def test_more_workers_than_lines_are_scrolled(stack: Stack) -> None:
-    found = LiveWatch(stack.addresses).look()
+    found = LiveWatch(stack.addresses, BusSettings()).look()
     many = [found["workers"][0] | {"name": f"prefill-{number:02}"} for number in range(30)]
     app = Top(lambda: found | {"workers": many})
     async with app.run_test(size=SIZE) as pilot:
@@ -153,7 +154,7 @@ async def test_a_redis_that_goes_and_comes_back(stack: Stack, server: ValkeyServ
 
 
 async def test_a_bus_that_is_away_at_first(stack: Stack) -> None:
-    real, asked = LiveWatch(stack.addresses), list[int]()
+    real, asked = LiveWatch(stack.addresses, BusSettings()), list[int]()
 
     def look() -> Look:
         asked.append(1)

@@ -47,15 +47,18 @@ export class PipelineView {
     say(byId("at"), new Date(look.at * 1000).toLocaleTimeString("en-GB"));
     this._showLag(look.lag);
     this._line("jobs", CLASSES.reduce((sum, klass) => sum + (look.lag[klass].decode.output_tokens ?? 0), 0));
-    this._showTiers(look.tiers);
     for (const stage of ["prefill", "decode"]) {
+      const list = document.querySelector(`[data-workers="${stage}"]`);
       const mine = (workers) => workers.filter((worker) => worker.stage === stage);
-      showWorkers(document.querySelector(`[data-workers="${stage}"]`), mine(look.workers), mine(look.lost));
+      if (look.workers) showWorkers(list, mine(look.workers), mine(look.lost));
+      else list.replaceChildren(make("li", "nobody", "not shown with an API key"));
     }
     for (const [name, found] of [["ttft", look.ttft_s], ["itl", look.itl_s]]) {
       for (const part of ["p50", "p90", "p99"]) put(`${name}.${part}`, seconds(found[part]));
       this._line(name, found.p50);
     }
+    if (!look.workers) return; // a tenant's summary
+    this._showTiers(look.tiers);
     const rates = look.rates;
     this._rate("requests", rates.requests_per_s, ["requests", "tiers"]);
     this._rate("prefill", rates.prefill_tokens_per_s, ["prefill", "jobs"]);
