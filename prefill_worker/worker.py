@@ -169,8 +169,9 @@ class PrefillWorker(StageWorker[Prefill]):
 
     def _taken(self, delivery: Delivery, claim: Claim) -> None:
         intake = read(self.pipeline, delivery, self.prompts)
-        if intake is not None:
-            failpoint("prefill.2.taken")
+        assert intake is not None, "it was claimed by its id"
+        failpoint("prefill.2.taken")
+        if not isinstance(intake.error, InternalError) or not self.failures.try_again(delivery, claim, intake.error):
             self._begin(intake, claim)
 
     def _of(self, claim: Claim) -> Prefill | None:
