@@ -1,10 +1,12 @@
 """A request as decode holds it: its job, what it has said, and the blocks that it has said it with."""
 
 import contextlib
+import hashlib
 from dataclasses import dataclass, field, replace
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
+from pydantic import ValidationError
 
 from engine.sequence import Sequence, State
 from engine.text import OutputState
@@ -14,7 +16,19 @@ from kvstore.store import Lack
 from penstock import tracing
 from penstock.bus.contract import Delivery
 from penstock.errors import InternalError, RequestError
-from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, TokenEvent, Usage, decode, now_s
+from penstock.messages import (
+    EndEvent,
+    ErrorInfo,
+    FinishReason,
+    Job,
+    TokenEvent,
+    Usage,
+    decode,
+    now_s,
+    readable_id,
+    readable_job,
+)
+from penstock.names import TENANT
 from penstock.record import Claim, Waiting
 from penstock.worker import Held, cause_to_end, is_suspect, pack
 
@@ -112,6 +126,24 @@ class Decode:
         timings = self.job.timings.model_copy(update={"decode_started": self.started_s, "finished": now_s()})
         error = None if self.error is None else ErrorInfo.of(self.error)
         return EndEvent(finish_reason=self.finish or "error", text=self.tail, usage=usage, timings=timings, error=error)
+
+
+def read_job(delivery: Delivery) -> tuple[Job, RequestError | None] | None:
+    """The job of a message. Of one that cannot be read, only whose it is, and what is wrong; None where not even that
+    can be read.
+    """
+    try:
+        return decode(Job, delivery.value), None
+    except RequestError as error:
+        request_id = readable_id(delivery.value, delivery.key)
+        if request_id is None:
+            return None
+        # Its own name, as who can read it binds the request by that. Without one, the same whoever tries.
+        name = readable_job(delivery.value) or hashlib.sha256(delivery.value).hexdigest()
+        job = Job(id=request_id, job=name, klass=delivery.klass)
+        with contextlib.suppress(ValidationError):
+            job = Job(id=request_id, job=name, klass=delivery.klass, tenant=delivery.headers.get(TENANT, job.tenant))
+        return job, InternalError(f"its job cannot be read: {error.code}: {error}")
 
 
 def waiting_of(delivery: Delivery) -> Waiting | None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from opentelemetry.context import Context
 
-from decode_worker.answer import Decode, waiting_of
+from decode_worker.answer import Decode, read_job, waiting_of
 from decode_worker.emit import Emitter
 from decode_worker.result import outgoing_result, result_of
 from engine.engine import Engine, Sampled
@@ -33,7 +33,7 @@ from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Outgoing, Settlement
 from penstock.errors import Cancelled, RequestError, SequenceFailed
 from penstock.failpoints import failpoint
-from penstock.messages import EndEvent, Job, TokenEvent, decode, now_s
+from penstock.messages import EndEvent, Job, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Record
 from penstock.telemetry.genai import operation_in, request_attributes, usage_attributes
@@ -121,11 +121,11 @@ class DecodeWorker(StageWorker[Decode]):
     # 6 Claim.
 
     def _admit(self, delivery: Delivery) -> None:
-        try:
-            job = decode(Job, delivery.value)
-        except RequestError as error:
-            self._bury(delivery, f"{error.code}: {error}")
+        found = read_job(delivery)
+        if found is None:
+            self._bury(delivery, "invalid_request: no request id can be read, in the job or its key")
             return
+        job, error = found
         if not self._is_mine(delivery):
             return
         claimed = self.record.claim_decode(job.id, self.name, job.job, pack(delivery))
@@ -140,7 +140,7 @@ class DecodeWorker(StageWorker[Decode]):
                 self._settle(delivery, job, claimed.log, claimed, self.store.chain(job.tenant))
             case Claim():
                 failpoint("decode.6.claimed")
-                self._begin(delivery, job, claimed)
+                self._begin(delivery, job, claimed, error)
 
     def _without_delivery(self, job: Job) -> Decode | None:
         """What was taken over from the holder of this job, here."""
@@ -149,14 +149,18 @@ class DecodeWorker(StageWorker[Decode]):
 
     def _taken(self, delivery: Delivery, claim: Claim) -> None:
         failpoint("decode.6.taken")
-        self._begin(delivery, decode(Job, delivery.value), claim)
+        found = read_job(delivery)
+        assert found is not None, "it was claimed by its id"
+        job, error = found
+        self._begin(delivery, job, claim, error)
 
     def _cancelled(self, task: Decode) -> None:
         if task.seq is not None and task.seq.state is State.WAITING:  # else its next token is refused
             task.error = Cancelled("cancelled before it was decoded")
             self._end(task)
 
-    def _begin(self, delivery: Delivery, job: Job, claim: Claim) -> None:
+    def _begin(self, delivery: Delivery, job: Job, claim: Claim, error: RequestError | None = None) -> None:
+        """`error`: why there is nothing to generate, if that is known."""
         if (older := self.running.get(job.id)) is not None:  # held until its lease ran out, and now claimed anew
             self._forget(older)
             if older.job.job != job.job:  # Redis forgot which one was bound
@@ -180,14 +184,14 @@ class DecodeWorker(StageWorker[Decode]):
         try:
             for event in said:
                 decoding.finish = output.push(event.token)[1]
-            decoding.error = decoding.cause_to_end()
+            decoding.error = error or decoding.cause_to_end()
             if decoding.error is None and decoding.finish is None:
                 self._fetch(decoding)
-        except RequestError as error:
-            decoding.error = error
-        except Exception as error:  # a bug is this request's, not its neighbours'
+        except RequestError as refused:
+            decoding.error = refused
+        except Exception as failed:  # a bug is this request's, not its neighbours'
             log.exception("request %s", job.id)
-            self._give_up(decoding, cause_of(error))
+            self._give_up(decoding, cause_of(failed))
             return
         if decoding.error is not None or decoding.finish is not None:
             self._end(decoding)
@@ -292,8 +296,8 @@ class DecodeWorker(StageWorker[Decode]):
 
     def _expire(self) -> None:
         for decoding in list(self.running.values()):
-            decoding.error = too_late(decoding.job.deadline)
-            if decoding.error is not None:
+            if (error := too_late(decoding.job.deadline)) is not None:
+                decoding.error = error
                 decoding.tail = decoding.output.flush()
                 self._end(decoding)
 

@@ -317,6 +317,16 @@ class _Named(BaseModel):
     """What a message says its id is, beside anything else."""
 
     id: Any = None
+    job: Any = None
+
+
+def readable_job(value: bytes) -> str | None:
+    """The name of a job that may not be valid otherwise, if it says one."""
+    try:
+        job = _Named.model_validate_json(value).job
+    except ValidationError:
+        return None
+    return job if isinstance(job, str) else None
 
 
 def _id_in(value: bytes) -> object:

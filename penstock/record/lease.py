@@ -5,8 +5,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-import redis
-
 from penstock.names import Stage
 from penstock.reach import is_away
 from penstock.record.claim import Claim, Renewal
@@ -34,7 +32,7 @@ class LeaseKeeper:
         self._told: dict[Claim, Renewal] = {}
         self._overdue: list[str] = []
         self._over: list[str] = []
-        self._failure: redis.RedisError | None = None
+        self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-leases", daemon=True)
@@ -60,7 +58,7 @@ class LeaseKeeper:
     def news(self) -> list[tuple[Claim, Renewal]]:
         """Claims found `FENCED`, each once, or `CANCELLED`, for as long as they are kept.
 
-        Raises what made it impossible to keep leases, if that was no outage.
+        Raises what made it impossible to keep leases, or to `tend`, if that was no outage.
         """
         if self._failure is not None:
             raise self._failure
@@ -85,7 +83,7 @@ class LeaseKeeper:
                 self._renew()
                 self._tend()
                 self._look()
-            except redis.RedisError as error:  # an outage: the next round tries again
+            except Exception as error:  # an outage: the next round tries again
                 if not is_away(error):
                     self._failure = error
                     return

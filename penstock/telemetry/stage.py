@@ -20,7 +20,7 @@ View = Callable[[], Mapping[str, Any]]
 
 
 class StageFigures:
-    """One worker's. The loop's thread tells, but for `handed_off`, which is the settler's."""
+    """One worker's. The loop's thread tells, but for `handed_off` and `buried`, which are the settler's."""
 
     def __init__(self, meters: Meters, pipeline: str, stage: Stage, worker: str, model: str) -> None:
         self._meters, self._pipeline, self._stage, self._worker, self._model = meters, pipeline, stage, worker, model

@@ -76,6 +76,10 @@ class Orphans:
                 wait_s = calm_s / 5 if self._look() else calm_s
             except (redis.RedisError, BusError) as error:  # an outage: the next look tries again
                 log.debug("orphans cannot be looked after: %s", error)
+            except Exception:  # a bug, here or in a client; what was read is read again
+                log.exception("orphans cannot be looked after")
+                wait_s = calm_s
+                self._reader.close()
         self._reader.close()
 
     def _look(self) -> bool:

@@ -4,6 +4,7 @@ A stage adds what a request means there: its loop, its room for more, and what b
 """
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Generic, Protocol, TypeVar
@@ -12,19 +13,21 @@ import redis
 from opentelemetry.context import Context
 
 from penstock import tracing
-from penstock.bus.contract import Delivery, Member
-from penstock.errors import DeliveryLost
+from penstock.bus.contract import Delivery, Member, Settlement
+from penstock.bus.retries import dead_message
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 from penstock.record import Claim, LeaseKeeper, Record, Renewal, Waiting
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageFigures
 from penstock.worker.backlog import Backlog
-from penstock.worker.failures import Failures
+from penstock.worker.failures import Failures, cause_of
 from penstock.worker.inbox import Inbox
 from penstock.worker.load import Load
 from penstock.worker.orphans import Orphans
 from penstock.worker.parcel import unpack
 from penstock.worker.settler import Settler
+
+log = logging.getLogger(__name__)
 
 MOMENT_S = 0.05
 """A delivery that is being settled is looked at again so soon."""
@@ -128,9 +131,8 @@ class StageWorker(ABC, Generic[T]):
 
     def _bury(self, delivery: Delivery, reason: str) -> None:
         """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""
-        with contextlib.suppress(DeliveryLost):
-            self.member.dead(delivery, reason)
-            self.figures.buried()
+        letter = dead_message(self.pipeline, delivery, reason)
+        self.settler.settle(Settlement(delivery, [letter]), lambda settled: self.figures.buried(int(settled)))
 
     def _take_over(self, *, accept: bool) -> None:
         """Go on with what dead workers held. Their deliveries come back later, perhaps to somebody else."""
@@ -140,7 +142,18 @@ class StageWorker(ABC, Generic[T]):
             taken = self.record.take_over(request_id, self.stage, self.name)
             if taken is not None:
                 self.figures.took_over()
-                self._taken(unpack(taken.message), taken.claim)
+                try:
+                    self._taken(unpack(taken.message), taken.claim)
+                except Exception as error:  # a message that cannot be read, or a bug: this request's
+                    self._hand_on(taken.claim, error)
+
+    def _hand_on(self, claim: Claim, error: Exception) -> None:
+        """Leave a request to whoever takes it over later, or gets its delivery. Raises what is not about this one."""
+        cause_of(error)
+        log.error("request %s cannot be taken over", claim.id, exc_info=error)
+        if (task := self._of(claim)) is not None:
+            self._forget(task)
+        self.record.release(claim, failed=True, delivered=False, wait_s=self.record.settings.retry_cap_s)
 
     def _note_wait(self, delivery: Delivery, context: Context, begun_s: float) -> None:
         """Work on a message begins. What was taken over has no wait of its own: another worker had it meanwhile."""

@@ -12,14 +12,14 @@ from engine.batch import Batch
 from kvstore.chain import Chain
 from penstock import names
 from penstock.bus.connect import connect
-from penstock.bus.contract import Outgoing
+from penstock.bus.contract import Delivery, Outgoing
 from penstock.errors import REQUEST_ERRORS, KVStoreError
 from penstock.local.processes import Child, wait_until
-from penstock.messages import Job, Request, Result, Sampling, decode
+from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode
 from penstock.names import Pipeline, Stage
 from penstock.record import Claim, body_hash
 from penstock.settings import Addresses, BusSettings, RecordSettings
-from penstock.worker import run_until_idle
+from penstock.worker import pack, run_until_idle
 from tests.forked import fork
 from tests.pipeline import poisoned_worker
 from tests.pipeline.checks import results_of
@@ -45,6 +45,9 @@ def line(redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
 def poison(name: str = "poison", max_tokens: int = 8) -> Request:
     sampling = Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     return Request(id=name, token_ids=[7, 8, POISON, 9], sampling=sampling)
+
+
+GOOD = Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4))
 
 
 def breaks(line: Line, stage: Stage, error: Callable[[], Exception], output: int = 0, times: int = 1000) -> None:
@@ -202,6 +205,77 @@ def retried(line: Line, request_id: str) -> Outgoing:
 
     wait_until(is_there, 30, "a retry", 0)
     return found[0]
+
+
+BAD_JOB = b'{"v": 1, "id": "bad", "job": "j1", "of_a_later_version": true}'
+
+
+def test_a_job_that_cannot_be_read_has_a_result(line: Line) -> None:
+    """And only one: it is bound by its name, as any other. A copy is in the dead letters."""
+    headers = {names.TENANT: "acme"}
+    topic = line.pipeline.jobs("interactive")
+    stale = BAD_JOB.replace(b"j1", b"j2")
+    line.publisher.publish([Outgoing(topic, value, "bad", headers) for value in (BAD_JOB, stale)])
+    line.send(GOOD)
+    results = {result.id: result for result in line.run_until(2)}
+    run_until_idle(line.decode)
+    assert len(line.results()) == 2
+    assert results[GOOD.id].error is None
+    assert results["bad"].tenant == "acme"
+    assert results["bad"].error is not None
+    assert results["bad"].error.code == "internal_error"
+    assert "of_a_later_version" in results["bad"].error.message
+    (letter,) = line.dead()
+    assert (letter.value, letter.headers[names.ORIGIN]) == (BAD_JOB, topic)
+
+
+def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> None:
+    """A job ends; a parcel of another version is left to its delivery."""
+    record, topic = line.decode.record, line.pipeline.jobs("interactive")
+    job = Delivery(topic, "0:0", BAD_JOB, "bad", {}, "interactive", 0.0)
+    record.claim_decode("bad", "who died", "j1", pack(job))
+    record.claim_decode("other", "who died", "j2", b"of another version")
+
+    def attempts(request_id: str) -> int:
+        return int(line.client.hget(line.pipeline.record_key(request_id), "attempts") or 0)
+
+    def is_tried() -> bool:
+        line.decode.turn()
+        return bool(record.read_log("bad")) and attempts("other") == 2
+
+    wait_until(is_tried, 30, "both are taken over", 0)
+    (end,) = record.read_log("bad")
+    assert isinstance(end, EndEvent)
+    assert end.error is not None
+    assert end.error.code == "internal_error"
+    assert not line.decode.running
+    line.send(GOOD)
+    (result,) = line.run_until(1)
+    assert (result.id, result.error) == (GOOD.id, None)
+
+
+def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic, read = line.pipeline.requests("interactive"), line.prefill.prompts.read
+    fails = iter([True])
+
+    def read_later(request: Request) -> list[int]:
+        if next(fails, False):
+            raise RuntimeError("a bug")
+        return read(request)
+
+    monkeypatch.setattr(line.prefill.prompts, "read", read_later)
+    delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
+    line.prefill.record.claim_prefill(GOOD.id, "who died", body_hash(GOOD), pack(delivery))
+
+    def is_handed_off() -> bool:
+        line.prefill.turn()
+        return bool(line.bus.read_all(line.pipeline.jobs("interactive")))
+
+    wait_until(is_handed_off, 30, "its job", 0)
+    (result,) = line.run_until(1)
+    assert (result.id, result.error) == (GOOD.id, None)
 
 
 @pytest.mark.timeout(60)
