@@ -1,0 +1,228 @@
+"""Kafka in memory, for one member, as librdkafka shows it.
+
+Pauses stay with a partition when it goes and comes back; rebalances are told of within `poll`, which waits for the
+callbacks; a message is given once unless somebody seeks. The poller runs in lockstep with the test: `turn` lets it poll
+once, and returns when it polls again.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
+
+from penstock.bus.contract import Outgoing
+from penstock.bus.kafka import KafkaBus
+from penstock.bus.kafka_questions import Partition
+from penstock.names import Pipeline
+from penstock.settings import BusSettings
+
+PATIENCE_S = 10.0
+Rebalance = Callable[["DoubleConsumer", list[TopicPartition]], None]
+
+
+def failure(code: int) -> KafkaException:
+    return KafkaException(KafkaError(code))
+
+
+class DoubleBus(KafkaBus):
+    """The brokers, and the way to them. A log's entry is a value, or None for a marker of a transaction."""
+
+    def __init__(self) -> None:
+        super().__init__(Pipeline("double"), "", BusSettings())
+        self.logs: dict[Partition, list[bytes | None]] = {}
+        self.commits: dict[Partition, TopicPartition] = {}
+        self.written: list[Outgoing] = []
+        self.commit_error: int | None = None
+        """What the brokers say instead of what was committed."""
+        self.deaf: set[Partition] = set()
+        """Partitions that bring nothing, though their leader answers."""
+        self.leaderless: set[Partition] = set()
+        self.goes_on = threading.Event()
+        """Settlements and polls wait for it."""
+        self.goes_on.set()
+        self.is_away = False
+        self.lock = threading.Condition()
+        self.reader: DoubleConsumer | None = None
+
+    def consumer(self, settings: Mapping[str, Any]) -> Any:
+        consumer = DoubleConsumer(self)
+        if "client.id" in settings:
+            self.reader = consumer
+        return consumer
+
+    def transactions(self, transactional_id: str) -> Any:
+        return DoubleTransactions(self)
+
+    def publish(self, partition: Partition, *values: bytes | None) -> None:
+        with self.lock:
+            self.logs.setdefault(partition, []).extend(values)
+
+    def give(self, *partitions: Partition) -> None:
+        assert self.reader is not None
+        self.reader.rebalances.append(("assign", partitions))
+        self.turn()
+
+    def take_away(self, *partitions: Partition) -> None:
+        assert self.reader is not None
+        self.reader.rebalances.append(("revoke", partitions))
+        self.turn()
+
+    def turn(self) -> None:
+        """One turn of the poller."""
+        assert self.reader is not None
+        self.reader.turn()
+
+    def turn_until(self, is_so: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < end, what
+            self.turn()
+
+
+class DoubleConsumer:
+    def __init__(self, bus: DoubleBus) -> None:
+        self.bus = bus
+        self.positions: dict[Partition, int] = {}
+        self.ends: dict[Partition, int] = {}
+        self.paused: set[Partition] = set()
+        self.rebalances: deque[tuple[str, tuple[Partition, ...]]] = deque()
+        self.errors: deque[Message] = deque()
+        self.callbacks: dict[str, Rebalance] = {}
+        self.num_polls = self.num_allowed = 0
+        self.is_free = False
+
+    def turn(self) -> None:
+        with self.bus.lock:
+            self.num_allowed += 1
+            wanted = self.num_allowed + 1
+            self.bus.lock.notify_all()
+            assert self.bus.lock.wait_for(lambda: self.num_polls >= wanted or self.is_free, PATIENCE_S), (
+                "it polls again"
+            )
+
+    def free(self) -> None:
+        """Poll without being asked from now on."""
+        with self.bus.lock:
+            self.is_free = True
+            self.bus.lock.notify_all()
+
+    # What confluent_kafka's has.
+
+    def subscribe(self, topics: Sequence[str], on_assign: Rebalance, on_revoke: Rebalance, on_lost: Rebalance) -> None:
+        self.callbacks = {"assign": on_assign, "revoke": on_revoke}
+
+    def poll(self, timeout: float) -> Message | None:
+        with self.bus.lock:
+            self.num_polls += 1
+            self.bus.lock.notify_all()
+            if not self.bus.lock.wait_for(lambda: self.num_allowed >= self.num_polls or self.is_free, PATIENCE_S):
+                self.is_free = True  # the test is over
+            if self.is_free:
+                self.bus.lock.wait(0.001)
+        assert self.bus.goes_on.wait(PATIENCE_S)
+        while self.rebalances:
+            self._rebalance(*self.rebalances.popleft())
+        with self.bus.lock:
+            return self.errors.popleft() if self.errors else self._fetch()
+
+    def _rebalance(self, what: str, partitions: tuple[Partition, ...]) -> None:
+        self.callbacks[what](self, [TopicPartition(*partition) for partition in partitions])
+        for partition in partitions if what == "revoke" else ():
+            self.positions.pop(partition, None)
+
+    def _fetch(self) -> Message | None:
+        for partition in list(self.positions):
+            if partition in self.paused or partition in self.bus.deaf:
+                continue
+            log, position = self.bus.logs.get(partition, []), self.positions[partition]
+            if position > len(log):  # out of range
+                position = 0
+            while position < len(log):
+                value = log[position]
+                position += 1
+                if value is not None:
+                    self.positions[partition] = position
+                    self.positions[partition] = self.positions.pop(partition)  # the others come first
+                    return _message(partition, position - 1, value)
+            self.positions[partition] = position
+            if self.ends.get(partition) != position:
+                self.ends[partition] = position
+                end = KafkaError(KafkaError._PARTITION_EOF)
+                return _message(partition, position, None, end)
+        return None
+
+    def incremental_assign(self, places: list[TopicPartition]) -> None:
+        for place in places:
+            self.positions[place.topic, place.partition] = place.offset
+            self.ends.pop((place.topic, place.partition), None)
+
+    def pause(self, places: list[TopicPartition]) -> None:
+        self.paused |= {(place.topic, place.partition) for place in places}
+
+    def resume(self, places: list[TopicPartition]) -> None:
+        self.paused -= {(place.topic, place.partition) for place in places}
+
+    def seek(self, place: TopicPartition) -> None:
+        if (place.topic, place.partition) not in self.positions:
+            raise failure(KafkaError._STATE)
+        self.positions[place.topic, place.partition] = 0 if place.offset == OFFSET_BEGINNING else place.offset
+        self.ends.pop((place.topic, place.partition), None)
+
+    def committed(self, places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        if self.bus.commit_error is not None:
+            raise failure(self.bus.commit_error)
+        return [self.bus.commits.get((p.topic, p.partition), TopicPartition(p.topic, p.partition)) for p in places]
+
+    def get_watermark_offsets(self, place: TopicPartition, timeout: float) -> tuple[int, int] | None:
+        partition = place.topic, place.partition
+        return None if partition in self.bus.leaderless else (0, len(self.bus.logs.get(partition, [])))
+
+    def consumer_group_metadata(self) -> object:
+        return None
+
+    def list_topics(self, topic: str, timeout: float) -> None:
+        if self.bus.is_away:
+            raise failure(KafkaError._TRANSPORT)
+
+    def close(self) -> None:
+        if self.callbacks and self.positions:
+            self.callbacks["revoke"](self, [TopicPartition(*partition) for partition in self.positions])
+        self.positions = {}
+        self.free()
+
+
+class DoubleTransactions:
+    def __init__(self, bus: DoubleBus) -> None:
+        self.bus = bus
+
+    def clear_doubt(self, timeout_s: float = 0.0) -> bool:
+        return False
+
+    def run(self, outputs: Sequence[Outgoing], offsets: list[TopicPartition], membership: object) -> None:
+        assert self.bus.goes_on.wait(PATIENCE_S)
+        if self.bus.is_away:
+            raise failure(KafkaError._TRANSPORT)
+        with self.bus.lock:
+            self.bus.written += outputs
+            self.bus.commits |= {(place.topic, place.partition): place for place in offsets}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _message(partition: Partition, offset: int, value: bytes | None, error: KafkaError | None = None) -> Message:
+    make = cast(Any, Message)
+    return cast(
+        Message,
+        make(
+            topic=partition[0], partition=partition[1], offset=offset, key=None, value=value, headers=[],
+            error=error, timestamp=(1, 1000), latency=0.0, leader_epoch=0,
+        ),
+    )  # fmt: skip
+
+
+def refusal(partition: Partition, code: int) -> Message:
+    return _message(partition, 0, None, KafkaError(code))

@@ -1,0 +1,317 @@
+"""A Kafka member over brokers in memory: what is assigned is read, whatever comes, goes and hangs meanwhile."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from confluent_kafka import KafkaError, TopicPartition
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from penstock.bus import kafka_member, kafka_progress
+from penstock.bus.contract import Delivery, Settlement
+from penstock.bus.kafka_member import KafkaMember
+from penstock.bus.kafka_questions import Partition, Questions
+from penstock.errors import BusUnavailable, DeliveryLost
+from penstock.local.processes import wait_until
+from penstock.names import ORIGIN, Pipeline
+from tests.bus.buses import ROOM
+from tests.bus.kafka_double import PATIENCE_S, DoubleBus, refusal
+
+NAMES = Pipeline("double")
+ONE, OTHER, BATCH = (NAMES.requests("interactive"), 0), (NAMES.requests("interactive"), 1), (NAMES.requests("batch"), 0)
+PARTITIONS = st.sampled_from([ONE, OTHER, BATCH])
+
+
+def place_of(delivery: Delivery) -> tuple[Partition, int]:
+    number, _, offset = delivery.position.partition(":")
+    return (delivery.topic, int(number)), int(offset)
+
+
+class MemberMachine(RuleBasedStateMachine):
+    """The model: what was settled, and what came of each partition since it was assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bus = DoubleBus()
+        self.member = KafkaMember(self.bus, "prefill", "a")
+        self.came: dict[Partition, set[int]] = {}
+        self.settled: set[tuple[Partition, int]] = set()
+        self.held: list[Delivery] = []
+
+    @rule(partition=PARTITIONS, count=st.integers(1, 100), has_marker=st.booleans())
+    def publish(self, partition: Partition, count: int, has_marker: bool) -> None:
+        self.bus.publish(partition, *[b"x"] * count, *[None] * has_marker)
+
+    @rule(partition=PARTITIONS)
+    def give(self, partition: Partition) -> None:
+        if partition not in self.came:
+            self.came[partition] = set()
+            self.bus.give(partition)
+
+    @rule(partition=PARTITIONS)
+    def take_away(self, partition: Partition) -> None:
+        if partition in self.came:
+            del self.came[partition]
+            self.bus.take_away(partition)
+
+    @rule(count=st.integers(1, 150))
+    def turn(self, count: int) -> None:
+        for _ in range(count):
+            self.bus.turn()
+
+    @rule(count=st.integers(0, 100))
+    def poll(self, count: int) -> None:
+        for delivery in self.member.poll(0.0, {"interactive": count, "batch": count}):
+            partition, offset = place_of(delivery)
+            assert offset not in self.came[partition], "it came twice"
+            assert (partition, offset) not in self.settled, "it was done"
+            self.came[partition].add(offset)
+            self.held.append(delivery)
+
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        picked = data.draw(st.sets(st.integers(0, len(self.held) - 1), max_size=30)) if self.held else set()
+        chosen = [self.held[index] for index in picked]
+        lost: list[Delivery] = []
+        try:
+            self.member.settle([Settlement(delivery) for delivery in chosen])
+        except DeliveryLost as error:
+            lost = error.deliveries
+        done = [] if lost else chosen
+        self.settled |= {place_of(delivery) for delivery in done}
+        self.held = [delivery for delivery in self.held if delivery not in done and delivery not in lost]
+
+    @rule(is_stable=st.booleans())
+    def commits_are_stable(self, is_stable: bool) -> None:
+        self.bus.commit_error = None if is_stable else KafkaError.UNSTABLE_OFFSET_COMMIT
+
+    @rule()
+    def come_to_rest(self) -> None:
+        """Everything that is assigned is read."""
+        self.bus.commit_error = None
+        self.bus.turn_until(self.all_came, "what is assigned is read")
+
+    def all_came(self) -> bool:
+        self.poll(100)
+        logs = self.bus.logs
+        wanted = {(one, n) for one in self.came for n, value in enumerate(logs.get(one, [])) if value is not None}
+        return wanted <= self.settled | {(one, n) for one, came in self.came.items() for n in came}
+
+    @invariant()
+    def the_accounts_agree(self) -> None:
+        reader = self.bus.reader
+        assert reader is not None
+        assert reader.paused & set(reader.positions) == self.member._paused
+        assert self.member.trouble == ""
+        with self.member._state:
+            self.member._holdings.check_integrity()
+
+    def teardown(self) -> None:
+        self.come_to_rest()
+        assert self.bus.reader is not None
+        self.bus.reader.free()
+        self.member.close()
+
+
+TestMember = MemberMachine.TestCase
+TestMember.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+
+
+@contextmanager
+def joined(bus: DoubleBus) -> Iterator[KafkaMember]:
+    """A member. Nothing hangs or is away any more when it is left."""
+    member = KafkaMember(bus, "prefill", "a")
+    try:
+        yield member
+    finally:
+        bus.goes_on.set()
+        assert bus.reader is not None
+        bus.reader.free()
+        member.close()
+
+
+def test_one_partition_whose_commits_are_not_stable_holds_up_neither_the_others_nor_leaving() -> None:
+    bus = DoubleBus()
+    bus.publish(ONE, b"1")
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(lambda: member.poll(0.0, ROOM), "the first partition is read")
+        bus.commit_error = KafkaError.UNSTABLE_OFFSET_COMMIT
+        bus.give(OTHER)
+        bus.publish(ONE, b"2")
+        bus.turn_until(lambda: member.poll(0.0, ROOM), "it is read on")
+        assert member.parts() == [f"{ONE[0]}:0"]
+        assert bus.reader is not None
+        bus.reader.free()
+        member.retire()
+        assert not member._poller.is_alive()
+
+
+def test_an_answer_counts_for_the_question_it_was_asked_for() -> None:
+    """A partition that went and came back is begun where the member between stopped."""
+    bus = DoubleBus()
+    bus.commits[ONE] = TopicPartition(*ONE, 10)
+    questions = Questions(bus.consumer({}))
+
+    def answer_late(places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        found = [bus.commits[ONE]]
+        if bus.commits[ONE].offset == 10:
+            questions.forget([ONE])
+            bus.commits[ONE] = TopicPartition(*ONE, 50)
+            questions.want_starts([ONE])
+        return found
+
+    questions._consumer.committed = answer_late  # type: ignore[method-assign, assignment]
+    questions.want_starts([ONE])
+    questions.ask(0.0)
+    assert questions.starts() == {}
+    questions.ask(0.0)
+    assert questions.starts()[ONE].offset == 50
+
+
+def test_commits_that_are_refused_are_not_asked_for_for_ever() -> None:
+    bus = DoubleBus()
+    bus.commit_error = KafkaError.GROUP_AUTHORIZATION_FAILED
+    with joined(bus) as member:
+        bus.give(ONE)
+        with pytest.raises(BusUnavailable, match="check its access"):
+            member.poll(PATIENCE_S, ROOM)
+
+
+def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_member, "REVOKE_S", 0.05)
+    bus = DoubleBus()
+    bus.publish(ONE, b"1")
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(member.waiting, "it is read")
+        (delivery,) = member.poll(0.0, ROOM)
+        bus.goes_on.clear()
+        outcomes: list[BaseException] = []
+        thread = threading.Thread(target=settle, args=(member, delivery, outcomes))
+        thread.start()
+        wait_until(lambda: member._settling_since is not None, PATIENCE_S, "it is being settled")
+        member._on_revoke(None, [TopicPartition(*ONE)])  # type: ignore[arg-type]
+        assert not member.holds(delivery)
+        with pytest.raises(BusUnavailable, match="does not end"):
+            member.poll(0.0, ROOM)
+        bus.goes_on.set()
+        thread.join()
+        assert isinstance(outcomes[0], BusUnavailable), "whether it was done is not known"
+
+
+def settle(member: KafkaMember, delivery: Delivery, outcomes: list[BaseException]) -> None:
+    try:
+        member.settle([Settlement(delivery)])
+    except BusUnavailable as error:
+        outcomes.append(error)
+
+
+def test_a_poller_that_hangs_names_no_partitions_and_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_member, "PATIENCE_S", 0.05)
+    bus = DoubleBus()
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(member.parts, "it is read")
+        monkeypatch.setattr(kafka_member, "TURN_S", 0.1)
+        bus.goes_on.clear()  # the next poll does not come back
+        wait_until(lambda: "nothing was read" in member.trouble, PATIENCE_S, "it is noticed")
+        assert member.parts() == []
+        with pytest.raises(BusUnavailable, match="made anew"):
+            wait_until(lambda: member.poll(0.0, ROOM), PATIENCE_S, "whoever polls is told")
+
+
+def test_a_settlement_without_end_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_member, "SETTLED_S", 0.0)
+    with joined(DoubleBus()) as member:
+        with member._timed():
+            wait_until(lambda: "a settlement takes" in member.trouble, PATIENCE_S, "it is noticed")
+        assert member.trouble == ""
+
+
+@pytest.mark.parametrize("has_leader", [True, False])
+def test_a_partition_that_is_not_read_though_it_has_more_shows(
+    monkeypatch: pytest.MonkeyPatch, has_leader: bool
+) -> None:
+    """Not one that has no leader: that is an outage."""
+    monkeypatch.setattr(kafka_progress, "QUIET_S", 0.01)
+    monkeypatch.setattr(kafka_progress, "STILL_S", 0.03)
+    bus = DoubleBus()
+    bus.deaf.add(ONE)
+    bus.leaderless |= set() if has_leader else {ONE}
+    bus.publish(ONE, b"1")
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(lambda: ONE in member._holdings.partitions, "it is begun")
+        if has_leader:
+            bus.turn_until(lambda: "is not read beyond 0" in member.trouble, "it is noticed")
+            assert member.parts() == []
+        else:
+            asked = member._progress._asked_s
+            bus.turn_until(lambda: asked.get(ONE, 0.0) - member._progress._moved_s[ONE] > 0.1, "it is asked for long")
+            assert member.trouble == ""
+        bus.deaf.clear()
+        bus.turn_until(lambda: member.poll(0.0, ROOM), "it moves again")
+        assert member.trouble == ""
+
+
+def test_a_commit_beyond_the_end_begins_the_partition_anew() -> None:
+    """The log lost its tail: what is there now was accepted after that, whatever its offsets."""
+    bus = DoubleBus()
+    bus.commits[ONE] = TopicPartition(*ONE, 60)
+    bus.publish(ONE, b"1", b"2")
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(lambda: len(member.waiting()) == 2, "all is read")
+        member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
+    assert bus.commits[ONE].offset == 2
+
+
+def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
+    """What it holds bears offsets that may mean something else now."""
+    bus = DoubleBus()
+    bus.publish(ONE, b"1", b"2", b"3")
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(lambda: len(member.waiting()) == 3, "all is read")
+        del bus.logs[ONE][1:]
+        assert bus.reader is not None
+        bus.reader.free()
+        wait_until(lambda: member._failure is not None, PATIENCE_S, "it is noticed")
+        with pytest.raises(BusUnavailable, match="lost its tail"):
+            member.poll(0.0, ROOM)
+
+
+def test_a_topic_that_may_not_be_read_shows() -> None:
+    bus = DoubleBus()
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(member.parts, "it is read")
+        assert bus.reader is not None
+        bus.reader.errors.append(refusal(ONE, KafkaError.TOPIC_AUTHORIZATION_FAILED))
+        bus.turn()
+        assert "does not let this worker read" in member.trouble
+        assert member.parts() == []
+        bus.publish(ONE, b"1")
+        bus.turn_until(lambda: member.poll(0.0, ROOM), "it is read again")
+        assert member.trouble == ""
+
+
+def test_a_message_of_nobody_is_buried_after_an_outage() -> None:
+    bus = DoubleBus()
+    retries = NAMES.retries("batch"), 0
+    bus.publish(retries, b"?")
+    with joined(bus) as member:
+        bus.give(retries)
+        bus.turn_until(member.held, "it is read")
+        bus.is_away = True
+        with pytest.raises(BusUnavailable):
+            member.poll(0.0, ROOM)
+        bus.is_away = False
+        member.poll(0.0, ROOM)
+        assert [message.topic for message in bus.written] == [NAMES.dead]
+        assert ORIGIN in bus.written[0].headers
+        assert member.held() == 0
