@@ -20,6 +20,7 @@ from penstock.bus.contract import Bus, Publisher
 from penstock.dead import Letter, in_order, newest
 from penstock.errors import DeadLetterError
 from penstock.names import Pipeline
+from penstock.reach import redis_client
 from penstock.settings import Addresses, BusSettings, load
 
 app = typer.Typer(help="The dead letters: requests that nobody could answer.", no_args_is_help=True)
@@ -131,7 +132,7 @@ class _Office:
 def _office() -> Iterator[_Office]:
     addresses = load(Addresses)
     pipeline, bus = Pipeline(addresses.pipeline), connect(addresses, load(BusSettings))
-    with redis.Redis.from_url(addresses.stream_url) as client, contextlib.closing(bus.publisher()) as publisher:
+    with redis_client(addresses.stream_url) as client, contextlib.closing(bus.publisher()) as publisher:
         yield _Office(pipeline, bus, publisher, client)
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from penstock.errors import SettingsError
 from penstock.messages import Tenant
 from penstock.names import KEYS_KEY, TENANTS_KEY
+from penstock.reach import redis_client
 from penstock.settings import Addresses, AdmissionSettings, load
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _read() -> "Book":
 
     place = _place()
     if place == IN_REDIS:
-        with redis.Redis.from_url(load(Addresses).stream_url) as client:
+        with redis_client(load(Addresses).stream_url) as client:
             return read_redis(client)
     path = Path(place).expanduser()
     return read_book(path) if path.exists() else Book()
@@ -153,7 +154,7 @@ def _change(in_file: Callable[["Book"], None], in_redis: Callable[["redis.Redis"
 
     place = _place()
     if place == IN_REDIS:
-        with redis.Redis.from_url(load(Addresses).stream_url) as client:
+        with redis_client(load(Addresses).stream_url) as client:
             in_redis(client)
         return
     path = Path(place).expanduser()
