@@ -29,6 +29,7 @@ from penstock.names import (
     rate_key,
 )
 from penstock.reach import redis_client
+from penstock.sentinel import find_masters, is_sentinel, parse_sentinels
 from penstock.settings import Addresses
 from penstock.transport import shown, urls_of
 
@@ -103,6 +104,11 @@ def kv_commands() -> list[Command]:
 
 
 def _check_redis(url: str, variable: str, commands: list[Command]) -> None:
+    if is_sentinel(url):
+        master = _master_behind(url, variable)
+        if master is None:
+            return
+        url = master
     try:
         with contextlib.closing(redis_client(url)) as client:
             for command, error in _denied(client, [("PING",), *commands]):
@@ -115,6 +121,22 @@ def _check_redis(url: str, variable: str, commands: list[Command]) -> None:
         reason = refusal(error, url, variable)
         if reason:
             raise AccessRefused(f"Redis at {shown(url)}: {reason}") from None
+
+
+def _master_behind(url: str, variable: str) -> str | None:
+    """The address of the master that Sentinels name; None where none of them answers."""
+    address = parse_sentinels(url)
+    found = find_masters(url)
+    answers = [said for said in found.values() if not isinstance(said, redis.RedisError)]
+    for place in answers:
+        if place is not None:
+            return address.url_of(place)
+    if answers:
+        raise AccessRefused(f"the Sentinels at {address} know no service {address.service!r}: see {variable}")
+    for sentinel, error in found.items():
+        if isinstance(error, redis.RedisError) and (reason := refusal(error, address.sentinel_url(sentinel), variable)):
+            raise AccessRefused(f"the Sentinel at {address.sentinel_url(sentinel)}: {reason}")
+    return None
 
 
 def _denied(client: "redis.Redis", commands: list[Command]) -> Iterator[tuple[Command, str]]:

@@ -12,6 +12,7 @@ from redis.exceptions import AuthorizationError, ClusterDownError, NoPermissionE
 from redis.retry import Retry
 
 from penstock.errors import BusUnavailable
+from penstock.sentinel import AsyncMasterPool, MasterPool, is_sentinel
 
 ANSWER_S = 2.0
 """A Redis that does not answer within this time counts as away."""
@@ -28,22 +29,36 @@ _AWAY = (
     TryAgainError,
 )
 _REFUSED = (redis.AuthenticationError, AuthorizationError)
-_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "no such key", "BUSY ", "UNKILLABLE")
-"""What redis-py has no class for: the disk is full, replicas are gone, all data is gone, a script does not end."""
+_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "no such key", "BUSY ", "UNKILLABLE", "UNBLOCKED")
+"""What redis-py has no class for: the disk is full, replicas are gone, all data is gone, a script does not end, the
+server became a replica while we waited."""
 
 
 def redis_client(url: str) -> "redis.Redis":
     """A client that gives up in time. A connection that the server had closed is opened again, once."""
-    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 1, (redis.ConnectionError,)), **_limits())
+    retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
+    return redis.Redis.from_pool(connection_pool(url, retry=retry, **_limits()))
 
 
 def async_redis_client(url: str) -> "redis.asyncio.Redis":
     """The same for asyncio, over a few connections: a thousand that ask at once wait for each other."""
     retry = redis.asyncio.retry.Retry(NoBackoff(), 1, (redis.ConnectionError,))
-    pool: Any = redis.asyncio.BlockingConnectionPool.from_url(
-        url, max_connections=ASYNC_CONNECTIONS, timeout=TURN_S, retry=retry, **_limits()
-    )
+    pool = async_connection_pool(url, max_connections=ASYNC_CONNECTIONS, timeout=TURN_S, retry=retry, **_limits())
     return redis.asyncio.Redis.from_pool(pool)
+
+
+def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
+    """Connections to the server at an address, or to the master that Sentinels name."""
+    return MasterPool(url, **options) if is_sentinel(url) else redis.ConnectionPool.from_url(url, **options)
+
+
+def async_connection_pool(url: str, **options: Any) -> redis.asyncio.ConnectionPool:
+    """The same for asyncio; who finds all connections in use waits for one."""
+    if is_sentinel(url):
+        return AsyncMasterPool(url, **options)
+    pool: Any = redis.asyncio.BlockingConnectionPool
+    made: redis.asyncio.ConnectionPool = pool.from_url(url, **options)
+    return made
 
 
 def _limits() -> dict[str, Any]:

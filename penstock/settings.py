@@ -59,7 +59,9 @@ class Addresses(BaseSettings):
     """Kafka bootstrap servers, `host:port,…`."""
     stream_url: RedisUrls = Field(default="redis://127.0.0.1:7379/0", repr=False)
     """Redis for logs and claims: persistent, never evicts. The default is where `penstock up` starts one. With TLS and
-    a user: `rediss://user:password@host:port/0`, special characters percent-encoded."""
+    a user: `rediss://user:password@host:port/0`, special characters percent-encoded. Behind Sentinels, which
+    name another server when it fails: `redis+sentinel://user:password@host1:26379,host2:26379/service/0`, or
+    `rediss+sentinel://…`."""
     kv_url: RedisUrls = Field(default="", repr=False)
     """Redis for KV blocks: a cache. Several addresses, with commas between them, share the blocks. Empty: the same
     server as `stream_url`."""

@@ -7,6 +7,9 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from redis.connection import parse_url
 
+from penstock.sentinel import FORM as SENTINEL_FORM
+from penstock.sentinel import is_sentinel, parse_sentinels
+
 if TYPE_CHECKING:
     from penstock.settings import Addresses
 
@@ -15,6 +18,8 @@ KafkaMechanism = Literal["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"]
 
 _REDIS_FILES = {"ssl_ca_certs": "redis_ca_file", "ssl_certfile": "redis_cert_file", "ssl_keyfile": "redis_key_file"}
 """redis-py's names in a url, and ours."""
+_WITH_TLS = ("rediss", "rediss+sentinel")
+_ADDRESS_ENDS = re.compile(r",(?=\s*[a-z+]+://)")
 _SECURITY = "PENSTOCK_KAFKA_SECURITY"
 _FILES = tuple(f"{server}_{kind}_file" for server in ("kafka", "redis") for kind in ("ca", "cert", "key"))
 
@@ -26,18 +31,23 @@ def shown(url: str) -> str:
     user, at, rest = url.removeprefix(scheme).rpartition("@")
     name, colon, _ = user.partition(":")
     login = f"{name}:***@" if colon else "***@" if at else ""
+    hosts = []  # Sentinels' addresses have several
+    while is_sentinel(url) and (host := re.match(r"(?:\[[^\]]*\]|[^:/?#,]*)(?::\d+)?,", rest)):
+        hosts.append(host[0])
+        rest = rest.removeprefix(host[0])
     rest = re.sub(r"^(\[[^\]]*\]|[^:/?#]*):(?!\d*(?:[/?#]|$)).*", r"\1:***", rest, flags=re.DOTALL)
-    return f"{scheme}{login}{rest}"
+    return f"{scheme}{login}{''.join(hosts)}{rest}"
 
 
 def all_shown(text: str) -> str:
     """Several urls with commas between, as they may be printed. A password may hold a comma, against the rules."""
-    return ",".join(shown(url) for url in re.split(r",(?=\s*[a-z]+://)", text))
+    return ",".join(shown(url) for url in _ADDRESS_ENDS.split(text))
 
 
 def urls_of(text: str) -> list[str]:
-    """The addresses of a setting that may hold several, with commas between."""
-    return [url.strip() for url in text.split(",") if url.strip()]
+    """The addresses of a setting that may hold several, with commas between; those of Sentinels hold commas too."""
+    found = (url.strip() for url in _ADDRESS_ENDS.split(text))
+    return [one for url in found for one in ([url] if is_sentinel(url) else map(str.strip, url.split(","))) if one]
 
 
 def kafka_access(addresses: "Addresses") -> dict[str, str]:
@@ -61,7 +71,7 @@ def kafka_access(addresses: "Addresses") -> dict[str, str]:
 def with_files(url: str, addresses: "Addresses") -> str:
     """A Redis url with the certificates and the key that the settings name; what it says itself goes before them."""
     parts = urlsplit(url)
-    if parts.scheme != "rediss":
+    if parts.scheme not in _WITH_TLS:
         return url
     query = dict(parse_qsl(parts.query))
     ours = {name: getattr(addresses, setting) for name, setting in _REDIS_FILES.items()}
@@ -91,7 +101,7 @@ def _kafka(addresses: "Addresses") -> list[str]:
 
 def _redis(addresses: "Addresses") -> list[str]:
     wrong = []
-    if not any(url.startswith("rediss://") for url in urls_of(f"{addresses.stream_url},{addresses.kv_url}")):
+    if not any(url.partition("://")[0] in _WITH_TLS for url in urls_of(f"{addresses.stream_url},{addresses.kv_url}")):
         given = [name for name in _REDIS_FILES.values() if getattr(addresses, name)]
         wrong += [f"PENSTOCK_{name.upper()} needs a rediss:// url in PENSTOCK_STREAM_URL" for name in given]
     return wrong
@@ -110,10 +120,18 @@ def check_urls(text: str) -> str:
     """The text, if Redis is at all the urls in it. Raises `ValueError`, which does not hold their passwords."""
     for url in urls_of(text):
         try:
-            parse_url(url)  # type: ignore[no-untyped-call]
+            if is_sentinel(url):
+                parse_sentinels(url)
+            else:
+                parse_url(url)  # type: ignore[no-untyped-call]
         except (ValueError, TypeError):
+            if is_sentinel(url):
+                raise ValueError(
+                    f"{shown(url)} is no address of Sentinels: {SENTINEL_FORM}, "
+                    "with special characters of a password percent-encoded"
+                ) from None
             raise ValueError(
-                f"{shown(url)} is no Redis url: redis://, rediss:// (with TLS) or unix://, "
+                f"{shown(url)} is no Redis url: redis://, rediss:// (with TLS), unix:// or redis+sentinel://, "
                 "with special characters of a password percent-encoded"
             ) from None
     return text

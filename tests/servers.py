@@ -3,13 +3,22 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import pytest
 
 from penstock.errors import DependencyMissing
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Server")
+
+
+class Server(Protocol):
+    """What tests start and stop."""
+
+    def start(self) -> object: ...
+
+    def stop(self) -> None: ...
 
 
 def served(server: AbstractContextManager[str]) -> Iterator[str]:
@@ -29,3 +38,12 @@ def started(start: Callable[[], T]) -> T:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(missing).splitlines()[0])
+
+
+def served_by(server: S) -> Iterator[S]:
+    """Yield the server itself, started, and stop it afterwards. As `served`."""
+    try:
+        started(server.start)
+        yield server
+    finally:
+        server.stop()

@@ -14,6 +14,7 @@ from kvstore.tiers.contract import Counters
 from kvstore.tiers.scripts import ALL
 from kvstore.tiers.wire import NotRedis, Refused, Wire, command
 from penstock.errors import KVStoreError
+from penstock.reach import connection_pool
 from penstock.transport import shown
 
 T = TypeVar("T")
@@ -38,9 +39,7 @@ class Server:
         self._large = large
         self.lanes = LANES if large and url.startswith("unix:") else 1
         try:
-            pool = redis.ConnectionPool.from_url(
-                url, protocol=2, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
-            )
+            pool = connection_pool(url, protocol=2, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
             options = {**pool.connection_kwargs, "redis_connect_func": _say_nothing}
             self._greeting = _greeting(options)
             self._make = partial(pool.connection_class, **options)  # the pool itself makes no more than 100, ever

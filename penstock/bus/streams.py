@@ -20,7 +20,7 @@ from redis.retry import Retry
 from penstock.bus.contract import Followed, Outgoing, as_bytes, as_text, check_size, promised, too_large
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, STAGES, Pipeline, Stage
-from penstock.reach import ANSWER_S, replies_to
+from penstock.reach import ANSWER_S, connection_pool, replies_to
 from penstock.settings import BusSettings
 from penstock.transport import shown
 
@@ -185,7 +185,7 @@ class StreamsPublisher:
 def connect(url: str, timeout_s: float = ANSWER_S) -> "redis.Redis":
     """A client that never repeats a command by itself: whoever calls knows what a repetition means."""
     limits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-    return redis.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), **limits)
+    return redis.Redis.from_pool(connection_pool(url, protocol=2, retry=Retry(NoBackoff(), 0), **limits))
 
 
 @contextlib.contextmanager

@@ -20,6 +20,8 @@ from penstock.bus.contract import Bus
 from penstock.errors import BusUnavailable, DependencyMissing, PenstockError
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
+from penstock.reach import redis_client
+from penstock.sentinel import find_masters, is_sentinel, parse_sentinels
 from penstock.settings import Addresses, BusSettings, EngineSettings, load
 from penstock.status import worker_status
 from penstock.transport import shown, urls_of
@@ -155,9 +157,27 @@ def _servers() -> Iterator[Finding]:
     yield Finding("ok" if maven else "note", "Maven for Kafka", maven or "not found", advice)
 
 
+def _sentinels(url: str) -> Iterator[Finding]:
+    """Whether the Sentinels of an address answer, and name one master."""
+    address, found = parse_sentinels(url), find_masters(url)
+    masters = {said for said in found.values() if not isinstance(said, redis.RedisError)}
+    silent = [place for place, said in found.items() if isinstance(said, redis.RedisError)]
+    named = " and ".join("nothing" if place is None else f"{place[0]}:{place[1]}" for place in masters) or "nothing"
+    what = f"{len(found) - len(silent)} of {len(found)} answer, and name {named} as the master of {address.service!r}"
+    if len(masters) != 1 or None in masters:
+        yield Finding("fail", "Sentinels", what, "they have to know the service, and agree: see PENSTOCK_STREAM_URL")
+    elif silent:
+        listed = ", ".join(address.sentinel_url(place) for place in silent)
+        yield Finding("note", "Sentinels", what, f"start those that do not answer: {listed}")
+    else:
+        yield Finding("ok", "Sentinels", what)
+
+
 def _redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
+    if is_sentinel(url):
+        yield from _sentinels(url)
     try:
-        with redis.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2, retry=None) as client:
+        with redis_client(url) as client:
             version = client.info("server")["redis_version"]
             memory, persistence = client.info("memory"), client.info("persistence")
     except (redis.RedisError, ValueError) as error:

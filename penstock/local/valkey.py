@@ -5,7 +5,9 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import redis
 
 from penstock.errors import DependencyMissing, PenstockError
 from penstock.local.processes import (
@@ -13,8 +15,10 @@ from penstock.local.processes import (
     container_engine_answers,
     free_port,
     start_child,
+    wait_until,
     wait_until_serving,
 )
+from penstock.sentinel import find_masters
 
 IMAGE = "valkey/valkey:9"
 SOCKET = "valkey.sock"
@@ -35,10 +39,14 @@ def find_binary() -> Path:
 class ValkeyServer:
     """One server with its data in `directory`; started again, it has the data it had."""
 
-    def __init__(self, directory: Path, port: int | None = None, appendonly: bool = True) -> None:
+    def __init__(
+        self, directory: Path, port: int | None = None, appendonly: bool = True, replica_of: int | None = None
+    ) -> None:
+        """`replica_of`: the port of the server that it copies, until Sentinels say otherwise."""
         self.directory = directory
         self.port = port or free_port()
         self.appendonly = appendonly
+        self._replica_of = replica_of
         self._child: Child | None = None
 
     @property
@@ -62,6 +70,12 @@ class ValkeyServer:
             return self
         self._check_port()
         self.directory.mkdir(parents=True, exist_ok=True)
+        command = self._command()
+        self._child = start_child(command, name="Valkey", log=self.directory / "valkey.log", directory=self.directory)
+        wait_until_serving(self._child, self._answers, 30.0)
+        return self
+
+    def _command(self) -> list[str]:
         options = {
             "bind": "127.0.0.1",
             "port": str(self.port),
@@ -72,15 +86,13 @@ class ValkeyServer:
             "appendfsync": "everysec",
             "save": "",
             "maxmemory-policy": "noeviction",
+            "repl-diskless-sync-delay": "0",
             "daemonize": "no",
         }
-        command = [
-            str(find_binary()),
-            *(word for name, value in options.items() for word in (f"--{name}", value)),
-        ]
-        self._child = start_child(command, name="Valkey", log=self.directory / "valkey.log", directory=self.directory)
-        wait_until_serving(self._child, self._answers, 30.0)
-        return self
+        if self._replica_of is not None:
+            options["replicaof"] = f"127.0.0.1 {self._replica_of}"
+        words = (word for name, value in options.items() for word in (f"--{name}", value))
+        return [str(find_binary()), *words]
 
     def _check_port(self) -> None:
         """Another server there would answer in the name of ours."""
@@ -111,6 +123,89 @@ class ValkeyServer:
             connection.sendall(b"PING\r\n")
             return connection.recv(64).startswith(b"+PONG")
         return False
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class ValkeySentinel(ValkeyServer):
+    """A Sentinel, which needs nobody's consent to fail over: right for one machine, where it is alone."""
+
+    def __init__(self, directory: Path, service: str, master: int, down_after_s: float) -> None:
+        super().__init__(directory)
+        self._service, self._master, self._down_after_s = service, master, down_after_s
+
+    def _command(self) -> list[str]:
+        config = self.directory / "sentinel.conf"
+        if not config.exists():  # it keeps there what it finds out
+            lines = [
+                "bind 127.0.0.1",
+                f"port {self.port}",
+                f"dir {self.directory}",
+                f"sentinel monitor {self._service} 127.0.0.1 {self._master} 1",
+                f"sentinel down-after-milliseconds {self._service} {round(self._down_after_s * 1000)}",
+                f"sentinel failover-timeout {self._service} 10000",
+            ]
+            config.write_text("".join(f"{line}\n" for line in lines))
+        return [str(find_binary()), str(config), "--sentinel"]
+
+
+class ReplicatedValkey:
+    """Two servers, one of which copies the other, and a Sentinel that makes the copy the master when that fails."""
+
+    SERVICE = "penstock"
+
+    def __init__(self, directory: Path, down_after_s: float = 1.0) -> None:
+        first = ValkeyServer(directory / "first")
+        second = ValkeyServer(directory / "second", replica_of=first.port)
+        self.servers = {server.port: server for server in (first, second)}
+        """By their port."""
+        self.sentinel = ValkeySentinel(directory / "sentinel", self.SERVICE, first.port, down_after_s)
+
+    @property
+    def url(self) -> str:
+        """Where clients ask for the master."""
+        return f"redis+sentinel://127.0.0.1:{self.sentinel.port}/{self.SERVICE}/0"
+
+    @property
+    def master(self) -> ValkeyServer:
+        """The server that the Sentinel names."""
+        (place,) = find_masters(self.url).values()
+        assert isinstance(place, tuple), f"the Sentinel says {place}"
+        return self.servers[place[1]]
+
+    def start(self) -> Self:
+        """Start, and wait until the master may fail; raises `DependencyMissing`."""
+        for server in self.servers.values():
+            server.start()
+        with redis.Redis(port=self.sentinel._master) as master:  # noqa: SLF001 - it is ours
+
+            def is_copied() -> bool:
+                replication: Any = master.info("replication")
+                return "online" in replication.get("slave0", {}).values()
+
+            wait_until(is_copied, 30.0, "the master has a replica")
+        self.sentinel.start()
+        self.wait_until_replicated()
+        return self
+
+    def wait_until_replicated(self) -> None:
+        """Wait until the Sentinel knows a copy that is up to date."""
+        with redis.Redis(port=self.sentinel.port, protocol=2) as sentinel:
+
+            def is_known() -> bool:
+                replicas: Any = sentinel.sentinel_slaves(self.SERVICE)
+                return any(one["flags"] == "slave" and one["master-link-status"] == "ok" for one in replicas)
+
+            wait_until(is_known, 30.0, "the Sentinel knows the replica")
+
+    def stop(self) -> None:
+        """End all, the Sentinel first."""
+        for server in (self.sentinel, *self.servers.values()):
+            server.stop()
 
     def __enter__(self) -> Self:
         return self.start()

@@ -15,7 +15,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from penstock.reach import ANSWER_S, pauses
+from penstock.reach import ANSWER_S, async_connection_pool, pauses
 
 Deliver = Callable[[bytes | None], None]
 """Takes each event's JSON, and None when the subscription has begun (anew): events may have been missed."""
@@ -29,10 +29,8 @@ class LiveFeed:
     """Subscriptions by channel. Belongs to the event loop it was made on."""
 
     def __init__(self, url: str) -> None:
-        pool: Any = redis.asyncio.ConnectionPool.from_url(
-            url, protocol=2, socket_timeout=None, retry=Retry(NoBackoff(), 0)
-        )
-        self._connection: Any = pool.make_connection()
+        self._pool: Any = async_connection_pool(url, protocol=2, socket_timeout=None, retry=Retry(NoBackoff(), 0))
+        self._connection: Any = self._pool.make_connection()
         self._connected = False
         self._listeners: dict[str, list[Deliver]] = {}
         self._changed: asyncio.Queue[str] = asyncio.Queue()
@@ -61,6 +59,7 @@ class LiveFeed:
         with suppress(redis.RedisError, OSError):  # waited for: over TLS there are words to say before the end
             async with asyncio.timeout(ANSWER_S):
                 await self._connection.disconnect()
+                await self._pool.disconnect()
 
     async def _write(self) -> None:
         """Tell the server what changed. A new connection tells everything, so losing one is harmless."""

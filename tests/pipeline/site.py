@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -16,9 +17,9 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.text import OutputState
 from penstock.client import Client
-from penstock.local.kafka import KafkaServer
+from penstock.local.kafka import KafkaCluster, KafkaServer
 from penstock.local.processes import Child, wait_until
-from penstock.local.valkey import ValkeyServer
+from penstock.local.valkey import ReplicatedValkey, ValkeyServer
 from penstock.messages import Request, Result
 from penstock.reach import ANSWER_S
 from penstock.status import worker_status
@@ -26,7 +27,7 @@ from prefill_worker.intake import seed_of
 from tests.forked import ForkedStack
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.workload import SETTINGS, Answer, demo_model, requests
-from tests.servers import started
+from tests.servers import Server, served_by
 
 NUM_REQUESTS = 8
 MAX_TOKENS = 160
@@ -34,6 +35,7 @@ LONG_S = ANSWER_S + 2.0
 """Longer than anybody waits for Redis, than leases last, and than groups keep a silent member."""
 LEAVE_WITHIN_S = 20.0
 _tags = itertools.count()
+S = TypeVar("S", bound="Site")
 
 
 class Site:
@@ -43,7 +45,8 @@ class Site:
         self.redis = ValkeyServer(directory / "redis")
         self.kafka = KafkaServer(directory / "kafka") if bus == "kafka" else None
         self._directory = directory
-        self._servers = [server for server in (self.redis, self.kafka) if server is not None]
+        self._servers: list[Server] = [server for server in (self.redis, self.kafka) if server is not None]
+        self._redis_url, self._bootstrap = self.redis.url, self.kafka.bootstrap if self.kafka is not None else ""
         self.stack: ForkedStack
 
     def start(self) -> None:
@@ -56,10 +59,9 @@ class Site:
             "PENSTOCK_WORKER_HEARTBEAT_S": "0.3",
             "PENSTOCK_KV_STORE_REDIS_MB": "0",
         }
-        kafka = self.kafka.bootstrap if self.kafka is not None else ""
         name = f"outages-{random.getrandbits(32):08x}"
         self.stack = ForkedStack(
-            self._directory, pipeline=name, kafka=kafka, redis=self.redis.url, environment=environment
+            self._directory, pipeline=name, kafka=self._bootstrap, redis=self._redis_url, environment=environment
         )
         self.stack.start()
 
@@ -92,17 +94,24 @@ class Site:
 
     def _children(self) -> list[Child]:
         """All processes: the servers, and the workers."""
-        children = [server._child for server in self._servers] + [worker.child for worker in self.stack.workers]
+        children = [getattr(server, "_child", None) for server in self._servers]
+        children += [worker.child for worker in self.stack.workers]
         return [child for child in children if child is not None]
 
 
-def site_on(bus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    made = Site(tmp_path_factory.mktemp(bus), bus)
-    try:
-        started(made.start)
-        yield made
-    finally:
-        made.stop()
+class ReplicatedSite(Site):
+    """The same where one server may be lost: Redis behind a Sentinel, and three brokers where Kafka is the bus."""
+
+    def __init__(self, directory: Path, bus: str) -> None:
+        super().__init__(directory, "")
+        self.group = ReplicatedValkey(directory / "group")
+        self.brokers = KafkaCluster(directory / "brokers") if bus == "kafka" else None
+        self._servers = [server for server in (self.group, self.brokers) if server is not None]
+        self._redis_url, self._bootstrap = self.group.url, self.brokers.bootstrap if self.brokers is not None else ""
+
+
+def site_on(bus: str, tmp_path_factory: pytest.TempPathFactory, kind: type[S]) -> Iterator[S]:
+    yield from served_by(kind(tmp_path_factory.mktemp(bus), bus))
 
 
 def work() -> list[Request]:

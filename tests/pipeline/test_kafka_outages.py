@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def on_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    yield from site_on("kafka", tmp_path_factory)
+    yield from site_on("kafka", tmp_path_factory, Site)
 
 
 def test_kafka_is_killed_and_comes_back(on_kafka: Site) -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    yield from site_on("embedded", tmp_path_factory)
+    yield from site_on("embedded", tmp_path_factory, Site)
 
 
 def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipeline: Pipeline) -> None:

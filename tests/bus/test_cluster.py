@@ -1,0 +1,117 @@
+"""Three brokers, each topic on all of them: one is killed for good, and what was accepted is answered."""
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from confluent_kafka import IsolationLevel, Producer
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.cimpl import NewTopic
+
+from penstock.bus.contract import Delivery, Outgoing
+from penstock.bus.kafka import KafkaBus
+from penstock.bus.kafka_ask import offsets_of, partitions_of
+from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
+from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaCluster
+from penstock.local.processes import wait_until
+from penstock.names import Pipeline
+from penstock.settings import BusSettings
+from tests.bus.buses import ROOM, answered, take
+from tests.servers import served_by
+
+pytestmark = pytest.mark.timeout(180)
+
+RETENTION = {"log.retention.check.interval.ms": "500", "log.initial.task.delay.ms": "500"}
+"""The broker looks often for what it may delete."""
+SETTINGS = BusSettings(partitions=6, replication=3)
+OLD_MS = (1, round(time.time() * 1000) - 15 * 86_400_000)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
+    """One of its brokers is killed by the last test here."""
+    timeouts = SHORT_TIMEOUTS | QUICK_RESTART | RETENTION
+    yield from served_by(KafkaCluster(tmp_path_factory.mktemp("cluster"), timeouts=timeouts))
+
+
+def test_what_is_accepted_is_kept_whatever_its_timestamp(cluster: KafkaCluster, pipeline: Pipeline) -> None:
+    """Nobody reads for as long as the broker needs to delete, where the producer's time counts, what is as old."""
+    bus = KafkaBus(pipeline, cluster.bootstrap, SETTINGS)
+    bus.create_topics()
+    admin, control, topic = AdminClient(bus.clients), f"{pipeline.name}-control", pipeline.requests("interactive")
+    wanted = bus.topic_settings(topic) | {"message.timestamp.type": "CreateTime"}
+    admin.create_topics([NewTopic(control, 1, 3, config=wanted)])[control].result(15)
+    producer = Producer(bus.clients)
+    for timestamp_ms in OLD_MS:
+        producer.produce(topic, b"x", timestamp=timestamp_ms)
+        producer.produce(control, b"x", timestamp=timestamp_ms)
+    assert producer.flush(15) == 0
+
+    def first_offsets(*topics: str) -> set[int]:
+        places, earliest = partitions_of(admin, topics), OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+        return set(offsets_of(admin, places, earliest, IsolationLevel.READ_UNCOMMITTED).values())
+
+    wait_until(lambda: first_offsets(control) == {2}, 60, "what is as old is deleted", every_s=0.1)
+    assert first_offsets(topic) == {0}
+    with bus.member("prefill", "a") as member:
+        assert len(take(member, 2)) == 2
+
+
+def leader_of(bus: KafkaBus, topic: str) -> int:
+    """The broker that leads its first partition."""
+    leader: int = AdminClient(bus.clients).list_topics(topic, 15).topics[topic].partitions[0].leader
+    return leader
+
+
+def settle_until(bus: KafkaBus, done: Callable[[], bool]) -> None:
+    """As a worker does it: try again while brokers are away, by a new member when the old one is of no more use."""
+    while not done():
+        held: list[Delivery] = []
+        with contextlib.suppress(BusUnavailable, MemberFenced), bus.member("prefill", "a") as member:
+            tries = 0
+            while tries < 5 and not done():
+                held += member.poll(0.1, ROOM)
+                try:
+                    member.settle([answered(bus.pipeline, delivery) for delivery in held])
+                    held, tries = [], 0
+                except DeliveryLost as error:
+                    held = [delivery for delivery in held if delivery not in error.deliveries]
+                except BusUnavailable:
+                    tries += 1
+
+
+def test_one_broker_is_killed_while_requests_flow(cluster: KafkaCluster, pipeline: Pipeline) -> None:
+    """None is refused, each is settled once: partitions that the broker led are led by others after some seconds."""
+    bus = KafkaBus(pipeline, cluster.bootstrap, SETTINGS)
+    bus.create_topics()
+    requests = pipeline.requests("interactive")
+    accepted: list[bytes] = []
+    over = threading.Event()
+
+    def request_forever() -> None:
+        publisher = bus.publisher()
+        with contextlib.closing(publisher):
+            while not over.wait(0.02):
+                name = str(len(accepted))
+                publisher.publish([Outgoing(requests, name.encode(), name)])
+                accepted.append(name.encode())
+
+    def num_results() -> int:
+        return len(bus.read_all(pipeline.results))
+
+    with ThreadPoolExecutor(1) as pool:
+        requesting = pool.submit(request_forever)
+        try:
+            settle_until(bus, lambda: num_results() > 20 or requesting.done())
+            cluster.servers[leader_of(bus, requests)].kill()
+            at_least = len(accepted) + 50
+            settle_until(bus, lambda: len(accepted) > at_least or requesting.done())
+        finally:
+            over.set()
+        requesting.result()
+    settle_until(bus, lambda: num_results() >= len(accepted))
+    assert Counter(message.value for message in bus.read_all(pipeline.results)) == Counter(accepted)
