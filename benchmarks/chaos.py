@@ -7,7 +7,9 @@ read every stream, some of them coming back again and again with the last event 
 killed in the middle of long answers while nothing else is wrong, Kafka with its timeouts at their defaults, and the
 time until each stream goes on is taken. Then come rounds in which every worker is killed or stopped at the next of its
 numbered steps, or at any time, again and again, while servers are killed and paused, connections cut, hung, slowed and
-refused, the disk is full, and single workers' wall clocks are put forward and back by minutes.
+refused, the disk is full, and single workers' wall clocks are put forward and back by minutes. Now and then everything
+is stopped for some seconds and goes on, a worker more comes and leaves while much is waiting, Redis stalls, and
+somebody sends what breaks readers: a header whose name is no UTF-8, and on Kafka 100 MB of text in 3 kB of zstd.
 What clients and topics saw is a history; the checker (`tests/chaos/checker.py`) knows the promises and nothing else.
 
 A round's seed says what is done; with `--seed` it is done again. Histories and logs stay in the directory that is told.
@@ -48,9 +50,20 @@ WHAT = {
     "refuse": "connections refused",
     "full": "filled to the brim",
     "clock": "clock put forward or back",
+    "freeze": "all workers and servers stopped for 4 to 8 s",
+    "stall": "stopped for 0.3 to 2 s",
+    "resize": "one more worker came and left",
+    "burst": "300 requests at once",
+    "header": "a header's name that is no UTF-8",
+    "bomb": "100 MB in 3 kB",
 }
-MOST_S = 24 * 60
-"""No new round begins later, so that it is all over within half an hour."""
+TOLD = {
+    "freeze": "freezes", "stall": "stalls", "resize": "resizes", "burst": "bursts",
+    "header": "poisoned_headers", "bomb": "bombs",
+}  # fmt: skip
+"""Mishaps, as `--json` calls them."""
+MOST_S = 52 * 60
+"""No new round begins later, so that it is all over within an hour."""
 
 
 @dataclass
@@ -89,6 +102,7 @@ class Sum:
             "pauses": self.toll.pauses.total(),
             "clock_steps": sum(count for (_, what), count in self.toll.faults.items() if what == "clock"),
             "disks_full": self.toll.faults["disk", "full"],
+            **{name: sum(n for (_, what), n in self.toll.faults.items() if what == one) for one, name in TOLD.items()},
             "fell": len(self.toll.fell),
             "rounds": self.rounds,
         }
@@ -143,7 +157,7 @@ def _plans(given: "Options") -> Iterator[Round]:
     for number in itertools.count():
         for bus in BUSES:
             seconds = 15.0 if given.quick else SECONDS_A_ROUND[bus]
-            yield Round(given.seed + number, bus, seconds, KILLS_A_ROUND)
+            yield Round(given.seed + number, bus, seconds, KILLS_A_ROUND, with_mishaps=True)
 
 
 @contextlib.contextmanager
@@ -191,7 +205,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two minutes: a short round on each bus")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--seed", type=int, default=1, help="of the first round on each bus")
-    parser.add_argument("--kills", type=int, default=1000, help="go on until there were so many, for half an hour")
+    parser.add_argument("--kills", type=int, default=1000, help="go on until there were so many, for an hour")
     given = Options(**vars(parser.parse_args()))
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     total = chaos(directory, given)

@@ -181,7 +181,7 @@ def two_threads(rounds: int, load: int, max_new: int) -> list[float]:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print, draw; returns the figures."""
-    rounds, each, load, max_new = (4, 5, 112, 64) if given.quick else (8, 10, 160, 64)
+    rounds, each, load, max_new = (4, 5, 96, 64) if given.quick else (8, 10, 160, 64)
     wide = two_threads(rounds // 3, load, max_new)
     with sides() as all_sides:
         names = list(all_sides)

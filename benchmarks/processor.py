@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-TAIL_S = 0.3
+TAIL_S = 0.2
 """Requests are settled a moment after their end was read: so much longer processor time counts."""
 BARE = "bare"
 
