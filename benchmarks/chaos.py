@@ -4,10 +4,15 @@ python -m benchmarks.chaos [--quick] [--json FILE] [--seed N] [--kills N]
 
 Real worker processes on the demo model in float32, a real Valkey, a real Kafka, clients that send requests steadily and
 read every stream, some of them coming back again and again with the last event id they saw. First decode workers are
-killed in the middle of long answers while nothing else is wrong, Kafka with its timeouts at their defaults, and the
-time until each stream goes on is taken. Then come rounds in which every worker is killed or stopped at the next of its
-numbered steps, or at any time, again and again, while servers are killed and paused, connections cut, hung, slowed and
-refused, the disk is full, and single workers' wall clocks are put forward and back by minutes.
+killed in the middle of long answers, and prefill workers in the middle of long prompts, while nothing else is wrong,
+Kafka with its timeouts at their defaults, and the time until each request goes on is taken (`tests/chaos/recovery.py`).
+
+Then come rounds in which every worker is killed or stopped at the next of its numbered steps, or at any time, again and
+again, while servers are killed and paused, connections cut, hung, slowed and refused, the disk is full, and single
+workers' wall clocks are put forward and back by minutes. Now and then everything is stopped for some seconds and goes
+on, a worker more comes and leaves while much is waiting, Redis stalls, and somebody sends what breaks readers: a header
+whose name is no UTF-8, and on Kafka 100 MB of text in 3 kB of zstd.
+
 What clients and topics saw is a history; the checker (`tests/chaos/checker.py`) knows the promises and nothing else.
 
 A round's seed says what is done; with `--seed` it is done again. Histories and logs stay in the directory that is told.
@@ -29,11 +34,11 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from benchmarks.common import Arguments, machine, report
-from penstock.names import STAGES
+from penstock.names import STAGES, Stage
 from tests.chaos.checker import Finding, tally
 from tests.chaos.faults import ANY_TIME, Bus, points_of
 from tests.chaos.nursery import Nursery
-from tests.chaos.recovery import Plan, Recovery, measured, told
+from tests.chaos.recovery import Plan, Recovery, measured, prefill_plan, told
 from tests.chaos.runner import Outcome, Progress, Round, run
 from tests.chaos.system import Toll
 
@@ -48,9 +53,20 @@ WHAT = {
     "refuse": "connections refused",
     "full": "filled to the brim",
     "clock": "clock put forward or back",
+    "freeze": "all workers and servers stopped for 4 to 8 s",
+    "stall": "stopped for 0.3 to 2 s",
+    "resize": "one more worker came and left",
+    "burst": "300 requests at once",
+    "header": "a header's name that is no UTF-8",
+    "bomb": "100 MB in 3 kB",
 }
-MOST_S = 24 * 60
-"""No new round begins later, so that it is all over within half an hour."""
+TOLD = {
+    "freeze": "freezes", "stall": "stalls", "resize": "resizes", "burst": "bursts",
+    "header": "poisoned_headers", "bomb": "bombs",
+}  # fmt: skip
+"""Mishaps, as `--json` calls them."""
+MOST_S = 52 * 60
+"""No new round begins later, so that it is all over within an hour."""
 
 
 @dataclass
@@ -59,7 +75,7 @@ class Sum:
 
     toll: Toll = field(default_factory=Toll)
     findings: list[Finding] = field(default_factory=list)
-    recoveries: dict[Bus, Recovery] = field(default_factory=dict)
+    recoveries: dict[tuple[Stage, Bus], Recovery] = field(default_factory=dict)
     requests: int = 0
     rounds: int = 0
 
@@ -81,14 +97,17 @@ class Sum:
     def figures(self) -> dict[str, float]:
         """For `--json`."""
         figures: dict[str, float] = {"kills": self.kills, **tally(self.findings)}
-        for bus, found in self.recoveries.items():
-            figures[f"recovery_s_p50_{bus}"] = found.quantile(0.5)
-            figures[f"recovery_s_p99_{bus}"] = found.quantile(0.99)
+        for (stage, bus), found in self.recoveries.items():
+            # Decode's are known by the shorter names, too.
+            for whose in (f"{stage}_{bus}", *([bus] if stage == "decode" else [])):
+                figures[f"recovery_s_p50_{whose}"] = found.quantile(0.5)
+                figures[f"recovery_s_p99_{whose}"] = found.quantile(0.99)
         return figures | {
             "requests": self.requests,
             "pauses": self.toll.pauses.total(),
             "clock_steps": sum(count for (_, what), count in self.toll.faults.items() if what == "clock"),
             "disks_full": self.toll.faults["disk", "full"],
+            **{name: sum(n for (_, what), n in self.toll.faults.items() if what == one) for one, name in TOLD.items()},
             "fell": len(self.toll.fell),
             "rounds": self.rounds,
         }
@@ -103,9 +122,9 @@ def chaos(directory: Path, given: "Options") -> Sum:
             _recover(total, directory, nursery, given, waiting)
             while total.rounds < 2:
                 _round(total, next(plans), directory, nursery, given)
-        for bus, found in total.recoveries.items():
+        for (stage, bus), found in total.recoveries.items():
             total.findings += found.findings
-            _tell(f"recovery, {bus}", found.findings)
+            _tell(f"recovery of {stage}, {bus}", found.findings)
         while not given.quick and total.kills < given.kills and time.monotonic() - begun < MOST_S:
             _round(total, next(plans), directory, nursery, given)
     finally:
@@ -114,14 +133,20 @@ def chaos(directory: Path, given: "Options") -> Sum:
 
 
 def _recover(total: Sum, directory: Path, nursery: Nursery, given: "Options", waiting: contextlib.ExitStack) -> None:
-    """On each bus; what is not settled yet then is `waiting` for that, while other things are done."""
-    plan = Plan(1, 4) if given.quick else Plan(3, 10)
-    for bus in reversed(BUSES):
-        with telling(f"recovery, {bus}", total, given) as tell:
-            made = measured(bus, directory / f"recovery-{bus}", nursery, plan, tell)
-            found = total.recoveries[bus] = waiting.enter_context(made)
-        print(f"recovery, {bus}: {told(found)}", flush=True)
-        total.toll.kills["decode", ANY_TIME] += found.kills
+    """Of each stage on each bus; what is not settled yet then is `waiting` for that, while other things are done."""
+    plans = (Plan(1, 4), prefill_plan(1)) if given.quick else (Plan(3, 10), prefill_plan(8))
+    for plan, bus in itertools.product(plans, reversed(BUSES)):
+        what = f"recovery of {plan.stage}, {bus}"
+        with telling(what, total, given) as tell:
+            made = measured(bus, directory / f"recovery-{plan.stage}-{bus}", nursery, plan, tell)
+            if plan.stage == "decode":
+                found = waiting.enter_context(made)
+            else:  # others publish the jobs of a dead prefill worker: nothing waits for the brokers
+                with made as found:
+                    pass
+        total.recoveries[plan.stage, bus] = found
+        print(f"{what}: {told(found)}", flush=True)
+        total.toll.kills[plan.stage, ANY_TIME] += found.kills
 
 
 def _round(total: Sum, this: Round, directory: Path, nursery: Nursery, given: "Options") -> None:
@@ -143,7 +168,7 @@ def _plans(given: "Options") -> Iterator[Round]:
     for number in itertools.count():
         for bus in BUSES:
             seconds = 15.0 if given.quick else SECONDS_A_ROUND[bus]
-            yield Round(given.seed + number, bus, seconds, KILLS_A_ROUND)
+            yield Round(given.seed + number, bus, seconds, KILLS_A_ROUND, with_mishaps=True)
 
 
 @contextlib.contextmanager
@@ -191,7 +216,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two minutes: a short round on each bus")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--seed", type=int, default=1, help="of the first round on each bus")
-    parser.add_argument("--kills", type=int, default=1000, help="go on until there were so many, for half an hour")
+    parser.add_argument("--kills", type=int, default=1000, help="go on until there were so many, for an hour")
     given = Options(**vars(parser.parse_args()))
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     total = chaos(directory, given)

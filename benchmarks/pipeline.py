@@ -1,4 +1,4 @@
-"""What the pipeline costs: time to first token and throughput through it, against the same engine called in process.
+"""What the pipeline costs: time to first token, throughput and processor time, against the same engine in process.
 
 python -m benchmarks.pipeline [--quick] [--json FILE]
 
@@ -6,35 +6,47 @@ The sides take turns in one run: the bare engine with a worker's settings (one t
 the pipeline on Kafka, each with one prefill and one decode worker. Time to first token is of one request at a time;
 throughput is output tokens per second of many requests sent at once, until the last one's end was read.
 
+Processor time is that of all processes of a side: workers, Valkey and the client, the broker apart; the bare engine is
+one process. It is taken of as many requests with 4 tokens each, and of those that throughput is measured with: the
+difference of the two loads tells what a token costs. What a side adds is formed within a round, in which all sides
+have the same prompts.
+
 The pipeline has two workers, so its throughput is also compared with one engine on two threads. That engine runs before
 the pipelines are started and after they have ended: its spinning threads lose most of their speed beside anything else.
 """
 
 import contextlib
+import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from benchmarks.common import Arguments, arguments, machine, report, save, spread
+from benchmarks.processor import BARE, Cost, Loads, Meter, find_brokers
 from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.text import OutputState
 from penstock.client import Client
 from penstock.errors import DependencyMissing
 from penstock.local.kafka import find_kafka
-from penstock.local.stack import Stack
+from penstock.local.stack import REDIS_MB, Stack
+from penstock.local.valkey import ValkeyServer
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
 
-ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
+# All workers are on this host: they share blocks in memory, as where `Stack` starts the Valkey server.
+ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", REDIS_MB: "0"}
 SETTINGS = EngineSettings(dtype="float32", device="cpu")
 WIDE = "bare, two threads"
+SHORT = 4
+"""Tokens of an answer in which the cost of a request, and not that of its tokens, shows."""
 Prompts = list[list[int]]
 
 
@@ -108,22 +120,39 @@ def prompts(chance: random.Random, count: int, low: int, high: int) -> Prompts:
     return [[chance.randrange(3, 1000) for _ in range(chance.randint(low, high))] for _ in range(count)]
 
 
+@dataclass(frozen=True)
+class Side:
+    """What is measured, and its processes."""
+
+    engine: Bare | Piped
+    meter: Meter
+
+
 @contextlib.contextmanager
-def sides() -> Iterator[dict[str, Bare | Piped]]:
+def sides() -> Iterator[dict[str, Side]]:
     """All sides, up and warm."""
     with contextlib.ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
-        made: dict[str, Bare | Piped] = {"bare": Bare(1)}
-        stacks = {"embedded": Stack(directory / "embedded", environment=ENVIRONMENT)}
+        made = {BARE: Side(Bare(1), Meter([os.getpid()]))}
+        buses = {"embedded": ""}
         try:
-            bootstrap = exits.enter_context(find_kafka(directory / "kafka"))
-            stacks["kafka"] = Stack(directory / "on-kafka", kafka=bootstrap, environment=ENVIRONMENT)
+            buses["kafka"] = exits.enter_context(find_kafka(directory / "kafka"))
         except DependencyMissing as missing:
             print(f"without Kafka: {missing}")
-        for name, stack in stacks.items():
+        for name, kafka in buses.items():
+            server = exits.enter_context(ValkeyServer(directory / f"{name}-valkey"))
+            stack = Stack(directory / name, kafka=kafka, redis=server.url, environment=ENVIRONMENT)
             exits.enter_context(stack).wait_ready(300)
-            made[name] = Piped(exits.enter_context(Client(stack.addresses)))
+            piped = Piped(exits.enter_context(Client(stack.addresses)))
+            made[name] = Side(piped, Meter(_processes(stack, server), find_brokers() if kafka else ()))
         yield made
+
+
+def _processes(stack: Stack, server: ValkeyServer) -> list[int]:
+    """Return the pids of a pipeline, its client's (this process) among them."""
+    workers = [worker.child.pid for worker in stack.workers if worker.child is not None]
+    assert server.pid is not None
+    return [os.getpid(), server.pid, *workers]
 
 
 def measure(
@@ -131,12 +160,14 @@ def measure(
 ) -> dict[str, list[float]]:
     """`once` for each side in turn, over and over."""
     found: dict[str, list[float]] = {name: [] for name in names}
-    with Progress(transient=True) as progress:
+    # A bar that draws itself again and again takes processor time from whoever is measured.
+    with Progress(transient=True, auto_refresh=False) as progress:
         task = progress.add_task(what, total=rounds * len(names))
         for number in range(rounds):
             for name in names if number % 2 == 0 else reversed(names):
                 found[name] += once(name, number)
                 progress.advance(task)
+                progress.refresh()
     return found
 
 
@@ -150,31 +181,48 @@ def two_threads(rounds: int, load: int, max_new: int) -> list[float]:
 
 def run(given: Arguments) -> dict[str, float]:
     """Measure, print, draw; returns the figures."""
-    rounds, each, load, max_new = (4, 5, 112, 64) if given.quick else (8, 10, 160, 64)
+    rounds, each, load, max_new = (4, 5, 96, 64) if given.quick else (8, 10, 160, 64)
     wide = two_threads(rounds // 3, load, max_new)
     with sides() as all_sides:
         names = list(all_sides)
         for side in all_sides.values():
-            side.tokens_per_s(prompts(random.Random(1), 8, 16, 64), 8)
+            side.engine.tokens_per_s(prompts(random.Random(1), 8, 16, 64), 8)
 
         def first(name: str, number: int) -> list[float]:
             work = prompts(random.Random(f"{name} first {number}"), each, 64, 64)
-            return [all_sides[name].first_token_s(prompt) for prompt in work]
-
-        def throughput(name: str, number: int) -> list[float]:
-            return [all_sides[name].tokens_per_s(prompts(random.Random(f"{name} {number}"), load, 32, 160), max_new)]
+            return [all_sides[name].engine.first_token_s(prompt) for prompt in work]
 
         firsts = measure(rounds, names, "time to first token", first)
-        rates = measure(max(3, rounds // 2), names, "throughput", throughput)
+        rates, loads = at_once(all_sides, max(3, rounds * 3 // 4), load, max_new)
     wide += two_threads(rounds // 3, load, max_new)
     print(f"{machine()}; demo model, float32")
     for name in names:
         milliseconds = [value * 1000 for value in firsts[name]]
         print(f"{name:18} first token {spread(milliseconds):28} ms   throughput {spread(rates[name]):28} tokens/s")
     print(f"{WIDE:18} {'':43} throughput {spread(wide):28} tokens/s")
+    for name in names:
+        costs_ms = [cost.own_s / load * 1000 for cost in loads.of_short[name]]
+        print(f"{name:18} processor time of a request with {SHORT} tokens {spread(costs_ms):28} ms")
     if not given.quick:
         draw(firsts, rates | {WIDE: wide})
-    return compare(firsts, rates, wide)
+    return compare(firsts, rates, wide) | loads.figures()
+
+
+def at_once(all_sides: dict[str, Side], rounds: int, load: int, max_new: int) -> tuple[dict[str, list[float]], Loads]:
+    """Throughput of each side, and the processor time of its long and its short answers."""
+    loads = Loads(load, SHORT, max_new)
+
+    def measured(name: str, number: int, new: int, costs: dict[str, list[Cost]]) -> float:
+        work = prompts(random.Random(f"{number} of {new}"), load, 32, 160)
+        rate, cost = all_sides[name].meter.measure(lambda: all_sides[name].engine.tokens_per_s(work, new))
+        costs.setdefault(name, []).append(cost)
+        return rate
+
+    def once(name: str, number: int) -> list[float]:
+        measured(name, number, SHORT, loads.of_short)
+        return [measured(name, number, max_new, loads.of_long)]
+
+    return measure(rounds, list(all_sides), "throughput", once), loads
 
 
 def compare(firsts: dict[str, list[float]], rates: dict[str, list[float]], wide: list[float]) -> dict[str, float]:

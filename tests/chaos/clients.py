@@ -21,14 +21,18 @@ from tests.chaos.history import History
 from tests.pipeline.workload import Answer, alone, requests
 
 NUM_KNOWN = 16
+BRIEF = 4
+"""Tokens of a short answer."""
+AGAIN_S = 0.2
+"""Before what was not acknowledged is sent again."""
 TENANTS = 7
 """Requests of one tenant share KV; so much of the work is found in the store, and not all."""
 
 
 @cache
-def known() -> list[tuple[Request, Answer]]:
+def known(max_tokens: int = 48) -> list[tuple[Request, Answer]]:
     """The requests that come again and again under other ids, and their answers; every eighth is of one token."""
-    work = requests(NUM_KNOWN, "chaos", max_tokens=48)
+    work = requests(NUM_KNOWN, "chaos", max_tokens)
     short = [work[n].sampling.model_copy(update={"max_tokens": 1}) for n in range(0, NUM_KNOWN, 8)]
     work[::8] = [request.model_copy(update={"sampling": one}) for request, one in zip(work[::8], short, strict=True)]
     return list(zip(work, alone(work).values(), strict=True))
@@ -77,6 +81,13 @@ def errand(seed: int, number: int) -> Errand:
     )
 
 
+def plain(request_id: str, number: int) -> Errand:
+    """A request with a short answer, and nothing special done with it."""
+    request, answer = known(BRIEF)[number % NUM_KNOWN]
+    named = request.model_copy(update={"id": request_id, "tenant": f"tenant-{number % TENANTS}"})
+    return Errand(named, answer, copies=1, cancel_after=None, leaves_after=[], late_s=None)
+
+
 class Clients:
     """Keeps `under_way` errands under way, those that `make` makes of the numbers from 0, until it is told to stop."""
 
@@ -110,6 +121,18 @@ class Clients:
             if future.done():
                 future.result()
 
+    def send_unread(self, task: Errand, send: Callable[[Request], None] | None = None) -> None:
+        """Send a request of which nobody reads the stream: its result tells. `send` raises `BusUnavailable` where that
+        is not known to be durable; then it is sent again, until the clients are told to stop.
+        """
+        self._submitted(task)
+        while not self._over.is_set():
+            with contextlib.suppress(BusUnavailable):
+                (send or self._submit)(task.request)
+                self._accepted(task)
+                return
+            time.sleep(AGAIN_S)
+
     def _go_on(self) -> None:
         while not self._over.is_set():
             with self._lock:
@@ -119,13 +142,11 @@ class Clients:
                 self.done += 1
 
     def _run(self, task: Errand) -> None:
-        request, answer = task.request, task.answer
-        told = {"tokens": answer.token_ids, "text": answer.text, "finish": answer.finish_reason, "may": task.may}
-        self._history.note("submitted", id=request.id, **told)
+        request = task.request
+        self._submitted(task)
         for _ in range(task.copies):
             self._send(request)
-        self.accepted.add(request.id)
-        self._history.note("accepted", id=request.id)
+        self._accepted(task)
         others = []
         if task.late_s is not None:
             others.append(self._pool.submit(self._read_late, task.late_s, request.id))
@@ -134,19 +155,30 @@ class Clients:
         for other in others:
             other.result()
 
+    def _submitted(self, task: Errand) -> None:
+        answer = task.answer
+        told = {"tokens": answer.token_ids, "text": answer.text, "finish": answer.finish_reason, "may": task.may}
+        self._history.note("submitted", id=task.request.id, **told)
+
+    def _accepted(self, task: Errand) -> None:
+        self.accepted.add(task.request.id)
+        self._history.note("accepted", id=task.request.id)
+
     def _send(self, request: Request) -> None:
         """Until it is durable: sending again under the same id is safe."""
-        fields = request.sampling.model_dump(exclude_defaults=True) | {"klass": request.klass or "interactive"}
         while True:
             try:
-                self._client.submit(
-                    token_ids=request.token_ids, id=request.id, tenant=request.tenant,
-                    deadline=request.deadline, **fields,
-                )  # fmt: skip
+                self._submit(request)
             except BusUnavailable:
-                time.sleep(0.2)
+                time.sleep(AGAIN_S)
             else:
                 return
+
+    def _submit(self, request: Request) -> None:
+        fields = request.sampling.model_dump(exclude_defaults=True) | {"klass": request.klass or "interactive"}
+        self._client.submit(
+            token_ids=request.token_ids, id=request.id, tenant=request.tenant, deadline=request.deadline, **fields
+        )
 
     def _read_late(self, late_s: float, request_id: str) -> None:
         self._over.wait(late_s)

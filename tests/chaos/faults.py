@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock import failpoints
-from penstock.names import Stage
+from penstock.names import STAGES, Stage
 
 OFTEN = (".stepped", ".sent", ".confirmed")
 """Points that a worker passes many times in its short life."""
@@ -14,6 +14,10 @@ SELDOM = ("prefill.2.ended", "prefill.2.taken", "decode.6.taken")
 ANY_TIME = "any time"
 Bus = str
 """`embedded` or `kafka`."""
+MISHAPS = ("freeze", "stall", "resize", "header")
+MISHAPS_ON_KAFKA = ("bomb",)
+BACKLOG = ("freeze", "resize")
+"""Mishaps that hurt most while more is waiting than workers have fetched: a burst of requests comes before."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,12 @@ class Fault:
     at_s: float
     what: str
     """To connections `cut`, `hang`, `slow` or `refuse`; to servers `restart` (SIGKILL first) or `pause` (SIGSTOP);
-    to the disk `full`; to a worker's wall clock `clock`.
+    to the disk `full`; to a worker's wall clock `clock`. To all processes `freeze` (SIGSTOP), to Redis `stall` (the
+    same, for a moment); to a stage `resize` (one more worker comes, and leaves again). From a producer come a `burst`
+    of requests, a `header` that is no text, and a `bomb`, a message that is small until it is unpacked.
     """
     whose: str
-    """A worker's name (its connections to Redis, or its clock), `redis`, `kafka` or `disk`."""
+    """A worker's name (its connections to Redis, or its clock), `redis`, `kafka`, `disk`, `all`, a stage, `client`."""
     for_s: float
     by_s: float = 0.0
     """How far a clock is put forward; less than zero: back."""
@@ -93,3 +99,27 @@ def faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
             elif what == "clock":
                 whose, by_s = chance.choice(workers), chance.choice([-900.0, -60.0, 60.0, 900.0])
             yield Fault(at_s, what, whose, for_s, by_s)
+
+
+def mishaps(seed: int, bus: Bus) -> Iterator[Fault]:
+    """What happens to the system as a whole, without end: each kind has its turn, in an order of the seed."""
+    chance = random.Random(f"{seed}/mishaps")
+    kinds = [*MISHAPS, *(MISHAPS_ON_KAFKA if bus == "kafka" else ())]
+    at_s = 1.0
+    while True:
+        for what in chance.sample(kinds, len(kinds)):
+            at_s += chance.uniform(2.0, 8.0)
+            if what in BACKLOG:
+                yield Fault(at_s, "burst", "client", 0.0)
+                at_s += chance.uniform(0.5, 2.0)
+            match what:
+                case "freeze":
+                    fault = Fault(at_s, what, "all", chance.uniform(4.0, 8.0))
+                    at_s += fault.for_s
+                case "stall":
+                    fault = Fault(at_s, what, "redis", chance.uniform(0.3, 2.0))
+                case "resize":
+                    fault = Fault(at_s, what, chance.choice(STAGES), chance.uniform(2.0, 10.0))
+                case _:
+                    fault = Fault(at_s, what, "client", 0.0)
+            yield fault

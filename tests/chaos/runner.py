@@ -1,6 +1,8 @@
 """One round: a system, clients, and a seed that says what is done to it; then what everybody saw is checked."""
 
 import contextlib
+import heapq
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.bus.connect import connect
+from penstock.errors import BusUnavailable
 from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import Stack, Worker
 from penstock.messages import Result, decode, readable_id
@@ -17,16 +20,18 @@ from penstock.names import REASON, Pipeline
 from penstock.settings import BusSettings
 from tests.chaos import clock
 from tests.chaos.checker import Finding, check
-from tests.chaos.clients import Clients, errand, known
-from tests.chaos.disk import Disk
-from tests.chaos.faults import ANY_TIME, Bus, Fate, Fault, fate_of, faults
+from tests.chaos.clients import BRIEF, Clients, errand, known, plain
+from tests.chaos.faults import ANY_TIME, Bus, Fate, Fault, fate_of, faults, mishaps
 from tests.chaos.history import History, read
 from tests.chaos.nursery import Nursery
+from tests.chaos.poison import send_bomb, send_poisoned
 from tests.chaos.system import DoomedStack, Servers, Toll
 
 TEND_S = 0.05
-SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16"}
-"""So little that blocks are read from the disk, too."""
+SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16", "PENSTOCK_WORKER_DRAIN_S": "2"}
+"""So little that blocks are read from the disk, too; so short that workers which leave have something to hand back."""
+BURST = 300
+"""Requests of a burst: more than the prefill workers fetch."""
 Told = Callable[[str], None]
 Progress = Callable[[str, int], None]
 """A line that says how far it is, and how many kills there were."""
@@ -47,6 +52,8 @@ class Round:
     under_way: int = 16
     patience_s: float = 90.0
     """Nobody would wait longer, for a token or for a result."""
+    with_mishaps: bool = False
+    """Whether there are also those of `tests.chaos.faults.mishaps`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,8 @@ def run(plan: Round, directory: Path, nursery: Nursery, progress: Progress = lam
     """Do it; the history stays in the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
-    known()  # takes seconds: not in the middle of it
+    for max_tokens in (48, BRIEF) if plan.with_mishaps else (48,):
+        known(max_tokens)  # takes seconds: not in the middle of it
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
         history.note("round", seed=plan.seed, bus=plan.bus)
@@ -77,7 +85,7 @@ def run(plan: Round, directory: Path, nursery: Nursery, progress: Progress = lam
             clients.stop()
             calm(stack, clients, plan.patience_s + 30.0, lambda line: progress(line, stack.toll.kills.total()))
         write_down(stack, history)
-    return Outcome(check(read(path)), stack.toll, clients.count, path)
+    return Outcome(check(read(path)), stack.toll, len(clients.accepted), path)
 
 
 def doomed(plan: Round, directory: Path, nursery: Nursery, history: History, servers: Servers) -> DoomedStack:
@@ -86,8 +94,11 @@ def doomed(plan: Round, directory: Path, nursery: Nursery, history: History, ser
     def fate(worker: Worker, life: int) -> Fate:
         return fate_of(plan.seed, plan.bus, worker.stage, worker.name, life)
 
-    size, settings = (plan.prefill, plan.decode), SETTINGS | nursery.disk.settings()
-    return DoomedStack(directory / "stack", nursery, history, servers, fate, size, settings)
+    more, settings = int(plan.with_mishaps), SETTINGS | nursery.disk.settings()
+    size, away = (plan.prefill + more, plan.decode + more), set[str]()
+    if plan.with_mishaps:
+        away = {f"prefill-{plan.prefill}", f"decode-{plan.decode}"}
+    return DoomedStack(directory / "stack", nursery, history, servers, fate, size, settings, away)
 
 
 def _rage(
@@ -96,7 +107,9 @@ def _rage(
     """Until there were enough kills, or the time is over."""
     begun = time.monotonic()
     coming = faults(plan.seed, plan.bus, [worker.name for worker in stack.workers])
-    with Mischief(stack, servers, stack.disk, history) as mischief:
+    if plan.with_mishaps:
+        coming = heapq.merge(coming, mishaps(plan.seed, plan.bus), key=lambda fault: fault.at_s)
+    with Mischief(stack, servers, clients, history) as mischief:
         fault = next(coming)
         while (at_s := time.monotonic() - begun) < plan.seconds and stack.toll.kills.total() < plan.kills:
             stack.tend()
@@ -142,10 +155,14 @@ def write_down(stack: Stack, history: History) -> None:
 class Mischief:
     """Carries out faults, each undone after its time, on threads of its own."""
 
-    def __init__(self, stack: DoomedStack, servers: Servers, disk: Disk, history: History) -> None:
-        self._stack, self._servers, self._disk, self._history = stack, servers, disk, history
+    def __init__(self, stack: DoomedStack, servers: Servers, clients: Clients, history: History) -> None:
+        self._stack, self._servers, self._clients, self._history = stack, servers, clients, history
+        self._disk = stack.disk
         self._over = threading.Event()
-        self._pool = ThreadPoolExecutor(4, "mischief")
+        self._pool = ThreadPoolExecutor(8, "mischief")
+        self._spare = frozenset(stack.away)
+        self._numbers = itertools.count()
+        """Of faults, in their order: the ids of their requests have them."""
         self._at_servers = threading.Lock()
         self._futures: list[Future[None]] = []
 
@@ -153,7 +170,7 @@ class Mischief:
         """Soon."""
         if fault.what not in ("restart", "pause"):  # those are kills and stops
             self._stack.toll.faults[fault.whose.partition("-")[0], fault.what] += 1
-        self._futures.append(self._pool.submit(self._do, fault))
+        self._futures.append(self._pool.submit(self._do, fault, next(self._numbers)))
 
     def check(self) -> None:
         """Raise what went wrong with one."""
@@ -161,12 +178,19 @@ class Mischief:
             if future.done():
                 future.result()
 
-    def _do(self, fault: Fault) -> None:
+    def _do(self, fault: Fault, number: int) -> None:
         self._history.note("fault", fault=fault.what, whose=fault.whose, for_s=fault.for_s, by_s=fault.by_s)
         match fault.what:
-            case "restart" | "pause":
+            case "restart" | "pause" | "stall":
                 with self._at_servers:
                     self._to_server(fault)
+            case "freeze":
+                with self._at_servers:
+                    self._stack.freeze(lambda: self._over.wait(fault.for_s))
+            case "resize":
+                self._resize(fault)
+            case "burst" | "header" | "bomb":
+                self._send(fault.what, number)
             case "full":
                 self._to_disk(fault)
             case "clock":
@@ -175,6 +199,25 @@ class Mischief:
                 clock.put(self._stack.clocks[fault.whose], 0.0)
             case _:
                 self._to_connections(fault)
+
+    def _resize(self, fault: Fault) -> None:
+        """The worker that is `away` comes, and leaves again while others go on with what it had."""
+        (name,) = (name for name in self._spare if name.startswith(fault.whose))
+        self._stack.away.discard(name)
+        self._over.wait(fault.for_s)
+        self._stack.away.add(name)
+
+    def _send(self, what: str, number: int) -> None:
+        addresses = self._stack.addresses
+        match what:
+            case "burst":
+                for one in itertools.takewhile(lambda _: not self._over.is_set(), range(BURST)):
+                    self._clients.send_unread(plain(f"burst{number}-{one}", one))
+            case "header":
+                self._clients.send_unread(plain(f"header{number}", number), partial(send_poisoned, addresses))
+            case "bomb":  # nobody can read it, and so there is nothing to wait for
+                with contextlib.suppress(BusUnavailable):
+                    send_bomb(addresses, f"bomb{number}")
 
     def _to_disk(self, fault: Fault) -> None:
         """Whatever becomes free meanwhile is taken, too."""
@@ -200,7 +243,9 @@ class Mischief:
 
     def _to_server(self, fault: Fault) -> None:
         kind = "valkey" if fault.whose == "redis" else "kafka"
-        if fault.what == "pause":
+        if fault.what == "stall":
+            self._servers.pause(fault.whose, fault.for_s)
+        elif fault.what == "pause":
             self._servers.pause(fault.whose, fault.for_s)
             self._stack.toll.pauses[kind, ANY_TIME] += 1
         else:

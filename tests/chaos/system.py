@@ -4,9 +4,10 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -15,7 +16,7 @@ import redis
 
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child, free_port
-from penstock.local.stack import Stack, Worker
+from penstock.local.stack import Slot, Stack, Worker
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from tests.chaos import clock
@@ -50,6 +51,8 @@ class _Life:
     was_paused: bool = False
     killed: bool = False
     """By us, and not by its own hand at a failpoint."""
+    leaves: bool = False
+    """It was told to."""
 
 
 @dataclass
@@ -96,6 +99,12 @@ class Servers:
         time.sleep(for_s)
         os.kill(server.pid, signal.SIGCONT)
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all of them."""
+        for server in (self.redis, self.kafka):
+            if server is not None and server.pid is not None:
+                os.kill(server.pid, number)
+
     def __enter__(self) -> Self:
         self.redis.start()
         if self.kafka is not None and self.kafka_proxy is not None:
@@ -125,19 +134,25 @@ class DoomedStack(Stack):
         fate_of: FateOf,
         size: tuple[int, int],
         more: Mapping[str, str] | None = None,
+        away: Collection[str] = (),
     ) -> None:
-        """`size`: workers of each stage; `more`: settings of theirs."""
+        """`size`: workers of each stage; `more`: settings of theirs; `away`: those that are not there at first."""
         super().__init__(
             directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.redis.url, prefill=size[0],
             decode=size[1], environment={**ENVIRONMENT, **(more or {})},
         )  # fmt: skip
         self._fate_of = fate_of
         self.toll = Toll()
+        self.away = set(away)
+        """Workers by name that shall not be there: those that are leave in order, and nobody takes their place."""
+        self._hand = threading.Lock()
+        """Whoever has it may do something to workers."""
         self.is_doomed = True
         """Whether workers meet their fates. If not, those that come are not told any."""
         self.proxies = {worker.name: Proxy(servers.redis.port) for worker in self.workers}
         self.clocks = {worker.name: directory / f"{worker.name}.clock" for worker in self.workers}
         self._nursery, self._history, self.disk = nursery, history, nursery.disk
+        self._servers = servers
         self._lives: dict[str, _Life] = {}
         self._births: dict[str, int] = defaultdict(int)
         self._redis = redis.Redis.from_url(servers.redis.url, socket_timeout=1.0)
@@ -157,8 +172,30 @@ class DoomedStack(Stack):
         """Whether the process in the slot now has said that it serves."""
         return worker.name in self._lives and self._lives[worker.name].ready_at > 0
 
+    def freeze(self, wait: Callable[[], object]) -> None:
+        """Stop all workers and servers at once, `wait`, and let them go on. Workers' fates wait, too."""
+        with self._hand:
+            begun = time.monotonic()
+            children = [worker.child for worker in self.workers if worker.child is not None and worker.child.alive()]
+            for child in children:
+                child.send(signal.SIGSTOP)
+            self._servers.send(signal.SIGSTOP)
+            wait()
+            self._servers.send(signal.SIGCONT)
+            for child in children:
+                child.send(signal.SIGCONT)
+            for life in self._lives.values():
+                life.ready_at += time.monotonic() - begun if life.ready_at else 0.0
+
     def tend(self) -> None:
         """See who is ready, stop, continue and kill, bury the dead, and start others in their places."""
+        if self._hand.acquire(blocking=False):
+            try:
+                self._tend()
+            finally:
+                self._hand.release()
+
+    def _tend(self) -> None:
         self._look_who_is_ready()
         for worker in self.workers:
             if worker.child is not None and worker.child.alive():
@@ -193,6 +230,10 @@ class DoomedStack(Stack):
                 worker.child.send(signal.SIGCONT)
         super().stop_workers()
 
+    def _start(self, worker: Slot) -> None:
+        if worker.name not in self.away:
+            super()._start(worker)
+
     def _launch(self, worker: Worker, environment: Mapping[str, str]) -> Child:
         number = self._births[worker.name]
         self._births[worker.name] += 1
@@ -218,6 +259,9 @@ class DoomedStack(Stack):
 
     def _see_to(self, worker: Worker, child: Child, life: _Life) -> None:
         now, fate = time.monotonic(), life.fate
+        if worker.name in self.away and not life.leaves:
+            life.leaves = True
+            child.send(signal.SIGTERM)
         if self._nursery.is_stopped(child.pid):
             pause_s = fate.pause_s if fate else 0.0
             if not life.stopped_at:
@@ -240,6 +284,8 @@ class DoomedStack(Stack):
         if child.returncode == -9:
             self.toll.kills[worker.stage, step] += 1
             self._history.note("kill", worker=worker.name, life=life.number, step=step)
+        elif life.leaves and child.returncode == 0:
+            self._history.note("left", worker=worker.name, life=life.number)
         else:
             worker.start_at = time.monotonic() + AGAIN_S
             last = self.log_tail(worker, 1)

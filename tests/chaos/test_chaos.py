@@ -7,7 +7,7 @@ import pytest
 
 from penstock.local.kafka import find_jars, find_java
 from penstock.names import STAGES
-from tests.chaos.faults import ANY_TIME, Bus, fate_of, faults, points_of
+from tests.chaos.faults import ANY_TIME, MISHAPS, MISHAPS_ON_KAFKA, Bus, fate_of, faults, mishaps, points_of
 from tests.chaos.nursery import Nursery
 from tests.chaos.recovery import Plan, measured
 from tests.chaos.runner import Round, run
@@ -48,7 +48,7 @@ def test_a_seed_says_what_happens() -> None:
     def said(seed: int) -> list[object]:
         workers = ["prefill-0", "decode-0"]
         fates = [fate_of(seed, "kafka", "decode", "decode-0", life) for life in range(50)]
-        return [*fates, *islice(faults(seed, "kafka", workers), 50)]
+        return [*fates, *islice(faults(seed, "kafka", workers), 50), *islice(mishaps(seed, "kafka"), 50)]
 
     assert said(3) == said(3)
     assert said(3) != said(4)
@@ -60,3 +60,9 @@ def test_every_point_has_its_turn(bus: Bus, stage: str) -> None:
     kind = next(known for known in STAGES if known == stage)
     fates = {fate_of(1, bus, kind, f"{stage}-0", life).point for life in range(200)}
     assert fates == {*points_of(kind, bus), ANY_TIME}
+
+
+@pytest.mark.parametrize("bus", BUSES)
+def test_every_mishap_has_its_turn(bus: Bus) -> None:
+    kinds = {*MISHAPS, *(MISHAPS_ON_KAFKA if bus == "kafka" else ())}
+    assert {fault.what for fault in islice(mishaps(1, bus), 2 * len(kinds))} == {*kinds, "burst"}

@@ -36,10 +36,17 @@ def stack(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     with History(directory / "history.jsonl") as history, Servers(directory, "embedded", {}) as servers:
         nursery.disk.clear()
-        made = DoomedStack(directory / "stack", nursery, history, servers, fate, (1, 1), nursery.disk.settings())
+        made = DoomedStack(
+            directory / "stack", nursery, history, servers, fate, (1, 2), nursery.disk.settings(), away={"decode-1"}
+        )
         with made:
-            made.wait_ready(120)
+            wait_until(lambda: all_ready(made), 120, "both workers are ready")
             yield made
+
+
+def all_ready(stack: DoomedStack) -> bool:
+    stack.tend()
+    return all(stack.is_ready(worker) for worker in stack.workers if worker.name not in stack.away)
 
 
 def ask(stack: DoomedStack, first: int, deadline_in_s: float | None = None) -> list[int]:
@@ -92,6 +99,26 @@ def test_where_nothing_can_be_mounted_the_write_fails(tmp_path: Path, monkeypatc
     disk.free()
     with contextlib.closing(DiskTier.open(form, disk.path / "blocks", 2**20)) as tier:
         assert put(tier, new_names(1), form) == [True]
+
+
+def test_a_freeze_stops_every_worker_until_it_is_over(stack: DoomedStack, nursery: Nursery) -> None:
+    pids = [worker.child.pid for worker in stack.workers if worker.child is not None]
+    stack.freeze(lambda: wait_until(lambda: all(map(nursery.is_stopped, pids)), 20, "all are stopped"))
+    assert ask(stack, 4)
+    assert [worker.child.pid for worker in stack.workers if worker.child is not None] == pids
+
+
+def test_a_worker_comes_and_leaves(stack: DoomedStack) -> None:
+    stack.away.discard("decode-1")
+    wait_until(lambda: all_ready(stack), 60, "it serves")
+    stack.away.add("decode-1")
+
+    def is_gone() -> bool:
+        stack.tend()
+        return stack.child_of("decode-1") is None
+
+    wait_until(is_gone, 60, "it has left")
+    assert stack.toll.fell == []
 
 
 def test_a_worker_follows_one_whose_clock_was_ahead(stack: DoomedStack) -> None:

@@ -1,0 +1,43 @@
+"""The arithmetic of processor time: what is added within a round, and what a token adds."""
+
+import os
+import time
+
+import pytest
+
+from benchmarks.processor import Cost, Loads, Meter, processor_s
+
+
+def test_the_meter_counts_the_load_of_its_processes() -> None:
+    def load() -> float:
+        until_s = time.process_time() + 0.2
+        while time.process_time() < until_s:
+            pass
+        return 7.0
+
+    returned, cost = Meter([os.getpid()]).measure(load)
+    assert returned == 7.0
+    assert cost.own_s > 0.1
+    assert cost.broker_s == 0.0
+    with pytest.raises(OSError, match="Invalid argument"):
+        processor_s([2**22 - 1])
+
+
+def test_what_is_added_is_the_median_of_differences_within_a_round() -> None:
+    short = {
+        "bare": [Cost(0.1), Cost(0.2), Cost(0.4)],
+        "embedded": [Cost(0.3), Cost(0.6), Cost(0.9)],
+        "kafka": [Cost(0.5, 0.1), Cost(1.0, 0.2), Cost(1.0, 0.3)],
+    }
+    long = {
+        "bare": [Cost(1.0), Cost(2.0), Cost(4.0)],
+        "embedded": [Cost(1.8), Cost(3.0), Cost(5.1)],
+        "kafka": [Cost(9.0)] * 3,
+    }
+    assert Loads(100, 4, 64, short, long).figures() == {
+        "cpu_ms_per_request_added_embedded": pytest.approx(4.0),
+        "cpu_us_per_token_added": pytest.approx(100.0),
+        "cpu_ratio_added": pytest.approx(2.0),
+        "cpu_ms_per_request_added_kafka": pytest.approx(6.0),
+        "cpu_ms_per_request_broker": pytest.approx(2.0),
+    }
