@@ -36,6 +36,8 @@ class Cards:
         self._client = client
         self._pending_s, self._keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
         self._renew_s = min(RENEW_S, settings.keep_s / 4)
+        self._secret = secrets.token_hex(32).encode()
+        """The one in Redis, once it was read: a Redis that lost it gets it back, and ids stay as they are."""
         self._open: dict[str, Card] = {}
         """By id, the cards of requests that have not ended, as far as this gateway knows."""
 
@@ -45,10 +47,10 @@ class Cards:
         They are made with a secret, which the first gateway leaves in Redis. Whoever knows tenant and key cannot tell
         them, and so cannot produce a request of his own under an id that a gateway will use.
         """
-        mine = secrets.token_hex(32)
         with outages_named():
-            found = cast("bytes | None", await self._client.set(GATEWAY_SECRET_KEY, mine, nx=True, get=True))
-        return hmac.digest(found or mine.encode(), f"{tenant}\n{key}".encode(), "sha256").hex()[:32]
+            found = cast("bytes | None", await self._client.set(GATEWAY_SECRET_KEY, self._secret, nx=True, get=True))
+        self._secret = found or self._secret
+        return hmac.digest(self._secret, f"{tenant}\n{key}".encode(), "sha256").hex()[:32]
 
     async def put(self, card: Card) -> Card:
         """Keep a card; returns it, or the one that was there before under its id."""
