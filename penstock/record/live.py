@@ -29,8 +29,8 @@ class LiveFeed:
     """Subscriptions by channel. Belongs to the event loop it was made on."""
 
     def __init__(self, url: str) -> None:
-        self._pool: Any = async_connection_pool(url, protocol=2, socket_timeout=None, retry=Retry(NoBackoff(), 0))
-        self._connection: Any = self._pool.make_connection()
+        self._pool = async_connection_pool(url, protocol=2, socket_timeout=None, retry=Retry(NoBackoff(), 0))
+        self._connection: Any = self._pool.make_connection()  # type: ignore[no-untyped-call]
         self._connected = False
         self._listeners: dict[str, list[Deliver]] = {}
         self._changed: asyncio.Queue[str] = asyncio.Queue()
