@@ -1,6 +1,6 @@
 """Kill everything, over and over, and hold what everybody saw against the promises.
 
-python -m benchmarks.chaos [--quick] [--json FILE] [--seed N] [--kills N]
+python -m benchmarks.chaos [--quick] [--json FILE] [--seed N] [--kills N | --flushes N]
 
 Real worker processes on the demo model in float32, a real Valkey, a real Kafka, clients that send requests steadily and
 read every stream, some of them coming back again and again with the last event id they saw. First decode workers are
@@ -33,6 +33,7 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from benchmarks.chaos_flushes import flush_often
 from benchmarks.common import Arguments, machine, report
 from penstock.names import STAGES, Stage
 from tests.chaos.checker import Finding, tally
@@ -132,6 +133,16 @@ def chaos(directory: Path, given: "Options") -> Sum:
     return total
 
 
+def flush(directory: Path, given: "Options") -> dict[str, float]:
+    """Nothing but flushes of Redis."""
+    nursery = Nursery(directory)
+    try:
+        with telling("flushes", Sum(), given) as tell:
+            return flush_often(directory / "flushes", nursery, given.seed, given.flushes, tell)
+    finally:
+        nursery.close()
+
+
 def _recover(total: Sum, directory: Path, nursery: Nursery, given: "Options", waiting: contextlib.ExitStack) -> None:
     """Of each stage on each bus; what is not settled yet then is `waiting` for that, while other things are done."""
     plans = (Plan(1, 4), prefill_plan(1)) if given.quick else (Plan(3, 10), prefill_plan(8))
@@ -205,10 +216,11 @@ def _in_order(step: tuple[str, str]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """What all benchmarks take, and the seed of the first rounds and how many kills it should be."""
+    """What all benchmarks take, the seed of the first rounds, how many kills it should be, or how many flushes."""
 
     seed: int = 1
     kills: int = 1000
+    flushes: int = 0
 
 
 def main() -> None:
@@ -217,8 +229,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--seed", type=int, default=1, help="of the first round on each bus")
     parser.add_argument("--kills", type=int, default=1000, help="go on until there were so many, for an hour")
+    parser.add_argument("--flushes", type=int, default=0, help="instead: Redis loses everything so often, on Kafka")
     given = Options(**vars(parser.parse_args()))
     directory = Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
+    if given.flushes:
+        report(flush(directory, given), given)
+        return
     total = chaos(directory, given)
     print(f"\n{machine()}; histories and logs: {directory}")
     Console().print(table(total.toll), faults_table(total.toll))

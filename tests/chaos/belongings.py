@@ -29,8 +29,8 @@ def read_belongings(addresses: Addresses, client: "redis.Redis", stage: Stage, n
 
 
 def read_members(addresses: Addresses, group: str) -> list[str]:
-    """Return who is in a Kafka group, by the brokers: a worker that died and came again is there twice for a while."""
-    return [member.client_id for member in _describe(addresses, group)]
+    """Return who has partitions in a Kafka group, by the brokers; who died and came again may be there twice."""
+    return [member.client_id for member in _describe(addresses, group) if member.assignment.topic_partitions]
 
 
 def _pending(client: "redis.Redis", key: str, group: str, name: str) -> set[str]:

@@ -4,7 +4,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
@@ -13,10 +13,12 @@ from typing import Self
 
 import redis
 
-from penstock.client import Client
+from penstock.bus.connect import connect
+from penstock.client import Client, outgoing
 from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, RequestError, StreamError
 from penstock.messages import EndEvent, Request, now_s
-from penstock.settings import Addresses
+from penstock.names import Pipeline
+from penstock.settings import Addresses, BusSettings
 from tests.chaos.history import History
 from tests.pipeline.workload import Answer, alone, requests
 
@@ -81,9 +83,9 @@ def errand(seed: int, number: int) -> Errand:
     )
 
 
-def plain(request_id: str, number: int) -> Errand:
-    """A request with a short answer, and nothing special done with it."""
-    request, answer = known(BRIEF)[number % NUM_KNOWN]
+def plain(request_id: str, number: int, max_tokens: int = BRIEF) -> Errand:
+    """A request that is read once to its end, or not at all."""
+    request, answer = known(max_tokens)[number % NUM_KNOWN]
     named = request.model_copy(update={"id": request_id, "tenant": f"tenant-{number % TENANTS}"})
     return Errand(named, answer, copies=1, cancel_after=None, leaves_after=[], late_s=None)
 
@@ -95,7 +97,7 @@ class Clients:
         self, history: History, addresses: Addresses, make: Callable[[int], Errand], under_way: int, patience_s: float
     ) -> None:
         self._history, self._make, self._patience_s = history, make, patience_s
-        self._client = Client(addresses)
+        self._addresses, self._client = addresses, Client(addresses)
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.count = 0
@@ -121,17 +123,24 @@ class Clients:
             if future.done():
                 future.result()
 
-    def send_unread(self, task: Errand, send: Callable[[Request], None] | None = None) -> None:
-        """Send a request of which nobody reads the stream: its result tells. `send` raises `BusUnavailable` where that
-        is not known to be durable; then it is sent again, until the clients are told to stop.
+    def send_unread(self, tasks: Sequence[Errand], send: Callable[[list[Request]], None] | None = None) -> None:
+        """Send requests at once of which nobody reads the streams: their results tell. `send` raises `BusUnavailable`
+        where it is not known that they are durable; then they are sent again, until the clients are told to stop.
         """
-        self._submitted(task)
+        for task in tasks:
+            self._submitted(task)
         while not self._over.is_set():
             with contextlib.suppress(BusUnavailable):
-                (send or self._submit)(task.request)
-                self._accepted(task)
+                (send or self._publish)([task.request for task in tasks])
+                for task in tasks:
+                    self._accepted(task)
                 return
             time.sleep(AGAIN_S)
+
+    def _publish(self, work: list[Request]) -> None:
+        pipeline = Pipeline(self._addresses.pipeline)
+        with contextlib.closing(connect(self._addresses, BusSettings()).publisher()) as publisher:
+            publisher.publish([outgoing(pipeline, request)[1] for request in work])
 
     def _go_on(self) -> None:
         while not self._over.is_set():

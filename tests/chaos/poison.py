@@ -3,7 +3,7 @@
 import ctypes
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,26 @@ FLUSH_S = 30.0
 """Shorter than librdkafka keeps trying to send a message: what it sent by then was acknowledged."""
 
 
-def send_poisoned(addresses: Addresses, request: Request) -> None:
-    """Send a request with a header whose name is no UTF-8.
+def send_poisoned(addresses: Addresses, work: Sequence[Request]) -> None:
+    """Send requests with a header whose name is no UTF-8.
 
     Raises `BusUnavailable` where it is not known to be durable.
     """
     pipeline = Pipeline(addresses.pipeline)
-    message = Outgoing(pipeline.requests(request.klass or "interactive"), request.encode(), request.id)
-    if addresses.kafka:
-        produce_raw({"bootstrap.servers": addresses.kafka, **kafka_access(addresses)}, message, NAME)
-        return
-    fields: dict[Any, Any] = {"value": message.value, "key": request.id, "headers": b'{"' + NAME + b'": "1"}'}
-    with closing(redis.Redis.from_url(addresses.stream_url, socket_timeout=2.0)) as client:
+    for request in work:
+        topic = pipeline.requests(request.klass or "interactive")
+        message = Outgoing(topic, request.encode(), request.id)
+        if addresses.kafka:
+            produce_raw({"bootstrap.servers": addresses.kafka, **kafka_access(addresses)}, message, NAME)
+        else:
+            _add_raw(addresses.stream_url, pipeline.stream_key(topic), message)
+
+
+def _add_raw(url: str, stream: str, message: Outgoing) -> None:
+    fields: dict[Any, Any] = {"value": message.value, "key": message.key or "", "headers": b'{"' + NAME + b'": "1"}'}
+    with closing(redis.Redis.from_url(url, socket_timeout=2.0)) as client:
         try:
-            client.xadd(pipeline.stream_key(message.topic), fields)
+            client.xadd(stream, fields)
         except redis.RedisError as error:
             raise BusUnavailable(f"Redis: {error}") from error
 

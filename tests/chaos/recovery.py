@@ -116,7 +116,7 @@ def measured(
         _tend_until(stack, lambda: all(map(stack.is_ready, stack.workers)), "all workers are ready")
         for number in range(plan.waves):
             if bus == "kafka":
-                _tend_until(stack, partial(_knows_members, stack, plan.stage), "the brokers know who is there", 0.5)
+                _tend_until(stack, partial(_knows_members, stack, plan.stage), "all workers have partitions", 0.5)
             make = partial(_errand, plan, number)
             clients = exits.enter_context(Clients(history, stack.addresses, make, plan.streams, PATIENCE_S))
             clients.stop()  # a wave is one errand each
@@ -136,7 +136,7 @@ def _is_idle(clients: Clients) -> bool:
 
 
 def _knows_members(stack: DoomedStack, stage: Stage) -> bool:
-    """Whether the brokers have each worker of a stage once: no dead one, and all that live."""
+    """Whether each worker of a stage has its partitions, and no dead one has any."""
     names = sorted(worker.name for worker in stack.workers if worker.stage == stage)
     return sorted(read_members(stack.addresses, Pipeline(stack.addresses.pipeline).group(stage))) == names
 

@@ -211,10 +211,9 @@ class Mischief:
         addresses = self._stack.addresses
         match what:
             case "burst":
-                for one in itertools.takewhile(lambda _: not self._over.is_set(), range(BURST)):
-                    self._clients.send_unread(plain(f"burst{number}-{one}", one))
+                self._clients.send_unread([plain(f"burst{number}-{one}", one) for one in range(BURST)])
             case "header":
-                self._clients.send_unread(plain(f"header{number}", number), partial(send_poisoned, addresses))
+                self._clients.send_unread([plain(f"header{number}", number)], partial(send_poisoned, addresses))
             case "bomb":  # nobody can read it, and so there is nothing to wait for
                 with contextlib.suppress(BusUnavailable):
                     send_bomb(addresses, f"bomb{number}")

@@ -35,7 +35,7 @@ def first(kafka: Addresses) -> Message:
 
 def test_a_header_that_is_no_text_arrives_with_its_request(kafka: Addresses) -> None:
     request = Request(id="header0", prompt="hello")
-    send_poisoned(kafka, request)
+    send_poisoned(kafka, [request])
     message = first(kafka)
     assert (message.key(), message.value()) == (b"header0", request.encode())
     # What else there is of it may bring the client down (SystemError), and is not looked at here.
