@@ -45,7 +45,7 @@ def _in_partitions(addresses: Addresses, topic: str, numbers: set[int]) -> set[s
     values: list[bytes] = []
     try:
         while found := follower.read(READ_S):
-            values += [one.message.value for one in found if int(one.part) in numbers]
+            values += [one.message.value for one in found if one.message is not None and int(one.part) in numbers]
     finally:
         follower.close()
     return _ids(values)
