@@ -284,7 +284,7 @@ class DoomedStack(Stack):
         if child.returncode == -9:
             self.toll.kills[worker.stage, step] += 1
             self._history.note("kill", worker=worker.name, life=life.number, step=step)
-        elif life.leaves and child.returncode == 0:
+        elif life.leaves and child.returncode in (0, -signal.SIGTERM):  # or before it could hear of it
             self._history.note("left", worker=worker.name, life=life.number)
         else:
             worker.start_at = time.monotonic() + AGAIN_S
