@@ -60,10 +60,12 @@ WHAT = {
     "burst": "300 requests at once",
     "header": "a header's name that is no UTF-8",
     "bomb": "100 MB in 3 kB",
+    "leader": "the broker that leads most was killed",
+    "failover": "the master was killed",
 }
 TOLD = {
     "freeze": "freezes", "stall": "stalls", "resize": "resizes", "burst": "bursts",
-    "header": "poisoned_headers", "bomb": "bombs",
+    "header": "poisoned_headers", "bomb": "bombs", "leader": "leaders_killed", "failover": "failovers",
 }  # fmt: skip
 """Mishaps, as `--json` calls them."""
 MOST_S = 52 * 60
@@ -179,7 +181,11 @@ def _plans(given: "Options") -> Iterator[Round]:
     for number in itertools.count():
         for bus in BUSES:
             seconds = 15.0 if given.quick else SECONDS_A_ROUND[bus]
-            yield Round(given.seed + number, bus, seconds, KILLS_A_ROUND, with_mishaps=True)
+            # Every third round on Kafka has servers with copies.
+            is_replicated = bus == "kafka" and number % 3 == 2
+            yield Round(
+                given.seed + number, bus, seconds, KILLS_A_ROUND, is_replicated=is_replicated, with_mishaps=True
+            )
 
 
 @contextlib.contextmanager

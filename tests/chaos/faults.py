@@ -16,6 +16,7 @@ Bus = str
 """`embedded` or `kafka`."""
 MISHAPS = ("freeze", "stall", "resize", "header")
 MISHAPS_ON_KAFKA = ("bomb",)
+MISHAPS_OF_COPIES = ("leader", "failover")
 BACKLOG = ("freeze", "resize")
 """Mishaps that hurt most while more is waiting than workers have fetched: a burst of requests comes before."""
 
@@ -101,10 +102,10 @@ def faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
             yield Fault(at_s, what, whose, for_s, by_s)
 
 
-def mishaps(seed: int, bus: Bus) -> Iterator[Fault]:
+def mishaps(seed: int, bus: Bus, *, is_replicated: bool = False) -> Iterator[Fault]:
     """What happens to the system as a whole, without end: each kind has its turn, in an order of the seed."""
     chance = random.Random(f"{seed}/mishaps")
-    kinds = [*MISHAPS, *(MISHAPS_ON_KAFKA if bus == "kafka" else ())]
+    kinds = [*MISHAPS, *(MISHAPS_ON_KAFKA if bus == "kafka" else ()), *(MISHAPS_OF_COPIES if is_replicated else ())]
     at_s = 1.0
     while True:
         for what in chance.sample(kinds, len(kinds)):
@@ -118,6 +119,9 @@ def mishaps(seed: int, bus: Bus) -> Iterator[Fault]:
                     at_s += fault.for_s
                 case "stall":
                     fault = Fault(at_s, what, "redis", chance.uniform(0.3, 2.0))
+                case "leader" | "failover":
+                    whose = "kafka" if what == "leader" else "redis"
+                    fault = Fault(at_s, what, whose, chance.uniform(0.0, 4.0))
                 case "resize":
                     fault = Fault(at_s, what, chance.choice(STAGES), chance.uniform(2.0, 10.0))
                 case _:

@@ -25,6 +25,7 @@ from tests.chaos.faults import ANY_TIME, Bus, Fate, Fault, fate_of, faults, mish
 from tests.chaos.history import History, read
 from tests.chaos.nursery import Nursery
 from tests.chaos.poison import send_bomb, send_poisoned
+from tests.chaos.replicated import ReplicatedServers
 from tests.chaos.system import DoomedStack, Servers, Toll
 
 TEND_S = 0.05
@@ -52,6 +53,8 @@ class Round:
     under_way: int = 16
     patience_s: float = 90.0
     """Nobody would wait longer, for a token or for a result."""
+    is_replicated: bool = False
+    """Three brokers and a Redis with a copy; then nothing is done to connections, and no server is restarted."""
     with_mishaps: bool = False
     """Whether there are also those of `tests.chaos.faults.mishaps`."""
 
@@ -75,7 +78,11 @@ def run(plan: Round, directory: Path, nursery: Nursery, progress: Progress = lam
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
         history.note("round", seed=plan.seed, bus=plan.bus)
-        servers = exits.enter_context(Servers(directory, plan.bus, SHORT_TIMEOUTS))
+        servers = exits.enter_context(
+            ReplicatedServers(directory, SHORT_TIMEOUTS)
+            if plan.is_replicated
+            else Servers(directory, plan.bus, SHORT_TIMEOUTS)
+        )
         nursery.disk.clear()
         stack = exits.enter_context(doomed(plan, directory, nursery, history, servers))
         make = partial(errand, plan.seed)
@@ -107,7 +114,9 @@ def _rage(
     """Until there were enough kills, or the time is over."""
     begun = time.monotonic()
     coming = faults(plan.seed, plan.bus, [worker.name for worker in stack.workers])
-    if plan.with_mishaps:
+    if plan.is_replicated:
+        coming = mishaps(plan.seed, plan.bus, is_replicated=True)
+    elif plan.with_mishaps:
         coming = heapq.merge(coming, mishaps(plan.seed, plan.bus), key=lambda fault: fault.at_s)
     with Mischief(stack, servers, clients, history) as mischief:
         fault = next(coming)
@@ -184,6 +193,9 @@ class Mischief:
             case "restart" | "pause" | "stall":
                 with self._at_servers:
                     self._to_server(fault)
+            case "leader" | "failover":
+                with self._at_servers:
+                    self._servers.fail_over(fault.whose, fault.for_s)
             case "freeze":
                 with self._at_servers:
                     self._stack.freeze(lambda: self._over.wait(fault.for_s))

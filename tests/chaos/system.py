@@ -14,11 +14,14 @@ from typing import Self
 
 import redis
 
+from penstock.bus.connect import connect
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child, free_port
 from penstock.local.stack import Slot, Stack, Worker
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
+from penstock.reach import redis_client
+from penstock.settings import BusSettings
 from tests.chaos import clock
 from tests.chaos.faults import ANY_TIME, Bus, Fate
 from tests.chaos.history import History
@@ -71,6 +74,8 @@ class Toll:
 class Servers:
     """Redis, and Kafka where that is the bus, each to be killed and started again. Kafka is reached by a proxy."""
 
+    is_replicated = False
+
     def __init__(self, directory: Path, bus: Bus, timeouts: Mapping[str, str]) -> None:
         self.redis = ValkeyServer(directory / "redis")
         self.kafka: KafkaServer | None = None
@@ -81,6 +86,15 @@ class Servers:
             port, advertised = self.kafka_proxy.target_port, self.kafka_proxy.port
             self.kafka = KafkaServer(directory / "kafka", port, advertised=advertised, timeouts=timeouts)
             self.bootstrap = f"127.0.0.1:{advertised}"
+
+    @property
+    def stream_url(self) -> str:
+        """Where Redis is asked for."""
+        return self.redis.url
+
+    def fail_over(self, whose: str, down_s: float) -> None:
+        """Kill the server that leads; here there is no other."""
+        raise NotImplementedError
 
     def restart(self, whose: str, down_s: float) -> None:
         """Kill one, wait, and start it again, with the data it had."""
@@ -138,7 +152,7 @@ class DoomedStack(Stack):
     ) -> None:
         """`size`: workers of each stage; `more`: settings of theirs; `away`: those that are not there at first."""
         super().__init__(
-            directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.redis.url, prefill=size[0],
+            directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.stream_url, prefill=size[0],
             decode=size[1], environment={**ENVIRONMENT, **(more or {})},
         )  # fmt: skip
         self._fate_of = fate_of
@@ -155,7 +169,7 @@ class DoomedStack(Stack):
         self._servers = servers
         self._lives: dict[str, _Life] = {}
         self._births: dict[str, int] = defaultdict(int)
-        self._redis = redis.Redis.from_url(servers.redis.url, socket_timeout=1.0)
+        self._redis = redis_client(servers.stream_url)
 
     def child_of(self, name: str) -> Child | None:
         """The process in a slot, if it lives."""
@@ -209,6 +223,8 @@ class DoomedStack(Stack):
     def start(self) -> Self:
         """Start the proxies and clocks, and then as every stack."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        if self._servers.is_replicated:
+            connect(self.addresses, BusSettings(replication=3)).create_topics()
         for path in self.clocks.values():
             clock.put(path, 0.0)
         for proxy in self.proxies.values():
@@ -239,7 +255,9 @@ class DoomedStack(Stack):
         self._births[worker.name] += 1
         fate = self._fate_of(worker, number) if self.is_doomed else None
         self._lives[worker.name] = _Life(number, fate)
-        own = {"PENSTOCK_STREAM_URL": f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"}
+        own: dict[str, str] = {}
+        if not self._servers.is_replicated:
+            own["PENSTOCK_STREAM_URL"] = f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"
         if fate is not None and fate.order:
             own["PENSTOCK_FAILPOINTS"] = fate.order
         own_log, own_clock = self._log(worker), self.clocks[worker.name]
