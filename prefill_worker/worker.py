@@ -28,7 +28,7 @@ from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.retries import place
-from penstock.errors import Cancelled, IdConflict, InternalError, RequestError, SequenceFailed
+from penstock.errors import Cancelled, IdConflict, InternalError, InvalidRequest, RequestError, SequenceFailed
 from penstock.failpoints import failpoint
 from penstock.messages import FinishReason, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
@@ -153,7 +153,7 @@ class PrefillWorker(StageWorker[Prefill]):
             return
         if not self._is_mine(delivery):
             return
-        claimed = self.record.claim_prefill(intake.id, self.name, intake.body, pack(delivery))
+        claimed = self.record.claim_prefill(intake.id, self.session.id, intake.body, pack(delivery))
         match claimed:
             case Busy(wait_s=wait_s):
                 self.inbox.put_back(delivery, wait_s)
@@ -168,9 +168,10 @@ class PrefillWorker(StageWorker[Prefill]):
 
     def _taken(self, delivery: Delivery, claim: Claim) -> None:
         intake = read(self.pipeline, delivery, self.prompts)
-        if intake is not None:
-            failpoint("prefill.2.taken")
-            self._begin(intake, claim)
+        if intake is None:
+            raise InvalidRequest("no request id can be read, in the message or its key")
+        failpoint("prefill.2.taken")
+        self._begin(intake, claim)
 
     def _of(self, claim: Claim) -> Prefill | None:
         prefill = super()._of(claim)
@@ -196,7 +197,7 @@ class PrefillWorker(StageWorker[Prefill]):
         self._note_wait(intake.delivery, intake.context, intake.started_s)
         if intake.error is None and intake.request is not None:
             intake.error = cause_to_end(claim, intake.request.deadline)
-        if (older := self.running.get(intake.id)) is not None:  # held until its lease ran out, and now claimed anew
+        if (older := self.running.get(intake.id)) is not None:  # held until its session was over, and now claimed anew
             self._forget(older)
             mine, other = intake.delivery, older.intake.delivery
             if not mine.is_held:
@@ -245,7 +246,7 @@ class PrefillWorker(StageWorker[Prefill]):
         span.set_attributes(request_attributes(intake.operation, self.engine.model.name))
         names = [*chain.names, *([tail] if tail else [])]
         prefill = self.running[seq.id] = Prefill(intake, claim, seq, names, span)
-        self.leases.add(claim)
+        self.session.add(claim)
         to_share = (seq.num_prompt - 1) // self.store.layout.block_size  # the last token is always computed
         lease_to = self.pipeline.lease_owner(seq.id)
         self.transfers.fetch(Fetch(prefill, names[:to_share], lease_to=lease_to, klass=seq.klass))
@@ -329,7 +330,7 @@ class PrefillWorker(StageWorker[Prefill]):
         if ship.blocks:
             tracing.note("kv.write", prefill.context, ship.begun_s, ship.ended_s, blocks=len(ship.blocks))
         if ship.then is not None and prefill is self.running.get(prefill.seq.id):
-            self._forget(prefill, keep_lease=True)
+            self._forget(prefill, keep_claim=True)
 
     def _settle_job(self, intake: Intake, claim: Claim) -> None:
         """On the loop's thread, or the one that wrote the last block."""
@@ -343,18 +344,17 @@ class PrefillWorker(StageWorker[Prefill]):
         def done(settled: bool) -> None:
             failpoint("prefill.5.settled")
             span.end()
-            self.leases.drop(claim)
+            self.session.drop(claim)
             if settled:
                 self.figures.buried(len(dead))
                 if not intake.is_ended and not claim.ended:
                     self.figures.handed_off(intake.delivery.klass)
                 self.record.handed(claim)
-                self.leases.done(claim)
                 failpoint("prefill.5.handed")
             else:
                 self.record.release(claim, delivered=intake.delivery.is_held)
 
-        self.leases.add(claim)
+        self.session.add(claim)
         self.settler.settle(Settlement(intake.delivery, outputs), done)
 
     def _end(self, intake: Intake, claim: Claim) -> None:
@@ -374,9 +374,9 @@ class PrefillWorker(StageWorker[Prefill]):
             tracing.note("end", intake.context, begun_s, now_s(), **told)
         return intake.is_ended
 
-    def _forget(self, task: Prefill, *, keep_lease: bool = False) -> None:
+    def _forget(self, task: Prefill, *, keep_claim: bool = False) -> None:
         task.span.end()
         del self.running[task.seq.id]
         self.engine.remove(task.seq)
-        if not keep_lease:
-            self.leases.drop(task.claim)
+        if not keep_claim:
+            self.session.drop(task.claim)
