@@ -63,8 +63,8 @@ class Log:
 
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end, also before any worker saw it; False when it has ended already."""
-        key, args = self._pipeline.record_key(request_id), [self._pending_ms, request_id, self._pipeline.news_key("%s")]
-        return bool(scripts.CANCEL.run(self._client, [key], args))
+        key, news = self._pipeline.record_key(request_id), self._pipeline.news_key("%s")
+        return bool(scripts.CANCEL.run(self._client, [key], [self._pending_ms, request_id, news]))
 
 
 class AsyncLog:

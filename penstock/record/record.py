@@ -19,6 +19,8 @@ from penstock.settings import RecordSettings
 
 log = logging.getLogger(__name__)
 
+Args = list[str | int | bytes]
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -135,7 +137,7 @@ class Record:
         pipeline = self._pipeline
         keys = [pipeline.free_key(stage), pipeline.sessions_key(stage), pipeline.held_key(session)]
         looks = [pipeline.record_key("%s"), pipeline.log_key("%s")]
-        args = [session, stage, most, self._longest_ms, self._pending_ms, *looks]
+        args: Args = [session, stage, most, self._longest_ms, self._pending_ms, *looks]
         taken = scripts.TAKE.run(self._client, keys, args)
         logs: list[Any] = [()] * len(taken)
         if stage == "decode" and taken:
@@ -211,7 +213,7 @@ class Record:
 
     def handed(self, claim: Claim) -> bool:
         """The hand-off is durable: nobody holds the request. False when it has gone on, which is fine."""
-        args = [claim.id, claim.epoch, self._held]
+        args: Args = [claim.id, claim.epoch, self._held]
         return bool(scripts.HANDED.run(self._client, self._keys(claim.id)[:1], args))
 
     def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
@@ -222,7 +224,7 @@ class Record:
         """
         keys = [self._pipeline.record_key(claim.id), self._pipeline.free_key(claim.stage)]
         grace_ms = self._lease_ms if delivered else 0
-        args = [claim.id, claim.epoch, int(failed), round(wait_s * 1000), grace_ms, self._held]
+        args: Args = [claim.id, claim.epoch, int(failed), round(wait_s * 1000), grace_ms, self._held]
         return bool(scripts.RELEASE.run(self._client, keys, args))
 
     # Sessions, see `penstock.record.session`.
@@ -236,11 +238,12 @@ class Record:
         """
         pipeline = self._pipeline
         keys = [pipeline.sessions_key(stage), pipeline.news_key(session), pipeline.free_key(stage)]
-        args = [session, self._lease_ms, until_ms, len(parts), *parts, *left]
+        args: Args = [session, self._lease_ms, until_ms, len(parts), *parts, *left]
         reply = scripts.RENEW.run(self._client, [*keys, pipeline.readers_key(stage)], args)
         if not reply:
             return None
-        return Renewed(*reply[:3], [word.decode().removeprefix("c:") for word in reply[3:]])
+        until, now, num_free, *news = reply
+        return Renewed(until, now, num_free, [word.decode().removeprefix("c:") for word in news])
 
     def reap(self, stage: Stage, as_of_ms: int, session: str = "") -> int:
         """End sessions whose time was over then, and this one in any case; what they held is free.
@@ -250,7 +253,8 @@ class Record:
         pipeline = self._pipeline
         looks = [pipeline.held_key("%s"), pipeline.news_key("%s"), pipeline.record_key("%s")]
         keys = [pipeline.sessions_key(stage), pipeline.free_key(stage)]
-        num_free, *ended = scripts.REAP.run(self._client, keys, [as_of_ms, self._lease_ms, session, *looks])
+        args: Args = [as_of_ms, self._lease_ms, session, *looks]
+        num_free, *ended = scripts.REAP.run(self._client, keys, args)
         for one in ended:
             log.info("the %s session %s is over", stage, one.decode())
         return int(num_free)

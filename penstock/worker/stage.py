@@ -87,9 +87,9 @@ class StageWorker(ABC, Generic[T]):
     ) -> None:
         self.pipeline, self.name, self.record, self.member = pipeline, name, record, member
         self.figures = figures or StageFigures(Meters(is_on=False), pipeline.name, self.stage, name, "")
-        self.settler, self.inbox, self.load = Settler(member), Inbox(member), Load()
         reader = member.orphan_reader()
         self.session = Session(record, self.stage, name, member.parts, adopts=reader is not None)
+        self.settler, self.inbox, self.load = Settler(member), Inbox(member), Load()
         self.rescue = Rescue(record, self.stage, self.session, member, reader, waiting_of)
         self.failures = Failures(pipeline, record, self.settler, self.inbox, self.figures.retried)
         self.running: dict[str, T] = {}

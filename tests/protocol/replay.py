@@ -206,7 +206,7 @@ class Replay:
         for session in (*self.sessions.values(), *self.ghosts):
             self.client.zrem(self.pipeline.sessions_key(_stage_of(_index_of(session))), session)
             self.client.delete(self.pipeline.held_key(session))
-        holder = (self.client.hget(self.keys[0], "session") or b"").decode()
+        holder = str(self.client.hget(self.keys[0], "session") or b"", "utf-8")  # type: ignore[arg-type]
         if holder:
             stage = _stage_of(_index_of(holder))
             self.client.zadd(self.pipeline.sessions_key(stage), {holder: _now_ms(self.client.time()) + 1000 * LEASE_S})
@@ -239,8 +239,8 @@ class Replay:
         assert int(text["epoch"] or 0) == self.epochs[rec.epoch]
         self._compare_session(rec, text["session"])
         assert (int(text["not_before"] or 0) > now) == rec.waits
-        for stage, place in PLACES.items():
-            score = self.client.zscore(self.pipeline.free_key(stage), self.id)
+        for stage in STAGES:
+            score, place = self.client.zscore(self.pipeline.free_key(stage), self.id), PLACES[stage]
             assert (NEVER if score is None else LATER if score > now else DUE) == rec.free[place]
         assert (text["stage"] or "new") == rec.stage
         assert int(text["bound"] or 0) == rec.bound

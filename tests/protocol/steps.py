@@ -168,7 +168,7 @@ def _renew(state: State, index: int) -> Steps:
     run, step = worker.run, Step("renew", index, ("renew", index))
     if not worker.lives:
         lost = run and run._replace(lost=True)
-        yield step._replace(reply="lost"), change(state, index, worker._replace(run=lost, lives=True))
+        yield step._replace(reply=("lost",)), change(state, index, worker._replace(run=lost, lives=True))
     if run is None or run.pc not in ("wait", "work"):
         return
     if run.lost:

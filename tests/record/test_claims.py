@@ -202,8 +202,8 @@ def test_a_clock_that_went_back_keeps_nothing_from_anybody(
     record.release(message_of(record, "prefill", "r2"), wait_s=1)
     record.release(message_of(record, "prefill", "r3"), wait_s=1)
     for key in (pipeline.sessions_key("decode"), pipeline.free_key("prefill")):
-        for name, score in client.zrange(key, 0, -1, withscores=True):
-            client.zadd(key, {name: score + 3_600_000})
+        for name in client.zrange(key, 0, -1):
+            client.zincrby(key, 3_600_000, str(name, "utf-8"))  # type: ignore[arg-type]
     client.hincrby(pipeline.record_key("r2"), "not_before", 3_600_000)
     outcome = record.claim_decode("r1", alive(record, "decode", "d2"), "j1")
     assert isinstance(outcome, Busy)

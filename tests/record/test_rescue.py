@@ -7,7 +7,7 @@ import redis
 
 from penstock.bus.contract import Delivery
 from penstock.local.processes import wait_until
-from penstock.names import Pipeline
+from penstock.names import Pipeline, Stage
 from penstock.record import Record, Session, Waiting
 from penstock.worker import Rescue
 from penstock.worker.rescue import AT_ONCE_BYTES
@@ -65,13 +65,13 @@ class Full(Record):
 
     failures = 1
 
-    def put_down(self, stage: str, waiting: Sequence[Waiting]) -> None:  # type: ignore[override]
+    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> None:
         if waiting and self.failures:
             self.failures -= 1
             raise redis.TimeoutError("slow")
         num_bytes = sum(len(one.message) for one in waiting)
         assert num_bytes <= AT_ONCE_BYTES or len(waiting) == 1
-        super().put_down("prefill", waiting)
+        super().put_down(stage, waiting)
 
 
 def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
@@ -103,7 +103,9 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> 
 
 def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Session) -> None:
     def read(found: Delivery) -> Waiting:
-        return whose(found) if found.key == "r2" else {}["a bug"]
+        if found.key == "r1":
+            raise ZeroDivisionError("a bug")
+        return whose(found)
 
     member = Member([delivery("r1"), delivery("r2")], {})
     rescue = Rescue(hasty, "prefill", session, member, member, read)  # type: ignore[arg-type]
