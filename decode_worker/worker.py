@@ -337,7 +337,7 @@ class DecodeWorker(StageWorker[Decode]):
                 tracing.note("end", decoding.context, begun_s, now_s(), **told)
                 self._settle(decoding.delivery, decoding.job, [*decoding.said, end], claim, decoding.error)
             else:
-                self.inbox.put_back(decoding.delivery)
+                self._give_back(claim, decoding.delivery)
 
     def _forget(self, task: Decode) -> None:
         task.span.end()

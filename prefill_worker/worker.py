@@ -360,7 +360,7 @@ class PrefillWorker(StageWorker[Prefill]):
     def _end(self, intake: Intake, claim: Claim) -> None:
         """The request ends here: append the end, then let the jobs topic carry it, so that a job settles the result."""
         if not claim.ended and not self._append_end(intake, claim):
-            self.inbox.put_back(intake.delivery)
+            self._give_back(claim, intake.delivery)
             return
         failpoint("prefill.2.ended")
         self._settle_job(intake, claim)

@@ -177,9 +177,16 @@ class StageWorker(ABC, Generic[T]):
                 self._cancelled(task)
 
     def _lose(self, task: T) -> None:
-        """Another worker holds it now."""
+        """Let go of a request that another worker holds now, or may."""
         self._forget(task)
-        self.inbox.put_back(task.delivery)
+        self._give_back(task.claim, task.delivery)
+
+    def _give_back(self, claim: Claim, delivery: Delivery) -> None:
+        """Look again at a request whose claim was refused. Who lets go says so: where it is this worker's after all,
+        its session lives on, and nobody else would ever take it.
+        """
+        self.record.release(claim, delivered=delivery.is_held)
+        self.inbox.put_back(delivery)
 
     # Leaving.
 
