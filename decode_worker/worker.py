@@ -128,7 +128,7 @@ class DecodeWorker(StageWorker[Decode]):
         job, error = found
         if not self._is_mine(delivery):
             return
-        claimed = self.record.claim_decode(job.id, self.name, job.job, pack(delivery))
+        claimed = self.record.claim_decode(job.id, self.session.id, job.job, pack(delivery))
         match claimed:
             case Busy() if (running := self._without_delivery(job)) is not None:
                 running.delivery = delivery
@@ -161,7 +161,7 @@ class DecodeWorker(StageWorker[Decode]):
 
     def _begin(self, delivery: Delivery, job: Job, claim: Claim, error: RequestError | None = None) -> None:
         """`error`: why there is nothing to generate, if that is known."""
-        if (older := self.running.get(job.id)) is not None:  # held until its lease ran out, and now claimed anew
+        if (older := self.running.get(job.id)) is not None:  # held until its session was over, and now claimed anew
             self._forget(older)
             if older.job.job != job.job:  # Redis forgot which one was bound
                 self.inbox.put_back(older.delivery)
@@ -180,7 +180,7 @@ class DecodeWorker(StageWorker[Decode]):
         failpoint("decode.6.read")
         chain = self.store.chain(job.tenant)
         decoding = self.running[job.id] = Decode(delivery, job, claim, output, parent, span, said, chain)
-        self.leases.add(claim)
+        self.session.add(claim)
         try:
             for event in said:
                 decoding.finish = output.push(event.token)[1]
@@ -335,7 +335,6 @@ class DecodeWorker(StageWorker[Decode]):
         ends = [(decoding.claim, decoding.end_event()) for decoding in ended]
         for decoding, (claim, end), done in zip(ended, ends, self.record.finish_all(ends), strict=True):
             if done:
-                self.leases.done(claim)
                 failpoint("decode.8.ended")
                 self.load.outputs[decoding.delivery.klass].note(claim.num_tokens)
                 self.figures.ended(decoding.delivery.klass, operation_in(decoding.delivery.headers), end)
@@ -344,12 +343,12 @@ class DecodeWorker(StageWorker[Decode]):
                 events: list[TokenEvent | EndEvent] = [*decoding.said, end]
                 self._settle(decoding.delivery, decoding.job, events, claim, decoding.chain, decoding.error)
             else:
-                self.inbox.put_back(decoding.delivery)
+                self._give_back(claim, decoding.delivery)
 
     def _forget(self, task: Decode) -> None:
         task.span.end()
         del self.running[task.job.id]
-        self.leases.drop(task.claim)
+        self.session.drop(task.claim)
         if task.seq is not None:
             self.engine.remove(task.seq)
 

@@ -18,9 +18,11 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:{<id>}:log`       | stream | as the record                             | `record`       |
 | `penstock:<pipeline>:{<id>}:live`      | channel| pub/sub, nothing stored                   | `record`       |
 | `penstock:<pipeline>:{<id>}:trace`     | list   | a set time after the last span            | `telemetry`    |
-| `penstock:<pipeline>:held:<stage>`     | zset   | while any is held: ids, by when to look   | `record`       |
-| `penstock:<pipeline>:readers:<stage>`  | zset   | while any is read: partitions, likewise   | `record`       |
-| `penstock:<pipeline>:rescuer:<stage>`  | string | a few seconds: who looks after orphans    | `record`       |
+| `penstock:<pipeline>:sessions:<stage>` | zset   | while any lives: session ids, by their time | `record`     |
+| `penstock:<pipeline>:held:<session>`   | set    | as its session: ids that it holds         | `record`       |
+| `penstock:<pipeline>:news:<session>`   | list   | until its session hears them              | `record`       |
+| `penstock:<pipeline>:free:<stage>`     | zset   | until taken: ids, by when anybody may take them | `record` |
+| `penstock:<pipeline>:readers:<stage>`  | hash   | while any is read: partitions and sessions | `record`      |
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
@@ -133,17 +135,25 @@ class Pipeline:
         """What is known of a request."""
         return f"penstock:{self.name}:{{{request_id}}}:record"
 
-    def held_key(self, stage: Stage) -> str:
-        """Which requests a stage's workers hold."""
-        return f"penstock:{self.name}:held:{stage}"
+    def sessions_key(self, stage: Stage) -> str:
+        """Which sessions of a stage's workers live, and until when."""
+        return f"penstock:{self.name}:sessions:{stage}"
+
+    def held_key(self, session: str) -> str:
+        """Which requests a session holds."""
+        return f"penstock:{self.name}:held:{session}"
+
+    def news_key(self, session: str) -> str:
+        """What a session's worker has to hear."""
+        return f"penstock:{self.name}:news:{session}"
+
+    def free_key(self, stage: Stage) -> str:
+        """Which requests any worker of a stage may take, and from when on."""
+        return f"penstock:{self.name}:free:{stage}"
 
     def readers_key(self, stage: Stage) -> str:
-        """Which partitions a stage's workers read."""
+        """Which session reads each partition."""
         return f"penstock:{self.name}:readers:{stage}"
-
-    def rescuer_key(self, stage: Stage) -> str:
-        """Which of them reads what nobody does."""
-        return f"penstock:{self.name}:rescuer:{stage}"
 
     def log_key(self, request_id: str) -> str:
         """A request's token log."""

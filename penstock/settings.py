@@ -127,7 +127,8 @@ class RecordSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_RECORD_", extra="forbid")
 
     lease_s: float = Field(default=1.0, ge=0.2)
-    """A claim not renewed for this long may be taken over."""
+    """A worker that does not say for this long that it lives loses its session, and with it all its claims. One value
+    for all workers of a pipeline."""
     keep_s: float = Field(default=3600.0, ge=1)
     """How long an ended stream can be read and its id is remembered; and as long again as the request took. A second
     message of that id that is taken in later is another request."""

@@ -32,7 +32,7 @@ from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.retries import place
-from penstock.errors import Cancelled, IdConflict, InternalError, RequestError, SequenceFailed
+from penstock.errors import Cancelled, IdConflict, InternalError, InvalidRequest, RequestError, SequenceFailed
 from penstock.failpoints import failpoint
 from penstock.messages import FinishReason, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
@@ -153,13 +153,13 @@ class PrefillWorker(StageWorker[Prefill]):
                     self._shipped(done.ticket, done)
         for reading in self.readings.collect():
             if reading.claim is not None:
-                self.leases.drop(reading.claim)  # whatever comes of it keeps the lease anew
+                self.session.drop(reading.claim)  # whatever comes of it adds it anew
             self._go_on(reading.delivery, reading.intake.result(), reading.claim)
 
     def _drop_readings(self) -> None:
         """Leave what is being read to others."""
         for claim in self.readings.close():
-            self.leases.drop(claim)
+            self.session.drop(claim)
             self.record.release(claim, delivered=False)
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class PrefillWorker(StageWorker[Prefill]):
 
     def abandon(self) -> None:
         """Let go of everything, as a crash would."""
-        with contextlib.suppress(redis.RedisError):  # then their leases run out
+        with contextlib.suppress(redis.RedisError):  # then the session runs out
             self._drop_readings()
         super().abandon()
 
@@ -182,7 +182,7 @@ class PrefillWorker(StageWorker[Prefill]):
             self._go_on(delivery, self._read(delivery), claim)
             return
         if claim is not None:
-            self.leases.add(claim)
+            self.session.add(claim)
         self.readings.start(delivery, claim)
 
     def _read(self, delivery: Delivery) -> Intake | None:
@@ -199,6 +199,8 @@ class PrefillWorker(StageWorker[Prefill]):
                 self._give_up(intake, claim, intake.error)
             else:
                 self._begin(intake, claim)
+        else:
+            self._hand_on(claim, InvalidRequest("no request id can be read, in the message or its key"))
 
     def _admit(self, delivery: Delivery, intake: Intake | None) -> None:
         if intake is None:
@@ -209,7 +211,7 @@ class PrefillWorker(StageWorker[Prefill]):
         if not self._is_mine(delivery):
             return
         parcel = b"" if intake.is_too_large else pack(delivery)
-        claimed = self.record.claim_prefill(intake.id, self.name, intake.body, parcel)
+        claimed = self.record.claim_prefill(intake.id, self.session.id, intake.body, parcel)
         match claimed:
             case Busy(wait_s=wait_s):
                 self.inbox.put_back(delivery, wait_s)
@@ -251,7 +253,7 @@ class PrefillWorker(StageWorker[Prefill]):
         tracing.note("preprocess", intake.context, intake.started_s, intake.read_s, bytes=len(intake.delivery.value))
         if intake.error is None and intake.request is not None:
             intake.error = cause_to_end(claim, intake.request.deadline)
-        if (older := self.running.get(intake.id)) is not None:  # held until its lease ran out, and now claimed anew
+        if (older := self.running.get(intake.id)) is not None:  # held until its session was over, and now claimed anew
             self._forget(older)
             mine, other = intake.delivery, older.intake.delivery
             if not mine.is_held:
@@ -301,7 +303,7 @@ class PrefillWorker(StageWorker[Prefill]):
         span.set_attributes(request_attributes(intake.operation, self.engine.model.name))
         names = [*chain.names, *([tail] if tail else [])]
         prefill = self.running[seq.id] = Prefill(intake, claim, seq, names, span)
-        self.leases.add(claim)
+        self.session.add(claim)
         to_share = (seq.num_prompt - 1) // self.store.layout.block_size  # the last token is always computed
         lease_to = self.pipeline.lease_owner(seq.id)
         self.transfers.fetch(Fetch(prefill, names[:to_share], lease_to=lease_to, klass=seq.klass))
@@ -385,7 +387,7 @@ class PrefillWorker(StageWorker[Prefill]):
         if ship.blocks:
             tracing.note("kv.write", prefill.context, ship.begun_s, ship.ended_s, blocks=len(ship.blocks))
         if ship.then is not None and prefill is self.running.get(prefill.seq.id):
-            self._forget(prefill, keep_lease=True)
+            self._forget(prefill, keep_claim=True)
 
     def _settle_job(self, intake: Intake, claim: Claim) -> None:
         """On the loop's thread, or the one that wrote the last block."""
@@ -399,24 +401,23 @@ class PrefillWorker(StageWorker[Prefill]):
         def done(settled: bool) -> None:
             failpoint("prefill.5.settled")
             span.end()
-            self.leases.drop(claim)
+            self.session.drop(claim)
             if settled:
                 self.figures.buried(len(dead))
                 if not intake.is_ended and not claim.ended:
                     self.figures.handed_off(intake.delivery.klass)
                 self.record.handed(claim)
-                self.leases.done(claim)
                 failpoint("prefill.5.handed")
             else:
                 self.record.release(claim, delivered=intake.delivery.is_held)
 
-        self.leases.add(claim)
+        self.session.add(claim)
         self.settler.settle(Settlement(intake.delivery, outputs), done)
 
     def _end(self, intake: Intake, claim: Claim) -> None:
         """The request ends here: append the end, then let the jobs topic carry it, so that a job settles the result."""
         if not claim.ended and not self._append_end(intake, claim):
-            self.inbox.put_back(intake.delivery)
+            self._give_back(claim, intake.delivery)
             return
         failpoint("prefill.2.ended")
         self._settle_job(intake, claim)
@@ -430,9 +431,9 @@ class PrefillWorker(StageWorker[Prefill]):
             tracing.note("end", intake.context, begun_s, now_s(), **told)
         return intake.is_ended
 
-    def _forget(self, task: Prefill, *, keep_lease: bool = False) -> None:
+    def _forget(self, task: Prefill, *, keep_claim: bool = False) -> None:
         task.span.end()
         del self.running[task.seq.id]
         self.engine.remove(task.seq)
-        if not keep_lease:
-            self.leases.drop(task.claim)
+        if not keep_claim:
+            self.session.drop(task.claim)

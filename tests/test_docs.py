@@ -262,7 +262,8 @@ def say(record: Record, claim: Claim, tokens: list[int]) -> list[str]:
 
 
 def claim(record: Record, request_id: str = "r1") -> Claim:
-    found = record.claim_prefill(request_id, "worker", "body")
+    assert record.renew("prefill", "worker/1") is not None
+    found = record.claim_prefill(request_id, "worker/1", "body")
     assert isinstance(found, Claim)
     return found
 

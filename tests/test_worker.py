@@ -17,13 +17,11 @@ from penstock.errors import BusError, BusUnavailable, MemberFenced, PenstockErro
 from penstock.local.processes import wait_until
 from penstock.messages import Result, decode
 from penstock.names import REASON, TENANT, WORKERS_KEY, Pipeline, PriorityClass
-from penstock.reach import is_outage, redis_client
-from penstock.record import LeaseKeeper, Record
-from penstock.settings import Addresses, BusSettings, RecordSettings
+from penstock.reach import is_outage
+from penstock.settings import Addresses, BusSettings
 from penstock.status import health, worker_status
 from penstock.worker import Heartbeat, Inbox, Outages, Settler, StopSignal, slot_name, stay_on
 from penstock.worker.inbox import MAX_WAITING, POSTPONED_S
-from penstock.worker.orphans import Orphans
 
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
 
@@ -420,30 +418,3 @@ class BrokenReader:
 
     def close(self) -> None:
         self.num_closed += 1
-
-
-def test_who_looks_after_orphans_outlives_what_nobody_thought_of(
-    addresses: Addresses, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader = BrokenReader()
-    bus = connect(addresses, BusSettings())
-    bus.create_topics()
-    with bus.member("prefill", "a") as member, redis_client(addresses.stream_url) as client:
-        monkeypatch.setattr(member, "orphan_reader", lambda: reader)
-        record = Record(client, pipeline, RecordSettings(lease_s=0.2))
-        orphans = Orphans(record, "prefill", "a", member, lambda delivery: None)
-        wait_until(lambda: reader.num_reads > 1, 10, "it looks again")
-        assert reader.num_closed == 1  # what it read is read again
-        orphans.close()
-
-
-def test_whoever_keeps_leases_says_what_ended_that(addresses: Addresses, pipeline: Pipeline) -> None:
-    def tend() -> None:
-        raise KeyError("a bug")
-
-    with redis_client(addresses.stream_url) as client:
-        record = Record(client, pipeline, RecordSettings(lease_s=0.2))
-        with LeaseKeeper(record, "prefill", tend) as leases:
-            leases._thread.join(10)
-            with pytest.raises(KeyError):
-                leases.news()

@@ -81,7 +81,8 @@ class KafkaOrphans:
             if error is not None:
                 log.debug("Kafka: %s", error.str())
                 continue
-            if self._offsets[topic, message.partition() or 0].deliver(offset):
+            offsets = self._offsets.get((topic, message.partition() or 0))  # None: it was fetched before another assign
+            if offsets is not None and offsets.deliver(offset):
                 found.append(replace(read_delivery(message, self._classes[topic]), position="", is_held=False))
         return found
 

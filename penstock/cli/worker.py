@@ -97,7 +97,11 @@ def _work(
 
     def make() -> PrefillWorker | DecodeWorker:
         member = bus.member(stage, name)
-        worker = kind(pipeline, name, engine, store, Record(client, pipeline, records), member, figures)
+        try:
+            worker = kind(pipeline, name, engine, store, Record(client, pipeline, records), member, figures)
+        except BaseException:
+            member.close()  # else it stays in the group, and keeps what it is given
+            raise
 
         def view() -> dict[str, object]:
             pool = {"used": engine.pool.num_blocks - engine.pool.num_free, "total": engine.pool.num_blocks}

@@ -1,13 +1,13 @@
 """The record of a request in Redis: who holds it, which job settles it, and everything it has said.
 
-`Record` is the workers' side (claim, append, finish, …), `LeaseKeeper` keeps leases, `Log` is for readers.
+`Record` is the workers' side (claim, append, finish, …), `Session` says that a worker lives, `Log` is for readers.
 Each change is one Lua script under `lua/`, which says what a crash around it costs.
 """
 
-from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, Renewal, TakenOver, body_hash
-from penstock.record.lease import LeaseKeeper
+from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, News, TakenOver, body_hash
 from penstock.record.log import AsyncLog, Log, Status, parse_event
 from penstock.record.record import Record, Waiting
+from penstock.record.session import Session
 
 __all__ = [
     "AppendOutcome",
@@ -16,10 +16,10 @@ __all__ = [
     "Busy",
     "Claim",
     "Conflict",
-    "LeaseKeeper",
     "Log",
+    "News",
     "Record",
-    "Renewal",
+    "Session",
     "Status",
     "TakenOver",
     "Waiting",

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 from penstock.messages import EndEvent, Logprobs, Request, TokenEvent
 from penstock.names import Stage, roll
@@ -22,7 +22,7 @@ class Claim:
     num_tokens: int
     hash: str
     ended: bool
-    """The log has its end: prefill hands off, decode settles the result from the log. Nothing is leased."""
+    """The log has its end: prefill hands off, decode settles the result from the log. Nobody holds it."""
     cancelled: bool
     attempts: int
     """Claims since the last new token, this one included."""
@@ -51,7 +51,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class TakenOver:
-    """A request whose holder died, and the message that it came with. Somebody else has, or will get, the delivery."""
+    """A request that nobody held, and the message that it came with. Somebody else has, or will get, the delivery."""
 
     claim: Claim
     message: bytes
@@ -59,7 +59,7 @@ class TakenOver:
 
 @dataclass(frozen=True)
 class Busy:
-    """Another worker holds the request; its lease runs for `wait_s` more unless renewed or given back."""
+    """Another session holds the request, or it is to be left alone: ask again in `wait_s`."""
 
     wait_s: float
 
@@ -84,16 +84,13 @@ class AppendOutcome(IntEnum):
     """Not written: somebody asked for the end. The claim holds; finish it."""
 
 
-class Renewal(IntEnum):
-    """What became of a lease that was to be renewed. Values are the replies of `renew.lua`."""
+class News(Enum):
+    """What a worker hears of a request that it holds."""
 
-    FENCED = 0
-    """Another worker holds the request now."""
-    OK = 1
-    OVER = 2
-    """It ended, was handed off or given back, by our own doing."""
-    CANCELLED = 3
-    """Renewed; somebody asked for the end."""
+    LOST = "lost"
+    """The session that it was claimed with is over."""
+    CANCELLED = "cancelled"
+    """Somebody asked for the end."""
 
 
 def body_hash(request: Request) -> str:

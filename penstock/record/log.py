@@ -14,7 +14,7 @@ from penstock.record import scripts
 from penstock.settings import RecordSettings
 
 RecordStage = Literal["new", "prefill", "handed", "decode", "end"]
-_FIELDS = ["epoch", "owner", "stage", "bound", "body", "tokens", "attempts", "cancelled"]
+_FIELDS = ["epoch", "session", "stage", "bound", "body", "tokens", "attempts", "cancelled"]
 _EVENT: TypeAdapter[TokenEvent | EndEvent] = TypeAdapter(
     Annotated[TokenEvent | EndEvent, Field(union_mode="left_to_right")]
 )
@@ -30,13 +30,18 @@ class Status:
     """A request's record. Empty strings: nobody holds it, no job is bound, its body was not seen."""
 
     epoch: int
-    owner: str
+    session: str
     stage: RecordStage
     bound: str
     body: str
     num_tokens: int
     attempts: int
     cancelled: bool
+
+    @property
+    def owner(self) -> str:
+        """The name of the worker that holds it."""
+        return self.session.rpartition("/")[0]
 
 
 class Log:
@@ -58,8 +63,8 @@ class Log:
 
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end, also before any worker saw it; False when it has ended already."""
-        key = self._pipeline.record_key(request_id)
-        return bool(scripts.CANCEL.run(self._client, [key], [self._pending_ms]))
+        key, news = self._pipeline.record_key(request_id), self._pipeline.news_key("%s")
+        return bool(scripts.CANCEL.run(self._client, [key], [self._pending_ms, request_id, news]))
 
 
 class AsyncLog:
@@ -83,11 +88,12 @@ class AsyncLog:
 
     async def cancel(self, request_id: str) -> bool:
         """Ask for a request's end, also before any worker saw it; False when it has ended already."""
-        key, keep = self._pipeline.record_key(request_id), str(self._pending_ms)
+        key = self._pipeline.record_key(request_id)
+        args = str(self._pending_ms), request_id, self._pipeline.news_key("%s")
         try:
-            return bool(await cast(Any, self._client.evalsha(scripts.CANCEL.sha, 1, key, keep)))
+            return bool(await cast(Any, self._client.evalsha(scripts.CANCEL.sha, 1, key, *args)))
         except NoScriptError:
-            return bool(await cast(Any, self._client.eval(scripts.CANCEL.text, 1, key, keep)))
+            return bool(await cast(Any, self._client.eval(scripts.CANCEL.text, 1, key, *args)))
 
 
 def events_of(entries: Any) -> list[TokenEvent | EndEvent]:
@@ -98,10 +104,10 @@ def events_of(entries: Any) -> list[TokenEvent | EndEvent]:
 def _status(values: Any) -> Status | None:
     if all(value is None for value in values):
         return None
-    epoch, owner, stage, bound, body, tokens, attempts, cancelled = (
+    epoch, session, stage, bound, body, tokens, attempts, cancelled = (
         "" if value is None else value.decode() for value in values
     )
     return Status(
-        epoch=int(epoch or 0), owner=owner, stage=cast(RecordStage, stage or "new"), bound=bound, body=body,
+        epoch=int(epoch or 0), session=session, stage=cast(RecordStage, stage or "new"), bound=bound, body=body,
         num_tokens=int(tokens or 0), attempts=int(attempts or 0), cancelled=cancelled == "1",
     )  # fmt: skip

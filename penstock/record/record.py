@@ -1,5 +1,6 @@
 """The workers' side of the record: each method is one of its scripts, explained under `lua/`."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,13 @@ from penstock.names import START_HASH, Pipeline, Stage
 from penstock.reach import replies_to
 from penstock.record import scripts
 from penstock.record.append import Appends, append_head
-from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, Renewal, TakenOver
+from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import Log, Status, events_of
-from penstock.record.readers import Readers
 from penstock.settings import RecordSettings
+
+log = logging.getLogger(__name__)
+
+Args = list[str | int | bytes]
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,18 @@ class Waiting:
     message: bytes
 
 
+@dataclass(frozen=True)
+class Renewed:
+    """A session that was renewed: until when it lasts, and what time it is, by the server's clock in ms."""
+
+    until_ms: int
+    now_ms: int
+    num_free: int
+    """Requests of the stage that any worker may take."""
+    cancelled: list[str]
+    """Requests that it holds, and that are to end."""
+
+
 class Record:
     """The records of one pipeline's requests. `client` is a `redis.Redis` without `decode_responses`.
 
@@ -41,8 +57,11 @@ class Record:
         self._pipeline = pipeline
         self._settings = settings
         self._lease_ms = round(settings.lease_s * 1000)
+        self._longest_ms = round(settings.retry_cap_s * 1000) + self._lease_ms
+        """What any request waits for lies no further ahead."""
         self._keep_ms = round(settings.keep_s * 1000)
         self._pending_ms = round(settings.pending_keep_s * 1000)
+        self._held = pipeline.held_key("%s")
         self._appends = Appends(client)
         self._log = Log(client, pipeline, settings)
 
@@ -53,26 +72,28 @@ class Record:
 
     @property
     def lease_s(self) -> float:
-        """How long a claim lasts without being renewed."""
+        """How long a session lasts without being renewed."""
         return self._settings.lease_s
 
+    # Requests.
+
     def claim_prefill(
-        self, request_id: str, owner: str, body: str, message: bytes = b""
+        self, request_id: str, session: str, body: str, message: bytes = b""
     ) -> Claim | Busy | Bound | Conflict:
-        """Claim a request for prefill. `body` is its `body_hash`, `owner` a name for people.
+        """Claim a request for prefill. `body` is its `body_hash`, `session` the id of one that lives.
 
-        `message`: what somebody who takes the request over has to know of its delivery; empty: nobody can.
+        `message`: what somebody who takes the request has to know of its delivery; empty: nobody can.
         """
-        return self._claim(request_id, "prefill", [owner, "", body], message)
+        return self._claim(request_id, "prefill", [session, "", body], message)
 
-    def claim_decode(self, request_id: str, owner: str, job: str, message: bytes = b"") -> Claim | Busy | Bound:
-        """Claim a request for decode with its job, which is bound to it if none is. `message`: as above."""
-        outcome = self._claim(request_id, "decode", [owner, job, ""], message)
+    def claim_decode(self, request_id: str, session: str, job: str, message: bytes = b"") -> Claim | Busy | Bound:
+        """Claim a request for decode with its job, which is bound to it if none is. `session`, `message`: as above."""
+        outcome = self._claim(request_id, "decode", [session, job, ""], message)
         assert not isinstance(outcome, Conflict), "a job carries no body to compare"
         return outcome
 
     def _claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Claim | Busy | Bound | Conflict:
-        """In one round trip, in this order: the request is named as held, claimed, and in decode its log is read."""
+        """In one round trip: the request is claimed, and in decode its log is read."""
         try:
             reply, log = self._send_claim(request_id, stage, who, message)
         except NoScriptError:
@@ -89,71 +110,45 @@ class Record:
 
     def _send_claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> tuple[Any, Any]:
         """The script's reply, and the log's entries."""
-        keys = self._keys(request_id)
         with self._client.pipeline(transaction=False) as pipe:
-            if message:
-                scripts.HELD.add_text(pipe, [self._pipeline.held_key(stage)], [self._lease_ms, request_id])
-            scripts.CLAIM.add(pipe, keys, self._claim_args(stage, who, message))
+            scripts.CLAIM.add(pipe, *self._claim_call(request_id, stage, who, message))
             if stage == "decode":
-                pipe.xrange(keys[1])
+                pipe.xrange(self._pipeline.log_key(request_id))
             replies = replies_to(pipe)
-        return (replies[-2], replies[-1]) if stage == "decode" else (replies[-1], ())
+        return replies[0], replies[1] if stage == "decode" else ()
 
-    def _claim_args(self, stage: Stage, who: list[str], message: bytes) -> list[str | int | bytes]:
-        return [stage, *who, self._lease_ms, self._pending_ms, START_HASH, message]
+    def _claim_call(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> scripts.Call:
+        keys = [*self._keys(request_id), self._pipeline.sessions_key(stage), self._pipeline.free_key(stage)]
+        times = [self._lease_ms, self._longest_ms, self._pending_ms]
+        return keys, [request_id, stage, *who, *times, START_HASH, message, self._held]
 
-    def put_down(self, stage: Stage, waiting: Sequence[Waiting], *, is_here: bool = True) -> None:
-        """Keep the messages of requests that wait for a place in this worker, in one round trip. As long as they are
-        `named` nobody else takes them over; those that are not here, anybody may at once. Who looks before they are put
-        down finds nothing and forgets their names: so they have a lease until then.
+    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> None:
+        """Keep the messages of requests that nobody has begun, in one round trip: any worker of the stage may take
+        them. Anybody who read them may put them down; whoever has their deliveries settles them.
         """
-        ids = [one.id for one in waiting]
-        self.name(stage, ids)
-        calls = [(self._keys(one.id), self._claim_args(stage, ["", one.job, one.body], one.message)) for one in waiting]
+        calls = [self._claim_call(one.id, stage, ["", one.job, one.body], one.message) for one in waiting]
         scripts.CLAIM.run_all(self._client, calls)
-        if ids and not is_here:
-            self._hold(stage, ids, 0)
 
-    def name(self, stage: Stage, request_ids: Sequence[str]) -> None:
-        """Say that these are held, for a lease: nobody else looks after them before that."""
-        if request_ids:
-            self._hold(stage, request_ids, self._lease_ms)
+    def take(self, stage: Stage, session: str, most: int) -> list[TakenOver]:
+        """Go on with requests that are free, at most so many.
 
-    def readers(self, stage: Stage, owner: str) -> Readers:
-        """What the stage's workers say of the partitions that they read; `owner` as in a claim."""
-        return Readers(self._client, self._pipeline, stage, owner, self.lease_s)
-
-    def num_overdue(self, stage: Stage) -> int:
-        """How many requests of a stage there are whose leases may have run out, and who was told to nobody."""
-        seconds, microseconds = self._client.time()
-        return self._client.zcount(self._pipeline.held_key(stage), "-inf", seconds * 1000 + microseconds // 1000)
-
-    def overdue(self, stage: Stage, limit: int) -> list[str]:
-        """At most `limit` requests of a stage whose leases may have run out. Others are not told for a while."""
-        keys, args = [self._pipeline.held_key(stage)], [limit, max(1, self._lease_ms // 2)]
-        return [found.decode() for found in scripts.OVERDUE.run(self._client, keys, args)]
-
-    def take_over(self, request_id: str, stage: Stage, owner: str) -> TakenOver | None:
-        """Go on with a request whose holder's lease ran out; None if there is nothing to go on with."""
-        args: list[str | int | bytes] = [stage, owner, self._lease_ms, self._pending_ms]
-        reply = scripts.TAKEOVER.run(self._client, self._keys(request_id), args)
-        match reply[0]:
-            case b"busy":
-                self._hold(stage, [request_id], reply[1] + 1)
-                return None
-            case b"gone":
-                self._client.zrem(self._pipeline.held_key(stage), request_id)
-                return None
-        log = self._client.xrange(self._keys(request_id)[1]) if stage == "decode" else ()
-        return TakenOver(self._claimed(request_id, stage, reply[:-1], log), reply[-1])
-
-    def let_go(self, stage: Stage, request_ids: Sequence[str]) -> None:
-        """These ended or were handed off. Not saying so costs whoever looks for the dead a question each."""
-        if request_ids:
-            self._client.zrem(self._pipeline.held_key(stage), *request_ids)
-
-    def _hold(self, stage: Stage, request_ids: Sequence[str], due_ms: int) -> None:
-        scripts.HELD.run(self._client, [self._pipeline.held_key(stage)], [due_ms, *request_ids])
+        If this raises it is unknown what was taken: the session has to end, so that others can go on with it.
+        """
+        pipeline = self._pipeline
+        keys = [pipeline.free_key(stage), pipeline.sessions_key(stage), pipeline.held_key(session)]
+        looks = [pipeline.record_key("%s"), pipeline.log_key("%s")]
+        args: Args = [session, stage, most, self._longest_ms, self._pending_ms, *looks]
+        taken = scripts.TAKE.run(self._client, keys, args)
+        logs: list[Any] = [()] * len(taken)
+        if stage == "decode" and taken:
+            with self._client.pipeline(transaction=False) as pipe:
+                for name, _, _ in taken:
+                    pipe.xrange(pipeline.log_key(name.decode()))
+                logs = replies_to(pipe)
+        return [
+            TakenOver(self._claimed(name.decode(), stage, reply, log), message)
+            for (name, reply, message), log in zip(taken, logs, strict=True)
+        ]
 
     def _claimed(self, request_id: str, stage: Stage, reply: Sequence[Any], log: Any) -> Claim:
         keys = self._keys(request_id)
@@ -213,33 +208,72 @@ class Record:
         times = end.timings
         took_ms = round(max(0.0, times.finished - times.published) * 1000) if times.published > 0 else 0
         keep_ms = self._keep_ms + min(took_ms, self._pending_ms)
-        return [self._pipeline.live_channel(claim.id), claim.epoch, claim.num_tokens, event, keep_ms]
+        channel = self._pipeline.live_channel(claim.id)
+        return [channel, claim.epoch, claim.num_tokens, event, keep_ms, claim.id, self._held]
 
     def handed(self, claim: Claim) -> bool:
-        """The hand-off is durable: give the lease back. False when the request has gone on, which is fine."""
-        return bool(scripts.HANDED.run(self._client, self._keys(claim.id)[:1], [claim.epoch]))
+        """The hand-off is durable: nobody holds the request. False when it has gone on, which is fine."""
+        args: Args = [claim.id, claim.epoch, self._held]
+        return bool(scripts.HANDED.run(self._client, self._keys(claim.id)[:1], args))
 
     def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
         """Give an unfinished request back, to be claimed in `wait_s` or at once. False when it was lost before.
 
         With `failed` the attempt counts; without, the worker was merely told to stop. Where it was `delivered` it is
-        left for a lease to whoever gets the delivery next; then, and without a delivery at once, anybody may take it
-        over.
+        left for a lease to whoever gets the delivery next; then, and without a delivery at once, anybody may take it.
         """
-        wait_ms = round(wait_s * 1000)
-        args = [claim.epoch, int(failed), wait_ms]
-        released = bool(scripts.RELEASE.run(self._client, self._keys(claim.id)[:1], args))
-        if released:
-            self._hold(claim.stage, [claim.id], wait_ms + delivered * self._lease_ms)
-        return released
+        keys = [self._pipeline.record_key(claim.id), self._pipeline.free_key(claim.stage)]
+        grace_ms = self._lease_ms if delivered else 0
+        args: Args = [claim.id, claim.epoch, int(failed), round(wait_s * 1000), grace_ms, self._held]
+        return bool(scripts.RELEASE.run(self._client, keys, args))
 
-    def renew(self, claims: Sequence[Claim]) -> list[Renewal]:
-        """Renew the leases of all claims in one round trip, those of one stage."""
-        if not claims:
-            return []
-        self.name(claims[0].stage, [claim.id for claim in claims])
-        calls = [(self._keys(claim.id)[:1], [claim.epoch, self._lease_ms]) for claim in claims]
-        return [Renewal(reply) for reply in scripts.RENEW.run_all(self._client, calls)]
+    # Sessions, see `penstock.record.session`.
+
+    def renew(
+        self, stage: Stage, session: str, until_ms: int = 0, parts: Sequence[str] = (), left: Sequence[str] = ()
+    ) -> Renewed | None:
+        """Say that a session lives, that it reads these parts, and those that it `left` no more; None when it is over.
+
+        `until_ms`: until when it lasts, as far as that is known; 0: it begins.
+        """
+        pipeline = self._pipeline
+        keys = [pipeline.sessions_key(stage), pipeline.news_key(session), pipeline.free_key(stage)]
+        args: Args = [session, self._lease_ms, until_ms, len(parts), *parts, *left]
+        reply = scripts.RENEW.run(self._client, [*keys, pipeline.readers_key(stage)], args)
+        if not reply:
+            return None
+        until, now, num_free, *news = reply
+        return Renewed(until, now, num_free, [word.decode().removeprefix("c:") for word in news])
+
+    def reap(self, stage: Stage, as_of_ms: int, session: str = "") -> int:
+        """End sessions whose time was over then, and this one in any case; what they held is free.
+
+        Returns how many requests are free now.
+        """
+        pipeline = self._pipeline
+        looks = [pipeline.held_key("%s"), pipeline.news_key("%s"), pipeline.record_key("%s")]
+        keys = [pipeline.sessions_key(stage), pipeline.free_key(stage)]
+        args: Args = [as_of_ms, self._lease_ms, session, *looks]
+        num_free, *ended = scripts.REAP.run(self._client, keys, args)
+        for one in ended:
+            log.info("the %s session %s is over", stage, one.decode())
+        return int(num_free)
+
+    def adopt(self, stage: Stage, session: str) -> list[str]:
+        """Read the parts of topics that nobody reads; returns all that are this session's."""
+        keys = [self._pipeline.readers_key(stage), self._pipeline.sessions_key(stage)]
+        return [part.decode() for part in scripts.ADOPT.run(self._client, keys, [session])]
+
+    def disown(self, stage: Stage, session: str, parts: Sequence[str]) -> None:
+        """Read nothing any more. These parts go to other members; what was adopted is to be adopted by others."""
+        scripts.DISOWN.run(self._client, [self._pipeline.readers_key(stage)], [session, *parts])
+
+    def num_free(self, stage: Stage) -> int:
+        """How many requests any worker of a stage may take now."""
+        seconds, microseconds = self._client.time()
+        return self._client.zcount(self._pipeline.free_key(stage), "-inf", seconds * 1000 + microseconds // 1000)
+
+    # Reading.
 
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end, also before any worker saw it; False when it has ended already."""

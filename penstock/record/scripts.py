@@ -52,10 +52,6 @@ class Script:
         """One more command of a pipeline."""
         pipe.evalsha(self.sha, len(keys), *cast("list[str]", [*keys, *args]))
 
-    def add_text(self, pipe: "redis.client.Pipeline", keys: Sequence[str], args: Sequence[str | int | bytes]) -> None:
-        """The same, which every server knows: for what has to be done before the commands behind it."""
-        pipe.eval(self.text, len(keys), *cast("list[str]", [*keys, *args]))
-
 
 def load(name: str) -> Script:
     """The script `lua/<name>.lua`."""
@@ -64,9 +60,10 @@ def load(name: str) -> Script:
 
 
 CLAIM = load("claim")
-TAKEOVER = load("takeover")
-HELD = load("held")
-OVERDUE = load("overdue")
+TAKE = load("take")
+REAP = load("reap")
+ADOPT = load("adopt")
+DISOWN = load("disown")
 APPEND = load("append")
 FINISH = load("finish")
 HANDED = load("handed")

@@ -46,7 +46,7 @@ class Loop(Protocol):
         """One turn; whether it did anything. Without `accept` nothing new is taken."""
 
     def is_settled(self) -> bool:
-        """Whether nothing waits, for a lease or for a commit."""
+        """Whether nothing waits, for another worker or for a commit."""
 
     def retire(self) -> None:
         """Take nothing more, and let others have what would come here."""

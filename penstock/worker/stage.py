@@ -16,15 +16,14 @@ from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.retries import dead_message
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
-from penstock.record import Claim, LeaseKeeper, Record, Renewal, Waiting
+from penstock.record import Claim, News, Record, Session, Waiting
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageFigures
-from penstock.worker.backlog import Backlog
 from penstock.worker.failures import Failures, cause_of
 from penstock.worker.inbox import Inbox
 from penstock.worker.load import Load
-from penstock.worker.orphans import Orphans
 from penstock.worker.parcel import unpack
+from penstock.worker.rescue import Rescue
 from penstock.worker.settler import Settler
 
 log = logging.getLogger(__name__)
@@ -80,10 +79,10 @@ class StageWorker(ABC, Generic[T]):
     ) -> None:
         self.pipeline, self.name, self.record, self.member = pipeline, name, record, member
         self.figures = figures or StageFigures(Meters(is_on=False), pipeline.name, self.stage, name, "")
+        reader = member.orphan_reader()
+        self.session = Session(record, self.stage, name, member.parts, adopts=reader is not None)
         self.settler, self.inbox, self.load = Settler(member, pipeline), Inbox(member), Load()
-        self.orphans = Orphans(record, self.stage, name, member, waiting_of)
-        self._backlog = Backlog(record, self.stage, member, waiting_of)
-        self.leases = LeaseKeeper(record, self.stage, self._tend)
+        self.rescue = Rescue(record, self.stage, self.session, member, reader, waiting_of)
         self.failures = Failures(pipeline, record, self.settler, self.inbox, self.figures.retried)
         self.running: dict[str, T] = {}
         """All that is claimed and not settled, by request."""
@@ -96,7 +95,7 @@ class StageWorker(ABC, Generic[T]):
 
     @abstractmethod
     def _taken(self, delivery: Delivery, claim: Claim) -> None:
-        """Go on with what a dead worker held."""
+        """Go on with what was free."""
 
     @abstractmethod
     def _cancelled(self, task: T) -> None:
@@ -106,16 +105,10 @@ class StageWorker(ABC, Generic[T]):
     def _forget(self, task: T) -> None:
         """Let go of it, with all that it has in the engine."""
 
-    def _tend(self) -> None:
-        """What the others have to know is in hand here; on the thread that keeps the leases."""
-        self._backlog.tend()
-        self.orphans.name()
-
     # Taking in.
 
     def _poll(self) -> list[Delivery]:
         rooms = self.load.rooms = {klass: self._room(klass) for klass in CLASSES}
-        self.leases.room = max(rooms.values())
         return self.inbox.poll(rooms["batch"], rooms["interactive"], idle=self._is_idle())
 
     def _is_idle(self) -> bool:
@@ -135,22 +128,23 @@ class StageWorker(ABC, Generic[T]):
         self.settler.settle(Settlement(delivery, [letter]), lambda settled: self.figures.buried(int(settled)))
 
     def _take_over(self, *, accept: bool) -> None:
-        """Go on with what dead workers held. Their deliveries come back later, perhaps to somebody else."""
-        if not accept:
-            self.leases.room = 0
-        for request_id in self.leases.overdue() if accept else []:
-            taken = self.record.take_over(request_id, self.stage, self.name)
-            if taken is not None:
-                self.figures.took_over()
-                try:
-                    self._taken(unpack(taken.message), taken.claim)
-                except Exception as error:  # a message that cannot be read, or a bug: this request's
-                    self._hand_on(taken.claim, error)
+        """Go on with what nobody holds. Others have the deliveries, or get them later."""
+        room = max(self.load.rooms.values()) if accept and self.session.num_free else 0
+        if room <= 0:
+            return
+        taken = self.record.take(self.stage, self.session.id, room)
+        self.session.num_free = self.session.num_free - room if len(taken) == room else 0
+        for one in taken:
+            self.figures.took_over()
+            try:
+                self._taken(unpack(one.message), one.claim)
+            except Exception as error:  # a message that cannot be read, or a bug: this request's
+                self._hand_on(one.claim, error)
 
     def _hand_on(self, claim: Claim, error: Exception) -> None:
-        """Leave a request to whoever takes it over later, or gets its delivery. Raises what is not about this one."""
+        """Leave a request to whoever takes it later, or gets its delivery. Raises what is not about this one."""
         cause_of(error)
-        log.error("request %s cannot be taken over", claim.id, exc_info=error)
+        log.error("request %s cannot be gone on with", claim.id, exc_info=error)
         if (task := self._of(claim)) is not None:
             self._forget(task)
         self.record.release(claim, failed=True, delivered=False, wait_s=self.record.settings.retry_cap_s)
@@ -171,33 +165,44 @@ class StageWorker(ABC, Generic[T]):
 
     def _hear(self) -> None:
         """Let go of what others hold, and end what is to end."""
-        for claim, renewal in self.leases.news():
+        self.rescue.check()
+        for claim, news in self.session.news():
             task = self._of(claim)
             if task is None:
                 continue
-            if renewal is Renewal.FENCED:
+            if news is News.LOST:
                 self._lose(task)
             else:
                 self._cancelled(task)
 
     def _lose(self, task: T) -> None:
-        """Another worker holds it now."""
+        """Let go of a request that another worker holds now, or may."""
         self._forget(task)
-        self.inbox.put_back(task.delivery)
+        self._give_back(task.claim, task.delivery)
+
+    def _give_back(self, claim: Claim, delivery: Delivery) -> None:
+        """Look again at a request whose claim was refused. Who lets go says so: where it is this worker's after all,
+        its session lives on, and nobody else would ever take it.
+        """
+        self.record.release(claim, delivered=delivery.is_held)
+        self.inbox.put_back(delivery)
 
     # Leaving.
 
     def retire(self) -> None:
         """Take nothing more. What runs goes on under its claim; who has its delivery then settles it, from its log."""
         self.settler.wait(MOMENT_S)
-        self.orphans.leave()
+        self.rescue.close()
+        # Else others read what was read here, until the bus has given it away.
+        with contextlib.suppress(redis.RedisError):
+            self.session.disown()
         self.member.retire()
         for task in self.running.values():
             if not self.member.holds(task.delivery):
                 task.detach()
 
     def is_settled(self) -> bool:
-        """Whether nothing waits, for a lease or for a commit."""
+        """Whether nothing waits, for another worker or for a commit."""
         return not len(self.inbox) and not len(self.settler) and not len(self.transfers)
 
     def close(self) -> None:
@@ -207,21 +212,21 @@ class StageWorker(ABC, Generic[T]):
             self.record.release(task.claim, delivered=task.delivery.is_held)
         self.transfers.close()
         self.settler.close()
-        self.leases.close()
-        self.orphans.leave()
+        self.rescue.close()
+        self.session.close()
         self.record.close()
         self.member.close()
 
     def abandon(self) -> None:
         """Let go of everything, as a crash would: see `penstock.worker.outage`. Engine and store stay."""
-        with contextlib.suppress(redis.RedisError):  # where Redis is not away, the others need not wait for the leases
+        with contextlib.suppress(redis.RedisError):  # where Redis is not away, the attempts need not count
             for task in self.running.values():
                 self.record.release(task.claim, delivered=task.delivery.is_held)
         for task in list(self.running.values()):
             self._forget(task)
         self.settler.abandon()
         self.transfers.abandon()
-        self.leases.close()
-        self.orphans.close()
+        self.rescue.close()
+        self.session.close()
         self.record.close()
         self.member.close()

@@ -53,7 +53,7 @@ def live(line: Line, history: History) -> None:
     zombie = line.decode
     while not (zombie.running and zombie.running[request.id].claim.num_tokens > 5):
         zombie.turn()
-    zombie.leases.close()
+    zombie.session.stop()
     line.add_decode("decode-1")
     while request.id not in line.decode.running:
         line.decode.turn()

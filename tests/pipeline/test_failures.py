@@ -153,7 +153,7 @@ def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
     silent = line.prefill
     line.send(poison())
     wait_until(lambda: silent.turn() or silent.running, 30, "a claim", 0)
-    silent.leases.close()
+    silent.session.stop()
     line.add_prefill("prefill-1")
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
 
@@ -177,18 +177,18 @@ def test_what_was_taken_over_waits_before_it_is_tried_again(redis_url: str, pipe
         silent = line.prefill
         line.send(poison())
         wait_until(lambda: silent.turn() or silent.running, 20, "a claim", 0)
-        silent.leases.close()
+        silent.session.stop()
         line.add_prefill("prefill-1")
         breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
-        key, held = pipeline.record_key("poison"), pipeline.held_key("prefill")
+        key, free = pipeline.record_key("poison"), pipeline.free_key("prefill")
 
         def is_left_alone() -> bool:
             line.prefill.turn()
-            return line.client.hmget(key, "owner", "attempts") == [b"", b"2"]
+            return line.client.hmget(key, "session", "attempts") == [b"", b"2"]
 
         wait_until(is_left_alone, 20, "it failed, and is given back", 0)
-        assert float(line.client.zscore(held, "poison") or 0) / 1000 > time.time() + 500
-        assert line.prefill.record.take_over("poison", "prefill", "somebody") is None
+        assert float(line.client.zscore(free, "poison") or 0) / 1000 > time.time() + 500
+        assert line.prefill.record.take("prefill", line.prefill.session.id, 9) == []
         silent.close()
 
 
@@ -287,7 +287,7 @@ def test_waiting_times_grow_up_to_the_cap(redis_url: str, pipeline: Pipeline) ->
         for number in range(3):
             request = poison(f"poison-{number}")
             for _ in range(number):
-                claim = line.prefill.record.claim_prefill(request.id, "somebody", body_hash(request))
+                claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
                 assert isinstance(claim, Claim)
                 line.prefill.record.release(claim, failed=True)
             before_s = time.time()
@@ -309,10 +309,10 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: Line, stage: Stage) -
     for request in work:
         for _ in range(2):
             if stage == "prefill":
-                claim = record.claim_prefill(request.id, "dies", body_hash(request))
+                claim = record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
             else:
                 job = decode(Job, jobs[request.id].value).job
-                claim = record.claim_decode(request.id, "dies", job)
+                claim = record.claim_decode(request.id, line.decode.session.id, job)
             assert isinstance(claim, Claim)
             record.release(claim, failed=True)
     if stage == "prefill":

@@ -108,7 +108,7 @@ def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) ->
     """Claims that came to nothing count; the next one gives up."""
     request = ask("poison")
     for _ in range(2):
-        claim = line.prefill.record.claim_prefill(request.id, "a worker that dies", body_hash(request))
+        claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
         line.prefill.record.release(claim, failed=True)  # type: ignore[arg-type]
     line.send(request)
     (result,) = line.run_until(1)

@@ -39,8 +39,8 @@ def long(max_tokens: int) -> Request:
 
 
 def silence(worker: PrefillWorker | DecodeWorker) -> None:
-    """Its loop stands still and its leases run out; it stays a member of its group, which knows nothing of it."""
-    worker.leases.close()
+    """Its loop stands still and its session runs out; it stays a member of its group, which knows nothing of it."""
+    worker.session.stop()
 
 
 def goes_on(line: Line, request_id: str, *workers: PrefillWorker | DecodeWorker) -> list[TokenEvent | EndEvent]:
@@ -220,7 +220,7 @@ def test_what_arrives_for_a_killed_worker_goes_on(
         victim = fork(
             "victim", tmp_path / "victim.log", run_penstock, "worker", stage, environment=environment_of(addresses)
         )
-        wait_until(lambda: line.client.zcard(pipeline.readers_key(stage)) == NUM_PARTITIONS, 60, "it reads them all")
+        wait_until(lambda: line.client.hlen(pipeline.readers_key(stage)) == NUM_PARTITIONS, 60, "it reads them all")
         victim.kill()
         (line.add_decode if stage == "decode" else line.add_prefill)("another")
         line.send(*work)

@@ -3,8 +3,8 @@
 from functools import lru_cache
 from typing import TypeVar
 
-from tests.protocol.script import MAX_ATTEMPTS, NEW, Message, Rec
-from tests.protocol.state import FREE, GHOST, IDLE, Out, Run, State, Worker
+from tests.protocol.script import GHOST, MAX_ATTEMPTS, NEW, NOBODY, Message, Rec
+from tests.protocol.state import FREE, IDLE, Out, Run, State, Worker
 
 Numbers = tuple[int, ...]
 Task = TypeVar("Task", Run, Out)
@@ -26,16 +26,16 @@ def canonical(state: State, fenced: bool = True) -> State:
     names = tuple(sorted(mentioned))
     bus = _bus(state.bus, names)
     workers = [IDLE if worker == IDLE else _worker(worker, names, valid, fenced) for worker in state.workers]
-    ranks = [hash((workers[index], tuple([one for one, at in bus if at == index]))) for index in range(4)]
+    held = state.rec.session
+    ranks = [hash((workers[n], n == held, tuple([one for one, at in bus if at == n]))) for n in range(4)]
     order = ([0, 1] if ranks[0] <= ranks[1] else [1, 0]) + ([2, 3] if ranks[2] <= ranks[3] else [3, 2])
     places = {old: new for new, old in enumerate(order)} | {FREE: FREE, GHOST: GHOST}
     return State(
-        rec=_record(state.rec, names, epochs),
-        saved=_record(saved, names, epochs),
+        rec=_record(state.rec, names, epochs, places[state.rec.session]),
+        saved=_record(saved, names, epochs, NOBODY if saved.session == NOBODY else GHOST),
         bus=tuple([(one, places[at]) for one, at in bus]),
         workers=tuple([workers[index] for index in order]),
         left=state.left,
-        listed=state.listed,
         results=min(state.results, 3),
         letters=min(state.letters, 1),
         late=state.late,
@@ -80,10 +80,10 @@ def _bus(bus: tuple[tuple[Message, int], ...], names: Numbers) -> tuple[tuple[Me
 
 
 @lru_cache(None)
-def _record(old: Rec, names: Numbers, epochs: Numbers) -> Rec:
+def _record(old: Rec, names: Numbers, epochs: Numbers, session: int) -> Rec:
     return old._replace(
         epoch=_epoch(old.epoch, epochs),
-        owner=min(old.owner, 0),
+        session=session,
         attempts=min(old.attempts, MAX_ATTEMPTS + 1),
         bound=names.index(old.bound),
         message=old.message and _message(old.message, names),
@@ -101,7 +101,7 @@ def _worker(old: Worker, names: Numbers, epochs: Numbers, fenced: bool) -> Worke
             run = _lost(run)
     if out is not None:
         out = _task(out, names, epochs)._replace(job=names.index(out.job))
-        if fenced and out.epoch == STALE and out.done is not None:
+        if fenced and out.epoch == STALE and (out.done or (out.done is False and out.delivery is None)):
             out = None
     return old._replace(run=run, out=out, inbox=inbox)
 

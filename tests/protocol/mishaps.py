@@ -1,8 +1,8 @@
 """What happens to the workers from outside: wishes, and everything that may go wrong."""
 
 from tests.protocol import script
-from tests.protocol.script import OUT, RUNS
-from tests.protocol.state import FREE, GHOST, IDLE, Rules, State, Step, Steps, Worker, change, listed, runs_alone
+from tests.protocol.script import GHOST, LATER, NOBODY, Rec
+from tests.protocol.state import FREE, IDLE, Rules, State, Step, Steps, Worker, change
 
 
 def wishes(state: State) -> Steps:
@@ -19,17 +19,10 @@ def wishes(state: State) -> Steps:
 def mishaps(state: State, rules: Rules) -> Steps:
     """Crashes, pauses, rebalances, worker stops, and Redis losing what it had."""
     left, rec = state.left, state.rec
-    alone = runs_alone(state)
-    if alone or (rec.lease == RUNS and left.pauses):
-        after = state._replace(rec=rec._replace(lease=OUT), left=left._replace(pauses=left.pauses - (not alone)))
-        yield Step("lease over", call=("lease over",)), after
-    for place, (message, at) in enumerate(state.bus):
-        if at == GHOST or (at != FREE and left.moves):
-            after = state._replace(
-                bus=(*state.bus[:place], (message, FREE), *state.bus[place + 1 :]),
-                left=left._replace(moves=left.moves - (at != GHOST)),
-            )
-            yield Step("redeliver" if at == GHOST else "move"), after
+    yield from _sessions_over(state, rules)
+    if rec.waits or LATER in rec.free:
+        yield Step("due", call=("due",)), state._replace(rec=script.due(rec))
+    yield from _redeliveries(state, rules)
     if left.losses:
         yield Step("lose", call=("lose",)), _forgotten(state)
     if left.syncs and left.losses:
@@ -38,13 +31,41 @@ def mishaps(state: State, rules: Rules) -> Steps:
         holds = any(at == index for _, at in state.bus)
         if left.crashes and (worker != IDLE or holds):
             bus = tuple([(message, GHOST if at == index else at) for message, at in state.bus])
-            after = change(state, index, IDLE, bus=bus, left=left._replace(crashes=left.crashes - 1))
-            yield Step("crash", index), after
+            rec_after = rec._replace(session=GHOST) if rec.session == index else rec
+            after = change(state, index, IDLE, bus=bus, rec=rec_after, left=left._replace(crashes=left.crashes - 1))
+            yield Step("crash", index, call=("crash", index)), after
         if left.stops and not worker.stops and (worker != IDLE or holds):
-            yield from _stop(state, rules, index)
+            yield from _stop(state, index)
 
 
-def _stop(state: State, rules: Rules, index: int) -> Steps:
+def _sessions_over(state: State, rules: Rules) -> Steps:
+    """Whose session is over is found out by any other worker: dead ones, or some that were merely held up."""
+    if state.rec.session == GHOST:
+        rec = script.reap(state.rec, (GHOST,), rules.flaw)
+        yield Step("reap", call=("reap", GHOST)), state._replace(rec=rec)
+    for index, worker in enumerate(state.workers):
+        if state.left.pauses and worker.lives and (worker != IDLE or state.rec.session == index):
+            rec, left = script.reap(state.rec, (index,), rules.flaw), state.left._replace(pauses=state.left.pauses - 1)
+            yield (
+                Step("reap", call=("reap", index)),
+                change(state, index, worker._replace(lives=False), rec=rec, left=left),
+            )
+
+
+def _redeliveries(state: State, rules: Rules) -> Steps:
+    left = state.left
+    for place, (message, at) in enumerate(state.bus):
+        before, behind = state.bus[:place], state.bus[place + 1 :]
+        if (at == GHOST and rules.bus_knows) or (at not in (GHOST, FREE) and left.moves):
+            fewer = left._replace(moves=left.moves - (at != GHOST))
+            after = state._replace(bus=(*before, (message, FREE), *behind), left=fewer)
+            yield Step("redeliver" if at == GHOST else "move"), after
+        if at == FREE and left.blinds:
+            fewer = left._replace(blinds=left.blinds - 1)
+            yield Step("blind"), state._replace(bus=(*before, (message, GHOST), *behind), left=fewer)
+
+
+def _stop(state: State, index: int) -> Steps:
     """A worker is told to stop: it gives back what it works on, settles what it has asked for, and leaves."""
     worker, left = state.workers[index], state.left._replace(stops=state.left.stops - 1)
     if worker.run is not None and worker.run.pc == "finish":
@@ -52,32 +73,34 @@ def _stop(state: State, rules: Rules, index: int) -> Steps:
     out = worker.out if worker.out and worker.out.kind == "job" and not worker.out.end else None
     task, step, after = worker.run or out, Step("stop", index), state
     if task is not None:
-        step, after = release(state, rules, index, task.epoch, failed=False)
-    stopping = worker._replace(run=None, stops=True, unlists=False)
-    yield step._replace(kind="stop"), change(after, index, stopping, left=left)
+        delivered = task.delivery is not None
+        step, after = release(state, index, task.epoch, failed=False, delivered=delivered)
+    yield step._replace(kind="stop"), change(after, index, worker._replace(run=None, stops=True), left=left)
 
 
 def release(
-    state: State, rules: Rules, index: int, epoch: int, *, failed: bool, waits: bool = False
+    state: State, index: int, epoch: int, *, failed: bool, delivered: bool, waits: bool = False
 ) -> tuple[Step, State]:
     """A request is given back, to be left alone for a while if it `waits`."""
-    rec, reply = script.release(state.rec, epoch, failed=failed, waits=waits, flaw=rules.flaw)
-    state = state._replace(rec=rec, listed=listed(state, rules, index) if reply else state.listed)
-    return Step("release", index, ("release", epoch, failed, waits), reply), state
+    rec, reply = script.release(state.rec, epoch, failed=failed, waits=waits, delivered=delivered)
+    return Step("release", index, ("release", epoch, failed, waits, delivered), reply), state._replace(rec=rec)
 
 
 def _forgotten(state: State) -> State:
-    """Redis has only what it had written down."""
-    num = len(state.saved.tokens)
+    """Redis has only what it had written down. Each worker finds its session missing, or older than it should be: it
+    opens another, and what the old one seems to hold is free once that is over.
+    """
+    saved: Rec = state.saved._replace(session=NOBODY if state.saved.session == NOBODY else GHOST)
 
     def mark(worker: Worker) -> Worker:
         run = worker.run
-        return worker._replace(run=run._replace(diverged=True)) if run and run.tokens > num else worker
+        if run is not None and run.tokens > len(saved.tokens):
+            worker = worker._replace(run=run._replace(diverged=True))
+        return worker if worker == IDLE else worker._replace(lives=False)
 
     return state._replace(
-        rec=state.saved,
+        rec=saved,
         workers=tuple([mark(worker) for worker in state.workers]),
-        listed=(False, False),
         left=state.left._replace(losses=state.left.losses - 1, syncs=0),
         lost=True,
     )

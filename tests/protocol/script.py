@@ -1,14 +1,18 @@
 """The record's scripts (`penstock/record/lua/`) in plain Python: from a record to the next one and the reply.
 
-What the scripts read of the server's clock is `clock`, a number that grows with each claim. A lease is none, has run
-out, or runs. A token is the epoch of the claim that drew it: tokens of two attempts are taken to differ.
+What the scripts read of the server's clock is `clock`, a number that grows with each claim. A token is the epoch of the
+claim that drew it: tokens of two attempts are taken to differ. A session is the number of its worker; `GHOST` stands
+for all those that are still in `sessions` and whose workers are dead, or have another one. The stage's `free` set is
+kept with the record, as there is one request only.
 """
 
 from typing import Any, NamedTuple
 
-NONE, OUT, RUNS = 0, 1, 2
-"""A lease."""
-NOBODY = -1
+NOBODY, GHOST = -1, -2
+"""Instead of a worker: nobody, or a dead one as far as the others know."""
+NEVER, LATER, DUE = 0, 1, 2
+"""When anybody of a stage may take the request."""
+PLACES = {"prefill": 0, "decode": 1}
 MAX_ATTEMPTS = 2
 Reply = tuple[Any, ...]
 
@@ -35,14 +39,17 @@ class Rec(NamedTuple):
     """A request's record, and its log: `tokens`, then `end`."""
 
     epoch: int = 0
-    owner: int = NOBODY
-    lease: int = NONE
+    session: int = NOBODY
     stage: str = "new"
     bound: int = 0
     body: int = 0
     attempts: int = 0
     cancelled: bool = False
     message: Message | None = None
+    waits: bool = False
+    """It is to be left alone for a while, also by who has the delivery."""
+    free: tuple[int, int] = (NEVER, NEVER)
+    """For each stage."""
     tokens: tuple[int, ...] = ()
     end: End | None = None
     num_ends: int = 0
@@ -51,23 +58,33 @@ class Rec(NamedTuple):
 NEW = Rec()
 
 
+def freed(rec: Rec, stage: str, when: int) -> Rec:
+    """The record with its place in a stage's `free` set."""
+    return rec._replace(free=(when, rec.free[1]) if stage == "prefill" else (rec.free[0], when))
+
+
 def put_down(rec: Rec, stage: str, message: Message, clock: int) -> tuple[Rec, Reply]:
-    """`claim.lua` without an owner."""
+    """`claim.lua` without a session."""
     is_kept = rec.stage == stage and rec.message is not None
-    was, reply = rec, claim(rec, stage, NOBODY, message, clock, "")
-    if reply[1][0] in ("bound", "conflict"):
-        return was, reply[1]
-    if is_kept or was.stage == "end" or (stage == "prefill" and was.stage == "handed"):
-        return was, ("down",)
-    rec, found = reply
-    return (rec._replace(lease=OUT, attempts=was.attempts), ("down",)) if found[0] == "claim" else (was, found)
+    after, reply = claim(rec, stage, NOBODY, message, clock)
+    if reply[0] in ("bound", "conflict"):
+        return rec, reply
+    if is_kept or rec.stage == "end":
+        return rec, ("down",)
+    if reply[0] != "claim":
+        return rec, reply
+    return freed(after._replace(attempts=rec.attempts), stage, DUE), ("down",)
 
 
-def claim(rec: Rec, stage: str, owner: int, message: Message, clock: int, flaw: str) -> tuple[Rec, Reply]:
-    """`claim.lua`."""
+def claim(
+    rec: Rec, stage: str, session: int, message: Message, clock: int, flaw: str = "", *, lives: bool = True
+) -> tuple[Rec, Reply]:
+    """`claim.lua`; `lives`: whether the session that asks is in `sessions`."""
     prefill = stage == "prefill"
     if prefill and rec.body not in (0, message.body):
         return rec, ("conflict",)
+    if prefill and rec.stage == "handed":
+        return rec, ("bound",)
     rebinds = flaw == "no binding" or (flaw == "binding changes" and not prefill)
     if rec.bound and rec.bound != message.job and not rebinds:
         return rec, ("bound",)
@@ -75,30 +92,46 @@ def claim(rec: Rec, stage: str, owner: int, message: Message, clock: int, flaw: 
     if rec.stage == "end":
         rec = rec._replace(epoch=max(rec.epoch + 1, clock)) if prefill else rec._replace(bound=bound)
         return rec, _claimed(rec, ended=True)
-    if rec.lease == RUNS and (prefill or rec.stage != "prefill"):
+    is_taken = rec.session != NOBODY or rec.waits
+    if not lives or (is_taken and (prefill or rec.stage != "prefill")):
         return rec, ("busy",)
-    rec = rec._replace(
+    rec = freed(rec, stage, NEVER)._replace(
         epoch=max(rec.epoch + 1, clock),
-        owner=owner,
-        lease=RUNS,
+        session=session,
         stage=stage,
         bound=bound,
         body=message.body if prefill else rec.body,
         attempts=rec.attempts + 1,
         message=message,
+        waits=False,
     )
     return rec, _claimed(rec)
 
 
-def take_over(rec: Rec, stage: str, owner: int, clock: int) -> tuple[Rec, Reply]:
-    """`takeover.lua`."""
-    if rec.stage != stage or rec.lease == NONE or rec.message is None:
+def take(rec: Rec, stage: str, session: int, clock: int, *, lives: bool = True) -> tuple[Rec, Reply]:
+    """`take.lua`, as far as it concerns this request."""
+    if not lives or rec.free[PLACES[stage]] != DUE:
+        return rec, ("none",)
+    rec = freed(rec, stage, NEVER)
+    if rec.stage != stage or rec.session != NOBODY or rec.message is None:
         return rec, ("gone",)
-    if rec.lease == RUNS:
-        return rec, ("busy",)
     epoch = max(rec.epoch + 1, clock)
-    rec = rec._replace(epoch=epoch, owner=owner, lease=RUNS, attempts=rec.attempts + 1)
+    rec = rec._replace(epoch=epoch, session=session, attempts=rec.attempts + 1, waits=False)
     return rec, _claimed(rec)
+
+
+def reap(rec: Rec, sessions: tuple[int, ...], flaw: str = "") -> Rec:
+    """`reap.lua` with the sessions that it finds over."""
+    if rec.session not in sessions:
+        return rec
+    after = rec._replace(session=NOBODY)
+    return after if flaw == "reaps without freeing" else freed(after, rec.stage, DUE)
+
+
+def due(rec: Rec) -> Rec:
+    """The server's clock goes on, past all that anybody waits for."""
+    prefill, decode = [min(DUE, when * 2) for when in rec.free]
+    return rec._replace(waits=False, free=(prefill, decode))
 
 
 def _claimed(rec: Rec, *, ended: bool = False) -> Reply:
@@ -126,34 +159,23 @@ def finish(rec: Rec, epoch: int, end: End, flaw: str = "") -> tuple[Rec, int]:
         return rec, 0
     if rec.stage == "end":
         return rec, 1
-    over = rec._replace(stage="end", lease=NONE, owner=NOBODY, message=None, end=end, num_ends=rec.num_ends + 1)
-    return over, 1
+    return rec._replace(stage="end", session=NOBODY, message=None, end=end, num_ends=rec.num_ends + 1), 1
 
 
 def handed(rec: Rec, epoch: int) -> tuple[Rec, int]:
     """`handed.lua`."""
     if rec.epoch != epoch or rec.stage != "prefill":
         return rec, 0
-    return rec._replace(stage="handed", lease=NONE, owner=NOBODY, attempts=0, message=None), 1
+    return rec._replace(stage="handed", session=NOBODY, attempts=0, message=None), 1
 
 
-def release(rec: Rec, epoch: int, *, failed: bool, waits: bool, flaw: str = "") -> tuple[Rec, int]:
+def release(rec: Rec, epoch: int, *, failed: bool, waits: bool, delivered: bool = False) -> tuple[Rec, int]:
     """`release.lua`."""
     if rec.epoch != epoch or rec.stage in ("end", "handed"):
         return rec, 0
-    rec = rec._replace(owner=NOBODY, attempts=rec.attempts if failed else max(0, rec.attempts - 1))
-    if flaw == "forgets the message":
-        return rec._replace(lease=NONE, message=None), 1
-    return rec._replace(lease=RUNS if waits else OUT), 1
-
-
-def renew(rec: Rec, epoch: int) -> tuple[Rec, int]:
-    """`renew.lua`."""
-    if rec.epoch != epoch:
-        return rec, 0
-    if rec.owner == NOBODY:
-        return rec, 2
-    return rec._replace(lease=RUNS), 3 if rec.cancelled else 1
+    attempts = rec.attempts if failed else max(0, rec.attempts - 1)
+    rec = rec._replace(session=NOBODY, attempts=attempts, waits=waits)
+    return freed(rec, rec.stage, LATER if waits or delivered else DUE), 1
 
 
 def cancel(rec: Rec) -> tuple[Rec, int]:

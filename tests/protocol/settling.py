@@ -26,8 +26,16 @@ def settle(state: State, rules: Rules, index: int, out: Out) -> Steps:
     if out.done is not None:
         yield _note(state, rules, index, out)
         return
+    if rules.flaw == "handed before durable" and out.kind == "job" and state.rec.stage == "prefill":
+        rec, reply = script.handed(state.rec, out.epoch)
+        if reply:
+            yield Step("handed", index, ("handed", out.epoch), reply), state._replace(rec=rec)
+            return
+    if rules.two_steps and out.kind == "job" and out.delivery is not None and not out.published:
+        yield from _publish_job(state, rules, index, out)
+        return
     delivery, mine = out.delivery, out.delivery is not None and holder(state, out.delivery) == index
-    over = out._replace(done=mine or delivery is None) if out.kind == "job" else None
+    over = out._replace(done=mine or delivery is None or out.published) if out.kind == "job" else None
     if (
         delivery is not None
         and not mine
@@ -46,8 +54,20 @@ def settle(state: State, rules: Rules, index: int, out: Out) -> Steps:
         yield Step("doubt", index), change(settled, index, worker._replace(out=out), left=left)
 
 
+def _publish_job(state: State, rules: Rules, index: int, out: Out) -> Steps:
+    """The first of two steps. Where it is not known whether the job is out, another one is made."""
+    worker = state.workers[index]
+    after, out = _publish(state, rules, out)
+    yield Step("publish", index), change(after, index, worker._replace(out=out._replace(published=True)))
+    if state.left.doubts:
+        left = state.left._replace(doubts=state.left.doubts - 1)
+        yield Step("doubt", index), change(after, index, worker._replace(out=out._replace(done=False)), left=left)
+
+
 def _publish(state: State, rules: Rules, out: Out) -> tuple[State, Out]:
     name, message = state.next_name, out.message
+    if out.published:
+        return state, out
     match out.kind:
         case "job":
             out = out._replace(job=out.job or name)
@@ -71,7 +91,8 @@ def _note(state: State, rules: Rules, index: int, out: Out) -> tuple[Step, State
     worker = state.workers[index]._replace(out=None)
     if out.done:
         rec, reply = script.handed(state.rec, out.epoch)
-        worker = worker._replace(unlists=rules.lists or worker.unlists)
         return Step("handed", index, ("handed", out.epoch), reply), change(state, index, worker, rec=rec)
-    step, state = release(state, rules, index, out.epoch, failed=False)
+    if rules.two_steps and out.delivery is not None and out.delivery not in worker.inbox:
+        worker = worker._replace(inbox=(*worker.inbox, out.delivery))  # it is here still
+    step, state = release(state, index, out.epoch, failed=False, delivered=out.delivery is not None)
     return step, change(state, index, worker)

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tests.protocol.script import NEW, NOBODY, RUNS, End, Message, Rec, Reply
+from tests.protocol.script import NEW, NOBODY, End, Message, Rec, Reply
 
-FREE, GHOST = -1, -2
-"""Who has a message instead of a worker: the bus, or a dead worker, as far as the bus knows."""
+FREE = NOBODY
+"""Who has a message instead of a worker: the bus; or `GHOST`, a member that is dead or does not read, as far as the bus
+knows."""
 POISONOUS = ("exhausted", "failed")
 
 
@@ -16,8 +17,12 @@ class Rules(NamedTuple):
     last: int = 2
     """Tokens of a whole answer; the first one is prefill's."""
     fail_attempts: int = 2
-    lists: bool = False
-    """Who is held is looked up in a list, as it is, and removed from it in a step of its own."""
+    two_steps: bool = False
+    """A job is published, and then its request's delivery is finished; else both happen together."""
+    retries: bool = True
+    """What failed goes to a retry topic; else its delivery stays where it is, and is looked at again."""
+    bus_knows: bool = True
+    """The bus finds out who is dead. If it does not, each request still has to have its end in the log."""
     flaw: str = ""
 
 
@@ -26,7 +31,7 @@ class Budget(NamedTuple):
 
     crashes: int = 0
     pauses: int = 0
-    """A lease runs out while its holder still works."""
+    """A session ends while its worker still works."""
     moves: int = 0
     """The bus takes a delivery from a worker that still works."""
     losses: int = 0
@@ -42,6 +47,8 @@ class Budget(NamedTuple):
     """A settlement is done, and its reply lost."""
     waits: int = 0
     """A message waits in a worker that has no room for it."""
+    blinds: int = 0
+    """A member lives, has a part of the topic, and does not read it."""
 
 
 class Run(NamedTuple):
@@ -56,6 +63,8 @@ class Run(NamedTuple):
     cause: str = ""
     diverged: bool = False
     """Redis forgot tokens that this run goes on from."""
+    lost: bool = False
+    """The session that it was claimed with is over, and the loop has not heard of it yet."""
 
 
 class Out(NamedTuple):
@@ -70,6 +79,8 @@ class Out(NamedTuple):
     """Of a job: whether it was settled, until the record knows too."""
     job: int = 0
     """The job's id, once it was asked to be published."""
+    published: bool = False
+    """The job is durable, and its delivery is still to be finished."""
 
 
 class Worker(NamedTuple):
@@ -79,8 +90,8 @@ class Worker(NamedTuple):
     out: Out | None = None
     inbox: tuple[Message, ...] = ()
     stops: bool = False
-    unlists: bool = False
-    """About to remove the request from the list of those held."""
+    lives: bool = True
+    """Whether its session is in `sessions`."""
 
 
 class State(NamedTuple):
@@ -91,8 +102,6 @@ class State(NamedTuple):
     bus: tuple[tuple[Message, int], ...]
     workers: tuple[Worker, ...]
     left: Budget
-    listed: tuple[bool, bool] = (False, False)
-    """Whether the request is in the stages' lists of those held; kept by rules that have such lists."""
     results: int = 0
     letters: int = 0
     late: bool = False
@@ -130,25 +139,6 @@ def stage_of(index: int) -> str:
     return "prefill" if index < 2 else "decode"
 
 
-def listed(state: State, rules: Rules, index: int, is_in: bool = True) -> tuple[bool, bool]:
-    """The lists of those held, with the request in that of the worker's stage or not."""
-    if not rules.lists:
-        return state.listed
-    return (is_in, state.listed[1]) if index < 2 else (state.listed[0], is_in)
-
-
 def holder(state: State, message: Message) -> int | None:
     """Who has a message; None if it is settled."""
     return next((at for found, at in state.bus if found == message), None)
-
-
-def keeps_lease(worker: Worker, epoch: int) -> bool:
-    """Whether a worker would renew the lease of this claim."""
-    run, out = worker.run, worker.out
-    return (run is not None and run.epoch == epoch) or (out is not None and out.kind == "job" and out.epoch == epoch)
-
-
-def runs_alone(state: State) -> bool:
-    """Whether the lease runs though nobody renews it: it will run out."""
-    rec = state.rec
-    return rec.lease == RUNS and not any(keeps_lease(worker, rec.epoch) for worker in state.workers)

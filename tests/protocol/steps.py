@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.protocol import script
 from tests.protocol.mishaps import mishaps, release, wishes
-from tests.protocol.script import MAX_ATTEMPTS, End, Message, Rec
+from tests.protocol.script import GHOST, MAX_ATTEMPTS, End, Message, Rec
 from tests.protocol.settling import bring, settle, ship
 from tests.protocol.state import (
     FREE,
@@ -22,7 +22,6 @@ from tests.protocol.state import (
     Worker,
     change,
     holder,
-    listed,
     stage_of,
 )
 
@@ -41,14 +40,15 @@ def _worker_steps(state: State, rules: Rules, index: int) -> Steps:
         yield from _poll(state, index)
         for message in worker.inbox:
             yield from _admit(state, rules, index, message)
-            yield from _put_down(state, rules, index, message)
-        yield from _look(state, rules, index)
+        yield from _put_down(state, rules, index)
+        yield from _take(state, rules, index)
+        yield from _renew(state, index)
         if worker.run is not None:
-            yield from _hear(state, rules, index, worker.run)
             yield from (_prefill if index < 2 else _decode)(state, rules, index, worker.run)
     elif worker.run is None and worker.out is None:
         bus = tuple([(message, FREE if at == index else at) for message, at in state.bus])
-        yield Step("leave", index), change(state, index, IDLE, bus=bus)
+        rec = script.reap(state.rec, (index,), rules.flaw)
+        yield Step("leave", index, ("reap", index)), change(state, index, IDLE, bus=bus, rec=rec)
     if worker.out is not None:
         yield from settle(state, rules, index, worker.out)
 
@@ -74,10 +74,11 @@ def _admit(state: State, rules: Rules, index: int, message: Message) -> Steps:
         rest = worker._replace(inbox=tuple([one for one in worker.inbox if one != message]))
         yield Step("forget", index), change(state, index, rest)
         return
-    rec, reply = script.claim(state.rec, stage, index, message, state.clock + 1, rules.flaw)
+    lives = worker.lives or rules.flaw == "claims without a session"
+    rec, reply = script.claim(state.rec, stage, index, message, state.clock + 1, rules.flaw, lives=lives)
     if worker.out is not None and (reply[0] in ("bound", "conflict") or rec.stage == "end"):
         return  # one settlement at a time
-    step = Step("claim", index, ("claim", stage, index, message), reply)
+    step = Step("claim", index, ("claim", stage, index, message, lives), reply)
     rest = worker._replace(inbox=tuple([one for one in worker.inbox if one != message]))
     match reply[0]:
         case "busy":
@@ -94,34 +95,30 @@ def _admit(state: State, rules: Rules, index: int, message: Message) -> Steps:
             yield step, _begin(state, rules, index, rest, (rec, reply, message), message)
 
 
-def _put_down(state: State, rules: Rules, index: int, message: Message) -> Steps:
-    """There is no room for it yet: others can take it over when this worker dies."""
-    if state.left.waits and holder(state, message) == index:
-        stage, left = stage_of(index), state.left._replace(waits=state.left.waits - 1)
-        rec, reply = script.put_down(state.rec, stage, message, state.clock + 1)
-        lists, clock = listed(state, rules, index), max(state.clock + 1, rec.epoch)
-        after = state._replace(rec=rec, left=left, listed=lists, clock=clock)
-        yield Step("put down", index, ("put down", stage, message), reply), after
+def _put_down(state: State, rules: Rules, index: int) -> Steps:
+    """Anybody puts down a message that waits: its holder, for want of room, or who reads what a dead member would."""
+    for message, at in state.bus:
+        is_orphan = at == GHOST and rules.flaw != "nobody reads for the dead"
+        if (message.job == 0) == (index < 2) and (is_orphan or (at != GHOST and state.left.waits)):
+            stage, left = stage_of(index), state.left._replace(waits=state.left.waits - (at != GHOST))
+            rec, reply = script.put_down(state.rec, stage, message, state.clock + 1)
+            after = state._replace(rec=rec, left=left, clock=max(state.clock + 1, rec.epoch))
+            yield Step("put down", index, ("put down", stage, message), reply), after if rec != state.rec else state
 
 
-def _look(state: State, rules: Rules, index: int) -> Steps:
-    """Look for requests of dead workers."""
-    worker, stage, at = state.workers[index], stage_of(index), int(index >= 2)
-    if worker.unlists:
-        lists = listed(state, rules, index, is_in=False)
-        yield Step("unlist", index), change(state, index, worker._replace(unlists=False), listed=lists)
-    elif state.listed[at] or not rules.lists:
-        rec, reply = script.take_over(state.rec, stage, index, state.clock + 1)
-        step = Step("take over", index, ("take over", stage, index), reply)
-        if reply[0] == "claim":
-            message = rec.message
-            assert message is not None
-            delivery = message if rules.flaw == "settles what it does not hold" else None
-            yield step, _begin(state, rules, index, worker, (rec, reply, message), delivery)
-        elif reply[0] == "busy" or not rules.lists:
-            yield step, state
-        else:
-            yield step, change(state, index, worker._replace(unlists=True))
+def _take(state: State, rules: Rules, index: int) -> Steps:
+    """Go on with what is free for anybody."""
+    worker, stage = state.workers[index], stage_of(index)
+    lives = worker.lives or rules.flaw == "claims without a session"
+    rec, reply = script.take(state.rec, stage, index, state.clock + 1, lives=lives)
+    step = Step("take", index, ("take", stage, index, lives), reply)
+    if reply[0] == "claim":
+        message = rec.message
+        assert message is not None
+        delivery = message if rules.flaw == "settles what it does not hold" else None
+        yield step, _begin(state, rules, index, worker, (rec, reply, message), delivery)
+    elif reply[0] == "gone":
+        yield step, state._replace(rec=rec)
 
 
 def _begin(
@@ -140,14 +137,13 @@ def _begin(
     worker = worker._replace(run=run)
     if ended:
         worker = ship(worker, rules, run, rec.end) if index < 2 else bring(worker, run, rec.end)
-    lists = state.listed if ended else listed(state, rules, index)
-    return change(state, index, worker, rec=rec, clock=max(state.clock + 1, rec.epoch), listed=lists)
+    return change(state, index, worker, rec=rec, clock=max(state.clock + 1, rec.epoch))
 
 
 def _merge(
     worker: Worker, older: Run, message: Message, delivery: Message | None, rules: Rules
 ) -> tuple[Worker, Message | None]:
-    """What was held until its lease ran out is claimed anew, with one delivery: another one is looked at again."""
+    """What was held until its session was over is claimed anew, with one delivery: another one is looked at again."""
     if rules.flaw == "forgets the other delivery" or (delivery is None and older.message.job == message.job):
         return worker, delivery or older.delivery
     return (worker if older.delivery == delivery else _put_back(worker, older.delivery)), delivery
@@ -164,20 +160,22 @@ def _drop(worker: Worker, run: Run) -> Worker:
     return _put_back(worker._replace(run=None), run.delivery)
 
 
-def _hear(state: State, rules: Rules, index: int, run: Run) -> Steps:
-    """The lease is renewed; who was fenced lets go, and who is to end does so."""
-    if run.pc not in ("wait", "work"):
+def _renew(state: State, index: int) -> Steps:
+    """A worker renews its session. It hears that it is over, and opens another; or that its request is to end. The loop
+    lets go of what was lost.
+    """
+    worker, rec = state.workers[index], state.rec
+    run, step = worker.run, Step("renew", index, ("renew", index))
+    if not worker.lives:
+        lost = run and run._replace(lost=True)
+        yield step._replace(reply=("lost",)), change(state, index, worker._replace(run=lost, lives=True))
+    if run is None or run.pc not in ("wait", "work"):
         return
-    worker = state.workers[index]
-    rec, reply = script.renew(state.rec, run.epoch)
-    step = Step("renew", index, ("renew", run.epoch), reply)
-    if reply == 0:
-        yield step, change(state, index, _drop(worker, run))
-        return
-    if reply == 3 and (index < 2 or run.pc == "wait"):
-        worker = worker._replace(run=run._replace(pc="finish", cause="cancelled"))
-    after = change(state, index, worker, rec=rec, listed=listed(state, rules, index))
-    yield step, state if after == state else after
+    if run.lost:
+        yield Step("let go", index), change(state, index, _drop(worker, run))
+    elif worker.lives and rec.cancelled and rec.epoch == run.epoch and (index < 2 or run.pc == "wait"):
+        ends = worker._replace(run=run._replace(pc="finish", cause="cancelled"))
+        yield Step("hear", index), change(state, index, ends)
 
 
 # 3, 4, 7, 8: working.
@@ -222,16 +220,19 @@ def _stopped(state: State, rules: Rules, index: int, run: Run) -> Steps:
             run = run._replace(pc="finish", cause="failed")
             yield Step("give up", index), change(state, index, worker._replace(run=run), left=left)
             return
-        step, state = release(state, rules, index, run.epoch, failed=True, waits=True)
-        out = Out("retry", run.epoch, run.message, run.delivery) if run.delivery else None
-        yield step._replace(kind="fail"), change(state, index, worker._replace(run=None, out=out), left=left)
+        delivered = run.delivery is not None
+        step, state = release(state, index, run.epoch, failed=True, waits=True, delivered=delivered)
+        out = Out("retry", run.epoch, run.message, run.delivery) if run.delivery and rules.retries else None
+        after = worker._replace(run=None, out=out) if rules.retries else _drop(worker, run)
+        yield step._replace(kind="fail"), change(state, index, after, left=left)
 
 
 def _set_aside(state: State, rules: Rules, index: int, run: Run) -> Steps:
     """What may bring its worker down waits while another such request is here."""
     if state.left.asides and not state.late:
         left = state.left._replace(asides=state.left.asides - 1)
-        step, state = release(state, rules, index, run.epoch, failed=False, waits=True)
+        delivered = run.delivery is not None
+        step, state = release(state, index, run.epoch, failed=False, waits=True, delivered=delivered)
         yield step._replace(kind="set aside"), change(state, index, _drop(state.workers[index], run), left=left)
 
 
@@ -259,5 +260,4 @@ def _finish(state: State, rules: Rules, index: int, run: Run) -> Steps:
         worker = _drop(worker, run)
     else:
         worker = ship(worker, rules, run, end) if index < 2 else bring(worker, run, end)
-        worker = worker._replace(unlists=rules.lists)
     yield step, change(state, index, worker, rec=rec)

@@ -13,20 +13,20 @@ REPLIES = {
     "claim": "claim ended busy bound conflict",
     "attach": "busy",
     "put down": "down bound conflict",
-    "take over": "claim busy gone",
-    "renew": "0 1 3",
+    "take": "claim gone",
+    "renew": "lost",
     "append": "0 1 2",
     "finish": "0 whole cancelled late failed exhausted",
     "handed": "0 1",
-    "release": "1",
+    "release": "0 1",
     "fail": "0 1",
     "set aside": "0 1",
     "stop": "0 1",
     "cancel": "0 1",
 }
 SILENT = """
-poll, computed, written, hand off, hand off alone, result, drop, retry, lost, doubt, preempt, give up, expire, late,
-stop, leave, lease over, forget, redeliver, move, crash, sync, lose
+poll, computed, written, publish, hand off, hand off alone, result, drop, retry, lost, doubt, preempt, give up, expire,
+late, stop, leave, reap, due, let go, hear, forget, redeliver, move, blind, crash, sync, lose
 """
 KINDS = {f"{name}: {reply}" for name, replies in REPLIES.items() for reply in replies.split()}
 KINDS |= set(re.split(r",\s+", SILENT.strip()))
@@ -43,33 +43,23 @@ def traces(found: Found) -> list[str]:
 
 
 @cache
-def sound(left: Budget) -> list[str]:
+def sound(left: Budget, rules: Rules) -> list[str]:
     """What is found where no rule is left out."""
-    return traces(explore(Scenario(left).first(), Rules()))
+    return traces(explore(Scenario(left).first(), rules))
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_every_state_keeps_the_promises_and_leads_to_one_result(name: str) -> None:
-    found = explored(name)
-    assert not traces(found)
-    assert not found.num_waiting, [told(step) for step in found.waiting]
+    assert not traces(explored(name))
 
 
 @pytest.mark.parametrize(("flaw", "fault"), FLAWS)
 def test_a_rule_left_out_is_noticed(flaw: str, fault: str) -> None:
-    left = FLAWS[flaw, fault]
-    assert fault in explore(Scenario(left).first(), Rules(flaw=flaw), until=fault).faults
-    assert not sound(left)
-
-
-def test_what_is_given_back_without_its_message_waits_for_the_bus() -> None:
-    """A settlement finds its delivery moved away, and whoever has it dies before claiming: nobody else can go on."""
-    left = Budget(crashes=1, moves=1)
-    found = explore(Scenario(left).first(), Rules(flaw="forgets the message"))
-    assert "lost" in [step.kind for step in found.waiting]
-    assert not explore(Scenario(left).first(), Rules()).num_waiting
+    left, rules = FLAWS[flaw, fault]
+    assert fault in explore(Scenario(left).first(), rules._replace(flaw=flaw), until=fault).faults
+    assert not sound(left, rules)
 
 
 def test_every_kind_of_step_is_explored() -> None:
     seen = frozenset[str]().union(*(explored(name).kinds for name in QUICK))
-    assert seen == KINDS | {"unlist"}
+    assert seen == KINDS

@@ -14,8 +14,8 @@ from tests.protocol import script
 from tests.protocol.model import told
 from tests.protocol.promises import is_over
 from tests.protocol.replay import LEASE_S, Replay
-from tests.protocol.script import MAX_ATTEMPTS, NEW, OUT, RUNS, End, Message, Rec, Reply
-from tests.protocol.state import Budget, Rules, State, Step, start
+from tests.protocol.script import GHOST, LATER, MAX_ATTEMPTS, NEW, NOBODY, End, Message, Rec, Reply
+from tests.protocol.state import Budget, Rules, State, Step, stage_of, start
 from tests.protocol.steps import steps
 from tests.protocol.test_model import KINDS
 
@@ -26,7 +26,8 @@ MISHAPS = [
     "fail",
     "give up",
     "late",
-    "lease over",
+    "blind",
+    "reap",
     "lose",
     "move",
     "put down",
@@ -35,13 +36,13 @@ MISHAPS = [
     "sync",
     "cancel",
 ]
-HOLDERS = ("append", "renew", "release", "handed", "finish")
+HOLDERS = ("append", "release", "handed", "finish")
 """What a worker asks with a claim it has, or had."""
-SCRIPTS = ("claim", "put down", "take over", "append", "renew", "handed", "release")
+SCRIPTS = ("claim", "put down", "take", "append", "handed", "release")
 ASKED = {kind for kind in KINDS if kind.startswith(SCRIPTS)} | {
-    "renew: 2", "release: 0", "finish: 0", "finish: late", "cancel: 0", "cancel: 1", "lease over", "sync", "lose"
+    "take: none", "finish: 0", "finish: late", "cancel: 0", "cancel: 1", "reap", "due", "sync", "lose"
 }  # fmt: skip
-PLENTY = Budget(2, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 2)
+PLENTY = Budget(2, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 2, 1)
 
 
 @pytest.fixture
@@ -62,13 +63,13 @@ def walk(seed: int) -> Iterator[tuple[State, Step, State]]:
     rng = random.Random(seed)
     left = Budget(*(rng.randint(0, most) for most in PLENTY))
     state = start(left, requests=rng.choice([1, 1, 2]), other_body=rng.random() < 0.1)
-    rules = Rules(last=rng.choice([1, 2, 3, 4]))
+    rules = Rules(last=rng.choice([1, 2, 3, 4]), two_steps=rng.random() < 0.5, retries=rng.random() < 0.5)
     for _ in range(NUM_STEPS):
         ways = list(steps(state, rules))
         weights = [0.05 if after is state else 0.3 if step.kind in MISHAPS else 1.0 for step, after in ways]
         step, after = rng.choices(ways, weights)[0]
         yield state, step, after
-        if is_over(after) and rng.random() < 0.5:
+        if is_over(after, rules) and (rng.random() < 0.5 or not list(steps(after, rules))):
             return
         state = after
 
@@ -91,52 +92,64 @@ def test_the_models_traces_go_the_same_way_on_a_server(
 
 def ask(rng: random.Random, rec: Rec, saved: Rec, clock: int, epochs: list[int], flaw: str = "") -> tuple[Step, Rec]:
     """Any call, by anybody: what the script should reply, and the record after it."""
-    kinds = ["claim", "put down", "take over", "cancel", "sync", "lose", *["lease over"] * 3 * (rec.lease == RUNS)]
+    is_due = rec.waits or LATER in rec.free
+    kinds = [
+        "claim",
+        "put down",
+        "take",
+        "cancel",
+        "sync",
+        "lose",
+        *["reap"] * (rec.session != NOBODY),
+        *["due"] * is_due,
+    ]
     if not epochs or rng.random() < 0.3:
-        kind = rng.choices(kinds, [6, 2, 3, 0.5, 1, 1, *[1] * (len(kinds) - 6)])[0]
+        kind = rng.choices(kinds, [6, 2, 3, 0.5, 1, 1, *[3] * (len(kinds) - 6)])[0]
         return _ask_anew(rng, kind, rec, saved, clock, flaw)
     epoch = rng.choice([epochs[-1], rng.choice(epochs)])
-    return _ask_again(rng, rng.choices(HOLDERS, [8, 4, 2, 2, 1])[0], rec, epoch, flaw)
+    return _ask_again(rng, rng.choices(HOLDERS, [8, 3, 2, 1])[0], rec, epoch, flaw)
 
 
 def _ask_anew(rng: random.Random, kind: str, rec: Rec, saved: Rec, clock: int, flaw: str) -> tuple[Step, Rec]:
-    stage, owner = rng.choice(["prefill", "decode"]), rng.randint(0, 3)
+    index = rng.randint(0, 3)
+    stage = stage_of(index)
+    message = Message(rng.randint(1, 9), rng.randint(1, 2) * (stage == "decode"), rng.choice([1, 1, 1, 2]))
     reply: Reply | int | None = None
     match kind:
         case "claim":
-            message = Message(rng.randint(1, 9), rng.randint(1, 2) * (stage == "decode"), rng.choice([1, 1, 1, 2]))
-            after, reply = script.claim(rec, stage, owner, message, clock + 1, flaw)
-            return Step(kind, call=(kind, stage, owner, message), reply=reply), after
+            after, reply = script.claim(rec, stage, index, message, clock + 1, flaw)
+            return Step(kind, call=(kind, stage, index, message, True), reply=reply), after
         case "put down":
-            message = Message(rng.randint(1, 9), rng.randint(1, 2) * (stage == "decode"), rng.choice([1, 1, 1, 2]))
             after, reply = script.put_down(rec, stage, message, clock + 1)
             return Step(kind, call=(kind, stage, message), reply=reply), after
-        case "take over":
-            after, reply = script.take_over(rec, stage, owner, clock + 1)
-            return Step(kind, call=(kind, stage, owner), reply=reply), after
+        case "take":
+            after, reply = script.take(rec, stage, index, clock + 1)
+            return Step(kind, call=(kind, stage, index, True), reply=reply), after
+        case "reap":
+            return Step(kind, call=(kind, rec.session), reply=reply), script.reap(rec, (rec.session,))
+        case "due":
+            after = script.due(rec)
         case "cancel":
             after, reply = script.cancel(rec)
-        case "lease over":
-            after = rec._replace(lease=OUT)
+        case "sync":
+            after = rec
         case _:
-            after = saved if kind == "lose" else rec
+            after = saved._replace(session=NOBODY if saved.session == NOBODY else GHOST)
     return Step(kind, call=(kind,), reply=reply), after
 
 
 def _ask_again(rng: random.Random, kind: str, rec: Rec, epoch: int, flaw: str) -> tuple[Step, Rec]:
     position = max(0, len(rec.tokens) + rng.choice([-1, 0, 0, 0, 1]))
-    end, failed, waits = End(position, "late"), rng.random() < 0.5, rng.random() < 0.5
+    end, (failed, waits, delivered) = End(position, "late"), [rng.random() < 0.5 for _ in range(3)]
     match kind:
         case "append":
             return _step(kind, epoch, position, got=script.append(rec, epoch, position, flaw))
         case "finish":
             return _step(kind, epoch, end, got=script.finish(rec, epoch, end, flaw))
         case "release":
-            got = script.release(rec, epoch, failed=failed, waits=waits)
-            return _step(kind, epoch, failed, waits, got=got)
-        case "handed":
-            return _step(kind, epoch, got=script.handed(rec, epoch))
-    return _step(kind, epoch, got=script.renew(rec, epoch))
+            got = script.release(rec, epoch, failed=failed, waits=waits, delivered=delivered)
+            return _step(kind, epoch, failed, waits, delivered, got=got)
+    return _step(kind, epoch, got=script.handed(rec, epoch))
 
 
 def _step(kind: str, *args: object, got: tuple[Rec, int]) -> tuple[Step, Rec]:

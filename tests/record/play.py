@@ -5,19 +5,32 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from penstock.messages import EndEvent
+from penstock.names import Stage
 from penstock.record import AppendOutcome, Busy, Claim, Record
 
 T = TypeVar("T")
 
 
+def alive(record: Record, stage: Stage, owner: str) -> str:
+    """The id of the session of a worker that lives, for a lease from now on."""
+    session = f"{owner}/1"
+    assert record.renew(stage, session) is not None
+    return session
+
+
+def die(record: Record, stage: Stage, owner: str) -> None:
+    """The session of a worker is over."""
+    record.reap(stage, 0, f"{owner}/1")
+
+
 def prefill(record: Record, request_id: str = "r1", owner: str = "p1", body: str = "b") -> Claim:
-    claim = record.claim_prefill(request_id, owner, body)
+    claim = record.claim_prefill(request_id, alive(record, "prefill", owner), body)
     assert isinstance(claim, Claim), claim
     return claim
 
 
 def decode(record: Record, request_id: str = "r1", owner: str = "d1", job: str = "j1") -> Claim:
-    claim = record.claim_decode(request_id, owner, job)
+    claim = record.claim_decode(request_id, alive(record, "decode", owner), job)
     assert isinstance(claim, Claim), claim
     return claim
 

@@ -10,7 +10,7 @@ from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, Pipeline, event_id, roll
 from penstock.record import AppendOutcome, Busy, Claim, Record, parse_event
 from penstock.settings import RecordSettings
-from tests.record.play import decode, end, prefill, say, wait_for
+from tests.record.play import alive, decode, end, prefill, say, wait_for
 
 OK, FENCED, CANCELLED = AppendOutcome.OK, AppendOutcome.FENCED, AppendOutcome.CANCELLED
 
@@ -72,7 +72,7 @@ def test_an_old_epoch_can_change_nothing(record: Record) -> None:
     assert record.read_log("r1") == []
     status = record.status("r1")
     assert status is not None
-    assert (status.stage, status.owner) == ("decode", "d1")
+    assert (status.stage, status.session, status.owner) == ("decode", "d1/1", "d1")
 
 
 def test_a_position_that_is_not_the_next_is_refused(record: Record) -> None:
@@ -152,9 +152,9 @@ def test_the_live_channel_says_what_the_log_says(record: Record, client: "redis.
 def write_all(record: Record, owner: str, length: int) -> bool:
     """One attempt at the whole stream; False when the other writer came between.
 
-    A holder's lease is given away under it, as by a pause that outlasts it: both believe that they hold it.
+    A holder's request is given away under it, as by a pause that outlasts its session: both believe that they hold it.
     """
-    claim = record.claim_decode("r1", owner, "j1")
+    claim = record.claim_decode("r1", alive(record, "decode", owner), "j1")
     if isinstance(claim, Busy):
         status = record.status("r1")
         assert status is not None

@@ -1,22 +1,21 @@
 -- A worker gives a request back, unfinished. Its message stays, so whoever has the delivery claims it, or somebody takes
--- it over, whatever becomes of the delivery.
+-- it, whatever becomes of the delivery.
 --
 -- KEYS[1]  record   hash
--- ARGV     epoch, failed (1: the attempt counts; 0: it does not, the worker was told to stop),
---          ms to leave it alone before it is tried again
+-- KEYS[2]  free     sorted set, the stage's, see claim.lua
+-- ARGV     id, epoch, failed (1: the attempt counts; 0: it does not, the worker was told to stop), ms to leave it alone
+--          before it is tried again, ms after that in which only who has the delivery gets it, what `held` keys look like
 --
 -- Replies  1 given back, 0 it was lost before, or is over
 --
--- Crash    before: the lease runs out. After, and before the request is named in the list again (held.lua): it is named
---          there since it was claimed.
+-- Crash    before: the session runs out, and the request is free then.
 
-local r = redis.call('HMGET', KEYS[1], 'epoch', 'stage', 'attempts')
-if r[1] ~= ARGV[1] or r[2] == 'end' or r[2] == 'handed' then return 0 end
-local lease = 1
-if ARGV[3] ~= '0' then
-  local time = redis.call('TIME')
-  lease = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[3]
-end
-redis.call('HSET', KEYS[1], 'lease', lease, 'owner', '')
-if ARGV[2] == '0' and tonumber(r[3]) > 0 then redis.call('HINCRBY', KEYS[1], 'attempts', -1) end
+local r = redis.call('HMGET', KEYS[1], 'epoch', 'stage', 'attempts', 'session')
+if r[1] ~= ARGV[2] or r[2] == 'end' or r[2] == 'handed' then return 0 end
+local time = redis.call('TIME')
+local from = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[4]
+if (r[4] or '') ~= '' then redis.call('SREM', string.format(ARGV[6], r[4]), ARGV[1]) end
+redis.call('HSET', KEYS[1], 'session', '', 'not_before', ARGV[4] == '0' and 0 or from)
+redis.call('ZADD', KEYS[2], from + ARGV[5], ARGV[1])
+if ARGV[3] == '0' and tonumber(r[3]) > 0 then redis.call('HINCRBY', KEYS[1], 'attempts', -1) end
 return 1

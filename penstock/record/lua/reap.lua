@@ -1,0 +1,34 @@
+-- Sessions whose time is over end, each as a whole: what they hold is free, and a renewal that comes late hears of it.
+--
+-- KEYS[1]  sessions  sorted set, a stage's, see claim.lua
+-- KEYS[2]  free      sorted set, a stage's, see claim.lua
+-- ARGV     as of when, in ms, lease in ms, a session that ends in any case, or '', what the keys `held`, `news` and record
+--          look like
+--
+-- Replies  {number of requests that are free, sessions that ended…}
+--
+-- Crash    before: nothing happened.
+--
+-- Who asks gives the time of its own last renewal: sessions that seem over because the clock was put forward since then,
+-- or because the server stood still, are not over. One that lasts for too long was renewed before the clock went back.
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for _, session in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + ARGV[2], '+inf')) do
+  redis.call('ZADD', KEYS[1], now + ARGV[2], session)
+end
+local over = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. ARGV[1], 'LIMIT', 0, 100)
+if ARGV[3] ~= '' then over[#over + 1] = ARGV[3] end
+for _, session in ipairs(over) do
+  local held = string.format(ARGV[4], session)
+  for _, id in ipairs(redis.call('SMEMBERS', held)) do
+    local record = string.format(ARGV[6], id)
+    if redis.call('HGET', record, 'session') == session then
+      redis.call('HSET', record, 'session', '')
+      redis.call('ZADD', KEYS[2], now, id)
+    end
+  end
+  redis.call('DEL', held, string.format(ARGV[5], session))
+  redis.call('ZREM', KEYS[1], session)
+end
+return {redis.call('ZCOUNT', KEYS[2], '-inf', now), unpack(over)}

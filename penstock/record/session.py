@@ -1,0 +1,183 @@
+"""A worker's session: one key in Redis says that it lives, for all the requests that it holds.
+
+    1  a session is opened before anything is claimed, renewed every third of a lease, and ends when its worker leaves
+    2  one that is not renewed for a lease ends as a whole: what it holds is free, and the parts of the topics that it
+       read are adopted by another worker. Any worker of the stage finds that out, after its own renewal
+    3  a worker that renews too late hears that its session is over. It lets go of all its claims, and opens another one
+
+What a crash costs: after 1, a lease, and a third of one until another worker looks; inside 2 nothing, it is one script.
+"""
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import redis
+
+from penstock.names import Stage
+from penstock.reach import is_away
+from penstock.record.claim import Claim, News
+from penstock.record.record import Record, Renewed
+
+LEAVE_S = 2.0
+"""A worker that leaves waits no longer for a server that does not answer."""
+FOREVER_S = 1e6
+
+
+class Session:
+    """Belongs to one worker object and one server. A thread renews it, on a connection of its own.
+
+    What the thread finds out is for the worker's loop, which asks each turn: claims that were lost, claims whose end
+    somebody asked for, and how many requests are free. While Redis cannot be reached nothing is known to be lost; the
+    epoch guards the log.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        stage: Stage,
+        name: str,
+        parts: Callable[[], list[str]] = list,
+        *,
+        adopts: bool = False,
+    ) -> None:
+        """`parts` returns those parts of the topics that this worker alone reads; one that `adopts` can read those of
+        others. Raises `redis.RedisError`.
+        """
+        self.id = ""
+        """The worker's name and a token: that of a session that lives, as far as is known."""
+        self.num_free = 0
+        """How many requests of the stage any worker may take. The loop lowers it when it takes some."""
+        self.adopted: list[str] = []
+        """Parts of topics that nobody reads as a member, and this worker has to."""
+        self._record, self._stage, self._name, self._parts, self._adopts = record, stage, name, parts, adopts
+        self._claims: set[Claim] = set()
+        self._lost: list[Claim] = []
+        self._cancelled: set[str] = set()
+        self._named: dict[str, float] = {}
+        """The parts that this session reads, by when it last did."""
+        self._renewed_s = 0.0
+        self._last = Renewed(0, 0, 0, [])
+        self._grace_s = self._grace_until_s = 0.0
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._open()
+        self._thread = threading.Thread(target=self._run, name="penstock-session", daemon=True)
+        self._thread.start()
+
+    def add(self, claim: Claim) -> None:
+        """Tell what happens to this claim from now on."""
+        with self._lock:
+            self._claims.add(claim)
+
+    def drop(self, claim: Claim) -> None:
+        """Forget a claim: it ended, was handed off, released or lost."""
+        with self._lock:
+            self._claims.discard(claim)
+
+    def news(self) -> list[tuple[Claim, News]]:
+        """Claims that are `LOST`, each once, or `CANCELLED`, for as long as they are kept.
+
+        Raises what made it impossible to keep the session, if that was no outage.
+        """
+        if self._failure is not None:
+            raise self._failure
+        with self._lock:
+            lost, self._lost = self._lost, []
+            cancelled = [claim for claim in self._claims if claim.id in self._cancelled] if self._cancelled else []
+            self._cancelled = {claim.id for claim in cancelled}
+        return [(claim, News.LOST) for claim in lost] + [(claim, News.CANCELLED) for claim in cancelled]
+
+    def stop(self) -> None:
+        """Renew no more: the session runs out."""
+        self._stop.set()
+        self._thread.join(LEAVE_S)
+
+    def disown(self) -> None:
+        """Read nothing any more, as this worker leaves its group. Raises `redis.RedisError`."""
+        named, self._parts, self._adopts = list(self._named), list, False
+        self._named, self.adopted = {}, []
+        self._record.disown(self._stage, self.id, named)
+
+    def close(self) -> None:
+        """End the session: what it still holds is free at once."""
+        self.stop()
+        with contextlib.suppress(redis.RedisError):  # else it runs out
+            self.disown()
+            self._record.reap(self._stage, 0, self.id)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._record.lease_s / 3):
+            try:
+                self._renew()
+            except redis.RedisError as error:  # an outage: the next round tries again
+                if not is_away(error):
+                    self._failure = error
+                    return
+            except Exception as error:  # for the loop, which asks for news
+                self._failure = error
+                return
+
+    def _open(self) -> None:
+        session = f"{self._name}/{secrets.token_hex(4)}"
+        renewed = self._record.renew(self._stage, session)
+        assert renewed is not None, "a new session has nothing to be compared with"
+        with self._lock:
+            self._lost += self._claims
+            self._claims, self.id = set(), session
+        self._last, self._renewed_s = renewed, time.monotonic()
+        self._grace_s, self._grace_until_s = FOREVER_S, self._renewed_s + self._record.lease_s
+
+    def _renew(self) -> None:
+        parts, left = self._name_parts()
+        renewed = self._record.renew(self._stage, self.id, self._last.until_ms, parts, left)
+        if renewed is None:
+            before = self.id
+            self._open()
+            self._record.reap(self._stage, 0, before)  # a server that forgot the last renewal believes that it lives
+            return
+        self._note(renewed)
+        as_of_s = renewed.now_ms / 1000 - (self._grace_s if time.monotonic() < self._grace_until_s else 0.0)
+        self.num_free = self._record.reap(self._stage, round(as_of_s * 1000))
+        if self._adopts:
+            mine = set(parts)
+            self.adopted = [part for part in self._record.adopt(self._stage, self.id) if part not in mine]
+
+    def _note(self, renewed: Renewed) -> None:
+        """Note what a renewal brought. If it came late, this worker was held up, or the clock was put forward. Others
+        were too, perhaps: their sessions have that much more time, until they have had time to renew.
+        """
+        now_s, lease_s = time.monotonic(), self._record.lease_s
+        gap_s = max(now_s - self._renewed_s, (renewed.now_ms - self._last.now_ms) / 1000)
+        if gap_s > lease_s / 2:
+            self._grace_s, self._grace_until_s = gap_s, now_s + lease_s
+        self._renewed_s, self._last = now_s, renewed
+        if renewed.cancelled:
+            with self._lock:
+                self._cancelled |= set(renewed.cancelled)
+
+    def _name_parts(self) -> tuple[list[str], list[str]]:
+        """Return the parts that this worker reads now, and those that it has not read for a lease. Where the group
+        gives a part to another member, that is long enough for that one to say so.
+        """
+        parts, now_s = self._parts(), time.monotonic()
+        left = [
+            part for part, seen_s in self._named.items() if part not in parts and now_s - seen_s > self._record.lease_s
+        ]
+        for part in left:
+            self._named.pop(part, None)
+        self._named |= dict.fromkeys(parts, now_s)
+        return parts, left
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,114 @@
+"""Messages that nobody works on are put down, whatever fails meanwhile."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+import redis
+
+from penstock.bus.contract import Delivery
+from penstock.local.processes import wait_until
+from penstock.names import Pipeline, Stage
+from penstock.record import Record, Session, Waiting
+from penstock.worker import Rescue
+from penstock.worker.rescue import AT_ONCE_BYTES
+
+
+def delivery(name: str, value: bytes = b"message", klass: str = "interactive") -> Delivery:
+    return Delivery("topic", name, value, name, {}, klass, 0.0)  # type: ignore[arg-type]
+
+
+def whose(found: Delivery) -> Waiting:
+    return Waiting(found.key or "", "body", "", found.value)
+
+
+class Member:
+    """What a rescue asks of a member: messages that wait in it, and others' that it can read."""
+
+    def __init__(self, waiting: Sequence[Delivery], others: Mapping[str, Sequence[Delivery]]) -> None:
+        self._waiting, self._others = list(waiting), {part: list(found) for part, found in others.items()}
+        self.error: Exception | None = None
+
+    def waiting(self) -> list[Delivery]:
+        if self.error is not None:
+            raise self.error
+        return list(self._waiting)
+
+    def read(self, parts: Sequence[str], most: int) -> list[Delivery]:
+        found = [one for part in parts for one in self._others.get(part, [])][:most]
+        for part in parts:
+            self._others[part] = [one for one in self._others.get(part, []) if one not in found]
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def session(hasty: Record) -> Iterator[Session]:
+    with Session(hasty, "prefill", "p1", adopts=True) as made:
+        yield made
+
+
+def test_what_waits_is_put_down_once_and_batch_work_is_not(hasty: Record, session: Session) -> None:
+    member = Member([delivery("r1"), delivery("b1", klass="batch"), delivery("r2")], {})
+    rescue = Rescue(hasty, "prefill", session, member, member, whose)  # type: ignore[arg-type]
+    wait_until(lambda: hasty.num_free("prefill") == 2, 20, "both are free")
+    assert hasty.status("b1") is None
+    assert {taken.claim.id for taken in hasty.take("prefill", session.id, 9)} == {"r1", "r2"}
+    rescue.put_down_waiting()
+    assert hasty.num_free("prefill") == 0
+    rescue.close()
+
+
+class Full(Record):
+    """A server that does not take it the first time, and never more than so much at once."""
+
+    failures = 1
+
+    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> None:
+        if waiting and self.failures:
+            self.failures -= 1
+            raise redis.TimeoutError("slow")
+        num_bytes = sum(len(one.message) for one in waiting)
+        assert num_bytes <= AT_ONCE_BYTES or len(waiting) == 1
+        super().put_down(stage, waiting)
+
+
+def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
+    client: "redis.Redis", pipeline: Pipeline, hasty: Record
+) -> None:
+    large = bytes(AT_ONCE_BYTES * 2 // 3)
+    others = [delivery(f"r{number}", large) for number in range(3)] + [delivery("r3", large * 2)]
+    hasty.renew("prefill", "dead/1", 0, ["topic:0"])
+    hasty.reap("prefill", 0, "dead/1")
+    record = Full(client, pipeline, hasty.settings)
+    with Session(record, "prefill", "p1", adopts=True) as session:
+        member = Member([], {"topic:0": others})
+        rescue = Rescue(record, "prefill", session, member, member, whose)  # type: ignore[arg-type]
+        wait_until(lambda: record.num_free("prefill") == 4, 20, "all are free")
+        assert not record.failures
+        rescue.close()
+    record.close()
+
+
+def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> None:
+    member = Member([], {})
+    member.error = ZeroDivisionError("a bug")
+    rescue = Rescue(hasty, "prefill", session, member, member, whose)  # type: ignore[arg-type]
+    wait_until(lambda: rescue._failure is not None, 20, "it fails")
+    with pytest.raises(ZeroDivisionError):
+        rescue.check()
+    rescue.close()
+
+
+def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Session) -> None:
+    def read(found: Delivery) -> Waiting:
+        if found.key == "r1":
+            raise ZeroDivisionError("a bug")
+        return whose(found)
+
+    member = Member([delivery("r1"), delivery("r2")], {})
+    rescue = Rescue(hasty, "prefill", session, member, member, read)  # type: ignore[arg-type]
+    wait_until(lambda: hasty.num_free("prefill") == 1, 20, "the other is free")
+    rescue.check()
+    rescue.close()

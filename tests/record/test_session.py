@@ -1,0 +1,210 @@
+"""Workers that say that they live: what a session keeps, what its end frees, and who reads for whom."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+
+from penstock.local.processes import wait_until
+from penstock.local.valkey import ValkeyServer
+from penstock.names import Pipeline
+from penstock.reach import redis_client
+from penstock.record import Claim, News, Record, Session
+from penstock.settings import RecordSettings
+from tests.record.play import alive, die, end, say
+
+MOMENT_S = 0.01
+
+
+@pytest.fixture
+def session(hasty: Record) -> Iterator[Session]:
+    with Session(hasty, "decode", "d1") as made:
+        yield made
+
+
+def held_by(session: Session, record: Record, request_id: str = "r1") -> Claim:
+    claim = record.claim_decode(request_id, session.id, "j1", b"message")
+    assert isinstance(claim, Claim), claim
+    session.add(claim)
+    return claim
+
+
+def living(client: "redis.Redis", pipeline: Pipeline) -> set[str]:
+    """The sessions of decode workers that are not over."""
+    return {str(name, "utf-8") for name in client.zrange(pipeline.sessions_key("decode"), 0, -1)}  # type: ignore[arg-type]
+
+
+def seen(look: Callable[[], bool], what: str) -> None:
+    wait_until(look, 20, what, MOMENT_S)
+
+
+def test_a_session_outlasts_many_leases(session: Session, hasty: Record) -> None:
+    kept = held_by(session, hasty)
+    for number in range(3):
+        silent = Session(hasty, "decode", "silent")
+        held_by(silent, hasty, f"s{number}")
+        silent.stop()
+        seen(lambda number=number: hasty.num_free("decode") > number, "the other's is over")  # type: ignore[misc]
+    assert session.news() == []
+    status = hasty.status("r1")
+    assert status is not None
+    assert (status.session, status.epoch) == (session.id, kept.epoch)
+
+
+def test_what_it_holds_and_is_to_end_is_told_while_it_is_held(session: Session, hasty: Record) -> None:
+    one, other = held_by(session, hasty, "r1"), held_by(session, hasty, "r2")
+    assert hasty.cancel("r1")
+    seen(lambda: session.news() == [(one, News.CANCELLED)], "it hears")
+    assert session.news() == [(one, News.CANCELLED)]
+    session.drop(one)
+    assert session.news() == []
+    session.drop(other)
+
+
+def test_who_is_late_hears_that_all_is_lost_and_begins_anew(session: Session, hasty: Record) -> None:
+    claims = {held_by(session, hasty, name) for name in ("r1", "r2")}
+    before = session.id
+    hasty.reap("decode", 0, before)
+    found: set[tuple[Claim, News]] = set()
+
+    def has_heard() -> bool:
+        found.update(session.news())
+        return len(found) == 2
+
+    seen(has_heard, "both are lost")
+    assert found == {(claim, News.LOST) for claim in claims}
+    assert session.id != before
+    (taken,) = hasty.take("decode", session.id, 1)
+    assert taken.claim.id in ("r1", "r2")
+
+
+def test_a_server_that_fell_back_frees_what_it_believes_to_be_held(
+    session: Session, hasty: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    """It forgot that the request was given back: by its record a worker that lives holds it, and nobody would ask."""
+    claim = held_by(session, hasty)
+    keys = [pipeline.record_key("r1"), pipeline.held_key(session.id), pipeline.sessions_key("decode")]
+    written = {key: client.dump(key) or b"" for key in keys}
+    session.drop(claim)
+    before = session._last.until_ms
+    seen(lambda: session._last.until_ms > before, "it renews")
+    assert hasty.finish(claim, end())
+    for key, value in written.items():
+        client.restore(key, 0, value, replace=True)
+    seen(lambda: hasty.num_free("decode") == 1, "it is free")
+
+
+def test_who_leaves_frees_what_is_left_at_once(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
+    with Session(record, "decode", "d1") as session:
+        held_by(session, record)
+        assert record.num_free("decode") == 0
+    assert record.num_free("decode") == 1
+    left = [key.decode() for key in client.scan_iter(f"penstock:{pipeline.name}:*")]
+    assert sorted(left) == sorted([pipeline.free_key("decode"), pipeline.record_key("r1")])
+
+
+def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
+    def parts() -> list[str]:
+        raise ZeroDivisionError("a bug")
+
+    session = Session(hasty, "decode", "d1", parts)
+    seen(lambda: session._failure is not None, "it fails")
+    with pytest.raises(ZeroDivisionError):
+        session.news()
+    session.stop()
+
+
+# Standing still.
+
+
+@pytest.mark.parametrize("still_s", [1.4, 2.4])
+def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, still_s: float) -> None:
+    """By its clock all sessions are over when it goes on, and whoever comes first could end the others'."""
+    with ValkeyServer(tmp_path) as server, ExitStack() as stack:
+        client, pipeline = redis_client(server.url), Pipeline("x")
+        record = Record(client, pipeline, RecordSettings(lease_s=2.0))
+        sessions = [stack.enter_context(Session(record, "decode", f"d{number}")) for number in range(3)]
+        claims = [held_by(session, record, f"r{number}") for number, session in enumerate(sessions)]
+        seen(lambda: all(time.monotonic() > one._grace_until_s for one in sessions), "each may end others")
+        before = [session.id for session in sessions]
+        slow = record.renew("decode", "slow/1")
+        record.renew("decode", "dead/1")
+        assert slow is not None
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        until_s = time.monotonic() + still_s
+        seen(lambda: time.monotonic() > until_s, "the moment is over")
+        os.kill(server.pid, signal.SIGCONT)
+        for _ in range(2):
+            now_ms = sessions[0]._last.now_ms
+            seen(lambda now_ms=now_ms: sessions[0]._last.now_ms > now_ms, "a round")  # type: ignore[misc]
+        assert record.renew("decode", "slow/1", slow.until_ms) is not None
+        seen(lambda: "dead/1" not in living(client, pipeline), "who died is found out")
+        assert [session.id for session in sessions] == before
+        assert [session.news() for session in sessions] == [[]] * 3
+        assert say(record, claims[0], [1]) == [1]
+
+
+def test_a_clock_that_is_put_forward_ends_nobodys_session(
+    hasty: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    """Who looks gives the time of its own last renewal, before that. Here the others' times are put back instead."""
+    key = pipeline.sessions_key("decode")
+    alive(hasty, "decode", "other")
+    with Session(hasty, "decode", "d1") as session:
+        seen(lambda: time.monotonic() > session._grace_until_s, "it may end others")
+        now_ms = session._last.now_ms
+        client.zadd(key, {"other/1": now_ms + 50})
+        hasty.reap("decode", now_ms)
+        assert client.zscore(key, "other/1") is not None
+        seen(lambda: client.zscore(key, "other/1") is None, "its time is over by then")
+
+
+# Who reads what.
+
+
+def test_what_a_dead_worker_read_is_adopted_by_one(record: Record) -> None:
+    session = alive(record, "decode", "dead")
+    record.renew("decode", session, 1, ["topic:0", "topic:1"])
+    one, other = alive(record, "decode", "one"), alive(record, "decode", "other")
+    assert record.adopt("decode", one) == []
+    die(record, "decode", "dead")
+    assert sorted(record.adopt("decode", one)) == ["topic:0", "topic:1"]
+    assert record.adopt("decode", other) == []
+    die(record, "decode", "one")
+    assert sorted(record.adopt("decode", other)) == ["topic:0", "topic:1"]
+    assert record.adopt("decode", one) == []  # it does not live
+    record.renew("decode", alive(record, "decode", "heir"), 1, ["topic:0"])
+    assert record.adopt("decode", other) == ["topic:1"]
+
+
+def test_what_is_left_is_adopted_and_what_goes_to_others_is_not(
+    record: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    one, other = alive(record, "decode", "one"), alive(record, "decode", "other")
+    record.renew("decode", one, 1, ["topic:0", "topic:1", "topic:2"])
+    record.renew("decode", other, 1, ["topic:0"])
+    record.renew("decode", one, 1, ["topic:2"], ["topic:0", "topic:1"])  # it does not progress with these
+    assert record.adopt("decode", other) == ["topic:0", "topic:1"]
+    record.disown("decode", other, ["topic:0"])
+    assert client.hgetall(pipeline.readers_key("decode")) == {b"topic:1": b"", b"topic:2": one.encode()}
+
+
+def test_a_reader_that_does_not_progress_says_so_after_a_lease(
+    hasty: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    parts = ["topic:0", "topic:1"]
+    with (
+        Session(hasty, "decode", "stuck", lambda: list(parts)),
+        Session(hasty, "decode", "other", adopts=True) as other,
+    ):
+        seen(lambda: client.hlen(pipeline.readers_key("decode")) == 2, "it reads both")
+        parts.pop()
+        seen(lambda: other.adopted == ["topic:1"], "another reads it")
+        parts.append("topic:1")
+        seen(lambda: other.adopted == [], "it reads again")
