@@ -65,13 +65,13 @@ class Full(Record):
 
     failures = 1
 
-    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> None:
+    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> list[Waiting]:
         if waiting and self.failures:
             self.failures -= 1
             raise redis.TimeoutError("slow")
         num_bytes = sum(len(one.message) for one in waiting)
         assert num_bytes <= AT_ONCE_BYTES or len(waiting) == 1
-        super().put_down(stage, waiting)
+        return super().put_down(stage, waiting)
 
 
 def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
