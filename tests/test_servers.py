@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from penstock.errors import ServersDiffer
 from penstock.local.processes import free_port
-from penstock.names import Pipeline
+from penstock.names import WORKERS_KEY, Pipeline
 from penstock.servers import check_list, keep_list, keep_lists, name_of, place_of
 from penstock.settings import Addresses
+from tests.commands import Terminal
 
 PROTOCOL = (Path(__file__).parents[1] / "docs/protocol.md").read_text("utf-8")
 THREE = ("s1", "s2", "s3")
@@ -88,3 +89,30 @@ def test_one_server_alone_may_be_called_by_any_name(redis_url: str, pipeline: Pi
     keep_lists(f"{redis_url}#other", pipeline)
     with pytest.raises(ServersDiffer, match="one server"):
         keep_lists(f"redis://127.0.0.1:{free_port()}/0,{redis_url}", pipeline)
+
+
+def test_the_list_is_changed_when_nothing_is_under_way(terminal: Terminal, redis_url: str, pipeline: Pipeline) -> None:
+    """Here two servers are two databases of one. Workers and gateways with another list do not start."""
+    both = f"{redis_url}#s1,{redis_url.removesuffix('/0')}/1#s2"
+    here = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_STREAM_URL": both, "PENSTOCK_TELEMETRY": "off"}
+    alone = here | {"PENSTOCK_STREAM_URL": redis_url}
+    keep_lists(both, pipeline)
+    for command in (["worker", "prefill"], ["worker", "decode"], ["gateway", "--port", str(free_port())]):
+        refused = terminal(*command, **alone)
+        assert refused.returncode == 1
+        assert "spread over s1, s2, and PENSTOCK_STREAM_URL here names one server" in refused.stderr
+    assert "stream servers" in terminal("doctor", **alone).stdout
+    listed = terminal("servers", "list", **here).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == ["name", "s1", "s2"]
+    assert listed.count("s1, s2") == 2
+    with redis.Redis.from_url(redis_url) as client:
+        beat = json.dumps({"stage": "decode", "name": "d1", "state": "ready"})
+        client.set(pipeline.worker_key("decode", "d1"), beat)
+        client.sadd(WORKERS_KEY, pipeline.worker_key("decode", "d1"))
+        assert "d1 still run" in terminal("servers", "change", **alone).stderr
+        client.delete(pipeline.worker_key("decode", "d1"))
+        job = client.xadd(pipeline.stream_key(pipeline.jobs("batch")), {"value": "{}"})
+        assert "1 jobs wait" in terminal("servers", "change", **alone).stderr
+        client.xdel(pipeline.stream_key(pipeline.jobs("batch")), job)
+    assert terminal("servers", "change", **alone).returncode == 0
+    keep_lists(redis_url, pipeline)
