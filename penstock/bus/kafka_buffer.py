@@ -119,14 +119,16 @@ class Holdings:
             self._orphans.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
         return offset + 1
 
-    def reach_end(self, partition: Partition, end: int) -> None:
-        """The log has nothing more before `end`: what is there instead are the markers of transactions.
+    def reach_end(self, partition: Partition, end: int) -> bool:
+        """Note that the log has nothing more before `end`. Return whether markers of transactions are there instead.
 
         Raises `BusUnavailable` as `_read_from` does.
         """
         offsets = self._read_from(partition, end)
-        if offsets is not None and offsets.reach(end):
+        has_passed = offsets is not None and offsets.reach(end)
+        if has_passed:
             self._passed.add(partition)
+        return has_passed
 
     def _read_from(self, partition: Partition, offset: int) -> PartitionOffsets | None:
         """The offsets of an assigned partition that was now read at `offset`.

@@ -322,22 +322,26 @@ class KafkaMember:
             self._refused[partition[0]] = f"Kafka does not let this worker read {partition[0]}: {error.str()}"
         elif error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
             self._refused.pop(partition[0], None)
-            epoch = message.leader_epoch()
-            if epoch is not None:
-                self._epochs[partition] = epoch
+            if error is None:  # librdkafka gives the epoch 0 with the end of a partition, whatever it really is
+                epoch = message.leader_epoch()
+                self._epochs[partition] = NO_EPOCH if epoch is None else epoch
 
     def _arrived(self, message: Message) -> None:
         error = message.error()
         if error is not None:
             if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+                partition = message.topic() or "", message.partition() or 0
                 with self._state:
-                    self._holdings.reach_end((message.topic() or "", message.partition() or 0), message.offset() or 0)
+                    if self._holdings.reach_end(partition, message.offset() or 0):
+                        # The markers that were passed may be of a later epoch than the last message. A commit with an
+                        # epoch that is too low would look like one of a log that was cut since.
+                        self._epochs[partition] = NO_EPOCH
                 return
             if error.fatal():
                 raise KafkaException(error)
             log.warning("Kafka: %s", error.str())
             if error.code() in DAMAGED:
-                partition = (message.topic() or "", message.partition() or 0)
+                partition = message.topic() or "", message.partition() or 0
                 self._pass_damaged(partition, message.offset() or 0, error.str())
             return
         delivery = read_delivery(message, self._classes[message.topic() or ""])

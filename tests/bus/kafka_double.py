@@ -20,6 +20,8 @@ from penstock.names import Pipeline
 from penstock.settings import BusSettings
 
 PATIENCE_S = 10.0
+EPOCH = 3
+"""Of all leaders."""
 Rebalance = Callable[["DoubleConsumer", list[TopicPartition]], None]
 
 
@@ -214,12 +216,13 @@ class DoubleTransactions:
 
 
 def _message(partition: Partition, offset: int, value: bytes | None, error: KafkaError | None = None) -> Message:
+    """A message, or an error in its place. As librdkafka does, the latter has no epoch of its own, but 0."""
     make = cast(Any, Message)
     return cast(
         Message,
         make(
             topic=partition[0], partition=partition[1], offset=offset, key=None, value=value, headers=[],
-            error=error, timestamp=(1, 1000), latency=0.0, leader_epoch=0,
+            error=error, timestamp=(1, 1000), latency=0.0, leader_epoch=0 if error else EPOCH,
         ),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.local.processes import wait_until
 from penstock.names import ORIGIN, Pipeline
 from tests.bus.buses import ROOM
-from tests.bus.kafka_double import PATIENCE_S, DoubleBus, refusal
+from tests.bus.kafka_double import EPOCH, PATIENCE_S, DoubleBus, refusal
 
 NAMES = Pipeline("double")
 ONE, OTHER, BATCH = (NAMES.requests("interactive"), 0), (NAMES.requests("interactive"), 1), (NAMES.requests("batch"), 0)
@@ -268,6 +268,21 @@ def test_a_commit_beyond_the_end_begins_the_partition_anew() -> None:
         bus.turn_until(lambda: len(member.waiting()) == 2, "all is read")
         member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
     assert bus.commits[ONE].offset == 2
+
+
+@pytest.mark.parametrize("ends_in_a_marker", [False, True])
+def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marker: bool) -> None:
+    """With one that is too low the next reader would believe that the log was cut, and begin before the commit."""
+    bus = DoubleBus()
+    bus.publish(ONE, b"1", *([None] if ends_in_a_marker else []))
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(lambda: len(member.waiting()) == 1, "all is read")
+        for _ in range(3):
+            bus.turn()  # the end of the partition is told, too
+        member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
+        committed = bus.commits[ONE]
+    assert (committed.offset, committed.leader_epoch) == ((2, None) if ends_in_a_marker else (1, EPOCH))
 
 
 def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:

@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient
 
 from penstock.local.kafka import KafkaCluster, KafkaServer
 from penstock.local.processes import wait_until
-from penstock.local.valkey import ReplicatedValkey
+from penstock.local.valkey import ReplicatedValkey, ValkeySentinel, ValkeyServer
 from tests.chaos.system import Servers
 
 FAILS_OVER_S = 60.0
@@ -60,7 +60,11 @@ class ReplicatedServers(Servers):
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all of them."""
-        servers = [*self.replicated.servers.values(), self.replicated.sentinel, *self.cluster.servers.values()]
+        servers: list[ValkeyServer | ValkeySentinel | KafkaServer] = [
+            *self.replicated.servers.values(),
+            self.replicated.sentinel,
+            *self.cluster.servers.values(),
+        ]
         for pid in [server.pid for server in servers if server.pid is not None]:
             os.kill(pid, number)
 

@@ -1,14 +1,14 @@
 """Long messages are read beside the engine's steps, and nothing of the protocol changes by that."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 from penstock.local.processes import wait_until
 from penstock.messages import Request
 from penstock.names import Pipeline
-from penstock.record import Claim, Renewal
+from penstock.record import Session
 from penstock.settings import Addresses, RecordSettings
 from penstock.worker import run_until_idle
 from prefill_worker.reading import INLINE_BYTES
@@ -98,7 +98,7 @@ def test_what_is_being_read_counts_against_room(line: Line, work: list[Request])
     publish_long(line, work[-1])
     turn_until(line.prefill, "long", reader)
     line.prefill.turn()
-    assert line.prefill.load.rooms["interactive"] == room - 1 == line.prefill.leases.room
+    assert line.prefill.load.rooms["interactive"] == room - 1
     assert not line.prefill.is_settled()
     reader.is_let.set()
     line.run_until(1)
@@ -121,26 +121,21 @@ def taking_over(line: Line, request: Request) -> tuple[PrefillWorker, Reader]:
     silent = line.prefill
     while not silent.running:
         silent.turn()
-    silent.leases.close()
+    silent.session.stop()
     line.add_prefill("prefill-1")
     reader = slowed(line.prefill)
     turn_until(line.prefill, "long", reader)
     return silent, reader
 
 
-def test_a_request_that_is_taken_over_stays_leased_while_it_is_read(line: Line, work: list[Request]) -> None:
+def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: Line, work: list[Request]) -> None:
     silent, reader = taking_over(line, work[-1])
-    record, renewals = line.prefill.record, 0
-    renew = record.renew
-
-    def counted(claims: Sequence[Claim]) -> list[Renewal]:
-        nonlocal renewals
-        renewals += any(claim.id == "long" for claim in claims)
-        return renew(claims)
-
-    record.renew = counted  # type: ignore[method-assign]
-    wait_until(lambda: renewals > 4, 30, "more than a lease")
-    assert record.take_over("long", "prefill", "a third") is None
+    session = line.prefill.session
+    begun_ms = session.lasts_until_ms
+    lease_ms = line.prefill.record.lease_s * 1000
+    wait_until(lambda: session.lasts_until_ms > begun_ms + 2 * lease_ms, 30, "more than a lease")
+    with Session(line.prefill.record, "prefill", "a-third") as third:
+        assert line.prefill.record.take("prefill", third.id, 10) == []
     reader.is_let.set()
     line.run_prefill(1)
     run_until_idle(line.decode)
@@ -153,8 +148,9 @@ def test_a_request_that_is_taken_over_stays_leased_while_it_is_read(line: Line, 
 def test_a_worker_that_leaves_gives_back_what_it_took_over_and_reads(line: Line, work: list[Request]) -> None:
     silent, reader = taking_over(line, work[-1])
     line.prefill.close()
-    taken = silent.record.take_over("long", "prefill", "a third")
-    assert taken is not None, "at once, though the lease has not run out"
+    with Session(silent.record, "prefill", "a-third") as third:
+        (taken,) = silent.record.take("prefill", third.id, 10)
+        assert taken.claim.id == "long", "at once, though a lease has not passed"
     reader.is_let.set()
     silent.close()
     line.add_prefill("prefill-2")
