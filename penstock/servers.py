@@ -41,7 +41,11 @@ def name_of(url: str) -> str:
     """
     fragment = urlsplit(url).fragment
     if fragment and _NAME.fullmatch(fragment) is None:
-        raise ValueError(f"{fragment!r} cannot name a server: letters, digits and . _ : / -, at most 128")
+        # It is not shown: it may be a part of a password.
+        raise ValueError(
+            "what stands behind the # of an address names a server: letters, digits and . _ : / -, at most 128; "
+            "a # in a password is written %23"
+        )
     if fragment:
         return fragment
     if is_sentinel(url):

@@ -64,7 +64,9 @@ def test_a_server_s_name_stays_where_its_password_or_master_changes(url: str, na
     assert Addresses(stream_url=f"{url},redis://other:1/0").first_url == url
 
 
-@pytest.mark.parametrize("urls", ["redis://a,redis://:secret@a:6379/0", "redis://a#x,redis://b#x", "redis://a#b c"])
+@pytest.mark.parametrize(
+    "urls", ["redis://a,redis://:secret@a:6379/0", "redis://a#x,redis://b#x", "redis://a#b c", "redis://:se#secret@a/0"]
+)
 def test_names_that_are_none_or_not_their_own_are_refused(urls: str) -> None:
     with pytest.raises(ValidationError) as refused:
         Addresses(stream_url=urls)
