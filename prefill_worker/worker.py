@@ -8,12 +8,13 @@ One turn of the loop, numbered as in the life of a request (docs/structure.md):
     3  compute   what the KV store has of the prompt is fetched while others are computed; then it takes part in the
                  engine's steps, and full blocks go to the store as they are done
     4  emit      token 0 is appended to the log; the blocks of the last chunk follow, nobody waits for them
-    5  settle    once all blocks are where decode can read them, leased to the request: job reference out, request
-                 done, together; then the claim is given up
+    5  settle    once all blocks are where decode can read them, leased to the request: job reference out, then the
+                 request is done, then the record says that it is handed off
 
 What a crash costs: after 2 or 3, the next attempt finds the blocks that were stored; after 4, it finds token 0 in the
-log and keeps it, and the leases run out if nobody renews them; after 5, the job is in the topic, exactly once. A crash
-inside 5 leaves either nothing or all of it.
+log and keeps it, and the leases run out if nobody renews them. Inside 5, once the job is out, the next attempt hands
+the request off again, under another name: decode binds one of its jobs, and the other is stale. After 5 the request is
+settled without output if its message comes again.
 """
 
 import contextlib
@@ -390,11 +391,16 @@ class PrefillWorker(StageWorker[Prefill]):
     def _settle_job(self, intake: Intake, claim: Claim) -> None:
         """On the loop's thread, or the one that wrote the last block."""
         failpoint("prefill.4.written")
-        job = job_of(intake, self.store.layout.fingerprint)
-        span = tracing.begin("hand_off", intake.context, job=job.job)
-        outputs = [outgoing_job(self.pipeline, job, intake.operation, intake.context)]
+        span = tracing.begin("hand_off", intake.context)
         dead = letters(self.pipeline, intake.delivery, intake.error, claim)
-        outputs += dead
+
+        def settlement() -> Settlement:
+            """Under a new name: of two jobs with one name both would settle the result."""
+            job = job_of(intake, self.store.layout.fingerprint)
+            span.set_attribute("job", job.job)
+            return Settlement(
+                intake.delivery, [outgoing_job(self.pipeline, job, intake.operation, intake.context), *dead]
+            )
 
         def done(settled: bool) -> None:
             failpoint("prefill.5.settled")
@@ -411,7 +417,7 @@ class PrefillWorker(StageWorker[Prefill]):
                 self.record.release(claim, delivered=intake.delivery.is_held)
 
         self.leases.add(claim)
-        self.settler.settle(Settlement(intake.delivery, outputs), done)
+        self.settler.settle(settlement(), done, again=settlement)
 
     def _end(self, intake: Intake, claim: Claim) -> None:
         """The request ends here: append the end, then let the jobs topic carry it, so that a job settles the result."""

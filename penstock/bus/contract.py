@@ -6,8 +6,9 @@ A *delivery* is a message handed to one member of a stage's group. It stays with
 settled, or until the bus takes it away (the member died, or the group was rebalanced) and redelivers it to
 another.
 
-`settle` publishes the outputs and finishes the deliveries together: after a crash either all of it
-happened, or none. Work finishes out of order; a restart repeats no finished work.
+`settle` publishes the outputs and finishes the deliveries. In the decode stage both happen together: after a crash
+either all of it happened, or none. In the prefill stage a delivery may come again after its outputs are out, as a job
+that is published twice is harmless: the first one claimed is bound to its request. Work finishes out of order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,11 +162,15 @@ class Member(Protocol):
         """
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
-        """Publish all outputs and finish all deliveries, together.
+        """Publish all outputs, then finish all deliveries; in the decode stage together.
 
         Raises `DeliveryLost` (naming the lost ones; nothing was done), `RequestTooLarge` (nothing was done),
-        `MemberFenced`, or `BusUnavailable`: it is unknown whether it was done, and settling the same again is
-        safe. `DeliveryLost` then says that it was done, or that another member has the delivery.
+        `MemberFenced`, or `BusUnavailable`: it is unknown whether it was done.
+
+        In the decode stage settling the same again is safe then: `DeliveryLost` says that it was done, or that another
+        member has the delivery. In the prefill stage the outputs may be out already, so a job has to have a new name
+        when it is settled again. And once this returned, or even if it did not, the delivery may come again, here or
+        elsewhere: the record says what was handed off.
         """
 
     def retry(self, delivery: Delivery, reason: str, delay_s: float) -> None:

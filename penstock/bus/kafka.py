@@ -1,4 +1,4 @@
-"""The bus on Apache Kafka: transactions for settling, KIP-848 groups, read_committed readers."""
+"""The bus on Apache Kafka: KIP-848 groups, results settled in transactions, read_committed readers."""
 
 import contextlib
 import logging
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.bus.kafka_backlog import Backlog
     from penstock.bus.kafka_follower import KafkaFollower
     from penstock.bus.kafka_member import KafkaMember
+    from penstock.bus.kafka_outputs import Outputs
     from penstock.bus.kafka_transactions import Transactions
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,12 @@ class KafkaBus:
         from penstock.bus.kafka_transactions import Transactions
 
         return Transactions(self.clients, transactional_id, self.settings.transaction_timeout_s)
+
+    def outputs(self) -> "Outputs":
+        """What a member writes with that settles without transactions."""
+        from penstock.bus.kafka_outputs import Outputs
+
+        return Outputs(self.clients)
 
     def unsettled(self) -> dict[str, int]:
         """How far each stage's group is behind, see `kafka_backlog`."""

@@ -40,7 +40,7 @@ class Holdings:
         self._buffers: dict[PriorityClass, deque[Delivery]] = {klass: deque() for klass in CLASSES}
         self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
         self._handed_out: set[Place] = set()
-        self._passed: set[Partition] = set()
+        self._uncommitted: set[Partition] = set()
         self._full: set[str] = set()
         self._stretched: set[Partition] = set()
         self._orphans: list[tuple[Delivery, str]] = []
@@ -76,7 +76,7 @@ class Holdings:
         gone = set(partitions)
         for partition in gone:
             self._offsets.pop(partition, None)
-        self._passed -= gone
+        self._uncommitted -= gone
         self._stretched -= gone
         self._fresh -= gone
         self._orphans = [orphan for orphan in self._orphans if self.place(orphan[0])[0] not in gone]
@@ -102,7 +102,7 @@ class Holdings:
             self.shelf.put(as_original(delivery))
         elif verdict == "theirs":
             offsets.finish([offset])
-            self._passed.add(partition)
+            self._uncommitted.add(partition)
         else:
             self._handed_out.add((partition, offset))
             self._orphans.append((delivery, "in the retry topic, but from no known topic"))
@@ -126,7 +126,7 @@ class Holdings:
         """
         offsets = self._read_from(partition, end)
         if offsets is not None and offsets.reach(end):
-            self._passed.add(partition)
+            self._uncommitted.add(partition)
 
     def _read_from(self, partition: Partition, offset: int) -> PartitionOffsets | None:
         """The offsets of an assigned partition that was now read at `offset`.
@@ -177,30 +177,34 @@ class Holdings:
         """Which of the deliveries are not this member's to settle."""
         return [delivery for delivery in deliveries if self.place(delivery) not in self._handed_out]
 
-    def to_commit(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
-        """What to commit when these are finished. Changes nothing.
+    def finish(self, deliveries: Sequence[Delivery]) -> None:
+        """Note that these are done, as far as they are this member's; that is still to be committed."""
+        for partition, offset in {self.place(delivery) for delivery in deliveries}.intersection(self._handed_out):
+            self._offsets[partition].finish([offset])
+            self._handed_out.discard((partition, offset))
+            self._uncommitted.add(partition)
+        self._orphans = [orphan for orphan in self._orphans if self.place(orphan[0]) in self._handed_out]
 
-        It includes partitions where others' retries, or markers, were passed over since the last commit.
+    def to_commit(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
+        """What to commit when these are finished too. Changes nothing.
+
+        It includes partitions where something was finished, or markers were passed over, since the last commit.
         """
-        also: dict[Partition, set[int]] = {partition: set() for partition in self._passed}
+        also: dict[Partition, set[int]] = {partition: set() for partition in self._uncommitted}
         for partition, offset in map(self.place, deliveries):
             also.setdefault(partition, set()).add(offset)
         return [(partition, *self._offsets[partition].commit(done)) for partition, done in also.items()]
 
-    def committed(self, commits: Iterable[Commit], deliveries: Sequence[Delivery] = ()) -> None:
-        """Note that this, which `to_commit` said, is committed. What was passed over since waits for the next."""
-        for partition, offset in {self.place(delivery) for delivery in deliveries}:
-            self._offsets[partition].finish([offset])
-            self._handed_out.discard((partition, offset))
-        self._orphans = [orphan for orphan in self._orphans if self.place(orphan[0]) in self._handed_out]
+    def committed(self, commits: Iterable[Commit]) -> None:
+        """Note that this, which `to_commit` said, is committed. What was finished since waits for the next."""
         for partition, *said in commits:
-            if partition in self._passed and self._offsets[partition].commit() == tuple(said):
-                self._passed.discard(partition)
+            if partition in self._uncommitted and self._offsets[partition].commit() == tuple(said):
+                self._uncommitted.discard(partition)
 
     @property
-    def has_passed(self) -> bool:
-        """Whether the other stage's messages, or markers, were passed over since the last commit."""
-        return bool(self._passed)
+    def has_uncommitted(self) -> bool:
+        """Whether anything was finished, or markers were passed over, since the last commit."""
+        return bool(self._uncommitted)
 
     def to_pause(self) -> set[Partition]:
         """The partitions to pause now: of classes with a full buffer, and those read far beyond a slow request."""

@@ -31,7 +31,8 @@ local puts_down = owner == ''
 -- 1. The same id with another body is another request.
 if prefill and r[5] and r[5] ~= '' and r[5] ~= body then return {'conflict'} end
 
--- 2. Binding: one job settles the result, and it never changes.
+-- 2. A job that is durable: one settles the result, which it is never changes. Prefill notes what it handed off.
+if prefill and was == 'handed' then return {'bound'} end
 if bound ~= '' and bound ~= job then return {'bound'} end
 
 -- 3. To put it down is no use where it was claimed before: it can be taken over, or it went on.
