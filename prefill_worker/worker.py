@@ -32,7 +32,6 @@ from kvstore.store import KVStore
 from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.retries import place
 from penstock.errors import Cancelled, IdConflict, InternalError, RequestError, SequenceFailed
 from penstock.failpoints import failpoint
 from penstock.messages import FinishReason, TokenEvent, now_s
@@ -196,16 +195,11 @@ class PrefillWorker(StageWorker[Prefill]):
             self._admit(delivery, intake)
         elif intake is not None:
             failpoint("prefill.2.taken")
-            if isinstance(intake.error, InternalError):
-                self._give_up(intake, claim, intake.error)
-            else:
-                self._begin(intake, claim)
+            self._begin_or_fail(intake, claim)
 
     def _admit(self, delivery: Delivery, intake: Intake | None) -> None:
         if intake is None:
             self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
-            return
-        if isinstance(intake.error, InternalError) and self.failures.try_unclaimed_again(delivery, intake.error):
             return
         if not self._is_mine(delivery):
             return
@@ -221,7 +215,13 @@ class PrefillWorker(StageWorker[Prefill]):
                 self._bury(delivery, f"{error.code}: {error}")
             case Claim():
                 failpoint("prefill.2.claimed")
-                self._begin(intake, claimed)
+                self._begin_or_fail(intake, claimed)
+
+    def _begin_or_fail(self, intake: Intake, claim: Claim) -> None:
+        if isinstance(intake.error, InternalError) and not claim.ended:
+            self._give_up(intake, claim, intake.error)
+        else:
+            self._begin(intake, claim)
 
     def _taken(self, delivery: Delivery, claim: Claim) -> None:
         self._receive(delivery, claim)
@@ -257,7 +257,7 @@ class PrefillWorker(StageWorker[Prefill]):
             mine, other = intake.delivery, older.intake.delivery
             if not mine.is_held:
                 intake.delivery = other
-            elif other.is_held and place(self.pipeline, mine) != place(self.pipeline, other):
+            elif other.is_held and (mine.topic, mine.position) != (other.topic, other.position):
                 self.inbox.put_back(other)
         if claim.ended or intake.error is not None:
             self._end(intake, claim)

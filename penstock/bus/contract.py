@@ -18,7 +18,7 @@ from typing import Protocol, Self
 
 from penstock.errors import BusUnavailable, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
-from penstock.names import ATTEMPT, PriorityClass, Stage
+from penstock.names import PriorityClass, Stage
 
 MAX_MESSAGE_BYTES = 2 * MAX_REQUEST_BYTES - 4096
 """Value, key and headers together: twice a request, less what a broker puts around a message."""
@@ -87,8 +87,7 @@ def wait_for(sent: Sequence[Future[None]], timeout_s: float) -> None:
 class Delivery:
     """A message as a member holds it.
 
-    `position` names it within its topic: `<partition>:<offset>` or a stream id, after `retry:` if it came by
-    the retry topic. `topic` is then the one it was first in.
+    `position` names it within its topic: `<partition>:<offset>` or a stream id.
     """
 
     topic: str
@@ -102,12 +101,6 @@ class Delivery:
     is_held: bool = True
     """False: the request was taken over from a dead worker, and the message is, or will be, delivered to somebody
     else, who finishes it. Its `position` is empty."""
-
-    @property
-    def attempt(self) -> int:
-        """How often this message was tried before, by the retry topic's count (0 for a fresh one)."""
-        text = self.headers.get(ATTEMPT, "0")
-        return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
 @dataclass(frozen=True)
@@ -141,8 +134,7 @@ class Publisher(Protocol):
 class Member(Protocol):
     """One member of a stage's group.
 
-    `poll`, `retire` and `close` belong to one thread; `settle`, `retry`, `dead`, `held`, `holds`, `waiting` and `parts`
-    may be called from any.
+    `poll`, `retire` and `close` belong to one thread; `settle`, `held`, `holds`, `waiting` and `parts` to any.
     """
 
     @property
@@ -156,9 +148,8 @@ class Member(Protocol):
     def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """At most `room[klass]` deliveries of each class, interactive first; waits up to `timeout_s` for any.
 
-        A class without room is paused, and the assignment kept. Messages of the retry topic that came from
-        this stage are delivered, under their original topic and class, once their not-before has passed.
-        Raises `BusUnavailable` (polling again is safe, nothing is lost) or `MemberFenced`.
+        A class without room is paused, and the assignment kept. What is kept unsettled for a while blocks nothing
+        behind it. Raises `BusUnavailable` (polling again is safe, nothing is lost) or `MemberFenced`.
         """
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
@@ -172,12 +163,6 @@ class Member(Protocol):
         when it is settled again. And once this returned, or even if it did not, the delivery may come again, here or
         elsewhere: the record says what was handed off.
         """
-
-    def retry(self, delivery: Delivery, reason: str, delay_s: float) -> None:
-        """Settle the delivery into the retry topic: attempt + 1, not before `delay_s` from now."""
-
-    def dead(self, delivery: Delivery, reason: str, outputs: Sequence[Outgoing] = ()) -> None:
-        """Settle the delivery into the dead-letter topic with the reason, together with `outputs`."""
 
     def held(self) -> int:
         """How many deliveries this member holds unsettled."""
@@ -264,6 +249,18 @@ class Bus(Protocol):
 
     def missing_topics(self) -> list[str]:
         """Those of the pipeline's topics that are not there."""
+
+    def count_old_retries(self) -> int:
+        """How many messages, about, an older version put off to be tried again, and nobody settled since.
+
+        Raises `BusUnavailable`.
+        """
+
+    def move_old_retries(self) -> int:
+        """Put those messages back where they came from, each once; return how many.
+
+        Raises `UpgradeNeeded` while workers of the older version run, or `BusUnavailable`: then it may be repeated.
+        """
 
     def publisher(self) -> Publisher:
         """A producing side of its own."""

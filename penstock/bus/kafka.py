@@ -106,12 +106,26 @@ class KafkaBus:
             known = AdminClient(self.clients).list_topics(timeout=ANSWER_S).topics
         return [topic for topic in self.pipeline.topics() if topic not in known]
 
+    def count_old_retries(self) -> int:
+        """What an older version left, see `kafka_upgrade`."""
+        from penstock.bus.kafka_upgrade import count_old_retries
+
+        with bus_errors():
+            return count_old_retries(self)
+
+    def move_old_retries(self) -> int:
+        """Put it back to where it came from."""
+        from penstock.bus.kafka_upgrade import move_old_retries
+
+        with bus_errors():
+            return move_old_retries(self)
+
     def publisher(self) -> "KafkaPublisher":
         """A producing side of its own."""
         return KafkaPublisher(self)
 
     def member(self, stage: Stage, name: str) -> "KafkaMember":
-        """Join a stage's group; an older member of the same name is fenced."""
+        """Join a stage's group; in decode an older member of the same name is fenced."""
         from penstock.bus.kafka_member import KafkaMember
 
         return KafkaMember(self, stage, name)

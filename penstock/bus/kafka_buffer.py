@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.bus.contract import Delivery
 from penstock.bus.offsets import PartitionOffsets
-from penstock.bus.retries import Shelf, as_original, judge, place
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 
@@ -29,12 +28,11 @@ Commit = tuple[Partition, int, str]
 class Holdings:
     """The partitions assigned to a member and all its messages from them.
 
-    A message is buffered (or on the shelf, if it is a retry), then handed out, then finished. Taking a
-    partition away forgets all of its messages; they belong to another member then.
+    A message is buffered, then handed out, then finished. Taking a partition away forgets all of its messages; they
+    belong to another member then.
     """
 
     def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
-        self._pipeline, self._stage = pipeline, stage
         self._topics = pipeline.inputs(stage)
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._buffers: dict[PriorityClass, deque[Delivery]] = {klass: deque() for klass in CLASSES}
@@ -45,7 +43,6 @@ class Holdings:
         self._stretched: set[Partition] = set()
         self._orphans: list[tuple[Delivery, str]] = []
         self._fresh: set[Partition] = set()
-        self.shelf = Shelf()
 
     @property
     def partitions(self) -> list[Partition]:
@@ -59,7 +56,7 @@ class Holdings:
 
     @property
     def num_buffered(self) -> int:
-        """Deliveries fetched and not given to the worker; without the shelf."""
+        """Deliveries fetched and not given to the worker."""
         return sum(len(buffer) for buffer in self._buffers.values())
 
     def assign(self, partition: Partition, committed: int, metadata: str | None) -> None:
@@ -85,7 +82,6 @@ class Holdings:
             kept = [delivery for delivery in buffer if self.place(delivery)[0] not in gone]
             self._buffers[klass] = deque(kept)
             self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
-        self.shelf.drop(lambda delivery: self.place(delivery)[0] in gone)
 
     def arrive(self, delivery: Delivery) -> None:
         """Take a fetched message in. Raises `BusUnavailable` as `_read_from` does."""
@@ -93,19 +89,8 @@ class Holdings:
         offsets = self._read_from(partition, offset)
         if offsets is None or not offsets.deliver(offset):
             return
-        if delivery.topic != self._pipeline.retries(delivery.klass):
-            self._buffers[delivery.klass].append(delivery)
-            self._num_bytes[delivery.klass] += len(delivery.value)
-            return
-        verdict = judge(self._pipeline, self._stage, delivery)
-        if verdict == "ours":
-            self.shelf.put(as_original(delivery))
-        elif verdict == "theirs":
-            offsets.finish([offset])
-            self._uncommitted.add(partition)
-        else:
-            self._handed_out.add((partition, offset))
-            self._orphans.append((delivery, "in the retry topic, but from no known topic"))
+        self._buffers[delivery.klass].append(delivery)
+        self._num_bytes[delivery.klass] += len(delivery.value)
 
     def arrive_damaged(self, partition: Partition, batch: int, klass: PriorityClass, why: str) -> int:
         """Take in that the next message of a partition, in the batch that begins at the offset `batch`, cannot be
@@ -156,11 +141,11 @@ class Holdings:
         return self._orphans[:MOST_ORPHANS]
 
     def hand_out(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """At most `room` deliveries of each class, interactive first; due retries before new ones."""
+        """At most `room` deliveries of each class, interactive first."""
         found: list[Delivery] = []
         for klass in CLASSES:
             left = max(0, room.get(klass, 0))
-            taken = self.shelf.take(klass, left)
+            taken: list[Delivery] = []
             buffer = self._buffers[klass]
             while buffer and len(taken) < left:
                 taken.append(buffer.popleft())
@@ -224,23 +209,18 @@ class Holdings:
                 self._full.add(topic)
             elif share <= 0.5:
                 self._full.discard(topic)
-            if self.shelf.space(klass):
-                self._full.discard(self._pipeline.retries(klass))
-            else:
-                self._full.add(self._pipeline.retries(klass))
         return self._full
 
     def place(self, delivery: Delivery) -> Place:
         """Partition and offset of a delivery."""
-        topic, position = place(self._pipeline, delivery)
-        number, _, offset = position.partition(":")
-        return (topic, int(number)), int(offset)
+        number, _, offset = delivery.position.partition(":")
+        return (delivery.topic, int(number)), int(offset)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the parts contradict each other."""
         for offsets in self._offsets.values():
             offsets.check_integrity()
-        buffered = [self.place(d) for d in (*self._buffers["interactive"], *self._buffers["batch"], *self.shelf)]
+        buffered = [self.place(d) for d in (*self._buffers["interactive"], *self._buffers["batch"])]
         known = [*buffered, *self._handed_out]
         assert len(set(known)) == len(known), "a message is in two places"
         assert all(self._offsets[partition].is_unfinished(offset) for partition, offset in known)

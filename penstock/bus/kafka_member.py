@@ -30,10 +30,10 @@ from penstock.bus.kafka_outputs import Outputs
 from penstock.bus.kafka_progress import Progress
 from penstock.bus.kafka_questions import Questions
 from penstock.bus.kafka_transactions import GroupMoved, Transactions
-from penstock.bus.retries import dead_message, retry_message
+from penstock.bus.letters import dead_message
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.failpoints import failpoint
-from penstock.names import CLASSES, PriorityClass, Stage
+from penstock.names import PriorityClass, Stage
 
 if TYPE_CHECKING:
     from penstock.bus.kafka import KafkaBus
@@ -63,7 +63,7 @@ PASSED_COMMIT_S = 1.0
 
 
 class KafkaMember:
-    """Consumes a stage's topics and the retry topic; settles in transactions.
+    """Consumes a stage's topics; settles in transactions, or in prefill without.
 
     Three threads. The poller reads, and is told of partitions that come and go. The asker asks what takes time to be
     answered: where a partition that came is to be begun, and where one ends that brings nothing. The third is of
@@ -88,9 +88,7 @@ class KafkaMember:
         self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
         self._group = bus.pipeline.group(stage)
         self._topics = bus.pipeline.inputs(stage)
-        self._classes: dict[str, PriorityClass] = {
-            topic: klass for klass in CLASSES for topic in (self._topics[klass], self._pipeline.retries(klass))
-        }
+        self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
         self._settling = threading.Lock()
         self._settling_since: float | None = None
         self._state = threading.Condition()
@@ -140,8 +138,7 @@ class KafkaMember:
                 left_s = end - time.monotonic()
                 if found or left_s <= 0 or self._closing.is_set():
                     return found
-                due_s = self._holdings.shelf.wait_s(room)
-                self._state.wait(left_s if due_s is None else min(left_s, due_s))
+                self._state.wait(left_s)
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish the outputs and finish the deliveries; see `contract.Member.settle` for what each stage promises."""
@@ -161,10 +158,10 @@ class KafkaMember:
         1. The deliveries are still ours; if not, nothing is published. 2. The outputs are written, all acknowledged.
         3. The deliveries are finished here. 4. The poller commits their offsets, a moment later (`_commit_finished`).
 
-        A crash in 2, or between it and 4, has the deliveries come again though their outputs are out. If the record says
-        by then that the request was handed off, they are settled without output. Else it is handed off again: its second
-        job is stale, as the first one is bound, and a dead letter is there twice. The same where a partition goes to
-        another member meanwhile; nobody waits for anybody.
+        After a crash in 2, or between it and 4, the deliveries come again though their outputs are out. If the record
+        says by then that the request was handed off, they are settled without output. Else it is handed off again: its
+        second job is stale, as the first one is bound, and a dead letter is there twice. The same where a partition
+        goes to another member meanwhile: it waits for nobody.
         """
         with self._state:  # 1
             self._check()
@@ -196,14 +193,6 @@ class KafkaMember:
                     if time.monotonic() > end:
                         raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
             self._closing.wait(0.02)  # lets the callbacks run
-
-    def retry(self, delivery: Delivery, reason: str, delay_s: float) -> None:
-        """Settle the delivery into the retry topic."""
-        self.settle([Settlement(delivery, [retry_message(self._pipeline, delivery, reason, delay_s)])])
-
-    def dead(self, delivery: Delivery, reason: str, outputs: Sequence[Outgoing] = ()) -> None:
-        """Settle the delivery into the dead-letter topic, together with `outputs`."""
-        self.settle([Settlement(delivery, [dead_message(self._pipeline, delivery, reason), *outputs])])
 
     def held(self) -> int:
         """How many deliveries this member holds unsettled."""
@@ -483,12 +472,12 @@ class KafkaMember:
         self._progress.follow(assigned - wanted, self._turned_at)
 
     def _refresh_membership(self) -> None:
-        """Fetch the member's epoch for the settlements; here, as librdkafka hangs if two threads use a consumer.
+        """Fetch the member's epoch for transactions; here, as librdkafka hangs if two threads use a consumer.
 
         One that is too old is refused by the broker, and the settlement made again with the next.
         """
         now = time.monotonic()
-        if now >= self._refresh_at:
+        if self._transactions is not None and now >= self._refresh_at:
             self._membership = self._consumer.consumer_group_metadata()
             self._refresh_at = now + MEMBERSHIP_S
 
@@ -591,8 +580,8 @@ def _consumer_settings(group: str, name: str) -> dict[str, Any]:
     return {
         "group.id": group,
         "group.protocol": "consumer",
-        # Deals out each topic by itself. The brokers' default looks at the sum: of two members one had all requests,
-        # and the other all retries.
+        # Deals out each topic by itself. The brokers' default looks at the sum: of two members one may have all that is
+        # interactive, and the other all batch work.
         "group.remote.assignor": "range",
         "client.id": name,
         "max.poll.interval.ms": 60_000,

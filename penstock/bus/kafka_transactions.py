@@ -1,4 +1,4 @@
-"""Transactions of a decode worker's Kafka member: outputs and offsets together, and what to do when one fails half-way."""
+"""Transactions of a decode worker's member: outputs and offsets together, and what to do when one fails half-way."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

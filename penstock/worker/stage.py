@@ -14,7 +14,7 @@ from opentelemetry.context import Context
 
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.retries import dead_message
+from penstock.bus.letters import dead_message
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 from penstock.record import Claim, LeaseKeeper, Record, Renewal, Waiting
 from penstock.telemetry.meters import Meters
@@ -84,7 +84,7 @@ class StageWorker(ABC, Generic[T]):
         self.orphans = Orphans(record, self.stage, name, member, waiting_of)
         self._backlog = Backlog(record, self.stage, member, waiting_of)
         self.leases = LeaseKeeper(record, self.stage, self._tend)
-        self.failures = Failures(pipeline, record, self.settler, self.inbox, self.figures.retried)
+        self.failures = Failures(record, self.inbox, self.figures.retried)
         self.running: dict[str, T] = {}
         """All that is claimed and not settled, by request."""
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bus import retries
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.bus.kafka import KafkaBus
 from penstock.bus.kafka_buffer import BUFFER_MESSAGES
 from penstock.bus.kafka_member import KafkaMember
+from penstock.bus.letters import dead_message
 from penstock.bus.streams import StreamsBus
 from penstock.bus.streams_member import StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestTooLarge
@@ -78,7 +78,7 @@ def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipel
         assert {(d.value, d.key, tuple(d.headers.items())) for d in taken} == {
             (m.value, m.key, tuple(m.headers.items())) for m in sent
         }
-        assert all(d.topic == topic and d.klass == "interactive" and d.attempt == 0 for d in taken)
+        assert all(d.topic == topic and d.klass == "interactive" for d in taken)
         assert all(abs(d.timestamp_s - time.time()) < 60 for d in taken)
         assert len({d.position for d in taken}) == 2
         assert member.held() == 2
@@ -182,43 +182,6 @@ def test_classes_come_in_order(bus: Bus, pipeline: Pipeline) -> None:
         assert classes == sorted(classes, reverse=True)
 
 
-def test_retry_comes_back_when_due_and_blocks_nobody(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.jobs("batch"), 1))
-    with bus.member("decode", "a") as member, bus.member("decode", "other") as other:
-        (d,) = take(member, 1)
-        began = time.time()
-        member.retry(d, "no luck", 1.0)
-        assert member.held() == 0
-        publish(bus, numbered(pipeline.jobs("interactive"), 1))
-        (between,) = take(member, 1)
-        assert between.klass == "interactive"
-        (again,) = take(member, 1)
-        assert time.time() - began >= 0.999
-        assert (again.topic, again.klass, again.value, again.key) == (d.topic, "batch", d.value, d.key)
-        assert again.attempt == 1
-        assert again.headers[REASON] == "no luck"
-        assert again.headers[ORIGIN] == d.topic
-        member.retry(again, "again", 0.0)
-        (third,) = take(member, 1)
-        assert third.attempt == 2
-        member.settle([answered(pipeline, between), answered(pipeline, third)])
-        assert other.poll(0.3, ROOM) == []
-    with bus.member("decode", "b") as member:
-        assert member.poll(1.0, ROOM) == []
-    assert len(bus.read_all(pipeline.results)) == 2
-
-
-def test_retry_waits_through_a_restart(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.jobs("batch"), 1))
-    with bus.member("decode", "a") as member:
-        member.retry(take(member, 1)[0], "later", 1.5)
-        assert member.poll(0.3, ROOM) == []
-    with bus.member("decode", "b") as member:
-        (again,) = take(member, 1)
-        assert again.attempt == 1
-        member.settle([answered(pipeline, again)])
-
-
 def test_a_member_knows_what_it_holds(bus: Bus, pipeline: Pipeline) -> None:
     publish(bus, numbered(pipeline.jobs("interactive"), 2))
     with bus.member("decode", "a") as member:
@@ -243,37 +206,12 @@ def test_a_member_that_was_away_asks_what_it_still_holds(redis_url: str, pipelin
         assert other.holds(same)
 
 
-def test_batch_retries_hold_up_no_interactive_ones(
-    bus: Bus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A member keeps so many of each class that are not due; more wait in their topic."""
-    monkeypatch.setattr(retries, "SHELF_CAPACITY", 2)
-    publish(bus, [Outgoing(pipeline.jobs("batch"), b"b", str(n)) for n in range(5)])
-    publish(bus, [Outgoing(pipeline.jobs("interactive"), b"i", "i")])
-    with bus.member("decode", "a") as member:
-        for delivery in take(member, 6):
-            member.retry(delivery, "later", 0.0 if delivery.klass == "interactive" else 600.0)
-        (again,) = take(member, 1)
-        assert (again.klass, again.attempt) == ("interactive", 1)
-        member.settle([Settlement(again)])
-
-
-def test_a_retry_from_nowhere_goes_to_the_dead_letters(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, [Outgoing(pipeline.retries("interactive"), b"?", "k", {ORIGIN: "elsewhere"})])
-    with bus.member("decode", "d") as decode, bus.member("decode", "p") as member:
-        wait_until(lambda: member.poll(0.1, ROOM) or bus.read_all(pipeline.dead), 30, "it is put away")
-        assert decode.poll(0.0, ROOM) == []
-        assert member.held() == 0
-    (dead,) = bus.read_all(pipeline.dead)
-    assert (dead.value, dead.key) == (b"?", "k")
-    assert REASON in dead.headers
-
-
 def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline) -> None:
     publish(bus, [Outgoing(pipeline.jobs("batch"), b"bad", "k", {"penstock-tenant": "t"})])
     with bus.member("decode", "a") as member:
         (d,) = take(member, 1)
-        member.dead(d, "cannot be read", [Outgoing(pipeline.results, b"error")])
+        letter = dead_message(pipeline, d, "cannot be read")
+        member.settle([Settlement(d, [letter, Outgoing(pipeline.results, b"error")])])
     (dead,) = bus.read_all(pipeline.dead)
     assert (dead.value, dead.key) == (b"bad", "k")
     headers = dict(dead.headers)
@@ -564,7 +502,9 @@ def test_prefill_publishes_nothing_for_a_lost_delivery(bus: Bus, pipeline: Pipel
         assert member.holds(fresh)
 
 
-def test_prefill_finishes_nothing_whose_outputs_are_not_out(bus: Bus, pipeline: Pipeline, requests: list[Outgoing]) -> None:
+def test_prefill_finishes_nothing_whose_outputs_are_not_out(
+    bus: Bus, pipeline: Pipeline, requests: list[Outgoing]
+) -> None:
     with bus.member("prefill", "a") as member:
         (d, *_) = take(member, 30)
         with pytest.raises(RequestTooLarge):

@@ -235,7 +235,7 @@ def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None
         bus.commit_refusal = None
         bus.turn_until(lambda: ONE in bus.commits, "it is committed")
         assert (bus.commits[ONE].offset, member.holds(second)) == (1, True)
-        assert PartitionOffsets(1, bus.commits[ONE].metadata).deliver(1)
+        assert PartitionOffsets(1, bus.commits[ONE].metadata or "").deliver(1)
         assert not member._holdings.has_uncommitted
 
 
@@ -372,12 +372,14 @@ def test_a_topic_that_may_not_be_read_shows() -> None:
         assert member.trouble == ""
 
 
-def test_a_message_of_nobody_is_buried_after_an_outage() -> None:
+def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_member, "DAMAGED_TRIES", 1)
     bus = DoubleBus()
-    retries = NAMES.retries("batch"), 0
-    bus.publish(retries, b"?")
     with joined(bus) as member:
-        bus.give(retries)
+        bus.give(ONE)
+        bus.turn_until(member.parts, "it is begun")
+        assert bus.reader is not None
+        bus.reader.errors.append(refusal(ONE, KafkaError._BAD_COMPRESSION))
         bus.turn_until(member.held, "it is read")
         bus.is_away = True
         with pytest.raises(BusUnavailable):

@@ -87,15 +87,22 @@ def test_sent_twice_is_answered_once(line: Line) -> None:
 
 
 def test_sent_many_times_is_not_given_up(line: Line) -> None:
-    """A hand-off is progress: copies of a request that waits for decode do not use up its attempts."""
+    """A hand-off is progress: copies of a request that waits for decode use up no attempts, and are not handed off."""
     line.decode.close()
-    for num_jobs in range(1, 6):
+    for _ in range(5):
         line.send(ask("again"))
-        line.run_prefill(num_jobs)
+        line.run_prefill(1)
+        wait_until(lambda: not unsettled(line), 30, "its copy is settled")
+    assert len(line.bus.read_all(line.pipeline.jobs("interactive"))) == 1
     line.renew_decode()
     (result,) = line.run_until(1)
     assert result.error is None
     assert line.dead() == []
+
+
+def unsettled(line: Line) -> int:
+    run_until_idle(line.prefill)
+    return line.bus.unsettled()[line.pipeline.requests("interactive")]
 
 
 def test_one_token_ends_in_prefill_and_has_its_result(line: Line) -> None:
@@ -120,7 +127,7 @@ def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) ->
 
 
 def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The retry topic with its not-before; then a typed error, a dead letter, and the next request is served."""
+    """Claimed and given back; then a typed error, a dead letter, and the next request is served."""
     read = line.prefill.prompts.read
 
     def broken(request: Request) -> list[int]:
