@@ -25,6 +25,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
+| `penstock:<pipeline>:servers`          | string | for good: the names of all stream servers, a line each | `servers` |
 | `penstock:workers`                     | set    | until one looks: the heartbeats of all workers | each worker |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
 | `penstock:gateway:secret`              | string | for good: gateways make ids with it       | gateway        |
@@ -186,6 +187,11 @@ class Pipeline:
     def requeued_key(self) -> str:
         """How often dead requests were put back, by id."""
         return f"penstock:{self.name}:requeued"
+
+    @property
+    def servers_key(self) -> str:
+        """The names of the servers that requests are spread over, a line each; on each of them."""
+        return f"penstock:{self.name}:servers"
 
     def meter_key(self, part: str) -> str:
         """What metering keeps: `places`, `seen`, `reader`, `day:<YYYY-MM-DD>`."""

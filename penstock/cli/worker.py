@@ -14,7 +14,8 @@ from penstock.bus.upgrade import check_upgraded
 from penstock.errors import DependencyMissing
 from penstock.lag import LagWatch
 from penstock.names import Pipeline, Stage
-from penstock.reach import ANSWER_S, redis_client
+from penstock.reach import ANSWER_S
+from penstock.servers import keep_lists
 from penstock.settings import (
     Addresses,
     BusSettings,
@@ -53,8 +54,9 @@ def run(stage: Stage) -> None:
     failpoints.arm(load(FaultSettings).failpoints)
     stay_on(settings.cores)
     check_access(addresses, stage, kv=load(KVSettings).redis_mb > 0)
+    keep_lists(addresses.stream_url, pipeline)
     with contextlib.ExitStack() as stack:
-        beat = Heartbeat(addresses.stream_url, pipeline, stage, name, settings.heartbeat_s)
+        beat = Heartbeat(addresses.first_url, pipeline, stage, name, settings.heartbeat_s)
         told = telemetry(
             f"penstock-{stage}", addresses, name, with_endpoint=True, is_ready=lambda: beat.state == "ready"
         )
@@ -80,7 +82,7 @@ def _work(
         from prefill_worker.worker import PrefillWorker
     except ImportError as error:
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
-    from penstock.record import Record
+    from penstock.record import connect_servers, record_on
 
     engine = Engine.open(load(EngineSettings), beat.progress)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
@@ -90,7 +92,7 @@ def _work(
     stack.callback(store.close)
     store.measure_against(engine.rates)
     bus_settings, records = load(BusSettings), load(RecordSettings)
-    client, bus = redis_client(addresses.stream_url), connect(addresses, bus_settings)
+    clients, bus = connect_servers(addresses.stream_url), connect(addresses, bus_settings)
     kind: Callable[..., PrefillWorker | DecodeWorker] = DecodeWorker
     if stage == "prefill":
         kind = partial(PrefillWorker, ahead=stack.enter_context(Ahead(LagWatch(addresses, bus_settings).look)))
@@ -100,7 +102,7 @@ def _work(
         check_upgraded(bus)
         member = bus.member(stage, name)
         try:
-            worker = kind(pipeline, name, engine, store, Record(client, pipeline, records), member, figures)
+            worker = kind(pipeline, name, engine, store, record_on(clients, pipeline, records), member, figures)
         except BaseException:
             member.close()  # else it stays in the group, and keeps what it is given
             raise
@@ -115,7 +117,7 @@ def _work(
             }
 
         def now() -> dict[str, object]:
-            trouble = worker.settler.trouble or member.trouble
+            trouble = worker.settler.trouble or member.trouble or worker.record.trouble
             lately = {"recent": figures.recent()} if meters.is_on else {}
             return view() | {"load": worker.report()} | lately | ({"reason": trouble} if trouble else {})
 

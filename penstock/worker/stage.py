@@ -16,7 +16,7 @@ from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.letters import dead_message
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
-from penstock.record import Claim, News, Record, Session, Waiting
+from penstock.record import Claim, News, Record, Sessions, Waiting
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageFigures
 from penstock.worker.failures import Failures, cause_of
@@ -80,7 +80,7 @@ class StageWorker(ABC, Generic[T]):
         self.pipeline, self.name, self.record, self.member = pipeline, name, record, member
         self.figures = figures or StageFigures(Meters(is_on=False), pipeline.name, self.stage, name, "")
         reader = member.orphan_reader()
-        self.session = Session(record, self.stage, name, member.parts, adopts=reader is not None)
+        self.session = Sessions(record, self.stage, name, member.parts, adopts=reader is not None)
         self.settler, self.inbox, self.load = Settler(member, pipeline), Inbox(member), Load()
         self.rescue = Rescue(record, self.stage, self.session, member, reader, waiting_of)
         self.failures = Failures(record, self.inbox, self.figures.retried)
