@@ -18,7 +18,7 @@ from penstock.errors import REQUEST_ERRORS, KVStoreError
 from penstock.local.processes import Child, wait_until
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode
 from penstock.names import Pipeline, Stage
-from penstock.record import Busy, Claim, body_hash
+from penstock.record import Busy, Claim, Session, body_hash
 from penstock.settings import Addresses, BusSettings, RecordSettings
 from penstock.worker import pack, run_until_idle
 from tests.forked import fork
@@ -219,8 +219,9 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> N
     """A job ends; a parcel of another version is left to its delivery."""
     record, topic = line.decode.record, line.pipeline.jobs("interactive")
     job = Delivery(topic, "0:0", BAD_JOB, "bad", {}, "interactive", 0.0)
-    record.claim_decode("bad", "who died", "j1", pack(job))
-    record.claim_decode("other", "who died", "j2", b"of another version")
+    with Session(record, "decode", "gone") as gone:
+        record.claim_decode("bad", gone.id, "j1", pack(job))
+        record.claim_decode("other", gone.id, "j2", b"of another version")
 
     def attempts(request_id: str) -> int:
         return int(line.client.hget(line.pipeline.record_key(request_id), "attempts") or 0)
@@ -253,7 +254,8 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
 
     monkeypatch.setattr(line.prefill.prompts, "read", read_later)
     delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
-    line.prefill.record.claim_prefill(GOOD.id, "who died", body_hash(GOOD), pack(delivery))
+    with Session(line.prefill.record, "prefill", "gone") as gone:
+        line.prefill.record.claim_prefill(GOOD.id, gone.id, body_hash(GOOD), pack(delivery))
 
     def is_handed_off() -> bool:
         line.prefill.turn()
@@ -278,7 +280,7 @@ def test_waiting_times_grow_up_to_the_cap(redis_url: str, pipeline: Pipeline) ->
                 line.prefill.record.release(claim, failed=True)
             line.send(request)
             wait_until(partial(keeps, line, number + 1), 30, "it is kept", 0)
-            busy = line.prefill.record.claim_prefill(request.id, "somebody", body_hash(request))
+            busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
             assert isinstance(busy, Busy)
             waits.append(busy.wait_s)
         assert waits == pytest.approx([2, 6, 10], abs=1.5)
