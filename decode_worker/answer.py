@@ -91,7 +91,7 @@ class Decode:
             klass=job.klass,
             tenant=job.tenant,
             weight=job.weight,
-            suspect=is_suspect(self.claim, self.delivery),
+            suspect=is_suspect(self.claim),
         )
 
     def cause_to_end(self) -> RequestError | None:

@@ -169,6 +169,10 @@ class DeliveryLost(BusError):
         self.deliveries = list(deliveries)
 
 
+class UpgradeNeeded(BusError):
+    """An older version left something in the bus that has to be moved first."""
+
+
 class MemberFenced(BusError):
     """A newer member of the same name has taken this one's place."""
 

@@ -6,7 +6,6 @@ Topics (one set a pipeline, `penstock.<pipeline>.…`):
 |--------------------------|---------------------|-----------------|--------------|
 | `.requests.<class>`      | clients, gateway    | prefill workers | `Request`    |
 | `.jobs.<class>`          | prefill workers     | decode workers  | `Job`        |
-| `.retries.<class>`       | both workers        | both workers    | as it came   |
 | `.results`               | decode workers      | backends        | `Result`     |
 | `.dead`                  | both workers        | operators       | as it came   |
 
@@ -73,7 +72,6 @@ TENANT = "penstock-tenant"
 CLASS = "penstock-class"
 DEADLINE = "penstock-deadline"
 ATTEMPT = "penstock-attempt"
-NOT_BEFORE = "penstock-not-before"
 ORIGIN = "penstock-origin"
 REASON = "penstock-reason"
 STACK = "penstock-stack"
@@ -105,10 +103,6 @@ class Pipeline:
         """Where prefill leaves job references of a class."""
         return f"penstock.{self.name}.jobs.{klass}"
 
-    def retries(self, klass: PriorityClass) -> str:
-        """What of a class is tried again later, of both stages."""
-        return f"penstock.{self.name}.retries.{klass}"
-
     @property
     def results(self) -> str:
         """The one result of each request."""
@@ -126,7 +120,11 @@ class Pipeline:
     def topics(self) -> list[str]:
         """All topics, in the order of the diagram."""
         work = [topic for stage in STAGES for topic in self.inputs(stage).values()]
-        return [*work, *map(self.retries, CLASSES), self.results, self.dead]
+        return [*work, self.results, self.dead]
+
+    def old_retries(self) -> list[str]:
+        """Where an older version put what was to be tried again."""
+        return [f"penstock.{self.name}.retries.{klass}" for klass in CLASSES]
 
     def group(self, stage: Stage) -> str:
         """The consumer group of a stage's workers."""

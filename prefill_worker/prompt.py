@@ -71,5 +71,5 @@ def sequence_of(intake: Intake, request: Request, claim: Claim, prefix_keys: lis
         klass=intake.delivery.klass,
         tenant=request.tenant,
         weight=request.weight,
-        suspect=is_suspect(claim, intake.delivery),
+        suspect=is_suspect(claim),
     )

@@ -8,12 +8,13 @@ One turn of the loop, numbered as in the life of a request (docs/structure.md):
     3  compute   what the KV store has of the prompt is fetched while others are computed; then it takes part in the
                  engine's steps, and full blocks go to the store as they are done
     4  emit      token 0 is appended to the log; the blocks of the last chunk follow, nobody waits for them
-    5  settle    once all blocks are where decode can read them, leased to the request: job reference out, request
-                 done, together; then the claim is given up
+    5  settle    once all blocks are where decode can read them, leased to the request: job reference out, then the
+                 request is done, then the record says that it is handed off
 
 What a crash costs: after 2 or 3, the next attempt finds the blocks that were stored; after 4, it finds token 0 in the
-log and keeps it, and the leases run out if nobody renews them; after 5, the job is in the topic, exactly once. A crash
-inside 5 leaves either nothing or all of it.
+log and keeps it, and the leases run out if nobody renews them. Inside 5, once the job is out, the next attempt hands
+the request off again, under another name: decode binds one of its jobs, and the other is stale. After 5 the request is
+settled without output if its message comes again.
 """
 
 import contextlib
@@ -31,7 +32,6 @@ from kvstore.store import KVStore
 from kvstore.transfers import Fetch, Ship, Transfers
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.retries import place
 from penstock.errors import Cancelled, IdConflict, InternalError, InvalidRequest, RequestError, SequenceFailed
 from penstock.failpoints import failpoint
 from penstock.messages import FinishReason, TokenEvent, now_s
@@ -195,18 +195,13 @@ class PrefillWorker(StageWorker[Prefill]):
             self._admit(delivery, intake)
         elif intake is not None:
             failpoint("prefill.2.taken")
-            if isinstance(intake.error, InternalError):
-                self._give_up(intake, claim, intake.error)
-            else:
-                self._begin(intake, claim)
+            self._begin_or_fail(intake, claim)
         else:
             self._hand_on(claim, InvalidRequest("no request id can be read, in the message or its key"))
 
     def _admit(self, delivery: Delivery, intake: Intake | None) -> None:
         if intake is None:
             self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
-            return
-        if isinstance(intake.error, InternalError) and self.failures.try_unclaimed_again(delivery, intake.error):
             return
         if not self._is_mine(delivery):
             return
@@ -222,7 +217,13 @@ class PrefillWorker(StageWorker[Prefill]):
                 self._bury(delivery, f"{error.code}: {error}")
             case Claim():
                 failpoint("prefill.2.claimed")
-                self._begin(intake, claimed)
+                self._begin_or_fail(intake, claimed)
+
+    def _begin_or_fail(self, intake: Intake, claim: Claim) -> None:
+        if isinstance(intake.error, InternalError) and not claim.ended:
+            self._give_up(intake, claim, intake.error)
+        else:
+            self._begin(intake, claim)
 
     def _taken(self, delivery: Delivery, claim: Claim) -> None:
         self._receive(delivery, claim)
@@ -258,7 +259,7 @@ class PrefillWorker(StageWorker[Prefill]):
             mine, other = intake.delivery, older.intake.delivery
             if not mine.is_held:
                 intake.delivery = other
-            elif other.is_held and place(self.pipeline, mine) != place(self.pipeline, other):
+            elif other.is_held and (mine.topic, mine.position) != (other.topic, other.position):
                 self.inbox.put_back(other)
         if claim.ended or intake.error is not None:
             self._end(intake, claim)
@@ -392,11 +393,16 @@ class PrefillWorker(StageWorker[Prefill]):
     def _settle_job(self, intake: Intake, claim: Claim) -> None:
         """On the loop's thread, or the one that wrote the last block."""
         failpoint("prefill.4.written")
-        job = job_of(intake, self.store.layout.fingerprint)
-        span = tracing.begin("hand_off", intake.context, job=job.job)
-        outputs = [outgoing_job(self.pipeline, job, intake.operation, intake.context)]
+        span = tracing.begin("hand_off", intake.context)
         dead = letters(self.pipeline, intake.delivery, intake.error, claim)
-        outputs += dead
+
+        def settlement() -> Settlement:
+            """Under a new name: of two jobs with one name both would settle the result."""
+            job = job_of(intake, self.store.layout.fingerprint)
+            span.set_attribute("job", job.job)
+            return Settlement(
+                intake.delivery, [outgoing_job(self.pipeline, job, intake.operation, intake.context), *dead]
+            )
 
         def done(settled: bool) -> None:
             failpoint("prefill.5.settled")
@@ -412,7 +418,7 @@ class PrefillWorker(StageWorker[Prefill]):
                 self.record.release(claim, delivered=intake.delivery.is_held)
 
         self.session.add(claim)
-        self.settler.settle(Settlement(intake.delivery, outputs), done)
+        self.settler.settle(settlement(), done, again=settlement)
 
     def _end(self, intake: Intake, claim: Claim) -> None:
         """The request ends here: append the end, then let the jobs topic carry it, so that a job settles the result."""

@@ -10,6 +10,7 @@ import typer
 from penstock import failpoints
 from penstock.access import check_access
 from penstock.bus.connect import connect
+from penstock.bus.upgrade import check_upgraded
 from penstock.errors import DependencyMissing
 from penstock.lag import LagWatch
 from penstock.names import Pipeline, Stage
@@ -98,6 +99,7 @@ def _work(
     figures = StageFigures(meters, pipeline.name, stage, name, model.name)
 
     def make() -> PrefillWorker | DecodeWorker:
+        check_upgraded(bus)
         member = bus.member(stage, name)
         try:
             worker = kind(pipeline, name, engine, store, record_on(clients, pipeline, records), member, figures)

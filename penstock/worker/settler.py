@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
-from penstock.bus.retries import dead_message
+from penstock.bus.letters import dead_message
 from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
 from penstock.failpoints import failpoint
 from penstock.messages import ErrorInfo, Result
@@ -35,6 +35,7 @@ MOMENT_S = 1.0
 class _Order:
     settlement: Settlement
     done: Callable[[bool], None]
+    again: Callable[[], Settlement] | None
 
     @property
     def place(self) -> tuple[str, str] | int:
@@ -51,7 +52,7 @@ class Settler:
     """Settles in the background, everything that is ready in one go, so that no step waits for a commit.
 
     `done(True)` is called after a settlement is durable, `done(False)` when the bus gave the delivery to another member
-    (it will settle it), or when there is no delivery, and it is unknown whether the outputs are out. While the bus is
+    (it will settle it). While the bus is
     away it is tried again and again: the loop goes on with what runs. Any other failure ends the worker: `check()`
     raises it in the loop. So it does where a call of the bus does not return: the worker is made anew, and the call is
     left to itself.
@@ -80,9 +81,16 @@ class Settler:
         with self._lock:
             return self._open[_place_of(delivery)] > 0
 
-    def settle(self, settlement: Settlement, done: Callable[[bool], None] = lambda settled: None) -> None:
-        """Settle soon."""
-        order = _Order(settlement, done)
+    def settle(
+        self,
+        settlement: Settlement,
+        done: Callable[[bool], None] = lambda settled: None,
+        again: Callable[[], Settlement] | None = None,
+    ) -> None:
+        """Settle soon. `again` makes the settlement anew, for when it is not known whether its outputs are out: a job
+        must not go out twice under one name, as both would settle the result.
+        """
+        order = _Order(settlement, done, again)
         with self._lock:
             self._open[order.place] += 1
         self._orders.put(order)
@@ -160,7 +168,7 @@ class Settler:
             except RequestTooLarge as error:  # nothing was done: whose it is shows when each is settled alone
                 if len(batch) == 1:
                     log.error("%s cannot be settled: %s", batch[0].settlement.delivery.position, error)
-                    batch = [replace(batch[0], settlement=fit(self._pipeline, batch[0].settlement, error))]
+                    batch = [replace(batch[0], settlement=fit(self._pipeline, batch[0].settlement, error), again=None)]
                 else:
                     for order in batch:
                         self._settle_all([order])
@@ -170,9 +178,9 @@ class Settler:
                 troubled_s = now_s if self._member.trouble else troubled_s
                 if not is_away(error) or now_s > min(begun_s + GIVE_UP_S, troubled_s + ALONE_S):
                     raise
-                batch = self._held_of(batch)
-                log.warning("settling failed%s: %s", ", trying again" if batch else "", error)
-                self._note(str(error) if batch else "")
+                batch = [replace(order, settlement=order.again()) if order.again else order for order in batch]
+                log.warning("settling failed, trying again: %s", error)
+                self._note(str(error))
                 self._is_over.wait(next(waits))
             else:
                 failpoint("settle.done")
@@ -186,14 +194,6 @@ class Settler:
             self._member.settle(settlements)
         finally:
             self._called_s = None
-
-    def _held_of(self, batch: list[_Order]) -> list[_Order]:
-        """What may be tried again: a delivery is done once. What settles nothing may be out already, and would go out
-        again under the same name; it is given up, and taken over anew.
-        """
-        held = [order for order in batch if order.settlement.delivery.is_held]
-        self._finish([order for order in batch if not order.settlement.delivery.is_held], settled=False)
-        return held
 
     def _note(self, trouble: str) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ from opentelemetry.context import Context
 
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.retries import dead_message
+from penstock.bus.letters import dead_message
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 from penstock.record import Claim, News, Record, Sessions, Waiting
 from penstock.telemetry.meters import Meters
@@ -83,7 +83,7 @@ class StageWorker(ABC, Generic[T]):
         self.session = Sessions(record, self.stage, name, member.parts, adopts=reader is not None)
         self.settler, self.inbox, self.load = Settler(member, pipeline), Inbox(member), Load()
         self.rescue = Rescue(record, self.stage, self.session, member, reader, waiting_of)
-        self.failures = Failures(pipeline, record, self.settler, self.inbox, self.figures.retried)
+        self.failures = Failures(record, self.inbox, self.figures.retried)
         self.running: dict[str, T] = {}
         """All that is claimed and not settled, by request."""
 

@@ -101,6 +101,11 @@ def test_sent_many_times_is_prefilled_once_and_not_given_up(line: Line) -> None:
     assert line.dead() == []
 
 
+def unsettled(line: Line) -> int:
+    run_until_idle(line.prefill)
+    return line.bus.unsettled()[line.pipeline.requests("interactive")]
+
+
 def test_one_token_ends_in_prefill_and_has_its_result(line: Line) -> None:
     line.send(ask("short", max_tokens=1))
     (result,) = line.run_until(1)
@@ -123,7 +128,7 @@ def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) ->
 
 
 def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The retry topic with its not-before; then a typed error, a dead letter, and the next request is served."""
+    """Claimed and given back; then a typed error, a dead letter, and the next request is served."""
     read = line.prefill.prompts.read
 
     def broken(request: Request) -> list[int]:

@@ -130,10 +130,9 @@ def taking_over(line: Line, request: Request) -> tuple[PrefillWorker, Reader]:
 
 def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: Line, work: list[Request]) -> None:
     silent, reader = taking_over(line, work[-1])
-    session = line.prefill.session
-    begun_ms = session.lasts_until_ms
-    lease_ms = line.prefill.record.lease_s * 1000
-    wait_until(lambda: session.lasts_until_ms > begun_ms + 2 * lease_ms, 30, "more than a lease")
+    key, session = line.pipeline.sessions_key("prefill"), line.prefill.session.id
+    begun_ms, lease_ms = line.client.zscore(key, session) or 0.0, line.prefill.record.lease_s * 1000
+    wait_until(lambda: (line.client.zscore(key, session) or 0.0) > begun_ms + 2 * lease_ms, 30, "more than a lease")
     with Session(line.prefill.record, "prefill", "a-third") as third:
         assert line.prefill.record.take("prefill", third.id, 10) == []
     reader.is_let.set()
