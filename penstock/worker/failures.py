@@ -25,11 +25,14 @@ from penstock.errors import (
     POISONOUS,
     AttemptsExhausted,
     BusError,
+    Cancelled,
+    DeadlineExceeded,
     InternalError,
     KVStoreError,
     RequestError,
     StoreUnreachable,
 )
+from penstock.messages import now_s
 from penstock.names import Pipeline
 from penstock.reach import is_outage
 from penstock.record import Claim, Record
@@ -62,14 +65,6 @@ class Failures:
         self._later(delivery, error, delay_s)  # 2
         return True
 
-    def try_unclaimed_again(self, delivery: Delivery, error: RequestError) -> bool:
-        """The same for one that fails before it is claimed: what counts is what its message says."""
-        tries = delivery.attempt + 1
-        if tries >= self._record.settings.fail_attempts:
-            return False
-        self._later(delivery, error, self._delay_s(tries))
-        return True
-
     def _delay_s(self, tries: int) -> float:
         settings = self._record.settings
         return min(settings.retry_cap_s, settings.retry_first_s * settings.retry_factor ** max(0, tries - 1))
@@ -90,6 +85,22 @@ class Failures:
         self._record.release(claim, delivered=delivery.is_held, wait_s=ASIDE_S)
         self._inbox.put_back(delivery, ASIDE_S)
         return True
+
+
+def cause_to_end(claim: Claim, deadline: float | None) -> RequestError | None:
+    """Cancelled, tried too often, or too late; None when there is work to do."""
+    if claim.cancelled:
+        return Cancelled("cancelled")
+    if claim.exhausted:
+        return AttemptsExhausted(f"worker lost: {claim.attempts - 1} in a row, without a new token of this request")
+    return too_late(deadline)
+
+
+def too_late(deadline: float | None) -> RequestError | None:
+    """`DeadlineExceeded` once the deadline (seconds since the epoch) has passed."""
+    if deadline is not None and now_s() > deadline:
+        return DeadlineExceeded("the deadline passed before the answer was complete")
+    return None
 
 
 def is_suspect(claim: Claim, delivery: Delivery) -> bool:

@@ -18,7 +18,7 @@ from penstock.local.processes import wait_until
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import ORIGIN, REASON, Pipeline
 from penstock.settings import BusSettings
-from penstock.worker.parcel import pack, unpack
+from penstock.worker import pack, unpack
 from tests.bus.buses import ROOM, SETTINGS, answered, publish, take, values
 
 NUM_GOOD = 40

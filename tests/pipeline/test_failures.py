@@ -257,7 +257,7 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> N
 def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topic, read = line.pipeline.requests("interactive"), line.prefill.prompts.read
+    topic, read = line.pipeline.requests("interactive"), line.prompts.read
     fails = iter([True])
 
     def read_later(request: Request) -> list[int]:
@@ -265,7 +265,7 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
             raise RuntimeError("a bug")
         return read(request)
 
-    monkeypatch.setattr(line.prefill.prompts, "read", read_later)
+    monkeypatch.setattr(line.prompts, "read", read_later)
     delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
     line.prefill.record.claim_prefill(GOOD.id, "who died", body_hash(GOOD), pack(delivery))
 

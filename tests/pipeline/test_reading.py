@@ -11,9 +11,9 @@ from penstock.names import Pipeline
 from penstock.record import Session
 from penstock.settings import Addresses, RecordSettings
 from penstock.worker import run_until_idle
-from prefill_worker.reading import INLINE_BYTES
+from penstock.worker.worker import Worker
+from prefill_worker.role import INLINE_BYTES, PrefillRole
 from prefill_worker.tokenize import PromptReader
-from prefill_worker.worker import PrefillWorker
 from tests.pipeline.line import Line
 from tests.pipeline.workload import alone, demo_model, requests
 
@@ -52,8 +52,9 @@ def work(pipeline: Pipeline) -> list[Request]:
     return [*found[:3], found[3].model_copy(update={"id": "long"})]
 
 
-def slowed(worker: PrefillWorker) -> Reader:
-    worker.prompts = reader = Reader()
+def slowed(worker: Worker) -> Reader:
+    assert isinstance(worker.role, PrefillRole)
+    worker.role.prompts = reader = Reader()
     return reader
 
 
@@ -61,7 +62,7 @@ def publish_long(line: Line, request: Request) -> None:
     line.publish(request.encode() + b" " * INLINE_BYTES, request.id)  # JSON may end in spaces
 
 
-def turn_until(worker: PrefillWorker, request_id: str, reader: Reader) -> None:
+def turn_until(worker: Worker, request_id: str, reader: Reader) -> None:
     """Turn until the worker has begun to read a request."""
 
     def has_begun() -> bool:
@@ -115,7 +116,7 @@ def test_a_worker_that_leaves_leaves_what_it_reads_to_others(line: Line, work: l
     assert result.token_ids == alone(work)["long"].token_ids
 
 
-def taking_over(line: Line, request: Request) -> tuple[PrefillWorker, Reader]:
+def taking_over(line: Line, request: Request) -> tuple[Worker, Reader]:
     """A worker that took a request over and is reading its message. Who had it before stands still."""
     publish_long(line, request)
     silent = line.prefill
