@@ -44,6 +44,8 @@ class Blocks:
     """Full blocks of the prompt."""
     seq: Any = None
     """The engine's sequence, once they are loaded for one."""
+    ticket: Any = None
+    """Whose they are: events have it as it was."""
     lease_to: str = ""
     """The job that they are kept for."""
     lacks: dict[int, Lack] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Loaded:
     """What could be had of a sequence's blocks is in the pool: the engine can compute the rest."""
 
     ticket: Any
-    """Whose they are; comes back as it was."""
+    """Whose they are."""
     num_blocks: int
     """Of its prompt."""
     num_held: int
@@ -112,11 +114,11 @@ class KVConnector:
         With `lease_to` its prompt is computed for that job, and what the hand-off tier has of it is kept. Without, the
         sequence is that job: its prompt's partial block is read too, and what is gone is counted.
         """
-        blocks.seq, blocks.lease_to = seq, lease_to
+        blocks.ticket, blocks.seq, blocks.lease_to = ticket, seq, lease_to
         blocks.chain.extend(seq.token_ids)
         seq.prefix_keys = [name.key for name in blocks.chain.names]
         to_share = (len(seq.token_ids) - 1) // self.store.layout.block_size  # the last token is always computed
-        fetch = Fetch((ticket, blocks), blocks.chain.names[:to_share], klass=seq.klass, lease_to=lease_to)
+        fetch = Fetch(blocks, blocks.chain.names[:to_share], klass=seq.klass, lease_to=lease_to)
         if not lease_to:
             fetch.tail, fetch.tail_index = blocks.tail, blocks.num_prompt
         self._transfers.fetch(fetch)
@@ -141,24 +143,24 @@ class KVConnector:
             first = len(blocks.chain.names) - len(added)
             blocks.lacks |= {first + n: self.store.everywhere for n in range(len(added))}
         blocks.num_seen = num_full
-        ship = self._ship_of(blocks, num_full, ticket=None)
+        ship = self._ship_of(blocks, num_full)
         if ship.blocks:
             self._transfers.ship(seq, ship)
         return bool(ship.blocks)
 
-    def hand_off(self, ticket: Any, blocks: Blocks) -> "Future[float]":
+    def hand_off(self, blocks: Blocks) -> "Future[float]":
         """Have all blocks of a prompt written that are not yet. Returns what is done, with the time, once the job may
         go out: they are written, or cannot be. `Stored` says so to the loop.
         """
-        ship = self._ship_of(blocks, len(blocks.prompt_names()), ticket)
+        ship = self._ship_of(blocks, len(blocks.prompt_names()))
         self._transfers.ship(blocks.seq, ship)
         return ship.written
 
-    def _ship_of(self, blocks: Blocks, upto: int, ticket: Any) -> Ship:
+    def _ship_of(self, blocks: Blocks, upto: int) -> Ship:
         names = [*blocks.chain.names, *([blocks.tail] if blocks.tail else [])]
         ready = [index for index in blocks.lacks if index < upto]
         cargo = [(index, names[index], blocks.lacks.pop(index)) for index in ready]
-        return Ship(ticket, cargo, lease_to=blocks.lease_to, klass=blocks.seq.klass)
+        return Ship(blocks, cargo, lease_to=blocks.lease_to, klass=blocks.seq.klass)
 
     def release(self, owner: str, blocks: Blocks) -> None:
         """End a job's leases on its prompt."""
@@ -171,10 +173,10 @@ class KVConnector:
                 case Fetch():
                     yield self._loaded(done)
                 case Ship() if done.lease_to and done.blocks:
-                    yield Stored(done.ticket, len(done.blocks), done.begun_s, done.ended_s)
+                    yield Stored(done.ticket.ticket, len(done.blocks), done.begun_s, done.ended_s)
 
     def _loaded(self, fetch: Fetch) -> Loaded:
-        ticket, blocks = fetch.ticket
+        blocks: Blocks = fetch.ticket
         num_read = len(fetch.lacks)
         wanted = [*blocks.chain.names, *([blocks.tail] if fetch.lease_to and blocks.tail else [])]
         lacks = [*fetch.lacks, *[self.store.everywhere] * (len(wanted) - num_read)]
@@ -184,7 +186,7 @@ class KVConnector:
         if not fetch.lease_to:
             self.store.count_recomputed(num_prompt - num_read - has_tail)
         found = num_read - fetch.held + has_tail
-        return Loaded(ticket, num_prompt, fetch.held, found, fetch.begun_s, fetch.ended_s)
+        return Loaded(blocks.ticket, num_prompt, fetch.held, found, fetch.begun_s, fetch.ended_s)
 
     def wait(self) -> None:
         """Until something can be collected, or `wake` is called, for a moment at most."""

@@ -42,7 +42,7 @@ from kvstore.store import KVStore
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.retries import dead_message
-from penstock.errors import Cancelled, IdConflict, InvalidRequest, RequestError, SequenceFailed
+from penstock.errors import AttemptsExhausted, Cancelled, IdConflict, InvalidRequest, RequestError, SequenceFailed
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.messages import TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
@@ -294,7 +294,10 @@ class Worker:
         if claim.ended:
             self._complete_task(task)
             return
-        task.error = task.error or cause_to_end(claim, task.deadline)
+        cause = cause_to_end(claim, task.deadline)
+        if task.failure is not None and isinstance(cause, AttemptsExhausted):
+            cause = task.failure  # no worker was lost
+        task.error = task.error or cause
         has_suspect = any(one.seq is not None and one.seq.suspect for one in self.running.values())
         if task.error is None and self.failures.set_aside(task.delivery, claim, is_taken=has_suspect):
             self.session.drop(claim)
@@ -418,7 +421,7 @@ class Worker:
             assert task.blocks is not None
             if self.role.hands_off:
                 self.figures.prompt_done(item.seq.num_prompt - item.seq.num_cached, item.seq.num_cached)
-                task.stored = self.kv.hand_off(task, task.blocks)
+                task.stored = self.kv.hand_off(task.blocks)
             elif task.finish is not None:
                 self._store_full(task)
             if self.role.hands_off or task.finish is not None:
