@@ -97,7 +97,7 @@ class DecodeRole:
             klass=job.klass,
             tenant=job.tenant,
             weight=job.weight,
-            suspect=is_suspect(task.claim, task.delivery),
+            suspect=is_suspect(task.claim),
         )
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: Load) -> int:

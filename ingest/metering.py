@@ -95,7 +95,7 @@ class Meter:
     def __init__(self, addresses: Addresses) -> None:
         self._pipeline = Pipeline(addresses.pipeline)
         self._bus = connect(addresses, load(BusSettings))
-        self._client = redis_client(addresses.stream_url)
+        self._client = redis_client(addresses.first_url)
         self._count, self._lease = self._client.register_script(COUNT), self._client.register_script(LEASE)
         self._token = uuid.uuid4().hex
         self._follower: Follower | None = None

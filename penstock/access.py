@@ -47,7 +47,8 @@ def check_access(addresses: Addresses, role: Role | None = None, *, kv: bool = F
     """
     pipeline = Pipeline(addresses.pipeline)
     needed = commands_of(pipeline, role, streams=not addresses.kafka) if role else []
-    _check_redis(addresses.stream_url, "PENSTOCK_STREAM_URL", needed)
+    for url in urls_of(addresses.stream_url):
+        _check_redis(url, "PENSTOCK_STREAM_URL", needed)
     if kv:
         variable = "PENSTOCK_KV_URL" if addresses.kv_url else "PENSTOCK_STREAM_URL"
         for url in urls_of(addresses.kv_url or addresses.stream_url):

@@ -3,7 +3,7 @@
 A worker's pool holds the KV of what it computed last. Requests that begin alike should find the worker that holds their
 beginning, so a producer puts them in one partition, and that partition's worker has them all. It is a matter of speed
 only: wherever a request lands, the record of its id in Redis decides who answers it, and a prefix that is in no pool is
-found in the tiers below, or computed. So a request that comes again under its id, through the retry topic or from a
+found in the tiers below, or computed. So a request that comes again under its id, from a
 producer that counts otherwise, may land elsewhere.
 """
 

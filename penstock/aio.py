@@ -38,6 +38,7 @@ from penstock.reader import Event, StreamReader
 from penstock.record.claim import body_hash
 from penstock.record.live import AsyncMailbox, LiveFeed
 from penstock.record.log import AsyncLog, Status, parse_event
+from penstock.servers import ByServer
 from penstock.settings import Addresses, BusSettings, RecordSettings, load
 
 
@@ -57,13 +58,14 @@ class AsyncClient:
         self._addresses = resolve(addresses, kafka, redis, pipeline)
         self._settings = bus or load(BusSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
-        self._redis = async_redis_client(self._addresses.stream_url)
-        self._log = AsyncLog(self._redis, self._pipeline, record or load(RecordSettings))
+        settings = record or load(RecordSettings)
+        self._servers = ByServer.of(self._addresses.stream_url, async_redis_client)
+        self._logs = self._servers.each(lambda client: AsyncLog(client, self._pipeline, settings))
         self._watch = LagWatch(self._addresses, self._settings)
         self._publisher: Publisher | None = None
         self._waiting: list[tuple[Outgoing, asyncio.Future[Future[None]]]] = []
         self._handing_over: asyncio.Task[None] | None = None
-        self._live: LiveFeed | None = None
+        self._live: ByServer[LiveFeed] | None = None
 
     async def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         """Send a request; returns its id once it is durable. Raises as `Client.submit`."""
@@ -104,8 +106,8 @@ class AsyncClient:
         """
         reader, is_known = StreamReader(after), not body
         if self._live is None:
-            self._live = LiveFeed(self._addresses.stream_url)
-        live, channel, box = self._live, self._pipeline.live_channel(request_id), AsyncMailbox()
+            self._live = ByServer.of(self._addresses.stream_url, LiveFeed)
+        live, channel, box = self._live[request_id], self._pipeline.live_channel(request_id), AsyncMailbox()
         live.listen(channel, box.deliver)
         try:
             over = time.monotonic() + timeout_s
@@ -144,12 +146,12 @@ class AsyncClient:
     async def cancel(self, request_id: str) -> bool:
         """Ask for a request's end; False when it has ended already. Raises `BusUnavailable`."""
         with outages_named():
-            return await self._log.cancel(request_id)
+            return await self._logs[request_id].cancel(request_id)
 
     async def status(self, request_id: str) -> Status | None:
         """What is known of a request; None: nothing yet, or nothing any more. Raises `BusUnavailable`."""
         with outages_named():
-            return await self._log.status(request_id)
+            return await self._logs[request_id].status(request_id)
 
     async def lag(self) -> PipelineLag:
         """How much work waits in the pipeline, in tokens; as `Client.lag`."""
@@ -168,10 +170,11 @@ class AsyncClient:
         live, self._live = self._live, None
         if publisher is not None:
             await asyncio.to_thread(publisher.close)
-        if live is not None:
-            await live.close()
+        for feed in live.parts if live is not None else ():
+            await feed.close()
         self._watch.close()
-        await self._redis.aclose()
+        for client in self._servers.parts:
+            await client.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -185,9 +188,9 @@ class AsyncClient:
         """A piece of what the log has more, and whether there may be another."""
         try:
             with outages_named():
-                read = await self._log.read(request_id, reader.log_after, PIECE)
+                read = await self._logs[request_id].read(request_id, reader.log_after, PIECE)
                 news = reader.feed_log(read)
-                if reader.gives_up(is_last=is_last) and await self._log.status(request_id) is None:
+                if reader.gives_up(is_last=is_last) and await self._logs[request_id].status(request_id) is None:
                     raise StreamExpired(f"the log of {request_id} is gone")
         except BusUnavailable:
             return [], False  # the next silence tries again

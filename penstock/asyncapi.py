@@ -34,22 +34,16 @@ _HEADERS: dict[str, Json] = {
         "pattern": r"^[0-9]+(\.[0-9]+)?$",
     },
     names.ATTEMPT: {
-        "description": "After a retry, and in the dead-letter topic: how often it was tried.",
+        "description": "Dead-letter topic: how often it was tried since it last said something.",
         "pattern": "^[0-9]{1,9}$",
     },
     names.OPERATION: {
         "description": "Of jobs: what was asked for, as figures call it.",
         "enum": ["chat", "text_completion"],
     },
-    names.NOT_BEFORE: {
-        "description": "Retry topic: milliseconds since the epoch before which it is not tried again.",
-        "pattern": "^[0-9]{1,15}$",
-    },
-    names.ORIGIN: {"description": "Retry and dead-letter topics: the topic it was first in."},
-    names.REASON: {"description": "Retry and dead-letter topics: why it is there."},
-    names.STACK: {
-        "description": "Retry and dead-letter topics: where in the workers' code it failed, if that is known."
-    },
+    names.ORIGIN: {"description": "Dead-letter topic: the topic it was in."},
+    names.REASON: {"description": "Dead-letter topic: why it is there."},
+    names.STACK: {"description": "Dead-letter topic: where in the workers' code it failed, if that is known."},
     names.BURIED: {
         "description": "Dead-letter topic: since when, in milliseconds since the epoch.",
         "pattern": "^[0-9]{1,15}$",
@@ -106,7 +100,6 @@ def _channels() -> Json:
     return {
         "requests": _topic(_NAMES.requests(klass), "Requests. Durable here means accepted.", [Request], klass),
         "jobs": _topic(_NAMES.jobs(klass), "From prefill to decode: keys of KV blocks, never tensors.", [Job], klass),
-        "retries": _topic(_NAMES.retries(klass), "Messages to be tried again, as they came.", [Request, Job], klass),
         "results": _topic(_NAMES.results, "One result for each request. Read with read_committed.", [Result]),
         "dead": _topic(_NAMES.dead, "Messages nobody can do anything with, as they came.", [Request, Job]),
         "log": _stream(
@@ -154,7 +147,6 @@ def _operations() -> Json:
         "answer": _operation("send", "results", [Result], "Decode workers leave the one result."),
         "log": _operation("send", "log", [TokenEvent, EndEvent], "Workers append each token, then the end."),
         "stream": _operation("send", "live", [TokenEvent, EndEvent], "Each append is published by the same call."),
-        "retry": _operation("send", "retries", [Request, Job], "Workers put off what failed."),
         "bury": _operation("send", "dead", [Request, Job], "Workers give up on what cannot be answered at all."),
     }
 

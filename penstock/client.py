@@ -43,6 +43,7 @@ from penstock.reader import Event, StreamReader
 from penstock.record.claim import body_hash
 from penstock.record.live import LiveThread
 from penstock.record.log import Log, Status, parse_event
+from penstock.servers import ByServer
 from penstock.settings import Addresses, BusSettings, RecordSettings, load
 from penstock.telemetry.genai import operation_of, request_attributes
 
@@ -114,12 +115,12 @@ class Client:
         self._addresses = resolve(addresses, kafka, redis, pipeline)
         self._settings = bus or load(BusSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
-        self._redis = redis_client(self._addresses.stream_url)
-        self._log = Log(self._redis, self._pipeline, record or load(RecordSettings))
+        settings, self._servers = record or load(RecordSettings), ByServer.of(self._addresses.stream_url, redis_client)
+        self._logs = self._servers.each(lambda client: Log(client, self._pipeline, settings))
         self._watch = LagWatch(self._addresses, self._settings)
         self._lock = threading.Lock()
         self._publisher: Publisher | None = None
-        self._live: LiveThread | None = None
+        self._live: ByServer[LiveThread] | None = None
 
     def submit(self, prompt: str | None = None, **fields: Unpack[RequestFields]) -> str:
         """Send a request; returns its id once it is durable, and so will be answered.
@@ -131,7 +132,7 @@ class Client:
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
             with suppress(BusUnavailable), outages_named():  # then the workers will tell
-                check_conflict(request.id, body_hash(request), self._log.status(request.id))
+                check_conflict(request.id, body_hash(request), self._logs[request.id].status(request.id))
         with self._lock:
             if self._publisher is None:
                 self._publisher = connect(self._addresses, self._settings).publisher()
@@ -165,7 +166,7 @@ class Client:
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end; False when it has ended already. Raises `BusUnavailable`."""
         with outages_named():
-            return self._log.cancel(request_id)
+            return self._logs[request_id].cancel(request_id)
 
     def lag(self) -> PipelineLag:
         """How much work waits in the pipeline, in tokens. Raises `BusUnavailable`."""
@@ -186,10 +187,11 @@ class Client:
             live, self._live = self._live, None
         if publisher is not None:
             publisher.close()
-        if live is not None:
-            live.close()
+        for thread in live.parts if live is not None else ():
+            thread.close()
         self._watch.close()
-        self._redis.close()
+        for client in self._servers.parts:
+            client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -203,8 +205,8 @@ class Client:
         """Subscribe, read the log, go on live; read the log again at a gap and after a silence."""
         with self._lock:
             if self._live is None:
-                self._live = LiveThread(self._addresses.stream_url)
-        with self._live.listen(self._pipeline.live_channel(request_id)) as mailbox:
+                self._live = ByServer.of(self._addresses.stream_url, LiveThread)
+        with self._live[request_id].listen(self._pipeline.live_channel(request_id)) as mailbox:
             over = time.monotonic() + timeout_s
             while reader.end is None:
                 payload = mailbox.get(min(SILENCE_S, over - time.monotonic()))
@@ -223,9 +225,9 @@ class Client:
         """A piece of what the log has more, and whether there may be another."""
         try:
             with outages_named():
-                read = self._log.read(request_id, reader.log_after, PIECE)
+                read = self._logs[request_id].read(request_id, reader.log_after, PIECE)
                 news = reader.feed_log(read)
-                if reader.gives_up(is_last=is_last) and self._log.status(request_id) is None:
+                if reader.gives_up(is_last=is_last) and self._logs[request_id].status(request_id) is None:
                     raise StreamExpired(f"the log of {request_id} is gone")
         except BusUnavailable:
             return [], False  # the next silence tries again

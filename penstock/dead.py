@@ -25,7 +25,7 @@ from penstock.messages import Job, Request, decode, now_s, readable_id
 from penstock.names import MAX_ID_CHARS, STAGES, Pipeline
 
 _NUMBERED = re.compile(r"(?P<base>.+)\.retry-(?P<number>[1-9][0-9]{0,5})")
-_OWN = (names.ATTEMPT, names.NOT_BEFORE, names.ORIGIN, names.REASON, names.STACK, names.BURIED)
+_OWN = (names.ATTEMPT, names.ORIGIN, names.REASON, names.STACK, names.BURIED)
 
 
 @dataclass(frozen=True)

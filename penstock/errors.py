@@ -31,6 +31,7 @@ PenstockError
 ├── PlanError                a trace that cannot be read, or a load that no number of workers can carry
 ├── DeadLetterError          a dead letter that does not exist, or that cannot be put back
 ├── SettingsError            an unknown or bad setting
+├── ServersDiffer            this process's list of Redis servers is not the pipeline's
 ├── AccessRefused            a server does not let us in; the message says why, and which setting to look at
 ├── InvalidName              a pipeline, request or event id that cannot be one
 └── DependencyMissing        a program or package that is not installed; the message says what to install
@@ -168,6 +169,10 @@ class DeliveryLost(BusError):
         self.deliveries = list(deliveries)
 
 
+class UpgradeNeeded(BusError):
+    """An older version left something in the bus that has to be moved first."""
+
+
 class MemberFenced(BusError):
     """A newer member of the same name has taken this one's place."""
 
@@ -207,6 +212,10 @@ class DeadLetterError(PenstockError):
 
 class SettingsError(PenstockError):
     """An unknown or bad setting."""
+
+
+class ServersDiffer(PenstockError):
+    """Processes of one pipeline have different lists of Redis servers: they would answer requests twice."""
 
 
 class AccessRefused(PenstockError):

@@ -24,10 +24,11 @@ DECODE = (
     "decode.7.shipping", "decode.7.confirmed", "decode.7.sent", "decode.8.ended", "decode.9.asked",
 )  # fmt: skip
 SETTLER = ("settle.begun", "settle.done")
-KAFKA = ("kafka.3.written", "kafka.4.offsets", "kafka.5.committed")
-"""Inside of a settlement, where it is a transaction."""
+KAFKA_PREFILL = ("kafka.2.acknowledged", "kafka.3.finished")
+KAFKA_DECODE = ("kafka.3.written", "kafka.4.offsets", "kafka.5.committed")
+"""Inside of a settlement on Kafka: of the prefill stage, and of the decode stage, where it is a transaction."""
 METER = ("meter.1.read", "meter.2.counted")
-POINTS = (*PREFILL, *DECODE, *SETTLER, *KAFKA, *METER)
+POINTS = (*PREFILL, *DECODE, *SETTLER, *KAFKA_PREFILL, *KAFKA_DECODE, *METER)
 """All of them, named after the steps in the loops' docstrings and in `KafkaMember`."""
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

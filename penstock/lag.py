@@ -76,7 +76,7 @@ class Watch(ABC, Generic[T]):
 
     def __init__(self, addresses: Addresses, settings: BusSettings) -> None:
         self._addresses, self._settings, self._pipeline = addresses, settings, Pipeline(addresses.pipeline)
-        self._redis = redis_client(addresses.stream_url)
+        self._redis = redis_client(addresses.first_url)
         self._bus: Bus | None = None
         self._last: T | None = None
         self._asked_at = 0.0

@@ -6,7 +6,6 @@ Topics (one set a pipeline, `penstock.<pipeline>.…`):
 |--------------------------|---------------------|-----------------|--------------|
 | `.requests.<class>`      | clients, gateway    | prefill workers | `Request`    |
 | `.jobs.<class>`          | prefill workers     | decode workers  | `Job`        |
-| `.retries.<class>`       | both workers        | both workers    | as it came   |
 | `.results`               | decode workers      | backends        | `Result`     |
 | `.dead`                  | both workers        | operators       | as it came   |
 
@@ -26,6 +25,7 @@ Redis keys (the braces are Redis Cluster hash tags: one request's keys share a s
 | `penstock:<pipeline>:worker:<stage>:<name>` | string | a few heartbeats                     | each worker    |
 | `penstock:<pipeline>:left:<stage>:<name>` | string | a minute: a worker said goodbye        | each worker    |
 | `penstock:<pipeline>:requeued`         | hash   | for good: a number an id                  | `penstock dlq` |
+| `penstock:<pipeline>:servers`          | string | for good: the names of all stream servers, a line each | `servers` |
 | `penstock:workers`                     | set    | until one looks: the heartbeats of all workers | each worker |
 | `penstock:card:<id>`                   | string | as the records of its requests            | gateway        |
 | `penstock:gateway:secret`              | string | for good: gateways make ids with it       | gateway        |
@@ -72,7 +72,6 @@ TENANT = "penstock-tenant"
 CLASS = "penstock-class"
 DEADLINE = "penstock-deadline"
 ATTEMPT = "penstock-attempt"
-NOT_BEFORE = "penstock-not-before"
 ORIGIN = "penstock-origin"
 REASON = "penstock-reason"
 STACK = "penstock-stack"
@@ -104,10 +103,6 @@ class Pipeline:
         """Where prefill leaves job references of a class."""
         return f"penstock.{self.name}.jobs.{klass}"
 
-    def retries(self, klass: PriorityClass) -> str:
-        """What of a class is tried again later, of both stages."""
-        return f"penstock.{self.name}.retries.{klass}"
-
     @property
     def results(self) -> str:
         """The one result of each request."""
@@ -125,7 +120,11 @@ class Pipeline:
     def topics(self) -> list[str]:
         """All topics, in the order of the diagram."""
         work = [topic for stage in STAGES for topic in self.inputs(stage).values()]
-        return [*work, *map(self.retries, CLASSES), self.results, self.dead]
+        return [*work, self.results, self.dead]
+
+    def old_retries(self) -> list[str]:
+        """Where an older version put what was to be tried again."""
+        return [f"penstock.{self.name}.retries.{klass}" for klass in CLASSES]
 
     def group(self, stage: Stage) -> str:
         """The consumer group of a stage's workers."""
@@ -188,6 +187,11 @@ class Pipeline:
     def requeued_key(self) -> str:
         """How often dead requests were put back, by id."""
         return f"penstock:{self.name}:requeued"
+
+    @property
+    def servers_key(self) -> str:
+        """The names of the servers that requests are spread over, a line each; on each of them."""
+        return f"penstock:{self.name}:servers"
 
     def meter_key(self, part: str) -> str:
         """What metering keeps: `places`, `seen`, `reader`, `day:<YYYY-MM-DD>`."""

@@ -34,10 +34,10 @@ _CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "no such key", "BUSY ", "UNKILLABL
 server became a replica while we waited."""
 
 
-def redis_client(url: str) -> "redis.Redis":
+def redis_client(url: str, answer_s: float = ANSWER_S) -> "redis.Redis":
     """A client that gives up in time. A connection that the server had closed is opened again, once."""
     retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
-    return redis.Redis.from_pool(connection_pool(url, retry=retry, **_limits()))
+    return redis.Redis.from_pool(connection_pool(url, retry=retry, **_limits(answer_s)))
 
 
 def async_redis_client(url: str) -> "redis.asyncio.Redis":
@@ -61,8 +61,8 @@ def async_connection_pool(url: str, **options: Any) -> redis.asyncio.ConnectionP
     return made
 
 
-def _limits() -> dict[str, Any]:
-    return {"socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S}
+def _limits(answer_s: float = ANSWER_S) -> dict[str, Any]:
+    return {"socket_timeout": answer_s, "socket_connect_timeout": answer_s}
 
 
 def is_away(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.errors import InvalidName, SettingsError
 from penstock.names import Pipeline
+from penstock.servers import check_names
 from penstock.sources import (
     CONFIG,
     FILE,
@@ -45,6 +46,7 @@ from penstock.transport import (
 )
 
 RedisUrls = Annotated[str, AfterValidator(check_urls)]
+StreamUrls = Annotated[RedisUrls, AfterValidator(check_names)]
 ReadableFile = Annotated[str, AfterValidator(check_file)]
 
 
@@ -57,14 +59,16 @@ class Addresses(BaseSettings):
     """The pipeline to work for: one model, one set of topics."""
     kafka: str = ""
     """Kafka bootstrap servers, `host:port,…`."""
-    stream_url: RedisUrls = Field(default="redis://127.0.0.1:7379/0", repr=False)
+    stream_url: StreamUrls = Field(default="redis://127.0.0.1:7379/0", repr=False)
     """Redis for logs and claims: persistent, never evicts. The default is where `penstock up` starts one. With TLS and
     a user: `rediss://user:password@host:port/0`, special characters percent-encoded. Behind Sentinels, which
     name another server when it fails: `redis+sentinel://user:password@host1:26379,host2:26379/service/0`, or
-    `rediss+sentinel://…`."""
+    `rediss+sentinel://…`. Several addresses, with commas between them, share the requests: one server writes about a
+    hundred thousand tokens a second. `#name` at an address's end is the name by which requests are dealt out; without
+    it, that is `host:port/db`. The same list, in the same order, everywhere."""
     kv_url: RedisUrls = Field(default="", repr=False)
-    """Redis for KV blocks: a cache. Several addresses, with commas between them, share the blocks. Empty: the same
-    server as `stream_url`."""
+    """Redis for KV blocks: a cache. Several addresses, with commas between them, share the blocks. Empty: the
+    servers of `stream_url`."""
     kafka_security: Annotated[KafkaSecurity, BeforeValidator(str.lower)] = "plaintext"
     """How clients talk to Kafka: with TLS (`ssl`, `sasl_ssl`), with a user and a password (`sasl_…`), with neither."""
     kafka_mechanism: Annotated[KafkaMechanism, BeforeValidator(str.upper)] = "SCRAM-SHA-512"
@@ -85,6 +89,11 @@ class Addresses(BaseSettings):
     """Redis: the client's certificate, PEM, where servers ask for one."""
     redis_key_file: ReadableFile = ""
     """Redis: the key of the client's certificate, PEM."""
+
+    @property
+    def first_url(self) -> str:
+        """The address of the first stream server, which has all that is no single request's."""
+        return urls_of(self.stream_url)[0]
 
     @field_validator("pipeline")
     @classmethod

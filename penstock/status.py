@@ -26,7 +26,7 @@ class Health:
 
 def worker_status(addresses: Addresses) -> list[dict[str, Any]]:
     """The last heartbeat of each live worker, by stage and name (see `penstock.worker.Heartbeat`)."""
-    with redis_client(addresses.stream_url) as client:
+    with redis_client(addresses.first_url) as client:
         return read_heartbeats(client, Pipeline(addresses.pipeline))
 
 

@@ -117,7 +117,7 @@ class PrefillRole:
             klass=task.klass,
             tenant=request.tenant,
             weight=request.weight,
-            suspect=is_suspect(task.claim, task.delivery),
+            suspect=is_suspect(task.claim),
         )
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: Load) -> int:

@@ -49,7 +49,7 @@ def test_request_ids(name: str) -> None:
 @given(PIPELINES)
 def test_topics_are_legal_in_kafka_and_all_different(name: str) -> None:
     topics = Pipeline(name).topics()
-    assert len(topics) == len(set(topics)) == 8
+    assert len(topics) == len(set(topics)) == 6
     assert all(len(topic) <= 249 and set(topic) <= set("._-") | set(map(chr, range(128))) for topic in topics)
     assert all(part.isalnum() for topic in topics for part in topic.replace("-", "").replace("_", "").split("."))
 
@@ -146,7 +146,7 @@ def test_the_hash_covers_every_token_up_to_its_position(tokens: list[int], data:
 
 def test_header_names_are_different_and_lower_case() -> None:
     headers = [
-        names.VERSION, names.TENANT, names.CLASS, names.DEADLINE, names.ATTEMPT, names.NOT_BEFORE, names.ORIGIN,
+        names.VERSION, names.TENANT, names.CLASS, names.DEADLINE, names.ATTEMPT, names.ORIGIN,
         names.REASON,
     ]  # fmt: skip
     assert len(set(headers)) == len(headers)

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
 
@@ -57,6 +58,26 @@ def test_settling_in_the_background_tells_when_it_is_durable(addresses: Addresse
         assert member.held() == 0
         settler.close()
     assert len(bus.read_all(pipeline.jobs("interactive"))) == 5
+
+
+def test_a_settlement_begins_when_what_it_waits_for_is_done(addresses: Addresses, pipeline: Pipeline) -> None:
+    """Others are settled meanwhile; and it is being settled already, for who asks."""
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    woken, written = threading.Event(), Future[float]()
+    with bus.member("prefill", "a") as member:
+        settler = Settler(member, pipeline, woken.set)
+        first, second = deliveries(member, pipeline, addresses, 2)
+        settler.settle(Settlement(first), "first", after=written)
+        settler.settle(Settlement(second), "second")
+        assert woken.wait(30)
+        assert settler.collect() == [("second", True)]
+        assert settler.is_settling(first)
+        assert member.holds(first)
+        written.set_result(0.0)
+        settler.wait(timeout_s=30)
+        assert settler.collect() == [("first", True)]
+        settler.close()
 
 
 def test_a_lost_delivery_does_not_hold_up_the_others(addresses: Addresses, pipeline: Pipeline) -> None:

@@ -107,7 +107,8 @@ async def life(request: Request, caller: CallerDep, request_id: str) -> LifeList
     card = await gateway.cards.of_tenant(request_id, caller.tenant)
     pipeline = Pipeline(card.pipeline)
     with outages_named():
-        found = await asyncio.gather(*(timeline_async(gateway.redis, pipeline, one) for one in card.request_ids))
+        reads = (timeline_async(gateway.servers[one], pipeline, one) for one in card.request_ids)
+        found = await asyncio.gather(*reads)
     return LifeList(id=card.id, choices=[_life(one, line) for one, line in zip(card.request_ids, found, strict=True)])
 
 

@@ -21,6 +21,7 @@ from penstock.lag import PipelineLag
 from penstock.names import Pipeline
 from penstock.reach import async_redis_client
 from penstock.reader import Event
+from penstock.servers import ByServer
 from penstock.settings import (
     Addresses,
     AdmissionSettings,
@@ -42,7 +43,8 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, addresses: Addresses, meters: Meters) -> None:
         self.settings, self.addresses = settings, addresses
         self.bus_settings, self._record_settings = load(BusSettings), load(RecordSettings)
-        self.redis = async_redis_client(addresses.stream_url)
+        self.servers = ByServer.of(addresses.stream_url, async_redis_client)
+        self.redis = self.servers.parts[0]
         self.models = Models(self.redis, addresses.pipeline)
         self.figures = GatewayFigures(meters, addresses, self.bus_settings)
         self.cards = Cards(self.redis, self._record_settings)
@@ -71,7 +73,8 @@ class Gateway:
         await self.desk.close()
         for client in self._clients.values():
             await client.close()
-        await self.redis.aclose()
+        for server in self.servers.parts:
+            await server.aclose()
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Do what nobody waits for; given up where this process stops."""

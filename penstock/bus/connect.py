@@ -15,4 +15,4 @@ def connect(addresses: Addresses, settings: BusSettings) -> Bus:
         return KafkaBus(pipeline, addresses.kafka, settings, kafka_access(addresses))
     from penstock.bus.streams import StreamsBus
 
-    return StreamsBus(pipeline, addresses.stream_url, settings)
+    return StreamsBus(pipeline, addresses.first_url, settings)

@@ -6,8 +6,9 @@ A *delivery* is a message handed to one member of a stage's group. It stays with
 settled, or until the bus takes it away (the member died, or the group was rebalanced) and redelivers it to
 another.
 
-`settle` publishes the outputs and finishes the deliveries together: after a crash either all of it
-happened, or none. Work finishes out of order; a restart repeats no finished work.
+`settle` publishes the outputs and finishes the deliveries. In the decode stage both happen together: after a crash
+either all of it happened, or none. In the prefill stage a delivery may come again after its outputs are out, as a job
+that is published twice is harmless: the first one claimed is bound to its request. Work finishes out of order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Protocol, Self
 
 from penstock.errors import BusUnavailable, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
-from penstock.names import ATTEMPT, PriorityClass, Stage
+from penstock.names import PriorityClass, Stage
 
 MAX_MESSAGE_BYTES = 2 * MAX_REQUEST_BYTES - 4096
 """Value, key and headers together: twice a request, less what a broker puts around a message."""
@@ -86,8 +87,7 @@ def wait_for(sent: Sequence[Future[None]], timeout_s: float) -> None:
 class Delivery:
     """A message as a member holds it.
 
-    `position` names it within its topic: `<partition>:<offset>` or a stream id, after `retry:` if it came by
-    the retry topic. `topic` is then the one it was first in.
+    `position` names it within its topic: `<partition>:<offset>` or a stream id.
     """
 
     topic: str
@@ -101,12 +101,6 @@ class Delivery:
     is_held: bool = True
     """False: the request was taken over from a dead worker, and the message is, or will be, delivered to somebody
     else, who finishes it. Its `position` is empty."""
-
-    @property
-    def attempt(self) -> int:
-        """How often this message was tried before, by the retry topic's count (0 for a fresh one)."""
-        text = self.headers.get(ATTEMPT, "0")
-        return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
 @dataclass(frozen=True)
@@ -140,8 +134,7 @@ class Publisher(Protocol):
 class Member(Protocol):
     """One member of a stage's group.
 
-    `poll`, `retire` and `close` belong to one thread; `settle`, `retry`, `dead`, `held`, `holds`, `waiting` and `parts`
-    may be called from any.
+    `poll`, `retire` and `close` belong to one thread; `settle`, `held`, `holds`, `waiting` and `parts` to any.
     """
 
     @property
@@ -155,24 +148,21 @@ class Member(Protocol):
     def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """At most `room[klass]` deliveries of each class, interactive first; waits up to `timeout_s` for any.
 
-        A class without room is paused, and the assignment kept. Messages of the retry topic that came from
-        this stage are delivered, under their original topic and class, once their not-before has passed.
-        Raises `BusUnavailable` (polling again is safe, nothing is lost) or `MemberFenced`.
+        A class without room is paused, and the assignment kept. What is kept unsettled for a while blocks nothing
+        behind it. Raises `BusUnavailable` (polling again is safe, nothing is lost) or `MemberFenced`.
         """
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
-        """Publish all outputs and finish all deliveries, together.
+        """Publish all outputs, then finish all deliveries; in the decode stage together.
 
         Raises `DeliveryLost` (naming the lost ones; nothing was done), `RequestTooLarge` (nothing was done),
-        `MemberFenced`, or `BusUnavailable`: it is unknown whether it was done, and settling the same again is
-        safe. `DeliveryLost` then says that it was done, or that another member has the delivery.
+        `MemberFenced`, or `BusUnavailable`: it is unknown whether it was done.
+
+        In the decode stage settling the same again is safe then: `DeliveryLost` says that it was done, or that another
+        member has the delivery. In the prefill stage the outputs may be out already, so a job has to have a new name
+        when it is settled again. And once this returned, or even if it did not, the delivery may come again, here or
+        elsewhere: the record says what was handed off.
         """
-
-    def retry(self, delivery: Delivery, reason: str, delay_s: float) -> None:
-        """Settle the delivery into the retry topic: attempt + 1, not before `delay_s` from now."""
-
-    def dead(self, delivery: Delivery, reason: str, outputs: Sequence[Outgoing] = ()) -> None:
-        """Settle the delivery into the dead-letter topic with the reason, together with `outputs`."""
 
     def held(self) -> int:
         """How many deliveries this member holds unsettled."""
@@ -259,6 +249,18 @@ class Bus(Protocol):
 
     def missing_topics(self) -> list[str]:
         """Those of the pipeline's topics that are not there."""
+
+    def count_old_retries(self) -> int:
+        """How many messages, about, an older version put off to be tried again, and nobody settled since.
+
+        Raises `BusUnavailable`.
+        """
+
+    def move_old_retries(self) -> int:
+        """Put those messages back where they came from, each once; return how many.
+
+        Raises `UpgradeNeeded` while workers of the older version run, or `BusUnavailable`: then it may be repeated.
+        """
 
     def publisher(self) -> Publisher:
         """A producing side of its own."""

@@ -1,4 +1,4 @@
-"""The bus on Apache Kafka: transactions for settling, KIP-848 groups, read_committed readers."""
+"""The bus on Apache Kafka: KIP-848 groups, results settled in transactions, read_committed readers."""
 
 import contextlib
 import logging
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.bus.kafka_backlog import Backlog
     from penstock.bus.kafka_follower import KafkaFollower
     from penstock.bus.kafka_member import KafkaMember
+    from penstock.bus.kafka_outputs import Outputs
     from penstock.bus.kafka_transactions import Transactions
 
 log = logging.getLogger(__name__)
@@ -105,12 +106,26 @@ class KafkaBus:
             known = AdminClient(self.clients).list_topics(timeout=ANSWER_S).topics
         return [topic for topic in self.pipeline.topics() if topic not in known]
 
+    def count_old_retries(self) -> int:
+        """What an older version left, see `kafka_upgrade`."""
+        from penstock.bus.kafka_upgrade import count_old_retries
+
+        with bus_errors():
+            return count_old_retries(self)
+
+    def move_old_retries(self) -> int:
+        """Put it back to where it came from."""
+        from penstock.bus.kafka_upgrade import move_old_retries
+
+        with bus_errors():
+            return move_old_retries(self)
+
     def publisher(self) -> "KafkaPublisher":
         """A producing side of its own."""
         return KafkaPublisher(self)
 
     def member(self, stage: Stage, name: str) -> "KafkaMember":
-        """Join a stage's group; an older member of the same name is fenced."""
+        """Join a stage's group; in decode an older member of the same name is fenced."""
         from penstock.bus.kafka_member import KafkaMember
 
         return KafkaMember(self, stage, name)
@@ -124,6 +139,12 @@ class KafkaBus:
         from penstock.bus.kafka_transactions import Transactions
 
         return Transactions(self.clients, transactional_id, self.settings.transaction_timeout_s)
+
+    def outputs(self) -> "Outputs":
+        """What a member writes with that settles without transactions."""
+        from penstock.bus.kafka_outputs import Outputs
+
+        return Outputs(self.clients)
 
     def unsettled(self) -> dict[str, int]:
         """How far each stage's group is behind, see `kafka_backlog`."""

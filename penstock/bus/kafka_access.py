@@ -11,7 +11,7 @@ from confluent_kafka.admin import AclOperation, AdminClient  # type: ignore[attr
 from penstock.access import Role, speaks_tls
 from penstock.bus.kafka import client_settings
 from penstock.errors import AccessRefused
-from penstock.names import CLASSES, Pipeline
+from penstock.names import Pipeline
 from penstock.transport import kafka_access
 
 if TYPE_CHECKING:
@@ -46,14 +46,12 @@ def check_kafka(addresses: "Addresses", pipeline: Pipeline, role: Role | None) -
 def rights_of(pipeline: Pipeline, role: Role) -> dict[str, list[AclOperation]]:
     """What a role does with each topic."""
     read, write = AclOperation.READ, AclOperation.WRITE
-    retries = [pipeline.retries(klass) for klass in CLASSES]
     if role == "client" or role == "gateway":  # noqa: PLR1714 - this the type checker understands
         inputs = pipeline.inputs("prefill").values()
         return {**{topic: [write] for topic in inputs}, pipeline.results: [read]}
     outputs = list(pipeline.inputs("decode").values()) if role == "prefill" else []
     return {
         **{topic: [read] for topic in pipeline.inputs(role).values()},
-        **{topic: [read, write] for topic in retries},
         **{topic: [write] for topic in [*outputs, pipeline.results, pipeline.dead]},
     }
 

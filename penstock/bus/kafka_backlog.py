@@ -1,8 +1,7 @@
 """How many messages each stage's group has still to settle: the log's end against what the group committed.
 
 Of the offsets between the two those that the commit's metadata has as finished do not count (`offsets`), so one slow
-request does not look like the thousands that were finished behind it. What nobody has read yet counts by offset: of
-jobs, which are written in transactions, up to twice, as every transaction leaves a marker behind.
+request does not look like the thousands that were finished behind it. What nobody has read yet counts by offset.
 """
 
 from collections.abc import Mapping
@@ -31,20 +30,24 @@ class Backlog:
     def _look(self) -> dict[str, int]:
         topics = {topic: stage for stage in STAGES for topic in self._pipeline.inputs(stage).values()}
         partitions = partitions_of(self._admin, topics)
-        ends = self._ask(partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
         found = dict.fromkeys(topics, 0)
         for stage in STAGES:
             mine = [partition for partition in partitions if topics[partition[0]] == stage]
-            commits = self._commits[stage].of(mine)
-            fresh = [partition for partition in mine if commits[partition][0] < 0]
-            begins = self._ask(fresh, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
-            for partition in mine:
-                committed, metadata = commits[partition]
-                begin = begins.get(partition, committed)
-                done = sum(high + 1 - max(low, begin) for low, high in decode(metadata, committed) if high >= begin)
-                found[partition[0]] += max(0, ends[partition] - begin - done)
+            for (topic, _), count in unsettled_of(self._admin, self._commits[stage], mine).items():
+                found[topic] += count
         return found
 
-    def _ask(self, partitions: list[Partition], what: OffsetSpec) -> dict[Partition, int]:
-        """Where the logs begin or end, for readers of what is committed."""
-        return offsets_of(self._admin, partitions, what, IsolationLevel.READ_COMMITTED)
+
+def unsettled_of(admin: AdminClient, group: Commits, partitions: list[Partition]) -> dict[Partition, int]:
+    """How many messages of each partition a group has still to settle. Raises as `Backlog.unsettled`."""
+    level, found = IsolationLevel.READ_COMMITTED, dict[Partition, int]()
+    commits = group.of(partitions)
+    fresh = [partition for partition in partitions if commits[partition][0] < 0]
+    begins = offsets_of(admin, fresh, OffsetSpec.earliest(), level)  # type: ignore[no-untyped-call]
+    ends = offsets_of(admin, partitions, OffsetSpec.latest(), level)  # type: ignore[no-untyped-call]
+    for partition in partitions:
+        committed, metadata = commits[partition]
+        begin = begins.get(partition, committed)
+        done = sum(high + 1 - max(low, begin) for low, high in decode(metadata, committed) if high >= begin)
+        found[partition] = max(0, ends[partition] - begin - done)
+    return found

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.bus.contract import Delivery
 from penstock.bus.offsets import PartitionOffsets
-from penstock.bus.retries import Shelf, as_original, judge, place
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 
@@ -29,23 +28,21 @@ Commit = tuple[Partition, int, str]
 class Holdings:
     """The partitions assigned to a member and all its messages from them.
 
-    A message is buffered (or on the shelf, if it is a retry), then handed out, then finished. Taking a
-    partition away forgets all of its messages; they belong to another member then.
+    A message is buffered, then handed out, then finished. Taking a partition away forgets all of its messages; they
+    belong to another member then.
     """
 
     def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
-        self._pipeline, self._stage = pipeline, stage
         self._topics = pipeline.inputs(stage)
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._buffers: dict[PriorityClass, deque[Delivery]] = {klass: deque() for klass in CLASSES}
         self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
         self._handed_out: set[Place] = set()
-        self._passed: set[Partition] = set()
+        self._uncommitted: set[Partition] = set()
         self._full: set[str] = set()
         self._stretched: set[Partition] = set()
         self._orphans: list[tuple[Delivery, str]] = []
         self._fresh: set[Partition] = set()
-        self.shelf = Shelf()
 
     @property
     def partitions(self) -> list[Partition]:
@@ -59,7 +56,7 @@ class Holdings:
 
     @property
     def num_buffered(self) -> int:
-        """Deliveries fetched and not given to the worker; without the shelf."""
+        """Deliveries fetched and not given to the worker."""
         return sum(len(buffer) for buffer in self._buffers.values())
 
     def assign(self, partition: Partition, committed: int, metadata: str | None) -> None:
@@ -76,7 +73,7 @@ class Holdings:
         gone = set(partitions)
         for partition in gone:
             self._offsets.pop(partition, None)
-        self._passed -= gone
+        self._uncommitted -= gone
         self._stretched -= gone
         self._fresh -= gone
         self._orphans = [orphan for orphan in self._orphans if self.place(orphan[0])[0] not in gone]
@@ -85,7 +82,6 @@ class Holdings:
             kept = [delivery for delivery in buffer if self.place(delivery)[0] not in gone]
             self._buffers[klass] = deque(kept)
             self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
-        self.shelf.drop(lambda delivery: self.place(delivery)[0] in gone)
 
     def arrive(self, delivery: Delivery) -> None:
         """Take a fetched message in. Raises `BusUnavailable` as `_read_from` does."""
@@ -93,19 +89,8 @@ class Holdings:
         offsets = self._read_from(partition, offset)
         if offsets is None or not offsets.deliver(offset):
             return
-        if delivery.topic != self._pipeline.retries(delivery.klass):
-            self._buffers[delivery.klass].append(delivery)
-            self._num_bytes[delivery.klass] += len(delivery.value)
-            return
-        verdict = judge(self._pipeline, self._stage, delivery)
-        if verdict == "ours":
-            self.shelf.put(as_original(delivery))
-        elif verdict == "theirs":
-            offsets.finish([offset])
-            self._passed.add(partition)
-        else:
-            self._handed_out.add((partition, offset))
-            self._orphans.append((delivery, "in the retry topic, but from no known topic"))
+        self._buffers[delivery.klass].append(delivery)
+        self._num_bytes[delivery.klass] += len(delivery.value)
 
     def arrive_damaged(self, partition: Partition, batch: int, klass: PriorityClass, why: str) -> int:
         """Take in that the next message of a partition, in the batch that begins at the offset `batch`, cannot be
@@ -119,14 +104,16 @@ class Holdings:
             self._orphans.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
         return offset + 1
 
-    def reach_end(self, partition: Partition, end: int) -> None:
-        """The log has nothing more before `end`: what is there instead are the markers of transactions.
+    def reach_end(self, partition: Partition, end: int) -> bool:
+        """Note that the log has nothing more before `end`. Return whether markers of transactions are there instead.
 
         Raises `BusUnavailable` as `_read_from` does.
         """
         offsets = self._read_from(partition, end)
-        if offsets is not None and offsets.reach(end):
-            self._passed.add(partition)
+        has_passed = offsets is not None and offsets.reach(end)
+        if has_passed:
+            self._uncommitted.add(partition)
+        return has_passed
 
     def _read_from(self, partition: Partition, offset: int) -> PartitionOffsets | None:
         """The offsets of an assigned partition that was now read at `offset`.
@@ -156,11 +143,11 @@ class Holdings:
         return self._orphans[:MOST_ORPHANS]
 
     def hand_out(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """At most `room` deliveries of each class, interactive first; due retries before new ones."""
+        """At most `room` deliveries of each class, interactive first."""
         found: list[Delivery] = []
         for klass in CLASSES:
             left = max(0, room.get(klass, 0))
-            taken = self.shelf.take(klass, left)
+            taken: list[Delivery] = []
             buffer = self._buffers[klass]
             while buffer and len(taken) < left:
                 taken.append(buffer.popleft())
@@ -177,30 +164,34 @@ class Holdings:
         """Which of the deliveries are not this member's to settle."""
         return [delivery for delivery in deliveries if self.place(delivery) not in self._handed_out]
 
-    def to_commit(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
-        """What to commit when these are finished. Changes nothing.
+    def finish(self, deliveries: Sequence[Delivery]) -> None:
+        """Note that these are done, as far as they are this member's; that is still to be committed."""
+        for partition, offset in {self.place(delivery) for delivery in deliveries}.intersection(self._handed_out):
+            self._offsets[partition].finish([offset])
+            self._handed_out.discard((partition, offset))
+            self._uncommitted.add(partition)
+        self._orphans = [orphan for orphan in self._orphans if self.place(orphan[0]) in self._handed_out]
 
-        It includes partitions where others' retries, or markers, were passed over since the last commit.
+    def to_commit(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
+        """What to commit when these are finished too. Changes nothing.
+
+        It includes partitions where something was finished, or markers were passed over, since the last commit.
         """
-        also: dict[Partition, set[int]] = {partition: set() for partition in self._passed}
+        also: dict[Partition, set[int]] = {partition: set() for partition in self._uncommitted}
         for partition, offset in map(self.place, deliveries):
             also.setdefault(partition, set()).add(offset)
         return [(partition, *self._offsets[partition].commit(done)) for partition, done in also.items()]
 
-    def committed(self, commits: Iterable[Commit], deliveries: Sequence[Delivery] = ()) -> None:
-        """Note that this, which `to_commit` said, is committed. What was passed over since waits for the next."""
-        for partition, offset in {self.place(delivery) for delivery in deliveries}:
-            self._offsets[partition].finish([offset])
-            self._handed_out.discard((partition, offset))
-        self._orphans = [orphan for orphan in self._orphans if self.place(orphan[0]) in self._handed_out]
+    def committed(self, commits: Iterable[Commit]) -> None:
+        """Note that this, which `to_commit` said, is committed. What was finished since waits for the next."""
         for partition, *said in commits:
-            if partition in self._passed and self._offsets[partition].commit() == tuple(said):
-                self._passed.discard(partition)
+            if partition in self._uncommitted and self._offsets[partition].commit() == tuple(said):
+                self._uncommitted.discard(partition)
 
     @property
-    def has_passed(self) -> bool:
-        """Whether the other stage's messages, or markers, were passed over since the last commit."""
-        return bool(self._passed)
+    def has_uncommitted(self) -> bool:
+        """Whether anything was finished, or markers were passed over, since the last commit."""
+        return bool(self._uncommitted)
 
     def to_pause(self) -> set[Partition]:
         """The partitions to pause now: of classes with a full buffer, and those read far beyond a slow request."""
@@ -220,23 +211,18 @@ class Holdings:
                 self._full.add(topic)
             elif share <= 0.5:
                 self._full.discard(topic)
-            if self.shelf.space(klass):
-                self._full.discard(self._pipeline.retries(klass))
-            else:
-                self._full.add(self._pipeline.retries(klass))
         return self._full
 
     def place(self, delivery: Delivery) -> Place:
         """Partition and offset of a delivery."""
-        topic, position = place(self._pipeline, delivery)
-        number, _, offset = position.partition(":")
-        return (topic, int(number)), int(offset)
+        number, _, offset = delivery.position.partition(":")
+        return (delivery.topic, int(number)), int(offset)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the parts contradict each other."""
         for offsets in self._offsets.values():
             offsets.check_integrity()
-        buffered = [self.place(d) for d in (*self._buffers["interactive"], *self._buffers["batch"], *self.shelf)]
+        buffered = [self.place(d) for d in (*self._buffers["interactive"], *self._buffers["batch"])]
         known = [*buffered, *self._handed_out]
         assert len(set(known)) == len(known), "a message is in two places"
         assert all(self._offsets[partition].is_unfinished(offset) for partition, offset in known)

@@ -1,4 +1,4 @@
-"""A member of a stage's group on Kafka: one thread polls, whoever settles does so in one transaction."""
+"""A member of a stage's group on Kafka: one thread polls, and whoever has finished work settles it."""
 
 import contextlib
 import logging
@@ -24,13 +24,16 @@ from penstock.bus.kafka import (
     read_delivery,
 )
 from penstock.bus.kafka_buffer import Commit, Holdings, Partition
+from penstock.bus.kafka_commits import NO_EPOCH, OffsetCommits, places_of
 from penstock.bus.kafka_orphans import KafkaOrphans, part_of
+from penstock.bus.kafka_outputs import Outputs
 from penstock.bus.kafka_progress import Progress
 from penstock.bus.kafka_questions import Questions
-from penstock.bus.kafka_transactions import GroupMoved
-from penstock.bus.retries import dead_message, retry_message
+from penstock.bus.kafka_transactions import GroupMoved, Transactions
+from penstock.bus.letters import dead_message
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
-from penstock.names import CLASSES, PriorityClass, Stage
+from penstock.failpoints import failpoint
+from penstock.names import PriorityClass, Stage
 
 if TYPE_CHECKING:
     from penstock.bus.kafka import KafkaBus
@@ -43,7 +46,6 @@ PROBE_S, PROBE_AGAIN_S = 2.0, 1.0
 """How often the brokers are asked whether they are there; and while they are not."""
 LEAVE_S = 2.0
 """How long leaving may take. Brokers that do not answer find out by the session's timeout."""
-NO_EPOCH = -1
 REVOKE_S = 30.0
 """How long a settlement under way holds up that its partitions go to another member."""
 TURN_S = 2.0
@@ -61,7 +63,7 @@ PASSED_COMMIT_S = 1.0
 
 
 class KafkaMember:
-    """Consumes a stage's topics and the retry topic; settles in transactions.
+    """Consumes a stage's topics; settles in transactions, or in prefill without.
 
     Three threads. The poller reads, and is told of partitions that come and go. The asker asks what takes time to be
     answered: where a partition that came is to be begun, and where one ends that brings nothing. The third is of
@@ -86,9 +88,7 @@ class KafkaMember:
         self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
         self._group = bus.pipeline.group(stage)
         self._topics = bus.pipeline.inputs(stage)
-        self._classes: dict[str, PriorityClass] = {
-            topic: klass for klass in CLASSES for topic in (self._topics[klass], self._pipeline.retries(klass))
-        }
+        self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
         self._settling = threading.Lock()
         self._settling_since: float | None = None
         self._state = threading.Condition()
@@ -111,9 +111,11 @@ class KafkaMember:
         self._refused: dict[str, str] = {}
         self._stalled_at: float | None = None
         self._membership: object = None
-        self._transactions = bus.transactions(f"{self._group}.{name}")
+        self._transactions = bus.transactions(f"{self._group}.{name}") if stage == "decode" else None
+        self._outputs = bus.outputs() if self._transactions is None else None
+        self._commits = OffsetCommits()
         self._questions = Questions(bus.consumer(_asking_settings(self._group)))
-        self._consumer = bus.consumer(_consumer_settings(self._group, name))
+        self._consumer = bus.consumer(_consumer_settings(self._group, name) | {"on_commit": self._on_commit})
         self._asker = threading.Thread(target=self._ask_forever, name=f"kafka-asker-{name}", daemon=True)
         self._asker.start()
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
@@ -136,22 +138,53 @@ class KafkaMember:
                 left_s = end - time.monotonic()
                 if found or left_s <= 0 or self._closing.is_set():
                     return found
-                due_s = self._holdings.shelf.wait_s(room)
-                self._state.wait(left_s if due_s is None else min(left_s, due_s))
+                self._state.wait(left_s)
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
-        """Publish the outputs and commit the offsets in one transaction.
-
-        When the group moves meanwhile (another member joined or left), what is still ours is settled anew.
-        """
+        """Publish the outputs and finish the deliveries; see `contract.Member.settle` for what each stage promises."""
         deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
         outputs = [output for settlement in settlements for output in settlement.outputs]
         check_size(outputs)
+        if self._closing.is_set():
+            raise BusUnavailable("Kafka: this member has left its group")
+        if self._outputs is not None:
+            self._publish_then_finish(self._outputs, deliveries, outputs)
+        elif self._transactions is not None and settlements:
+            self._settle_together(self._transactions, deliveries, outputs)
+
+    def _publish_then_finish(self, writer: Outputs, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
+        """One settlement of the prefill stage, in this order.
+
+        1. The deliveries are still ours; if not, nothing is published. 2. The outputs are written, all acknowledged.
+        3. The deliveries are finished here. 4. The poller commits their offsets, a moment later (`_commit_finished`).
+
+        After a crash in 2, or between it and 4, the deliveries come again though their outputs are out. If the record
+        says by then that the request was handed off, they are settled without output. Else it is handed off again: its
+        second job is stale, as the first one is bound, and a dead letter is there twice. The same where a partition
+        goes to another member meanwhile: it waits for nobody.
+        """
+        with self._state:  # 1
+            self._check()
+            lost = self._holdings.lost(deliveries)
+        if lost:
+            raise DeliveryLost(lost)
+        with self._timed(), bus_errors():
+            writer.write(outputs)  # 2
+        failpoint("kafka.2.acknowledged")
+        with self._state:  # 3
+            self._holdings.finish(deliveries)
+        failpoint("kafka.3.finished")
+
+    def _settle_together(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
+        """One settlement of the decode stage.
+
+        When the group moves meanwhile (another member joined or left), what is still ours is settled anew.
+        """
         end = time.monotonic() + ANSWER_S
-        while settlements:
+        while True:
             with self._settling, self._timed(), bus_errors():
                 try:
-                    self._transact(deliveries, outputs)
+                    self._transact(writer, deliveries, outputs)
                     return
                 except MemberFenced as fenced:
                     self._fail(fenced)
@@ -160,14 +193,6 @@ class KafkaMember:
                     if time.monotonic() > end:
                         raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
             self._closing.wait(0.02)  # lets the callbacks run
-
-    def retry(self, delivery: Delivery, reason: str, delay_s: float) -> None:
-        """Settle the delivery into the retry topic."""
-        self.settle([Settlement(delivery, [retry_message(self._pipeline, delivery, reason, delay_s)])])
-
-    def dead(self, delivery: Delivery, reason: str, outputs: Sequence[Outgoing] = ()) -> None:
-        """Settle the delivery into the dead-letter topic, together with `outputs`."""
-        self.settle([Settlement(delivery, [dead_message(self._pipeline, delivery, reason), *outputs])])
 
     def held(self) -> int:
         """How many deliveries this member holds unsettled."""
@@ -208,10 +233,11 @@ class KafkaMember:
         Threads that wait for brokers which do not answer are left to themselves.
         """
         self._leaving.set()
-        if not self.trouble and not self._closing.is_set() and self._settling.acquire(timeout=LEAVE_S):
+        writer = self._transactions
+        if writer and not self.trouble and not self._closing.is_set() and self._settling.acquire(timeout=LEAVE_S):
             try:
                 with contextlib.suppress(KafkaException, MemberFenced, GroupMoved):
-                    self._clear_doubt(LEAVE_S)
+                    self._clear_doubt(writer, LEAVE_S)
             finally:
                 self._settling.release()
         self._closing.set()
@@ -236,9 +262,9 @@ class KafkaMember:
             except DeliveryLost as gone:  # who has the partition now finds them again
                 letters = [letter for letter in letters if letter.delivery not in gone.deliveries]
 
-    # Settling: with `_settling` held.
+    # Settling in transactions: with `_settling` held.
 
-    def _transact(self, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
+    def _transact(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
         """One settlement, in this order.
 
         1. What an earlier settlement left unclear is cleared: its commit repeated, or its transaction
@@ -252,29 +278,26 @@ class KafkaMember:
         """
         if self._closing.is_set():
             raise BusUnavailable("Kafka: this member has left its group")
-        self._clear_doubt()  # 1
+        self._clear_doubt(writer)  # 1
         with self._state:  # 2
             self._check()
             lost = self._holdings.lost(deliveries)
             commits = [] if lost else self._holdings.to_commit(deliveries)
         if lost:
             raise DeliveryLost(lost)
-        offsets = [
-            TopicPartition(*partition, offset, metadata, self._epochs.get(partition, NO_EPOCH))
-            for partition, offset, metadata in commits
-        ]
         self._doubtful = commits, deliveries
-        self._transactions.run(outputs, offsets, self._membership)  # 3, 4, 5
+        writer.run(outputs, places_of(commits, self._epochs), self._membership)  # 3, 4, 5
         with self._state:  # 6
             self._check()  # partitions are taken without waiting for us where a step does not end
-            self._holdings.committed(commits, deliveries)
+            self._holdings.finish(deliveries)
+            self._holdings.committed(commits)
 
-    def _clear_doubt(self, timeout_s: float = ANSWER_S) -> None:
-        if self._transactions.clear_doubt(timeout_s):
+    def _clear_doubt(self, writer: Transactions, timeout_s: float = ANSWER_S) -> None:
+        if writer.clear_doubt(timeout_s):
             with self._state:
                 commits, deliveries = self._doubtful
-                held = [delivery for delivery in deliveries if not self._holdings.lost([delivery])]
-                self._holdings.committed(commits, held)
+                self._holdings.finish(deliveries)
+                self._holdings.committed(commits)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -292,7 +315,7 @@ class KafkaMember:
                 list(self._classes),
                 on_assign=self._on_assign,
                 on_revoke=self._on_revoke,
-                on_lost=self._on_revoke,
+                on_lost=self._on_lost,
             )
             while not self._leaving.is_set():
                 message = self._consumer.poll(POLL_S)
@@ -301,6 +324,7 @@ class KafkaMember:
                     self._note(message)
                     self._arrived(message)
                 self._begin()
+                self._commit_finished()
                 self._pause_full()
                 self._refresh_membership()
                 self._watch()
@@ -322,22 +346,26 @@ class KafkaMember:
             self._refused[partition[0]] = f"Kafka does not let this worker read {partition[0]}: {error.str()}"
         elif error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
             self._refused.pop(partition[0], None)
-            epoch = message.leader_epoch()
-            if epoch is not None:
-                self._epochs[partition] = epoch
+            if error is None:  # librdkafka gives the epoch 0 with the end of a partition, whatever it really is
+                epoch = message.leader_epoch()
+                self._epochs[partition] = NO_EPOCH if epoch is None else epoch
 
     def _arrived(self, message: Message) -> None:
         error = message.error()
         if error is not None:
             if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+                partition = message.topic() or "", message.partition() or 0
                 with self._state:
-                    self._holdings.reach_end((message.topic() or "", message.partition() or 0), message.offset() or 0)
+                    if self._holdings.reach_end(partition, message.offset() or 0):
+                        # The markers that were passed may be of a later epoch than the last message. A commit with an
+                        # epoch that is too low would look like one of a log that was cut since.
+                        self._epochs[partition] = NO_EPOCH
                 return
             if error.fatal():
                 raise KafkaException(error)
             log.warning("Kafka: %s", error.str())
             if error.code() in DAMAGED:
-                partition = (message.topic() or "", message.partition() or 0)
+                partition = message.topic() or "", message.partition() or 0
                 self._pass_damaged(partition, message.offset() or 0, error.str())
             return
         delivery = read_delivery(message, self._classes[message.topic() or ""])
@@ -389,8 +417,31 @@ class KafkaMember:
                 self._holdings.assign(partition, max(0, start.offset), start.metadata)
             self._starting.discard(partition)
 
-    def _on_revoke(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        """Forget partitions. Waits for a settlement under way: until we return, they are ours.
+    def _commit_finished(self) -> None:
+        """Step 4 of a settlement without transactions."""
+        if self._outputs is not None and self._holdings.has_uncommitted and self._commits.is_due(self._turned_at):
+            with self._state:
+                commits = self._holdings.to_commit()
+            self._commits.send(self._consumer, commits, self._epochs)
+
+    def _on_commit(self, error: KafkaError | None, places: list[TopicPartition]) -> None:
+        """What was refused because the group moved is sent again if it is still ours. If not, its next owner settles it
+        from the record.
+        """
+        with self._state:
+            self._holdings.committed(self._commits.answered(error, places))
+
+    def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        """Commit what is finished of partitions, and forget them. librdkafka gives them up when that is answered."""
+        if self._outputs is not None:
+            gone = {(old.topic, old.partition) for old in partitions}
+            with self._state:
+                commits = [commit for commit in self._holdings.to_commit() if commit[0] in gone]
+            self._commits.send(consumer, commits, self._epochs)
+        self._on_lost(consumer, partitions)
+
+    def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        """Forget partitions. Waits for a transaction under way: until we return, they are ours.
 
         Not for one that does not end: the member is done with then, and the brokers refuse what it still settles, as it
         is in the group no more.
@@ -425,12 +476,12 @@ class KafkaMember:
         self._progress.follow(assigned - wanted, self._turned_at)
 
     def _refresh_membership(self) -> None:
-        """Fetch the member's epoch for the settlements; here, as librdkafka hangs if two threads use a consumer.
+        """Fetch the member's epoch for transactions; here, as librdkafka hangs if two threads use a consumer.
 
         One that is too old is refused by the broker, and the settlement made again with the next.
         """
         now = time.monotonic()
-        if now >= self._refresh_at:
+        if self._transactions is not None and now >= self._refresh_at:
             self._membership = self._consumer.consumer_group_metadata()
             self._refresh_at = now + MEMBERSHIP_S
 
@@ -462,9 +513,10 @@ class KafkaMember:
         try:
             while not self._closing.is_set():
                 self._questions.ask(ASK_S)
-                if self._holdings.has_passed and time.monotonic() >= commit_at:
+                writer = self._transactions
+                if writer and self._holdings.has_uncommitted and time.monotonic() >= commit_at:
                     commit_at = time.monotonic() + PASSED_COMMIT_S
-                    self._commit_passed()
+                    self._commit_passed(writer)
         except Exception as error:
             self._fail(error)
         finally:
@@ -472,15 +524,18 @@ class KafkaMember:
                 self._questions.close()
             self._closing.wait()
             with self._settling:  # who still settles has the producer
-                self._transactions.close()
+                if self._transactions is not None:
+                    self._transactions.close()
 
-    def _commit_passed(self) -> None:
-        """Commit the offsets of messages that were passed over, when no settlement does it now or did for a while."""
+    def _commit_passed(self, writer: Transactions) -> None:
+        """Commit the offsets of markers that were passed over, when no settlement does it now or did for a while. An
+        older version left such markers in the jobs topics.
+        """
         if not self._settling.acquire(blocking=False):
             return
         try:
             with self._timed(), bus_errors():  # in a transaction: the consumer's own commit waits without end
-                self._transact([], [])
+                self._transact(writer, [], [])
         except (BusUnavailable, GroupMoved) as error:
             log.debug("offsets are committed later: %s", error)
         finally:
@@ -499,7 +554,7 @@ class KafkaMember:
             return f"Kafka: nothing was read for {now - self._turned_at:.0f} s"
         if since is not None and now - since > SETTLED_S:
             return f"Kafka: a settlement takes {now - since:.0f} s"
-        return self._progress.trouble
+        return self._progress.trouble or self._commits.trouble(now, SETTLED_S)
 
     def _check_alive(self) -> None:
         """Raise `BusUnavailable` if the member stands still. A process that was paused has a moment to go on."""
@@ -529,8 +584,8 @@ def _consumer_settings(group: str, name: str) -> dict[str, Any]:
     return {
         "group.id": group,
         "group.protocol": "consumer",
-        # Deals out each topic by itself. The brokers' default looks at the sum: of two members one had all requests,
-        # and the other all retries.
+        # Deals out each topic by itself. The brokers' default looks at the sum: of two members one may have all that is
+        # interactive, and the other all batch work.
         "group.remote.assignor": "range",
         "client.id": name,
         "max.poll.interval.ms": 60_000,

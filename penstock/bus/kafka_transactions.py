@@ -1,4 +1,4 @@
-"""Transactions of a Kafka member: outputs and offsets together, and what to do when one fails half-way."""
+"""Transactions of a decode worker's member: outputs and offsets together, and what to do when one fails half-way."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 
 from penstock.bus.contract import Outgoing
-from penstock.bus.kafka import ANSWER_S, FENCED, bus_errors, produce, producer_settings
+from penstock.bus.kafka import ANSWER_S, FENCED, bus_errors, producer_settings
+from penstock.bus.kafka_outputs import write_all
 from penstock.bus.kafka_partitions import Partitions
 from penstock.errors import MemberFenced
 from penstock.failpoints import failpoint
@@ -75,7 +76,7 @@ class Transactions:
         try:
             self._producer.begin_transaction()
             self._open = True
-            self._write(outputs)  # 3
+            write_all(self._producer, self._partitions, outputs, self._flush_s)  # 3
             failpoint("kafka.3.written")
             self._producer.send_offsets_to_transaction(offsets, membership, ANSWER_S)  # 4
             failpoint("kafka.4.offsets")
@@ -88,25 +89,6 @@ class Transactions:
     def close(self) -> None:
         """Let go of the producer, and of what was not committed. Nobody may use it now or later."""
         del self._producer, self._partitions
-
-    def _write(self, outputs: Sequence[Outgoing]) -> None:
-        errors: list[KafkaError] = []
-        for output in outputs:
-            produce(self._producer, output, self._partitions, lambda error, _: errors.append(error) if error else None)
-        if outputs and self._flush():
-            timed_out = KafkaError._TIMED_OUT  # noqa: SLF001 - that is its name
-            raise KafkaException(KafkaError(timed_out, "outputs are not acknowledged"))
-        if errors:
-            raise KafkaException(errors[0])
-
-    def _flush(self) -> int:
-        """How many outputs are not acknowledged. A fatal error in a callback of flush's comes wrapped."""
-        try:
-            return self._producer.flush(self._flush_s)
-        except SystemError as error:
-            if isinstance(error.__cause__, KafkaException):
-                raise error.__cause__ from error
-            raise
 
     def _commit(self, timeout_s: float = ANSWER_S) -> None:
         self._in_doubt = True

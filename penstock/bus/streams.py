@@ -11,15 +11,17 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from penstock.bus.contract import Followed, Outgoing, as_bytes, as_text, check_size, promised, too_large
+from penstock.bus.contract import Delivery, Followed, Outgoing, as_bytes, as_text, check_size, promised, too_large
+from penstock.bus.streams_scripts import MOVE
+from penstock.bus.upgrade import moved, still_running
 from penstock.errors import BusUnavailable
-from penstock.names import CLASSES, STAGES, Pipeline, Stage
+from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
 from penstock.reach import ANSWER_S, connection_pool, replies_to
 from penstock.settings import BusSettings
 from penstock.transport import shown
@@ -60,6 +62,32 @@ class StreamsBus:
         """Those of the pipeline's topics that have no stream."""
         with contextlib.closing(connect(self.url)) as client, bus_errors():
             return [topic for topic in self.pipeline.topics() if not client.exists(self._key(topic))]
+
+    def count_old_retries(self) -> int:
+        """The length of an older version's retry streams: what was settled is deleted there too."""
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            return sum(client.xlen(self._key(topic)) for topic in self.pipeline.old_retries())
+
+    def move_old_retries(self) -> int:
+        """Move what is there, entry by entry, and drop the streams. No member may hold any of it."""
+        if not self.count_old_retries():
+            return 0
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            for stage in STAGES:
+                if any(client.scan_iter(self.pipeline.member_key(self.pipeline.group(stage), "*"), count=1000)):
+                    raise still_running(stage)
+            script = client.register_script(MOVE)
+            return sum(self._move_all(client, script, klass) for klass in CLASSES)
+
+    def _move_all(self, client: "redis.Redis", script: Any, klass: PriorityClass) -> int:
+        topic, num_moved = dict(zip(CLASSES, self.pipeline.old_retries(), strict=True))[klass], 0
+        while page := cast("list[Any]", client.xrange(self._key(topic), count=READ_ALL_PAGE)):
+            for entry_id, fields in page:
+                message = moved(self.pipeline, Delivery(topic, entry_id.decode(), *decode(fields), klass, 0.0))
+                words = [word for pair in encode(message).items() for word in pair]
+                num_moved += script([self._key(topic), self._key(message.topic)], [entry_id, *words])
+        client.delete(self._key(topic))
+        return num_moved
 
     def publisher(self) -> "StreamsPublisher":
         """A producing side of its own."""
@@ -204,8 +232,8 @@ def _unavailable(error: redis.RedisError) -> BusUnavailable:
 
 
 def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> None:
-    """Make a stage's group on its streams and on the retry topics where it is missing, from the beginning."""
-    for topic in (*pipeline.inputs(stage).values(), *map(pipeline.retries, CLASSES)):
+    """Make a stage's group on its streams where it is missing, from the beginning."""
+    for topic in pipeline.inputs(stage).values():
         try:
             client.xgroup_create(pipeline.stream_key(topic), pipeline.group(stage), id="0", mkstream=True)
         except redis.ResponseError as error:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import redis
 
 from penstock.bus import streams_scripts as scripts
-from penstock.bus.contract import Delivery, Outgoing, Settlement, check_size
-from penstock.bus.retries import Shelf, as_original, dead_message, judge, place, retry_message
+from penstock.bus.contract import Delivery, Settlement, check_size
 from penstock.bus.streams import bus_errors, connect, create_groups, decode, encode, kept
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, PriorityClass, Stage
@@ -49,13 +48,11 @@ class StreamsMember:
         self._timeout_s = bus.settings.session_timeout_s
         self._timeout_ms = int(self._timeout_s * 1000)
         self._topics: dict[PriorityClass, str] = bus.pipeline.inputs(stage)
-        self._retries = {klass: bus.pipeline.retries(klass) for klass in CLASSES}
         self._client = connect(bus.url)
         self._beat_script = self._client.register_script(scripts.BEAT)
         self._settle_script = self._client.register_script(scripts.SETTLE)
         self._reclaim_script = self._client.register_script(scripts.RECLAIM)
         self._leave_script = self._client.register_script(scripts.LEAVE)
-        self._shelf = Shelf()
         self._held: dict[tuple[str, str], Delivery] = {}
         self._doubtful: set[tuple[str, str]] = set()  # others may have taken these
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
@@ -99,7 +96,7 @@ class StreamsMember:
         outputs = [output for settlement in settlements for output in settlement.outputs]
         check_size(outputs)
         deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
-        places = [place(self._pipeline, delivery) for delivery in deliveries]
+        places = [_place_of(delivery) for delivery in deliveries]
         stream_key = self._pipeline.stream_key
         keys = [
             self._key,
@@ -127,17 +124,9 @@ class StreamsMember:
         lost = [deliveries[index] for index in refused]
         with self._lock:
             for gone in lost or deliveries:
-                self._held.pop(place(self._pipeline, gone), None)
+                self._held.pop(_place_of(gone), None)
         if lost:
             raise DeliveryLost(lost)
-
-    def retry(self, delivery: Delivery, reason: str, delay_s: float) -> None:
-        """Settle the delivery into the retry topic."""
-        self.settle([Settlement(delivery, [retry_message(self._pipeline, delivery, reason, delay_s)])])
-
-    def dead(self, delivery: Delivery, reason: str, outputs: Sequence[Outgoing] = ()) -> None:
-        """Settle the delivery into the dead-letter topic, together with `outputs`."""
-        self.settle([Settlement(delivery, [dead_message(self._pipeline, delivery, reason), *outputs])])
 
     def held(self) -> int:
         """How many deliveries this member holds unsettled."""
@@ -148,7 +137,7 @@ class StreamsMember:
         """Whether it is still this member's. As long as it beats in time nobody takes its deliveries; of those that it
         had when it was late, the server is asked.
         """
-        where = place(self._pipeline, delivery)
+        where = _place_of(delivery)
         with self._lock:
             is_held, is_sure = where in self._held, where not in self._doubtful
         if not is_held or (is_sure and time.monotonic() - self._beat_at < self._timeout_s):
@@ -222,23 +211,21 @@ class StreamsMember:
     def _gather(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """What can be had without waiting, in the order in which it has a claim to the room.
 
-        1. Retries that are due. 2. Deliveries of ours whose reply was lost. 3. Those of members that are
-        gone. 4. New messages.
+        1. Deliveries of ours whose reply was lost. 2. Those of members that are gone. 3. New messages.
         """
         left = {klass: max(0, room.get(klass, 0)) for klass in CLASSES}
-        found = self._take_due(left)  # 1
-        if self._recovering:  # 2
+        found: list[Delivery] = []
+        if self._recovering:  # 1
             found += self._recover(left)
-        if time.monotonic() >= self._reclaim_at:  # 3
+        if time.monotonic() >= self._reclaim_at:  # 2
             found += self._reclaim(left)
             self._reclaim_at = time.monotonic() + min(LONGEST_BLOCK_S, self._timeout_s / 3)
-        found += self._read_new(left)  # 4
+        found += self._read_new(left)  # 3
         return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
 
     def _wait(self, wait_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """Wait for the first new message, or until a retry is due."""
-        due_s = self._shelf.wait_s(room)
-        wait_ms = max(1, int(1000 * (wait_s if due_s is None else min(wait_s, due_s))))
+        """Wait for the first new message."""
+        wait_ms = max(1, int(1000 * wait_s))
         left = dict(room)
         topics = {self._pipeline.stream_key(topic).encode(): topic for topic, count in self._streams(left) if count > 0}
         if not topics:
@@ -264,8 +251,7 @@ class StreamsMember:
     def _recover(self, left: dict[PriorityClass, int]) -> list[Delivery]:
         """Deliveries that are ours by the server's account and not by our own."""
         with self._lock:
-            held = set(self._held)
-        known = held.union(place(self._pipeline, delivery) for delivery in self._shelf)
+            known = set(self._held)
         found: list[Delivery] = []
         complete = True
         for topic, count in self._streams(left):
@@ -298,50 +284,32 @@ class StreamsMember:
 
     def _streams(self, left: Mapping[PriorityClass, int]) -> list[tuple[str, int]]:
         """The topics of this stage, and how many messages of each may be taken now."""
-        rooms = [(klass, left.get(klass, 0)) for klass in CLASSES]
-        return [
-            *((self._topics[klass], room) for klass, room in rooms),
-            *((self._retries[klass], self._shelf.space(klass) if room > 0 else 0) for klass, room in rooms),
-        ]
+        return [(self._topics[klass], left.get(klass, 0)) for klass in CLASSES]
 
     def _accept(self, topic: str, entries: "Sequence[Entry]", left: dict[PriorityClass, int]) -> list[Delivery]:
-        """Make deliveries of entries that are now ours; those of the retry topic go by way of the shelf."""
+        """Make deliveries of entries that are now ours."""
         passed: list[bytes] = []
         found: list[Delivery] = []
         for entry_id, fields in entries:
-            if fields is None:  # of the retry topic, settled by the other stage in the meantime
+            if fields is None:  # somebody deleted it
                 passed.append(entry_id)
                 continue
             position = entry_id.decode()
-            klass = next(klass for klass in CLASSES if topic in (self._topics[klass], self._retries[klass]))
+            klass = next(klass for klass in CLASSES if topic == self._topics[klass])
             value, key, headers = decode(fields)
-            delivery = Delivery(topic, position, value, key, headers, klass, int(position.partition("-")[0]) / 1000)
-            if topic != self._retries[klass]:
-                found.append(delivery)
-            elif not self._shelve(delivery):
-                passed.append(entry_id)
+            published_s = int(position.partition("-")[0]) / 1000
+            found.append(Delivery(topic, position, value, key, headers, klass, published_s))
         if passed:
             self._client.xack(self._pipeline.stream_key(topic), self._group, *passed)
-        self._hold(found, left)
-        return found + self._take_due(left) if topic in self._retries.values() else found
-
-    def _shelve(self, delivery: Delivery) -> bool:
-        """Keep a message of the retry topic if it is ours; False if the other stage will see to it."""
-        verdict = judge(self._pipeline, self._stage, delivery)
-        if verdict == "ours":
-            self._shelf.put(as_original(delivery))
-        elif verdict == "nobody":
-            self.dead(delivery, "in the retry topic, but from no known topic")
-        return verdict != "theirs"
-
-    def _take_due(self, left: dict[PriorityClass, int]) -> list[Delivery]:
-        with self._lock:
-            found = [delivery for klass in CLASSES for delivery in self._shelf.take(klass, left.get(klass, 0))]
         self._hold(found, left)
         return found
 
     def _hold(self, found: Sequence[Delivery], left: dict[PriorityClass, int]) -> None:
         with self._lock:
             for delivery in found:
-                self._held[place(self._pipeline, delivery)] = delivery
+                self._held[_place_of(delivery)] = delivery
                 left[delivery.klass] -= 1
+
+
+def _place_of(delivery: Delivery) -> tuple[str, str]:
+    return delivery.topic, delivery.position

@@ -87,11 +87,19 @@ for i = 3 + num, #KEYS do
   end
   at = at + 3 + words
 end
--- 3. Finish. A message leaves its stream here; the retry topic's other group passes over it or never sees it.
+-- 3. Finish. A message leaves its stream here.
 for i = 1, num do
   redis.call('XACK', KEYS[2 + i], group, ARGV[5 + i])
   redis.call('XDEL', KEYS[2 + i], ARGV[5 + i])
 end
 redis.call('SET', KEYS[1], token, 'PX', ttl)
 return {}
+"""
+
+MOVE = """
+-- Move one entry from a stream to another, once. KEYS: 1 from, 2 to. ARGV: 1 its id, 2... the words of the entry.
+-- Returns 1, or 0 if it is not there any more.
+if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
+redis.call('XADD', KEYS[2], '*', unpack(ARGV, 2))
+return 1
 """

@@ -132,7 +132,7 @@ class _Office:
 def _office() -> Iterator[_Office]:
     addresses = load(Addresses)
     pipeline, bus = Pipeline(addresses.pipeline), connect(addresses, load(BusSettings))
-    with redis_client(addresses.stream_url) as client, contextlib.closing(bus.publisher()) as publisher:
+    with redis_client(addresses.first_url) as client, contextlib.closing(bus.publisher()) as publisher:
         yield _Office(pipeline, bus, publisher, client)
 
 

@@ -17,11 +17,13 @@ from rich.markup import escape
 
 from penstock.bus.connect import connect
 from penstock.bus.contract import Bus
-from penstock.errors import BusUnavailable, DependencyMissing, PenstockError
+from penstock.errors import BusUnavailable, DependencyMissing, PenstockError, ServersDiffer
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
+from penstock.names import Pipeline
 from penstock.reach import redis_client
 from penstock.sentinel import find_masters, is_sentinel, parse_sentinels
+from penstock.servers import check_list, name_of
 from penstock.settings import Addresses, BusSettings, EngineSettings, load
 from penstock.status import worker_status
 from penstock.transport import shown, urls_of
@@ -63,7 +65,7 @@ def findings() -> Iterator[Finding]:
         _copying,
         _model,
         _servers,
-        lambda: _redis("stream Redis", addresses.stream_url, evicting_is_fine=False),
+        lambda: _stream_redis(addresses),
         lambda: _kv_redis(addresses),
         lambda: _bus(addresses),
         lambda: _workers(addresses),
@@ -197,6 +199,21 @@ def _redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
         yield Finding("ok", what, f"{shown(url)}: {version}")
 
 
+def _stream_redis(addresses: Addresses) -> Iterator[Finding]:
+    """Each server, and whether they all know the same list of servers."""
+    names, pipeline = [name_of(url) for url in urls_of(addresses.stream_url)], Pipeline(addresses.pipeline)
+    for url, name in zip(urls_of(addresses.stream_url), names, strict=True):
+        what = "stream Redis" if len(names) == 1 else f"stream Redis {name}"
+        yield from _redis(what, url, evicting_is_fine=False)
+        try:
+            with redis_client(url) as client:
+                check_list(client, pipeline, names)
+        except redis.RedisError:
+            continue  # it was told already
+        except ServersDiffer as error:
+            yield Finding("fail", "stream servers", str(error), "set PENSTOCK_STREAM_URL alike everywhere")
+
+
 def _kv_redis(addresses: Addresses) -> Iterator[Finding]:
     for url in urls_of(addresses.kv_url or addresses.stream_url):
         yield from _redis("KV Redis", url, evicting_is_fine=True)
@@ -209,7 +226,7 @@ def _bus(addresses: Addresses) -> Iterator[Finding]:
         yield Finding("ok", kind, bus.check())
         missing = bus.missing_topics()
     except (PenstockError, redis.RedisError) as error:
-        where = addresses.kafka or shown(addresses.stream_url)
+        where = addresses.kafka or shown(addresses.first_url)
         yield Finding("fail", kind, f"{where}: {error}", "start it, or set PENSTOCK_KAFKA / PENSTOCK_STREAM_URL")
         return
     if missing:

@@ -6,6 +6,8 @@ import typer
 
 from penstock.access import check_access
 from penstock.errors import DependencyMissing, SettingsError
+from penstock.names import Pipeline
+from penstock.servers import keep_lists
 from penstock.settings import Addresses, BatchSettings, GatewaySettings, GuardSettings, check_together, load
 from penstock.telemetry.process import telemetry
 from penstock.worker import slot_name
@@ -27,5 +29,6 @@ def gateway(
     if wrong := check_together(load(GuardSettings), load(BatchSettings)):
         raise SettingsError(wrong[0])
     check_access(addresses, "gateway")
+    keep_lists(addresses.stream_url, Pipeline(addresses.pipeline))
     with telemetry("penstock-gateway", addresses, slot_name(""), with_endpoint=False) as meters:
         serve(load(GatewaySettings, **given), addresses, meters)

@@ -142,7 +142,7 @@ def _read() -> "Book":
 
     place = _place()
     if place == IN_REDIS:
-        with redis_client(load(Addresses).stream_url) as client:
+        with redis_client(load(Addresses).first_url) as client:
             return read_redis(client)
     path = Path(place).expanduser()
     return read_book(path) if path.exists() else Book()
@@ -154,7 +154,7 @@ def _change(in_file: Callable[["Book"], None], in_redis: Callable[["redis.Redis"
 
     place = _place()
     if place == IN_REDIS:
-        with redis_client(load(Addresses).stream_url) as client:
+        with redis_client(load(Addresses).first_url) as client:
             in_redis(client)
         return
     path = Path(place).expanduser()

@@ -1,4 +1,4 @@
-"""`penstock`: up, gateway, generate, lag, top, plan, worker, topics, kv, dlq, keys, usage, config, doctor, demo."""
+"""`penstock` and its commands, one file each."""
 
 import logging
 import sys
@@ -19,6 +19,7 @@ from penstock.cli import (
     kv,
     lag,
     plan,
+    servers,
     top,
     topics,
     up,
@@ -48,6 +49,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(worker.app, name="worker")
 app.add_typer(topics.app, name="topics")
 app.add_typer(kv.app, name="kv")
+app.add_typer(servers.app, name="servers")
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(keys.app, name="keys")
 app.command("usage")(usage.usage)

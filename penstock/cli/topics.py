@@ -1,4 +1,4 @@
-"""`penstock topics create`: the pipeline's topics, where they are missing."""
+"""`penstock topics create`: the pipeline's topics, where they are missing; and what older ones still hold."""
 
 import typer
 from rich.console import Console
@@ -16,9 +16,12 @@ def topics() -> None:
 
 @app.command()
 def create() -> None:
-    """Make the topics that are missing."""
-    made = connect(load(Addresses), load(BusSettings)).create_topics()
+    """Make the topics that are missing, and move on what an older version left in topics that are no more read."""
+    bus = connect(load(Addresses), load(BusSettings))
+    made = bus.create_topics()
     for topic in made:
         Console().print(f"made {topic}", highlight=False)
     if not made:
         Console().print("all topics exist")
+    if num_moved := bus.move_old_retries():
+        Console().print(f"moved {num_moved} messages out of retry topics of an older version", highlight=False)

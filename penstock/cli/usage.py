@@ -42,7 +42,7 @@ def _read(days: int) -> "dict[str, dict[str, Sums]]":
     from ingest.metering import day_keys, last_days, sums_of
 
     addresses, wanted = load(Addresses), last_days(days)
-    with redis_client(addresses.stream_url) as client, client.pipeline(transaction=False) as batch:
+    with redis_client(addresses.first_url) as client, client.pipeline(transaction=False) as batch:
         for key in day_keys(Pipeline(addresses.pipeline), wanted):
             batch.hgetall(key)
         return {day: sums_of(reply) for day, reply in zip(wanted, replies_to(batch), strict=True) if reply}

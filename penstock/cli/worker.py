@@ -9,10 +9,12 @@ import typer
 from penstock import failpoints
 from penstock.access import check_access
 from penstock.bus.connect import connect
+from penstock.bus.upgrade import check_upgraded
 from penstock.errors import DependencyMissing
 from penstock.lag import LagWatch
 from penstock.names import Pipeline, Stage
-from penstock.reach import ANSWER_S, redis_client
+from penstock.reach import ANSWER_S
+from penstock.servers import keep_lists
 from penstock.settings import (
     Addresses,
     BusSettings,
@@ -51,8 +53,9 @@ def run(stage: Stage) -> None:
     failpoints.arm(load(FaultSettings).failpoints)
     stay_on(settings.cores)
     check_access(addresses, stage, kv=load(KVSettings).redis_mb > 0)
+    keep_lists(addresses.stream_url, pipeline)
     with contextlib.ExitStack() as stack:
-        beat = Heartbeat(addresses.stream_url, pipeline, stage, name, settings.heartbeat_s)
+        beat = Heartbeat(addresses.first_url, pipeline, stage, name, settings.heartbeat_s)
         told = telemetry(
             f"penstock-{stage}", addresses, name, with_endpoint=True, is_ready=lambda: beat.state == "ready"
         )
@@ -79,7 +82,7 @@ def _work(
         from prefill_worker.role import PrefillRole
     except ImportError as error:
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
-    from penstock.record import Record
+    from penstock.record import connect_servers, record_on
 
     engine = Engine.open(load(EngineSettings), beat.progress)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
@@ -89,7 +92,7 @@ def _work(
     stack.callback(store.close)
     store.measure_against(engine.rates)
     bus_settings, records = load(BusSettings), load(RecordSettings)
-    client, bus = redis_client(addresses.stream_url), connect(addresses, bus_settings)
+    clients, bus = connect_servers(addresses.stream_url), connect(addresses, bus_settings)
     if stage == "prefill":
         ahead = stack.enter_context(Ahead(LagWatch(addresses, bus_settings).look))
         role: PrefillRole | DecodeRole = PrefillRole(pipeline, engine, ahead)
@@ -98,9 +101,10 @@ def _work(
     figures = StageFigures(meters, pipeline.name, stage, name, model.name)
 
     def make() -> Worker:
+        check_upgraded(bus)
         member = bus.member(stage, name)
         try:
-            worker = Worker(role, pipeline, name, store, Record(client, pipeline, records), member, figures)
+            worker = Worker(role, pipeline, name, store, record_on(clients, pipeline, records), member, figures)
         except BaseException:
             member.close()  # else it stays in the group, and keeps what it is given
             raise
@@ -115,7 +119,7 @@ def _work(
             }
 
         def now() -> dict[str, object]:
-            trouble = worker.settler.trouble or member.trouble
+            trouble = worker.settler.trouble or member.trouble or worker.record.trouble
             lately = {"recent": figures.recent()} if meters.is_on else {}
             return view() | {"load": worker.report()} | lately | ({"reason": trouble} if trouble else {})
 

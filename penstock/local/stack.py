@@ -116,7 +116,9 @@ class Stack:
         if self._server is not None:
             self._server.start()
         check_access(self.addresses)
-        connect(self.addresses, load(BusSettings)).create_topics()
+        bus = connect(self.addresses, load(BusSettings))
+        bus.create_topics()
+        bus.move_old_retries()
         for worker in self._all():
             self._start(worker)
         return self

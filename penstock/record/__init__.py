@@ -8,6 +8,7 @@ from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, N
 from penstock.record.log import AsyncLog, Log, Status, parse_event
 from penstock.record.record import Record, Waiting
 from penstock.record.session import Session
+from penstock.record.spread import Sessions, connect_servers, record_on
 
 __all__ = [
     "AppendOutcome",
@@ -20,9 +21,12 @@ __all__ = [
     "News",
     "Record",
     "Session",
+    "Sessions",
     "Status",
     "TakenOver",
     "Waiting",
     "body_hash",
+    "connect_servers",
     "parse_event",
+    "record_on",
 ]

@@ -57,6 +57,15 @@ class Appends:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether `collect` would find something within a time. Raises `redis.ConnectionError`."""
+        return self._broken or not self._in_flight or self._link.can_read(timeout_s)
+
+    def forget(self) -> None:
+        """Nobody wants to know any more what became of what was sent."""
+        self._link.close()
+        self._in_flight, self._outcomes, self._broken = [], [], False
+
     def close(self) -> None:
         """Free the connection."""
         self._link.close()

@@ -26,6 +26,10 @@ class Link:
             raise redis.ConnectionError("the connection was closed with replies outstanding")
         return self._connection.read_response()
 
+    def can_read(self, timeout_s: float) -> bool:
+        """Whether there is something to read within a time: a reply, or the connection's end."""
+        return self._connection is None or bool(self._connection.can_read(timeout_s))
+
     def close(self) -> None:
         """Drop the connection; the next `send` opens it anew."""
         connection, self._connection = self._connection, None

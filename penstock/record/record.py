@@ -75,6 +75,11 @@ class Record:
         """How long a session lasts without being renewed."""
         return self._settings.lease_s
 
+    @property
+    def trouble(self) -> str:
+        """Which of several servers are away, and why; else empty."""
+        return ""
+
     # Requests.
 
     def claim_prefill(
@@ -131,12 +136,15 @@ class Record:
         times = [self._lease_ms, self._longest_ms, self._pending_ms]
         return keys, [request_id, stage, *who, *times, START_HASH, message, self._held]
 
-    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> None:
+    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> list[Waiting]:
         """Keep the messages of requests that nobody has begun, in one round trip: any worker of the stage may take
         them. Anybody who read them may put them down; whoever has their deliveries settles them.
+
+        Returns those that cannot be put down now, as their server of several is away.
         """
         calls = [self._claim_call(one.id, stage, ["", one.job, one.body], one.message) for one in waiting]
         scripts.CLAIM.run_all(self._client, calls)
+        return []
 
     def take(self, stage: Stage, session: str, most: int) -> list[TakenOver]:
         """Go on with requests that are free, at most so many.
@@ -196,6 +204,14 @@ class Record:
         nothing: call `collect` again.
         """
         return self._appends.collect()
+
+    def wait_for_outcome(self, timeout_s: float) -> bool:
+        """Whether `collect` finds an answer within a time. Raises `redis.ConnectionError`."""
+        return self._appends.wait(timeout_s)
+
+    def forget_appends(self) -> None:
+        """Give up what was sent: whether it was written is for the next claim to find out."""
+        self._appends.forget()
 
     def finish(self, claim: Claim, end: EndEvent) -> bool:
         """Append the end; False when fenced. Collect the claim's tokens first. May be repeated.

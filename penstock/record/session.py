@@ -70,11 +70,6 @@ class Session:
         self._thread = threading.Thread(target=self._run, name="penstock-session", daemon=True)
         self._thread.start()
 
-    @property
-    def lasts_until_ms(self) -> int:
-        """Until when it lasts, by the server's clock in ms, as of the last renewal."""
-        return self._last.until_ms
-
     def add(self, claim: Claim) -> None:
         """Tell what happens to this claim from now on."""
         with self._lock:

@@ -6,7 +6,7 @@ pile up.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis
@@ -16,6 +16,7 @@ from pydantic_core import to_json
 
 from penstock.names import Pipeline
 from penstock.reach import redis_client
+from penstock.servers import ByServer
 from penstock.tracing import PIPELINE, REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -29,34 +30,54 @@ PAUSE_S = 5.0
 class RedisSpanExporter(SpanExporter):
     """Appends each request's spans to a list of its own, which lives `keep_s` after the last of them."""
 
-    def __init__(self, url: str, keep_s: float) -> None:
-        self._redis, self._keep_ms = redis_client(url), int(keep_s * 1000)
-        self._away_until = 0.0
+    def __init__(self, urls: str, keep_s: float) -> None:
+        """`urls`: of all stream servers. A request's spans are on its server."""
+        self._servers = ByServer.of(urls, _Keeper)
+        self._keep_ms = int(keep_s * 1000)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """In one round trip; spans of no request are passed over."""
-        if time.monotonic() < self._away_until:
-            return SpanExportResult.FAILURE
-        lists: dict[str, list[bytes]] = {}
+        """In one round trip for each server; spans of no request are passed over."""
+        lists: dict[_Keeper, dict[str, list[bytes]]] = {server: {} for server in self._servers.parts}
         for span in spans:
             about = span.attributes or {}
             if PIPELINE in about and REQUEST_ID in about:
-                key = Pipeline(str(about[PIPELINE])).trace_key(str(about[REQUEST_ID]))
-                lists.setdefault(key, []).append(to_json(_written(span)))
+                request_id = str(about[REQUEST_ID])
+                key = Pipeline(str(about[PIPELINE])).trace_key(request_id)
+                lists[self._servers[request_id]].setdefault(key, []).append(to_json(_written(span)))
+        are_kept = [server.keep(found, self._keep_ms) for server, found in lists.items()]
+        return SpanExportResult.SUCCESS if all(are_kept) else SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        """Free the connections."""
+        for server in self._servers.parts:
+            server.close()
+
+
+class _Keeper:
+    """One server's lists."""
+
+    def __init__(self, url: str) -> None:
+        self._redis = redis_client(url)
+        self._away_until = 0.0
+
+    def keep(self, lists: Mapping[str, Sequence[bytes]], keep_ms: int) -> bool:
+        """Whether the lists are longer by these."""
+        if time.monotonic() < self._away_until:
+            return False
         try:
             with self._redis.pipeline(transaction=False) as pipe:
                 for key, texts in lists.items():
                     pipe.rpush(key, *texts)
                     pipe.ltrim(key, 0, MOST_SPANS - 1)
-                    pipe.pexpire(key, self._keep_ms)
+                    pipe.pexpire(key, keep_ms)
                 pipe.execute()
         except redis.RedisError as error:
             log.debug("spans are lost: %s", error)
             self._away_until = time.monotonic() + PAUSE_S
-            return SpanExportResult.FAILURE
-        return SpanExportResult.SUCCESS
+            return False
+        return True
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """Free the connection."""
         self._redis.close()
 

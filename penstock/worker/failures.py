@@ -3,11 +3,12 @@
 A request is tried again in this order:
 
     1. the claim is given back, to be left alone for the waiting time; the attempt counts
-    2. the message goes to the retry topic, with the reason, the stack and a not-before; the delivery is done, together
+    2. the worker keeps the delivery, and looks at it again after that time
 
-After the waiting time whoever has the retry claims it. If nobody does, it is taken over a lease later: whoever had it
-died, or died between 1 and 2. What was taken over has no delivery of its own: it is only given back, and taken over
-again after the waiting time.
+If the worker dies in between, the request is taken over a lease after the waiting time, and its delivery comes back by
+the bus. What was taken over has no delivery of its own: it is only given back, and taken over again after the waiting
+time. Nothing waits behind a delivery that is kept: what is done out of order is committed so. A worker keeps no more
+than its inbox lets wait.
 
 A worker that dies says nothing. So who was claimed a few times without a new token begins as a suspect, computed alone
 (`engine.quarantine`), and a worker has one such request at a time: if that is the one that kills workers, it takes no
@@ -19,8 +20,8 @@ from collections.abc import Callable
 
 import redis
 
-from penstock.bus.contract import Delivery, Outgoing, Settlement
-from penstock.bus.retries import dead_message, retry_message
+from penstock.bus.contract import Delivery, Outgoing
+from penstock.bus.letters import dead_message
 from penstock.errors import (
     POISONOUS,
     AttemptsExhausted,
@@ -37,7 +38,6 @@ from penstock.names import Pipeline
 from penstock.reach import is_outage
 from penstock.record import Claim, Record
 from penstock.worker.inbox import Inbox
-from penstock.worker.settler import Settler
 
 TRUSTED_ATTEMPTS = 2
 """Claims without a new token that may be bad luck: a request has company in them."""
@@ -48,12 +48,9 @@ ASIDE_S = 0.25
 class Failures:
     """What one worker does with requests whose work fails."""
 
-    def __init__(
-        self, pipeline: Pipeline, record: Record, settler: Settler, inbox: Inbox, retried: Callable[[str], None]
-    ) -> None:
+    def __init__(self, record: Record, inbox: Inbox, retried: Callable[[str], None]) -> None:
         """`retried` is told the code of each error after which something is tried again."""
-        self._pipeline, self._record, self._settler, self._inbox = pipeline, record, settler, inbox
-        self._retried = retried
+        self._record, self._inbox, self._retried = record, inbox, retried
 
     def try_again(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
         """Give a request up for now; False if it was tried often enough: it is to end with its error."""
@@ -62,19 +59,13 @@ class Failures:
             return False
         delay_s = self._delay_s(tries)
         self._record.release(claim, failed=True, delivered=delivery.is_held, wait_s=delay_s)  # 1
-        self._later(delivery, error, delay_s)  # 2
+        self._inbox.put_back(delivery, delay_s)  # 2
+        self._retried(error.code)
         return True
 
     def _delay_s(self, tries: int) -> float:
         settings = self._record.settings
         return min(settings.retry_cap_s, settings.retry_first_s * settings.retry_factor ** max(0, tries - 1))
-
-    def _later(self, delivery: Delivery, error: RequestError, delay_s: float) -> None:
-        self._retried(error.code)
-        if not delivery.is_held:
-            return
-        message = retry_message(self._pipeline, delivery, f"{error.code}: {error}", delay_s, error.stack)
-        self._settler.settle(Settlement(delivery, [message]))
 
     def set_aside(self, delivery: Delivery, claim: Claim, *, is_taken: bool) -> bool:
         """Whether a claimed request has to wait, because another suspect is here (`is_taken`). Then it is given back,
@@ -103,9 +94,9 @@ def too_late(deadline: float | None) -> RequestError | None:
     return None
 
 
-def is_suspect(claim: Claim, delivery: Delivery) -> bool:
-    """Whether a request is to be computed alone: its last attempts came to nothing, or it failed before."""
-    return claim.attempts > TRUSTED_ATTEMPTS or delivery.attempt > 0
+def is_suspect(claim: Claim) -> bool:
+    """Whether a request is to be computed alone: its last attempts came to nothing."""
+    return claim.attempts > TRUSTED_ATTEMPTS
 
 
 def cause_of(error: Exception) -> RequestError:
@@ -124,7 +115,5 @@ def letters(
     """The dead letter of a request that ends so, if somebody should look at it."""
     if error is None or error.code not in POISONOUS:
         return []
-    tries = delivery.attempt + 1
-    if claim is not None:
-        tries = max(tries, claim.tries - isinstance(error, AttemptsExhausted))
+    tries = 1 if claim is None else max(1, claim.tries - isinstance(error, AttemptsExhausted))
     return [dead_message(pipeline, delivery, f"{error.code}: {error}", error.stack, tries)]

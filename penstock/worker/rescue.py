@@ -24,7 +24,7 @@ from penstock.bus.contract import Delivery, Member, OrphanReader
 from penstock.errors import BusError
 from penstock.names import Stage
 from penstock.reach import is_away
-from penstock.record import Record, Session, Waiting
+from penstock.record import Record, Session, Sessions, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Rescue:
         self,
         record: Record,
         stage: Stage,
-        session: Session,
+        session: Session | Sessions,
         member: Member,
         reader: OrphanReader | None,
         read: Callable[[Delivery], Waiting | None],
@@ -99,8 +99,8 @@ class Rescue:
         late = [delivery for delivery in near if self._since[_place_of(delivery)] <= latest_s]
         while late:
             portion = _first_of(late)
-            self._put_down(portion)
-            self._since |= {_place_of(delivery): float("inf") for delivery in portion}
+            left = self._put_down(portion)
+            self._since |= {_place_of(delivery): float("inf") for delivery in portion if delivery not in left}
             del late[: len(portion)]
 
     def read_adopted_parts(self) -> bool:
@@ -110,7 +110,7 @@ class Rescue:
         parts = list(self._session.adopted)
         self._put_down_found()
         if parts:
-            found = self._reader.read(parts, max(0, MAX_FREE - self._record.num_free(self._stage)))
+            found = self._reader.read(parts, max(0, MAX_FREE - self._record.num_free(self._stage) - len(self._found)))
             if found:
                 log.info("%d messages that no other %s worker reads", len(found), self._stage)
             self._found += found
@@ -120,15 +120,20 @@ class Rescue:
         return bool(parts)
 
     def _put_down_found(self) -> None:
-        while self._found:
-            portion = _first_of(self._found)
-            self._put_down(portion)
-            del self._found[: len(portion)]
+        left: list[Delivery] = []
+        try:
+            while self._found:
+                portion = _first_of(self._found)
+                left += self._put_down(portion)
+                del self._found[: len(portion)]
+        finally:
+            self._found = left + self._found
 
-    def _put_down(self, deliveries: Sequence[Delivery]) -> None:
-        self._record.put_down(
-            self._stage, [one for delivery in deliveries if (one := self._whose(delivery)) is not None]
-        )
+    def _put_down(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Returns those that cannot be put down now."""
+        whose = [(delivery, one) for delivery in deliveries if (one := self._whose(delivery)) is not None]
+        left = {one.id for one in self._record.put_down(self._stage, [one for _, one in whose])}
+        return [delivery for delivery, one in whose if one.id in left]
 
     def _whose(self, delivery: Delivery) -> Waiting | None:
         try:

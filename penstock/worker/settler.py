@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
-from penstock.bus.retries import dead_message
+from penstock.bus.letters import dead_message
 from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
 from penstock.failpoints import failpoint
 from penstock.messages import ErrorInfo, Result
@@ -37,6 +37,7 @@ MOMENT_S = 1.0
 class _Order:
     settlement: Settlement
     ticket: Any
+    again: Callable[[], Settlement] | None
 
     @property
     def place(self) -> tuple[str, str] | int:
@@ -53,10 +54,9 @@ class Settler:
     """Settles in the background, everything that is ready in one go, so that no step waits for a commit.
 
     The loop collects what became of each: True once it is durable, False when the bus gave the delivery to another
-    member (it will settle it), or when there is no delivery, and it is unknown whether the outputs are out. While the
-    bus is away it is tried again and again: the loop goes on with what runs. Any other failure ends the worker:
-    `check()` raises it in the loop. So it does where a call of the bus does not return: the worker is made anew, and
-    the call is left to itself.
+    member (it will settle it). While the bus is away it is tried again and again: the loop goes on with what runs. Any
+    other failure ends the worker: `check()` raises it in the loop. So it does where a call of the bus does not return:
+    the worker is made anew, and the call is left to itself.
     """
 
     def __init__(self, member: Member, pipeline: Pipeline, wake: Callable[[], None] = lambda: None) -> None:
@@ -84,9 +84,19 @@ class Settler:
         with self._lock:
             return self._open[_place_of(delivery)] > 0
 
-    def settle(self, settlement: Settlement, ticket: Any = None, after: "Future[float] | None" = None) -> None:
-        """Settle soon, or as soon as `after` is done. `collect` gives the ticket back with what became of it."""
-        order = _Order(settlement, ticket)
+    def settle(
+        self,
+        settlement: Settlement,
+        ticket: Any = None,
+        again: Callable[[], Settlement] | None = None,
+        after: "Future[float] | None" = None,
+    ) -> None:
+        """Settle soon, or as soon as `after` is done. `collect` gives the ticket back with what became of it.
+
+        `again` makes the settlement anew, on the thread, for when it is not known whether its outputs are out: a job
+        must not go out twice under one name, as both would settle the result.
+        """
+        order = _Order(settlement, ticket, again)
         with self._lock:
             self._open[order.place] += 1
         if after is None:
@@ -177,7 +187,7 @@ class Settler:
             except RequestTooLarge as error:  # nothing was done: whose it is shows when each is settled alone
                 if len(batch) == 1:
                     log.error("%s cannot be settled: %s", batch[0].settlement.delivery.position, error)
-                    batch = [replace(batch[0], settlement=fit(self._pipeline, batch[0].settlement, error))]
+                    batch = [replace(batch[0], settlement=fit(self._pipeline, batch[0].settlement, error), again=None)]
                 else:
                     for order in batch:
                         self._settle_all([order])
@@ -187,9 +197,9 @@ class Settler:
                 troubled_s = now_s if self._member.trouble else troubled_s
                 if not is_away(error) or now_s > min(begun_s + GIVE_UP_S, troubled_s + ALONE_S):
                     raise
-                batch = self._held_of(batch)
-                log.warning("settling failed%s: %s", ", trying again" if batch else "", error)
-                self._note(str(error) if batch else "")
+                batch = [replace(order, settlement=order.again()) if order.again else order for order in batch]
+                log.warning("settling failed, trying again: %s", error)
+                self._note(str(error))
                 self._is_over.wait(next(waits))
             else:
                 failpoint("settle.done")
@@ -203,14 +213,6 @@ class Settler:
             self._member.settle(settlements)
         finally:
             self._called_s = None
-
-    def _held_of(self, batch: list[_Order]) -> list[_Order]:
-        """What may be tried again: a delivery is done once. What settles nothing may be out already, and would go out
-        again under the same name; it is given up, and taken over anew.
-        """
-        held = [order for order in batch if order.settlement.delivery.is_held]
-        self._finish([order for order in batch if not order.settlement.delivery.is_held], settled=False)
-        return held
 
     def _note(self, trouble: str) -> None:
         with self._lock:

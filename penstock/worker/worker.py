@@ -16,14 +16,14 @@ The steps of a turn, numbered as in the life of a request (docs/structure.md), p
     4, 7  append    the tokens go to their logs in one round trip. Decode's travel while the next step is computed;
                     prefill waits for its token's, as the hand-off does. The blocks of its last chunk follow it
     8     end       finish reason, usage and timings are appended
-    5, 9  settle    what is through goes out and its delivery is done, together: a job reference once all blocks are
-                    where decode can read them, leased to the request, and then the claim is given up; or the result,
-                    and the leases on its blocks end
+    5, 9  settle    what is through goes out. In prefill, once all blocks are where decode can read them, leased to the
+                    request: job reference out, then the request is done, then the record says that it is handed off.
+                    In decode: result out, job done, together; the leases on its blocks end
 
 What a crash costs: before 4, the next attempt finds the blocks that were stored; after 4 or in 7, the next holder finds
 the tokens in the log and goes on at its end, logged tokens are never sampled again; after 8, it only settles; a crash
-inside 5 or 9 leaves either nothing or all of it, and after it the message is in the topic exactly once. Leases that
-nobody renews or ends run out.
+inside 9 leaves either nothing or all of it. Inside 5, once the job is out, the next attempt hands the request off
+again, under another name: decode binds one of its jobs, and the other is stale. Leases that nobody ends run out.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import redis
 
@@ -41,12 +42,12 @@ from kvstore.connector import KVConnector, Loaded, Stored
 from kvstore.store import KVStore
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.retries import dead_message
+from penstock.bus.letters import dead_message
 from penstock.errors import AttemptsExhausted, Cancelled, IdConflict, InvalidRequest, RequestError, SequenceFailed
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.messages import TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
-from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, News, Record, Session, Waiting
+from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, News, Record, Sessions, Waiting
 from penstock.telemetry.genai import request_attributes, usage_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageFigures
@@ -95,12 +96,12 @@ class Worker:
         self.engine, self.store, self.record, self.member = role.engine, store, record, member
         self.figures = figures or StageFigures(Meters(is_on=False), pipeline.name, self.stage, name, "")
         reader = member.orphan_reader()
-        self.session = Session(record, self.stage, name, member.parts, adopts=reader is not None)
+        self.session = Sessions(record, self.stage, name, member.parts, adopts=reader is not None)
         self.kv = KVConnector(store, self.engine, self.engine.pool.num_blocks)
         self.settler, self.inbox, self.load = Settler(member, pipeline, self.kv.wake), Inbox(member), Load()
         self.readings = Readings(role.read_message, self.kv.wake)
         self.rescue = Rescue(record, self.stage, self.session, member, reader, self.waiting_of)
-        self.failures = Failures(pipeline, record, self.settler, self.inbox, self.figures.retried)
+        self.failures = Failures(record, self.inbox, self.figures.retried)
         self.running: dict[str, Task] = {}
         """All that is claimed and not through with this stage, by request."""
         self._sent: list[Task] = []
@@ -536,13 +537,19 @@ class Worker:
             self.session.add(task.claim)
         if self.role.hands_off or task.delivery.is_held:
             settlement = Settlement(task.delivery, through.outputs + through.letters)
-            self.settler.settle(
-                settlement, Settling(len(through.letters), task, now_s(), through.about), after=task.stored
-            )
+            settling = Settling(len(through.letters), task, now_s(), through.about)
+            again = partial(self._make_settlement_anew, task) if self.role.hands_off else None
+            self.settler.settle(settlement, settling, again, task.stored)
             stage_failpoint(self.stage, "decode.9.asked")
         if not self.role.hands_off:
             blocks = task.blocks or self.kv.name_prompt(task.tenant, task.token_ids)
             self.kv.release(self.pipeline.lease_owner(task.id), blocks)
+
+    def _make_settlement_anew(self, task: Task) -> Settlement:
+        """The same hand-off under a new name. The settler's thread asks; nobody changes the task any more."""
+        through = self.role.complete_task(task)
+        assert through is not None, "a job can always be made"
+        return Settlement(task.delivery, through.outputs + through.letters)
 
     def _bury(self, delivery: Delivery, reason: str) -> None:
         """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""

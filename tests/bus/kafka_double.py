@@ -20,6 +20,8 @@ from penstock.names import Pipeline
 from penstock.settings import BusSettings
 
 PATIENCE_S = 10.0
+EPOCH = 3
+"""Of all leaders."""
 Rebalance = Callable[["DoubleConsumer", list[TopicPartition]], None]
 
 
@@ -37,6 +39,8 @@ class DoubleBus(KafkaBus):
         self.written: list[Outgoing] = []
         self.commit_error: int | None = None
         """What the brokers say instead of what was committed."""
+        self.commit_refusal: int | None = None
+        """What they say to commits."""
         self.deaf: set[Partition] = set()
         """Partitions that bring nothing, though their leader answers."""
         self.leaderless: set[Partition] = set()
@@ -48,13 +52,16 @@ class DoubleBus(KafkaBus):
         self.reader: DoubleConsumer | None = None
 
     def consumer(self, settings: Mapping[str, Any]) -> Any:
-        consumer = DoubleConsumer(self)
+        consumer = DoubleConsumer(self, settings.get("on_commit"))
         if "client.id" in settings:
             self.reader = consumer
         return consumer
 
     def transactions(self, transactional_id: str) -> Any:
         return DoubleTransactions(self)
+
+    def outputs(self) -> Any:
+        return DoubleOutputs(self)
 
     def publish(self, partition: Partition, *values: bytes | None) -> None:
         with self.lock:
@@ -83,8 +90,9 @@ class DoubleBus(KafkaBus):
 
 
 class DoubleConsumer:
-    def __init__(self, bus: DoubleBus) -> None:
-        self.bus = bus
+    def __init__(self, bus: DoubleBus, on_commit: Callable[..., None] | None) -> None:
+        self.bus, self.on_commit = bus, on_commit
+        self.under_way: deque[list[TopicPartition]] = deque()
         self.positions: dict[Partition, int] = {}
         self.ends: dict[Partition, int] = {}
         self.paused: set[Partition] = set()
@@ -123,6 +131,7 @@ class DoubleConsumer:
             if self.is_free:
                 self.bus.lock.wait(0.001)
         assert self.bus.goes_on.wait(PATIENCE_S)
+        self._answer_commits()
         while self.rebalances:
             self._rebalance(*self.rebalances.popleft())
         with self.bus.lock:
@@ -130,6 +139,7 @@ class DoubleConsumer:
 
     def _rebalance(self, what: str, partitions: tuple[Partition, ...]) -> None:
         self.callbacks[what](self, [TopicPartition(*partition) for partition in partitions])
+        self._answer_commits()
         for partition in partitions if what == "revoke" else ():
             self.positions.pop(partition, None)
 
@@ -171,6 +181,19 @@ class DoubleConsumer:
         self.positions[place.topic, place.partition] = 0 if place.offset == OFFSET_BEGINNING else place.offset
         self.ends.pop((place.topic, place.partition), None)
 
+    def commit(self, offsets: list[TopicPartition], asynchronous: bool) -> None:
+        assert asynchronous
+        self.under_way.append(offsets)
+
+    def _answer_commits(self) -> None:
+        """Before partitions are given up too."""
+        while self.under_way and self.on_commit is not None:
+            places, refusal = self.under_way.popleft(), self.bus.commit_refusal
+            if refusal is None:
+                with self.bus.lock:
+                    self.bus.commits |= {(place.topic, place.partition): place for place in places}
+            self.on_commit(None if refusal is None else KafkaError(refusal), places)
+
     def committed(self, places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         if self.bus.commit_error is not None:
             raise failure(self.bus.commit_error)
@@ -189,9 +212,21 @@ class DoubleConsumer:
 
     def close(self) -> None:
         if self.callbacks and self.positions:
-            self.callbacks["revoke"](self, [TopicPartition(*partition) for partition in self.positions])
+            self._rebalance("revoke", tuple(self.positions))
         self.positions = {}
         self.free()
+
+
+class DoubleOutputs:
+    def __init__(self, bus: DoubleBus) -> None:
+        self.bus = bus
+
+    def write(self, outputs: Sequence[Outgoing]) -> None:
+        assert self.bus.goes_on.wait(PATIENCE_S)
+        if self.bus.is_away:
+            raise failure(KafkaError._TRANSPORT)
+        with self.bus.lock:
+            self.bus.written += outputs
 
 
 class DoubleTransactions:
@@ -214,12 +249,13 @@ class DoubleTransactions:
 
 
 def _message(partition: Partition, offset: int, value: bytes | None, error: KafkaError | None = None) -> Message:
+    """A message, or an error in its place. As librdkafka does, the latter has no epoch of its own, but 0."""
     make = cast(Any, Message)
     return cast(
         Message,
         make(
             topic=partition[0], partition=partition[1], offset=offset, key=None, value=value, headers=[],
-            error=error, timestamp=(1, 1000), latency=0.0, leader_epoch=0,
+            error=error, timestamp=(1, 1000), latency=0.0, leader_epoch=0 if error else EPOCH,
         ),
     )  # fmt: skip
 

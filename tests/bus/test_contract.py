@@ -1,4 +1,7 @@
-"""The bus contract, held by both buses against real servers."""
+"""The bus contract, held by both buses against real servers.
+
+Mostly in the decode stage, where outputs and deliveries are settled together. What prefill promises is at the end.
+"""
 
 import contextlib
 import os
@@ -11,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bus import retries
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
 from penstock.bus.kafka import KafkaBus
 from penstock.bus.kafka_buffer import BUFFER_MESSAGES
 from penstock.bus.kafka_member import KafkaMember
+from penstock.bus.letters import dead_message
 from penstock.bus.streams import StreamsBus
 from penstock.bus.streams_member import StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestTooLarge
@@ -64,18 +67,18 @@ def test_check_and_create_again(bus: Bus) -> None:
 
 
 def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipeline) -> None:
-    topic = pipeline.requests("interactive")
+    topic = pipeline.jobs("interactive")
     sent = [
         Outgoing(topic, "büß".encode(), "key-1", {"penstock-tenant": "ü", "traceparent": "00-x"}),
         Outgoing(topic, b"\x00\xff", None, {}),
     ]
     publish(bus, sent)
-    with bus.member("prefill", "a") as member:
+    with bus.member("decode", "a") as member:
         taken = take(member, 2)
         assert {(d.value, d.key, tuple(d.headers.items())) for d in taken} == {
             (m.value, m.key, tuple(m.headers.items())) for m in sent
         }
-        assert all(d.topic == topic and d.klass == "interactive" and d.attempt == 0 for d in taken)
+        assert all(d.topic == topic and d.klass == "interactive" for d in taken)
         assert all(abs(d.timestamp_s - time.time()) < 60 for d in taken)
         assert len({d.position for d in taken}) == 2
         assert member.held() == 2
@@ -96,8 +99,8 @@ def test_both_stages_in_a_row(bus: Bus, pipeline: Pipeline) -> None:
 
 
 def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.requests("interactive"), 2))
-    with bus.member("prefill", "a") as member:
+    publish(bus, numbered(pipeline.jobs("interactive"), 2))
+    with bus.member("decode", "a") as member:
         done, fresh = take(member, 2)
         member.settle([Settlement(done)])
         with pytest.raises(DeliveryLost) as lost:
@@ -110,12 +113,12 @@ def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: P
 
 
 def test_size_limits(bus: Bus, pipeline: Pipeline) -> None:
-    topic = pipeline.requests("batch")
+    topic = pipeline.jobs("batch")
     largest = MAX_MESSAGE_BYTES - 1
     publish(bus, [Outgoing(topic, b"x" * 10_000_000), Outgoing(topic, b"y" * largest, "k")])
     with pytest.raises(RequestTooLarge):
         publish(bus, [Outgoing(topic, b"small"), Outgoing(topic, b"z" * (largest + 1), "k")])
-    with bus.member("prefill", "a") as member:
+    with bus.member("decode", "a") as member:
         taken = take(member, 2)
         assert sorted(len(d.value) for d in taken) == [10_000_000, largest]
         with pytest.raises(RequestTooLarge):
@@ -126,7 +129,7 @@ def test_size_limits(bus: Bus, pipeline: Pipeline) -> None:
 
 
 def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus, pipeline: Pipeline) -> None:
-    topic = pipeline.requests("batch")
+    topic = pipeline.jobs("batch")
     with contextlib.closing(bus.publisher()) as publisher:
         first, large, last = publisher.send(
             [Outgoing(topic, b"first"), Outgoing(topic, b"z" * (MAX_MESSAGE_BYTES + 1)), Outgoing(topic, b"last")]
@@ -138,13 +141,13 @@ def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus,
 
 
 def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.requests("interactive"), 30))
-    with bus.member("prefill", "a") as member:
+    publish(bus, numbered(pipeline.jobs("interactive"), 30))
+    with bus.member("decode", "a") as member:
         taken = sorted(take(member, 30), key=lambda d: int(d.value))
         for d in taken[::-3]:
             member.settle([answered(pipeline, d)])
         unfinished = {d.value for d in taken} - {d.value for d in taken[::-3]}
-    with bus.member("prefill", "b") as member:
+    with bus.member("decode", "b") as member:
         again = take(member, len(unfinished))
         assert {d.value for d in again} == unfinished
         member.settle([answered(pipeline, d) for d in again])
@@ -153,17 +156,17 @@ def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: 
 
 
 def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.requests("batch"), 200))
-    with bus.member("prefill", "a") as member:
+    publish(bus, numbered(pipeline.jobs("batch"), 200))
+    with bus.member("decode", "a") as member:
         held = take(member, 2, {"interactive": 5, "batch": 2})
         # Longer than the session timeout without room for batch: the member stays, and interactive passes.
         assert member.poll(1.5, {"interactive": 5, "batch": 0}) == []
-        publish(bus, numbered(pipeline.requests("interactive"), 3))
+        publish(bus, numbered(pipeline.jobs("interactive"), 3))
         assert [d.klass for d in take(member, 3, {"interactive": 5, "batch": 0})] == ["interactive"] * 3
         if isinstance(member, KafkaMember):
             assert member._holdings.num_buffered <= BUFFER_MESSAGES + 1
             member._holdings.check_integrity()
-        publish(bus, numbered(pipeline.requests("interactive"), 3))
+        publish(bus, numbered(pipeline.jobs("interactive"), 3))
         first = take(member, 3, {"interactive": 3, "batch": 0})
         assert [d.klass for d in first] == ["interactive"] * 3
         held += take(member, 198, {"interactive": 5, "batch": 198})
@@ -172,53 +175,16 @@ def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeli
 
 
 def test_classes_come_in_order(bus: Bus, pipeline: Pipeline) -> None:
-    with bus.member("prefill", "a") as member:
-        publish(bus, numbered(pipeline.requests("batch"), 2) + numbered(pipeline.requests("interactive"), 2))
+    with bus.member("decode", "a") as member:
+        publish(bus, numbered(pipeline.jobs("batch"), 2) + numbered(pipeline.jobs("interactive"), 2))
         taken = take(member, 1, {"interactive": 2, "batch": 0}) + member.poll(5.0, {"interactive": 1, "batch": 2})
         classes = [d.klass for d in taken]
         assert classes == sorted(classes, reverse=True)
 
 
-def test_retry_comes_back_when_due_and_blocks_nobody(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.requests("batch"), 1))
-    with bus.member("prefill", "a") as member, bus.member("decode", "other") as other:
-        (d,) = take(member, 1)
-        began = time.time()
-        member.retry(d, "no luck", 1.0)
-        assert member.held() == 0
-        publish(bus, numbered(pipeline.requests("interactive"), 1))
-        (between,) = take(member, 1)
-        assert between.klass == "interactive"
-        (again,) = take(member, 1)
-        assert time.time() - began >= 0.999
-        assert (again.topic, again.klass, again.value, again.key) == (d.topic, "batch", d.value, d.key)
-        assert again.attempt == 1
-        assert again.headers[REASON] == "no luck"
-        assert again.headers[ORIGIN] == d.topic
-        member.retry(again, "again", 0.0)
-        (third,) = take(member, 1)
-        assert third.attempt == 2
-        member.settle([answered(pipeline, between), answered(pipeline, third)])
-        assert other.poll(0.3, ROOM) == []
-    with bus.member("prefill", "b") as member:
-        assert member.poll(1.0, ROOM) == []
-    assert len(bus.read_all(pipeline.results)) == 2
-
-
-def test_retry_waits_through_a_restart(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.requests("batch"), 1))
-    with bus.member("prefill", "a") as member:
-        member.retry(take(member, 1)[0], "later", 1.5)
-        assert member.poll(0.3, ROOM) == []
-    with bus.member("prefill", "b") as member:
-        (again,) = take(member, 1)
-        assert again.attempt == 1
-        member.settle([answered(pipeline, again)])
-
-
 def test_a_member_knows_what_it_holds(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.requests("interactive"), 2))
-    with bus.member("prefill", "a") as member:
+    publish(bus, numbered(pipeline.jobs("interactive"), 2))
+    with bus.member("decode", "a") as member:
         done, kept = take(member, 2)
         member.settle([Settlement(done)])
         assert not member.holds(done)
@@ -227,8 +193,8 @@ def test_a_member_knows_what_it_holds(bus: Bus, pipeline: Pipeline) -> None:
 
 def test_a_member_that_was_away_asks_what_it_still_holds(redis_url: str, pipeline: Pipeline) -> None:
     bus = make_bus("streams", pipeline, redis_url)
-    publish(bus, numbered(pipeline.requests("interactive"), 1))
-    with bus.member("prefill", "a") as away, bus.member("prefill", "b") as other:
+    publish(bus, numbered(pipeline.jobs("interactive"), 1))
+    with bus.member("decode", "a") as away, bus.member("decode", "b") as other:
         assert isinstance(away, StreamsMember)
         (delivery,) = take(away, 1)
         away._client.delete(away._key)  # as it runs out while a process stands still
@@ -240,37 +206,12 @@ def test_a_member_that_was_away_asks_what_it_still_holds(redis_url: str, pipelin
         assert other.holds(same)
 
 
-def test_batch_retries_hold_up_no_interactive_ones(
-    bus: Bus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A member keeps so many of each class that are not due; more wait in their topic."""
-    monkeypatch.setattr(retries, "SHELF_CAPACITY", 2)
-    publish(bus, [Outgoing(pipeline.requests("batch"), b"b", str(n)) for n in range(5)])
-    publish(bus, [Outgoing(pipeline.requests("interactive"), b"i", "i")])
-    with bus.member("prefill", "a") as member:
-        for delivery in take(member, 6):
-            member.retry(delivery, "later", 0.0 if delivery.klass == "interactive" else 600.0)
-        (again,) = take(member, 1)
-        assert (again.klass, again.attempt) == ("interactive", 1)
-        member.settle([Settlement(again)])
-
-
-def test_a_retry_from_nowhere_goes_to_the_dead_letters(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, [Outgoing(pipeline.retries("interactive"), b"?", "k", {ORIGIN: "elsewhere"})])
-    with bus.member("decode", "d") as decode, bus.member("prefill", "p") as member:
-        wait_until(lambda: member.poll(0.1, ROOM) or bus.read_all(pipeline.dead), 30, "it is put away")
-        assert decode.poll(0.0, ROOM) == []
-        assert member.held() == 0
-    (dead,) = bus.read_all(pipeline.dead)
-    assert (dead.value, dead.key) == (b"?", "k")
-    assert REASON in dead.headers
-
-
 def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, [Outgoing(pipeline.requests("batch"), b"bad", "k", {"penstock-tenant": "t"})])
-    with bus.member("prefill", "a") as member:
+    publish(bus, [Outgoing(pipeline.jobs("batch"), b"bad", "k", {"penstock-tenant": "t"})])
+    with bus.member("decode", "a") as member:
         (d,) = take(member, 1)
-        member.dead(d, "cannot be read", [Outgoing(pipeline.results, b"error")])
+        letter = dead_message(pipeline, d, "cannot be read")
+        member.settle([Settlement(d, [letter, Outgoing(pipeline.results, b"error")])])
     (dead,) = bus.read_all(pipeline.dead)
     assert (dead.value, dead.key) == (b"bad", "k")
     headers = dict(dead.headers)
@@ -281,12 +222,12 @@ def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline)
 
 def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipeline) -> None:
     """At once, while it finishes what it has; of that nothing is done twice."""
-    topic = pipeline.requests("interactive")
+    topic = pipeline.jobs("interactive")
     publish(bus, numbered(topic, 12))
-    with bus.member("prefill", "a") as leaver:
+    with bus.member("decode", "a") as leaver:
         (held,) = take(leaver, 1, {"interactive": 1})
         leaver.retire()
-        with bus.member("prefill", "b") as stayer:
+        with bus.member("decode", "b") as stayer:
             rest = take(stayer, 11)
             stayer.settle([answered(pipeline, delivery) for delivery in rest if delivery.value != held.value])
             leaver.settle([Settlement(replace(held, is_held=False), [Outgoing(pipeline.results, b"more", "m")])])
@@ -303,10 +244,10 @@ def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipelin
 
 
 def test_same_name_restart_fences_the_older(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.requests("interactive"), 2))
-    with bus.member("prefill", "a") as old:
+    publish(bus, numbered(pipeline.jobs("interactive"), 2))
+    with bus.member("decode", "a") as old:
         taken = take(old, 2)
-        with bus.member("prefill", "a") as new:
+        with bus.member("decode", "a") as new:
             with pytest.raises((MemberFenced, DeliveryLost)):
                 old.settle([answered(pipeline, d) for d in taken])
             assert bus.read_all(pipeline.results) == []
@@ -317,9 +258,9 @@ def test_same_name_restart_fences_the_older(bus: Bus, pipeline: Pipeline) -> Non
 
 
 def test_unsettled_deliveries_go_to_another_at_once(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.requests("interactive"), 4))
-    with bus.member("prefill", "b") as other:
-        member = bus.member("prefill", "a")
+    publish(bus, numbered(pipeline.jobs("interactive"), 4))
+    with bus.member("decode", "b") as other:
+        member = bus.member("decode", "a")
         mine = take_from_both(member, other, 4)
         member.close()
         assert {d.value for d in take(other, len(mine))} == {d.value for d in mine}
@@ -340,10 +281,10 @@ def take_from_both(member: "object", other: "object", count: int) -> list[Delive
 def test_redelivery_after_a_crash(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
 ) -> None:
-    publish(bus, numbered(pipeline.requests("interactive"), 1))
+    publish(bus, numbered(pipeline.jobs("interactive"), 1))
     victim = spawn("victim", "hold")
     wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {victim.tail()}")
-    with bus.member("prefill", "b") as member:
+    with bus.member("decode", "b") as member:
         assert member.poll(0.0, ROOM) == []
         victim.kill()
         (d,) = take(member, 1)
@@ -354,11 +295,11 @@ def test_redelivery_after_a_crash(
 def test_who_slept_too_long_cannot_settle(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
 ) -> None:
-    publish(bus, numbered(pipeline.requests("interactive"), 1))
+    publish(bus, numbered(pipeline.jobs("interactive"), 1))
     sleeper = spawn("sleeper", "hold")
     wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {sleeper.tail()}")
     sleeper.send(signal.SIGSTOP)
-    with bus.member("prefill", "b") as member:
+    with bus.member("decode", "b") as member:
         (d,) = take(member, 1)
         (tmp_path / "go").touch()
         sleeper.send(signal.SIGCONT)
@@ -372,13 +313,13 @@ def test_what_was_paused_when_it_went_is_read_when_it_comes_back(kafka: str, pip
     """librdkafka keeps a partition's pause for as long as the process lives."""
     bus = make_bus("kafka", pipeline, kafka)
     bus.create_topics()
-    topic, total = pipeline.requests("interactive"), 4 * BUFFER_MESSAGES
+    topic, total = pipeline.jobs("interactive"), 4 * BUFFER_MESSAGES
     publish(bus, numbered(topic, total))
     found: list[bytes] = []
-    with bus.member("prefill", "a") as stayer:
+    with bus.member("decode", "a") as stayer:
         assert isinstance(stayer, KafkaMember)
         wait_until(lambda: len(stayer.waiting()) >= BUFFER_MESSAGES, 30, "its class is full: it pauses both partitions")
-        with bus.member("prefill", "b") as leaver:
+        with bus.member("decode", "b") as leaver:
             wait_until(lambda: len(leaver.parts()) == len(stayer.parts()) == 1, 30, "each has one")
             wait_until(lambda: not work_off(stayer, found), 30, "what it kept is worked off, and the other is not full")
         wait_until(lambda: work_off(stayer, found) and len(found) == total, 30, "what came back is read")
@@ -398,14 +339,14 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child]
 ) -> None:
     total = 400
-    topic = pipeline.requests("interactive")
+    topic = pipeline.jobs("interactive")
     publish(bus, numbered(topic, total // 2))
     stop = threading.Event()
     failures: list[BaseException] = []
 
     def work(name: str, until: Callable[[], bool]) -> None:
         try:
-            with bus.member("prefill", name) as member:
+            with bus.member("decode", name) as member:
                 while not until():
                     try:
                         work_until(bus, pipeline, member, until)
@@ -443,8 +384,8 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
 def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> None:
     bus = make_bus("kafka", pipeline, kafka, HASTY)
     bus.create_topics()
-    publish(bus, numbered(pipeline.requests("interactive"), 1))
-    with bus.member("prefill", "a") as member:
+    publish(bus, numbered(pipeline.jobs("interactive"), 1))
+    with bus.member("decode", "a") as member:
         (d,) = take(member, 1)
         with pytest.raises(BusUnavailable):
             member.settle([Settlement(d, [Outgoing(pipeline.results, b"seen"), Outgoing("no-such-topic", b"")])])
@@ -459,15 +400,15 @@ def test_no_server_at_the_address(pipeline: Pipeline) -> None:
     with pytest.raises(BusUnavailable):
         bus.check()
     with pytest.raises(BusUnavailable):
-        bus.member("prefill", "a")
+        bus.member("decode", "a")
 
 
 def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: Path) -> None:
     server = started(ValkeyServer(tmp_path).start)
     bus = make_bus("streams", pipeline, server.url)
     bus.create_topics()
-    publish(bus, numbered(pipeline.requests("interactive"), 2))
-    with server, bus.member("prefill", "a") as member:
+    publish(bus, numbered(pipeline.jobs("interactive"), 2))
+    with server, bus.member("decode", "a") as member:
         held = take(member, 1, {"interactive": 1})
         server.kill()
         with pytest.raises(BusUnavailable):
@@ -482,13 +423,13 @@ def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: P
 
 def test_a_lost_reply_is_recovered(redis_url: str, pipeline: Pipeline) -> None:
     bus = make_bus("streams", pipeline, redis_url)
-    publish(bus, numbered(pipeline.requests("interactive"), 3))
-    with bus.member("prefill", "a") as member:
+    publish(bus, numbered(pipeline.jobs("interactive"), 3))
+    with bus.member("decode", "a") as member:
         assert isinstance(member, StreamsMember)
         (held,) = take(member, 1, {"interactive": 1})
         # What the server counts as delivered while the reply did not reach us.
-        stream = pipeline.stream_key(pipeline.requests("interactive"))
-        member._client.xreadgroup(pipeline.group("prefill"), member._consumer, {stream: ">"}, count=1)
+        stream = pipeline.stream_key(pipeline.jobs("interactive"))
+        member._client.xreadgroup(pipeline.group("decode"), member._consumer, {stream: ">"}, count=1)
         member._recovering = True
         rest = take(member, 2)
         assert {d.value for d in (held, *rest)} == {b"0", b"1", b"2"}
@@ -500,8 +441,8 @@ def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Pat
     server = started(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | QUICK_RESTART).start)
     bus = make_bus("kafka", pipeline, server.bootstrap, HASTY)
     bus.create_topics()
-    publish(bus, numbered(pipeline.requests("interactive"), 3))
-    with server, bus.member("prefill", "a") as member:
+    publish(bus, numbered(pipeline.jobs("interactive"), 3))
+    with server, bus.member("decode", "a") as member:
         held = take(member, 3)
         member.settle([answered(pipeline, held[0])])
         server.kill()
@@ -521,3 +462,59 @@ def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Pat
 
         wait_until(settled, 60.0, "all is settled")
         assert values(bus.read_all(pipeline.results)) == [b"0", b"1", b"2"]
+
+
+@pytest.fixture
+def requests(bus: Bus, pipeline: Pipeline) -> list[Outgoing]:
+    sent = numbered(pipeline.requests("interactive"), 30)
+    publish(bus, sent)
+    return sent
+
+
+def test_prefill_hands_off_out_of_order_and_a_restart_repeats_nothing(
+    bus: Bus, pipeline: Pipeline, requests: list[Outgoing]
+) -> None:
+    """What was finished is committed before the partitions are given up, beyond what is not finished too."""
+    with bus.member("prefill", "a") as member:
+        taken = sorted(take(member, 30), key=lambda d: int(d.value))
+        for d in taken[::-3]:
+            member.settle([handed_off(pipeline, d)])
+            assert not member.holds(d)
+        unfinished = {d.value for d in taken} - {d.value for d in taken[::-3]}
+        assert member.held() == len(unfinished)
+    with bus.member("prefill", "b") as member:
+        again = take(member, len(unfinished))
+        assert {d.value for d in again} == unfinished
+        member.settle([handed_off(pipeline, d) for d in again])
+        assert member.poll(0.3, ROOM) == []
+    assert len(bus.read_all(pipeline.jobs("interactive"))) == 30
+    wait_until(lambda: not bus.unsettled()[pipeline.requests("interactive")], 30, "all of it is committed")
+
+
+def test_prefill_publishes_nothing_for_a_lost_delivery(bus: Bus, pipeline: Pipeline, requests: list[Outgoing]) -> None:
+    with bus.member("prefill", "a") as member:
+        done, fresh = take(member, 30)[:2]
+        member.settle([Settlement(done)])
+        with pytest.raises(DeliveryLost) as lost:
+            member.settle([handed_off(pipeline, done), handed_off(pipeline, fresh)])
+        assert lost.value.deliveries == [done]
+        assert bus.read_all(pipeline.jobs("interactive")) == []
+        assert member.holds(fresh)
+
+
+def test_prefill_finishes_nothing_whose_outputs_are_not_out(
+    bus: Bus, pipeline: Pipeline, requests: list[Outgoing]
+) -> None:
+    with bus.member("prefill", "a") as member:
+        (d, *_) = take(member, 30)
+        with pytest.raises(RequestTooLarge):
+            member.settle([Settlement(d, [Outgoing(pipeline.jobs("batch"), b"z" * (MAX_MESSAGE_BYTES + 1))])])
+        assert member.holds(d)
+        if isinstance(bus, KafkaBus):
+            with pytest.raises(BusUnavailable):
+                member.settle([Settlement(d, [Outgoing("no-such-topic", b"")])])
+            assert member.holds(d)
+
+
+def handed_off(pipeline: Pipeline, delivery: Delivery) -> Settlement:
+    return Settlement(delivery, [Outgoing(pipeline.jobs("interactive"), delivery.value, delivery.key)])

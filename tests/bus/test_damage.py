@@ -9,13 +9,12 @@ import confluent_kafka
 import pytest
 from confluent_kafka import Consumer, Producer
 
-from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, Settlement, check_size
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, Settlement
 from penstock.bus.kafka import KafkaBus
 from penstock.bus.kafka_orphans import KafkaOrphans
-from penstock.bus.retries import dead_message, retry_message
+from penstock.bus.letters import dead_message
 from penstock.bus.streams import StreamsBus
 from penstock.local.processes import wait_until
-from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import ORIGIN, REASON, Pipeline
 from penstock.settings import BusSettings
 from penstock.worker import pack, unpack
@@ -178,13 +177,3 @@ def test_of_what_a_compression_hid_no_more_is_kept_than_a_message_may_have(bus: 
     with bus.member("prefill", "a") as member:
         (delivery,) = take(member, 1)
         assert len(delivery.value) == MAX_MESSAGE_BYTES
-
-
-def test_a_retry_always_fits_its_topic(pipeline: Pipeline) -> None:
-    """With what headers and key the message came with, and however long the reason."""
-    topic = pipeline.requests("batch")
-    large = {"h": "x" * (MAX_MESSAGE_BYTES - MAX_REQUEST_BYTES - 10)}
-    delivery = Delivery(topic, "0:0", b"v" * MAX_REQUEST_BYTES, "k", large, "batch", 0.0)
-    message = retry_message(pipeline, delivery, "r" * 5000, 1.0, "s" * 50_000)
-    check_size([message])
-    assert (message.value, message.key, message.headers[ORIGIN]) == (delivery.value, "k", topic)

@@ -16,7 +16,8 @@ def test_what_is_passed_over_during_a_commit_is_in_the_next() -> None:
     commits = holdings.to_commit(found)
     assert commits == [((topic, 0), 1, "")]
     holdings.reach_end((topic, 0), 2)
-    holdings.committed(commits, found)
+    holdings.finish(found)
+    holdings.committed(commits)
     again = holdings.to_commit()
     assert again == [((topic, 0), 2, "")]
     holdings.committed(again)

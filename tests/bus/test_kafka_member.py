@@ -14,15 +14,17 @@ from penstock.bus import kafka_member, kafka_progress
 from penstock.bus.contract import Delivery, Settlement
 from penstock.bus.kafka_member import KafkaMember
 from penstock.bus.kafka_questions import Partition, Questions
+from penstock.bus.offsets import PartitionOffsets
 from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.local.processes import wait_until
-from penstock.names import ORIGIN, Pipeline
+from penstock.names import ORIGIN, Pipeline, Stage
 from tests.bus.buses import ROOM
-from tests.bus.kafka_double import PATIENCE_S, DoubleBus, refusal
+from tests.bus.kafka_double import EPOCH, PATIENCE_S, DoubleBus, refusal
 
 NAMES = Pipeline("double")
 ONE, OTHER, BATCH = (NAMES.requests("interactive"), 0), (NAMES.requests("interactive"), 1), (NAMES.requests("batch"), 0)
-PARTITIONS = st.sampled_from([ONE, OTHER, BATCH])
+JOBS, JOBS_OTHER, JOBS_BATCH = (NAMES.jobs("interactive"), 0), (NAMES.jobs("interactive"), 1), (NAMES.jobs("batch"), 0)
+NUMBERS = st.integers(0, 2)
 
 
 def place_of(delivery: Delivery) -> tuple[Partition, int]:
@@ -33,26 +35,32 @@ def place_of(delivery: Delivery) -> tuple[Partition, int]:
 class MemberMachine(RuleBasedStateMachine):
     """The model: what was settled, and what came of each partition since it was assigned."""
 
+    stage: Stage = "prefill"
+    partitions: tuple[Partition, ...] = (ONE, OTHER, BATCH)
+
     def __init__(self) -> None:
         super().__init__()
         self.bus = DoubleBus()
-        self.member = KafkaMember(self.bus, "prefill", "a")
+        self.member = KafkaMember(self.bus, self.stage, "a")
         self.came: dict[Partition, set[int]] = {}
         self.settled: set[tuple[Partition, int]] = set()
         self.held: list[Delivery] = []
 
-    @rule(partition=PARTITIONS, count=st.integers(1, 100), has_marker=st.booleans())
-    def publish(self, partition: Partition, count: int, has_marker: bool) -> None:
+    @rule(number=NUMBERS, count=st.integers(1, 100), has_marker=st.booleans())
+    def publish(self, number: int, count: int, has_marker: bool) -> None:
+        partition = self.partitions[number]
         self.bus.publish(partition, *[b"x"] * count, *[None] * has_marker)
 
-    @rule(partition=PARTITIONS)
-    def give(self, partition: Partition) -> None:
+    @rule(number=NUMBERS)
+    def give(self, number: int) -> None:
+        partition = self.partitions[number]
         if partition not in self.came:
             self.came[partition] = set()
             self.bus.give(partition)
 
-    @rule(partition=PARTITIONS)
-    def take_away(self, partition: Partition) -> None:
+    @rule(number=NUMBERS)
+    def take_away(self, number: int) -> None:
+        partition = self.partitions[number]
         if partition in self.came:
             del self.came[partition]
             self.bus.take_away(partition)
@@ -114,16 +122,28 @@ class MemberMachine(RuleBasedStateMachine):
         assert self.bus.reader is not None
         self.bus.reader.free()
         self.member.close()
+        for partition in self.came:  # all that was settled is committed when it leaves
+            done = {offset for one, offset in self.settled if one == partition}
+            place = self.bus.commits.get(partition, TopicPartition(*partition, 0))
+            begun = PartitionOffsets(place.offset, place.metadata or "")
+            assert not any(begun.deliver(offset) for offset in sorted(done))
 
 
-TestMember = MemberMachine.TestCase
-TestMember.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+class DecodeMachine(MemberMachine):
+    """The same with transactions."""
+
+    stage = "decode"
+    partitions = (JOBS, JOBS_OTHER, JOBS_BATCH)
+
+
+TestPrefill, TestDecode = MemberMachine.TestCase, DecodeMachine.TestCase
+TestPrefill.settings = TestDecode.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
 @contextmanager
-def joined(bus: DoubleBus) -> Iterator[KafkaMember]:
+def joined(bus: DoubleBus, stage: Stage = "prefill") -> Iterator[KafkaMember]:
     """A member. Nothing hangs or is away any more when it is left."""
-    member = KafkaMember(bus, "prefill", "a")
+    member = KafkaMember(bus, stage, "a")
     try:
         yield member
     finally:
@@ -181,8 +201,8 @@ def test_commits_that_are_refused_are_not_asked_for_for_ever() -> None:
             member.poll(PATIENCE_S, ROOM)
 
 
-def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_member, "REVOKE_S", 0.05)
+def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
+    """Whoever has it now finds in the record that it was handed off: nobody waits, and nothing is done again here."""
     bus = DoubleBus()
     bus.publish(ONE, b"1")
     with joined(bus) as member:
@@ -190,11 +210,63 @@ def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyP
         bus.turn_until(member.waiting, "it is read")
         (delivery,) = member.poll(0.0, ROOM)
         bus.goes_on.clear()
+        thread = threading.Thread(target=member.settle, args=([Settlement(delivery)],))
+        thread.start()
+        wait_until(lambda: member._settling_since is not None, PATIENCE_S, "it is being settled")
+        member._on_lost(None, [TopicPartition(*ONE)])  # type: ignore[arg-type]
+        bus.goes_on.set()
+        thread.join()
+        assert (member.held(), bus.commits) == (0, {})
+        with pytest.raises(DeliveryLost):
+            member.settle([Settlement(delivery)])
+
+
+def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None:
+    bus = DoubleBus()
+    bus.publish(ONE, b"1", b"2", b"3")
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(lambda: len(member.waiting()) == 3, "all is read")
+        first, second, third = member.poll(0.0, ROOM)
+        bus.commit_refusal = KafkaError.STALE_MEMBER_EPOCH
+        member.settle([Settlement(third)])
+        bus.turn_until(lambda: member._commits._error, "it is refused")
+        member.settle([Settlement(first)])
+        bus.commit_refusal = None
+        bus.turn_until(lambda: ONE in bus.commits, "it is committed")
+        assert (bus.commits[ONE].offset, member.holds(second)) == (1, True)
+        assert PartitionOffsets(1, bus.commits[ONE].metadata or "").deliver(1)
+        assert not member._holdings.has_uncommitted
+
+
+def test_finished_work_that_cannot_be_committed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_member, "SETTLED_S", 0.0)
+    bus = DoubleBus()
+    bus.commit_refusal = KafkaError.GROUP_AUTHORIZATION_FAILED
+    bus.publish(ONE, b"1")
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(member.waiting, "it is read")
+        member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
+        bus.turn_until(lambda: "were not committed" in member.trouble, "it is noticed")
+        bus.commit_refusal = None
+        bus.turn_until(lambda: member.trouble == "", "it is committed")
+
+
+def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_member, "REVOKE_S", 0.05)
+    bus = DoubleBus()
+    bus.publish(JOBS, b"1")
+    with joined(bus, "decode") as member:
+        bus.give(JOBS)
+        bus.turn_until(member.waiting, "it is read")
+        (delivery,) = member.poll(0.0, ROOM)
+        bus.goes_on.clear()
         outcomes: list[BaseException] = []
         thread = threading.Thread(target=settle, args=(member, delivery, outcomes))
         thread.start()
         wait_until(lambda: member._settling_since is not None, PATIENCE_S, "it is being settled")
-        member._on_revoke(None, [TopicPartition(*ONE)])  # type: ignore[arg-type]
+        member._on_revoke(None, [TopicPartition(*JOBS)])  # type: ignore[arg-type]
         assert not member.holds(delivery)
         with pytest.raises(BusUnavailable, match="does not end"):
             member.poll(0.0, ROOM)
@@ -270,6 +342,21 @@ def test_a_commit_beyond_the_end_begins_the_partition_anew() -> None:
     assert bus.commits[ONE].offset == 2
 
 
+@pytest.mark.parametrize("ends_in_a_marker", [False, True])
+def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marker: bool) -> None:
+    """With one that is too low the next reader would believe that the log was cut, and begin before the commit."""
+    bus = DoubleBus()
+    bus.publish(ONE, b"1", *([None] if ends_in_a_marker else []))
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(lambda: len(member.waiting()) == 1, "all is read")
+        for _ in range(3):
+            bus.turn()  # the end of the partition is told, too
+        member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
+        committed = bus.commits[ONE]
+    assert (committed.offset, committed.leader_epoch) == ((2, None) if ends_in_a_marker else (1, EPOCH))
+
+
 def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
     """What it holds bears offsets that may mean something else now."""
     bus = DoubleBus()
@@ -300,12 +387,14 @@ def test_a_topic_that_may_not_be_read_shows() -> None:
         assert member.trouble == ""
 
 
-def test_a_message_of_nobody_is_buried_after_an_outage() -> None:
+def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_member, "DAMAGED_TRIES", 1)
     bus = DoubleBus()
-    retries = NAMES.retries("batch"), 0
-    bus.publish(retries, b"?")
     with joined(bus) as member:
-        bus.give(retries)
+        bus.give(ONE)
+        bus.turn_until(member.parts, "it is begun")
+        assert bus.reader is not None
+        bus.reader.errors.append(refusal(ONE, KafkaError._BAD_COMPRESSION))
         bus.turn_until(member.held, "it is read")
         bus.is_away = True
         with pytest.raises(BusUnavailable):

@@ -52,7 +52,7 @@ def test_a_member_says_what_it_reads_of_what_is_interactive(bus: KafkaBus, pipel
 
 
 def test_each_topic_is_dealt_out_to_all_members(kafka: str, pipeline: Pipeline) -> None:
-    """Not one the requests and the other the retries."""
+    """Not one all that is interactive, and the other all batch work."""
     bus = KafkaBus(pipeline, kafka, BusSettings(partitions=4))
     bus.create_topics()
     with bus.member("prefill", "a") as one, bus.member("prefill", "b") as other:
@@ -71,6 +71,7 @@ def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
     with bus.member("prefill", "a") as member:
         taken = take(member, 10)
         member.settle([answered(pipeline, taken[number]) for number in (0, 1, 4, 5)])
+        wait_until(lambda: bus.unsettled()[topic] == 6, 30, "that is committed")
         first = read(reader, part, 3, most=3)
         assert seen(first) == [2, 3, 6]
         assert seen(read(reader, part, 3)) == [7, 8, 9]

@@ -43,7 +43,8 @@ class Fate:
 def points_of(stage: Stage, bus: Bus) -> list[str]:
     """The failpoints that a worker can come by."""
     own = failpoints.PREFILL if stage == "prefill" else failpoints.DECODE
-    return [*own, *failpoints.SETTLER, *(failpoints.KAFKA if bus == "kafka" else ())]
+    on_kafka = failpoints.KAFKA_PREFILL if stage == "prefill" else failpoints.KAFKA_DECODE
+    return [*own, *failpoints.SETTLER, *(on_kafka if bus == "kafka" else ())]
 
 
 def fate_of(seed: int, bus: Bus, stage: Stage, name: str, life: int) -> Fate:

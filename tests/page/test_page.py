@@ -138,7 +138,8 @@ def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path
         assert page.locator(".worker").count() == 0
         page.fill("#key", mine)
         page.press("#key", "Enter")
-        page.wait_for_selector(".worker[data-state=ready]")
+        page.wait_for_selector("#health[data-state=ok]")
+        assert page.locator(".worker").count() == 0, "a tenant sees how the pipeline is, not its workers"
         ask(page, "Who art thou?", 8)
         page.wait_for_selector("#bars[data-whole=true]")
         life = f"{url}/v1/requests/{page.inner_text('.turn .id')}/timeline"

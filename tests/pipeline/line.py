@@ -10,8 +10,7 @@ from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing
 from penstock.messages import Request, Result, decode
 from penstock.names import Pipeline, Stage
-from penstock.reach import redis_client
-from penstock.record import Record
+from penstock.record import connect_servers, record_on
 from penstock.settings import Addresses, BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.worker import run_until_idle
 from penstock.worker.worker import Worker
@@ -39,7 +38,8 @@ class Line:
         self.pipeline = Pipeline(addresses.pipeline)
         self.bus = connect(addresses, PATIENT)
         self.bus.create_topics()
-        self.client = redis_client(addresses.stream_url)
+        self.clients = connect_servers(addresses.stream_url)
+        self.client = self.clients.parts[0]
         self.record_settings = record or RecordSettings()
         self._stores: list[KVStore] = []
         self.add_prefill("prefill-0")
@@ -61,7 +61,7 @@ class Line:
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )
         self._stores.append(store)
-        record = Record(self.client, self.pipeline, self.record_settings)
+        record = record_on(self.clients, self.pipeline, self.record_settings)
         member = self.bus.member(stage, name)
         role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, engine)
         return Worker(role, self.pipeline, name, store, record, member)
@@ -116,4 +116,5 @@ class Line:
         for store in self._stores:
             store.close()
         self.publisher.close()
-        self.client.close()
+        for client in self.clients.parts:
+            client.close()

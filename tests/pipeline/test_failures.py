@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from penstock.errors import REQUEST_ERRORS, KVStoreError
 from penstock.local.processes import Child, wait_until
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode
 from penstock.names import Pipeline, Stage
-from penstock.record import Claim, body_hash
+from penstock.record import Busy, Claim, body_hash
 from penstock.settings import Addresses, BusSettings, RecordSettings
 from penstock.worker import pack, run_until_idle
 from tests.forked import fork
@@ -26,6 +27,7 @@ from tests.pipeline.checks import results_of
 from tests.pipeline.line import Line
 from tests.pipeline.poisoned_worker import POISON
 from tests.pipeline.workload import alone, requests
+from tests.record.play import alive
 
 RECORD = RecordSettings(retry_first_s=0.05, lease_s=0.4)
 
@@ -97,7 +99,7 @@ def test_who_makes_steps_fail_ends_alone(
         assert dead.headers[names.STACK].rstrip().endswith("ZeroDivisionError: a bug")
         assert "in broken" in dead.headers[names.STACK]
         assert dead.headers[names.ORIGIN] == line.pipeline.inputs(stage)["interactive"]
-        assert dead.headers[names.ATTEMPT] == ("3" if stage == "prefill" else "4")  # one that said something first
+        assert dead.headers[names.ATTEMPT] == "3"  # of decode without the one that said something
         assert abs(int(dead.headers[names.BURIED]) / 1000 - time.time()) < 60
 
 
@@ -149,7 +151,7 @@ def test_what_cannot_even_begin_ends_and_stops_nobody(
 
 @pytest.mark.timeout(60)
 def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
-    """It has no delivery to retry: it is taken over again, until it ends."""
+    """It has no delivery to keep: it is taken over again, until it ends."""
     silent = line.prefill
     line.send(poison())
     wait_until(lambda: silent.turn() or silent.running, 30, "a claim", 0)
@@ -192,21 +194,6 @@ def test_what_was_taken_over_waits_before_it_is_tried_again(redis_url: str, pipe
         silent.close()
 
 
-def retried(line: Line, request_id: str) -> Outgoing:
-    """Turn the prefill worker until the request is in the retry topic."""
-    found: list[Outgoing] = []
-
-    def is_there() -> bool:
-        line.prefill.turn()
-        found.extend(
-            message for message in line.bus.read_all(line.pipeline.retries("interactive")) if message.key == request_id
-        )
-        return bool(found)
-
-    wait_until(is_there, 30, "a retry", 0)
-    return found[0]
-
-
 BAD_JOB = b'{"v": 1, "id": "bad", "job": "j1", "of_a_later_version": true}'
 
 
@@ -233,8 +220,9 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> N
     """A job ends; a parcel of another version is left to its delivery."""
     record, topic = line.decode.record, line.pipeline.jobs("interactive")
     job = Delivery(topic, "0:0", BAD_JOB, "bad", {}, "interactive", 0.0)
-    record.claim_decode("bad", "who died", "j1", pack(job))
-    record.claim_decode("other", "who died", "j2", b"of another version")
+    who_died = alive(record, "decode", "who died")
+    record.claim_decode("bad", who_died, "j1", pack(job))
+    record.claim_decode("other", who_died, "j2", b"of another version")
 
     def attempts(request_id: str) -> int:
         return int(line.client.hget(line.pipeline.record_key(request_id), "attempts") or 0)
@@ -267,7 +255,8 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
 
     monkeypatch.setattr(line.prompts, "read", read_later)
     delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
-    line.prefill.record.claim_prefill(GOOD.id, "who died", body_hash(GOOD), pack(delivery))
+    who_died = alive(line.prefill.record, "prefill", "who died")
+    line.prefill.record.claim_prefill(GOOD.id, who_died, body_hash(GOOD), pack(delivery))
 
     def is_handed_off() -> bool:
         line.prefill.turn()
@@ -278,8 +267,8 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
     assert (result.id, result.error) == (GOOD.id, None)
 
 
-@pytest.mark.timeout(60)
 def test_waiting_times_grow_up_to_the_cap(redis_url: str, pipeline: Pipeline) -> None:
+    """The record is left alone for them, and the worker keeps the delivery."""
     settings = RecordSettings(fail_attempts=9, retry_first_s=2.0, retry_factor=3.0, retry_cap_s=10.0)
     with line_on(redis_url, pipeline, record=settings) as line:
         breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
@@ -290,10 +279,38 @@ def test_waiting_times_grow_up_to_the_cap(redis_url: str, pipeline: Pipeline) ->
                 claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
                 assert isinstance(claim, Claim)
                 line.prefill.record.release(claim, failed=True)
-            before_s = time.time()
             line.send(request)
-            waits.append(int(retried(line, request.id).headers[names.NOT_BEFORE]) / 1000 - before_s)
+            wait_until(partial(keeps, line, number + 1), 30, "it is kept", 0)
+            busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
+            assert isinstance(busy, Busy)
+            waits.append(busy.wait_s)
         assert waits == pytest.approx([2, 6, 10], abs=1.5)
+        assert line.prefill.member.held() == 3
+        line.send(GOOD)
+        wait_until(partial(hands_off, line, GOOD.id), 30, "what is kept holds up nobody", 0)
+
+
+def hands_off(line: Line, request_id: str) -> bool:
+    line.prefill.turn()
+    return request_id in {job.key for job in line.bus.read_all(line.pipeline.jobs("interactive"))}
+
+
+def keeps(line: Line, count: int) -> bool:
+    line.prefill.turn()
+    return len(line.prefill.inbox) == count
+
+
+def test_what_failed_waits_through_its_workers_death(line: Line) -> None:
+    """Its attempts count in the record, and whoever is left tries again."""
+    breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
+    line.send(poison())
+    wait_until(partial(keeps, line, 1), 30, "it failed", 0)
+    line.prefill.abandon()
+    line.add_prefill("prefill-1")
+    (result,) = line.run_until(1)
+    assert result.error is None
+    assert len(result.token_ids) == 8
+    assert int(line.client.hget(line.pipeline.record_key("poison"), "attempts") or 0) == 0
 
 
 @pytest.mark.timeout(60)

@@ -86,16 +86,24 @@ def test_sent_twice_is_answered_once(line: Line) -> None:
     assert line.dead() == []
 
 
-def test_sent_many_times_is_not_given_up(line: Line) -> None:
-    """A hand-off is progress: copies of a request that waits for decode do not use up its attempts."""
+def test_sent_many_times_is_prefilled_once_and_not_given_up(line: Line) -> None:
+    """Copies of a request that waits for decode are settled without output, and do not use up its attempts."""
     line.decode.close()
-    for num_jobs in range(1, 6):
-        line.send(ask("again"))
-        line.run_prefill(num_jobs)
+    line.send(ask("again"))
+    line.run_prefill(1)
+    line.send(*[ask("again")] * 4, ask("other"))
+    line.run_prefill(2)
+    jobs = line.bus.read_all(line.pipeline.jobs("interactive"))
+    assert sorted(job.key or "" for job in jobs) == ["again", "other"]
     line.renew_decode()
-    (result,) = line.run_until(1)
-    assert result.error is None
+    results = line.run_until(2)
+    assert [result.error for result in results] == [None, None]
     assert line.dead() == []
+
+
+def unsettled(line: Line) -> int:
+    run_until_idle(line.prefill)
+    return line.bus.unsettled()[line.pipeline.requests("interactive")]
 
 
 def test_one_token_ends_in_prefill_and_has_its_result(line: Line) -> None:
@@ -120,7 +128,7 @@ def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) ->
 
 
 def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The retry topic with its not-before; then a typed error, a dead letter, and the next request is served."""
+    """Claimed and given back; then a typed error, a dead letter, and the next request is served."""
     read = line.prompts.read
 
     def broken(request: Request) -> list[int]:

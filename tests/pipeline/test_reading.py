@@ -131,10 +131,14 @@ def taking_over(line: Line, request: Request) -> tuple[Worker, Reader]:
 
 def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: Line, work: list[Request]) -> None:
     silent, reader = taking_over(line, work[-1])
-    session = line.prefill.session
-    begun_ms = session.lasts_until_ms
+    sessions, session = line.pipeline.sessions_key("prefill"), line.prefill.session.id
     lease_ms = line.prefill.record.lease_s * 1000
-    wait_until(lambda: session.lasts_until_ms > begun_ms + 2 * lease_ms, 30, "more than a lease")
+
+    def lasts_until_ms() -> float:
+        return float(line.client.zscore(sessions, session) or 0)
+
+    begun_ms = lasts_until_ms()
+    wait_until(lambda: lasts_until_ms() > begun_ms + 2 * lease_ms, 30, "more than a lease")
     with Session(line.prefill.record, "prefill", "a-third") as third:
         assert line.prefill.record.take("prefill", third.id, 10) == []
     reader.is_let.set()

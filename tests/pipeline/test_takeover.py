@@ -21,6 +21,7 @@ from tests.pipeline.line import Line
 from tests.pipeline.workload import SETTINGS, alone, requests
 from tests.servers import started
 
+LEASE_S = 0.4
 NUM_PARTITIONS = BusSettings().partitions
 
 
@@ -28,7 +29,7 @@ NUM_PARTITIONS = BusSettings().partitions
 def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
     kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
-    with Line(addresses, RecordSettings(lease_s=0.4)) as made:
+    with Line(addresses, RecordSettings(lease_s=LEASE_S)) as made:
         yield made
 
 
@@ -170,9 +171,9 @@ def test_what_waited_in_a_killed_worker_goes_on(
     stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:
     """It had fetched more than it had room for. The group thinks that it lives, and keeps its partitions for it."""
-    work = requests(12, pipeline.name, max_tokens=8 if stage == "prefill" else 60)
+    work = requests(48 if stage == "prefill" else 12, pipeline.name, max_tokens=8 if stage == "prefill" else 60)
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
-    with Line(addresses) as line:
+    with Line(addresses, RecordSettings(lease_s=LEASE_S)) as line:
         if stage == "decode":
             line.decode.close()
             line.send(*work)
@@ -214,7 +215,7 @@ def test_what_arrives_for_a_killed_worker_goes_on(
     """All partitions are a dead member's for 45 s, and another worker answers what is put there now."""
     work = requests(6, pipeline.name, max_tokens=8)
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
-    with Line(addresses) as line:
+    with Line(addresses, RecordSettings(lease_s=LEASE_S)) as line:
         (line.decode if stage == "decode" else line.prefill).close()
         victim = fork(
             "victim", tmp_path / "victim.log", run_penstock, "worker", stage, environment=environment_of(addresses)
@@ -246,6 +247,7 @@ def environment_of(addresses: Addresses) -> dict[str, str]:
         "PENSTOCK_STREAM_URL": addresses.stream_url,
         "PENSTOCK_KAFKA": addresses.kafka,
         "PENSTOCK_WORKER_NAME": "victim",
+        "PENSTOCK_RECORD_LEASE_S": str(LEASE_S),
         "PENSTOCK_ENGINE_DTYPE": "float32",
         "PENSTOCK_ENGINE_MAX_BATCH": "1",
         "PENSTOCK_ENGINE_MAX_STEP_TOKENS": "4",

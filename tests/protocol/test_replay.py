@@ -53,7 +53,7 @@ def client(redis_url: str) -> Iterator["redis.Redis"]:
 
 @pytest.fixture
 def record(client: "redis.Redis", pipeline: Pipeline) -> Iterator[Record]:
-    made = Record(client, pipeline, RecordSettings(lease_s=LEASE_S, max_attempts=MAX_ATTEMPTS))
+    made = Record(client, pipeline, RecordSettings(lease_s=LEASE_S, retry_cap_s=LEASE_S, max_attempts=MAX_ATTEMPTS))
     yield made
     made.close()
 

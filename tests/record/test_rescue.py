@@ -65,13 +65,40 @@ class Full(Record):
 
     failures = 1
 
-    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> None:
+    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> list[Waiting]:
         if waiting and self.failures:
             self.failures -= 1
             raise redis.TimeoutError("slow")
         num_bytes = sum(len(one.message) for one in waiting)
         assert num_bytes <= AT_ONCE_BYTES or len(waiting) == 1
-        super().put_down(stage, waiting)
+        return super().put_down(stage, waiting)
+
+
+class Half(Record):
+    """One of its two servers is away at first: that of `r1` and `r3`."""
+
+    is_away = True
+
+    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> list[Waiting]:
+        left = [one for one in waiting if self.is_away and one.id in ("r1", "r3")]
+        return left + super().put_down(stage, [one for one in waiting if one not in left])
+
+
+def test_what_is_a_server_s_that_is_away_is_put_down_when_it_answers(
+    client: "redis.Redis", pipeline: Pipeline, hasty: Record
+) -> None:
+    """Both what waits here and what was read for others; what is another server's does not wait for it."""
+    hasty.renew("prefill", "dead/1", 0, ["topic:0"])
+    hasty.reap("prefill", 0, "dead/1")
+    record = Half(client, pipeline, hasty.settings)
+    with Session(record, "prefill", "p1", adopts=True) as session:
+        member = Member([delivery("r1"), delivery("r2")], {"topic:0": [delivery("r3"), delivery("r4")]})
+        rescue = Rescue(record, "prefill", session, member, member, whose)  # type: ignore[arg-type]
+        wait_until(lambda: record.num_free("prefill") == 2, 20, "those of the other server are free")
+        assert {taken.claim.id for taken in record.take("prefill", session.id, 9)} == {"r2", "r4"}
+        record.is_away = False
+        wait_until(lambda: record.num_free("prefill") == 2, 20, "these are free, too")
+        rescue.close()
 
 
 def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(

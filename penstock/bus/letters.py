@@ -1,0 +1,36 @@
+"""Dead letters, the same on both buses.
+
+A dead letter is the message as it came. Its headers say where it came from (`ORIGIN`), how often it was tried
+(`ATTEMPT`), why it is here (`REASON`), where that happened (`STACK`), and since when it is one (`BURIED`, milliseconds
+since the epoch).
+"""
+
+import time
+
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
+from penstock.names import ATTEMPT, BURIED, ORIGIN, REASON, STACK, TRUNCATED, Pipeline
+
+MAX_REASON_CHARS = 1000
+MAX_STACK_CHARS = 6000
+"""The end of a stack says most."""
+
+
+def dead_message(pipeline: Pipeline, delivery: Delivery, reason: str, stack: str = "", attempts: int = 1) -> Outgoing:
+    """What goes to the dead-letter topic for a delivery that was tried so often."""
+    headers = dict(delivery.headers)
+    if stack:
+        headers[STACK] = stack[-MAX_STACK_CHARS:]
+    headers[ORIGIN] = delivery.topic
+    headers[REASON] = reason[:MAX_REASON_CHARS]
+    headers[ATTEMPT] = str(attempts)
+    headers[BURIED] = str(int(time.time() * 1000))
+    message = Outgoing(pipeline.dead, delivery.value, delivery.key, headers)
+    return message if message.num_bytes <= MAX_MESSAGE_BYTES else _cut(message)
+
+
+def _cut(message: Outgoing) -> Outgoing:
+    """The beginning of a message that no topic takes whole, and what is known of it: a dead letter always fits."""
+    kept = {name: message.headers[name][:MAX_REASON_CHARS] for name in (ORIGIN, REASON, ATTEMPT, BURIED)}
+    kept[TRUNCATED] = str(len(message.value))
+    key = message.key if message.key is not None and len(message.key) <= MAX_REASON_CHARS else None
+    return Outgoing(message.topic, message.value[: MAX_MESSAGE_BYTES // 2], key, kept)

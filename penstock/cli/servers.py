@@ -1,0 +1,58 @@
+"""`penstock servers`: the Redis servers that requests are spread over."""
+
+import redis
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock.bus.connect import connect
+from penstock.errors import ServersDiffer
+from penstock.names import Pipeline
+from penstock.reach import redis_client
+from penstock.servers import ByServer, change_list, in_words
+from penstock.settings import Addresses, BusSettings, load
+from penstock.status import worker_status
+from penstock.transport import shown, urls_of
+
+app = typer.Typer(help="The Redis servers that requests are spread over.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_servers() -> None:
+    """Each server, and the list that it was told to be part of."""
+    addresses = load(Addresses)
+    pipeline, clients = Pipeline(addresses.pipeline), ByServer.of(addresses.stream_url, redis_client)
+    table = Table("name", "address", "its list", box=None, pad_edge=False)
+    for name, url, client in zip(clients.names, urls_of(addresses.stream_url), clients.parts, strict=True):
+        table.add_row(name, shown(url), _list_of(client, pipeline))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def change() -> None:
+    """Tell all servers the list of PENSTOCK_STREAM_URL: when no worker runs, and nothing is under way.
+
+    Requests wait in their topics meanwhile. What was begun and not ended would begin again on another server.
+    """
+    addresses = load(Addresses)
+    pipeline, clients = Pipeline(addresses.pipeline), ByServer.of(addresses.stream_url, redis_client)
+    if running := [worker["name"] for worker in worker_status(addresses)]:
+        raise ServersDiffer(f"{', '.join(running)} still run: stop all workers and gateways before the list is changed")
+    unsettled = connect(addresses, load(BusSettings)).unsettled()
+    jobs = sum(unsettled[topic] for topic in pipeline.inputs("decode").values())
+    if jobs:
+        raise ServersDiffer(
+            f"{jobs} jobs wait for decode: run the workers with the list as it was until `penstock lag` says 0, and "
+            "change it then"
+        )
+    for client in clients.parts:
+        change_list(client, pipeline, clients.names)
+    Console(highlight=False).print(f"{pipeline.name}: {', '.join(clients.names)}")
+
+
+def _list_of(client: "redis.Redis", pipeline: Pipeline) -> str:
+    try:
+        found: object = client.get(pipeline.servers_key)
+    except redis.RedisError as error:
+        return f"away: {error}"
+    return in_words(found.decode()) if isinstance(found, bytes) else "none yet"

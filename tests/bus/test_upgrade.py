@@ -1,0 +1,92 @@
+"""What an older version put off to be tried again is moved back to where it came from, each message once."""
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from penstock.bus.contract import Bus, Outgoing
+from penstock.bus.kafka import KafkaBus
+from penstock.bus.offsets import encode
+from penstock.bus.upgrade import NOT_BEFORE, check_upgraded
+from penstock.errors import UpgradeNeeded
+from penstock.local.processes import wait_until
+from penstock.names import ATTEMPT, ORIGIN, REASON, STACK, TENANT, Pipeline, Stage
+from tests.bus.buses import make_bus, numbered, publish, take, values
+
+
+@pytest.fixture(params=["streams", "kafka"])
+def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
+    """With the topics of an older version beside its own."""
+    address = request.getfixturevalue("kafka" if request.param == "kafka" else "redis_url")
+    made = make_bus(request.param, pipeline, address)
+    made.create_topics()
+    if isinstance(made, KafkaBus):
+        make_old_topics(made)
+    assert (made.count_old_retries(), made.move_old_retries()) == (0, 0)
+    check_upgraded(made)
+    return made
+
+
+def make_old_topics(bus: KafkaBus) -> None:
+    admin = AdminClient(bus.clients)
+    for future in admin.create_topics([NewTopic(topic, 1, 1) for topic in bus.pipeline.old_retries()]).values():
+        future.result(30)
+
+
+def put_off(value: bytes, origin: str, klass_topic: str) -> Outgoing:
+    headers = {TENANT: "t", ATTEMPT: "1", NOT_BEFORE: "99999999999999", ORIGIN: origin, REASON: "a bug", STACK: "here"}
+    return Outgoing(klass_topic, value, value.decode(), headers)
+
+
+def test_what_waits_goes_back_once_and_no_worker_starts_before(bus: Bus, pipeline: Pipeline) -> None:
+    quick, slow = pipeline.old_retries()
+    waiting = [put_off(str(n).encode(), pipeline.requests("interactive"), quick) for n in range(250)]
+    waiting += [put_off(b"job", pipeline.jobs("batch"), slow), put_off(b"?", "elsewhere", slow)]
+    publish(bus, waiting)
+    wait_until(lambda: bus.count_old_retries() == len(waiting), 30, "all are counted")
+    with pytest.raises(UpgradeNeeded, match="penstock topics create"):
+        check_upgraded(bus)
+    assert bus.move_old_retries() == len(waiting)
+    assert bus.move_old_retries() == 0
+    check_upgraded(bus)
+    again = bus.read_all(pipeline.requests("interactive"))
+    assert sorted(int(message.value) for message in again) == list(range(250))
+    assert {(message.key == message.value.decode(), *message.headers.items()) for message in again} == {
+        (True, (TENANT, "t"))
+    }
+    assert values(bus.read_all(pipeline.jobs("batch"))) == [b"job"]
+    (dead,) = bus.read_all(pipeline.dead)
+    assert (dead.value, dead.headers[ORIGIN]) == (b"?", slow)
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_nothing_is_moved_beside_a_worker_that_runs(bus: Bus, pipeline: Pipeline, stage: Stage) -> None:
+    publish(bus, [put_off(b"x", pipeline.inputs(stage)["batch"], pipeline.old_retries()[1])])
+    wait_until(bus.count_old_retries, 30, "it is counted")
+    with bus.member(stage, "a") as member:
+        publish(bus, numbered(pipeline.inputs(stage)["interactive"], 1))
+        take(member, 1)
+        with pytest.raises(UpgradeNeeded, match="stop all workers"):
+            bus.move_old_retries()
+    assert len(bus.read_all(pipeline.inputs(stage)["batch"])) == 0
+    wait_until(lambda: bus.move_old_retries() == 1, 30, "it has left")
+
+
+def test_what_the_groups_had_settled_is_left(kafka: str, pipeline: Pipeline) -> None:
+    """Out of order too: a commit's metadata says so."""
+    bus = make_bus("kafka", pipeline, kafka)
+    assert isinstance(bus, KafkaBus)
+    bus.create_topics()
+    topic = pipeline.old_retries()[0]
+    make_old_topics(bus)
+    requests, jobs = pipeline.requests("interactive"), pipeline.jobs("interactive")
+    publish(bus, [put_off(str(n).encode(), requests if n % 2 else jobs, topic) for n in range(6)])
+    for stage, offset, metadata in (("prefill", 1, encode([(2, 4)], 1)), ("decode", 6, "")):
+        consumer = Consumer({**bus.clients, "group.id": f"penstock.{pipeline.name}.{stage}"})
+        consumer.commit(offsets=[TopicPartition(topic, 0, offset, metadata)], asynchronous=False)
+        consumer.close()
+    assert bus.count_old_retries() == 2
+    assert bus.move_old_retries() == 2
+    assert (bus.count_old_retries(), bus.read_all(jobs)) == (0, [])
+    assert values(bus.read_all(requests)) == [b"1", b"5"]

@@ -1,0 +1,104 @@
+"""Two stream servers, one of which is away while real worker processes answer: its requests wait, the others go on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.client import Client
+from penstock.errors import ServersDiffer
+from penstock.local.processes import wait_until
+from penstock.local.valkey import ValkeyServer
+from penstock.names import Pipeline
+from penstock.reach import redis_client
+from penstock.servers import ByServer, keep_lists, place_of
+from penstock.status import worker_status
+from penstock.telemetry.timeline import timeline
+from tests.pipeline.checks import Streams, check_results, check_streams
+from tests.pipeline.site import Site, answers, hanging, results_when_all_there, site_on, submit, work
+
+pytestmark = pytest.mark.timeout(180)
+
+NAMES = ("left", "right")
+
+
+class TwoServers(Site):
+    """The bus is on the first."""
+
+    def __init__(self, directory: Path, bus: str) -> None:
+        super().__init__(directory, bus)
+        self.second = ValkeyServer(directory / "second")
+        self._servers.append(self.second)
+        self._redis_url = f"{self.redis.url}#{NAMES[0]},{self.second.url}#{NAMES[1]}"
+
+    @contextmanager
+    def killed(self) -> Iterator[None]:
+        """The second is dead meanwhile."""
+        self.second.kill()
+        yield
+        self.second.start()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoServers]:
+    yield from site_on("embedded", tmp_path_factory, TwoServers)
+
+
+@pytest.mark.parametrize("away", [lambda two: hanging(two.second.pid), TwoServers.killed], ids=["hangs", "killed"])
+def test_requests_of_the_other_server_go_on(
+    two: TwoServers, away: Callable[[TwoServers], AbstractContextManager[None]]
+) -> None:
+    """They end, and new ones are answered, while it is away. Then its own are answered, those that came meanwhile too:
+    each token once, one result each, and no process ended.
+    """
+    two.wait_ready()
+    before, addresses = two.pids(), two.stack.addresses
+    asked, more = work(), work()
+    on_right = [one for one in more if place_of(NAMES, one.id) == 1]
+    later = [one for one in more if one not in on_right[1:]]
+    expected = dict(zip([request.id for request in asked], answers(), strict=True))
+    expected |= {one.id: answer for one, answer in zip(more, answers(), strict=True) if one in later}
+    on_left = {one for one in expected if place_of(NAMES, one) == 0}
+    assert len(on_left) not in (0, len(expected))
+    with Client(addresses) as client:
+        streams = Streams(client, [*asked, *later])
+        for request in asked:
+            submit(client, request)
+        wait_until(lambda: all(len(streams.events[one.id]) > 3 for one in asked), 60, "the first tokens")
+        with away(two):
+            for request in later:
+                submit(client, request)
+            streams.wait_for(len(on_left))
+            wait_until(lambda: two.states() == ["degraded", "degraded"], 20, "both workers tell of it")
+            assert all("right is away" in status["reason"] for status in worker_status(addresses))
+        streams.finish()
+    check_streams(streams, expected)
+    check_results(results_when_all_there(two, expected), expected)
+    assert two.pids() == before
+
+
+def test_who_comes_with_another_list_is_refused(two: TwoServers) -> None:
+    two.wait_ready()
+    for server in (two.redis, two.second):
+        with pytest.raises(ServersDiffer, match="left, right"):
+            keep_lists(server.url, Pipeline(two.stack.addresses.pipeline))
+
+
+def test_the_spans_of_a_request_are_on_its_server(two: TwoServers) -> None:
+    two.wait_ready()
+    pipeline, request = Pipeline(two.stack.addresses.pipeline), work()[0]
+    servers = ByServer.of(two.stack.addresses.stream_url, redis_client)
+    with Client(two.stack.addresses) as client:
+        submit(client, request)
+        client.result(request.id)
+
+    def is_told() -> bool:
+        found = timeline(servers[request.id], pipeline, request.id)
+        return found is not None and found.answered_s is not None
+
+    wait_until(is_told, 20, "its end is in its timeline")
+    (other,) = (client for client in servers.parts if client is not servers[request.id])
+    assert timeline(other, pipeline, request.id) is None
+    for server in servers.parts:
+        server.close()
