@@ -51,7 +51,7 @@ from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, News, R
 from penstock.telemetry.genai import request_attributes, usage_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageFigures
-from penstock.worker.failures import Failures, cause_of, cause_to_end, too_late
+from penstock.worker.failures import Failures, cause_of, cause_to_end, is_suspect, too_late
 from penstock.worker.inbox import IDLE_POLL_S, Inbox, unpack
 from penstock.worker.load import Load
 from penstock.worker.reading import Readings
@@ -104,6 +104,8 @@ class Worker:
         self.failures = Failures(record, self.inbox, self.figures.retried)
         self.running: dict[str, Task] = {}
         """All that is claimed and not through with this stage, by request."""
+        self._handing_off: set[Task] = set()
+        """Those whose hand-off is being settled."""
         self._sent: list[Task] = []
         """Those with a token on its way to the log."""
         self._sent_s = 0.0
@@ -299,8 +301,7 @@ class Worker:
         if task.failure is not None and isinstance(cause, AttemptsExhausted):
             cause = task.failure  # no worker was lost
         task.error = task.error or cause
-        has_suspect = any(one.seq is not None and one.seq.suspect for one in self.running.values())
-        if task.error is None and self.failures.set_aside(task.delivery, claim, is_taken=has_suspect):
+        if task.error is None and self.failures.set_aside(task.delivery, claim, is_taken=self._has_suspect()):
             self.session.drop(claim)
             return
         task.begin_span(self.stage)
@@ -321,6 +322,13 @@ class Worker:
             self._give_up(task, cause_of(error))
             return
         self._end_tasks(task)
+
+    def _has_suspect(self) -> bool:
+        """Whether one is here that may kill the worker, or would lose its attempt if the next one did: what is handed
+        off counts as worked on until the record says so.
+        """
+        is_running = any(task.seq is not None and task.seq.suspect for task in self.running.values())
+        return is_running or any(is_suspect(task.claim) for task in self._handing_off)
 
     def _note_wait(self, task: Task) -> None:
         """Work on a message begins. What was taken over has no wait of its own: another worker had it meanwhile."""
@@ -534,6 +542,7 @@ class Worker:
             self.inbox.put_back(task.delivery)
             return
         if self.role.hands_off:
+            self._handing_off.add(task)
             self.session.add(task.claim)
         if self.role.hands_off or task.delivery.is_held:
             settlement = Settlement(task.delivery, through.outputs + through.letters)
@@ -569,6 +578,7 @@ class Worker:
             if not self.role.hands_off:
                 continue
             failpoint("prefill.5.settled")
+            self._handing_off.discard(task)
             self.session.drop(task.claim)
             if not settled:
                 left.append((task.claim, task.delivery.is_held))
