@@ -24,7 +24,8 @@ from penstock.messages import Job, decode
 from penstock.names import Pipeline
 from penstock.record import Record
 from penstock.settings import Addresses, BusSettings, EngineSettings, KVSettings, RecordSettings
-from prefill_worker.worker import PrefillWorker
+from penstock.worker.worker import Worker
+from prefill_worker.role import PrefillRole
 
 PREFIX, OWN = 2000, 24
 """Tokens that requests share, and tokens of their own."""
@@ -58,7 +59,9 @@ class Prefilling:
         self._redis = redis.Redis.from_url(addresses.stream_url)
         record = Record(self._redis, self._pipeline, RecordSettings())
         member = self._bus.member("prefill", "prefill-0")
-        self._worker = PrefillWorker(self._pipeline, "prefill-0", self.engine, self.store, record, member)
+        self._worker = Worker(
+            PrefillRole(self._pipeline, self.engine), self._pipeline, "prefill-0", self.store, record, member
+        )
         self._client = Client(addresses)
 
     def first(self, token_ids: list[int]) -> First:

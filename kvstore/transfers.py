@@ -19,6 +19,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -102,8 +103,8 @@ class Ship:
     lease_to: str = ""
     """Keep them in the hand-off tier, for this job. Without one nobody waits for them, and they may be left out."""
     klass: PriorityClass = "interactive"
-    then: Callable[[], None] | None = None
-    """Called on the thread, once they are written or cannot be: what is not to wait for the loop."""
+    written: "Future[float]" = field(default_factory=Future)
+    """Done with `ended_s`, once they are written or cannot be; never, where everything was dropped."""
     begun_s: float = 0.0
     ended_s: float = 0.0
     """When it was written up to the hand-off tier."""
@@ -281,8 +282,8 @@ class Transfers:
             if behind:
                 self._behind.do(FOR_NOBODY, partial(self._write_behind, behind))
             self._report(ship, None, [one for one in cargo if not one.is_behind])
-            if ship.then is not None and not self._is_abandoned:
-                ship.then()
+            if not self._is_abandoned:
+                ship.written.set_result(ship.ended_s)
 
     def _release(self, owner: str, names: Sequence[Name]) -> None:
         if not self._is_abandoned:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.errors import SettingsError
+from penstock.names import Stage
 
 PREFILL = (
     "prefill.1.polled", "prefill.2.claimed", "prefill.2.taken", "prefill.2.ended", "prefill.3.fetched",
@@ -58,6 +59,14 @@ def failpoint(name: str) -> None:
     """Fail here if that was ordered; otherwise, and always outside of tests, go on."""
     if _armed:
         _pass(name)
+
+
+def stage_failpoint(stage: Stage, *names: str) -> None:
+    """Fail at a place that both workers' loops pass: by the one of its names that is of this worker's stage."""
+    if _armed:
+        for name in names:
+            if name.startswith(stage):
+                _pass(name)
 
 
 def _pass(name: str) -> None:

@@ -1,5 +1,6 @@
 """The hand-off: what leaves prefill for the jobs topic, and the end of what ends there."""
 
+import hashlib
 import uuid
 
 from opentelemetry import trace
@@ -7,53 +8,55 @@ from opentelemetry.context import Context
 
 from penstock import names, tracing
 from penstock.bus.contract import Outgoing
-from penstock.errors import Cancelled
-from penstock.messages import EndEvent, ErrorInfo, FinishReason, Job, Timings, Usage, now_s
+from penstock.messages import EndEvent, ErrorInfo, Job, Request, Timings, Usage, now_s
 from penstock.names import Pipeline
 from penstock.telemetry.genai import Operation
-from prefill_worker.intake import Intake, seed_of
+from penstock.worker.task import Task
 
 
-def timings_of(intake: Intake) -> Timings:
+def seed_of(request: Request) -> int:
+    """The seed given, or one derived from the id: the same for every attempt."""
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    return int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:8], "big") >> 1
+
+
+def timings_of(task: Task) -> Timings:
     """The stages the request has been through in prefill."""
-    return Timings(
-        published=intake.delivery.timestamp_s,
-        prefill_started=intake.started_s,
-        first_token=intake.first_token_s,
-    )
+    return Timings(published=task.delivery.timestamp_s, prefill_started=task.started_s, first_token=task.first_token_s)
 
 
-def end_of(intake: Intake, num_tokens: int, finish: FinishReason | None = None) -> EndEvent:
-    """The end of a log of so many tokens, stamped now; without `finish` it ends with the intake's error."""
-    error = None if intake.error is None else ErrorInfo.of(intake.error)
-    reason: FinishReason = finish or ("cancelled" if isinstance(intake.error, Cancelled) else "error")
+def end_of(task: Task) -> EndEvent:
+    """The end of a request that ends in prefill, stamped now."""
+    num_tokens = task.claim.num_tokens
     # With a token in the log, this or an earlier attempt has computed all of the prompt.
-    prompt_tokens = len(intake.token_ids) if num_tokens else intake.prompt_tokens
-    usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=intake.cached_tokens, completion_tokens=num_tokens)
-    timings = timings_of(intake).model_copy(update={"finished": now_s()})
-    return EndEvent(finish_reason=reason, usage=usage, timings=timings, error=error)
+    prompt_tokens = len(task.token_ids) if num_tokens else task.prompt_tokens
+    usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=task.cached_tokens, completion_tokens=num_tokens)
+    timings = timings_of(task).model_copy(update={"finished": now_s()})
+    error = None if task.error is None else ErrorInfo.of(task.error)
+    return EndEvent(finish_reason=task.finish or "error", usage=usage, timings=timings, error=error)
 
 
-def job_of(intake: Intake, fingerprint: str) -> Job:
+def job_of(task: Task, fingerprint: str) -> Job:
     """The job reference, named and stamped now."""
-    job_id, klass = uuid.uuid4().hex, intake.delivery.klass
-    timings = timings_of(intake).model_copy(update={"handed_off": now_s()})
-    error = None if intake.error is None else ErrorInfo.of(intake.error)
-    if intake.request is None:
-        return Job(id=intake.id, job=job_id, klass=klass, timings=timings, error=error)
+    request, job_id = task.message, uuid.uuid4().hex
+    timings = timings_of(task).model_copy(update={"handed_off": now_s()})
+    error = None if task.error is None else ErrorInfo.of(task.error)
+    if not isinstance(request, Request):
+        return Job(id=task.id, job=job_id, klass=task.klass, timings=timings, error=error)
     return Job(
-        id=intake.id,
+        id=task.id,
         job=job_id,
-        token_ids=intake.token_ids,
-        sampling=intake.request.sampling,
-        seed=seed_of(intake.request),
-        tenant=intake.request.tenant,
-        weight=intake.request.weight,
-        klass=klass,
-        deadline=intake.request.deadline,
+        token_ids=task.token_ids,
+        sampling=request.sampling,
+        seed=seed_of(request),
+        tenant=request.tenant,
+        weight=request.weight,
+        klass=task.klass,
+        deadline=request.deadline,
         fingerprint=fingerprint,
-        last_block=intake.last_block,
-        cached_tokens=intake.cached_tokens,
+        last_block="" if task.blocks is None else task.blocks.prompt_key,
+        cached_tokens=task.cached_tokens,
         timings=timings,
         error=error,
     )

@@ -18,8 +18,8 @@ from penstock.local.processes import Child
 from penstock.local.stack import Slot, Stack
 
 IMPORTED = (
-    "confluent_kafka", "decode_worker.worker", "ingest.gateway.server", "penstock.bus.kafka_member",
-    "penstock.bus.streams_member", "penstock.cli.main", "prefill_worker.worker", "tests.bus.worker_process",
+    "confluent_kafka", "decode_worker.role", "ingest.gateway.server", "penstock.bus.kafka_member",
+    "penstock.bus.streams_member", "penstock.cli.main", "prefill_worker.role", "tests.bus.worker_process",
     "tests.ingest.meter_process", "tests.kvstore.arena_child", "tests.kvstore.disk_child",
     "transformers.models.auto.modeling_auto",
 )  # fmt: skip

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from decode_worker.worker import DecodeWorker
 from engine.engine import Sampled
 from engine.sequence import State
 from penstock import AsyncClient, Client
@@ -20,7 +19,8 @@ from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
 from penstock.settings import Addresses, EngineSettings, RecordSettings
 from penstock.worker import Heartbeat
 from penstock.worker.load import Mean, Pace
-from prefill_worker.worker import STEPS_AHEAD, PrefillWorker
+from penstock.worker.worker import Worker
+from prefill_worker.role import STEPS_AHEAD
 from tests.commands import Terminal
 from tests.pipeline.line import Line
 from tests.pipeline.workload import alone, requests
@@ -163,7 +163,7 @@ def tell(addresses: Addresses) -> Iterator[Callable[[Line], None]]:
     with ExitStack() as stack:
 
         def now(line: Line) -> None:
-            workers: list[tuple[str, PrefillWorker | DecodeWorker]] = [
+            workers: list[tuple[str, Worker]] = [
                 ("prefill", line.prefill),
                 ("decode", line.decode),
             ]
@@ -188,7 +188,7 @@ def send(line: Line, work: list[Request]) -> None:
         line.publish(request.encode(), request.id, line.pipeline.requests(request.klass or "interactive"))
 
 
-def turned(worker: PrefillWorker | DecodeWorker, until: Callable[[], object], what: str) -> None:
+def turned(worker: Worker, until: Callable[[], object], what: str) -> None:
     """Turn a worker until something is so."""
 
     def now() -> object:
@@ -277,7 +277,7 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
 
         def done() -> bool:
             line.prefill.turn()
-            seqs = [one.seq for one in line.prefill.running.values()]
+            seqs = [one.seq for one in line.prefill.running.values() if one.seq is not None]
             held.append(sum(seq.num_prompt for seq in seqs if seq.state is State.WAITING))
             return len(line.bus.read_all(line.pipeline.jobs("interactive"))) == 14
 
@@ -324,10 +324,10 @@ def test_no_more_is_taken_while_fetches_wait_for_room(addresses: Addresses) -> N
         send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
         turned(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
         hold = pool.allocate(pool.num_blocks - 20)  # 13 blocks for one of them
-        turned(worker, lambda: worker.transfers.is_wanting("batch"), "a fetch waits for room")
-        assert worker._room("batch") == 0
-        assert worker._room("interactive") > 0
-        assert not worker.transfers.is_wanting("interactive")
+        turned(worker, lambda: worker.kv.is_wanting("batch"), "a fetch waits for room")
+        assert worker.free_capacity("batch") == 0
+        assert worker.free_capacity("interactive") > 0
+        assert not worker.kv.is_wanting("interactive")
         turned(worker, lambda: len(line.results()) == 3, "all are answered")
         pool.release(hold)
 

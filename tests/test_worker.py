@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
 
@@ -47,16 +48,36 @@ def test_settling_in_the_background_tells_when_it_is_durable(addresses: Addresse
     bus.create_topics()
     with bus.member("prefill", "a") as member:
         settler = Settler(member, pipeline)
-        told: list[bool] = []
-        for delivery in deliveries(member, pipeline, addresses, 5):
+        for number, delivery in enumerate(deliveries(member, pipeline, addresses, 5)):
             output = Outgoing(pipeline.jobs("interactive"), b"job", delivery.key)
-            settler.settle(Settlement(delivery, [output]), told.append)
+            settler.settle(Settlement(delivery, [output]), number)
         settler.wait(timeout_s=30)
-        assert told == [True] * 5
+        assert len(settler) == 5, "nobody has heard of them"
+        assert settler.collect() == [(number, True) for number in range(5)]
         assert len(settler) == 0
         assert member.held() == 0
         settler.close()
     assert len(bus.read_all(pipeline.jobs("interactive"))) == 5
+
+
+def test_a_settlement_begins_when_what_it_waits_for_is_done(addresses: Addresses, pipeline: Pipeline) -> None:
+    """Others are settled meanwhile; and it is being settled already, for who asks."""
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    woken, written = threading.Event(), Future[float]()
+    with bus.member("prefill", "a") as member:
+        settler = Settler(member, pipeline, woken.set)
+        first, second = deliveries(member, pipeline, addresses, 2)
+        settler.settle(Settlement(first), "first", after=written)
+        settler.settle(Settlement(second), "second")
+        assert woken.wait(30)
+        assert settler.collect() == [("second", True)]
+        assert settler.is_settling(first)
+        assert member.holds(first)
+        written.set_result(0.0)
+        settler.wait(timeout_s=30)
+        assert settler.collect() == [("first", True)]
+        settler.close()
 
 
 def test_a_lost_delivery_does_not_hold_up_the_others(addresses: Addresses, pipeline: Pipeline) -> None:
@@ -66,11 +87,10 @@ def test_a_lost_delivery_does_not_hold_up_the_others(addresses: Addresses, pipel
         held = deliveries(member, pipeline, addresses, 3)
         member.settle([Settlement(held[1])])
         settler = Settler(member, pipeline)
-        told: dict[str | None, bool] = {}
         for delivery in held:
-            settler.settle(Settlement(delivery), lambda done, key=delivery.key: told.update({key: done}))  # type: ignore[misc]
+            settler.settle(Settlement(delivery), delivery.key)
         settler.wait(timeout_s=30)
-        assert told == {held[0].key: True, held[1].key: False, held[2].key: True}
+        assert dict(settler.collect()) == {held[0].key: True, held[1].key: False, held[2].key: True}
         settler.close()
 
 
@@ -80,7 +100,6 @@ def test_a_delivery_that_came_twice_is_settled_once(addresses: Addresses, pipeli
     with bus.member("prefill", "a") as member:
         (delivery,) = deliveries(member, pipeline, addresses, 1)
         settler = Settler(member, pipeline)
-        told: list[bool] = []
         begun, go_on = threading.Event(), threading.Event()
         real = member.settle
 
@@ -94,10 +113,10 @@ def test_a_delivery_that_came_twice_is_settled_once(addresses: Addresses, pipeli
         settler.settle(Settlement(other))
         assert begun.wait(30)
         for _ in range(2):
-            settler.settle(Settlement(delivery, [Outgoing(pipeline.jobs("interactive"), b"job")]), told.append)
+            settler.settle(Settlement(delivery, [Outgoing(pipeline.jobs("interactive"), b"job")]), "twice")
         go_on.set()
         settler.wait(timeout_s=30)
-        assert told == [True, False]
+        assert settler.collect() == [(None, True), ("twice", True), ("twice", False)]
         settler.close()
     assert len(bus.read_all(pipeline.jobs("interactive"))) == 1
 
@@ -110,16 +129,15 @@ def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
     bus.create_topics()
     with bus.member("prefill", "a") as member:
         settler = Settler(member, pipeline)
-        told: list[bool] = []
         fine = Result(id="fine", finish_reason="stop").encode()
         for delivery, value in zip(
             deliveries(member, pipeline, addresses, 3), (fine, b"x" * MAX_MESSAGE_BYTES, fine), strict=True
         ):
             output = Outgoing(pipeline.results, value, delivery.key, {TENANT: "acme"})
-            settler.settle(Settlement(delivery, [output]), told.append)
+            settler.settle(Settlement(delivery, [output]))
         settler.wait(timeout_s=30)
         settler.check()
-        assert told == [True] * 3
+        assert settler.collect() == [(None, True)] * 3
         assert member.held() == 0
         settler.close()
     results = [decode(Result, message.value) for message in bus.read_all(pipeline.results)]

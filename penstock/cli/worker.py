@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
 from functools import partial
 
 import typer
@@ -75,11 +74,12 @@ def _work(
     stack: contextlib.ExitStack,
 ) -> None:
     try:
-        from decode_worker.worker import DecodeWorker
+        from decode_worker.role import DecodeRole
         from engine.engine import Engine
         from kvstore.store import KVStore, Layout
+        from penstock.worker.worker import Worker
         from prefill_worker.ahead import Ahead
-        from prefill_worker.worker import PrefillWorker
+        from prefill_worker.role import PrefillRole
     except ImportError as error:
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
     from penstock.record import connect_servers, record_on
@@ -93,16 +93,18 @@ def _work(
     store.measure_against(engine.rates)
     bus_settings, records = load(BusSettings), load(RecordSettings)
     clients, bus = connect_servers(addresses.stream_url), connect(addresses, bus_settings)
-    kind: Callable[..., PrefillWorker | DecodeWorker] = DecodeWorker
     if stage == "prefill":
-        kind = partial(PrefillWorker, ahead=stack.enter_context(Ahead(LagWatch(addresses, bus_settings).look)))
+        ahead = stack.enter_context(Ahead(LagWatch(addresses, bus_settings).look))
+        role: PrefillRole | DecodeRole = PrefillRole(pipeline, engine, ahead)
+    else:
+        role = DecodeRole(pipeline, engine)
     figures = StageFigures(meters, pipeline.name, stage, name, model.name)
 
-    def make() -> PrefillWorker | DecodeWorker:
+    def make() -> Worker:
         check_upgraded(bus)
         member = bus.member(stage, name)
         try:
-            worker = kind(pipeline, name, engine, store, record_on(clients, pipeline, records), member, figures)
+            worker = Worker(role, pipeline, name, store, record_on(clients, pipeline, records), member, figures)
         except BaseException:
             member.close()  # else it stays in the group, and keeps what it is given
             raise

@@ -89,21 +89,39 @@ class Record:
 
         `message`: what somebody who takes the request has to know of its delivery; empty: nobody can.
         """
-        return self._claim(request_id, "prefill", [session, "", body], message)
+        return self.claim_all("prefill", session, [Waiting(request_id, body, "", message)])[0]
 
     def claim_decode(self, request_id: str, session: str, job: str, message: bytes = b"") -> Claim | Busy | Bound:
         """Claim a request for decode with its job, which is bound to it if none is. `session`, `message`: as above."""
-        outcome = self._claim(request_id, "decode", [session, job, ""], message)
+        (outcome,) = self.claim_all("decode", session, [Waiting(request_id, "", job, message)])
         assert not isinstance(outcome, Conflict), "a job carries no body to compare"
         return outcome
 
-    def _claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Claim | Busy | Bound | Conflict:
-        """In one round trip: the request is claimed, and in decode its log is read."""
+    def claim_all(
+        self, stage: Stage, session: str, waiting: Sequence[Waiting]
+    ) -> list[Claim | Busy | Bound | Conflict]:
+        """Claim requests, and read their logs in decode, all in one round trip; outcomes in their order."""
+        if not waiting:
+            return []
         try:
-            reply, log = self._send_claim(request_id, stage, who, message)
+            replies = self._send_claims(stage, session, waiting)
         except NoScriptError:
             self._client.script_load(scripts.CLAIM.text)
-            reply, log = self._send_claim(request_id, stage, who, message)
+            replies = self._send_claims(stage, session, waiting)
+        return [self._outcome(one.id, stage, *answer) for one, answer in zip(waiting, replies, strict=True)]
+
+    def _send_claims(self, stage: Stage, session: str, waiting: Sequence[Waiting]) -> list[tuple[Any, Any]]:
+        """For each the script's reply, and the log's entries."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for one in waiting:
+                call = self._claim_call(one.id, stage, [session, one.job, one.body], one.message)
+                scripts.CLAIM.add(pipe, *call)
+                if stage == "decode":
+                    pipe.xrange(self._pipeline.log_key(one.id))
+            replies = replies_to(pipe)
+        return list(zip(replies[::2], replies[1::2], strict=True)) if stage == "decode" else [(r, ()) for r in replies]
+
+    def _outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:
         match reply[0]:
             case b"busy":
                 return Busy(reply[1] / 1000)
@@ -112,15 +130,6 @@ class Record:
             case b"conflict":
                 return Conflict()
         return self._claimed(request_id, stage, reply, log)
-
-    def _send_claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> tuple[Any, Any]:
-        """The script's reply, and the log's entries."""
-        with self._client.pipeline(transaction=False) as pipe:
-            scripts.CLAIM.add(pipe, *self._claim_call(request_id, stage, who, message))
-            if stage == "decode":
-                pipe.xrange(self._pipeline.log_key(request_id))
-            replies = replies_to(pipe)
-        return replies[0], replies[1] if stage == "decode" else ()
 
     def _claim_call(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> scripts.Call:
         keys = [*self._keys(request_id), self._pipeline.sessions_key(stage), self._pipeline.free_key(stage)]
@@ -229,8 +238,14 @@ class Record:
 
     def handed(self, claim: Claim) -> bool:
         """The hand-off is durable: nobody holds the request. False when it has gone on, which is fine."""
-        args: Args = [claim.id, claim.epoch, self._held]
-        return bool(scripts.HANDED.run(self._client, self._keys(claim.id)[:1], args))
+        return self.handed_all([claim])[0]
+
+    def handed_all(self, claims: Sequence[Claim]) -> list[bool]:
+        """`handed` for each, in one round trip."""
+        calls: list[scripts.Call] = [
+            (self._keys(claim.id)[:1], [claim.id, claim.epoch, self._held]) for claim in claims
+        ]
+        return [bool(reply) for reply in scripts.HANDED.run_all(self._client, calls)]
 
     def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
         """Give an unfinished request back, to be claimed in `wait_s` or at once. False when it was lost before.
@@ -238,10 +253,20 @@ class Record:
         With `failed` the attempt counts; without, the worker was merely told to stop. Where it was `delivered` it is
         left for a lease to whoever gets the delivery next; then, and without a delivery at once, anybody may take it.
         """
+        call = self._release_call(claim, failed=failed, delivered=delivered, wait_s=wait_s)
+        return bool(scripts.RELEASE.run(self._client, *call))
+
+    def release_all(self, claims: Sequence[tuple[Claim, bool]]) -> list[bool]:
+        """`release` for each claim at once, `delivered` or not, in one round trip."""
+        calls = [self._release_call(claim, delivered=delivered) for claim, delivered in claims]
+        return [bool(reply) for reply in scripts.RELEASE.run_all(self._client, calls)]
+
+    def _release_call(
+        self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0
+    ) -> scripts.Call:
         keys = [self._pipeline.record_key(claim.id), self._pipeline.free_key(claim.stage)]
         grace_ms = self._lease_ms if delivered else 0
-        args: Args = [claim.id, claim.epoch, int(failed), round(wait_s * 1000), grace_ms, self._held]
-        return bool(scripts.RELEASE.run(self._client, keys, args))
+        return keys, [claim.id, claim.epoch, int(failed), round(wait_s * 1000), grace_ms, self._held]
 
     # Sessions, see `penstock.record.session`.
 

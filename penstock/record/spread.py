@@ -32,6 +32,7 @@ from penstock.transport import urls_of
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 ANSWER_S = 0.5
 """One of several servers that does not answer within this time counts as away: the loop waits for it, and with it the
@@ -123,17 +124,16 @@ class _SpreadRecord(Record):
 
     # Requests.
 
-    def claim_prefill(
-        self, request_id: str, session: str, body: str, message: bytes = b""
-    ) -> Claim | Busy | Bound | Conflict:
-        server, own = self._at(request_id, session)
-        busy: Claim | Busy | Bound | Conflict = Busy(AWAY_S)
-        return server.ask(partial(server.record.claim_prefill, request_id, own, body, message), busy)
+    def claim_all(
+        self, stage: Stage, session: str, waiting: Sequence[Waiting]
+    ) -> list[Claim | Busy | Bound | Conflict]:
+        sessions = dict(zip(self.servers.names, session.split(BETWEEN), strict=True))
 
-    def claim_decode(self, request_id: str, session: str, job: str, message: bytes = b"") -> Claim | Busy | Bound:
-        server, own = self._at(request_id, session)
-        busy: Claim | Busy | Bound = Busy(AWAY_S)
-        return server.ask(partial(server.record.claim_decode, request_id, own, job, message), busy)
+        def claim(server: _Server, mine: list[Waiting]) -> list[Claim | Busy | Bound | Conflict]:
+            busy: list[Claim | Busy | Bound | Conflict] = [Busy(AWAY_S) for _ in mine]
+            return server.ask(partial(server.record.claim_all, stage, sessions[server.name], mine), busy)
+
+        return self._each(waiting, lambda one: one.id, claim)
 
     def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> list[Waiting]:
         left: list[Waiting] = []
@@ -163,14 +163,25 @@ class _SpreadRecord(Record):
         return [next(outcomes[server.name]) for server in sent_to]
 
     def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
-        done: dict[str, Iterator[bool]] = {}
-        for server, mine in self._dealt(ends, lambda end: end[0].id):
-            done[server.name] = iter(server.ask(partial(server.record.finish_all, mine), [False] * len(mine)))
-        return [next(done[self.servers[claim.id].name]) for claim, _ in ends]
+        return self._each(
+            ends,
+            lambda end: end[0].id,
+            lambda server, mine: server.ask(partial(server.record.finish_all, mine), [False] * len(mine)),
+        )
 
-    def handed(self, claim: Claim) -> bool:
-        server = self.servers[claim.id]
-        return server.ask(partial(server.record.handed, claim), False)
+    def handed_all(self, claims: Sequence[Claim]) -> list[bool]:
+        return self._each(
+            claims,
+            lambda claim: claim.id,
+            lambda server, mine: server.ask(partial(server.record.handed_all, mine), [False] * len(mine)),
+        )
+
+    def release_all(self, claims: Sequence[tuple[Claim, bool]]) -> list[bool]:
+        return self._each(
+            claims,
+            lambda one: one[0].id,
+            lambda server, mine: server.ask(partial(server.record.release_all, mine), [False] * len(mine)),
+        )
 
     def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
         server = self.servers[claim.id]
@@ -203,10 +214,12 @@ class _SpreadRecord(Record):
         for index, mine in dealt.items():
             yield self.servers.parts[index], mine
 
-    def _at(self, request_id: str, session: str) -> tuple[_Server, str]:
-        """The server of a request, and the id of the session on it."""
-        server = self.servers[request_id]
-        return server, session.split(BETWEEN)[self.servers.parts.index(server)]
+    def _each(
+        self, items: Sequence[T], id_of: Callable[[T], str], ask: Callable[[_Server, list[T]], list[R]]
+    ) -> list[R]:
+        """What the servers say of the items, in their order."""
+        answers = {server.name: iter(ask(server, mine)) for server, mine in self._dealt(items, id_of)}
+        return [next(answers[self.servers[id_of(item)].name]) for item in items]
 
 
 class _ServerSession(Session):

@@ -1,16 +1,16 @@
-"""What both workers are made of: the frame of the loop, its inbox, settling in the background, the heartbeat."""
+"""What workers are made of: the frame of the loop, its inbox, settling in the background, the heartbeat.
 
-from penstock.worker.ends import cause_to_end, too_late
-from penstock.worker.failures import Failures, cause_of, is_suspect, letters
+The loop itself, `worker.py`, stands above engine and kvstore; what is named here needs neither.
+"""
+
+from penstock.worker.failures import Failures, cause_of, cause_to_end, is_suspect, letters, too_late
 from penstock.worker.heartbeat import Heartbeat, slot_name, stay_on
-from penstock.worker.inbox import Inbox
+from penstock.worker.inbox import Inbox, pack, unpack
 from penstock.worker.load import Held, Load
 from penstock.worker.loop import StopSignal, run_until_idle, serve
 from penstock.worker.outage import Outages
-from penstock.worker.parcel import pack, unpack
 from penstock.worker.rescue import Rescue
 from penstock.worker.settler import Settler
-from penstock.worker.stage import StageWorker
 
 __all__ = [
     "Failures",
@@ -21,7 +21,6 @@ __all__ = [
     "Outages",
     "Rescue",
     "Settler",
-    "StageWorker",
     "StopSignal",
     "cause_of",
     "cause_to_end",

@@ -26,11 +26,14 @@ from penstock.errors import (
     POISONOUS,
     AttemptsExhausted,
     BusError,
+    Cancelled,
+    DeadlineExceeded,
     InternalError,
     KVStoreError,
     RequestError,
     StoreUnreachable,
 )
+from penstock.messages import now_s
 from penstock.names import Pipeline
 from penstock.reach import is_outage
 from penstock.record import Claim, Record
@@ -73,6 +76,22 @@ class Failures:
         self._record.release(claim, delivered=delivery.is_held, wait_s=ASIDE_S)
         self._inbox.put_back(delivery, ASIDE_S)
         return True
+
+
+def cause_to_end(claim: Claim, deadline: float | None) -> RequestError | None:
+    """Cancelled, tried too often, or too late; None when there is work to do."""
+    if claim.cancelled:
+        return Cancelled("cancelled")
+    if claim.exhausted:
+        return AttemptsExhausted(f"worker lost: {claim.attempts - 1} in a row, without a new token of this request")
+    return too_late(deadline)
+
+
+def too_late(deadline: float | None) -> RequestError | None:
+    """`DeadlineExceeded` once the deadline (seconds since the epoch) has passed."""
+    if deadline is not None and now_s() > deadline:
+        return DeadlineExceeded("the deadline passed before the answer was complete")
+    return None
 
 
 def is_suspect(claim: Claim) -> bool:

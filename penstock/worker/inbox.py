@@ -1,6 +1,7 @@
 """What a loop takes in: fresh deliveries, and those whose request somebody else still holds."""
 
 import heapq
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -50,7 +51,9 @@ class Inbox:
         """Deliveries of a class that wait to be looked at again. Any thread may ask."""
         return self._num_waiting[klass]
 
-    def poll(self, room: int, interactive_room: int | None = None, *, idle: bool) -> list[Delivery]:
+    def poll(
+        self, room: int, interactive_room: int | None = None, *, idle: bool, wait_s: float = IDLE_POLL_S
+    ) -> list[Delivery]:
         """What to look at now: at most `room` fresh deliveries, waiting for the first only where the worker is idle.
 
         Interactive ones have a room of their own, which may be more: they displace batch work. That leaves one place
@@ -67,7 +70,7 @@ class Inbox:
         found = Counter(delivery.klass for delivery in due)
         fresh = {klass: self._fresh_room(klass, number, found[klass]) for klass, number in rooms.items()}
         fresh["batch"] = fresh["batch"] - 1 if fresh["batch"] > 1 else fresh["batch"] * idle
-        timeout_s = self._next_in_s() if idle and not due else 0.0
+        timeout_s = self._next_in_s(wait_s) if idle and not due else 0.0
         return due + self._member.poll(timeout_s, fresh)
 
     def _fresh_room(self, klass: PriorityClass, room: int, num_due: int) -> int:
@@ -94,7 +97,28 @@ class Inbox:
         self._num_waiting[delivery.klass] += 1
         heapq.heappush(self._waiting, _Waiting(time.monotonic() + wait_s, self._count, delivery, is_postponed))
 
-    def _next_in_s(self) -> float:
+    def _next_in_s(self, most_s: float) -> float:
         if not self._waiting:
-            return IDLE_POLL_S
-        return max(0.0, min(IDLE_POLL_S, self._waiting[0].due_s - time.monotonic()))
+            return most_s
+        return max(0.0, min(most_s, self._waiting[0].due_s - time.monotonic()))
+
+
+def pack(delivery: Delivery) -> bytes:
+    """A delivery as a claim keeps it in Redis for whoever goes on without it: a line of JSON, then the message."""
+    about = {
+        "topic": delivery.topic,
+        "key": delivery.key,
+        "headers": dict(delivery.headers),
+        "class": delivery.klass,
+        "at": delivery.timestamp_s,
+    }
+    return json.dumps(about).encode() + b"\n" + delivery.value
+
+
+def unpack(parcel: bytes) -> Delivery:
+    """The message as a delivery that nobody holds: it cannot be settled."""
+    line, value = parcel.split(b"\n", 1)
+    about = json.loads(line)
+    return Delivery(
+        about["topic"], "", value, about["key"], about["headers"], about["class"], about["at"], is_held=False
+    )

@@ -6,7 +6,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
 from penstock.bus.letters import dead_message
@@ -34,7 +36,7 @@ MOMENT_S = 1.0
 @dataclass(frozen=True)
 class _Order:
     settlement: Settlement
-    done: Callable[[bool], None]
+    ticket: Any
     again: Callable[[], Settlement] | None
 
     @property
@@ -51,30 +53,31 @@ def _place_of(delivery: Delivery) -> tuple[str, str]:
 class Settler:
     """Settles in the background, everything that is ready in one go, so that no step waits for a commit.
 
-    `done(True)` is called after a settlement is durable, `done(False)` when the bus gave the delivery to another member
-    (it will settle it). While the bus is
-    away it is tried again and again: the loop goes on with what runs. Any other failure ends the worker: `check()`
-    raises it in the loop. So it does where a call of the bus does not return: the worker is made anew, and the call is
-    left to itself.
+    The loop collects what became of each: True once it is durable, False when the bus gave the delivery to another
+    member (it will settle it). While the bus is away it is tried again and again: the loop goes on with what runs. Any
+    other failure ends the worker: `check()` raises it in the loop. So it does where a call of the bus does not return:
+    the worker is made anew, and the call is left to itself.
     """
 
-    def __init__(self, member: Member, pipeline: Pipeline) -> None:
-        self._member, self._pipeline = member, pipeline
+    def __init__(self, member: Member, pipeline: Pipeline, wake: Callable[[], None] = lambda: None) -> None:
+        """`wake` is called on the thread when there is something to collect."""
+        self._member, self._pipeline, self._wake = member, pipeline, wake
         self._trouble = ""
         self._called_s: float | None = None
         """Since when the bus is at the settlement under way."""
         self._is_over = threading.Event()
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._open: Counter[tuple[str, str] | int] = Counter()
+        self._outcomes: list[tuple[Any, bool]] = []
         self._lock = threading.Condition()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="settler", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
-        """Settlements on their way."""
+        """Settlements on their way, or not collected."""
         with self._lock:
-            return self._open.total()
+            return self._open.total() + len(self._outcomes)
 
     def is_settling(self, delivery: Delivery) -> bool:
         """Whether it is to be settled already: it came a second time, and is looked at again when that is over."""
@@ -84,16 +87,32 @@ class Settler:
     def settle(
         self,
         settlement: Settlement,
-        done: Callable[[bool], None] = lambda settled: None,
+        ticket: Any = None,
         again: Callable[[], Settlement] | None = None,
+        after: "Future[float] | None" = None,
     ) -> None:
-        """Settle soon. `again` makes the settlement anew, for when it is not known whether its outputs are out: a job
+        """Settle soon, or as soon as `after` is done. `collect` gives the ticket back with what became of it.
+
+        `again` makes the settlement anew, on the thread, for when it is not known whether its outputs are out: a job
         must not go out twice under one name, as both would settle the result.
         """
-        order = _Order(settlement, done, again)
+        order = _Order(settlement, ticket, again)
         with self._lock:
             self._open[order.place] += 1
+        if after is None:
+            self._orders.put(order)
+        else:
+            after.add_done_callback(lambda _: self._begin_awaited(order))
+
+    def _begin_awaited(self, order: _Order) -> None:
+        failpoint("prefill.4.written")
         self._orders.put(order)
+
+    def collect(self) -> list[tuple[Any, bool]]:
+        """The tickets of what is settled (True), or is others' to settle (False), since the last call."""
+        with self._lock:
+            outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def check(self) -> None:
         """Raise what made settling impossible, if anything did."""
@@ -201,11 +220,11 @@ class Settler:
             self._lock.notify_all()
 
     def _finish(self, orders: list[_Order], *, settled: bool) -> None:
-        for order in orders:
-            order.done(settled)
         with self._lock:
+            self._outcomes += [(order.ticket, settled) for order in orders]
             self._open -= Counter(order.place for order in orders)
             self._lock.notify_all()
+        self._wake()
 
 
 def fit(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Settlement:

@@ -17,7 +17,7 @@ from penstock.bus.streams import StreamsBus
 from penstock.local.processes import wait_until
 from penstock.names import ORIGIN, REASON, Pipeline
 from penstock.settings import BusSettings
-from penstock.worker.parcel import pack, unpack
+from penstock.worker import pack, unpack
 from tests.bus.buses import ROOM, SETTINGS, answered, publish, take, values
 
 NUM_GOOD = 40

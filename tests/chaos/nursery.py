@@ -124,8 +124,8 @@ class Forked:
 # In the nursery's process.
 
 IMPORTED = (
-    "confluent_kafka", "decode_worker.worker", "penstock.bus.kafka_member", "penstock.bus.streams_member",
-    "penstock.cli.main", "prefill_worker.worker", "transformers.models.auto.modeling_auto",
+    "confluent_kafka", "decode_worker.role", "penstock.bus.kafka_member", "penstock.bus.streams_member",
+    "penstock.cli.main", "prefill_worker.role", "transformers.models.auto.modeling_auto",
 )  # fmt: skip
 
 

@@ -27,7 +27,8 @@ def test_every_point_stands_once_in_the_code_and_no_other_does() -> None:
         for folder in ("penstock", "ingest", "prefill_worker", "decode_worker")
         for file in (HERE / folder).rglob("*.py")
     ]
-    found = [name for file in files for name in re.findall(r'\bfailpoint\("([^"]+)"\)', file.read_text())]
+    calls = [call for file in files for call in re.findall(r"\b(?:stage_)?failpoint\(([^()]*)\)", file.read_text())]
+    found = [name for call in calls for name in re.findall(r'"([^"]+)"', call)]
     assert sorted(found) == sorted(failpoints.POINTS)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from decode_worker.worker import DecodeWorker
 from engine.engine import Sampled
 from penstock.client import Client
 from penstock.messages import EndEvent
@@ -14,6 +13,7 @@ from penstock.names import Pipeline
 from penstock.record import scripts
 from penstock.record.scripts import Script
 from penstock.settings import Addresses, RecordSettings
+from penstock.worker.worker import Worker
 from tests.chaos.checker import check, tally
 from tests.chaos.history import History, read
 from tests.pipeline.line import Line
@@ -65,7 +65,7 @@ def live(line: Line, history: History) -> None:
     zombie.close()
 
 
-def err(zombie: DecodeWorker) -> None:
+def err(zombie: Worker) -> None:
     """Its next token is another one; that is in its log, or refused, before anybody else has a turn."""
     step = zombie.engine.step
     sampled: list[Sampled] = []
@@ -73,9 +73,9 @@ def err(zombie: DecodeWorker) -> None:
         sampled = step()
     (item,) = sampled
     wrong = Sampled(item.seq, (item.token_id + 1) % 1000, item.logprobs)
-    zombie._confirm(zombie.emitter.collect())
-    zombie._emit([wrong])
-    zombie._confirm(zombie.emitter.collect())
+    zombie._confirm_tokens()
+    zombie._append_tokens([wrong])
+    zombie._confirm_tokens()
 
 
 def write_down(line: Line, request_id: str, history: History) -> None:

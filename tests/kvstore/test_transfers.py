@@ -127,14 +127,13 @@ def test_what_the_tiers_lack_is_said(store: KVStore) -> None:
 
 
 def test_shipped_blocks_can_be_read_and_go_behind(store: KVStore) -> None:
-    names, pool, written = names_of(store), Pool(), threading.Event()
+    names, pool = names_of(store), Pool()
     transfers = Transfers(store, pool, 10)
-    transfers.ship(
-        "seq", Ship("mine", [(i, name, store.everywhere) for i, name in enumerate(names)], "job", then=written.set)
-    )
+    ship = Ship("mine", [(i, name, store.everywhere) for i, name in enumerate(names)], "job")
+    transfers.ship("seq", ship)
     (done,) = collected(transfers)
-    assert isinstance(done, Ship)
-    assert written.wait(20)
+    assert done is ship
+    assert ship.written.result(20) == ship.ended_s
     assert [payload for payload, _ in read(store)] == expected()
     assert store.tiers[0].usage().leased == 5
     all_back(transfers, pool)
@@ -225,8 +224,8 @@ def test_closing_drops_what_no_job_waits_for(store: KVStore, monkeypatch: pytest
     writes = held_up(store, "put", gate, monkeypatch)
     reads = held_up(store, "load", gate, monkeypatch)
     transfers = Transfers(store, pool, 10)
-    written = threading.Event()
-    transfers.ship("seq", Ship("job", [(0, names[0], store.everywhere)], "job", then=written.set))
+    ship = Ship("job", [(0, names[0], store.everywhere)], "job")
+    transfers.ship("seq", ship)
     transfers.ship("seq", Ship("answer", [(1, names[1], store.everywhere)]))
     transfers.fetch(Fetch("one", names[:4]))
     transfers.fetch(Fetch("two", names[:4]))
@@ -236,7 +235,7 @@ def test_closing_drops_what_no_job_waits_for(store: KVStore, monkeypatch: pytest
     closing.start()
     transfers.close()
     closing.join()
-    assert written.is_set()
+    assert ship.written.done()
     assert set(pool.returned) == set(pool.lent)
     assert len(pool.landed) == 2
     assert store.depths([name.key for name in names[:2]]) == [0, 2]

@@ -3,17 +3,19 @@
 from types import TracebackType
 from typing import Self
 
-from decode_worker.worker import DecodeWorker
+from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from kvstore.store import KVStore, Layout
 from penstock.bus.connect import connect
-from penstock.bus.contract import Member, Outgoing
+from penstock.bus.contract import Outgoing
 from penstock.messages import Request, Result, decode
 from penstock.names import Pipeline, Stage
-from penstock.record import Record, connect_servers, record_on
+from penstock.record import connect_servers, record_on
 from penstock.settings import Addresses, BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.worker import run_until_idle
-from prefill_worker.worker import PrefillWorker
+from penstock.worker.worker import Worker
+from prefill_worker.role import PrefillRole
+from prefill_worker.tokenize import PromptReader
 from tests.pipeline.workload import SETTINGS, demo_model
 
 PATIENT = BusSettings(transaction_timeout_s=60.0)
@@ -46,13 +48,13 @@ class Line:
 
     def add_prefill(self, name: str) -> None:
         """A prefill worker. The one before goes on for whoever has it."""
-        self.prefill = PrefillWorker(*self._parts("prefill", name))
+        self.prefill = self._worker("prefill", name)
 
     def add_decode(self, name: str) -> None:
         """A decode worker, as above."""
-        self.decode = DecodeWorker(*self._parts("decode", name))
+        self.decode = self._worker("decode", name)
 
-    def _parts(self, stage: Stage, name: str) -> tuple[Pipeline, str, Engine, KVStore, Record, Member]:
+    def _worker(self, stage: Stage, name: str) -> Worker:
         engine = Engine(demo_model(), self.engine_settings)
         layout = Layout.of(engine.model.fingerprint, engine.model.layout)
         store = KVStore.open(
@@ -61,7 +63,14 @@ class Line:
         self._stores.append(store)
         record = record_on(self.clients, self.pipeline, self.record_settings)
         member = self.bus.member(stage, name)
-        return self.pipeline, name, engine, store, record, member
+        role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, engine)
+        return Worker(role, self.pipeline, name, store, record, member)
+
+    @property
+    def prompts(self) -> PromptReader:
+        """What reads the prompts of the prefill worker."""
+        assert isinstance(self.prefill.role, PrefillRole)
+        return self.prefill.role.prompts
 
     def renew_decode(self) -> None:
         """Another decode worker, in the place of one that left."""

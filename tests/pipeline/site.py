@@ -23,7 +23,7 @@ from penstock.local.valkey import ReplicatedValkey, ValkeyServer
 from penstock.messages import Request, Result
 from penstock.reach import ANSWER_S
 from penstock.status import worker_status
-from prefill_worker.intake import seed_of
+from prefill_worker.handoff import seed_of
 from tests.forked import ForkedStack
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.workload import SETTINGS, Answer, demo_model, requests

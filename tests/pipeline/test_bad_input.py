@@ -13,7 +13,6 @@ from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
 from penstock.settings import Addresses
-from prefill_worker.intake import waiting_of
 from tests.pipeline.line import Line
 
 GOOD: dict[str, Any] = {"v": 1, "prompt": "In the beginning", "sampling": {"max_tokens": 4, "temperature": 0}}
@@ -115,7 +114,7 @@ def test_of_what_is_too_large_nothing_is_kept(line: Line) -> None:
     kept = line.client.hget(line.pipeline.record_key("large"), "message")
     assert not kept
     waiting = Delivery(line.pipeline.requests("batch"), "0:0", value, None, {}, "batch", 0.0)
-    assert waiting_of(waiting) is None
+    assert line.prefill.waiting_of(waiting) is None
 
 
 def test_an_id_used_twice_with_another_body(line: Line) -> None:

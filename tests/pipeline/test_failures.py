@@ -18,7 +18,7 @@ from penstock.errors import REQUEST_ERRORS, KVStoreError
 from penstock.local.processes import Child, wait_until
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode
 from penstock.names import Pipeline, Stage
-from penstock.record import Busy, Claim, Session, body_hash
+from penstock.record import Busy, Claim, body_hash
 from penstock.settings import Addresses, BusSettings, RecordSettings
 from penstock.worker import pack, run_until_idle
 from tests.forked import fork
@@ -27,6 +27,7 @@ from tests.pipeline.checks import results_of
 from tests.pipeline.line import Line
 from tests.pipeline.poisoned_worker import POISON
 from tests.pipeline.workload import alone, requests
+from tests.record.play import alive
 
 RECORD = RecordSettings(retry_first_s=0.05, lease_s=0.4)
 
@@ -219,9 +220,9 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> N
     """A job ends; a parcel of another version is left to its delivery."""
     record, topic = line.decode.record, line.pipeline.jobs("interactive")
     job = Delivery(topic, "0:0", BAD_JOB, "bad", {}, "interactive", 0.0)
-    with Session(record, "decode", "gone") as gone:
-        record.claim_decode("bad", gone.id, "j1", pack(job))
-        record.claim_decode("other", gone.id, "j2", b"of another version")
+    who_died = alive(record, "decode", "who died")
+    record.claim_decode("bad", who_died, "j1", pack(job))
+    record.claim_decode("other", who_died, "j2", b"of another version")
 
     def attempts(request_id: str) -> int:
         return int(line.client.hget(line.pipeline.record_key(request_id), "attempts") or 0)
@@ -244,7 +245,7 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> N
 def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topic, read = line.pipeline.requests("interactive"), line.prefill.prompts.read
+    topic, read = line.pipeline.requests("interactive"), line.prompts.read
     fails = iter([True])
 
     def read_later(request: Request) -> list[int]:
@@ -252,10 +253,10 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
             raise RuntimeError("a bug")
         return read(request)
 
-    monkeypatch.setattr(line.prefill.prompts, "read", read_later)
+    monkeypatch.setattr(line.prompts, "read", read_later)
     delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
-    with Session(line.prefill.record, "prefill", "gone") as gone:
-        line.prefill.record.claim_prefill(GOOD.id, gone.id, body_hash(GOOD), pack(delivery))
+    who_died = alive(line.prefill.record, "prefill", "who died")
+    line.prefill.record.claim_prefill(GOOD.id, who_died, body_hash(GOOD), pack(delivery))
 
     def is_handed_off() -> bool:
         line.prefill.turn()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.block import Wanted, chain_keys
+from kvstore.connector import Loaded, Stored
 from kvstore.store import KVStore
-from kvstore.transfers import Fetch, Ship
 from penstock.messages import Request, Result, Sampling
 from penstock.names import Pipeline
 from penstock.settings import Addresses, KVSettings
@@ -112,19 +112,19 @@ def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: Line) 
         decode.turn()
     decode.close()  # hands back what is not finished
     line.renew_decode()
-    fetched: list[Fetch] = []
-    collect = line.decode.transfers.collect
+    loaded: list[Loaded] = []
+    collect = line.decode.kv.collect
 
-    def noted() -> Iterator[Fetch | Ship]:
-        for done in collect():
-            if isinstance(done, Fetch):
-                fetched.append(done)
-            yield done
+    def noted() -> Iterator[Loaded | Stored]:
+        for event in collect():
+            if isinstance(event, Loaded):
+                loaded.append(event)
+            yield event
 
-    line.decode.transfers.collect = noted  # type: ignore[method-assign]
+    line.decode.kv.collect = noted  # type: ignore[method-assign]
     (result,) = line.run_until(1)
     assert result.token_ids == expected
-    assert len(fetched[0].lacks) == (2 * BLOCK + 3 + BLOCK + 3) // BLOCK
+    assert loaded[0].num_held + loaded[0].num_found == (2 * BLOCK + 3 + BLOCK + 3) // BLOCK
 
 
 def test_leases_live_as_long_as_the_job(line: Line) -> None:
@@ -134,7 +134,7 @@ def test_leases_live_as_long_as_the_job(line: Line) -> None:
     (shared, _) = line.decode.store.tiers
     assert shared.usage().leased == 5
     line.run_until(1)
-    line.decode.transfers.close()
+    line.decode.kv.close()
     assert shared.usage().leased == 0
 
 

@@ -129,14 +129,14 @@ def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) ->
 
 def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claimed and given back; then a typed error, a dead letter, and the next request is served."""
-    read = line.prefill.prompts.read
+    read = line.prompts.read
 
     def broken(request: Request) -> list[int]:
         if request.id == "trips":
             raise ZeroDivisionError("a bug")
         return read(request)
 
-    monkeypatch.setattr(line.prefill.prompts, "read", broken)
+    monkeypatch.setattr(line.prompts, "read", broken)
     line.send(ask("trips"), ask("walks"))
     results = {result.id: result for result in line.run_until(2)}
     assert results["walks"].error is None
@@ -168,7 +168,7 @@ def test_chat_tokens_are_those_of_the_template(line: Line, monkeypatch: pytest.M
             return {"input_ids": tokenizer(text)["input_ids"]}
 
     model = dataclasses.replace(line.prefill.engine.model, tokenizer=Recording())
-    monkeypatch.setattr(line.prefill.prompts, "_model", model)
+    monkeypatch.setattr(line.prompts, "_model", model)
     line.send(ask("chat", prompt=None, messages=[{"role": "user", "content": "In the beginning"}]), ask("plain"))
     line.run_prefill(2)
     assert sorted(given) == [False, True]
@@ -218,18 +218,18 @@ def test_ended_while_its_prompt_is_computed(line: Line, how: str) -> None:
     token_ids = [5 + n % 200 for n in range(900)]
     line.send(ask("stopped", prompt=None, token_ids=token_ids))
     prefill = line.prefill
-    while not (prefill.running and prefill.running["stopped"].seq.num_computed > 0):
+    while not (prefill.running and prefill.running["stopped"].prompt_tokens > 0):
         prefill.turn()
-    intake = prefill.running["stopped"].intake
-    assert intake.request is not None
+    task = prefill.running["stopped"]
+    assert task.message is not None
     if how == "cancelled":
         assert prefill.record.cancel("stopped")
     else:
-        intake.request = intake.request.model_copy(update={"deadline": now_s()})
+        task.message = task.message.model_copy(update={"deadline": now_s()})
 
     def has_ended() -> bool:  # no step is made: it hears of it without one
-        prefill._hear()
-        prefill._expire()
+        prefill._hear_news()
+        prefill._end_overdue()
         return not prefill.running
 
     wait_until(has_ended, 30, "the end")

@@ -11,9 +11,9 @@ from penstock.names import Pipeline
 from penstock.record import Session
 from penstock.settings import Addresses, RecordSettings
 from penstock.worker import run_until_idle
-from prefill_worker.reading import INLINE_BYTES
+from penstock.worker.worker import Worker
+from prefill_worker.role import INLINE_BYTES, PrefillRole
 from prefill_worker.tokenize import PromptReader
-from prefill_worker.worker import PrefillWorker
 from tests.pipeline.line import Line
 from tests.pipeline.workload import alone, demo_model, requests
 
@@ -52,8 +52,9 @@ def work(pipeline: Pipeline) -> list[Request]:
     return [*found[:3], found[3].model_copy(update={"id": "long"})]
 
 
-def slowed(worker: PrefillWorker) -> Reader:
-    worker.prompts = reader = Reader()
+def slowed(worker: Worker) -> Reader:
+    assert isinstance(worker.role, PrefillRole)
+    worker.role.prompts = reader = Reader()
     return reader
 
 
@@ -61,7 +62,7 @@ def publish_long(line: Line, request: Request) -> None:
     line.publish(request.encode() + b" " * INLINE_BYTES, request.id)  # JSON may end in spaces
 
 
-def turn_until(worker: PrefillWorker, request_id: str, reader: Reader) -> None:
+def turn_until(worker: Worker, request_id: str, reader: Reader) -> None:
     """Turn until the worker has begun to read a request."""
 
     def has_begun() -> bool:
@@ -115,7 +116,7 @@ def test_a_worker_that_leaves_leaves_what_it_reads_to_others(line: Line, work: l
     assert result.token_ids == alone(work)["long"].token_ids
 
 
-def taking_over(line: Line, request: Request) -> tuple[PrefillWorker, Reader]:
+def taking_over(line: Line, request: Request) -> tuple[Worker, Reader]:
     """A worker that took a request over and is reading its message. Who had it before stands still."""
     publish_long(line, request)
     silent = line.prefill
@@ -130,9 +131,14 @@ def taking_over(line: Line, request: Request) -> tuple[PrefillWorker, Reader]:
 
 def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: Line, work: list[Request]) -> None:
     silent, reader = taking_over(line, work[-1])
-    key, session = line.pipeline.sessions_key("prefill"), line.prefill.session.id
-    begun_ms, lease_ms = line.client.zscore(key, session) or 0.0, line.prefill.record.lease_s * 1000
-    wait_until(lambda: (line.client.zscore(key, session) or 0.0) > begun_ms + 2 * lease_ms, 30, "more than a lease")
+    sessions, session = line.pipeline.sessions_key("prefill"), line.prefill.session.id
+    lease_ms = line.prefill.record.lease_s * 1000
+
+    def lasts_until_ms() -> float:
+        return float(line.client.zscore(sessions, session) or 0)
+
+    begun_ms = lasts_until_ms()
+    wait_until(lambda: lasts_until_ms() > begun_ms + 2 * lease_ms, 30, "more than a lease")
     with Session(line.prefill.record, "prefill", "a-third") as third:
         assert line.prefill.record.take("prefill", third.id, 10) == []
     reader.is_let.set()

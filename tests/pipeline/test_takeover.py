@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from decode_worker.worker import DecodeWorker
 from penstock.client import Client
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import wait_until
@@ -16,7 +15,7 @@ from penstock.messages import EndEvent, Request, Sampling, TokenEvent
 from penstock.names import Pipeline, Stage
 from penstock.settings import Addresses, BusSettings, RecordSettings
 from penstock.worker import run_until_idle
-from prefill_worker.worker import PrefillWorker
+from penstock.worker.worker import Worker
 from tests.forked import fork, run_penstock
 from tests.pipeline.line import Line
 from tests.pipeline.workload import SETTINGS, alone, requests
@@ -39,12 +38,12 @@ def long(max_tokens: int) -> Request:
     return requests(4, "any")[-1].model_copy(update={"id": "long", "sampling": sampling})
 
 
-def silence(worker: PrefillWorker | DecodeWorker) -> None:
+def silence(worker: Worker) -> None:
     """Its loop stands still and its session runs out; it stays a member of its group, which knows nothing of it."""
     worker.session.stop()
 
 
-def goes_on(line: Line, request_id: str, *workers: PrefillWorker | DecodeWorker) -> list[TokenEvent | EndEvent]:
+def goes_on(line: Line, request_id: str, *workers: Worker) -> list[TokenEvent | EndEvent]:
     """Turn workers until the stream of a request has its end; the whole stream, as a client reads it."""
     events: list[TokenEvent | EndEvent] = []
 
@@ -64,7 +63,7 @@ def goes_on(line: Line, request_id: str, *workers: PrefillWorker | DecodeWorker)
     return events
 
 
-def fallen_silent(line: Line, request: Request) -> DecodeWorker:
+def fallen_silent(line: Line, request: Request) -> Worker:
     """The worker that began to decode the request; another is there now."""
     line.send(request)
     line.run_prefill(1)

@@ -13,7 +13,7 @@ from engine.sequence import Sequence
 from engine.text import OutputState
 from penstock.messages import Request, Sampling
 from penstock.settings import EngineSettings
-from prefill_worker.intake import seed_of
+from prefill_worker.handoff import seed_of
 
 MAX_TOKENS = 24
 SETTINGS = EngineSettings(dtype="float32", device="cpu", max_step_tokens=128, pool_mb=64)

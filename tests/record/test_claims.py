@@ -39,6 +39,25 @@ def test_a_first_claim_starts_a_fresh_record(record: Record) -> None:
     assert record.status("r2") is None
 
 
+def test_requests_that_are_claimed_together_have_each_their_outcome(record: Record) -> None:
+    """In their order; in decode each with its log."""
+    prefill(record)
+    asked = [Waiting("r2", "b", "", b"m"), Waiting("r1", "b", "", b"m"), Waiting("r1", "other", "", b"m")]
+    found = record.claim_all("prefill", alive(record, "prefill", "p2"), asked)
+    assert [type(one) for one in found] == [Claim, Busy, Conflict]
+    claim = found[0]
+    assert isinstance(claim, Claim)
+    say(record, claim, [7])
+    assert record.handed_all([claim]) == [True]
+    jobs = [Waiting("r2", "", "j1", b"m"), Waiting("r3", "", "j3", b"m")]
+    with_log, fresh = record.claim_all("decode", alive(record, "decode", "d1"), jobs)
+    assert isinstance(with_log, Claim)
+    assert isinstance(fresh, Claim)
+    assert [len(one.log) for one in (with_log, fresh)] == [1, 0]
+    assert record.release_all([(with_log, True), (claim, True)]) == [True, False]
+    assert record.claim_all("prefill", "nobody/1", []) == []
+
+
 def test_a_held_request_is_busy_for_a_lease_at_most(record: Record) -> None:
     prefill(record)
     outcome = record.claim_prefill("r1", alive(record, "prefill", "p2"), "b")

@@ -9,11 +9,11 @@ A message that was delivered:
 A crash before 3 leaves the delivery to the bus, and so does a worker that leaves. Of a request that was taken over, the
 message comes with the claim:
 
-    1  the loop takes the request over, and keeps the claim's lease from now on
+    1  the loop takes the request over; its session holds the claim from now on
     2  the thread reads the message
     3  the loop collects it, and goes on under that claim
 
-After a crash before 3 the lease runs out, and the next worker takes the request over; a worker that leaves gives the
+After a crash before 3 the session runs out, and the next worker takes the request over; a worker that leaves gives the
 claim back.
 """
 
@@ -24,11 +24,7 @@ from dataclasses import dataclass
 
 from penstock.bus.contract import Delivery
 from penstock.record import Claim
-from prefill_worker.intake import Intake
-
-INLINE_BYTES = 8192
-"""A message up to this size is read by the loop itself, in at most two milliseconds: handing it over could cost the
-request a step of the engine."""
+from penstock.worker.task import Task
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Reading:
     delivery: Delivery
     claim: Claim | None
     """Of a request that was taken over."""
-    intake: "Future[Intake | None]"
+    task: "Future[Task | None]"
 
 
 class Readings:
@@ -47,7 +43,7 @@ class Readings:
     `wake` is called on the thread after each message.
     """
 
-    def __init__(self, read: Callable[[Delivery], Intake | None], wake: Callable[[], None]) -> None:
+    def __init__(self, read: Callable[[Delivery], Task | None], wake: Callable[[], None]) -> None:
         self._read, self._wake = read, wake
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reading")
         self._open: deque[Reading] = deque()
@@ -60,7 +56,7 @@ class Readings:
         """Those messages. Any thread may ask."""
         return [reading.delivery for reading in list(self._open)]
 
-    def start(self, delivery: Delivery, claim: Claim | None = None) -> None:
+    def start(self, delivery: Delivery, claim: Claim | None) -> None:
         """Have a message read; `claim` where its request was taken over."""
         future = self._pool.submit(self._read, delivery)
         self._open.append(Reading(delivery, claim, future))
@@ -68,7 +64,7 @@ class Readings:
 
     def collect(self) -> Iterator[Reading]:
         """The messages that were read, in their order."""
-        while self._open and self._open[0].intake.done():
+        while self._open and self._open[0].task.done():
             yield self._open.popleft()
 
     def close(self) -> list[Claim]:

@@ -1,0 +1,680 @@
+"""The loop of a worker: requests in, tokens to their logs, and out comes what the next stage or the client is told.
+
+There is one loop and two roles (`prefill_worker/role.py`, `decode_worker/role.py`): a role says what a message is, what
+is to be computed for it, and what goes out when it is through. A request is one `Task` from its message to its
+settlement. What other threads have done (blocks loaded and stored, messages read, deliveries settled) comes back as
+events that the loop collects: it alone touches tasks, record, session and figures.
+
+The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's:
+
+    1, 6  claim     take messages while there is room; those that are read are claimed in one round trip: epoch + 1 in
+                    Redis, and in decode the job is bound if none is, and the log is read. What cannot be answered ends
+                    here, and goes on at 5
+    3, 6  load      what the KV store has of its blocks is fetched while others are computed
+    3, 7  step      the engine computes: parts of prompts, and one token for each sequence that has its prompt. Blocks
+                    that became full go to the KV store
+    4, 7  append    the tokens go to their logs in one round trip. Decode's travel while the next step is computed;
+                    prefill waits for its token's, as the hand-off does. The blocks of its last chunk follow it
+    8     end       finish reason, usage and timings are appended
+    5, 9  settle    what is through goes out. In prefill, once all blocks are where decode can read them, leased to the
+                    request: job reference out, then the request is done, then the record says that it is handed off.
+                    In decode: result out, job done, together; the leases on its blocks end
+
+What a crash costs: before 4, the next attempt finds the blocks that were stored; after 4 or in 7, the next holder finds
+the tokens in the log and goes on at its end, logged tokens are never sampled again; after 8, it only settles; a crash
+inside 9 leaves either nothing or all of it. Inside 5, once the job is out, the next attempt hands the request off
+again, under another name: decode binds one of its jobs, and the other is stale. Leases that nobody ends run out.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import redis
+
+from engine.engine import Sampled
+from engine.sequence import State
+from engine.token_text import token_texts
+from kvstore.connector import KVConnector, Loaded, Stored
+from kvstore.store import KVStore
+from penstock import tracing
+from penstock.bus.contract import Delivery, Member, Settlement
+from penstock.bus.letters import dead_message
+from penstock.errors import AttemptsExhausted, Cancelled, IdConflict, InvalidRequest, RequestError, SequenceFailed
+from penstock.failpoints import failpoint, stage_failpoint
+from penstock.messages import TokenEvent, now_s
+from penstock.names import CLASSES, Pipeline, PriorityClass
+from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, News, Record, Sessions, Waiting
+from penstock.telemetry.genai import request_attributes, usage_attributes
+from penstock.telemetry.meters import Meters
+from penstock.telemetry.stage import StageFigures
+from penstock.worker.failures import Failures, cause_of, cause_to_end, is_suspect, too_late
+from penstock.worker.inbox import IDLE_POLL_S, Inbox, unpack
+from penstock.worker.load import Load
+from penstock.worker.reading import Readings
+from penstock.worker.rescue import Rescue
+from penstock.worker.settler import Settler
+from penstock.worker.task import Role, Task
+
+log = logging.getLogger(__name__)
+
+MOMENT_S = 0.05
+"""A delivery that is being settled is looked at again so soon."""
+SOON_S = 0.01
+"""So long an idle worker waits for messages while something of its own is under way."""
+
+
+@dataclass(frozen=True)
+class Settling:
+    """What is to be done when a delivery is settled."""
+
+    num_letters: int
+    task: Task | None = None
+    """None where it was never claimed."""
+    asked_s: float = 0.0
+    about: Mapping[str, str] = field(default_factory=dict)
+    """What its span says of it."""
+
+
+class Worker:
+    """One worker of a stage: its engine, its KV, its record and its place in the group."""
+
+    def __init__(
+        self,
+        role: Role,
+        pipeline: Pipeline,
+        name: str,
+        store: KVStore,
+        record: Record,
+        member: Member,
+        figures: StageFigures | None = None,
+    ) -> None:
+        self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
+        self.engine, self.store, self.record, self.member = role.engine, store, record, member
+        self.figures = figures or StageFigures(Meters(is_on=False), pipeline.name, self.stage, name, "")
+        reader = member.orphan_reader()
+        self.session = Sessions(record, self.stage, name, member.parts, adopts=reader is not None)
+        self.kv = KVConnector(store, self.engine, self.engine.pool.num_blocks)
+        self.settler, self.inbox, self.load = Settler(member, pipeline, self.kv.wake), Inbox(member), Load()
+        self.readings = Readings(role.read_message, self.kv.wake)
+        self.rescue = Rescue(record, self.stage, self.session, member, reader, self.waiting_of)
+        self.failures = Failures(record, self.inbox, self.figures.retried)
+        self.running: dict[str, Task] = {}
+        """All that is claimed and not through with this stage, by request."""
+        self._handing_off: set[Task] = set()
+        """Those whose hand-off is being settled."""
+        self._sent: list[Task] = []
+        """Those with a token on its way to the log."""
+        self._sent_s = 0.0
+
+    def turn(self, *, accept: bool = True) -> bool:
+        """One turn of the loop; whether it did anything. Without `accept` nothing new is taken."""
+        self._hear_news()
+        read = self._collect_events()
+        deliveries = self._poll_messages() if accept else []
+        self._claim_messages([*read, *self._read_messages(deliveries)])
+        self._take_over(accept=accept)
+        sampled, failed = self._step_engine()
+        self._confirm_tokens()
+        if failed is not None:
+            self._fail_task(failed)
+        self._end_overdue()
+        self._append_tokens(sampled)
+        self._store_full_blocks()
+        if self.role.hands_off or not self.engine.has_work():
+            self._confirm_tokens()
+        self._note_pace(sampled)
+        if not self._is_idle() and not self.engine.has_run:
+            self.kv.wait()
+        return bool(deliveries or sampled)
+
+    # What happened meanwhile.
+
+    def _hear_news(self) -> None:
+        """Let go of what others hold, and end what is to end."""
+        self.settler.check()
+        self.rescue.check()
+        for claim, news in self.session.news():
+            task = self.running.get(claim.id)
+            if task is None or task.claim is not claim:
+                continue
+            if news is News.LOST:
+                self._lose(task)
+            elif not task.is_sent:  # else its token is refused
+                task.error = Cancelled(f"cancelled in {self.stage}")
+                self._end_tasks(task)
+
+    def _collect_events(self) -> list[Task]:
+        """Go on with what was loaded, stored and settled. Returns what was read and is to be claimed."""
+        for event in self.kv.collect():
+            match event:
+                case Loaded():
+                    self._compute(event.ticket, event)
+                case Stored(task, num_blocks, begun_s, ended_s):
+                    tracing.note("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
+        self._note_settled(self.settler.collect())
+        read = []
+        for reading in self.readings.collect():
+            if reading.claim is not None:
+                self._go_on(reading.delivery, reading.task.result(), reading.claim)
+            elif (task := self._task_of(reading.delivery, reading.task.result())) is not None:
+                read.append(task)
+        return read
+
+    # 1 and 6. Claim.
+
+    def _poll_messages(self) -> list[Delivery]:
+        """What to begin now, or soon if there is nothing to do but wait."""
+        rooms = self.load.rooms = {klass: self.free_capacity(klass) for klass in CLASSES}
+        is_waited_for = len(self.settler) > 0 or len(self.kv) > 0
+        deliveries = self.inbox.poll(
+            rooms["batch"],
+            rooms["interactive"],
+            idle=self._is_idle(),
+            wait_s=SOON_S if is_waited_for else IDLE_POLL_S,
+        )
+        for _ in deliveries:
+            stage_failpoint(self.stage, "prefill.1.polled", "decode.6.polled")
+        return deliveries
+
+    def free_capacity(self, klass: PriorityClass) -> int:
+        """How many more requests of a class to take: none while some of it wait for blocks. What is being read has its
+        room already.
+        """
+        if self.kv.is_wanting(klass):
+            return 0
+        rank = CLASSES.index(klass)
+        before = [task for task in self.running.values() if CLASSES.index(task.klass) <= rank]
+        num_read = sum(CLASSES.index(delivery.klass) <= rank for delivery in self.readings.deliveries())
+        return max(0, self.role.free_capacity(klass, before, num_read, self.load))
+
+    def _is_idle(self) -> bool:
+        """Whether there is nothing to do but wait for messages."""
+        return not self.running and not len(self.readings)
+
+    def _read_messages(self, deliveries: Iterable[Delivery]) -> list[Task]:
+        """Read what is short; the rest is read beside the engine's steps."""
+        tasks = []
+        for delivery in deliveries:
+            if len(delivery.value) > self.role.inline_bytes:
+                self.readings.start(delivery, None)
+            elif (task := self._task_of(delivery, self.role.read_message(delivery))) is not None:
+                tasks.append(task)
+        return tasks
+
+    def _task_of(self, delivery: Delivery, task: Task | None) -> Task | None:
+        """What was read of a message, if anybody is to be told of it. If not, a dead letter tells."""
+        if task is None:
+            self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
+        elif task.read_s:
+            self.figures.preprocessed(task.read_s - task.started_s)
+        return task
+
+    def waiting_of(self, delivery: Delivery) -> Waiting | None:
+        """The request of a message that nobody has begun; None where it cannot be put down. Any thread may ask."""
+        task = self.role.identify(delivery)
+        waiting = None if task is None else task.waiting()
+        return waiting if waiting is not None and waiting.message else None
+
+    def _claim_messages(self, tasks: Iterable[Task]) -> None:
+        """Claim what is this worker's to claim, all in one round trip."""
+        mine = [task for task in tasks if self._is_mine(task.delivery)]
+        claims = self.record.claim_all(self.stage, self.session.id, [task.waiting() for task in mine])
+        for task, claimed in zip(mine, claims, strict=True):
+            match claimed:
+                case Busy() if (running := self._without_delivery(task)) is not None:
+                    running.delivery = task.delivery
+                case Busy(wait_s=wait_s):
+                    self.inbox.put_back(task.delivery, wait_s)
+                case Bound():
+                    self.settler.settle(Settlement(task.delivery), Settling(0))
+                case Conflict():
+                    error = IdConflict(f"the id {task.id!r} belongs to a request with another body")
+                    self._bury(task.delivery, f"{error.code}: {error}")
+                case Claim():
+                    stage_failpoint(self.stage, "prefill.2.claimed", "decode.6.claimed")
+                    self._open_task(task, claimed)
+
+    def _is_mine(self, delivery: Delivery) -> bool:
+        """Whether to claim with it. If not, another has it now, or it came a second time and is being settled."""
+        if self.settler.is_settling(delivery):
+            self.inbox.put_back(delivery, MOMENT_S)
+            return False
+        return self.member.holds(delivery)
+
+    def _without_delivery(self, task: Task) -> Task | None:
+        """What was taken over from the holder of this message, here."""
+        running = self.running.get(task.id)
+        return running if running is not None and not running.delivery.is_held and _are_same(running, task) else None
+
+    def _take_over(self, *, accept: bool) -> None:
+        """Go on with what nobody holds. Others have the deliveries, or get them later."""
+        room = max(self.load.rooms.values()) if accept and self.session.num_free else 0
+        if room <= 0:
+            return
+        taken = self.record.take(self.stage, self.session.id, room)
+        self.session.num_free = self.session.num_free - room if len(taken) == room else 0
+        for one in taken:
+            self.figures.took_over()
+            try:
+                delivery = unpack(one.message)
+                if len(delivery.value) > self.role.inline_bytes:
+                    self.session.add(one.claim)
+                    self.readings.start(delivery, one.claim)
+                else:
+                    self._go_on(delivery, self.role.read_message(delivery), one.claim)
+            except Exception as error:  # a message that cannot be read, or a bug: this request's
+                self._hand_on(one.claim, error)
+
+    def _go_on(self, delivery: Delivery, task: Task | None, claim: Claim) -> None:
+        """Go on with a request that was taken over."""
+        if task is None:
+            self._hand_on(claim, InvalidRequest(f"no request id can be read in a message of {delivery.topic}"))
+            return
+        if task.read_s:
+            self.figures.preprocessed(task.read_s - task.started_s)
+        stage_failpoint(self.stage, "prefill.2.taken", "decode.6.taken")
+        self._open_task(task, claim)
+
+    def _hand_on(self, claim: Claim, error: Exception) -> None:
+        """Leave a request to whoever takes it later, or gets its delivery. Raises what is not about this one."""
+        cause_of(error)
+        log.error("request %s cannot be gone on with", claim.id, exc_info=error)
+        self.session.drop(claim)
+        task = self.running.get(claim.id)
+        if task is not None and task.claim is claim:
+            self._forget(task)
+        self.record.release(claim, failed=True, delivered=False, wait_s=self.record.settings.retry_cap_s)
+
+    def _open_task(self, task: Task, claim: Claim) -> None:
+        """Begin the work on a request that is claimed; what cannot be answered ends."""
+        task.claim, task.said = claim, [event for event in claim.log if isinstance(event, TokenEvent)]
+        self._note_wait(task)
+        self._replace_older(task)
+        if claim.ended:
+            self._complete_task(task)
+            return
+        cause = cause_to_end(claim, task.deadline)
+        if task.failure is not None and isinstance(cause, AttemptsExhausted):
+            cause = task.failure  # no worker was lost
+        task.error = task.error or cause
+        if task.error is None and self.failures.set_aside(task.delivery, claim, is_taken=self._has_suspect()):
+            self.session.drop(claim)
+            return
+        task.begin_span(self.stage)
+        task.span.set_attributes(request_attributes(task.operation, self.engine.model.name))
+        stage_failpoint(self.stage, "decode.6.read")
+        self.running[task.id] = task
+        self.session.add(claim)
+        if task.failure is not None and task.error is None:
+            self._give_up(task, task.failure)
+            return
+        try:
+            if task.error is None and self._begin_load(task):
+                return
+        except RequestError as error:
+            task.error = error
+        except Exception as error:  # a bug is this request's, not its neighbours'
+            log.exception("request %s", task.id)
+            self._give_up(task, cause_of(error))
+            return
+        self._end_tasks(task)
+
+    def _has_suspect(self) -> bool:
+        """Whether one is here that may kill the worker, or would lose its attempt if the next one did: what is handed
+        off counts as worked on until the record says so.
+        """
+        is_running = any(task.seq is not None and task.seq.suspect for task in self.running.values())
+        return is_running or any(is_suspect(task.claim) for task in self._handing_off)
+
+    def _note_wait(self, task: Task) -> None:
+        """Work on a message begins. What was taken over has no wait of its own: another worker had it meanwhile."""
+        delivery, begun_s = task.delivery, task.started_s
+        if delivery.is_held:
+            self.figures.began(delivery.klass, delivery.timestamp_s, begun_s)
+        name = "queue.wait" if delivery.is_held else "taken_over"
+        tracing.note(name, task.around, delivery.timestamp_s, begun_s, topic=delivery.topic)
+        if task.read_s:
+            tracing.note("preprocess", task.around, begun_s, task.read_s, bytes=len(delivery.value))
+
+    def _replace_older(self, task: Task) -> None:
+        """Let go of what was held until its session was over, and is claimed anew now: of its delivery, too, if that is
+        another one. One that came with none goes on with the older one's.
+        """
+        older = self.running.get(task.id)
+        if older is None:
+            return
+        self._forget(older)
+        if not task.delivery.is_held and _are_same(older, task):
+            task.delivery = older.delivery
+        elif (older.delivery.topic, older.delivery.position) != (task.delivery.topic, task.delivery.position):
+            self.inbox.put_back(older.delivery)
+
+    # 3 and 6. Load.
+
+    def _begin_load(self, task: Task) -> bool:
+        """Have its blocks fetched; False where there is nothing to compute."""
+        seq = self.role.open_task(task, self.kv)
+        if seq is None:
+            return False
+        assert task.blocks is not None
+        task.seq, max_tokens = seq, seq.max_new if task.message is None else task.message.sampling.max_tokens
+        self.engine.check(seq, max_tokens)
+        self.load.prompts[seq.klass].note(len(seq.token_ids))
+        if self.role.hands_off:
+            self.load.outputs[seq.klass].note(max_tokens)
+        lease_to = self.pipeline.lease_owner(task.id) if self.role.hands_off else ""
+        self.kv.load(task, task.blocks, seq, lease_to)
+        return True
+
+    def _compute(self, task: Task, loaded: Loaded) -> None:
+        """What could be had is in the pool: compute the rest."""
+        if task is not self.running.get(task.id):
+            return
+        assert task.seq is not None
+        stage_failpoint(self.stage, "prefill.3.fetched", "decode.6.fetched")
+        self.engine.add(task.seq)
+        found = {"blocks": loaded.num_blocks, "held": loaded.num_held, "found": loaded.num_found}
+        tracing.note("kv.read", task.context, loaded.begun_s, loaded.ended_s, **found)
+
+    # 3 and 7. Step.
+
+    def _step_engine(self) -> tuple[list[Sampled], SequenceFailed | None]:
+        """The tokens that a step decided, or who made it fail."""
+        try:
+            sampled, failed = self.engine.step(), None
+        except SequenceFailed as error:
+            sampled, failed = [], error
+        if self.engine.has_run:
+            stage_failpoint(self.stage, "prefill.3.stepped", "decode.7.stepped")
+        return sampled, failed
+
+    def _fail_task(self, failed: SequenceFailed) -> None:
+        """One request makes steps fail; what the last step said of it is in its log by now."""
+        task = self.running.get(failed.seq.id)
+        if task is not None and task.seq is failed.seq:
+            self._give_up(task, failed.error)
+
+    def _store_full_blocks(self) -> None:
+        """Have the blocks written that the last step has filled."""
+        for task in self.running.values():
+            if task.seq is not None and task.seq.state is State.RUNNING:
+                self._store_full(task)
+
+    def _store_full(self, task: Task) -> None:
+        assert task.blocks is not None
+        if self.kv.store_full(task.blocks):
+            stage_failpoint(self.stage, "prefill.3.shipping", "decode.7.shipping")
+
+    def _note_pace(self, sampled: Sequence[Sampled]) -> None:
+        """Note what a turn brought: prompts in prefill, tokens in decode."""
+        num_tokens = sum(item.seq.num_prompt for item in sampled) if self.role.hands_off else len(sampled)
+        self.load.pace.note(num_tokens, is_busy=bool(self.running))
+
+    # 4 and 7. Append.
+
+    def _append_tokens(self, sampled: Sequence[Sampled]) -> None:
+        """Send each token to its log, in one round trip; of what is computed, the last blocks follow."""
+        mine = [(task, item) for item in sampled if (task := self._computing(item)) is not None]
+        # What prefill computed again may have its token in the log.
+        fresh = [(task, item) for task, item in mine if not (self.role.hands_off and task.claim.num_tokens)]
+        entries = [(task.claim, self._say(task, item)) for task, item in fresh]
+        self._sent, self._sent_s = [task for task, _ in fresh], now_s()
+        if entries:
+            self.record.send_append(entries)
+            stage_failpoint(self.stage, "decode.7.sent")
+        for task, item in mine:
+            assert task.blocks is not None
+            if self.role.hands_off:
+                self.figures.prompt_done(item.seq.num_prompt - item.seq.num_cached, item.seq.num_cached)
+                task.stored = self.kv.hand_off(task.blocks)
+            elif task.finish is not None:
+                self._store_full(task)
+            if self.role.hands_off or task.finish is not None:
+                self.engine.remove(item.seq)
+            if not task.is_sent:
+                task.first_token_s = task.started_s  # not later than this
+                self._hand_off(task)
+
+    def _computing(self, item: Sampled) -> Task | None:
+        """Whose token that is, if it is still wanted."""
+        task = self.running.get(item.seq.id)
+        return task if task is not None and task.seq is item.seq else None
+
+    def _say(self, task: Task, item: Sampled) -> TokenEvent:
+        """The event of its next token."""
+        assert task.output is not None
+        text, task.finish = task.output.push(item.token_id)
+        logprobs = token_texts(self.engine.model.tokenizer).fill(item.logprobs, item.token_id)
+        event = task.claim.next_event(item.token_id, text, logprobs)
+        task.said.append(event)
+        task.is_sent = True
+        return event
+
+    def _confirm_tokens(self) -> None:
+        """Act on what became of the tokens that were sent last."""
+        if not self._sent:
+            return
+        outcomes, written_s, ended = self.record.collect(), time.monotonic(), []
+        sent, self._sent = self._sent, []
+        for task, outcome in zip(sent, outcomes, strict=True):
+            stage_failpoint(self.stage, "prefill.4.appended", "decode.7.confirmed")
+            task.is_sent = False
+            if task is not self.running.get(task.id):
+                continue
+            if outcome is AppendOutcome.FENCED:
+                self._lose(task)
+            elif outcome is AppendOutcome.CANCELLED:
+                task.said.pop()
+                task.error = Cancelled(f"cancelled in {self.stage}")
+                ended.append(task)
+            else:
+                self._count_token(task, written_s)
+                if task.finish is not None:
+                    ended.append(task)
+                elif self.role.hands_off:
+                    self._hand_off(task)
+        self._end_tasks(*ended)
+
+    def _count_token(self, task: Task, written_s: float) -> None:
+        if not self.role.hands_off:
+            self.figures.token(task.since_last(written_s))
+            return
+        task.first_token_s = now_s()
+        self.figures.first_token(task.operation, task.delivery.timestamp_s)
+        tracing.note("first_token", task.context, self._sent_s, task.first_token_s)
+
+    # 8. End.
+
+    def _end_overdue(self) -> None:
+        """End what is too late."""
+        overdue = []
+        for task in self.running.values():
+            if (error := too_late(task.deadline)) is not None:
+                task.error = error
+                task.tail = task.output.flush() if task.output is not None else ""
+                overdue.append(task)
+        self._end_tasks(*overdue)
+
+    def _give_up(self, task: Task, error: RequestError) -> None:
+        """The work on it failed: it is tried again later, or ends."""
+        if self.failures.try_again(task.delivery, task.claim, error):
+            self._forget(task)
+        else:
+            task.error = error
+            self._end_tasks(task)
+
+    def _end_tasks(self, *tasks: Task) -> None:
+        """Requests end here: their ends are written in one round trip, and what they come to goes out."""
+        begun_s, fenced = now_s(), []
+        for task in tasks:
+            if task.error is not None:
+                task.finish = "cancelled" if isinstance(task.error, Cancelled) else "error"
+            self._forget(task)
+        ends = [(task.claim, self.role.end_of(task)) for task in tasks]
+        for task, (claim, end), done in zip(tasks, ends, self.record.finish_all(ends), strict=True):
+            if not done:
+                fenced.append(task)
+                continue
+            stage_failpoint(self.stage, "prefill.2.ended", "decode.8.ended")
+            task.end = end
+            if not self.role.hands_off:
+                self.load.outputs[task.klass].note(claim.num_tokens)
+            self.figures.ended(task.klass, task.operation, end)
+            tracing.note("end", task.context, begun_s, now_s(), **usage_attributes(end.usage, end.finish_reason))
+            self._complete_task(task)
+        self._give_back(*fenced)
+
+    # 5 and 9. Settle.
+
+    def _hand_off(self, task: Task) -> None:
+        """It is through with this stage, and has not ended."""
+        self._forget(task)
+        self._complete_task(task)
+
+    def _complete_task(self, task: Task) -> None:
+        """Have what a request comes to sent out, and its delivery done with it."""
+        through = self.role.complete_task(task)
+        if through is None:
+            self.inbox.put_back(task.delivery)
+            return
+        if self.role.hands_off:
+            self._handing_off.add(task)
+            self.session.add(task.claim)
+        if self.role.hands_off or task.delivery.is_held:
+            settlement = Settlement(task.delivery, through.outputs + through.letters)
+            settling = Settling(len(through.letters), task, now_s(), through.about)
+            again = partial(self._make_settlement_anew, task) if self.role.hands_off else None
+            self.settler.settle(settlement, settling, again, task.stored)
+            stage_failpoint(self.stage, "decode.9.asked")
+        if not self.role.hands_off:
+            blocks = task.blocks or self.kv.name_prompt(task.tenant, task.token_ids)
+            self.kv.release(self.pipeline.lease_owner(task.id), blocks)
+
+    def _make_settlement_anew(self, task: Task) -> Settlement:
+        """The same hand-off under a new name. The settler's thread asks; nobody changes the task any more."""
+        through = self.role.complete_task(task)
+        assert through is not None, "a job can always be made"
+        return Settlement(task.delivery, through.outputs + through.letters)
+
+    def _bury(self, delivery: Delivery, reason: str) -> None:
+        """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""
+        self.settler.settle(Settlement(delivery, [dead_message(self.pipeline, delivery, reason)]), Settling(1))
+
+    def _note_settled(self, outcomes: Iterable[tuple[Settling | None, bool]]) -> None:
+        """Count what is settled. Claims of what was handed off are given up, those of what was not are given back."""
+        handed, left = [], []
+        for settling, settled in outcomes:
+            if settling is None or settling.task is None:
+                self.figures.buried(settling.num_letters * settled if settling else 0)
+                continue
+            task = settling.task
+            self.figures.buried(settling.num_letters * settled)
+            begun_s = max(settling.asked_s, task.stored.result() if task.stored is not None else 0.0)
+            tracing.note(self.role.span, task.around, begun_s, now_s(), **settling.about)
+            if not self.role.hands_off:
+                continue
+            failpoint("prefill.5.settled")
+            self._handing_off.discard(task)
+            self.session.drop(task.claim)
+            if not settled:
+                left.append((task.claim, task.delivery.is_held))
+                continue
+            handed.append(task.claim)
+            if task.end is None and not task.claim.ended:
+                self.figures.handed_off(task.klass)
+        self.record.handed_all(handed)
+        if handed:
+            failpoint("prefill.5.handed")
+        self.record.release_all(left)
+
+    # Letting go.
+
+    def _lose(self, task: Task) -> None:
+        """Let go of a request that another worker holds now, or may."""
+        self._forget(task)
+        self._give_back(task)
+
+    def _give_back(self, *tasks: Task) -> None:
+        """Look again at requests whose claim was refused. Who lets go says so: where one is this worker's after all,
+        its session lives on, and nobody else would ever take it.
+        """
+        self.record.release_all([(task.claim, task.delivery.is_held) for task in tasks])
+        for task in tasks:
+            self.inbox.put_back(task.delivery)
+
+    def _forget(self, task: Task) -> None:
+        """Let go of a request, with all that it has in the engine."""
+        task.span.end()
+        del self.running[task.id]
+        self.session.drop(task.claim)
+        if task.seq is not None:
+            self.engine.remove(task.seq)
+
+    def report(self) -> dict[str, object]:
+        """What it holds and how fast it is, for the heartbeat. Any thread may ask."""
+        held = [self.role.held(task) for task in list(self.running.values())]
+        read = [delivery.klass for delivery in self.readings.deliveries()]
+        waiting = {klass: self.inbox.num_waiting(klass) + read.count(klass) for klass in CLASSES}
+        return self.load.report(held, waiting) | self.role.rates(self.load)
+
+    def retire(self) -> None:
+        """Take nothing more. What runs goes on under its claim; who has its delivery then settles it, from its log."""
+        self.settler.wait(MOMENT_S)
+        self.rescue.close()
+        # Else others read what was read here, until the bus has given it away.
+        with contextlib.suppress(redis.RedisError):
+            self.session.disown()
+        self.member.retire()
+        for task in self.running.values():
+            if not self.member.holds(task.delivery):
+                task.delivery = replace(task.delivery, is_held=False)
+
+    def is_settled(self) -> bool:
+        """Whether nothing waits, for another worker or for a commit, and nothing is being read."""
+        return not any(len(one) for one in (self.inbox, self.settler, self.kv, self.readings))
+
+    def close(self) -> None:
+        """Hand back what is not finished, and leave the group. Engine and store stay."""
+        self._confirm_tokens()
+        self._hand_back()
+        self.kv.close()
+        self.settler.close()
+        self._note_settled(self.settler.collect())
+        self._leave_group()
+
+    def abandon(self) -> None:
+        """Let go of everything, as a crash would: see `penstock.worker.outage`. Engine and store stay."""
+        with contextlib.suppress(redis.RedisError):  # where Redis is not away, the attempts need not count
+            self._hand_back()
+        self.settler.abandon()
+        self.kv.abandon()
+        with contextlib.suppress(redis.RedisError):
+            self._note_settled(self.settler.collect())
+        self._leave_group()
+
+    def _hand_back(self) -> None:
+        """Leave what runs and what is being read to others."""
+        tasks = list(self.running.values())
+        for task in tasks:
+            self._forget(task)
+        read = self.readings.close()
+        for claim in read:
+            self.session.drop(claim)
+        self.record.release_all(
+            [*((one.claim, one.delivery.is_held) for one in tasks), *((one, False) for one in read)]
+        )
+
+    def _leave_group(self) -> None:
+        self.rescue.close()
+        self.session.close()
+        self.record.close()
+        self.member.close()
+
+
+def _are_same(one: Task, other: Task) -> bool:
+    """Whether two messages of a request ask for the same: with one body, or by one job."""
+    return (one.body, one.job_name) == (other.body, other.job_name)
