@@ -104,14 +104,17 @@ class Holdings:
             self._orphans.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
         return offset + 1
 
-    def reach_end(self, partition: Partition, end: int) -> None:
-        """The log has nothing more before `end`: what is there instead are the markers of transactions.
+    def reach_end(self, partition: Partition, end: int) -> bool:
+        """The log has nothing more before `end`: what is there instead are the markers of transactions. Return whether
+        that is news.
 
         Raises `BusUnavailable` as `_read_from` does.
         """
         offsets = self._read_from(partition, end)
-        if offsets is not None and offsets.reach(end):
-            self._uncommitted.add(partition)
+        if offsets is None or not offsets.reach(end):
+            return False
+        self._uncommitted.add(partition)
+        return True
 
     def _read_from(self, partition: Partition, offset: int) -> PartitionOffsets | None:
         """The offsets of an assigned partition that was now read at `offset`.

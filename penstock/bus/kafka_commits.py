@@ -46,6 +46,10 @@ class OffsetCommits:
         except KafkaException as raised:
             self.answered(raised.args[0], [])
 
+    def rest(self) -> None:
+        """Note that there is nothing to commit: what was refused belongs to another member now."""
+        self._behind_s = None
+
     def answered(self, error: KafkaError | None, places: Iterable[TopicPartition]) -> Sequence[Commit]:
         """Note what became of the first commit under way; return which of its parts were done."""
         commits = self._under_way.popleft()

@@ -347,21 +347,23 @@ class KafkaMember:
         elif error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
             self._refused.pop(partition[0], None)
             epoch = message.leader_epoch()
-            if epoch is not None:
+            if error is None and epoch is not None:  # where a log ends the client says the epoch that it knew at first
                 self._epochs[partition] = epoch
 
     def _arrived(self, message: Message) -> None:
         error = message.error()
         if error is not None:
             if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+                partition = message.topic() or "", message.partition() or 0
                 with self._state:
-                    self._holdings.reach_end((message.topic() or "", message.partition() or 0), message.offset() or 0)
+                    if self._holdings.reach_end(partition, message.offset() or 0):
+                        self._epochs.pop(partition, None)  # of markers nobody tells it
                 return
             if error.fatal():
                 raise KafkaException(error)
             log.warning("Kafka: %s", error.str())
             if error.code() in DAMAGED:
-                partition = (message.topic() or "", message.partition() or 0)
+                partition = message.topic() or "", message.partition() or 0
                 self._pass_damaged(partition, message.offset() or 0, error.str())
             return
         delivery = read_delivery(message, self._classes[message.topic() or ""])
@@ -415,7 +417,11 @@ class KafkaMember:
 
     def _commit_finished(self) -> None:
         """Step 4 of a settlement without transactions."""
-        if self._outputs is not None and self._holdings.has_uncommitted and self._commits.is_due(self._turned_at):
+        if self._outputs is None:
+            return
+        if not self._holdings.has_uncommitted:
+            self._commits.rest()
+        elif self._commits.is_due(self._turned_at):
             with self._state:
                 commits = self._holdings.to_commit()
             self._commits.send(self._consumer, commits, self._epochs)

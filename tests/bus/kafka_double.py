@@ -37,6 +37,8 @@ class DoubleBus(KafkaBus):
         self.written: list[Outgoing] = []
         self.commit_error: int | None = None
         """What the brokers say instead of what was committed."""
+        self.epoch = 0
+        """Of the leaders that messages were written under. Where a log ends, the client still says 0."""
         self.commit_refusal: int | None = None
         """What they say to commits."""
         self.deaf: set[Partition] = set()
@@ -154,7 +156,7 @@ class DoubleConsumer:
                 if value is not None:
                     self.positions[partition] = position
                     self.positions[partition] = self.positions.pop(partition)  # the others come first
-                    return _message(partition, position - 1, value)
+                    return _message(partition, position - 1, value, epoch=self.bus.epoch)
             self.positions[partition] = position
             if self.ends.get(partition) != position:
                 self.ends[partition] = position
@@ -246,13 +248,15 @@ class DoubleTransactions:
         """Nothing is open."""
 
 
-def _message(partition: Partition, offset: int, value: bytes | None, error: KafkaError | None = None) -> Message:
+def _message(
+    partition: Partition, offset: int, value: bytes | None, error: KafkaError | None = None, epoch: int = 0
+) -> Message:
     make = cast(Any, Message)
     return cast(
         Message,
         make(
             topic=partition[0], partition=partition[1], offset=offset, key=None, value=value, headers=[],
-            error=error, timestamp=(1, 1000), latency=0.0, leader_epoch=0,
+            error=error, timestamp=(1, 1000), latency=0.0, leader_epoch=epoch,
         ),
     )  # fmt: skip
 

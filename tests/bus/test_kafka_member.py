@@ -221,6 +221,24 @@ def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
             member.settle([Settlement(delivery)])
 
 
+@pytest.mark.parametrize(("markers", "epoch"), [((), 2), ((None,), None)])
+def test_a_commit_names_the_epoch_of_what_was_read(markers: tuple[None, ...], epoch: int | None) -> None:
+    """With an older one, as it is told where the log ends, the brokers would say that the log lost its tail."""
+    bus = DoubleBus()
+    bus.epoch = 2
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(member.parts, "it is begun")
+        bus.publish(ONE, b"1", *markers)
+        bus.turn_until(member.waiting, "it is read")
+        bus.turn_until(lambda: member._holdings.next_of(ONE) == 1 + len(markers), "to its end")
+        for _ in range(3):
+            bus.turn()
+        member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
+        bus.turn_until(lambda: ONE in bus.commits and bus.commits[ONE].offset == 1 + len(markers), "it is committed")
+        assert bus.commits[ONE].leader_epoch == epoch
+
+
 def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None:
     bus = DoubleBus()
     bus.publish(ONE, b"1", b"2", b"3")
