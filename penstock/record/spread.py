@@ -312,11 +312,6 @@ class Sessions:
             num_taken -= here
 
     @property
-    def lasts_until_ms(self) -> int:
-        """Until when the first of them to end lasts, by its server's clock in ms, as of its last renewal."""
-        return min(session.lasts_until_ms for session in self._sessions.parts)
-
-    @property
     def adopted(self) -> list[str]:
         """Parts of topics that nobody reads as a member, and this worker has to."""
         return self._sessions.parts[0].adopted
