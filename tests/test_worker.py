@@ -264,8 +264,9 @@ def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPa
     assert len(inbox) == 3
     now_s = time.monotonic()
     monkeypatch.setattr("penstock.worker.inbox.time.monotonic", lambda: now_s + POSTPONED_S)
-    assert len(inbox.poll(0, 0, idle=False)) == 3, "perhaps their requests are over, and they are to be settled"
-    assert len(inbox) == inbox.num_waiting("interactive") == 0
+    for num_left in (2, 1, 0):
+        assert len(inbox.poll(0, 0, idle=False)) == 1, "perhaps its request is over, and it is to be settled"
+        assert len(inbox) == inbox.num_waiting("interactive") == num_left
 
 
 def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses, pipeline: Pipeline) -> None:

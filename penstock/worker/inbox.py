@@ -40,7 +40,7 @@ class Inbox:
         return len(self._waiting)
 
     def put_back(self, delivery: Delivery, wait_s: float = 0.0) -> None:
-        """Look at a delivery again in `wait_s` seconds: its request is held by another, whose lease may run out.
+        """Look at a delivery again in `wait_s` seconds: its request is held by another, whose session may end.
 
         One that is not held is somebody else's to look at.
         """
@@ -78,18 +78,26 @@ class Inbox:
         return 0 if self._num_waiting[klass] >= MAX_WAITING else max(min(1, room), room - num_due)
 
     def _due(self, rooms: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """As many of those that are due as there is room for, and those postponed, whose requests may be over."""
+        """As many of those that are due as there is room for. Without room, one of those postponed, of each class: if its
+        request is over it is to be settled. If not it is claimed beyond the room, so there is only one a turn.
+        """
         ready: list[Delivery] = []
         left, now_s = dict(rooms), time.monotonic()
+        postponed: list[_Waiting] = []
         while self._waiting and self._waiting[0].due_s <= now_s:
             one = heapq.heappop(self._waiting)
             klass = one.delivery.klass
-            self._num_waiting[klass] -= 1
-            if left[klass] > 0 or one.is_postponed:
+            if left[klass] > 0 or (one.is_postponed and left[klass] == 0):
                 left[klass] -= 1
+                self._num_waiting[klass] -= 1
                 ready.append(one.delivery)
+            elif one.is_postponed:
+                postponed.append(one)
             else:
+                self._num_waiting[klass] -= 1
                 self._push(one.delivery, POSTPONED_S, is_postponed=True)
+        for one in postponed:
+            heapq.heappush(self._waiting, one)
         return ready
 
     def _push(self, delivery: Delivery, wait_s: float, *, is_postponed: bool = False) -> None:
