@@ -78,8 +78,9 @@ class Inbox:
         return 0 if self._num_waiting[klass] >= MAX_WAITING else max(min(1, room), room - num_due)
 
     def _due(self, rooms: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """Return as many of those that are due as there is room for. Without room, return one of those postponed, of
-        each class: if its request is over it is to be settled. If not it is claimed beyond the room: so only one a turn.
+        """Return as many of those that are due as there is room for; without room, one of those postponed of each class.
+
+        If its request is over it is to be settled. If not it is claimed beyond the room, so there is only one a turn.
         """
         ready: list[Delivery] = []
         left, now_s = dict(rooms), time.monotonic()
