@@ -9,12 +9,12 @@ A message that was delivered:
 A crash before 3 leaves the delivery to the bus, and so does a worker that leaves. Of a request that was taken over, the
 message comes with the claim:
 
-    1  the loop takes the request over, and keeps the claim's lease from now on
+    1  the loop takes the request over, and its session holds the claim from now on
     2  the thread reads the message
     3  the loop collects it, and goes on under that claim
 
-After a crash before 3 the lease runs out, and the next worker takes the request over; a worker that leaves gives the
-claim back.
+After a crash before 3 the worker's session ends, and the next worker takes the request over; a worker that leaves gives
+the claim back.
 """
 
 from collections import deque

@@ -39,7 +39,7 @@ class Inbox:
         return len(self._waiting)
 
     def put_back(self, delivery: Delivery, wait_s: float = 0.0) -> None:
-        """Look at a delivery again in `wait_s` seconds: its request is held by another, whose lease may run out.
+        """Look at a delivery again in `wait_s` seconds: its request is held by another, whose session may end.
 
         One that is not held is somebody else's to look at.
         """
