@@ -86,8 +86,11 @@ def commands_of(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comman
 
 def _client_commands(pipeline: Pipeline) -> list[Command]:
     """What reading a stream, cancelling and asking for the lag take."""
-    record = pipeline.record_key("x")
-    cancelling = [("HGET", record, "x"), ("HSET", record, "x", "x"), ("PEXPIRE", record, "1"), ("PTTL", record)]
+    record, news = pipeline.record_key("x"), pipeline.news_key("x")
+    cancelling = [
+        ("HGET", record, "x"), ("HSET", record, "x", "x"), ("PEXPIRE", record, "1"), ("PTTL", record),
+        ("RPUSH", news, "x"), ("PEXPIRE", news, "1"),
+    ]  # fmt: skip
     return [
         ("XRANGE", pipeline.log_key("x"), "-", "+"),
         ("EXISTS", record),

@@ -105,26 +105,30 @@ class AsyncClient:
         `IdConflict` is raised before the first event if the id belongs to a request with another one.
         """
         reader, is_known = StreamReader(after), not body
+        news: list[Event] = []  # what came, until it is known whose it is
         if self._live is None:
             self._live = ByServer.of(self._addresses.stream_url, LiveFeed)
         live, channel, box = self._live[request_id], self._pipeline.live_channel(request_id), AsyncMailbox()
         live.listen(channel, box.deliver)
         try:
             over = time.monotonic() + timeout_s
-            while reader.end is None:
+            while reader.end is None or news:
                 payloads, is_more = await box.take(min(SILENCE_S, over - time.monotonic()))
-                news = [event for payload in payloads for event in reader.feed_live(parse_event(payload))]
+                news += [event for payload in payloads for event in reader.feed_live(parse_event(payload))]
                 is_more = is_more or reader.behind
                 while news or is_more:
                     if news:
-                        is_known = is_known or await self._is_of(request_id, body)
+                        try:
+                            is_known = is_known or await self._is_of(request_id, body)
+                        except BusUnavailable:
+                            break  # the next silence tries again
                         yield news
                         over = time.monotonic() + timeout_s
                     is_last = time.monotonic() >= over
                     news, is_more = (
                         await self._catch_up(request_id, reader, is_last=is_last) if is_more else ([], False)
                     )
-                if time.monotonic() >= over and reader.end is None:
+                if time.monotonic() >= over and (reader.end is None or news):
                     raise StreamTimeout(f"nothing new about {request_id} for {timeout_s:g} s")
                 if not payloads:
                     yield []

@@ -147,6 +147,36 @@ def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
     assert letter.headers[REASON].startswith("internal_error")
 
 
+def test_a_settlement_whose_first_attempt_took_long_is_tried_again(
+    addresses: Addresses, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time in which a member that is alone in failing is made anew begins with its first failure."""
+    monkeypatch.setattr("penstock.worker.settler.ALONE_S", 0.0)
+    bus = connect(addresses, BusSettings())
+    bus.create_topics()
+    with bus.member("prefill", "a") as member:
+        (delivery,) = deliveries(member, pipeline, addresses, 1)
+        real, attempts = member.settle, list[int]()
+
+        def settle(settlements: Sequence[Settlement]) -> None:
+            attempts.append(len(attempts))
+            if attempts[-1] in (0, 2, 3):
+                raise BusUnavailable("outputs are not acknowledged")
+            real(settlements)
+
+        monkeypatch.setattr(member, "settle", settle)
+        settler = Settler(member, pipeline)
+        settler.settle(Settlement(delivery))
+        wait_until(lambda: len(settler) == 0, 30, "the second attempt settles it")
+        settler.check()
+        settler.settle(Settlement(delivery))
+        wait_until(lambda: not settler._thread.is_alive(), 30, "the second failure of one settlement ends the worker")
+        with pytest.raises(BusUnavailable):
+            settler.check()
+        assert attempts == [0, 1, 2, 3]
+        settler.close()
+
+
 def test_a_bus_that_does_not_return_from_a_settlement_counts_as_away(
     addresses: Addresses, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Cards: what any gateway must know of a request to stream it, in Redis.
+"""Cards: what any gateway must know of a request to stream it, in Redis; where there are several, in the first.
 
 A card lives for `PENSTOCK_RECORD_KEEP_S`. The gateway that wrote it, or found it for a reader, renews it until its
 requests have ended. If that gateway dies, the card of a request that nobody comes back to is forgotten; the request is
@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+from contextlib import suppress
 from typing import Any, cast
 
 import redis.asyncio
@@ -19,6 +20,7 @@ from penstock.client import outages_named
 from penstock.errors import BusUnavailable
 from penstock.messages import now_s
 from penstock.names import GATEWAY_SECRET_KEY, Pipeline, card_key, is_request_id
+from penstock.servers import ByServer
 from penstock.settings import RecordSettings
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,8 @@ AT_ONCE = 500
 class Cards:
     """The cards of all requests that gateways took. All methods raise `BusUnavailable`."""
 
-    def __init__(self, client: "redis.asyncio.Redis", settings: RecordSettings) -> None:
-        self._client = client
+    def __init__(self, servers: "ByServer[redis.asyncio.Redis]", settings: RecordSettings) -> None:
+        self._servers, self._client = servers, servers.parts[0]
         self._pending_s, self._keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
         self._renew_s = min(RENEW_S, settings.keep_s / 4)
         self._secret = secrets.token_hex(32).encode()
@@ -117,8 +119,8 @@ class Cards:
         renewed = list(self._open.values())
         for first in range(0, len(renewed), AT_ONCE):
             cards = renewed[first : first + AT_ONCE]
+            has_ended = await self._have_ended(cards)
             with outages_named():
-                has_ended = await self._have_ended(cards)
                 async with self._client.pipeline(transaction=False) as batch:
                     for card in cards:
                         batch.pexpire(card_key(card.id), self._keep_ms)
@@ -128,13 +130,28 @@ class Cards:
                     self._open.pop(card.id, None)
 
     async def _have_ended(self, cards: list[Card]) -> list[bool]:
-        async with self._client.pipeline(transaction=False) as batch:
-            for card in cards:
-                for request_id in card.request_ids:
-                    batch.hget(Pipeline(card.pipeline).record_key(request_id), "stage")
+        """Return of each card whether all its requests have ended; where a server is away, its requests have not."""
+        places = [
+            (request_id, Pipeline(card.pipeline).record_key(request_id))
+            for card in cards
+            for request_id in card.request_ids
+        ]
+        ended = set[str]()
+        for server in self._servers.parts:
+            keys = [key for request_id, key in places if self._servers[request_id] is server]
+            with suppress(BusUnavailable):  # the next round asks again
+                ended.update(await _ended_of(server, keys))
+        return [
+            all(Pipeline(card.pipeline).record_key(request_id) in ended for request_id in card.request_ids)
+            for card in cards
+        ]
+
+
+async def _ended_of(server: "redis.asyncio.Redis", keys: list[str]) -> list[str]:
+    """Return which of these records on a server say that their requests have ended. Raises `BusUnavailable`."""
+    with outages_named():
+        async with server.pipeline(transaction=False) as batch:
+            for key in keys:
+                batch.hget(key, "stage")
             stages: list[bytes | None] = await batch.execute()
-        found, first = list[bool](), 0
-        for card in cards:
-            found.append(all(stage == b"end" for stage in stages[first : first + len(card.request_ids)]))
-            first += len(card.request_ids)
-        return found
+    return [key for key, stage in zip(keys, stages, strict=True) if stage == b"end"]

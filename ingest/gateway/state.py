@@ -47,7 +47,7 @@ class Gateway:
         self.redis = self.servers.parts[0]
         self.models = Models(self.redis, addresses.pipeline)
         self.figures = GatewayFigures(meters, addresses, self.bus_settings)
-        self.cards = Cards(self.redis, self._record_settings)
+        self.cards = Cards(self.servers, self._record_settings)
         admission = load(AdmissionSettings)
         self.keyring = Keyring(source_of(admission, settings.host, self.redis))
         self.admission = Admission(self.redis, self._lag_of, admission)

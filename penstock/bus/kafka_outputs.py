@@ -9,8 +9,8 @@ from penstock.bus.contract import Outgoing
 from penstock.bus.kafka import produce, producer_settings
 from penstock.bus.kafka_partitions import Partitions
 
-WRITE_S = 10.0
-"""How long an output may wait to be acknowledged."""
+WRITE_S = 20.0
+"""How long an output may wait to be acknowledged: longer than a partition has no leader after its leader died."""
 
 
 class Outputs:

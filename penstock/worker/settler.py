@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 GIVE_UP_S = 60.0
 """A member that could not settle for this long is done with: it may be at fault itself."""
 ALONE_S = 5.0
-"""The same when the bus answers it: then it is at fault."""
+"""The same when the bus answers it, from its first failure on: then it is at fault."""
 SLOW_S, HUNG_S = 10.0, 45.0
 """A call of the bus that takes so long is told of; and does not return any more: libraries have their bugs. What a
 member allows each of its own steps is less."""
@@ -172,7 +172,7 @@ class Settler:
         self._finish([order for order in batch if unique[order.place] is not order], settled=False)
 
     def _settle_all(self, batch: list[_Order]) -> None:
-        waits, begun_s, troubled_s = pauses(), time.monotonic(), time.monotonic()
+        waits, begun_s, troubled_s = pauses(), time.monotonic(), 0.0
         while batch and not self._is_over.is_set():
             try:
                 failpoint("settle.begun")
@@ -194,7 +194,8 @@ class Settler:
                     return
             except BusUnavailable as error:
                 now_s = time.monotonic()
-                troubled_s = now_s if self._member.trouble else troubled_s
+                if self._member.trouble or not troubled_s:  # a first failure may have taken longer than `ALONE_S`
+                    troubled_s = now_s
                 if not is_away(error) or now_s > min(begun_s + GIVE_UP_S, troubled_s + ALONE_S):
                     raise
                 batch = [replace(order, settlement=order.again()) if order.again else order for order in batch]

@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+import pytest
 import redis
 
 from penstock import AsyncClient
 from penstock.bus.contract import Outgoing, promised, wait_for
 from penstock.bus.streams import StreamsBus
-from penstock.errors import BusUnavailable
+from penstock.errors import BusUnavailable, StreamTimeout
+from penstock.messages import TokenEvent
 from penstock.names import Pipeline
 from penstock.record import Record
-from tests.record.play import decode, end, say
+from penstock.record.log import Status
+from tests.record.play import decode, end, prefill, say
 
 
 async def test_many_streams_share_one_connection(
@@ -53,6 +56,36 @@ async def test_a_cancelled_reader_disturbs_no_other(
         say(worker, claim, [2])
         worker.finish(claim, end())
         assert (await stays).token_ids == [1, 2]
+
+
+class Unlucky(AsyncClient):
+    """A client whose server is away when it asks for a request's record for the first time."""
+
+    has_failed = False
+
+    async def status(self, request_id: str) -> Status | None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise BusUnavailable("away")
+        return await super().status(request_id)
+
+
+async def test_news_wait_out_an_outage_in_which_nobody_tells_whose_they_are(
+    redis_url: str, pipeline: Pipeline, worker: Record
+) -> None:
+    claim = prefill(worker, "r1", body="b")
+    say(worker, claim, [1, 2])
+    worker.finish(claim, end())
+    async with Unlucky(redis=redis_url, pipeline=pipeline.name) as client:
+        batches = [batch async for batch in client.news("r1", body="b")]
+        assert client.has_failed
+        told = [event for batch in batches for event in batch]
+        assert [event.token for event in told if isinstance(event, TokenEvent)] == [1, 2]
+        assert len(told) == 3
+        client.has_failed = False
+        with pytest.raises(StreamTimeout):
+            async for _ in client.news("r1", body="b", timeout_s=0.0):
+                pass
 
 
 class Slow:

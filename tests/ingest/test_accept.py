@@ -29,8 +29,9 @@ from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, Setting
 from penstock.lag import LagWatch
 from penstock.messages import MAX_REQUEST_BYTES, Request, decode, now_s
 from penstock.names import Pipeline, card_key, rate_key
-from penstock.reach import redis_client
+from penstock.reach import async_redis_client, redis_client
 from penstock.record import Record
+from penstock.servers import ByServer
 from penstock.settings import Addresses, BusSettings, GatewaySettings, RecordSettings
 from penstock.telemetry.meters import Meters
 from penstock.worker.heartbeat import Heartbeat
@@ -208,7 +209,7 @@ async def test_an_id_cannot_be_told_from_tenant_and_key(place: Place, gateways: 
     assert mine != await gateways[0].cards.name_of("other", "k")
     place.server.delete("penstock:gateway:secret")
     assert mine == await gateways[0].cards.name_of("acme", "k"), "a gateway gives it back to a Redis that lost it"
-    stranger = Cards(gateways[0].redis, RecordSettings())
+    stranger = Cards(gateways[0].servers, RecordSettings())
     place.server.delete("penstock:gateway:secret")
     assert mine != await stranger.name_of("acme", "k")
 
@@ -232,6 +233,34 @@ async def test_a_card_is_renewed_until_its_requests_have_ended(place: Place, gat
     for gateway in gateways:
         assert await renewed(gateway), "kept as long as its records"
         assert not await renewed(gateway)
+
+
+async def test_a_card_is_renewed_until_its_requests_on_all_servers_have_ended(
+    place: Place, gateways: list[Gateway], redis_url: str
+) -> None:
+    urls = [redis_url, redis_url.rpartition("/")[0] + "/9"]
+    servers = ByServer.of(",".join(urls), async_redis_client)
+    ids = [uuid.uuid4().hex for _ in range(64)]
+    chosen = [next(name for name in ids if servers[name] is part) for part in servers.parts]
+    posted = await place.post(gateways[0])
+    cards = Cards(servers, RecordSettings())
+    card = await cards.put(posted.model_copy(update={"id": uuid.uuid4().hex, "request_ids": chosen}))
+
+    async def is_renewed() -> bool:
+        place.server.pexpire(card_key(card.id), 60_000)
+        await cards.renew()
+        return place.server.pttl(card_key(card.id)) > 60_000
+
+    for url, request_id in zip(urls, chosen, strict=True):
+        assert await is_renewed()
+        with redis_client(url) as server:
+            record = Record(server, place.pipeline, RecordSettings(lease_s=30))
+            record.finish(prefill(record, request_id), end())
+            record.close()
+    assert await is_renewed(), "kept as long as its records"
+    assert not await is_renewed()
+    for part in servers.parts:
+        await part.aclose()
 
 
 async def test_a_tenants_look_at_the_pipeline_names_no_worker(place: Place, gateways: list[Gateway]) -> None:

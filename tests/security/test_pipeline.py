@@ -11,7 +11,10 @@ import pytest
 
 from penstock.client import Client
 from penstock.local.processes import Child, free_port, wait_until
-from penstock.settings import Addresses, load
+from penstock.names import Pipeline
+from penstock.reach import redis_client
+from penstock.record import Record
+from penstock.settings import Addresses, RecordSettings, load
 from penstock.status import worker_status
 from tests.commands import Terminal
 from tests.forked import fork, run_penstock
@@ -19,6 +22,7 @@ from tests.pipeline.checks import Streams, check_results, check_streams, results
 from tests.pipeline.line import Line
 from tests.pipeline.site import submit
 from tests.pipeline.workload import SETTINGS, alone, requests
+from tests.record.play import die, end, prefill
 from tests.security.conftest import WORDS, Site
 
 NUM_REQUESTS = 4
@@ -89,6 +93,24 @@ def test_the_pipeline(site: Site, bus: str, monkeypatch: pytest.MonkeyPatch) -> 
         check_streams(streams, expected)
         check_results(results_of(client), expected)
         assert admin.acl_log() == [], "every right that is used is given"
+
+
+def test_a_client_cancels_what_a_worker_holds(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session that holds the request is told, with the client's rights."""
+    worker, client = (
+        addresses_of(site.redis_access(user), monkeypatch) for user in ("penstock-worker", "penstock-client")
+    )
+    pipeline = Pipeline(worker.pipeline)
+    with redis_client(worker.stream_url) as server, Client(client) as asker, site.admin() as admin:
+        record = Record(server, pipeline, RecordSettings(lease_s=30))
+        claim = prefill(record, "held", "cancels")
+        try:
+            assert asker.cancel(claim.id)
+            assert admin.lrange(pipeline.news_key("cancels/1"), 0, -1) == ["c:held"]
+        finally:
+            record.finish(claim, end("cancelled"))
+            die(record, "prefill", "cancels")
+            record.close()
 
 
 def test_the_processes(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> None:
