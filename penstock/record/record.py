@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
-from redis.exceptions import NoScriptError
 
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
@@ -98,12 +97,14 @@ class Record:
         return outcome
 
     def _claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Claim | Busy | Bound | Conflict:
-        """In one round trip: the request is claimed, and in decode its log is read."""
-        try:
-            reply, log = self._send_claim(request_id, stage, who, message)
-        except NoScriptError:
-            self._client.script_load(scripts.CLAIM.text)
-            reply, log = self._send_claim(request_id, stage, who, message)
+        """In one round trip: the request is claimed, and in decode its log is read.
+
+        If this raises it is unknown whether it was claimed: the session has to end, so that others can go on with it.
+        """
+        log = [["XRANGE", self._pipeline.log_key(request_id), "-", "+"]] if stage == "decode" else []
+        # A second claim of the session that holds the request would find it busy for as long as that lives.
+        call = self._claim_call(request_id, stage, who, message)
+        reply, *logs = scripts.CLAIM.run_once(self._client, call, *log)
         match reply[0]:
             case b"busy":
                 return Busy(reply[1] / 1000)
@@ -111,16 +112,7 @@ class Record:
                 return Bound()
             case b"conflict":
                 return Conflict()
-        return self._claimed(request_id, stage, reply, log)
-
-    def _send_claim(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> tuple[Any, Any]:
-        """The script's reply, and the log's entries."""
-        with self._client.pipeline(transaction=False) as pipe:
-            scripts.CLAIM.add(pipe, *self._claim_call(request_id, stage, who, message))
-            if stage == "decode":
-                pipe.xrange(self._pipeline.log_key(request_id))
-            replies = replies_to(pipe)
-        return replies[0], replies[1] if stage == "decode" else ()
+        return self._claimed(request_id, stage, reply, logs[0] if logs else ())
 
     def _claim_call(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> scripts.Call:
         keys = [*self._keys(request_id), self._pipeline.sessions_key(stage), self._pipeline.free_key(stage)]
@@ -146,7 +138,7 @@ class Record:
         keys = [pipeline.free_key(stage), pipeline.sessions_key(stage), pipeline.held_key(session)]
         looks = [pipeline.record_key("%s"), pipeline.log_key("%s")]
         args: Args = [session, stage, most, self._longest_ms, self._pending_ms, *looks]
-        taken = scripts.TAKE.run(self._client, keys, args)
+        (taken,) = scripts.TAKE.run_once(self._client, (keys, args))
         logs: list[Any] = [()] * len(taken)
         if stage == "decode" and taken:
             with self._client.pipeline(transaction=False) as pipe:
@@ -233,7 +225,8 @@ class Record:
         return bool(scripts.HANDED.run(self._client, self._keys(claim.id)[:1], args))
 
     def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
-        """Give an unfinished request back, to be claimed in `wait_s` or at once. False when it was lost before.
+        """Give an unfinished request back, to be claimed in `wait_s` or at once. False when it was lost, or
+        given back, before.
 
         With `failed` the attempt counts; without, the worker was merely told to stop. Where it was `delivered` it is
         left for a lease to whoever gets the delivery next; then, and without a delivery at once, anybody may take it.
