@@ -128,11 +128,15 @@ class _SpreadRecord(Record):
     ) -> Claim | Busy | Bound | Conflict:
         server, own = self._at(request_id, session)
         busy: Claim | Busy | Bound | Conflict = Busy(AWAY_S)
+        if not own:  # the server was away when the caller asked for the sessions, and is back since
+            return busy
         return server.ask(partial(server.record.claim_prefill, request_id, own, body, message), busy)
 
     def claim_decode(self, request_id: str, session: str, job: str, message: bytes = b"") -> Claim | Busy | Bound:
         server, own = self._at(request_id, session)
         busy: Claim | Busy | Bound = Busy(AWAY_S)
+        if not own:
+            return busy
         return server.ask(partial(server.record.claim_decode, request_id, own, job, message), busy)
 
     def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> list[Waiting]:
