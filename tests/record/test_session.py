@@ -165,6 +165,27 @@ def test_a_clock_that_is_put_forward_ends_nobodys_session(
         seen(lambda: client.zscore(key, "other/1") is None, "its time is over by then")
 
 
+@pytest.mark.parametrize("step_ms", [1_000, 20_000, 40_000, 3_600_000])
+def test_a_clock_that_went_back_ends_nobodys_session(
+    record: Record, client: "redis.Redis", pipeline: Pipeline, step_ms: int
+) -> None:
+    """Whoever looks first finds times that lie too far ahead. Here these are put forward instead."""
+    key = pipeline.sessions_key("decode")
+    one, dead = record.renew("decode", "one/1"), record.renew("decode", "dead/1")
+    assert one is not None
+    assert dead is not None
+    until_ms = one.until_ms + step_ms
+    client.zadd(key, {"one/1": until_ms, "dead/1": until_ms})
+    record.reap("decode", one.now_ms)
+    renewed = record.renew("decode", "one/1", until_ms)
+    assert renewed is not None
+    lease_ms = record.lease_s * 1000
+    assert renewed.until_ms == renewed.now_ms + lease_ms
+    lasts = client.zscore(key, "dead/1")
+    assert lasts is not None
+    assert lasts <= renewed.now_ms + 2 * lease_ms  # it ends, though somewhat later
+
+
 # Who reads what.
 
 
