@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -214,6 +215,28 @@ def test_what_is_left_is_adopted_and_what_goes_to_others_is_not(
     assert record.adopt("decode", other) == ["topic:0", "topic:1"]
     record.disown("decode", other, ["topic:0"])
     assert client.hgetall(pipeline.readers_key("decode")) == {b"topic:1": b"", b"topic:2": one.encode()}
+
+
+def test_what_is_disowned_is_not_named_again_by_a_renewal_under_way(
+    hasty: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    is_asked, goes_on = threading.Event(), threading.Event()
+
+    def parts() -> list[str]:
+        is_asked.set()
+        goes_on.wait(20)
+        return ["topic:0"]
+
+    with Session(hasty, "decode", "d1", parts) as session:
+        assert is_asked.wait(20)
+        leaving = threading.Thread(target=session.disown)
+        leaving.start()
+        leaving.join(MOMENT_S)  # it is through by then if it waits for nothing
+        goes_on.set()
+        leaving.join()
+        until_ms = session._last.until_ms
+        seen(lambda: session._last.until_ms > until_ms, "it renews")
+        assert client.hgetall(pipeline.readers_key("decode")) == {}
 
 
 def test_a_reader_that_does_not_progress_says_so_after_a_lease(
