@@ -1,7 +1,7 @@
 """Reaching servers: how long Redis may take to answer, what counts as an outage, and how long to pause then."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import redis
@@ -87,6 +87,32 @@ def is_outage(error: BaseException) -> bool:
 def replies_to(pipe: "redis.client.Pipeline") -> list[Any]:
     """The replies to a pipeline's commands. Raises as `checked`."""
     return checked(pipe.execute(raise_on_error=False))
+
+
+def replies_once(client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
+    """The replies to commands that are not to be done twice. Raises as `checked`, and where the connection breaks
+    before all replies are read: then it is unknown what was done.
+
+    redis-py itself would send them again then.
+    """
+    pool = client.connection_pool
+    connection: Any = pool.get_connection()
+    try:
+        connection.send_packed_command(connection.pack_commands(commands))
+        replies = [_reply_to(client, connection, str(command[0])) for command in commands]
+    except BaseException:  # what is not read must not be taken for the replies to others
+        connection.disconnect()
+        raise
+    finally:
+        pool.release(connection)
+    return checked(replies)
+
+
+def _reply_to(client: "redis.Redis", connection: Any, name: str) -> Any:
+    try:
+        return client.parse_response(connection, name)  # type: ignore[no-untyped-call]
+    except redis.ResponseError as error:
+        return error
 
 
 def checked(replies: list[Any]) -> list[Any]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
-from redis.exceptions import NoScriptError
 
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
@@ -100,26 +99,22 @@ class Record:
     def claim_all(
         self, stage: Stage, session: str, waiting: Sequence[Waiting]
     ) -> list[Claim | Busy | Bound | Conflict]:
-        """Claim requests, and read their logs in decode, all in one round trip; outcomes in their order."""
+        """Claim requests, and read their logs in decode, all in one round trip; outcomes in their order.
+
+        If this raises it is unknown what was claimed: the session has to end, so that others can go on with it.
+        """
         if not waiting:
             return []
-        try:
-            replies = self._send_claims(stage, session, waiting)
-        except NoScriptError:
-            self._client.script_load(scripts.CLAIM.text)
-            replies = self._send_claims(stage, session, waiting)
-        return [self._outcome(one.id, stage, *answer) for one, answer in zip(waiting, replies, strict=True)]
-
-    def _send_claims(self, stage: Stage, session: str, waiting: Sequence[Waiting]) -> list[tuple[Any, Any]]:
-        """For each the script's reply, and the log's entries."""
-        with self._client.pipeline(transaction=False) as pipe:
-            for one in waiting:
-                call = self._claim_call(one.id, stage, [session, one.job, one.body], one.message)
-                scripts.CLAIM.add(pipe, *call)
-                if stage == "decode":
-                    pipe.xrange(self._pipeline.log_key(one.id))
-            replies = replies_to(pipe)
-        return list(zip(replies[::2], replies[1::2], strict=True)) if stage == "decode" else [(r, ()) for r in replies]
+        # A second claim of the session that holds a request would find it busy for as long as that lives.
+        commands: list[Sequence[Any]] = []
+        for one in waiting:
+            call = self._claim_call(one.id, stage, [session, one.job, one.body], one.message)
+            commands.append(scripts.CLAIM.command(call))
+            if stage == "decode":
+                commands.append(["XRANGE", self._pipeline.log_key(one.id), "-", "+"])
+        replies = scripts.CLAIM.run_once(self._client, commands)
+        claims, logs = (replies[::2], replies[1::2]) if stage == "decode" else (replies, [()] * len(replies))
+        return [self._outcome(one.id, stage, *answer) for one, *answer in zip(waiting, claims, logs, strict=True)]
 
     def _outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:
         match reply[0]:
@@ -155,7 +150,7 @@ class Record:
         keys = [pipeline.free_key(stage), pipeline.sessions_key(stage), pipeline.held_key(session)]
         looks = [pipeline.record_key("%s"), pipeline.log_key("%s")]
         args: Args = [session, stage, most, self._longest_ms, self._pending_ms, *looks]
-        taken = scripts.TAKE.run(self._client, keys, args)
+        (taken,) = scripts.TAKE.run_once(self._client, [scripts.TAKE.command((keys, args))])
         logs: list[Any] = [()] * len(taken)
         if stage == "decode" and taken:
             with self._client.pipeline(transaction=False) as pipe:
@@ -248,7 +243,8 @@ class Record:
         return [bool(reply) for reply in scripts.HANDED.run_all(self._client, calls)]
 
     def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
-        """Give an unfinished request back, to be claimed in `wait_s` or at once. False when it was lost before.
+        """Give an unfinished request back, to be claimed in `wait_s` or at once. False when it was lost, or
+        given back, before.
 
         With `failed` the attempt counts; without, the worker was merely told to stop. Where it was `delivered` it is
         left for a lease to whoever gets the delivery next; then, and without a delivery at once, anybody may take it.

@@ -9,7 +9,7 @@ from typing import Any, cast
 import redis
 from redis.exceptions import NoScriptError
 
-from penstock.reach import replies_to
+from penstock.reach import replies_once, replies_to
 
 Call = tuple[Sequence[str], Sequence[str | int | bytes]]
 """Keys and arguments."""
@@ -29,6 +29,22 @@ class Script:
             return client.evalsha(self.sha, len(keys), *values)
         except NoScriptError:
             return client.eval(self.text, len(keys), *values)
+
+    def command(self, call: Call) -> list[Any]:
+        """Return a call as a command, for `run_once`."""
+        keys, args = call
+        return ["EVALSHA", self.sha, len(keys), *keys, *args]
+
+    def run_once(self, client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the replies to commands of this script, and to others between them that only read, in one round trip.
+
+        Nothing is sent again: see `replies_once`.
+        """
+        try:
+            return replies_once(client, commands)
+        except NoScriptError:  # none of them was run
+            client.script_load(self.text)
+            return replies_once(client, commands)
 
     def run_all(self, client: "redis.Redis", calls: Sequence[Call]) -> list[Any]:
         """The replies to many calls, in one round trip. Calls may be made twice, where the

@@ -65,6 +65,8 @@ class Session:
         self._grace_s = self._grace_until_s = 0.0
         self._failure: Exception | None = None
         self._lock = threading.Lock()
+        self._naming = threading.Lock()
+        """Held while the server is told what is read: a renewal under way would name again what was disowned."""
         self._stop = threading.Event()
         self._open()
         self._thread = threading.Thread(target=self._run, name="penstock-session", daemon=True)
@@ -100,9 +102,10 @@ class Session:
 
     def disown(self) -> None:
         """Read nothing any more, as this worker leaves its group. Raises `redis.RedisError`."""
-        named, self._parts, self._adopts = list(self._named), list, False
-        self._named, self.adopted = {}, []
-        self._record.disown(self._stage, self.id, named)
+        with self._naming:
+            named, self._parts, self._adopts = list(self._named), list, False
+            self._named, self.adopted = {}, []
+            self._record.disown(self._stage, self.id, named)
 
     def close(self) -> None:
         """End the session: what it still holds is free at once."""
@@ -114,7 +117,8 @@ class Session:
     def _run(self) -> None:
         while not self._stop.wait(self._record.lease_s / 3):
             try:
-                self._renew()
+                with self._naming:
+                    self._renew()
             except redis.RedisError as error:  # an outage: the next round tries again
                 if not is_away(error):
                     self._failure = error

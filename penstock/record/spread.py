@@ -131,6 +131,8 @@ class _SpreadRecord(Record):
 
         def claim(server: _Server, mine: list[Waiting]) -> list[Claim | Busy | Bound | Conflict]:
             busy: list[Claim | Busy | Bound | Conflict] = [Busy(AWAY_S) for _ in mine]
+            if not sessions[server.name]:  # it was away when the caller asked for the sessions, and is back since
+                return busy
             return server.ask(partial(server.record.claim_all, stage, sessions[server.name], mine), busy)
 
         return self._each(waiting, lambda one: one.id, claim)

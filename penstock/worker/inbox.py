@@ -78,7 +78,7 @@ class Inbox:
         return 0 if self._num_waiting[klass] >= MAX_WAITING else max(min(1, room), room - num_due)
 
     def _due(self, rooms: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """Return as many of those that are due as there is room for; without room, one of those postponed of each class.
+        """Return as many of those due as there is room for; without room, one of those postponed, of each class.
 
         If its request is over it is to be settled. If not it is claimed beyond the room, so there is only one a turn.
         """

@@ -19,7 +19,7 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._flows = asyncio.Event()
         self._flows.set()
-        self._delay_s, self._refuses = 0.0, False
+        self._delay_s, self._refuses, self._loses = 0.0, False, False
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
@@ -43,6 +43,10 @@ class Proxy:
         """End all connections, and new ones as they come."""
         self._refuses = True
         self.cut()
+
+    def lose_reply(self) -> None:
+        """End the connection on which the next reply comes, instead of forwarding that."""
+        self._loses = True
 
     def heal(self) -> None:
         """Be a proxy as any other again; what was held back goes on."""
@@ -74,7 +78,7 @@ class Proxy:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
             self._open.add(far_writer)
             try:
-                ways = [self._forward(reader, far_writer), self._forward(far_reader, writer)]
+                ways = [self._forward(reader, far_writer), self._forward(far_reader, writer, are_replies=True)]
                 pumps = [asyncio.create_task(way) for way in ways]
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
                 for pump in pumps:
@@ -84,8 +88,13 @@ class Proxy:
                 self._open.discard(far_writer)
                 far_writer.transport.abort()
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, are_replies: bool = False
+    ) -> None:
         while piece := await reader.read(CHUNK):
+            if are_replies and self._loses:
+                self._loses = False
+                return
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
             await self._flows.wait()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -165,6 +166,27 @@ def test_a_clock_that_is_put_forward_ends_nobodys_session(
         seen(lambda: client.zscore(key, "other/1") is None, "its time is over by then")
 
 
+@pytest.mark.parametrize("step_ms", [1_000, 20_000, 40_000, 3_600_000])
+def test_a_clock_that_went_back_ends_nobodys_session(
+    record: Record, client: "redis.Redis", pipeline: Pipeline, step_ms: int
+) -> None:
+    """Whoever looks first finds times that lie too far ahead. Here these are put forward instead."""
+    key = pipeline.sessions_key("decode")
+    one, dead = record.renew("decode", "one/1"), record.renew("decode", "dead/1")
+    assert one is not None
+    assert dead is not None
+    until_ms = one.until_ms + step_ms
+    client.zadd(key, {"one/1": until_ms, "dead/1": until_ms})
+    record.reap("decode", one.now_ms)
+    renewed = record.renew("decode", "one/1", until_ms)
+    assert renewed is not None
+    lease_ms = record.lease_s * 1000
+    assert renewed.until_ms == renewed.now_ms + lease_ms
+    lasts = client.zscore(key, "dead/1")
+    assert lasts is not None
+    assert lasts <= renewed.now_ms + 2 * lease_ms  # it ends, though somewhat later
+
+
 # Who reads what.
 
 
@@ -193,6 +215,28 @@ def test_what_is_left_is_adopted_and_what_goes_to_others_is_not(
     assert record.adopt("decode", other) == ["topic:0", "topic:1"]
     record.disown("decode", other, ["topic:0"])
     assert client.hgetall(pipeline.readers_key("decode")) == {b"topic:1": b"", b"topic:2": one.encode()}
+
+
+def test_what_is_disowned_is_not_named_again_by_a_renewal_under_way(
+    hasty: Record, client: "redis.Redis", pipeline: Pipeline
+) -> None:
+    is_asked, goes_on = threading.Event(), threading.Event()
+
+    def parts() -> list[str]:
+        is_asked.set()
+        goes_on.wait(20)
+        return ["topic:0"]
+
+    with Session(hasty, "decode", "d1", parts) as session:
+        assert is_asked.wait(20)
+        leaving = threading.Thread(target=session.disown)
+        leaving.start()
+        leaving.join(MOMENT_S)  # it is through by then if it waits for nothing
+        goes_on.set()
+        leaving.join()
+        until_ms = session._last.until_ms
+        seen(lambda: session._last.until_ms > until_ms, "it renews")
+        assert client.hgetall(pipeline.readers_key("decode")) == {}
 
 
 def test_a_reader_that_does_not_progress_says_so_after_a_lease(

@@ -125,7 +125,10 @@ def test_a_worker_begins_while_one_is_away(servers: tuple[ValkeyServer, ValkeySe
     sessions = Sessions(spread, "decode", "d2")
     claimed(spread, sessions, LEFT[8])
     assert isinstance(spread.claim_decode(RIGHT[8], sessions.id, "j1"), Busy)
+    before = sessions.id
     servers[1].start()
     wait_until(lambda: not spread.trouble, 20, "it answers")
+    assert isinstance(spread.claim_decode(RIGHT[8], before, "j1"), Busy)
+    assert isinstance(spread.claim_prefill(RIGHT[9], before, "b"), Busy)
     claimed(spread, sessions, RIGHT[8])
     sessions.close()

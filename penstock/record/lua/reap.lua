@@ -10,11 +10,12 @@
 -- Crash    before: nothing happened.
 --
 -- Who asks gives the time of its own last renewal: sessions that seem over because the clock was put forward since then,
--- or because the server stood still, are not over. One that lasts for too long was renewed before the clock went back.
+-- or because the server stood still, are not over. One that lasts for two leases was renewed before the clock went back: it
+-- lasts for one from now on. Its next renewal, within half a lease, still finds that the clock went back: see renew.lua.
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-for _, session in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + ARGV[2], '+inf')) do
+for _, session in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + 2 * ARGV[2], '+inf')) do
   redis.call('ZADD', KEYS[1], now + ARGV[2], session)
 end
 local over = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. ARGV[1], 'LIMIT', 0, 100)

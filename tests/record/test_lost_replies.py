@@ -1,0 +1,71 @@
+"""Connections that break after a script was run and before its reply came: nothing is done twice, or passed over."""
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+
+from penstock.names import Pipeline, Stage
+from penstock.reach import redis_client
+from penstock.record import Claim, Record, Waiting
+from penstock.settings import RecordSettings
+from tests.chaos.proxy import Proxy
+from tests.record.play import alive, decode, die
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[Proxy]:
+    with Proxy(urlsplit(redis_url).port or 6379) as made:
+        yield made
+
+
+@pytest.fixture
+def distant(proxy: Proxy, record: Record, pipeline: Pipeline) -> Iterator[Record]:
+    """The same records, over connections that break. The server knows the scripts, and one connection is open."""
+    decode(record, "other", "warm")
+    record.take("decode", alive(record, "decode", "warm"), 1)
+    with redis_client(f"redis://127.0.0.1:{proxy.port}/0") as client:
+        client.ping()
+        made = Record(client, pipeline, RecordSettings(lease_s=30))
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_claim_is_not_made_twice(stage: Stage, proxy: Proxy, distant: Record, record: Record) -> None:
+    """The second one would find the first one's session, its own: busy, for as long as that lives."""
+    session = alive(record, stage, "x")
+    proxy.lose_reply()
+    claim = distant.claim_prefill if stage == "prefill" else distant.claim_decode
+    with pytest.raises(redis.ConnectionError):
+        claim("r1", session, "b", b"message")
+    status = record.status("r1")
+    assert status is not None
+    assert (status.session, status.attempts) == (session, 1)
+
+
+def test_requests_are_not_taken_twice(proxy: Proxy, distant: Record, record: Record) -> None:
+    """The second time would bring another request, and nobody would know of the first one."""
+    record.put_down("decode", [Waiting(name, "", "j1", b"message") for name in ("r1", "r2")])
+    session = alive(record, "decode", "d1")
+    proxy.lose_reply()
+    with pytest.raises(redis.ConnectionError):
+        distant.take("decode", session, 1)
+    assert record.num_free("decode") == 1
+    die(record, "decode", "d1")
+    assert record.num_free("decode") == 2
+    assert len(distant.take("decode", alive(record, "decode", "d2"), 9)) == 2
+
+
+def test_what_is_given_back_twice_counts_once(proxy: Proxy, distant: Record, record: Record) -> None:
+    claim = record.claim_decode("r1", alive(record, "decode", "d1"), "j1", b"message")
+    assert isinstance(claim, Claim)
+    distant.release(claim, failed=True, delivered=False)
+    (again,) = record.take("decode", alive(record, "decode", "d1"), 1)
+    proxy.lose_reply()
+    distant.release(again.claim, delivered=False)
+    status = record.status("r1")
+    assert status is not None
+    assert status.attempts == 1
+    assert record.num_free("decode") == 1
