@@ -44,11 +44,20 @@ class OffsetCommits:
         try:
             consumer.commit(offsets=places_of(commits, epochs), asynchronous=True)
         except KafkaException as raised:
-            self.answered(raised.args[0], [])
+            self._note(self._under_way.pop(), raised.args[0], [])
 
     def answered(self, error: KafkaError | None, places: Iterable[TopicPartition]) -> Sequence[Commit]:
         """Note what became of the first commit under way; return which of its parts were done."""
-        commits = self._under_way.popleft()
+        return self._note(self._under_way.popleft(), error, places)
+
+    def rest(self) -> None:
+        """Note that there is nothing to commit: what was refused before has gone to other members."""
+        if not self._under_way:
+            self._behind_s = None
+
+    def _note(
+        self, commits: Sequence[Commit], error: KafkaError | None, places: Iterable[TopicPartition]
+    ) -> Sequence[Commit]:
         refused = {(place.topic, place.partition): place.error for place in places if place.error}
         if error is None and not refused:
             self._behind_s = None

@@ -419,7 +419,9 @@ class KafkaMember:
 
     def _commit_finished(self) -> None:
         """Step 4 of a settlement without transactions."""
-        if self._outputs is not None and self._holdings.has_uncommitted and self._commits.is_due(self._turned_at):
+        if not self._holdings.has_uncommitted:
+            self._commits.rest()
+        elif self._outputs is not None and self._commits.is_due(self._turned_at):
             with self._state:
                 commits = self._holdings.to_commit()
             self._commits.send(self._consumer, commits, self._epochs)

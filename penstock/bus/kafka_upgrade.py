@@ -91,6 +91,9 @@ def _read(
     pipeline = bus.pipeline
     classes = dict(zip(pipeline.old_retries(), CLASSES, strict=True))
     asked = consumer.committed([TopicPartition(*partition) for partition in partitions], timeout=ANSWER_S)
+    for one in asked:
+        if one.error:  # an open transaction may still change it: its beginning would be the log's, and all moved again
+            raise KafkaException(one.error)
     offsets = {(one.topic, one.partition): PartitionOffsets(max(0, one.offset), one.metadata or "") for one in asked}
     consumer.assign([TopicPartition(*one, known.next or OFFSET_BEGINNING) for one, known in offsets.items()])
     unread, outputs = set(partitions), list[Outgoing]()

@@ -1,17 +1,20 @@
 """A Kafka member over brokers in memory: what is assigned is read, whatever comes, goes and hangs meanwhile."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import pytest
-from confluent_kafka import KafkaError, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.bus import kafka_member, kafka_progress
 from penstock.bus.contract import Delivery, Settlement
+from penstock.bus.kafka_commits import OffsetCommits
 from penstock.bus.kafka_member import KafkaMember
 from penstock.bus.kafka_questions import Partition, Questions
 from penstock.bus.offsets import PartitionOffsets
@@ -251,6 +254,38 @@ def test_finished_work_that_cannot_be_committed_shows(monkeypatch: pytest.Monkey
         bus.turn_until(lambda: "were not committed" in member.trouble, "it is noticed")
         bus.commit_refusal = None
         bus.turn_until(lambda: member.trouble == "", "it is committed")
+
+
+def test_a_commit_that_is_refused_is_no_trouble_once_its_partition_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_member, "SETTLED_S", 0.0)
+    bus = DoubleBus()
+    bus.commit_refusal = KafkaError.STALE_MEMBER_EPOCH
+    bus.publish(ONE, b"1")
+    with joined(bus) as member:
+        bus.give(ONE)
+        bus.turn_until(member.waiting, "it is read")
+        member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
+        bus.turn_until(lambda: "were not committed" in member.trouble, "it is noticed")
+        bus.take_away(ONE)
+        bus.turn_until(lambda: member.trouble == "", "nothing is left to commit")
+
+
+def test_a_commit_that_cannot_be_sent_is_not_taken_for_the_one_under_way() -> None:
+    class Refusing:
+        num_sent = 0
+
+        def commit(self, offsets: list[TopicPartition], asynchronous: bool) -> None:
+            self.num_sent += 1
+            if self.num_sent == 2:
+                raise KafkaException(KafkaError(KafkaError._STATE))
+
+    commits, consumer = OffsetCommits(), cast("Consumer", Refusing())
+    first, second = [(ONE, 1, "")], [(OTHER, 2, "")]
+    commits.send(consumer, first, {})
+    commits.send(consumer, second, {})
+    assert commits.answered(None, []) == first
+    commits.rest()
+    assert commits.trouble(time.monotonic() + 1, 0.0) == ""
 
 
 def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,22 @@
 """What an older version put off to be tried again is moved back to where it came from, each message once."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from penstock.bus.contract import Bus, Outgoing
 from penstock.bus.kafka import KafkaBus
+from penstock.bus.kafka_upgrade import _read
 from penstock.bus.offsets import encode
 from penstock.bus.upgrade import NOT_BEFORE, check_upgraded
 from penstock.errors import UpgradeNeeded
 from penstock.local.processes import wait_until
 from penstock.names import ATTEMPT, ORIGIN, REASON, STACK, TENANT, Pipeline, Stage
+from penstock.settings import BusSettings
 from tests.bus.buses import make_bus, numbered, publish, take, values
 
 
@@ -90,3 +95,19 @@ def test_what_the_groups_had_settled_is_left(kafka: str, pipeline: Pipeline) -> 
     assert bus.move_old_retries() == 2
     assert (bus.count_old_retries(), bus.read_all(jobs)) == (0, [])
     assert values(bus.read_all(requests)) == [b"1", b"5"]
+
+
+def test_nothing_is_read_where_the_committed_offset_is_not_known(pipeline: Pipeline) -> None:
+    """It may still change, as when the transaction that commits it is open. Not the log's beginning is meant then."""
+
+    class Unstable:
+        def committed(self, partitions: list[TopicPartition], timeout: float) -> list[SimpleNamespace]:
+            error = KafkaError(KafkaError.UNSTABLE_OFFSET_COMMIT)
+            return [
+                SimpleNamespace(topic=p.topic, partition=p.partition, offset=-1001, metadata="", error=error)
+                for p in partitions
+            ]
+
+    bus, consumer = KafkaBus(pipeline, "", BusSettings()), cast("Consumer", Unstable())
+    with pytest.raises(KafkaException, match="UNSTABLE"):
+        next(_read(bus, "decode", consumer, [(pipeline.old_retries()[0], 0)]))
