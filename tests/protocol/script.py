@@ -73,7 +73,7 @@ def put_down(rec: Rec, stage: str, message: Message, clock: int) -> tuple[Rec, R
         return rec, ("down",)
     if reply[0] != "claim":
         return rec, reply
-    return freed(after._replace(attempts=rec.attempts), stage, DUE), ("down",)
+    return freed(after._replace(attempts=after.attempts - 1), stage, DUE), ("down",)
 
 
 def claim(
@@ -95,13 +95,14 @@ def claim(
     is_taken = rec.session != NOBODY or rec.waits
     if not lives or (is_taken and (prefill or rec.stage != "prefill")):
         return rec, ("busy",)
+    attempts = 0 if not prefill and rec.stage == "prefill" else rec.attempts
     rec = freed(rec, stage, NEVER)._replace(
         epoch=max(rec.epoch + 1, clock),
         session=session,
         stage=stage,
         bound=bound,
         body=message.body if prefill else rec.body,
-        attempts=rec.attempts + 1,
+        attempts=attempts + 1,
         message=message,
         waits=False,
     )

@@ -58,6 +58,14 @@ def test_requests_that_are_claimed_together_have_each_their_outcome(record: Reco
     assert record.claim_all("prefill", "nobody/1", []) == []
 
 
+def test_a_job_that_is_out_ends_prefills_attempts_before_the_record_says_so(record: Record) -> None:
+    """Decode may be faster than the worker that handed off."""
+    for _ in range(2):
+        record.release(prefill(record), failed=True)
+    assert prefill(record).attempts == 3
+    assert decode(record).attempts == 1
+
+
 def test_a_held_request_is_busy_for_a_lease_at_most(record: Record) -> None:
     prefill(record)
     outcome = record.claim_prefill("r1", alive(record, "prefill", "p2"), "b")

@@ -63,7 +63,8 @@ if prefill or was ~= 'prefill' then
   if wait > 0 and wait <= longest then return {'busy', wait} end
 end
 
--- 6. It is ours, or anybody's.
+-- 6. It is ours, or anybody's. Prefill's attempts came to something where its job is here.
+if not prefill and was == 'prefill' then attempts = 0 end
 if holder ~= '' then redis.call('SREM', string.format(ARGV[11], holder), id) end
 if puts_down then
   redis.call('ZADD', KEYS[4], now, id)
