@@ -167,7 +167,7 @@ def test_a_settlement_whose_first_attempt_took_long_is_tried_again(
         monkeypatch.setattr(member, "settle", settle)
         settler = Settler(member, pipeline)
         settler.settle(Settlement(delivery))
-        wait_until(lambda: len(settler) == 0, 30, "the second attempt settles it")
+        wait_until(settler.collect, 30, "the second attempt settles it")
         settler.check()
         settler.settle(Settlement(delivery))
         wait_until(lambda: not settler._thread.is_alive(), 30, "the second failure of one settlement ends the worker")

@@ -172,7 +172,7 @@ def handed(rec: Rec, epoch: int) -> tuple[Rec, int]:
 
 def release(rec: Rec, epoch: int, *, failed: bool, waits: bool, delivered: bool = False) -> tuple[Rec, int]:
     """`release.lua`."""
-    if rec.epoch != epoch or rec.stage in ("end", "handed"):
+    if rec.epoch != epoch or rec.stage in ("end", "handed") or rec.session == NOBODY:
         return rec, 0
     attempts = rec.attempts if failed else max(0, rec.attempts - 1)
     rec = rec._replace(session=NOBODY, attempts=attempts, waits=waits)
