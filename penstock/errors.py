@@ -22,6 +22,7 @@ PenstockError
 ├── BusError                 Kafka or Redis Streams
 │   ├── BusUnavailable         not reachable now; trying again may help
 │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
+│   ├── UpgradeNeeded          an older version left something that has to be moved first
 │   └── MemberFenced           this member was replaced by a newer one of its name; it must end
 ├── ModelLoadError           a model cannot be loaded; the message says why
 │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`

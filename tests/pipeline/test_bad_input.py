@@ -10,9 +10,11 @@ import pytest
 
 from penstock import names
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
+from penstock.local.processes import wait_until
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
 from penstock.settings import Addresses
+from penstock.worker import run_until_idle
 from tests.pipeline.line import Line
 
 GOOD: dict[str, Any] = {"v": 1, "prompt": "In the beginning", "sampling": {"max_tokens": 4, "temperature": 0}}
@@ -88,8 +90,13 @@ def test_without_an_id_only_the_dead_letter_topic_can_tell(line: Line) -> None:
     line.send(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
     results = line.run_until(1)
     assert [result.id for result in results] == ["good"]
+
+    def has_buried_both() -> bool:  # its partitions are read in any order
+        run_until_idle(line.prefill)
+        return len(line.dead()) == 2
+
+    wait_until(has_buried_both, 30, "two dead letters", 0)
     reasons = [message.headers[names.REASON] for message in line.dead()]
-    assert len(reasons) == 2
     assert all(reason.startswith("invalid_request") for reason in reasons)
 
 
