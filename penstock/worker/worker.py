@@ -74,7 +74,7 @@ class Settling:
     num_letters: int
     task: Task | None = None
     """None where it was never claimed."""
-    asked_s: float = 0.0
+    begun_s: float = 0.0
     about: Mapping[str, str] = field(default_factory=dict)
     """What its span says of it."""
 
@@ -295,7 +295,7 @@ class Worker:
         self._note_wait(task)
         self._replace_older(task)
         if claim.ended:
-            self._complete_task(task)
+            self._complete_task(task, now_s())
             return
         cause = cause_to_end(claim, task.deadline)
         if task.failure is not None and isinstance(cause, AttemptsExhausted):
@@ -525,18 +525,22 @@ class Worker:
                 self.load.outputs[task.klass].note(claim.num_tokens)
             self.figures.ended(task.klass, task.operation, end)
             tracing.note("end", task.context, begun_s, now_s(), **usage_attributes(end.usage, end.finish_reason))
-            self._complete_task(task)
+            self._complete_task(task, begun_s)
         self._give_back(*fenced)
 
     # 5 and 9. Settle.
 
     def _hand_off(self, task: Task) -> None:
         """It is through with this stage, and has not ended."""
+        begun_s = now_s()
         self._forget(task)
-        self._complete_task(task)
+        self._complete_task(task, begun_s)
 
-    def _complete_task(self, task: Task) -> None:
-        """Have what a request comes to sent out, and its delivery done with it."""
+    def _complete_task(self, task: Task, begun_s: float) -> None:
+        """Have what a request comes to sent out, and its delivery done with it.
+
+        `begun_s`: where its last span ended, or before. The settlement's begins there: a life has no gaps.
+        """
         through = self.role.complete_task(task)
         if through is None:
             self.inbox.put_back(task.delivery)
@@ -546,7 +550,7 @@ class Worker:
             self.session.add(task.claim)
         if self.role.hands_off or task.delivery.is_held:
             settlement = Settlement(task.delivery, through.outputs + through.letters)
-            settling = Settling(len(through.letters), task, now_s(), through.about)
+            settling = Settling(len(through.letters), task, begun_s, through.about)
             again = partial(self._make_settlement_anew, task) if self.role.hands_off else None
             self.settler.settle(settlement, settling, again, task.stored)
             stage_failpoint(self.stage, "decode.9.asked")
@@ -573,8 +577,7 @@ class Worker:
                 continue
             task = settling.task
             self.figures.buried(settling.num_letters * settled)
-            begun_s = max(settling.asked_s, task.stored.result() if task.stored is not None else 0.0)
-            tracing.note(self.role.span, task.around, begun_s, now_s(), **settling.about)
+            tracing.note(self.role.span, task.around, settling.begun_s, now_s(), **settling.about)
             if not self.role.hands_off:
                 continue
             failpoint("prefill.5.settled")
