@@ -67,11 +67,11 @@ class Failures:
         settings = self._record.settings
         return min(settings.retry_cap_s, settings.retry_first_s * settings.retry_factor ** max(0, tries - 1))
 
-    def set_aside(self, delivery: Delivery, claim: Claim, *, is_taken: bool) -> bool:
-        """Whether a claimed request has to wait, because another suspect is here (`is_taken`). Then it is given back,
-        and the attempt does not count.
+    def set_aside(self, delivery: Delivery, claim: Claim, *, has_to_wait: bool) -> bool:
+        """Whether a claimed request waits, because of who else is here (`has_to_wait`). Then it is given back, and the
+        attempt does not count.
         """
-        if not is_taken or claim.attempts <= TRUSTED_ATTEMPTS or claim.exhausted or claim.cancelled:
+        if not has_to_wait or claim.exhausted or claim.cancelled:
             return False
         self._record.release(claim, delivered=delivery.is_held, wait_s=ASIDE_S)
         self._inbox.put_back(delivery, ASIDE_S)

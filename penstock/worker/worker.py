@@ -51,7 +51,14 @@ from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, News, R
 from penstock.telemetry.genai import request_attributes, usage_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageFigures
-from penstock.worker.failures import Failures, cause_of, cause_to_end, is_suspect, too_late
+from penstock.worker.failures import (
+    TRUSTED_ATTEMPTS,
+    Failures,
+    cause_of,
+    cause_to_end,
+    is_suspect,
+    too_late,
+)
 from penstock.worker.inbox import IDLE_POLL_S, Inbox, unpack
 from penstock.worker.load import Load
 from penstock.worker.reading import Readings
@@ -301,7 +308,7 @@ class Worker:
         if task.failure is not None and isinstance(cause, AttemptsExhausted):
             cause = task.failure  # no worker was lost
         task.error = task.error or cause
-        if task.error is None and self.failures.set_aside(task.delivery, claim, is_taken=self._has_suspect()):
+        if task.error is None and self.failures.set_aside(task.delivery, claim, has_to_wait=self._has_to_wait(claim)):
             self.session.drop(claim)
             return
         task.begin_span(self.stage)
@@ -323,12 +330,15 @@ class Worker:
             return
         self._end_tasks(task)
 
-    def _has_suspect(self) -> bool:
-        """Whether one is here that may kill the worker, or would lose its attempt if the next one did: what is handed
-        off counts as worked on until the record says so.
+    def _has_to_wait(self, claim: Claim) -> bool:
+        """Whether a request has to wait because of who else is here, what is handed off and not noted yet included.
+
+        One that may kill the worker, and one that was claimed in vain before, are not here together: whichever of them
+        does it, the other would lose an attempt.
         """
-        is_running = any(task.seq is not None and task.seq.suspect for task in self.running.values())
-        return is_running or any(is_suspect(task.claim) for task in self._handing_off)
+        num_tries = 2 if is_suspect(claim) else TRUSTED_ATTEMPTS + 1
+        here = [*self.running.values(), *self._handing_off]
+        return claim.attempts > 1 and any(task.claim.tries >= num_tries for task in here)
 
     def _note_wait(self, task: Task) -> None:
         """Work on a message begins. What was taken over has no wait of its own: another worker had it meanwhile."""
