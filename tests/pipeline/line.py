@@ -93,6 +93,13 @@ class Line:
         """Everything in the dead-letter topic."""
         return self.bus.read_all(self.pipeline.dead)
 
+    def run_until_buried(self, count: int) -> list[Outgoing]:
+        """Turn both workers until the dead-letter topic has `count` messages: partitions are read in any order."""
+        while len(found := self.dead()) < count:
+            run_until_idle(self.prefill)
+            run_until_idle(self.decode)
+        return found
+
     def run_prefill(self, num_jobs: int) -> None:
         """Turn the prefill worker alone until it has handed off that many jobs."""
         while len(self.bus.read_all(self.pipeline.jobs("interactive"))) < num_jobs:

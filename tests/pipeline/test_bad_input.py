@@ -10,11 +10,9 @@ import pytest
 
 from penstock import names
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
-from penstock.local.processes import wait_until
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
 from penstock.settings import Addresses
-from penstock.worker import run_until_idle
 from tests.pipeline.line import Line
 
 GOOD: dict[str, Any] = {"v": 1, "prompt": "In the beginning", "sampling": {"max_tokens": 4, "temperature": 0}}
@@ -90,13 +88,7 @@ def test_without_an_id_only_the_dead_letter_topic_can_tell(line: Line) -> None:
     line.send(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
     results = line.run_until(1)
     assert [result.id for result in results] == ["good"]
-
-    def has_buried_both() -> bool:  # its partitions are read in any order
-        run_until_idle(line.prefill)
-        return len(line.dead()) == 2
-
-    wait_until(has_buried_both, 30, "two dead letters", 0)
-    reasons = [message.headers[names.REASON] for message in line.dead()]
+    reasons = [message.headers[names.REASON] for message in line.run_until_buried(2)]
     assert all(reason.startswith("invalid_request") for reason in reasons)
 
 
@@ -106,7 +98,7 @@ def test_a_message_too_large_for_any_topic_is_buried_in_part(line: Line) -> None
     line.publish(value)
     line.send(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
     line.run_until(1)
-    (dead,) = line.dead()
+    (dead,) = line.run_until_buried(1)
     assert dead.headers[names.TRUNCATED] == str(len(value))
     assert value.startswith(dead.value)
 
@@ -134,7 +126,7 @@ def test_an_id_used_twice_with_another_body(line: Line) -> None:
     results = line.run_until(2)
     assert sorted(result.id for result in results) == ["other", "twice"]
     assert all(result.error is None for result in results)
-    (dead,) = line.dead()
+    (dead,) = line.run_until_buried(1)
     assert dead.headers[names.REASON].startswith("id_conflict")
 
 

@@ -93,7 +93,7 @@ def test_who_makes_steps_fail_ends_alone(
         assert result.error is not None
         assert (result.error.code, result.error.message) == ("model_error", "ZeroDivisionError: a bug")
         assert len(result.token_ids) == output
-        (dead,) = line.dead()
+        (dead,) = line.run_until_buried(1)
         assert dead.key == "poison"
         assert dead.headers[names.REASON] == "model_error: ZeroDivisionError: a bug"
         assert dead.headers[names.STACK].rstrip().endswith("ZeroDivisionError: a bug")
@@ -122,7 +122,7 @@ def test_out_of_memory_has_its_code(line: Line) -> None:
     assert result.error is not None
     assert result.error.code == "out_of_memory"
     assert result.error.code in REQUEST_ERRORS
-    (dead,) = line.dead()
+    (dead,) = line.run_until_buried(1)
     assert dead.headers[names.REASON] == "out_of_memory: MemoryError: no room"
 
 
@@ -144,7 +144,7 @@ def test_what_cannot_even_begin_ends_and_stops_nobody(
     result = check(line, work, line.run_until(3))["poison"]
     assert result.error is not None
     assert result.error.code == code
-    (dead,) = line.dead()
+    (dead,) = line.run_until_buried(1)
     assert "in broken" in dead.headers[names.STACK]
     assert dead.headers[names.ATTEMPT] == "3"
 
@@ -164,7 +164,7 @@ def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
         return bool(line.dead())
 
     wait_until(is_dead, 30, "a dead letter", 0)
-    (dead,) = line.dead()
+    (dead,) = line.run_until_buried(1)
     assert dead.headers[names.REASON].startswith("model_error")
     run_until_idle(silent)
     (result,) = line.run_until(1)
@@ -212,7 +212,7 @@ def test_a_job_that_cannot_be_read_has_a_result(line: Line) -> None:
     assert results["bad"].error is not None
     assert results["bad"].error.code == "internal_error"
     assert "of_a_later_version" in results["bad"].error.message
-    (letter,) = line.dead()
+    (letter,) = line.run_until_buried(1)
     assert (letter.value, letter.headers[names.ORIGIN]) == (BAD_JOB, topic)
 
 

@@ -122,7 +122,7 @@ def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) ->
     (result,) = line.run_until(1)
     assert result.error is not None
     assert result.error.code == "attempts_exhausted"
-    (dead,) = line.dead()
+    (dead,) = line.run_until_buried(1)
     assert dead.key == "poison"
     assert dead.headers[names.REASON].startswith("attempts_exhausted")
 
@@ -143,7 +143,7 @@ def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: p
     error = results["trips"].error
     assert error is not None
     assert (error.code, error.message) == ("internal_error", "ZeroDivisionError: a bug")
-    (dead,) = line.dead()
+    (dead,) = line.run_until_buried(1)
     assert dead.headers[names.ATTEMPT] == "3"
 
 
