@@ -50,7 +50,7 @@ class OffsetCommits:
         """Note what became of the first commit under way; return which of its parts were done."""
         return self._note(self._under_way.popleft(), error, places)
 
-    def rest(self) -> None:
+    def note_nothing_to_commit(self) -> None:
         """Note that there is nothing to commit: what was refused before has gone to other members."""
         if not self._under_way:
             self._behind_s = None

@@ -420,7 +420,7 @@ class KafkaMember:
     def _commit_finished(self) -> None:
         """Step 4 of a settlement without transactions."""
         if not self._holdings.has_uncommitted:
-            self._commits.rest()
+            self._commits.note_nothing_to_commit()
         elif self._outputs is not None and self._commits.is_due(self._turned_at):
             with self._state:
                 commits = self._holdings.to_commit()

@@ -284,7 +284,7 @@ def test_a_commit_that_cannot_be_sent_is_not_taken_for_the_one_under_way() -> No
     commits.send(consumer, first, {})
     commits.send(consumer, second, {})
     assert commits.answered(None, []) == first
-    commits.rest()
+    commits.note_nothing_to_commit()
     assert commits.trouble(time.monotonic() + 1, 0.0) == ""
 
 
