@@ -6,7 +6,6 @@ before a job is settled, the rest behind it.
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -132,9 +131,9 @@ class KVStore:
         for depth, tier in enumerate(self.tiers):
             if not missing:
                 break
-            begun = time.perf_counter()
+            begun = tier.clock()
             here = tier.has([keys[index] for index in missing])
-            self.cost.speed(tier.name).asked(time.perf_counter() - begun)
+            self.cost.speed(tier.name).asked(tier.clock() - begun)
             for index, is_here in zip(missing, here, strict=True):
                 if is_here:
                     found[index] = depth
@@ -170,10 +169,10 @@ class KVStore:
         return [origin[index] for index in range(count)]
 
     def _read(self, tier: Tier, wanted: list[Wanted]) -> list[bool]:
-        begun = time.perf_counter()
+        begun = tier.clock()
         whole = tier.get(wanted)
         if num_read := sum(whole):
-            self.cost.speed(tier.name).read(num_read, time.perf_counter() - begun)
+            self.cost.speed(tier.name).read(num_read, tier.clock() - begun)
         return whole
 
     def lacking(self, keys: Sequence[bytes], depths: Sequence[int], *, hand_off: bool) -> list[Lack]:

@@ -8,7 +8,7 @@ A tier checks what it reads: a block that is not whole, or not exactly the one a
 damaged, and is removed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +62,11 @@ class Tier(Protocol):
 
     name: str
     counters: Counters
+
+    clock: Callable[[], float]
+    """What its reads are timed by, in seconds. Of a tier that only copies memory it is the calling thread's processor
+    time: on a busy host the thread waits for a processor, and computing would wait for one too.
+    """
 
     def get(self, wanted: Sequence[Wanted]) -> list[bool]:
         """Read each block to where it is wanted; which of them are whole. Those were used now."""

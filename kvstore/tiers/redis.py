@@ -5,6 +5,7 @@ failure is counted and is a miss, nothing more.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
@@ -35,7 +36,7 @@ UNKNOWN = Form(bytes(32), bytes(16), 0)
 class RedisTier:
     """Blocks in Redis servers, each for a set time after it was last used."""
 
-    name = "redis"
+    name, clock = "redis", staticmethod(time.perf_counter)
 
     def __init__(self, addresses: Sequence[Address], spread: Spread) -> None:
         self.counters = Counters()

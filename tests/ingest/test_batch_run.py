@@ -32,8 +32,8 @@ def more_than(output: Path, count: int) -> bool:
 
 def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
     """Every row once, and asked once; one bad row fails alone; a changed input is refused."""
-    count, output = 200, tmp_path / "out.jsonl"
-    rows = [row(number, 8) for number in range(count)]
+    count, output, max_tokens = 200, tmp_path / "out.jsonl", 40
+    rows = [row(number, max_tokens) for number in range(count)]
     rows[5] = row(5, temperature=-1)
     (tmp_path / "in.jsonl").write_bytes(lines(rows))
 
@@ -57,7 +57,7 @@ def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
     answers, failed = read_file(output), read_file(tmp_path / "out.errors.jsonl")
     assert each_once([*answers, *failed], count)
     assert [(one["custom_id"], one["response"]["status_code"]) for one in failed] == [("row-5", 400)]
-    assert all(one["response"]["body"]["usage"]["completion_tokens"] == 8 for one in answers)
+    assert all(one["response"]["body"]["usage"]["completion_tokens"] == max_tokens for one in answers)
     ids = result_ids(stack, f"chatcmpl-{run_of(output)}-")
     assert len(ids) == len(set(ids)) == count - 1
 

@@ -1,6 +1,7 @@
 """The store: tiers in order, the prefix up to the first block nobody has, and never a wrong block."""
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -217,6 +218,27 @@ def test_what_is_slower_than_computing_is_not_read(store: KVStore) -> None:
     store.cost.speed("disk").read(1, 1.0)
     assert read(store) == found(0)[:2]
     assert store.stats.not_worth == 3
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_memory_is_read_though_its_reader_waits_for_a_processor(
+    depth: int, store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of memory the processor time counts: the engine would wait as well. A disk that takes long is left alone."""
+    names = fill(store)
+    for tier in store.tiers[:depth]:
+        tier.remove([name.key for name in names])
+    tier, get = store.tiers[depth], store.tiers[depth].get
+
+    def get_late(wanted: Sequence[Wanted]) -> list[bool]:
+        time.sleep(0.05)
+        return get(wanted)
+
+    monkeypatch.setattr(tier, "get", get_late)
+    store.measure_against(lambda: 1000.0)  # 4 ms a block
+    for _ in range(3):
+        num_read = len(read(store))
+    assert num_read == (len(names) if tier.name == "shared" else 0)
 
 
 def test_blocks_live_on_in_another_process_s_store(store: KVStore, make_store: MakeStore) -> None:
