@@ -130,7 +130,9 @@ class PrefillRole:
         each, most = load.expected(klass, settings.max_batch - len(tasks) - num_read)
         waiting = [task.seq for task in tasks if task.seq is not None and task.seq.state is State.WAITING]
         num_waiting = sum(seq.num_prompt for seq in waiting) + num_read * each
-        num_behind = (STEPS_AHEAD * settings.max_step_tokens - num_waiting) // each or not num_waiting
+        num_behind = (STEPS_AHEAD * settings.max_step_tokens - num_waiting) // each
+        if num_behind == 0 and not num_waiting:
+            num_behind = 1
         return min(most, self.engine.room(klass, each) - num_read, num_behind)
 
     # 5. Settle.

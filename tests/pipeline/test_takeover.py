@@ -16,6 +16,7 @@ from penstock.names import Pipeline, Stage
 from penstock.settings import Addresses, BusSettings, RecordSettings
 from penstock.worker import run_until_idle
 from penstock.worker.worker import Worker
+from prefill_worker.role import STEPS_AHEAD
 from tests.forked import fork, run_penstock
 from tests.pipeline.line import Line
 from tests.pipeline.workload import SETTINGS, alone, requests
@@ -112,6 +113,22 @@ def test_another_prefill_worker_goes_on(line: Line) -> None:
     assert len(line.results()) == 1
     assert zombie.member.held() == 0
     zombie.close()
+
+
+def test_a_prompt_longer_than_a_worker_takes_ahead_is_taken_over_alone(redis_url: str, pipeline: Pipeline) -> None:
+    addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
+    engine = SETTINGS.model_copy(update={"max_step_tokens": 8})
+    with Line(addresses, RecordSettings(lease_s=LEASE_S), engine=engine) as line:
+        silent, first = line.prefill, long(4)
+        assert len(first.token_ids or ()) > STEPS_AHEAD * 8
+        line.send(first)
+        while not silent.running:
+            silent.turn()
+        silence(silent)
+        line.add_prefill("prefill-1")
+        line.send(first.model_copy(update={"id": "another"}))
+        line.run_prefill(2)  # the second of them knows how long the first one was
+        silent.close()
 
 
 def test_a_delivery_that_comes_to_who_took_over_settles_there(line: Line) -> None:
