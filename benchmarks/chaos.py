@@ -180,7 +180,7 @@ def _plans(given: "Options") -> Iterator[Round]:
     """Round after round, on both buses in turn."""
     for number in itertools.count():
         for bus in BUSES:
-            seconds = 15.0 if given.quick else SECONDS_A_ROUND[bus]
+            seconds = 6.0 if given.quick else SECONDS_A_ROUND[bus]
             # Every third round on Kafka has servers with copies.
             is_replicated = bus == "kafka" and number % 3 == 2
             yield Round(

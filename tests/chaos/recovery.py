@@ -88,7 +88,7 @@ class Plan:
 
 def prefill_plan(kills: int) -> Plan:
     """So many kills of prefill workers, each in a wave of its own: who has come anew has no partition yet."""
-    return Plan(kills, 1, "prefill", streams=18, prompt=900, length=8)
+    return Plan(kills, 1, "prefill", streams=9, prompt=900, length=8)
 
 
 @contextlib.contextmanager
