@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.bus.contract import Delivery
-from penstock.bus.offsets import PartitionOffsets
+from penstock.bus.offsets import NO_EPOCH, PartitionOffsets
 from penstock.errors import BusUnavailable
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 
@@ -59,9 +59,11 @@ class Holdings:
         """Deliveries fetched and not given to the worker."""
         return sum(len(buffer) for buffer in self._buffers.values())
 
-    def assign(self, partition: Partition, committed: int, metadata: str | None) -> None:
-        """Begin a partition at its committed offset; what the metadata says is finished is passed over."""
-        self._offsets[partition] = PartitionOffsets(committed, metadata or "")
+    def assign(self, partition: Partition, committed: int, metadata: str | None, epoch: int = NO_EPOCH) -> None:
+        """Begin a partition at its committed offset, which was committed with a leader epoch. What the metadata says is
+        finished is passed over, unless the epochs show that the log was cut since.
+        """
+        self._offsets[partition] = PartitionOffsets(committed, metadata or "", epoch)
         self._fresh.add(partition)
 
     def next_of(self, partition: Partition) -> int:
@@ -83,11 +85,11 @@ class Holdings:
             self._buffers[klass] = deque(kept)
             self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
 
-    def arrive(self, delivery: Delivery) -> None:
-        """Take a fetched message in. Raises `BusUnavailable` as `_read_from` does."""
+    def arrive(self, delivery: Delivery, epoch: int = NO_EPOCH) -> None:
+        """Take in a fetched message, with the leader epoch it was written under. Raises as `_read_from` does."""
         partition, offset = self.place(delivery)
         offsets = self._read_from(partition, offset)
-        if offsets is None or not offsets.deliver(offset):
+        if offsets is None or not offsets.deliver(offset, epoch):
             return
         self._buffers[delivery.klass].append(delivery)
         self._num_bytes[delivery.klass] += len(delivery.value)

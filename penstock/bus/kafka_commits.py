@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from penstock.bus.kafka_buffer import Commit, Partition
+from penstock.bus.offsets import NO_EPOCH
 
 log = logging.getLogger(__name__)
 
-NO_EPOCH = -1
 EVERY_S = 0.05
 AGAIN_S = 0.5
 """How long after a commit that failed the next one is sent."""

@@ -24,13 +24,14 @@ from penstock.bus.kafka import (
     read_delivery,
 )
 from penstock.bus.kafka_buffer import Commit, Holdings, Partition
-from penstock.bus.kafka_commits import NO_EPOCH, OffsetCommits, places_of
+from penstock.bus.kafka_commits import OffsetCommits, places_of
 from penstock.bus.kafka_orphans import KafkaOrphans, part_of
 from penstock.bus.kafka_outputs import Outputs
 from penstock.bus.kafka_progress import Progress
 from penstock.bus.kafka_questions import Questions
 from penstock.bus.kafka_transactions import GroupMoved, Transactions
 from penstock.bus.letters import dead_message
+from penstock.bus.offsets import NO_EPOCH
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.failpoints import failpoint
 from penstock.names import PriorityClass, Stage
@@ -347,8 +348,7 @@ class KafkaMember:
         elif error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
             self._refused.pop(partition[0], None)
             if error is None:  # librdkafka gives the epoch 0 with the end of a partition, whatever it really is
-                epoch = message.leader_epoch()
-                self._epochs[partition] = NO_EPOCH if epoch is None else epoch
+                self._epochs[partition] = _epoch_of(message)
 
     def _arrived(self, message: Message) -> None:
         error = message.error()
@@ -370,7 +370,7 @@ class KafkaMember:
             return
         delivery = read_delivery(message, self._classes[message.topic() or ""])
         with self._state:
-            self._holdings.arrive(delivery)
+            self._holdings.arrive(delivery, _epoch_of(message))
             self._state.notify()
 
     def _pass_damaged(self, partition: Partition, batch: int, why: str) -> None:
@@ -414,7 +414,7 @@ class KafkaMember:
                 continue
             with self._state:
                 self._epochs[partition] = epoch
-                self._holdings.assign(partition, max(0, start.offset), start.metadata)
+                self._holdings.assign(partition, max(0, start.offset), start.metadata, epoch)
             self._starting.discard(partition)
 
     def _commit_finished(self) -> None:
@@ -576,6 +576,12 @@ class KafkaMember:
         with self._state:
             self._failure = self._failure or failure
             self._state.notify_all()
+
+
+def _epoch_of(message: Message) -> int:
+    """The leader epoch that a message was written under."""
+    epoch = message.leader_epoch()
+    return NO_EPOCH if epoch is None else epoch
 
 
 def _asking_settings(group: str) -> dict[str, Any]:

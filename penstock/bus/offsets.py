@@ -28,6 +28,8 @@ over."""
 _PREFIX = "penstock1:"
 _ALLOWED_BYTES = (MAX_METADATA_BYTES - len(_PREFIX)) // 4 * 3 - 64
 """Of metadata, before base64; less what the next message may add."""
+NO_EPOCH = -1
+"""A leader epoch that is not known, as the client says it."""
 Range = tuple[int, int]
 """First and last offset, both included."""
 
@@ -35,7 +37,9 @@ Range = tuple[int, int]
 class PartitionOffsets:
     """Delivered and finished offsets of one partition, from the committed offset on."""
 
-    def __init__(self, committed: int, metadata: str = "") -> None:
+    def __init__(self, committed: int, metadata: str = "", epoch: int = NO_EPOCH) -> None:
+        """`epoch`: the leader epoch of the commit, the highest that its member had read; `NO_EPOCH`: not known."""
+        self._epoch = epoch
         self._next = committed  # the offset after the last delivered
         self._unfinished: dict[int, None] = {}  # in delivery order, so ascending
         self._finished: list[Range] = [run for run in decode(metadata, committed) if run[0] >= committed]
@@ -68,10 +72,17 @@ class PartitionOffsets:
         self._next = end
         return True
 
-    def deliver(self, offset: int) -> bool:
-        """Note the next offset of the log; False if its work was finished before a restart."""
+    def deliver(self, offset: int, epoch: int = NO_EPOCH) -> bool:
+        """Note the next offset of the log; False if its work was finished before a restart.
+
+        `epoch`: the leader epoch under which the message was written, if it is known.
+        """
         if offset < self._next:
             return False
+        if epoch > self._epoch > NO_EPOCH:
+            # What the commit calls finished was written before this message. So the log was cut below it since, and has
+            # grown again: from here on these offsets are other messages'.
+            self._finished = [(low, min(high, offset - 1)) for low, high in self._finished if low < offset]
         self.reach(offset)
         self._next = offset + 1
         if _contains(self._finished, offset):

@@ -104,6 +104,24 @@ def test_what_is_far_ahead_goes_on_once_the_first_is_done() -> None:
     assert offsets.commit() == (MAX_AHEAD, "")
 
 
+def test_what_was_finished_before_the_log_was_cut_is_not_passed_over_in_what_came_since() -> None:
+    before = PartitionOffsets(10)
+    for offset in range(10, 20):
+        assert before.deliver(offset, epoch=4)
+    before.finish([12, 13, 16, 17, 18])
+    place, metadata = before.commit()
+    assert place == 10
+    uncut = PartitionOffsets(place, metadata, epoch=4)
+    epochs = {offset: 4 if offset < 19 else 5 for offset in range(10, 22)}  # another leader, and nothing lost
+    assert [one for one in epochs if uncut.deliver(one, epochs[one])] == [10, 11, 14, 15, 19, 20, 21]
+    cut = PartitionOffsets(place, metadata, epoch=4)
+    epochs = {offset: 4 if offset < 13 else 5 for offset in range(10, 22)}
+    assert [one for one in epochs if cut.deliver(one, epochs[one])] == [10, 11, *range(13, 22)]
+    cut.check_integrity()
+    unknown = PartitionOffsets(place, metadata)
+    assert [one for one in epochs if unknown.deliver(one, epochs[one])] == [10, 11, 14, 15, 19, 20, 21]
+
+
 def test_an_end_beyond_the_last_message_is_passed_over() -> None:
     offsets = PartitionOffsets(5)
     assert offsets.deliver(5)
