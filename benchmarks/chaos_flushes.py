@@ -13,7 +13,7 @@ import redis
 
 from penstock.local.kafka import SHORT_TIMEOUTS
 from tests.chaos.checker import check, tally
-from tests.chaos.clients import Clients, Errand, known, plain
+from tests.chaos.clients import LONG, Clients, Errand, known, plain
 from tests.chaos.faults import ANY_TIME, Fate
 from tests.chaos.history import History, read
 from tests.chaos.nursery import Nursery
@@ -23,7 +23,6 @@ from tests.chaos.system import DoomedStack, Servers
 SIZE = 2, 3
 UNDER_WAY = 24
 PATIENCE_S = 90.0
-LONG = 48
 """Tokens of each answer."""
 
 

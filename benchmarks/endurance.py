@@ -36,7 +36,7 @@ from penstock.local.processes import wait_until
 from penstock.local.stack import Worker
 from penstock.settings import BusSettings
 from tests.chaos.checker import Finding, check, tally
-from tests.chaos.clients import Clients, errand, known
+from tests.chaos.clients import LONG, Clients, errand, known
 from tests.chaos.faults import ANY_TIME, Bus, Fate
 from tests.chaos.history import History, read
 from tests.chaos.nursery import Nursery
@@ -111,7 +111,7 @@ def sampler(stack: DoomedStack, servers: Servers, client: "redis.Redis") -> Call
 def endure(bus: Bus, minutes: float, directory: Path, nursery: Nursery, progress: Progress) -> Endured:
     """Run, and check."""
     directory.mkdir(parents=True)
-    known()  # takes seconds: not in the middle of it
+    known(LONG)  # takes seconds: not in the middle of it
     task = progress.add_task(bus, total=60 * minutes)
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(directory / "history.jsonl"))

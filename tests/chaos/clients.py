@@ -23,8 +23,8 @@ from tests.chaos.history import History
 from tests.pipeline.workload import Answer, alone, requests
 
 NUM_KNOWN = 16
-BRIEF = 4
-"""Tokens of a short answer."""
+LONG, BRIEF = 48, 4
+"""Tokens of a long answer, and of a short one."""
 AGAIN_S = 0.2
 """Before what was not acknowledged is sent again."""
 TENANTS = 7
@@ -32,7 +32,7 @@ TENANTS = 7
 
 
 @cache
-def known(max_tokens: int = 48) -> list[tuple[Request, Answer]]:
+def known(max_tokens: int) -> list[tuple[Request, Answer]]:
     """The requests that come again and again under other ids, and their answers; every eighth is of one token."""
     work = requests(NUM_KNOWN, "chaos", max_tokens)
     short = [work[n].sampling.model_copy(update={"max_tokens": 1}) for n in range(0, NUM_KNOWN, 8)]
@@ -65,7 +65,7 @@ class Errand:
 def errand(seed: int, number: int) -> Errand:
     """The one of that number: the same for the same seed."""
     chance = random.Random(f"{seed}/errand/{number}")
-    request, answer = chance.choice(known())
+    request, answer = chance.choice(known(LONG))
     update: dict[str, object] = {
         "id": f"e{number}",
         "tenant": f"tenant-{chance.randrange(TENANTS)}",

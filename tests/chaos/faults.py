@@ -18,7 +18,8 @@ MISHAPS = ("freeze", "stall", "resize", "header")
 MISHAPS_ON_KAFKA = ("bomb",)
 MISHAPS_OF_COPIES = ("leader", "failover")
 BACKLOG = ("freeze", "resize")
-"""Mishaps that hurt most while more is waiting than workers have fetched: a burst of requests comes before."""
+"""Mishaps that hurt most while more is waiting than workers have fetched: a burst of requests may come before."""
+BURST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ def mishaps(seed: int, bus: Bus, *, is_replicated: bool = False) -> Iterator[Fau
     at_s = 1.0
     while True:
         for what in chance.sample(kinds, len(kinds)):
-            at_s += chance.uniform(2.0, 8.0)
-            if what in BACKLOG:
+            at_s += chance.uniform(4.0, 10.0)
+            if what in BACKLOG and chance.random() < BURST_SHARE:
                 yield Fault(at_s, "burst", "client", 0.0)
                 at_s += chance.uniform(0.5, 2.0)
             match what:

@@ -20,7 +20,7 @@ from penstock.names import REASON, Pipeline
 from penstock.settings import BusSettings
 from tests.chaos import clock
 from tests.chaos.checker import Finding, check
-from tests.chaos.clients import BRIEF, Clients, errand, known, plain
+from tests.chaos.clients import BRIEF, LONG, Clients, errand, known, plain
 from tests.chaos.faults import ANY_TIME, Bus, Fate, Fault, fate_of, faults, mishaps
 from tests.chaos.history import History, read
 from tests.chaos.nursery import Nursery
@@ -73,7 +73,7 @@ def run(plan: Round, directory: Path, nursery: Nursery, progress: Progress = lam
     """Do it; the history stays in the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
-    for max_tokens in (48, BRIEF) if plan.with_mishaps else (48,):
+    for max_tokens in (LONG, BRIEF) if plan.with_mishaps else (LONG,):
         known(max_tokens)  # takes seconds: not in the middle of it
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))

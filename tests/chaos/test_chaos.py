@@ -65,4 +65,4 @@ def test_every_point_has_its_turn(bus: Bus, stage: str) -> None:
 @pytest.mark.parametrize("bus", BUSES)
 def test_every_mishap_has_its_turn(bus: Bus) -> None:
     kinds = {*MISHAPS, *(MISHAPS_ON_KAFKA if bus == "kafka" else ())}
-    assert {fault.what for fault in islice(mishaps(1, bus), 2 * len(kinds))} == {*kinds, "burst"}
+    assert {fault.what for fault in islice(mishaps(1, bus), 3 * len(kinds))} == {*kinds, "burst"}
