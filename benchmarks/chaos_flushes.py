@@ -23,7 +23,6 @@ from tests.chaos.system import DoomedStack, Servers
 SIZE = 2, 3
 UNDER_WAY = 24
 PATIENCE_S = 90.0
-"""Tokens of each answer."""
 
 
 def flush_often(directory: Path, nursery: Nursery, seed: int, flushes: int, progress: Progress) -> dict[str, float]:
