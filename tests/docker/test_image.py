@@ -40,7 +40,8 @@ def test_all_that_is_installed_is_copied_and_let_in() -> None:
     sources = {source for source in sources if not source.startswith("--")}
     project = tomllib.loads((HERE / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert sources == {*packages, "pyproject.toml", "constraints.txt", "hatch_build.py", "README.md", "docker/healthy"}
+    beside = {"pyproject.toml", "constraints.txt", "hatch_build.py", "README.md", "LICENSE", "docker/healthy"}
+    assert sources == {*packages, *beside}
     let_in = {line[1:] for line in (HERE / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert let_in == sources
     assert all((HERE / source).exists() for source in sources)
