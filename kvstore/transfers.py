@@ -1,4 +1,4 @@
-"""Moving KV while the engine computes: three threads between the pool's memory and the tiers.
+"""Moving KV while the engine computes: up to three threads between the pool's memory and the tiers.
 
     in       reads blocks into a landing of the pool; the sequence that wants them is added when they are there
     out      writes blocks of the pool to the hand-off tier and those above it; a job is settled when its own are there
@@ -302,22 +302,28 @@ class Transfers:
 
 
 class _Thread:
-    """Does one task after the other, by rank. One that fails is logged, and what it was to bring is computed again."""
+    """Does one task after the other, by rank. One that fails is logged, and what it was to bring is computed again.
+
+    The thread starts with its first task: without a tier behind the hand-off tier nothing is ever written there.
+    """
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
         self._count = itertools.count()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
-        self._thread.start()
 
     def do(self, rank: int, task: Callable[[], None]) -> None:
+        """Have a task done. Only one thread at a time may call this."""
         self._tasks.put((rank, next(self._count), task))
+        if self._thread.ident is None:
+            self._thread.start()
 
     def close(self) -> None:
         """Once all is done."""
-        self.do(FOR_NOBODY + 1, self._stop)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self.do(FOR_NOBODY + 1, self._stop)
+            self._thread.join()
 
     def _stop(self) -> None:
         self._is_closed = True
