@@ -79,7 +79,10 @@ class DecodeRole:
     def open_task(self, task: Task, kv: KVConnector) -> Sequence | None:
         """All tokens that there are, and those to come; None where the log's last token ends the answer."""
         job, model = _job_of(task), self.engine.model
-        task.output = OutputState(model.tokenizer, job.sampling, model.eos_token_ids, job.sampling.max_tokens)
+        # Prefill has cut it to its own room already; a pool that is smaller here cuts it once more.
+        sampling = self.engine.fitted(job.sampling, len(job.token_ids))
+        task.message = job.model_copy(update={"sampling": sampling})
+        task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         for event in task.said:
             task.finish = task.output.push(event.token)[1]
         if task.finish is not None:
@@ -90,9 +93,9 @@ class DecodeRole:
         return Sequence(
             job.id,
             job.token_ids,
-            sampling=job.sampling,
+            sampling=sampling,
             seed=job.seed,
-            max_new=job.sampling.max_tokens,
+            max_new=sampling.max_tokens,
             given=[event.token for event in task.said],
             klass=job.klass,
             tenant=job.tenant,
@@ -143,8 +146,9 @@ class DecodeRole:
     def held(self, task: Task) -> Held:
         """What it stands for in the heartbeat."""
         pending = task.seq.num_pending - 1 if task.seq is not None and task.is_running else 0  # else it may be stored
-        left = _job_of(task).sampling.max_tokens - task.claim.num_tokens
-        return Held(task.klass, task.is_running, max(0, pending), left)
+        sampling, num_said = _job_of(task).sampling, task.claim.num_tokens
+        left, open_said = sampling.max_tokens - num_said, num_said if sampling.fit_context else None
+        return Held(task.klass, task.is_running, max(0, pending), left, open_said)
 
     def rates(self, load: Load) -> dict[str, object]:
         """How fast prompts are computed, and answers decoded."""

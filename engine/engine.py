@@ -20,7 +20,7 @@ from engine.cost import CHUNKS, CONTEXT, ROWS, Try, measure_cost
 from engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
 from engine.cuda.varlen import VarlenStep, parts_of
 from engine.landing import Landing, Lent, Quay
-from engine.limits import check_sequence
+from engine.limits import check_sequence, fitted, max_length
 from engine.memory import keep_freed_memory
 from engine.model import LoadedModel, Progress, load
 from engine.pool import BlockPool
@@ -169,6 +169,10 @@ class Engine:
         `max_new`: as if so many were to be generated, if that is more than it says.
         """
         check_sequence(seq, self.model, self.pool.num_blocks, max_new)
+
+    def fitted(self, sampling: Sampling, num_prompt: int) -> Sampling:
+        """Return the sampling with `max_tokens` cut to what context and pool have room for, where it asks for that."""
+        return fitted(sampling, num_prompt, max_length(self.model, self.pool.num_blocks))
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, finished or not, and free its blocks. A second time does nothing."""

@@ -3,6 +3,7 @@
 from engine.model import LoadedModel
 from engine.sequence import Sequence
 from penstock.errors import InternalError, InvalidRequest, PromptTooLong
+from penstock.messages import Sampling
 
 
 def check_sequence(seq: Sequence, model: LoadedModel, num_blocks: int, max_new: int = 0) -> None:
@@ -27,3 +28,18 @@ def check_sequence(seq: Sequence, model: LoadedModel, num_blocks: int, max_new: 
         raise InternalError(f"{seq.id}: its tail has not {layout.block_bytes} bytes")
     if seq.tail is not None and seq.num_prompt % layout.block_size == 0:
         raise InternalError(f"{seq.id}: it has a tail, and its prompt ends with a full block")
+
+
+def max_length(model: LoadedModel, num_blocks: int) -> int:
+    """Return how many tokens prompt and answer may have together: the last one needs no place in the pool."""
+    return min(model.context_length, num_blocks * model.layout.block_size + 1)
+
+
+def fitted(sampling: Sampling, num_prompt: int, most: int) -> Sampling:
+    """Return the sampling with `max_tokens` cut to what `most` tokens leave after the prompt, where it asks for that.
+
+    One new token stays in any case: a prompt that has no room even for that is for `check_sequence` to refuse.
+    """
+    if not sampling.fit_context:
+        return sampling
+    return sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, max(1, most - num_prompt))})

@@ -3,7 +3,8 @@
     1  right     the class, and how much one request may ask for
     2  lag       how long it would wait, by the tokens that wait before it
     3  share     while the pipeline is full, no more than its tenant's part of it (`shares`)
-    4  buckets   one request and its tokens are taken, both or neither, by an estimate: prompt and max_tokens
+    4  buckets   one request and its tokens are taken, both or neither, by an estimate: prompt and limit, or, where
+                 an answer has no limit, what answers lately took
     5  settle    at its end, what it really took replaces the estimate, and its place is free
 
 A crash after 3 or 4 costs the tenant the estimate, which it has back within a minute; nothing else was done before the
@@ -25,7 +26,7 @@ from ingest.tenants import Caller
 from penstock.client import outages_named
 from penstock.errors import BusUnavailable
 from penstock.lag import PipelineLag
-from penstock.messages import Usage
+from penstock.messages import DEFAULT_MAX_TOKENS, Usage
 from penstock.names import Pipeline, PriorityClass, rate_key
 from penstock.settings import AdmissionSettings
 
@@ -125,17 +126,22 @@ class Admission:
         num_tokens: int,
         *,
         max_output: int = 0,
+        num_open: int = 0,
         most_wait_s: float | None = None,
     ) -> Ticket:
-        """Admit a request of about `num_tokens`, prompt and output together; of them it may write `max_output`.
+        """Admit a request of about `num_tokens`, prompt and output together, which may write up to `max_output`.
 
+        `num_open` answers have no limit of their own, and are not in `num_tokens`: they count as answers lately did.
         With `most_wait_s` its client does not want it to wait for longer.
 
         Raises `ApiError`: 403 for a class above the caller's right, 400 for more output than it may ask for, 413 for
         what its bucket never holds, 429 with `Retry-After`; `BusUnavailable`.
         """
         check_right(caller, klass, num_tokens, max_output)
-        wait_s = await self._lags.wait_s(pipeline, klass)
+        lag = await self._lags.look(pipeline)
+        wait_s = None if lag is None else lag.estimated_wait_s(klass)
+        mean_output = None if lag is None else lag.mean_outputs[klass]
+        num_tokens += expected_output(caller, num_tokens, max_output, num_open, mean_output)
         self._check_wait(wait_s, klass, most_wait_s)
         is_full = wait_s is not None and wait_s > BUSY_S
         held = await self._shares.enter(pipeline, caller.tenant, caller.weight, num_tokens, is_full=is_full)
@@ -206,6 +212,16 @@ def check_right(caller: Caller, klass: PriorityClass, num_tokens: int, max_outpu
         raise ApiError(413, message, code="request_too_large")
 
 
+def expected_output(caller: Caller, num_tokens: int, max_output: int, num_open: int, mean_output: float | None) -> int:
+    """Return how many tokens are reserved for answers without a limit, beside `num_tokens` of their request.
+
+    No more than a full bucket has left: what nobody asked for is no reason to refuse a request for good.
+    """
+    mean = DEFAULT_MAX_TOKENS if mean_output is None else round(mean_output)
+    room = math.inf if caller.tokens_per_min is None else max(0, caller.tokens_per_min - num_tokens)
+    return int(min(num_open * mean, max_output, room))
+
+
 def too_many(message: str, after_s: float, *, code: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """429, and when to come again: in whole seconds, and in milliseconds for clients that can read those."""
     after = {"Retry-After": str(max(1, math.ceil(after_s))), "retry-after-ms": str(max(1, math.ceil(after_s * 1000)))}
@@ -220,15 +236,14 @@ class LagCache:
         self._found: dict[Pipeline, tuple[float, PipelineLag | None]] = {}
         self._looking: dict[Pipeline, asyncio.Task[None]] = {}
 
-    async def wait_s(self, pipeline: Pipeline, klass: PriorityClass) -> float | None:
-        """How long a request would wait; None: it is not known, or nobody serves the pipeline."""
+    async def look(self, pipeline: Pipeline) -> PipelineLag | None:
+        """The lag of a moment ago; None: it is not known, or nobody serves the pipeline."""
         age_s = time.monotonic() - self._found.get(pipeline, (-math.inf, None))[0]
         if age_s > LOOK_S and pipeline not in self._looking:
             self._looking[pipeline] = asyncio.create_task(self._look(pipeline))
         if age_s > TRUST_S:
             await asyncio.shield(self._looking[pipeline])
-        lag = self._found[pipeline][1]
-        return None if lag is None else lag.estimated_wait_s(klass)
+        return self._found[pipeline][1]
 
     async def _look(self, pipeline: Pipeline) -> None:
         lag: PipelineLag | None = None

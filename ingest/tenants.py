@@ -35,7 +35,7 @@ class Caller:
     tokens_per_min: int | None = None
     """Prompt and output tokens together."""
     max_request_tokens: int | None = None
-    """The most output tokens that one request may ask for."""
+    """The most output tokens that one request may ask for; answers without a limit end there."""
     max_batch_tokens: int | None = None
     """Of all its batches that are not over, prompt and output tokens together."""
 

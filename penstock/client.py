@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 from opentelemetry.trace import Span
 from redis import RedisError
@@ -78,6 +78,7 @@ class RequestFields(TypedDict, total=False):
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     max_tokens: int
+    fit_context: Literal[True] | None
     ignore_eos: bool
 
 

@@ -53,6 +53,8 @@ class PipelineLag:
     """See `estimated_wait_s`."""
     ahead_s: float | None
     """How long decode has to do with batch work that was handed over and that nobody has taken; None: not known."""
+    mean_outputs: Mapping[PriorityClass, float | None]
+    """Tokens of an answer: as they lately were; until one is complete, as it may become. None: not known."""
 
     def estimated_wait_s(self, klass: PriorityClass = "interactive") -> float | None:
         """How long a request submitted now would wait until it is worked on, in seconds.
@@ -120,7 +122,8 @@ def lag_of(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Sequence[H
         for stage in STAGES
     }
     waits = {klass: _wait_s(lags, stages, outputs, CLASSES[: rank + 1]) for rank, klass in enumerate(CLASSES)}
-    return PipelineLag(lags, waits, _ahead_s(lags["decode"]["batch"], stages["decode"], outputs["batch"]))
+    ahead_s = _ahead_s(lags["decode"]["batch"], stages["decode"], outputs["batch"])
+    return PipelineLag(lags, waits, ahead_s, outputs)
 
 
 class _Stage:

@@ -35,6 +35,8 @@ TokenBytes = list[Annotated[int, Field(ge=0, le=255)]]
 MAX_ERRORS = 100
 MAX_LENIENT_BYTES = 2**20
 """Of a message that is not quite JSON, and is parsed once more for its id."""
+DEFAULT_MAX_TOKENS = 256
+"""Of a request that names no limit. As many are expected of one that may fill the context, until some were counted."""
 MAX_LOGPROBS = 2**16
 """Of one answer, chosen and likeliest ones together: its result must fit into a topic."""
 MAX_TOKEN_BYTES = 100
@@ -106,9 +108,17 @@ class Sampling(Wire):
     """The answer ends before the first of these strings."""
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
     """The answer ends with the first of these tokens."""
-    max_tokens: int = Field(default=256, ge=1, lt=2**31)
+    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=1, lt=2**31)
+    # Not on the wire where it is not set: readers that do not know it refuse the message.
+    fit_context: Literal[True] | None = None
+    """Where the context has no room for `max_tokens` after the prompt, the answer ends with it, and is not refused."""
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says: for load tests."""
+
+    @property
+    def least_tokens(self) -> int:
+        """New tokens for which there has to be room after the prompt."""
+        return 1 if self.fit_context else self.max_tokens
 
     @model_validator(mode="after")
     def _logprobs_fit(self) -> Self:

@@ -104,14 +104,16 @@ class PrefillRole:
         """The prompt, and the first token."""
         request, model = task.message, self.engine.model
         assert isinstance(request, Request)
+        sampling = self.engine.fitted(request.sampling, len(task.token_ids))
+        task.message = request.model_copy(update={"sampling": sampling})
         task.blocks = kv.name_prompt(request.tenant, task.token_ids)
-        task.output = OutputState(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
+        task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         if self.ahead is not None and task.klass == "batch":
             self.ahead.note()
         return Sequence(
             task.id,
             task.token_ids,
-            sampling=request.sampling,
+            sampling=sampling,
             seed=seed_of(request),
             max_new=1,
             klass=task.klass,
@@ -154,7 +156,10 @@ class PrefillRole:
         seq, message = task.seq, task.message
         left = 0 if seq is None or seq.state is State.DONE else seq.num_prompt - seq.num_computed
         is_running = seq is not None and seq.state is State.RUNNING
-        return Held(task.klass, is_running, left, 0 if message is None else message.sampling.max_tokens)
+        if message is None:
+            return Held(task.klass, is_running, left, 0)
+        num_said = 0 if message.sampling.fit_context else None
+        return Held(task.klass, is_running, left, message.sampling.max_tokens, num_said)
 
     def rates(self, load: Load) -> dict[str, object]:
         """How fast prompts are computed."""

@@ -24,7 +24,7 @@ class PromptReader:
             token_ids = self._encode(self._chat(request), special=False)  # the template writes its own
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
-        self._check_length(len(token_ids), request.sampling.max_tokens)
+        self._check_length(len(token_ids), request.sampling.least_tokens)
         return token_ids
 
     def _given(self, request: Request) -> list[int]:

@@ -21,6 +21,7 @@ from penstock.errors import (
     UnsupportedVersion,
 )
 from penstock.messages import (
+    DEFAULT_MAX_TOKENS,
     MAX_ERROR_CHARS,
     MAX_LOGPROBS,
     MAX_REQUEST_BYTES,
@@ -99,6 +100,7 @@ BAD: dict[str, tuple[bytes, type[RequestError]]] = {
     "max_tokens 0": (sampling(max_tokens=0), InvalidRequest),
     "max_tokens as text": (sampling(max_tokens="5"), InvalidRequest),
     "max_tokens huge": (sampling(max_tokens=2**31), InvalidRequest),
+    "fit_context false": (sampling(fit_context=False), InvalidRequest),
     "top_k huge": (sampling(top_k=10**400), InvalidRequest),
     "top_k with 5000 digits": (body()[:-1] + b',"sampling":{"top_k":1' + b"0" * 5000 + b"}}", InvalidRequest),
     "top_k negative": (sampling(top_k=-1), InvalidRequest),
@@ -216,6 +218,7 @@ SAMPLINGS = st.builds(
     stop=st.lists(st.text(min_size=1, max_size=256), max_size=16),
     stop_token_ids=st.lists(TOKENS, max_size=64),
     max_tokens=st.integers(1, 2**31 - 1),
+    fit_context=st.sampled_from([None, True]),
     ignore_eos=st.booleans(),
 )
 PROMPTS = st.one_of(
@@ -281,6 +284,8 @@ def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:
     encoded = json.loads(Request(id="r", prompt="x", klass="batch").encode())
     assert encoded["class"] == "batch"
     assert {"klass", "messages", "token_ids", "deadline", "model"}.isdisjoint(encoded)
+    assert encoded["sampling"]["max_tokens"] == DEFAULT_MAX_TOKENS == 256
+    assert "fit_context" not in encoded["sampling"], "older workers would refuse it"
     assert b"logprobs" not in TokenEvent.at(0, START_HASH, 5, "x").encode()
     assert b"logprobs" not in Result(id="r", finish_reason="stop").encode()
 

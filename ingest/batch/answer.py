@@ -9,12 +9,12 @@ from typing import Any
 from ingest.batch.lines import Row
 from ingest.gateway.errors import ApiError, api_error
 from ingest.openai import ENDPOINTS, Ask, card_of
-from ingest.openai.endpoint import request_ids
+from ingest.openai.endpoint import cap_open, request_ids
 from ingest.together import together
 from penstock.aio import AsyncClient
 from penstock.client import Answer
 from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, StreamDiverged, StreamExpired, StreamTimeout
-from penstock.messages import Sampling, Usage
+from penstock.messages import Usage
 from penstock.reach import pauses
 
 FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 60.0, 3600.0
@@ -54,7 +54,7 @@ async def answer(client: AsyncClient, row: Row, name: str, terms: Terms) -> Fini
             raise ApiError(400, "A batch does not stream.", param="stream", code="unsupported_parameter")
         endpoint = ENDPOINTS[row.url]
         body = endpoint.parse(row.body)
-        asks = [_on_terms(ask, terms) for ask in endpoint.asks(body, request_id)]
+        asks = [on_terms(ask, terms) for ask in endpoint.asks(body, request_id)]
         answers = await together([_result(client, ask) for ask in asks])
         card = card_of(endpoint, body, request_id, tenant=terms.tenant)
         whole = endpoint.whole(card, answers).model_dump(mode="json")
@@ -106,9 +106,10 @@ def _line(row: Row, name: str, response: Mapping[str, Any] | None, error: Mappin
     return json.dumps(said).encode()
 
 
-def _on_terms(ask: Ask, terms: Terms) -> Ask:
-    max_tokens = ask.get("max_tokens", Sampling().max_tokens)
-    if terms.max_request_tokens is not None and max_tokens > terms.max_request_tokens:
+def on_terms(ask: Ask, terms: Terms) -> Ask:
+    """Return a row's request on its batch's terms. Raises `ApiError` 403 for a limit above the tenant's."""
+    cap_open([ask], terms.max_request_tokens)
+    if terms.max_request_tokens is not None and ask["max_tokens"] > terms.max_request_tokens:
         message = f"One request may ask for {terms.max_request_tokens:,} tokens."
         raise ApiError(403, message, param="max_tokens", code="max_tokens_exceeded")
     fixed = Ask(tenant=terms.tenant, weight=terms.weight, klass="batch")

@@ -25,13 +25,13 @@ from ingest.admission import Ticket
 from ingest.gateway.errors import ApiError
 from ingest.gateway.state import Gateway
 from ingest.openai.body import Body
-from ingest.openai.endpoint import Ask, Card, Endpoint, card_of
+from ingest.openai.endpoint import Ask, Card, Endpoint, cap_open, card_of
 from ingest.openai.tokens import CHARS_PER_TOKEN
 from ingest.shares import BUSY_S
 from ingest.tenants import Caller
 from penstock.client import make_request
 from penstock.errors import PenstockError, RequestTooLarge
-from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, Request, RequestId, Sampling, Usage, now_s
+from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, Request, RequestId, Usage, now_s
 from penstock.names import Pipeline
 from penstock.record.claim import body_hash
 
@@ -86,6 +86,7 @@ async def accept(
     name = uuid.uuid4().hex if key is None else await gateway.cards.name_of(caller.tenant, key)
     card = card_of(endpoint, body, endpoint.prefix + name, pipeline=served.pipeline, tenant=caller.tenant)
     asks = [_wished(ask, caller, wishes) for ask in endpoint.asks(body, card.id)]
+    cap_open(asks, caller.max_request_tokens)
     earlier = None if key is None else await gateway.cards.find(card.id)
     if earlier is not None:
         return await _join(gateway, caller, earlier, card, asks), None
@@ -144,13 +145,14 @@ def _make(asks: Sequence[Ask]) -> tuple[list[Request], list[str]]:
 
 
 async def _admit(gateway: Gateway, caller: Caller, card: Card, asks: Sequence[Ask], wishes: Wishes) -> Ticket:
-    max_output = sum(ask.get("max_tokens", Sampling().max_tokens) for ask in asks)
+    limited = [ask["max_tokens"] for ask in asks if "fit_context" not in ask]
     return await gateway.admission.admit(
         caller,
         Pipeline(card.pipeline),
         asks[0].get("klass", "interactive"),
-        sum(map(num_prompt_tokens, asks)) + max_output,
-        max_output=max_output,
+        sum(map(num_prompt_tokens, asks)) + sum(limited),
+        max_output=sum(ask["max_tokens"] for ask in asks),
+        num_open=len(asks) - len(limited),
         most_wait_s=wishes.x_penstock_reject_if_busy,
     )
 

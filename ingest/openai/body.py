@@ -13,11 +13,13 @@ from pydantic_core.core_schema import ValidationInfo
 
 from ingest.gateway.errors import ApiError
 from penstock.client import RequestFields
-from penstock.messages import TokenId
+from penstock.messages import MAX_LOGPROBS, TokenId
 
 MAX_CHOICES = 128
 """Of one request: its prompts times its `n`."""
 MAX_SEED = 2**63
+NO_LIMIT = 2**31 - 1
+"""Tokens of an answer: more than any context has."""
 
 
 def unsupported(param: str, what: str) -> ApiError:
@@ -135,6 +137,13 @@ class Body(Strict):
         elif self.top_p is not None:
             fields["top_p"] = self.top_p
         return fields
+
+    def end_with_context(self, fields: RequestFields) -> None:
+        """Let the answer fill the context, where no limit was given; with log probabilities, as far as they go."""
+        if "max_tokens" not in fields:
+            logprobs = fields.get("logprobs")
+            fields["max_tokens"] = NO_LIMIT if logprobs is None else MAX_LOGPROBS // (1 + logprobs)
+            fields["fit_context"] = True
 
     def seed_of(self, choice: int) -> RequestFields:
         """The seed of one of several choices. The first one's is the one given: it answers as if it were alone."""

@@ -41,7 +41,7 @@ class ChatBody(CompletionsBody):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """The most tokens of each answer."""
+    """The most tokens of each answer; without a limit it may fill the model's context."""
     logprobs: bool | None = None
     """Tell the log probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -132,6 +132,7 @@ class Chat:
             fields["max_tokens"] = body.max_completion_tokens
         if body.logprobs:
             fields["logprobs"] = body.top_logprobs or 0
+        body.end_with_context(fields)
         ids = request_ids(request_id, body.num_choices)
         return [ask_of(fields, body.seed_of(choice), name) for choice, name in enumerate(ids)]
 

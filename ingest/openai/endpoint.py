@@ -127,6 +127,13 @@ def ask_of(fields: RequestFields, seed: RequestFields, request_id: str) -> Ask:
     return cast("Ask", {**fields, **seed, "id": request_id})
 
 
+def cap_open(asks: Sequence[Ask], most: int | None) -> None:
+    """Let answers that have no limit end where together they have `most` tokens, but with one each at least."""
+    for ask in asks:
+        if most is not None and "fit_context" in ask:
+            ask["max_tokens"] = min(ask["max_tokens"], max(1, most // len(asks)))
+
+
 def request_ids(request_id: str, num_choices: int) -> list[str]:
     """The ids of the pipeline's requests behind one of ours."""
     return [request_id] if num_choices == 1 else [f"{request_id}.{index}" for index in range(num_choices)]

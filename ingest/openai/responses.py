@@ -44,7 +44,7 @@ class ResponseBody(Body):
     instructions: str | None = None
     """A turn of the system before them."""
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """The most tokens of the answer."""
+    """The most tokens of the answer; without a limit it may fill the model's context."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """The log probabilities of so many likeliest tokens; needs `include`."""
     include: list[Literal["message.output_text.logprobs"]] | None = None
@@ -173,6 +173,7 @@ class Responses:
             fields["max_tokens"] = body.max_output_tokens
         if body.include:
             fields["logprobs"] = body.top_logprobs or 0
+        body.end_with_context(fields)
         return [ask_of(fields, body.seed_of(0), request_id)]
 
     def whole(self, card: Card, answers: Sequence[Answer]) -> Response:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from penstock.messages import DEFAULT_MAX_TOKENS
 from penstock.names import CLASSES, PriorityClass
 
 RECENT = 64
@@ -24,6 +25,8 @@ class Held(NamedTuple):
     """Left to compute."""
     output_tokens: int
     """Still to come, at most."""
+    num_said: int | None = None
+    """Output tokens so far of an answer that may fill the context: it is expected to become as long as others are."""
 
 
 class Mean:
@@ -96,10 +99,18 @@ class Load:
             "running": sum(one.is_running for one in held),
             "room": self.rooms[klass],
             "prompt_tokens": sum(one.prompt_tokens for one in held),
-            "output_tokens": sum(one.output_tokens for one in held),
+            "output_tokens": sum(map(self._output_left, held)),
             "mean_prompt_tokens": _rounded(self.prompts[klass].value),
             "mean_output_tokens": _rounded(self.outputs[klass].value),
         }
+
+    def _output_left(self, one: Held) -> int:
+        """Return how many output tokens are still to come, about."""
+        if one.num_said is None:
+            return one.output_tokens
+        mean = self.outputs[one.klass].value
+        expected = DEFAULT_MAX_TOKENS if mean is None else round(mean)
+        return min(one.output_tokens, max(1, expected - one.num_said))
 
 
 def _rounded(number: float | None) -> float | None:

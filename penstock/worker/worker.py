@@ -45,7 +45,7 @@ from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.letters import dead_message
 from penstock.errors import AttemptsExhausted, Cancelled, IdConflict, InvalidRequest, RequestError, SequenceFailed
 from penstock.failpoints import failpoint, stage_failpoint
-from penstock.messages import TokenEvent, now_s
+from penstock.messages import DEFAULT_MAX_TOKENS, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, News, Record, Sessions, Waiting
 from penstock.telemetry.genai import request_attributes, usage_attributes
@@ -371,11 +371,14 @@ class Worker:
         if seq is None:
             return False
         assert task.blocks is not None
-        task.seq, max_tokens = seq, seq.max_new if task.message is None else task.message.sampling.max_tokens
-        self.engine.check(seq, max_tokens)
+        assert task.message is not None
+        task.seq, sampling = seq, task.message.sampling
+        self.engine.check(seq, sampling.max_tokens)
         self.load.prompts[seq.klass].note(len(seq.token_ids))
         if self.role.hands_off:
-            self.load.outputs[seq.klass].note(max_tokens)
+            # One that may fill the context is not expected to: it would make all that waits look endless.
+            expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
+            self.load.outputs[seq.klass].note(expected)
         lease_to = self.pipeline.lease_owner(task.id) if self.role.hands_off else ""
         self.kv.load(task, task.blocks, seq, lease_to)
         return True

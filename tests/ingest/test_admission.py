@@ -16,7 +16,7 @@ from penstock.errors import BusUnavailable
 from penstock.lag import PipelineLag
 from penstock.local.processes import free_port
 from penstock.messages import Usage
-from penstock.names import Pipeline
+from penstock.names import CLASSES, Pipeline
 from penstock.reach import async_redis_client
 from penstock.settings import AdmissionSettings
 
@@ -24,15 +24,15 @@ DEMO = Pipeline(f"t-{uuid.uuid4().hex[:12]}")
 
 
 class Line:
-    """A pipeline in which a request waits for so long."""
+    """A pipeline in which a request waits for so long, and an answer takes so many tokens."""
 
-    def __init__(self, wait_s: float | None = 0.0) -> None:
-        self.wait_s = wait_s
+    def __init__(self, wait_s: float | None = 0.0, mean_output: float | None = None) -> None:
+        self.wait_s, self.mean_output = wait_s, mean_output
         self.num_looks = 0
 
     async def lag(self, _: Pipeline) -> PipelineLag:
         self.num_looks += 1
-        return PipelineLag({}, {"interactive": self.wait_s, "batch": self.wait_s}, None)
+        return PipelineLag({}, dict.fromkeys(CLASSES, self.wait_s), None, dict.fromkeys(CLASSES, self.mean_output))
 
 
 @pytest.fixture
@@ -92,6 +92,28 @@ async def test_an_estimate_is_taken_and_corrected_at_the_end(client: "redis.asyn
     await door.settle(second, Usage(prompt_tokens=800, completion_tokens=2000))  # it took more: the bucket owes
     error = await refusal(door.admit(caller, DEMO, "interactive", 1))
     assert int(error.headers["Retry-After"]) > 60
+
+
+async def test_an_answer_without_a_limit_takes_what_answers_take(client: "redis.asyncio.Redis", tenant: str) -> None:
+    """The mean is reserved, at the end what was used is taken; a bucket that is smaller than the mean lets it in."""
+    caller = Caller(tenant, tokens_per_min=1000)
+    door = Admission(client, Line(mean_output=300.4).lag, AdmissionSettings())
+    ticket = await door.admit(caller, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=1)
+    assert ticket.num_tokens == 400
+    assert 600 <= int(ticket.headers["x-ratelimit-remaining-tokens"]) < 700
+    await door.settle(ticket, Usage(prompt_tokens=90, completion_tokens=10))
+    second = await door.admit(caller, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=2)
+    assert second.num_tokens == 700
+    assert 200 <= int(second.headers["x-ratelimit-remaining-tokens"]) < 300
+    error = await refusal(door.admit(caller, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=1))
+    assert (error.status, error.code) == (429, "rate_limit_exceeded")
+    await door.settle(second, Usage(prompt_tokens=100, completion_tokens=5000))
+    error = await refusal(door.admit(caller, DEMO, "interactive", 1))
+    assert int(error.headers["Retry-After"]) > 200, "the bucket owes what the answers took"
+    small = Caller(f"{tenant}-small", tokens_per_min=250)
+    assert (await door.admit(small, DEMO, "interactive", 100, max_output=2**31 - 1, num_open=1)).num_tokens == 250
+    capped = Caller(f"{tenant}-capped", max_request_tokens=50)
+    assert (await door.admit(capped, DEMO, "interactive", 100, max_output=50, num_open=1)).num_tokens == 150
 
 
 async def test_what_a_caller_may_never_ask_for(client: "redis.asyncio.Redis", tenant: str) -> None:

@@ -19,7 +19,7 @@ from penstock.lag import PipelineLag
 from penstock.local.processes import Child, free_port, wait_until
 from penstock.local.stack import Stack
 from penstock.messages import Result, Usage, decode
-from penstock.names import Pipeline, rate_key
+from penstock.names import CLASSES, Pipeline, rate_key
 from penstock.reach import async_redis_client, redis_client
 from penstock.settings import AdmissionSettings, BusSettings
 from tests.forked import fork, run_penstock
@@ -166,7 +166,7 @@ async def test_what_a_killed_gateway_took_is_back_within_a_minute(line: Stack, d
     server.hincrbyfloat(rate_key(TENANT), "at", -60)
 
     async def no_lag(_: Pipeline) -> PipelineLag:
-        return PipelineLag({}, {"interactive": 0.0, "batch": 0.0}, None)
+        return PipelineLag({}, dict.fromkeys(CLASSES, 0.0), None, dict.fromkeys(CLASSES))
 
     client = async_redis_client(line.addresses.stream_url)
     another = Admission(client, no_lag, AdmissionSettings())

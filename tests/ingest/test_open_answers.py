@@ -1,0 +1,144 @@
+"""Answers without a limit: what is asked of the pipeline, what is reserved for them, and where they end."""
+
+import uuid
+from typing import Any
+
+import openai
+import pytest
+
+from ingest.admission import expected_output
+from ingest.batch.answer import Terms, on_terms
+from ingest.gateway.errors import ApiError
+from ingest.openai import ENDPOINTS
+from ingest.openai.body import NO_LIMIT
+from ingest.openai.endpoint import Ask, cap_open
+from ingest.tenants import Caller
+from penstock.client import make_request
+from penstock.messages import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
+from tests.pipeline.workload import demo_model
+
+TURNS: list[Any] = [{"role": "user", "content": "hello"}]
+CHAT: dict[str, Any] = {"messages": TURNS}
+RESPONSE: dict[str, Any] = {"input": "hello"}
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+
+
+def asks(name: str, **body: Any) -> list[Ask]:
+    endpoint = ENDPOINTS[f"/v1/{name}"]
+    return endpoint.asks(endpoint.parse({"model": "demo"} | body), "r")
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "most", "fits"),
+    [
+        ("chat/completions", CHAT, NO_LIMIT, True),
+        ("chat/completions", CHAT | {"max_tokens": None}, NO_LIMIT, True),
+        ("chat/completions", CHAT | {"max_tokens": 9}, 9, None),
+        ("chat/completions", CHAT | {"max_completion_tokens": 9}, 9, None),
+        ("chat/completions", CHAT | {"logprobs": True}, MAX_LOGPROBS, True),
+        ("responses", RESPONSE, NO_LIMIT, True),
+        ("responses", RESPONSE | {"max_output_tokens": 9}, 9, None),
+        ("responses", RESPONSE | LOGPROBS, MAX_LOGPROBS // 21, True),
+        ("completions", {"prompt": "hello"}, 16, None),
+    ],
+)
+def test_without_a_limit_chats_and_responses_may_fill_the_context(
+    name: str, body: dict[str, Any], most: int, fits: bool | None
+) -> None:
+    (ask,) = asks(name, **body)
+    fields = ask.copy()
+    sampling = make_request(fields.pop("prompt", None), fields).sampling
+    assert (sampling.max_tokens, sampling.fit_context) == (most, fits)
+
+
+def test_a_tenants_limit_ends_answers_that_have_none() -> None:
+    def capped(most: int | None, **body: Any) -> list[int]:
+        made = asks("chat/completions", **CHAT, **body)
+        cap_open(made, most)
+        return [ask["max_tokens"] for ask in made]
+
+    assert capped(None) == [NO_LIMIT]
+    assert capped(50) == [50]
+    assert capped(50, n=4) == [12] * 4
+    assert capped(2, n=4) == [1] * 4, "too many for the limit, which admission says"
+    assert capped(50, max_tokens=60) == [60], "refused by admission"
+    terms = Terms(max_request_tokens=50)
+    assert on_terms(asks("chat/completions", **CHAT)[0], terms)["max_tokens"] == 50
+    with pytest.raises(ApiError) as refused:
+        on_terms(asks("chat/completions", **CHAT, max_tokens=60)[0], terms)
+    assert refused.value.status == 403
+
+
+@pytest.mark.parametrize(
+    ("num_open", "mean", "per_min", "expected"),
+    [
+        (0, 40.0, None, 0),
+        (1, None, None, DEFAULT_MAX_TOKENS),
+        (1, 40.4, None, 40),
+        (3, 40.4, None, 120),
+        (1, 40.0, 1000, 40),
+        (1, 40.0, 130, 30),
+        (1, 40.0, 90, 0),
+    ],
+)
+def test_as_much_is_reserved_as_answers_lately_took(
+    num_open: int, mean: float | None, per_min: int | None, expected: int
+) -> None:
+    assert expected_output(Caller(tokens_per_min=per_min), 100, NO_LIMIT, num_open, mean) == expected
+    assert expected_output(Caller(tokens_per_min=per_min), 100, 5, num_open, mean) == min(5, expected)
+
+
+# On a running gateway.
+
+
+def long_prompt(num_left: int) -> str:
+    """A prompt after which a chat of it has about so many tokens left."""
+    words = f"{uuid.uuid4().hex} " + "and the king said unto his people " * 1000
+    tokenizer = demo_model().tokenizer
+    token_ids = tokenizer(words)["input_ids"][: demo_model().context_length - num_left]
+    said: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return said
+
+
+def test_a_chat_ends_with_the_context_or_before(sdk: openai.OpenAI) -> None:
+    context = demo_model().context_length
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": long_prompt(DEFAULT_MAX_TOKENS + 60)}],
+        "temperature": 0,
+    }
+    on = {"ignore_eos": True}
+    whole = sdk.chat.completions.create(**asked, extra_body=on)
+    assert whole.usage is not None
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.total_tokens == context
+    assert whole.usage.completion_tokens > DEFAULT_MAX_TOKENS
+    chunks = list(
+        sdk.chat.completions.create(**asked, extra_body=on, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == context
+    ended = sdk.chat.completions.create(**asked, logit_bias={str(min(demo_model().eos_token_ids)): 100})
+    assert ended.usage is not None
+    assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 1)
+    with pytest.raises(openai.BadRequestError):  # what does not fit is refused where it was asked for
+        sdk.chat.completions.create(**asked, max_tokens=whole.usage.completion_tokens + 1)
+
+
+def test_a_response_ends_with_the_context_or_before(sdk: openai.OpenAI) -> None:
+    tokenizer, context = demo_model().tokenizer, demo_model().context_length
+    asked: dict[str, Any] = {"model": "demo", "input": long_prompt(DEFAULT_MAX_TOKENS + 60), "temperature": 0}
+    whole = sdk.responses.create(**asked, extra_body={"ignore_eos": True})
+    assert whole.usage is not None
+    assert whole.incomplete_details is not None
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.max_output_tokens is None
+    assert whole.usage.total_tokens == context
+    assert whole.usage.output_tokens > DEFAULT_MAX_TOKENS
+    end = tokenizer(whole.output_text)["input_ids"][DEFAULT_MAX_TOKENS + 20]
+    *_, last = sdk.responses.create(**asked, extra_body={"stop_token_ids": [end]}, stream=True)
+    assert last.type == "response.completed"
+    assert last.response.status == "completed"
+    assert last.response.usage is not None
+    assert 0 < last.response.usage.output_tokens < whole.usage.output_tokens

@@ -1,0 +1,99 @@
+"""Answers that may fill the context: they end with it, and explicit limits that do not fit are refused."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.messages import DEFAULT_MAX_TOKENS, Request, Sampling
+from penstock.names import Pipeline
+from penstock.settings import Addresses, EngineSettings
+from tests.pipeline.line import Line
+from tests.pipeline.workload import demo_model
+
+NO_LIMIT = 2**31 - 1
+
+
+@pytest.fixture
+def line(redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as made:
+        yield made
+
+
+def ask(name: str, length: int, max_tokens: int, *, fits: bool = True) -> Request:
+    sampling = Sampling(max_tokens=max_tokens, fit_context=True if fits else None, temperature=0, ignore_eos=True)
+    return Request(id=name, token_ids=[5 + n % 200 for n in range(length)], sampling=sampling)
+
+
+def test_an_answer_ends_with_the_context_or_with_its_limit_whichever_is_first(line: Line) -> None:
+    context = demo_model().context_length
+    line.send(
+        ask("open", context - 20, NO_LIMIT),
+        ask("limited", context - 20, 7),
+        ask("last", context - 1, NO_LIMIT),
+        ask("full", context, NO_LIMIT),
+        ask("explicit", context - 20, 21, fits=False),
+    )
+    results = {result.id: result for result in line.run_until(5)}
+    ends = {name: (result.finish_reason, len(result.token_ids)) for name, result in results.items()}
+    said = {"open": 20, "limited": 7, "last": 1}
+    assert ends == {name: ("length", count) for name, count in said.items()} | dict.fromkeys(
+        ("full", "explicit"), ("error", 0)
+    )
+    assert {results[name].error.code for name in ("full", "explicit")} == {"prompt_too_long"}  # type: ignore[union-attr]
+    assert results["open"].token_ids[:7] == results["limited"].token_ids
+
+
+def test_a_pool_that_is_smaller_than_the_context_ends_answers_too(line: Line) -> None:
+    """First that of decode alone is, then that of both."""
+    block = EngineSettings().block_size
+    line.send(ask("decode", 100, NO_LIMIT))
+    line.run_prefill(1)
+    for worker in (line.decode, line.prefill):
+        pool = worker.engine.pool
+        pool.num_blocks = 8
+    (decode,) = line.run_until(1)
+    assert (decode.finish_reason, len(decode.token_ids)) == ("length", 8 * block + 1 - 100)
+    line.send(ask("both", 100, NO_LIMIT), ask("explicit", 100, 8 * block + 2 - 100, fits=False))
+    both, explicit = (next(one for one in line.run_until(3) if one.id == name) for name in ("both", "explicit"))
+    assert (both.finish_reason, both.token_ids) == ("length", decode.token_ids)
+    assert explicit.error is not None
+    assert explicit.error.code == "prompt_too_long"
+
+
+def test_a_change_of_workers_changes_nothing(line: Line) -> None:
+    context = demo_model().context_length
+    line.send(ask("whole", context - 20, NO_LIMIT))
+    (whole,) = line.run_until(1)
+    line.send(ask("cut", context - 20, NO_LIMIT))
+    line.run_prefill(1)
+    while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 10):
+        line.decode.turn()
+    line.decode.close()
+    line.renew_decode()
+    cut = next(result for result in line.run_until(2) if result.id == "cut")
+    assert (cut.finish_reason, cut.token_ids) == ("length", whole.token_ids)
+
+
+def test_what_workers_say_of_their_load_does_not_grow_with_the_context(line: Line) -> None:
+    """Expected are as many tokens as answers lately had; before the first one ended, as many as the default limit."""
+    line.send(ask("first", 20, NO_LIMIT))
+    line.run_prefill(1)
+    prefill = line.prefill.report()["interactive"]
+    assert isinstance(prefill, dict)
+    assert prefill["mean_output_tokens"] == DEFAULT_MAX_TOKENS
+
+    def left() -> object:
+        told = line.decode.report()["interactive"]
+        assert isinstance(told, dict)
+        return told["output_tokens"]
+
+    while "first" not in line.decode.running or line.decode.running["first"].claim.num_tokens < 6:
+        line.decode.turn()
+    task = line.decode.running["first"]
+    assert left() == DEFAULT_MAX_TOKENS - task.claim.num_tokens
+    line.decode.load.outputs["interactive"].note(40)
+    assert left() == 40 - task.claim.num_tokens
+    while task.claim.num_tokens < 45:
+        line.decode.turn()
+    assert left() == 1
+    assert line.decode.load.outputs["interactive"].value == 40
