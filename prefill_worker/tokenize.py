@@ -1,5 +1,6 @@
 """From a request's prompt to token ids, and everything a model can refuse about it."""
 
+from engine.limits import context_exceeded
 from engine.model import LoadedModel
 from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
 from penstock.messages import Request
@@ -19,9 +20,10 @@ class PromptReader:
         if request.token_ids is not None:
             token_ids = self._given(request)
         elif request.prompt is not None:
-            token_ids = self._encode(request.prompt)
+            token_ids = self._encode(request.prompt, request.sampling.max_tokens)
         else:
-            token_ids = self._encode(self._chat(request), special=False)  # the template writes its own
+            # The template writes its special tokens itself.
+            token_ids = self._encode(self._chat(request), request.sampling.max_tokens, special=False)
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
         self._check_length(len(token_ids), request.sampling.max_tokens)
@@ -44,15 +46,14 @@ class PromptReader:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
         return str(text)
 
-    def _encode(self, text: str, *, special: bool = True) -> list[int]:
+    def _encode(self, text: str, max_tokens: int, *, special: bool = True) -> list[int]:
         # No token is longer than the longest one: a text that cannot fit is refused without tokenizing megabytes of it.
-        self._check_length(len(text) // self._longest_token, 1)
+        self._check_length(len(text) // self._longest_token, max_tokens, is_exact=False)
         encoded: list[int] = self._model.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
         return encoded
 
-    def _check_length(self, num_prompt: int, max_tokens: int) -> None:
-        context = self._model.context_length
+    def _check_length(self, num_prompt: int, max_tokens: int, *, is_exact: bool = True) -> None:
+        """Raise `PromptTooLong` where prompt and answer do not fit; of a prompt that is not exact, as few as it has."""
+        context, bound = self._model.context_length, "" if is_exact else "at least "
         if num_prompt + max_tokens > context:
-            raise PromptTooLong(
-                f"prompt of {num_prompt:,} tokens or more and max_tokens {max_tokens:,}: the context is {context:,}"
-            )
+            raise PromptTooLong(context_exceeded(context, num_prompt, max_tokens, bound))
