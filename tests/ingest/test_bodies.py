@@ -30,6 +30,7 @@ NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
 
 def prompted(endpoint: Endpoint[Any], given: dict[str, Any]) -> dict[str, Any]:
     """A body with a prompt, and what is given."""
+    prompt: dict[str, dict[str, Any]]
     prompt = {CHAT.path: {"messages": [TURN]}, COMPLETIONS.path: {"prompt": "hi"}, RESPONSES.path: {"input": "hi"}}
     return {"model": "demo", **prompt[endpoint.path], **given}
 

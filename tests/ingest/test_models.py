@@ -11,8 +11,8 @@ from penstock.worker import Heartbeat
 async def test_a_model_has_the_context_that_all_its_workers_take(redis_url: str) -> None:
     pipeline = Pipeline(f"models-{uuid.uuid4().hex[:8]}")
     beats = [Heartbeat(redis_url, pipeline, "decode", name, 60) for name in ("small", "large", "of-before")]
-    for beat, said in zip(beats, ({"max_model_len": 512}, {"max_model_len": 1024}, {}), strict=True):
-        beat.say(model=pipeline.name, state="ready", **said)
+    for beat, length in zip(beats, (512, 1024, None), strict=True):
+        beat.say(model=pipeline.name, state="ready", max_model_len=length)
         beat.write()
     async with async_redis_client(redis_url) as client:
         assert (await Models(client, "").find(pipeline.name)).max_model_len == 512
