@@ -26,7 +26,9 @@ class PromptReader:
             token_ids = self._encode(self._chat(request), request.sampling.max_tokens, special=False)
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
-        self._check_length(len(token_ids), request.sampling.max_tokens)
+        context, max_tokens = self._model.context_length, request.sampling.max_tokens
+        if len(token_ids) + max_tokens > context:
+            raise PromptTooLong(context_exceeded(context, len(token_ids), max_tokens))
         return token_ids
 
     def _given(self, request: Request) -> list[int]:
@@ -48,12 +50,8 @@ class PromptReader:
 
     def _encode(self, text: str, max_tokens: int, *, special: bool = True) -> list[int]:
         # No token is longer than the longest one: a text that cannot fit is refused without tokenizing megabytes of it.
-        self._check_length(len(text) // self._longest_token, max_tokens, is_exact=False)
+        context, at_least = self._model.context_length, len(text) // self._longest_token
+        if at_least >= context:
+            raise PromptTooLong(context_exceeded(context, at_least, max_tokens, "at least "))
         encoded: list[int] = self._model.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
         return encoded
-
-    def _check_length(self, num_prompt: int, max_tokens: int, *, is_exact: bool = True) -> None:
-        """Raise `PromptTooLong` where prompt and answer do not fit; of a prompt that is not exact, as few as it has."""
-        context, bound = self._model.context_length, "" if is_exact else "at least "
-        if num_prompt + max_tokens > context:
-            raise PromptTooLong(context_exceeded(context, num_prompt, max_tokens, bound))

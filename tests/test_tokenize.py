@@ -22,6 +22,12 @@ def test_a_prompt_that_is_counted_is_told_exactly() -> None:
     )
 
 
+def test_a_text_that_would_fit_by_itself_is_counted() -> None:
+    said = refusal(Request(v=1, id="a", prompt="In the beginning", sampling=Sampling(max_tokens=1024)))
+    num_prompt = len(demo_model().tokenizer("In the beginning")["input_ids"])
+    assert f"you requested {num_prompt + 1024} tokens ({num_prompt} in the prompt, 1024 for the answer)" in said
+
+
 @pytest.mark.parametrize("field", ["prompt", "messages"])
 def test_a_prompt_that_is_not_worth_counting_is_told_with_a_bound(field: str) -> None:
     text = "word " * 20_000
