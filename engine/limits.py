@@ -13,13 +13,11 @@ def check_sequence(seq: Sequence, model: LoadedModel, num_blocks: int, max_new: 
     max_new, layout = max(max_new, seq.max_new), model.layout
     length = seq.num_prompt + max_new
     if length > model.context_length:
-        raise PromptTooLong(
-            f"{seq.num_prompt:,} prompt tokens and up to {max_new:,} new ones are {length:,}; "
-            f"the model's context has {model.context_length:,}"
-        )
+        raise PromptTooLong(context_exceeded(model.context_length, seq.num_prompt, max_new))
     needed = -(-(length - 1) // layout.block_size)
     if needed > num_blocks:
-        raise PromptTooLong(f"{length:,} tokens need {needed:,} KV blocks; the pool has {num_blocks:,}")
+        said = context_exceeded(max_length(model, num_blocks), seq.num_prompt, max_new)
+        raise PromptTooLong(f"{said} The pool of KV blocks holds no more (PENSTOCK_ENGINE_POOL_MB).")
     if min(seq.token_ids) < 0 or max(seq.token_ids) >= model.vocab_size:
         raise InvalidRequest(f"token ids must be between 0 and {model.vocab_size - 1}")
     if max(seq.sampling.logit_bias, default=0) >= model.vocab_size:
@@ -43,3 +41,12 @@ def fitted(sampling: Sampling, num_prompt: int, most: int) -> Sampling:
     if not sampling.fit_context:
         return sampling
     return sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, max(1, most - num_prompt))})
+
+
+def context_exceeded(context: int, num_prompt: int, max_tokens: int, bound: str = "") -> str:
+    """Say that prompt and answer do not fit, with the beginning by which clients of OpenAI's API know this error."""
+    asked = f"{bound}{num_prompt + max_tokens} tokens ({bound}{num_prompt} in the prompt, {max_tokens} for the answer)"
+    return (
+        f"This model's maximum context length is {context} tokens. However, you requested {asked}. "
+        "Shorten the prompt, or ask for a shorter answer."
+    )

@@ -203,7 +203,7 @@ def examples() -> dict[str, dict[str, Json]]:
     timings = {stage: 1767225600.0 + step / 64 for step, stage in enumerate(stages)}
     usage = {"prompt_tokens": 4, "cached_tokens": 0, "completion_tokens": len(said)}
     end = {"finish_reason": "length", "usage": usage, "timings": timings}
-    error = {"code": "prompt_too_long", "message": "prompt of 5,000 tokens or more: the context is 4,096"}
+    error = {"code": "prompt_too_long", "message": "This model's maximum context length is 4096 tokens. However, …"}
     first, second, third = ({"v": VERSION, "id": f"r-{number}"} for number in (1, 2, 3))
     prompt = {"token_ids": [11, 302, 9, 2]}
     stored = {"fingerprint": "5a" * 32, "last_block": "c3" * 32, "cached_tokens": 0}

@@ -76,7 +76,7 @@ def given_to(part: Part, environment: Mapping[str, str], config: Mapping[str, Fo
         secret = _secret(variable, environment, config) if is_secret(part, name) else None
         if variable in upper:
             if secret is not None and environment[upper[variable]]:
-                raise SettingsError(f"{variable} and {variable}{FILE} are both given: which one holds?")
+                raise SettingsError(f"set either {variable} or {variable}{FILE}, not both")
             found[name] = Found(environment[upper[variable]], f"environment {upper[variable]}")
         elif secret is not None:
             found[name] = secret

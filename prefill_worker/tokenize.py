@@ -1,5 +1,6 @@
 """From a request's prompt to token ids, and everything a model can refuse about it."""
 
+from engine.limits import context_exceeded
 from engine.model import LoadedModel
 from penstock.errors import InvalidRequest, PromptTooLong, UnknownModel
 from penstock.messages import Request
@@ -19,12 +20,15 @@ class PromptReader:
         if request.token_ids is not None:
             token_ids = self._given(request)
         elif request.prompt is not None:
-            token_ids = self._encode(request.prompt)
+            token_ids = self._encode(request.prompt, request.sampling.least_tokens)
         else:
-            token_ids = self._encode(self._chat(request), special=False)  # the template writes its own
+            # The template writes its special tokens itself.
+            token_ids = self._encode(self._chat(request), request.sampling.least_tokens, special=False)
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
-        self._check_length(len(token_ids), request.sampling.least_tokens)
+        context, max_tokens = self._model.context_length, request.sampling.least_tokens
+        if len(token_ids) + max_tokens > context:
+            raise PromptTooLong(context_exceeded(context, len(token_ids), max_tokens))
         return token_ids
 
     def _given(self, request: Request) -> list[int]:
@@ -44,15 +48,10 @@ class PromptReader:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
         return str(text)
 
-    def _encode(self, text: str, *, special: bool = True) -> list[int]:
+    def _encode(self, text: str, max_tokens: int, *, special: bool = True) -> list[int]:
         # No token is longer than the longest one: a text that cannot fit is refused without tokenizing megabytes of it.
-        self._check_length(len(text) // self._longest_token, 1)
+        context, at_least = self._model.context_length, len(text) // self._longest_token
+        if at_least >= context:
+            raise PromptTooLong(context_exceeded(context, at_least, max_tokens, "at least "))
         encoded: list[int] = self._model.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
         return encoded
-
-    def _check_length(self, num_prompt: int, max_tokens: int) -> None:
-        context = self._model.context_length
-        if num_prompt + max_tokens > context:
-            raise PromptTooLong(
-                f"prompt of {num_prompt:,} tokens or more and max_tokens {max_tokens:,}: the context is {context:,}"
-            )

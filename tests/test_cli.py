@@ -1,18 +1,27 @@
 """The commands as a user runs them: as processes, against real servers."""
 
+import io
 import os
+import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from penstock.cli.explain import explain
+from penstock.cli.generate import Reading, find_other_bus, find_reasons, in_a_shell, told_while_waiting
+from penstock.cli.main import COMMANDS, load_command
+from penstock.errors import BusUnavailable
 from penstock.local.processes import free_port, start_child, wait_until
 from penstock.local.stack import Stack
-from penstock.names import Pipeline
+from penstock.names import STAGES, Pipeline
 from penstock.settings import Addresses
 from penstock.status import worker_status
+from penstock.worker import Heartbeat
 from tests.commands import HERE, Terminal, penstock
 from tests.forked import ForkedStack, fork, run_penstock
 
@@ -96,6 +105,85 @@ def test_a_bad_request_is_one_line(terminal: Terminal, url: str, arguments: list
     assert code in done.stderr
 
 
+def test_the_help_is_that_of_the_commands() -> None:
+    for name, line in COMMANDS.items():
+        assert load_command(name).help.partition("\n\n")[0].replace("\n", " ") == line
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["genrate"], 2)])
+def test_no_client_is_imported_for_the_help(arguments: list[str], code: int) -> None:
+    words = f"import sys; sys.argv = {['penstock', *arguments]!r}; from penstock.cli.main import main\n"
+    words += "try:\n    main()\n"
+    words += "finally:\n    print(sorted({'redis', 'opentelemetry', 'penstock.settings'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", words], cwd=HERE, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert "generate" in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_server_that_is_away_is_named_with_its_setting(terminal: Terminal, redis_url: str) -> None:
+    port = free_port()
+    redis = terminal("generate", "x", PENSTOCK_STREAM_URL=f"redis://:secret@127.0.0.1:{port}/0")
+    advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL"
+    assert redis.stderr.splitlines()[-1] == f"penstock: Redis at 127.0.0.1:{port} does not answer: {advice}"
+    kafka = Addresses(stream_url=redis_url, kafka=f"127.0.0.1:{port}")
+    advice = "start it, or set PENSTOCK_KAFKA to where it is"
+    assert explain(BusUnavailable("Kafka: no"), kafka) == f"Kafka at 127.0.0.1:{port} does not answer: {advice}"
+    both_answer = Addresses(stream_url=redis_url)
+    assert explain(BusUnavailable("Redis: no room"), both_answer) == "Redis: no room"
+    assert explain(ValueError("a bug")) is None
+
+
+def test_options_for_addresses_go_before_the_settings_in_what_is_said(tmp_path: Path) -> None:
+    port = free_port()
+    done = penstock("up", "--redis", f"redis://127.0.0.1:{port}/0", "--data", str(tmp_path))
+    assert done.stderr.splitlines()[-1].startswith(f"penstock: Redis at 127.0.0.1:{port} does not answer")
+
+
+def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:
+    assert in_a_shell(Addresses(), "penstock lag") == "penstock lag"
+    given = Addresses(pipeline="line", kafka="k1:9092,k2:9092", stream_url="redis://me:secret@h:6379/0?db=1#a")
+    assert in_a_shell(given, "penstock lag") == (
+        "PENSTOCK_PIPELINE=line PENSTOCK_KAFKA=k1:9092,k2:9092 "
+        "PENSTOCK_STREAM_URL='redis://me:***@h:6379/0?db=1#a' penstock lag"
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        ("k:9092", "k:9092", ""),
+        ("", "", ""),
+        ("k:9092", "", "read from Kafka at k:9092, this command sends to Redis Streams: set PENSTOCK_KAFKA=k:9092"),
+        ("", "k:9092", "read from Redis Streams, this command sends to Kafka at k:9092: unset PENSTOCK_KAFKA"),
+        ("k:9092", "h:9092", "sends to Kafka at h:9092: set PENSTOCK_KAFKA=k:9092, unless these are the same brokers"),
+    ],
+)
+def test_a_request_for_another_bus_is_told_so(theirs: str, ours: str, said: str) -> None:
+    found = find_other_bus([{"name": "of before"}, {"kafka": theirs}], Addresses(kafka=ours))
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.generate.WAITS_S", 0.0)
+    addresses, said = Addresses(stream_url=redis_url, pipeline=pipeline.name), io.StringIO()
+    with told_while_waiting(Reading("x", None), addresses, "interactive", Console(file=said, width=500)):
+        wait_until(said.getvalue, 30, "the reason")
+    assert said.getvalue().startswith(f"waiting: there is no worker of pipeline '{pipeline.name}'")
+    for stage in STAGES:
+        beat = Heartbeat(redis_url, pipeline, stage, "one", 60)
+        beat.say(state="ready" if stage == "decode" else "loading", kafka="")
+        beat.write()
+    assert find_reasons(addresses, "interactive") == ["no prefill worker is ready"]
+    beat = Heartbeat(redis_url, pipeline, "prefill", "two", 60)
+    beat.say(state="ready", kafka="")
+    beat.write()
+    assert find_reasons(addresses, "interactive")[0].startswith("0 requests of class interactive are queued")
+    silent = Addresses(stream_url=f"redis://127.0.0.1:{free_port()}/0", pipeline=pipeline.name)
+    assert "does not answer" in find_reasons(silent, "interactive")[0]
+
+
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     code, printed = run_worker(tmp_path, "decode", PENSTOCK_ENGINE_MODEL=str(tmp_path / "nowhere"))
     assert code == 1
@@ -110,10 +198,19 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     command += ["--gateway-port", str(free_port())]
     child = start_child(command, name="up", log=log, directory=HERE)
     addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0")
-    wait_until(lambda: log.exists() and "Penstock is up" in log.read_text(), 120, "penstock up", every_s=0.1)
-    assert {status["state"] for status in worker_status(addresses)} == {"ready"}
-    done = penstock("generate", "In the beginning", "--max-tokens", "4", PENSTOCK_STREAM_URL=addresses.stream_url)
-    assert done.returncode == 0
+    wait_until(lambda: log.exists() and "Or:  curl" in log.read_text(), 120, "penstock up", every_s=0.1)
+    states = worker_status(addresses)
+    assert {status["state"] for status in states} == {"ready"}
+    assert "prefill-0 starting, decode-0 starting, gateway starting\n" in log.read_text()
+    hint = log.read_text().partition("Try: ")[2].partition("    (")[0]
+    hint = hint.replace(
+        "penstock generate", f"{shlex.quote(sys.executable)} -m penstock.cli.main generate --max-tokens 4"
+    )
+    done = subprocess.run(hint, shell=True, cwd=HERE, timeout=90, text=True, capture_output=True, check=False)
+    assert "4 tokens, first after" in done.stderr
+    decode = next(status["pid"] for status in states if status["stage"] == "decode")
+    os.kill(decode, signal.SIGKILL)
+    wait_until(lambda: "decode-0 ended with status -9 and is started again" in log.read_text(), 60, "it is said")
     child.send(signal.SIGINT)
     assert child.wait(60) == 0
 

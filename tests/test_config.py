@@ -153,7 +153,10 @@ TOGETHER = {
         "PENSTOCK_REDIS_KEY_FILE are given together",
     ),
     "an authority for nothing": ({"REDIS_CA_FILE": __file__}, "PENSTOCK_REDIS_CA_FILE needs a rediss:// url"),
-    "a secret twice": ({"KV_URL": "redis://h", "KV_URL_FILE": __file__}, "are both given"),
+    "a secret twice": (
+        {"KV_URL": "redis://h", "KV_URL_FILE": __file__},
+        "set either PENSTOCK_KV_URL or PENSTOCK_KV_URL_FILE, not both",
+    ),
     "a secret that is not there": ({"KV_URL_FILE": "/nowhere"}, "PENSTOCK_KV_URL_FILE: /nowhere cannot be read"),
     "no configuration file": ({"CONFIG": "/nowhere"}, "PENSTOCK_CONFIG: /nowhere cannot be read"),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from ingest.batch.lines import Row
 from ingest.gateway.errors import ApiError, api_error
-from ingest.openai import ENDPOINTS, Ask, card_of
+from ingest.openai import ENDPOINTS, Ask, card_of, prompt_of
 from ingest.openai.endpoint import cap_open, request_ids
 from ingest.together import together
 from penstock.aio import AsyncClient
@@ -84,7 +84,7 @@ def request_id_of(row: Row, name: str) -> str:
 
 def refused(row: Row, name: str, error: ApiError | RequestError) -> Finished:
     """The row as it is told to its maker when its own request was wrong or failed."""
-    told = api_error(error)
+    told = api_error(error, prompt_of(row.url))
     body = {"error": told.body.model_dump()["error"]}
     response = {"status_code": told.status, "request_id": request_id_of(row, name), "body": body}
     return Finished(_line(row, name, response, None), is_ok=False)

@@ -15,6 +15,8 @@ from ingest.gateway.state import Gateway
 from penstock.settings import Addresses, GatewaySettings, GuardSettings, is_loopback, load
 from penstock.telemetry.meters import Meters
 
+PARTS = (inference, responses, listing, streams, live, files, batches, usage, health, metrics, site)
+
 
 def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:
     """A gateway to all pipelines at these addresses. `app.state.gateway` is its `Gateway`."""
@@ -32,14 +34,14 @@ def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters |
         title="Penstock",
         description="OpenAI's API over a durable pipeline: what is accepted is answered, every stream can be resumed.",
         lifespan=lifespan,
-        exception_handlers=error_handlers(),
+        exception_handlers=error_handlers([route for part in PARTS for route in part.router.routes]),
     )
     app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = app.state.gateway.keyring.is_open
     only_local = is_open and is_loopback(settings.host)
     app.add_middleware(Guard, settings=load(GuardSettings), only_local=only_local)
     app.add_middleware(Counted, figures=app.state.gateway.figures)
-    for part in (inference, responses, listing, streams, live, files, batches, usage, health, metrics, site):
+    for part in PARTS:
         app.include_router(part.router)
 
     def openapi() -> dict[str, Any]:

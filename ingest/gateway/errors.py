@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from penstock.errors import (
     BusError,
     PenstockError,
+    PromptTooLong,
     RequestError,
     StreamDiverged,
     StreamError,
@@ -17,7 +18,6 @@ from penstock.errors import (
 STATUS: Mapping[str, int] = {
     "invalid_request": 400,
     "unsupported_version": 400,
-    "prompt_too_long": 400,
     "unknown_model": 404,
     "request_too_large": 413,
     "id_conflict": 409,
@@ -35,6 +35,7 @@ TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     408: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
@@ -90,11 +91,13 @@ def not_found(what: str, name: str) -> ApiError:
     return ApiError(404, f"no such {what}: {name!r}", code=f"{what}_not_found")
 
 
-def api_error(error: PenstockError) -> ApiError:
-    """What a caller is told of any of our errors."""
+def api_error(error: PenstockError, prompt: str | None = None) -> ApiError:
+    """What a caller is told of any of our errors. `prompt` is the parameter that has the prompt, where it is known."""
     match error:
         case ApiError():
             found = error
+        case PromptTooLong():  # by this code clients shorten a chat, or go to a model with more context
+            found = ApiError(400, str(error), param=prompt, code="context_length_exceeded")
         case RequestError():
             found = ApiError(STATUS.get(error.code, 500), str(error), code=error.code)
         case StreamExpired():

@@ -1,15 +1,18 @@
 """Every error in the shape that the SDKs expect, whatever raised it."""
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match, Route
 
 from ingest.gateway.errors import ApiError, ErrorBody, api_error
 from ingest.gateway.figures import REFUSED
+from ingest.openai import prompt_of
 from ingest.openai.body import api_error_of
 from penstock.errors import PenstockError
 
@@ -45,7 +48,7 @@ def error_response(error: ApiError) -> Response:
 
 
 async def _ours(request: Request, error: PenstockError) -> Response:
-    found = api_error(error)
+    found = api_error(error, prompt_of(request.url.path))
     if found.status == 500 and found.code == "internal_error":
         log.error("%s %s", request.method, request.url.path, exc_info=error)
     if found.status in NOT_LET_IN:
@@ -58,17 +61,28 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
     return error_response(api_error_of(line["type"], line["loc"][1:], line["msg"]))
 
 
-async def _http(request: Request, error: HTTPException) -> Response:
-    unknown = error.status_code in (404, 405)
-    message = f"Unknown request URL: {request.method} {request.url.path}." if unknown else str(error.detail)
-    code = "unknown_url" if unknown else None
-    return error_response(ApiError(error.status_code, message, code=code, headers=error.headers))
+async def _http(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> Response:
+    message, code, headers = str(error.detail), None, error.headers
+    if error.status_code == 404:
+        message, code = f"Unknown request URL: {request.method} {request.url.path}.", "unknown_url"
+    elif error.status_code == 405:
+        allowed = ", ".join(_methods(request, routes))
+        message, code = f"{request.method} is not allowed at {request.url.path}: use {allowed}.", "method_not_allowed"
+        headers = {"Allow": allowed}
+    return error_response(ApiError(error.status_code, message, code=code, headers=headers))
+
+
+def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
+    """Return the methods of all routes at the path of a request: the one that refused it knows only its own."""
+    here = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in here if isinstance(route, Route) for method in route.methods or ()})
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     return error_response(ApiError(500, "internal error", code="internal_error"))
 
 
-def error_handlers() -> dict[int | type[Exception], Handler]:
-    """What the app does with exceptions."""
-    return {PenstockError: _ours, RequestValidationError: _invalid, HTTPException: _http, Exception: _bug}
+def error_handlers(routes: Sequence[BaseRoute]) -> dict[int | type[Exception], Handler]:
+    """What an app with these routes does with exceptions."""
+    http = partial(_http, routes=routes)
+    return {PenstockError: _ours, RequestValidationError: _invalid, HTTPException: http, Exception: _bug}

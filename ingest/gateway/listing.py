@@ -21,6 +21,8 @@ class Model(BaseModel):
     created: int
     """Since when it is served, as far as its workers know."""
     owned_by: str = "penstock"
+    max_model_len: int | None = None
+    """The most tokens of prompt and answer together, as vLLM tells it."""
 
 
 class ModelList(BaseModel):
@@ -31,7 +33,7 @@ class ModelList(BaseModel):
 
 
 def _model(served: Served) -> Model:
-    return Model(id=served.name, created=int(served.since_s))
+    return Model(id=served.name, created=int(served.since_s), max_model_len=served.max_model_len)
 
 
 @router.get("/v1/models", summary="All models", responses=errors(401, 503))

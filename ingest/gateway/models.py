@@ -29,6 +29,8 @@ class Served:
     """Since when, as far as its workers know."""
     seen_at: float
     """When a worker last said so, by this process's clock."""
+    max_model_len: int | None = None
+    """The most tokens of prompt and answer that all its workers take; None: they do not say."""
 
 
 class Models:
@@ -79,6 +81,11 @@ class Models:
             if name is not None:
                 served = found.setdefault(name, Served(name, pipeline, since_s, now))
                 served.since_s = min(served.since_s, since_s)
+                if served.pipeline == pipeline:
+                    told = [
+                        length for length in (served.max_model_len, beat.get("max_model_len")) if length is not None
+                    ]
+                    served.max_model_len = min(told, default=None)
         kept = {name: one for name, one in self._known.items() if one.seen_at > now - REMEMBERED_S}
         self._known = kept | found
 

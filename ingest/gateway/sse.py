@@ -13,7 +13,7 @@ from contextlib import aclosing
 
 from ingest.gateway.errors import ApiError, api_error
 from ingest.gateway.state import Gateway
-from ingest.openai import ENDPOINTS
+from ingest.openai import ENDPOINTS, prompt_of
 from ingest.openai.endpoint import Card
 from ingest.openai.places import DONE, Places
 from ingest.openai.telling import Telling, Told
@@ -52,7 +52,7 @@ class Feed:
             is_last = isinstance(error, (RequestError, StreamDiverged, StreamExpired))
             if isinstance(error, RequestError):
                 await self._ended(self._telling.usage if self._telling.has_ended else None)
-            yield error_frame(api_error(error), is_last=is_last)
+            yield error_frame(api_error(error, prompt_of(self._card.path)), is_last=is_last)
         except Exception:
             log.exception("stream %s", self._card.id)
             self.is_over = True
@@ -139,8 +139,9 @@ def frames(told: Sequence[Told]) -> bytes:
 
 def _frame(told: Told) -> bytes:
     event_id, piece = told
+    place = f"id: {event_id}\n" if event_id else ""
     kind = f"event: {piece.event}\n" if piece.event else ""
-    return f"id: {event_id}\n{kind}data: {piece.data}\n\n".encode()
+    return f"{place}{kind}data: {piece.data}\n\n".encode()
 
 
 def error_frame(error: ApiError, *, is_last: bool) -> bytes:

@@ -11,4 +11,10 @@ from ingest.openai.responses import RESPONSES
 ENDPOINTS: Mapping[str, Endpoint[Any]] = {CHAT.path: CHAT, COMPLETIONS.path: COMPLETIONS, RESPONSES.path: RESPONSES}
 """By path."""
 
-__all__ = ["CHAT", "COMPLETIONS", "ENDPOINTS", "RESPONSES", "Ask", "Card", "Endpoint", "card_of"]
+
+def prompt_of(path: str) -> str | None:
+    """Return the parameter that has the prompt at an endpoint, or at what it made; None at other paths."""
+    return next((one.prompt for one in ENDPOINTS.values() if path == one.path or path.startswith(f"{one.path}/")), None)
+
+
+__all__ = ["CHAT", "COMPLETIONS", "ENDPOINTS", "RESPONSES", "Ask", "Card", "Endpoint", "card_of", "prompt_of"]

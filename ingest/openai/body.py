@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, WithJsonSchema
+from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from ingest.gateway.errors import ApiError
@@ -22,16 +23,19 @@ NO_LIMIT = 2**31 - 1
 """Tokens of an answer: more than any context has."""
 
 
+UNSUPPORTED = "unsupported_parameter"
+
+
 def unsupported(param: str, what: str) -> ApiError:
     """That a parameter is understood, and cannot be had."""
-    return ApiError(400, f"Unsupported value of '{param}': {what}", param=param, code="unsupported_parameter")
+    return ApiError(400, f"Unsupported value of '{param}': {what}", param=param, code=UNSUPPORTED)
 
 
-def _only(*allowed: Any) -> Callable[[Any, ValidationInfo], Any]:
-    def check(value: Any, info: ValidationInfo) -> Any:
+def _only(*allowed: Any) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
         if value is None or value in allowed:
             return None
-        raise unsupported(str(info.field_name), "this server does not support it.")
+        raise PydanticCustomError(UNSUPPORTED, "this server does not support it.")  # pydantic knows the whole path
 
     return check
 
@@ -82,6 +86,15 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None
     """Accepted, as load tools ask for it; the usage comes once."""
     include_obfuscation: only(False) = None  # type: ignore[valid-type]
+
+
+def _check_streamed(options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+    if options is not None and not info.data.get("stream"):
+        raise ValueError("it is only allowed when 'stream' is true")
+    return options
+
+
+OptionsOfStream = Annotated[StreamOptions | None, AfterValidator(_check_streamed)]
 
 
 class Body(Strict):
@@ -163,7 +176,8 @@ class CompletionsBody(Body):
     frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
     """Added to the scores of these tokens."""
-    stream_options: StreamOptions | None = None
+    stream_options: OptionsOfStream = None
+    """Only with `stream`."""
 
     def fields(self) -> RequestFields:
         """What all of its requests have in common."""
@@ -203,8 +217,10 @@ def api_error_of(kind: str, where: Sequence[str | int], message: str) -> ApiErro
         case "model_type" | "model_attributes_type" if not param:
             message = "The body must be a JSON object, sent as application/json."
             return ApiError(400, message, code="invalid_value")
+        case "unsupported_parameter":
+            return unsupported(param, message)
         case "value_error":
             message = message.removeprefix("Value error, ")  # pydantic's words before ours
-    if not param:
-        return ApiError(400, message, code="invalid_value")
-    return ApiError(400, f"Invalid value for '{param}': {message}", param=param, code="invalid_value")
+    if param:
+        message = f"Invalid value for '{param}': {message}"
+    return ApiError(400, message, param=param or None, code="invalid_value")

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validat
 
 from ingest.openai.body import CompletionsBody, Name, Refused, Strict, only, parse, text_schema, unsupported
 from ingest.openai.endpoint import Ask, Card, ask_of, request_ids
-from ingest.openai.places import DONE, HOLE, USAGE, Form, Piece, as_json
+from ingest.openai.places import DONE, HOLE, NO_PLACE, Form, Piece, as_json
 from ingest.openai.tokens import CompletionUsage, TokenLogprobs, logprobs_entry, usage_of
 from penstock.client import Answer
 from penstock.messages import EndEvent, TokenEvent, Usage
@@ -56,7 +56,8 @@ class ChatBody(CompletionsBody):
     modalities: only(["text"]) = None  # type: ignore[valid-type]
     audio: Refused = None
     prediction: Refused = None
-    web_search_options: Refused = None
+    web_search_options: only() = None  # type: ignore[valid-type]
+    """Not supported; `{}` too would switch the search on."""
     reasoning_effort: only("none") = None  # type: ignore[valid-type]
     verbosity: only("medium") = None  # type: ignore[valid-type]
     store: Refused = None
@@ -117,6 +118,7 @@ class Chat:
 
     path = "/v1/chat/completions"
     prefix = "chatcmpl-"
+    prompt = "messages"
     body = ChatBody
     answer = ChatCompletion
 
@@ -231,7 +233,7 @@ class ChatChunks:
         if self._more:
             usages = [usage for usage in self._usages if usage is not None]
             usage = usage_of(usages, len(usages)).model_dump()
-            pieces.append(Piece(USAGE, as_json({**self._frame, "choices": [], "usage": usage})))
+            pieces.append(Piece(NO_PLACE, as_json({**self._frame, "choices": [], "usage": usage})))
         return [*pieces, Piece(DONE, "[DONE]")]
 
     def _chunk(

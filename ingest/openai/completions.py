@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 from ingest.openai.body import MAX_CHOICES, CompletionsBody, Refused, only, parse
 from ingest.openai.chat import tier, wants_usage
 from ingest.openai.endpoint import Ask, Card, ask_of, request_ids
-from ingest.openai.places import DONE, HOLE, USAGE, Form, Piece, as_json
+from ingest.openai.places import DONE, HOLE, NO_PLACE, Form, Piece, as_json
 from ingest.openai.tokens import CompletionUsage, token_text, usage_of
 from penstock.client import Answer
 from penstock.messages import EndEvent, Logprobs, TokenEvent, TokenId, Usage
@@ -91,6 +91,7 @@ class Completions:
 
     path = "/v1/completions"
     prefix = "cmpl-"
+    prompt = "prompt"
     body = CompletionBody
     answer = Completion
 
@@ -204,7 +205,7 @@ class CompletionChunks:
         pieces = []
         if self._more:
             usage = usage_of(self._usages, self._n).model_dump()
-            pieces.append(Piece(USAGE, as_json({**self._frame, "choices": [], "usage": usage})))
+            pieces.append(Piece(NO_PLACE, as_json({**self._frame, "choices": [], "usage": usage})))
         return [*pieces, Piece(DONE, "[DONE]")]
 
     def _chunk(

@@ -78,6 +78,8 @@ class Endpoint(Protocol, Generic[B]):
     path: str
     prefix: str
     """How ids begin."""
+    prompt: str
+    """The parameter that has the prompt."""
 
     @property
     def body(self) -> type[B]:

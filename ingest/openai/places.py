@@ -7,7 +7,9 @@ An id holds a place for each choice, with commas between them, since their token
     12-9f3c…       everything up to this token (`names.event_id`)
     e1, e2, …      so many pieces after its last token
 
-Then `u`: the usage too; and `done`: nothing is left. Whoever comes back with an id gets every piece after it.
+Then `done`: nothing is left. Whoever comes back with an id gets every piece after it. The usage before it has no id:
+LiteLLM takes a chunk that comes after the finish reason for no usage if there is a line before its data. So whoever
+comes back with the last choice's end gets the usage, again where it was lost after it.
 """
 
 import json
@@ -21,12 +23,12 @@ from penstock.errors import InvalidName, StreamDiverged
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import parse_event_id
 
-USAGE, DONE = "u", "done"
+NO_PLACE, DONE = "", "done"
 _STEP = re.compile(r"([se])([1-9])")
 
 
 class Piece(NamedTuple):
-    """One server-sent event: what it says, and the place of its choice (or of all) after it."""
+    """One server-sent event: what it says, and the place of its choice (or of all) after it, or `NO_PLACE`."""
 
     place: str
     data: str
@@ -61,8 +63,7 @@ class Places:
         """Raises `ApiError` 400 for what cannot be an id of such a stream."""
         text = last_event_id or "," * (num_choices - 1)
         self.is_over = text == DONE
-        self._all = text if text in (USAGE, DONE) else ""
-        self._seen = ["e9"] * num_choices if self._all else text.split(",")
+        self._seen = ["e9"] * num_choices if self.is_over else text.split(",")
         if len(self._seen) != num_choices:
             raise _not_an_id(text)
         self._ranks = [_rank(place, text) for place in self._seen]
@@ -105,10 +106,6 @@ class Places:
         if self._is_past[index]:
             self._now[index] = place
         return self._is_past[index]
-
-    def pass_all(self, piece: Piece) -> str | None:
-        """The same of a piece that is no choice's."""
-        return None if self._all == USAGE == piece.place else piece.place
 
 
 def _rank(place: str, text: str) -> tuple[int, int]:

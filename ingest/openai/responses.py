@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from ingest.openai.body import Body, Refused, StreamOptions, Strict, only, parse, text_schema, unsupported
+from ingest.openai.body import Body, OptionsOfStream, Refused, Strict, only, parse, text_schema, unsupported
 from ingest.openai.chat import ROLES, text_of, tier
 from ingest.openai.endpoint import Ask, Card, ask_of
 from ingest.openai.places import DONE, HOLE, Form, Piece, as_json
@@ -47,9 +47,10 @@ class ResponseBody(Body):
     """The most tokens of the answer; without a limit it may fill the model's context."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """The log probabilities of so many likeliest tokens; needs `include`."""
-    include: list[Literal["message.output_text.logprobs"]] | None = None
-    """`message.output_text.logprobs`: tell the log probability of each token."""
-    stream_options: StreamOptions | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    """`message.output_text.logprobs`: tell the log probability of each token. `reasoning.encrypted_content`: accepted;
+    there is no reasoning."""
+    stream_options: OptionsOfStream = None
     store: bool | None = None
     """Accepted: the response can be read again for a while in any case."""
     text: TextConfig | None = None
@@ -70,9 +71,14 @@ class ResponseBody(Body):
 
     @model_validator(mode="after")
     def _check(self) -> "ResponseBody":
-        if self.top_logprobs and not self.include:
+        if self.top_logprobs and not self.wants_logprobs:
             raise ValueError(f"'top_logprobs' needs {LOGPROBS!r} in 'include'")
         return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the log probability of each token is to be told."""
+        return LOGPROBS in (self.include or ())
 
 
 class OutputText(BaseModel):
@@ -158,6 +164,7 @@ class Responses:
 
     path = "/v1/responses"
     prefix = "resp_"
+    prompt = "input"
     body = ResponseBody
     answer = Response
 
@@ -171,7 +178,7 @@ class Responses:
         fields["messages"] = list(_turns(body))
         if body.max_output_tokens is not None:
             fields["max_tokens"] = body.max_output_tokens
-        if body.include:
+        if body.wants_logprobs:
             fields["logprobs"] = body.top_logprobs or 0
         body.end_with_context(fields)
         return [ask_of(fields, body.seed_of(0), request_id)]

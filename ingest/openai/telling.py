@@ -10,7 +10,7 @@ from penstock.reader import Event
 
 
 class Told(NamedTuple):
-    """A piece and the id of its event."""
+    """A piece and the id of its event, empty where it has none."""
 
     id: str
     piece: Piece
@@ -51,7 +51,7 @@ class Telling:
 
     def close(self) -> list[Told]:
         """What comes after all events."""
-        return [Told(at, piece) for piece in self._chunks.close() if (at := self._places.pass_all(piece)) is not None]
+        return [Told(piece.place, piece) for piece in self._chunks.close()]
 
     def _new(self, index: int, pieces: Sequence[Piece]) -> list[Told]:
         return [Told(at, piece) for piece in pieces if (at := self._places.pass_(index, piece)) is not None]

@@ -53,7 +53,7 @@ def demo(
             begun_s = time.perf_counter()
             request_id = client.submit(prompt=prompt, **sampling.model_dump())
             console.print(f"\n{prompt}", style="bold", end="")
-            times = print_stream(client, request_id, begun_s, 60.0, notes=console)
+            times = print_stream(client.stream(request_id), begun_s, notes=console)
             if number == 0 and since:
                 first_s = time.time() - (time.perf_counter() - times[0])
                 console.print(
@@ -64,7 +64,8 @@ def demo(
         if gateway is not None:
             console.print(f"\n$ {curl_line(stack.gateway_url)}", style="bold", markup=False)
             print_answer(stack.gateway_url)
-            console.print("[`penstock up` keeps all this running, its gateway on port 8080]", style="dim", markup=False)
+            said = f"[`penstock up` keeps all this running, its gateway on port {port_of_gateway(None)}]"
+            console.print(said, style="dim", markup=False)
 
 
 def print_answer(gateway_url: str) -> None:

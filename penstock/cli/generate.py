@@ -1,17 +1,35 @@
 """`penstock generate`: send one prompt and print its tokens as they arrive."""
 
+import contextlib
+import shlex
 import sys
+import threading
 import time
-from typing import Annotated
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any
 
+import redis
 import typer
 from rich.console import Console
 
 from penstock import tracing
+from penstock.bus.connect import connect
+from penstock.cli.explain import explain
 from penstock.client import Client
+from penstock.errors import PenstockError
+from penstock.lag import LagWatch, PipelineLag
 from penstock.messages import TokenEvent
 from penstock.names import PriorityClass
-from penstock.settings import Addresses, TraceSettings, load
+from penstock.reach import ANSWER_S
+from penstock.reader import Event
+from penstock.settings import Addresses, BusSettings, TraceSettings, load
+from penstock.sources import is_secret, variable_of
+from penstock.status import health_of, worker_status
+from penstock.transport import all_shown
+
+WAITS_S = 2.0
+"""For so long a request may be silent before it is said what it waits for."""
 
 
 def generate(
@@ -27,18 +45,26 @@ def generate(
     request_id: Annotated[
         str | None, typer.Option("--id", help="The request's id; one that was used before joins it.")
     ] = None,
-    resume: Annotated[str | None, typer.Option(help="Read on after this event id; needs --id, sends nothing.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Read on after this event id, '' from the beginning; needs --id, sends nothing.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the next token.")] = 60.0,
 ) -> None:
     """Send a prompt through the pipeline and print the answer as it comes."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    if resume is not None and request_id is None:
+        raise typer.BadParameter("--resume needs --id")
+    request_id = request_id or uuid.uuid4().hex
     klass: PriorityClass = "batch" if batch else "interactive"
-    with tracing.recording("penstock-client", load(TraceSettings)), Client(load(Addresses)) as client:
+    addresses, notes = load(Addresses), Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing.recording("penstock-client", load(TraceSettings)))
+        client = stack.enter_context(Client(addresses))
+        text = sys.stdin.read() if prompt == "-" and resume is None else prompt
         begun_s = time.perf_counter()
-        if resume is not None and request_id is None:
-            raise typer.BadParameter("--resume needs --id")
+        reading = Reading(request_id, resume or None)
+        stack.enter_context(told_while_waiting(reading, addresses, klass, notes))
         if resume is None:
-            request_id = client.submit(
+            client.submit(
                 prompt=None if chat else text,
                 messages=[{"role": "user", "content": text}] if chat else None,
                 id=request_id,
@@ -50,31 +76,113 @@ def generate(
                 seed=seed,
                 stop=stop or [],
             )
-        print_stream(client, request_id or "", begun_s, timeout, notes=Console(stderr=True), after=resume)
+        try:
+            print_stream(reading.follow(client, timeout), begun_s, notes=notes)
+        except KeyboardInterrupt:
+            line = f"penstock generate - --id {request_id} --resume {shlex.quote(reading.last_id or '')}"
+            notes.print(f"\nleft; read on with: {in_a_shell(addresses, line)}")
+            raise typer.Exit(130) from None
 
 
-def print_stream(
-    client: Client, request_id: str, begun_s: float, timeout_s: float, *, notes: Console, after: str | None = None
-) -> list[float]:
+class Reading:
+    """How far a stream was read."""
+
+    def __init__(self, request_id: str, last_id: str | None) -> None:
+        self.request_id, self.last_id = request_id, last_id
+        self.has_begun = threading.Event()
+        """Something of it came, or nobody waits for it any more."""
+
+    def follow(self, client: Client, timeout_s: float) -> Iterator[Event]:
+        """Return the events after the last one that was read."""
+        for event in client.stream(self.request_id, after=self.last_id, timeout_s=timeout_s):
+            self.has_begun.set()
+            yield event
+            self.last_id = event.id if isinstance(event, TokenEvent) else self.last_id
+
+
+@contextlib.contextmanager
+def told_while_waiting(reading: Reading, addresses: Addresses, klass: PriorityClass, notes: Console) -> Iterator[None]:
+    """Say what is waited for, where nothing has come after two seconds."""
+
+    def watch() -> None:
+        if reading.has_begun.wait(WAITS_S):
+            return
+        reasons = find_reasons(addresses, klass)
+        if not reading.has_begun.is_set():
+            notes.print("\n".join(f"waiting: {reason}" for reason in reasons))
+
+    threading.Thread(target=watch, name="waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        reading.has_begun.set()
+
+
+def find_reasons(addresses: Addresses, klass: PriorityClass) -> list[str]:
+    """Return why a request may have to wait, as servers and workers tell it now."""
+    try:
+        connect(addresses, load(BusSettings)).check(ANSWER_S)
+        workers = worker_status(addresses)
+        if other := find_other_bus(workers, addresses):
+            return [other]
+        if not workers:
+            where = f"pipeline {addresses.pipeline!r} at {all_shown(addresses.stream_url)}"
+            return [f"there is no worker of {where}: see PENSTOCK_PIPELINE and PENSTOCK_STREAM_URL"]
+        if reasons := health_of(workers).reasons:
+            return list(reasons)
+        with contextlib.closing(LagWatch(addresses, load(BusSettings))) as watch:
+            return [in_the_queue(watch.look(), klass)]
+    except (redis.RedisError, PenstockError) as error:
+        return [explain(error, addresses) or ""]
+
+
+def find_other_bus(workers: Iterable[Mapping[str, Any]], addresses: Addresses) -> str:
+    """Return where the workers read their requests and what to set, if this command sends them elsewhere; else empty.
+
+    Brokers may have several names: where both are Kafka, the workers' own name is told only as a possibility.
+    """
+    read = {worker["kafka"] for worker in workers if "kafka" in worker}  # older versions do not tell
+    if not read or addresses.kafka in read:
+        return ""
+    first = min(read)
+    theirs, ours = (f"Kafka at {kafka}" if kafka else "Redis Streams" for kafka in (first, addresses.kafka))
+    advice = f"set PENSTOCK_KAFKA={first}" if first else "unset PENSTOCK_KAFKA"
+    unless = ", unless these are the same brokers" if first and addresses.kafka else ""
+    return f"the workers of {addresses.pipeline!r} read from {theirs}, this command sends to {ours}: {advice}{unless}"
+
+
+def in_the_queue(lag: PipelineLag, klass: PriorityClass) -> str:
+    """Return how much is before a request that waits."""
+    waits, wait_s = sum(stage[klass].messages for stage in lag.stages.values()), lag.estimated_wait_s(klass)
+    about = "" if wait_s is None else f"; a new one would wait for about {wait_s:.0f} s"
+    return f"{waits} requests of class {klass} are queued or worked on{about}"
+
+
+def in_a_shell(addresses: Addresses, command: str) -> str:
+    """Return a command as it works in a shell that has no settings: with those variables that are not the default.
+
+    A password is not printed: *** stands for it.
+    """
+    words = []
+    for name in ("pipeline", "kafka", "stream_url"):
+        value = getattr(addresses, name)
+        if value != Addresses.model_fields[name].default:
+            text = all_shown(value) if is_secret(Addresses, name) else value
+            words.append(f"{variable_of(Addresses, name)}={shlex.quote(text)}")
+    return " ".join([*words, command])
+
+
+def print_stream(events: Iterable[Event], begun_s: float, *, notes: Console) -> list[float]:
     """Print a stream's text as it arrives, then to `notes` what it took. Raises the request's error.
 
     Returns when each token came, by `time.perf_counter`.
     """
     times: list[float] = []
-    last = after
-    try:
-        for event in client.stream(request_id, after=after, timeout_s=timeout_s):
-            sys.stdout.write(event.text)
-            sys.stdout.flush()
-            if isinstance(event, TokenEvent):
-                times.append(time.perf_counter())
-                last = event.id
-    except KeyboardInterrupt:
-        notes.print(
-            f"\nleft; read on with: penstock generate - --id {request_id}" + (f" --resume {last}" if last else ""),
-            highlight=False,
-        )
-        raise typer.Exit(130) from None
+    for event in events:
+        sys.stdout.write(event.text)
+        sys.stdout.flush()
+        if isinstance(event, TokenEvent):
+            times.append(time.perf_counter())
     sys.stdout.write("\n")
     sys.stdout.flush()
     if times:

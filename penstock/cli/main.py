@@ -2,80 +2,92 @@
 
 import logging
 import sys
+from importlib import import_module
+from typing import Any
 
-import redis
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from penstock.access import check_access
-from penstock.cli import (
-    batch,
-    config,
-    demo,
-    dlq,
-    doctor,
-    gateway,
-    generate,
-    keys,
-    kv,
-    lag,
-    plan,
-    servers,
-    top,
-    topics,
-    up,
-    usage,
-    worker,
-)
-from penstock.errors import AccessRefused, BusUnavailable, PenstockError, RequestError, SettingsError
-from penstock.settings import Addresses, check_environment, load
+COMMANDS = {
+    "up": "Start Redis (where none is given), a prefill and a decode worker and a gateway, and keep them running.",
+    "gateway": "Serve OpenAI's API over the pipelines, until SIGTERM. "
+    "Any number of gateways may run beside each other.",
+    "generate": "Send a prompt through the pipeline and print the answer as it comes.",
+    "lag": "Show what waits in each stage, in messages and tokens, and the estimated wait of a new request.",
+    "top": "Watch lag, workers, hit shares and latencies. q quits, p pauses, s sorts the workers, arrows scroll.",
+    "plan": "Show how many prefill and decode workers the trace needs, "
+    "from measured rates, and what a simulation says.",
+    "doctor": "Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails.",
+    "demo": "Three prompts through topic, prefill worker, KV store, topic, decode worker and Redis.",
+    "usage": "Requests and tokens of each tenant. A gateway counts them as results come.",
+    "batch": "Many requests from a file.",
+    "config": "What the settings are, and whether they are right.",
+    "worker": "Run one worker until SIGTERM.",
+    "topics": "The pipeline's topics.",
+    "kv": "The KV store: what is in its tiers, and whether it is whole.",
+    "servers": "The Redis servers that requests are spread over.",
+    "dlq": "The dead letters: requests that nobody could answer.",
+    "keys": "API keys and tenants of the gateway, where PENSTOCK_GATEWAY_KEYS says.",
+}
+"""Each command and the first line of its help: with all their modules, `--help` would take a second."""
+
+
+class Commands(TyperGroup):
+    """The commands, of which only the one that is run is imported."""
+
+    def __init__(self, **given: Any) -> None:
+        """Know of each command what the help says."""
+        super().__init__(**given)
+        self.commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Return the command that is run, as it is. Raises `SettingsError` for an unknown setting."""
+        name, _, rest = super().resolve_command(ctx, args)
+        assert name is not None, "an unknown name raises"
+        return name, load_command(name), rest
+
+
+def load_command(name: str) -> Any:
+    """Return a command as its module has it: an `app` with commands of its own, or a function."""
+    from penstock.settings import check_environment
+
+    if name != "config":  # which tells everything that is wrong
+        check_environment()
+    module, parent = import_module(f"penstock.cli.{name}"), typer.Typer()
+    if hasattr(module, "app"):
+        parent.add_typer(module.app, name=name)
+    else:
+        parent.command(name)(getattr(module, name))
+    return typer.main.get_group(parent).commands[name]
+
 
 app = typer.Typer(
+    cls=Commands,
     name="penstock",
-    help="Durable, disaggregated LLM inference. Settings come from PENSTOCK_… variables (docs/settings.md).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("up")(up.up)
-app.command("gateway")(gateway.gateway)
-app.command("generate")(generate.generate)
-app.command("lag")(lag.lag)
-app.command("top")(top.top)
-app.command("plan")(plan.plan)
-app.command("doctor")(doctor.doctor)
-app.command("demo")(demo.demo)
-app.add_typer(batch.app, name="batch")
-app.add_typer(config.app, name="config")
-app.add_typer(worker.app, name="worker")
-app.add_typer(topics.app, name="topics")
-app.add_typer(kv.app, name="kv")
-app.add_typer(servers.app, name="servers")
-app.add_typer(dlq.app, name="dlq")
-app.add_typer(keys.app, name="keys")
-app.command("usage")(usage.usage)
+
+
+@app.callback()
+def root() -> None:
+    """Durable, disaggregated LLM inference. Settings come from PENSTOCK_… variables (docs/settings.md)."""
 
 
 def main() -> None:
     """Run a command; an error that is ours is one line and exit code 1, not a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        if sys.argv[1:2] != ["config"]:  # which tells everything that is wrong
-            check_environment()
         app()
-    except (redis.RedisError, PenstockError) as error:
-        print(f"penstock: {explained(error)}", file=sys.stderr)  # noqa: T201
+    except Exception as error:
+        from penstock.cli.explain import explain
+
+        line = explain(error)
+        if line is None:
+            raise
+        print(f"penstock: {line}", file=sys.stderr)  # noqa: T201
         sys.exit(1)
-
-
-def explained(error: Exception) -> str:
-    """An error in one line. Where a server cannot be worked with it is asked why: clients know little."""
-    if isinstance(error, redis.RedisError | BusUnavailable):
-        try:
-            check_access(load(Addresses), "client")
-        except (SettingsError, AccessRefused) as refused:
-            return str(refused)
-    prefix = "Redis: " if isinstance(error, redis.RedisError) else ""
-    return f"{error.code}: {error}" if isinstance(error, RequestError) else f"{prefix}{error}"
 
 
 if __name__ == "__main__":

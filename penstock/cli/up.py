@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from penstock.cli.explain import explained
+from penstock.cli.generate import in_a_shell
 from penstock.local.stack import DEFAULT_PORT, SHARED_DIR, Stack
 from penstock.settings import Addresses, EngineSettings, GatewaySettings, KVSettings, load
 from penstock.worker import StopSignal
@@ -72,7 +74,7 @@ def up(
     data: Annotated[Path | None, typer.Option(help="Directory for data and logs.")] = None,
 ) -> None:
     """Start Redis (where none is given), a prefill and a decode worker and a gateway, and keep them running."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = load(Addresses, **({"kafka": kafka} if kafka else {}))
     redis = redis or (given.stream_url if "stream_url" in given.model_fields_set else "")
     directory = data or data_directory()
@@ -88,18 +90,30 @@ def up(
         environment=kv_environment(),
     )
     stop = StopSignal().install()
-    with memory_freed(stack.addresses.pipeline), stack:
-        with console.status("starting") as status:
-            stack.wait_ready(READY_WITHIN_S, status.update, lambda: bool(stop))
+    with explained(stack.addresses), memory_freed(stack.addresses.pipeline), stack:
+        wait_ready(stack, console, stop)
         if not stop:
-            console.print(
-                f"Penstock is up: pipeline [b]{stack.addresses.pipeline}[/b], logs in {directory}",
-                highlight=False,
-            )
-            console.print("Try: penstock generate 'In the beginning'    (Ctrl-C stops)", highlight=False)
-            if stack.gateway is not None:
-                console.print(f"Or:  {curl_line(stack.gateway_url)}", highlight=False, markup=False, soft_wrap=True)
+            print_hints(stack, console)
         while not stop:
-            stack.tend()
+            for died in stack.tend():
+                console.print(died)
             time.sleep(0.2)
         console.print("stopping")
+
+
+def wait_ready(stack: Stack, console: Console, stop: StopSignal) -> None:
+    """Wait until all is ready: on a terminal with a line that changes, else with one for each change."""
+    if console.is_terminal:
+        with console.status("starting") as status:
+            stack.wait_ready(READY_WITHIN_S, status.update, lambda: bool(stop))
+    else:
+        stack.wait_ready(READY_WITHIN_S, console.print, lambda: bool(stop))
+
+
+def print_hints(stack: Stack, console: Console) -> None:
+    """Print what can be done now, as commands that work from another shell."""
+    console.print(f"Penstock is up: pipeline {stack.addresses.pipeline}, logs in {stack.directory}")
+    generate = in_a_shell(stack.addresses, "penstock generate 'In the beginning'")
+    console.print(f"Try: {generate}    (Ctrl-C stops)")
+    if stack.gateway is not None:
+        console.print(f"Or:  {curl_line(stack.gateway_url)}")

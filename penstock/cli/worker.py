@@ -77,6 +77,7 @@ def _work(
     try:
         from decode_worker.role import DecodeRole
         from engine.engine import Engine
+        from engine.limits import max_length
         from kvstore.store import KVStore, Layout
         from penstock.worker.worker import Worker
         from prefill_worker.ahead import Ahead
@@ -128,7 +129,8 @@ def _work(
         beat.watch(now)
         return worker
 
-    beat.say(progress=1.0, model=model.name)
+    length = max_length(model, engine.pool.num_blocks)
+    beat.say(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
     Outages(make, partial(bus.check, ANSWER_S), beat).serve(stop, drain_s)
     log.info("%s has left", name)

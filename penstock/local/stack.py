@@ -146,18 +146,26 @@ class Stack:
         for worker in self.workers:
             worker.child = None
 
-    def tend(self) -> None:
-        """Start again what died. To be called now and then."""
+    def tend(self) -> list[str]:
+        """Start again what died, and return a line for each that did. To be called now and then."""
+        died = []
         if self._server is not None:
-            self._server.start()
+            pid = self._server.pid
+            if self._server.start().pid != pid:
+                died.append("Redis had ended, and is started again")
         for worker in self._all():
             if worker.child is not None and not worker.child.alive():
                 lived_s = time.monotonic() - worker.started_at
                 worker.failures = 0 if lived_s > STEADY_S else worker.failures + 1
                 delay_s = RESTART_DELAYS_S[min(worker.failures, len(RESTART_DELAYS_S) - 1)]
+                died.append(
+                    f"{worker.name} ended with status {worker.child.returncode} and is started again; "
+                    f"its log: {self._log(worker)}"
+                )
                 worker.child, worker.start_at = None, time.monotonic() + delay_s
             if worker.child is None and time.monotonic() >= worker.start_at:
                 self._start(worker)
+        return died
 
     def wait_ready(
         self,
@@ -166,7 +174,7 @@ class Stack:
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Until every worker serves and the gateway answers, or `stop()` is true; `progress` gets a line whenever the
-        picture changes.
+        picture changes, and one for each that died.
 
         Raises `PenstockError` with the end of its log when one cannot start.
         """
@@ -177,7 +185,8 @@ class Stack:
             if line != said:
                 progress(line)
                 said = line
-            self.tend()
+            for died in self.tend():
+                progress(died)
             for failed in (w for w in self._all() if w.failures >= failures_before[w.name] + 2):
                 raise PenstockError(f"{failed.name} does not start; its log ends:\n{self.log_tail(failed)}")
             if time.monotonic() > end:

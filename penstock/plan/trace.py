@@ -25,7 +25,9 @@ def read(file: Path) -> list[Arrival]:
     """A JSONL file's requests, by time. Raises `PlanError` with the line at fault."""
     try:
         lines = file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise PlanError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise PlanError(f"{file}: {error}") from None
     found = sorted(_parse(file, lines))
     if not found:

@@ -29,10 +29,11 @@ class Heartbeat:
     """A key in Redis that says what this worker is doing, renewed by a thread and gone soon after the process is.
 
     The value is a JSON object: stage, name, host, pid, token (who this is: two containers may have one host name and
-    process id), model, state (`loading`, `ready`, `degraded`, `draining`),
-    reason (why it is degraded), progress (0 to 1, while loading), running, waiting, load (in tokens, see `load.py`),
-    pool and kv (blocks), recent (see `penstock.telemetry.recent`),
-    since (seconds since the epoch, by the clock of Redis: those of hosts are put forward and back).
+    process id), model, max_model_len (tokens of prompt and answer together), kafka (the brokers it reads from, empty on
+    Redis Streams), state (`loading`, `ready`, `degraded`, `draining`), reason (why it is degraded), progress (0 to 1,
+    while loading), running, waiting, load (in tokens, see `load.py`), pool and kv (blocks), recent (see
+    `penstock.telemetry.recent`), since (seconds since the epoch, by the clock of Redis: those of hosts are put forward
+    and back).
     """
 
     def __init__(self, url: str, pipeline: Pipeline, stage: str, name: str, interval_s: float) -> None:

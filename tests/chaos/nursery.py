@@ -125,7 +125,7 @@ class Forked:
 
 IMPORTED = (
     "confluent_kafka", "decode_worker.role", "penstock.bus.kafka_member", "penstock.bus.streams_member",
-    "penstock.cli.main", "prefill_worker.role", "transformers.models.auto.modeling_auto",
+    "penstock.cli.main", "penstock.cli.worker", "prefill_worker.role", "transformers.models.auto.modeling_auto",
 )  # fmt: skip
 
 

@@ -201,13 +201,14 @@ class DoomedStack(Stack):
             for life in self._lives.values():
                 life.ready_at += time.monotonic() - begun if life.ready_at else 0.0
 
-    def tend(self) -> None:
+    def tend(self) -> list[str]:
         """See who is ready, stop, continue and kill, bury the dead, and start others in their places."""
         if self._hand.acquire(blocking=False):
             try:
                 self._tend()
             finally:
                 self._hand.release()
+        return []
 
     def _tend(self) -> None:
         self._look_who_is_ready()

@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from engine.engine import Engine
+from engine.limits import max_length
 from engine.model import LoadedModel, load
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
 from penstock.settings import EngineSettings
@@ -90,10 +91,12 @@ def test_an_unknown_device(tiny_dir: Path) -> None:
 
 def test_what_the_engine_does_not_take(demo: LoadedModel) -> None:
     engine = Engine(demo, EngineSettings(pool_mb=1))
-    with pytest.raises(PromptTooLong, match="context"):
+    with pytest.raises(PromptTooLong, match=r"length is 1024 tokens\. However, you requested 1025 tokens"):
         engine.add(sequence([5] * 1020, 5))
-    with pytest.raises(PromptTooLong, match="KV blocks"):
+    with pytest.raises(PromptTooLong, match="KV blocks") as pool:
         engine.add(sequence([5] * 500, 5))
+    assert f"maximum context length is {max_length(demo, engine.pool.num_blocks)} tokens" in str(pool.value)
+    engine.check(sequence([5] * (max_length(demo, engine.pool.num_blocks) - 5), 5))
     with pytest.raises(InvalidRequest, match="token ids"):
         engine.add(sequence([5, 5000]))
     odd = sequence([5] * 20)

@@ -154,6 +154,7 @@ def test_responses_streamed_and_not_say_the_same(sdk: openai.OpenAI) -> None:
 def test_models_are_listed(sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == [MODEL]
     assert sdk.models.retrieve(MODEL).owned_by == "penstock"
+    assert sdk.models.retrieve(MODEL).to_dict()["max_model_len"] == demo_model().context_length
     with pytest.raises(openai.NotFoundError):
         sdk.models.retrieve("nobody/has-it")
 
@@ -190,10 +191,13 @@ def test_errors_are_the_sdks_own(sdk: openai.OpenAI) -> None:
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as long:
         sdk.completions.create(model=MODEL, prompt="x", max_tokens=10**6)
-    assert long.value.code == "prompt_too_long"
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt")
+    assert "This model's maximum context length is 1024 tokens. However, you requested 1000001 tokens" in str(
+        long.value
+    )
     with pytest.raises(openai.APIError) as late:
         list(sdk.completions.create(model=MODEL, prompt="x", max_tokens=10**6, stream=True))
-    assert late.value.code == "prompt_too_long", "the stream had begun"
+    assert (late.value.code, late.value.param) == ("context_length_exceeded", "prompt"), "the stream had begun"
     deadline = {"x-penstock-deadline-s": "0.001"}
     with pytest.raises(openai.InternalServerError) as over:
         sdk.completions.create(prompt="x", extra_headers=deadline, **GREEDY)

@@ -110,11 +110,11 @@ def streamed(http: httpx.Client, body: dict[str, Any]) -> None:
 
 
 def failed(http: httpx.Client, body: dict[str, Any]) -> None:
-    assert http.post("/v1/completions", json=body).json()["error"]["code"] == "prompt_too_long"
+    assert http.post("/v1/completions", json=body).json()["error"]["code"] == "context_length_exceeded"
 
 
 def failed_in_its_stream(http: httpx.Client, body: dict[str, Any]) -> None:
-    assert "prompt_too_long" in http.post("/v1/completions", json={**body, "stream": True}).text
+    assert "context_length_exceeded" in http.post("/v1/completions", json={**body, "stream": True}).text
 
 
 def left(http: httpx.Client, body: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingest.gateway.errors import ApiError
+from ingest.gateway.sse import frames
 from ingest.openai import CHAT, COMPLETIONS, RESPONSES, Card, Endpoint, card_of
 from ingest.openai.places import Places
 from ingest.openai.telling import Telling, Told
@@ -20,8 +21,8 @@ TURNS = [{"role": "user", "content": "hi"}]
 TEXTS = ["a", "", "b c", "", "", "d"]
 CASES: dict[str, tuple[Endpoint[Any], dict[str, Any]]] = {
     "chat": (CHAT, {"messages": TURNS}),
-    "chat of three": (CHAT, {"messages": TURNS, "n": 3, "stream_options": {"include_usage": True}}),
-    "completions": (COMPLETIONS, {"prompt": ["x", "y"], "stream_options": {"include_usage": True}}),
+    "chat of three": (CHAT, {"messages": TURNS, "n": 3, "stream": True, "stream_options": {"include_usage": True}}),
+    "completions": (COMPLETIONS, {"prompt": ["x", "y"], "stream": True, "stream_options": {"include_usage": True}}),
     "logprobs": (COMPLETIONS, {"prompt": "x", "logprobs": 1}),
     "responses": (RESPONSES, {"input": "hi"}),
 }
@@ -72,14 +73,31 @@ def test_any_id_can_be_resumed_from(case: str, first: list[int], second: list[in
     endpoint, body = CASES[case]
     made = card(endpoint, body)
     whole = told(endpoint, made, first)
-    assert len({one.id for one in whole}) == len(whole)
-    cut = data.draw(st.integers(1, len(whole) - 1))
-    rest = told(endpoint, made, second, after=whole[cut - 1].id)
-    assert by_choice(whole[:cut] + rest) == by_choice(whole)
-    if rest and len(rest) > 1:
-        again = data.draw(st.integers(1, len(rest) - 1))
-        last = told(endpoint, made, first, after=rest[again - 1].id)
-        assert by_choice(whole[:cut] + rest[:again] + last) == by_choice(whole)
+    ids = [one.id for one in whole if one.id]
+    assert len(set(ids)) == len(ids)
+    seen = whole[: cut_of(data, whole)]
+    rest = told(endpoint, made, second, after=seen[-1].id)
+    assert by_choice(seen + rest) == by_choice(whole)
+    if len(rest) > 1 and rest[0].id:
+        seen += rest[: cut_of(data, rest)]
+        last = told(endpoint, made, first, after=seen[-1].id)
+        assert by_choice(seen + last) == by_choice(whole)
+
+
+def cut_of(data: st.DataObject, pieces: list[Told]) -> int:
+    """How many pieces a reader had of these, the last one with an id."""
+    return data.draw(st.sampled_from([place for place in range(1, len(pieces)) if pieces[place - 1].id]))
+
+
+@pytest.mark.parametrize("case", ["chat of three", "completions"])
+def test_the_usage_has_no_id_and_comes_again_until_it_is_over(case: str) -> None:
+    endpoint, body = CASES[case]
+    made = card(endpoint, body)
+    *_, end, usage, done = told(endpoint, made, [])
+    assert "usage" in json.loads(usage.piece.data)
+    assert (usage.id, done.id) == ("", "done")
+    assert b"id:" not in frames([usage])
+    assert told(endpoint, made, [], after=end.id) == [usage, done]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,7 +128,7 @@ def test_an_end_with_an_error_raises_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["x", "0-12", "1,2", "e1,e1,e1", ",", "s0", "0-f816e6a17711cef4\r\nx: y", "e10", "Done"]
+    "text", ["x", "u", "0-12", "1,2", "e1,e1,e1", ",", "s0", "0-f816e6a17711cef4\r\nx: y", "e10", "Done"]
 )
 def test_what_cannot_be_an_id_is_an_error(text: str) -> None:
     with pytest.raises(ApiError) as refused:

@@ -1,0 +1,68 @@
+"""An error as one line that says what to do."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from urllib.parse import urlsplit
+
+import redis
+
+from penstock.access import check_access
+from penstock.bus.connect import connect
+from penstock.errors import AccessRefused, BusUnavailable, PenstockError, RequestError, SettingsError
+from penstock.reach import ANSWER_S, is_away, redis_client
+from penstock.settings import Addresses, BusSettings, load
+from penstock.transport import shown, urls_of
+
+
+def explain(error: BaseException, addresses: Addresses | None = None) -> str | None:
+    """Return an error of ours in one line, None for any other.
+
+    Where a server cannot be worked with it is asked why, at these addresses or at those of the settings: clients know
+    little.
+    """
+    if not isinstance(error, redis.RedisError | PenstockError):
+        return None
+    if isinstance(error, redis.RedisError | BusUnavailable):
+        try:
+            addresses = addresses or load(Addresses)
+            check_access(addresses, "client")
+        except (SettingsError, AccessRefused) as refused:
+            return str(refused)
+        if silent := find_silent(addresses):
+            return silent
+    prefix = "Redis: " if isinstance(error, redis.RedisError) else ""
+    return f"{error.code}: {error}" if isinstance(error, RequestError) else f"{prefix}{error}"
+
+
+@contextmanager
+def explained(addresses: Addresses) -> Iterator[None]:
+    """Explain what is wrong with servers at addresses that were given as options: the settings know other ones."""
+    try:
+        yield
+    except (redis.RedisError, BusUnavailable) as error:
+        raise PenstockError(explain(error, addresses)) from error
+
+
+def find_silent(addresses: Addresses) -> str:
+    """Return which server does not answer now and what to do about it; empty where all of them answer."""
+    for url in urls_of(addresses.stream_url):
+        try:
+            with closing(redis_client(url)) as client:
+                client.ping()
+        except redis.RedisError as error:
+            if is_away(error):
+                advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL"
+                return f"Redis at {_place(url)} does not answer: {advice}"
+    if addresses.kafka:
+        try:
+            connect(addresses, load(BusSettings)).check(ANSWER_S)
+        except BusUnavailable:
+            return f"Kafka at {addresses.kafka} does not answer: start it, or set PENSTOCK_KAFKA to where it is"
+    return ""
+
+
+def _place(url: str) -> str:
+    """Return where a server is: host and port, or the whole address without its password where it has neither."""
+    parts = urlsplit(url)
+    is_plain = parts.scheme in ("redis", "rediss") and parts.hostname
+    return f"{parts.hostname}:{parts.port or 6379}" if is_plain else shown(url)

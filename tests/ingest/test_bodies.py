@@ -1,0 +1,85 @@
+"""What endpoints take and refuse without a pipeline behind them, and how they say so."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from ingest.gateway.app import create_app
+from ingest.gateway.errors import ApiError, api_error
+from ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, prompt_of
+from penstock.errors import PromptTooLong
+from penstock.settings import Addresses, GatewaySettings
+
+TURN = {"role": "user", "content": "hi"}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
+    "a format": (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format", "unsupported_parameter"),
+    "tools called before": (CHAT, {"messages": [TURN, CALLS]}, "messages.1.tool_calls", "unsupported_parameter"),
+    "tools": (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    "a search": (CHAT, {"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
+    "options of a stream in a chat": (CHAT, {"stream_options": {}}, "stream_options", "invalid_value"),
+    "options of a stream in a text": (COMPLETIONS, {"stream_options": {}}, "stream_options", "invalid_value"),
+    "options of a stream in a response": (RESPONSES, {"stream_options": {}}, "stream_options", "invalid_value"),
+    "padding": (
+        CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation", "unsupported_parameter",
+    ),
+}  # fmt: skip
+
+
+def prompted(endpoint: Endpoint[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A body with a prompt, and what is given."""
+    prompt: dict[str, dict[str, Any]]
+    prompt = {CHAT.path: {"messages": [TURN]}, COMPLETIONS.path: {"prompt": "hi"}, RESPONSES.path: {"input": "hi"}}
+    return {"model": "demo", **prompt[endpoint.path], **given}
+
+
+@pytest.mark.parametrize(("endpoint", "given", "param", "code"), NO_SUCH.values(), ids=NO_SUCH)
+def test_what_cannot_be_had_is_named_by_its_whole_path(
+    endpoint: Endpoint[Any], given: dict[str, Any], param: str, code: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        endpoint.parse(prompted(endpoint, given))
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, code)
+    assert f"'{param}'" in str(refused.value)
+
+
+def test_there_is_no_reasoning_to_include() -> None:
+    body = RESPONSES.parse(prompted(RESPONSES, {"include": ["reasoning.encrypted_content"]}))
+    (ask,) = RESPONSES.asks(body, "resp_1")
+    assert "logprobs" not in ask
+    with pytest.raises(ApiError, match="'top_logprobs' needs"):
+        RESPONSES.parse(prompted(RESPONSES, {"include": ["reasoning.encrypted_content"], "top_logprobs": 2}))
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/completions", "prompt"),
+        ("/v1/responses", "input"),
+        ("/v1/responses/resp_1", "input"),
+        ("/v1/files", None),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(path: str, param: str | None) -> None:
+    told = api_error(PromptTooLong("too long"), prompt_of(path))
+    assert (told.status, told.code, told.param) == (400, "context_length_exceeded", param)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("POST", "/v1/models", "GET"),
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET"),
+    ],
+)
+async def test_another_method_is_told_which_there_are(method: str, path: str, allowed: str) -> None:
+    app = create_app(GatewaySettings(), Addresses())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        answer = await client.request(method, path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (405, "invalid_request_error", "method_not_allowed")
+    assert answer.headers["allow"] == allowed
