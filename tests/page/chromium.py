@@ -59,7 +59,7 @@ class Tabs:
         page.on("console", self._heard)
         page.on("pageerror", lambda error: self.complaints.append(f"uncaught: {error}"))
         page.goto(url)
-        page.wait_for_selector(".worker[data-state=ready], #key-form:not([hidden])")
+        page.wait_for_selector(".worker[data-state=ready], .nobody, #key-form:not([hidden])")
         return page
 
     def close(self) -> None:
@@ -78,6 +78,7 @@ def ask(page: Page, prompt: str, max_tokens: int, **parameters: str) -> None:
     page.fill("#max-tokens", str(max_tokens))
     for name, value in parameters.items():
         page.fill(f"#{name}", value)
+    page.wait_for_selector("#send:enabled")
     page.fill("#prompt", prompt)
     page.press("#prompt", "Enter")
 

@@ -24,7 +24,7 @@ from tests.page.chromium import PHONE, Tabs, ask, chromium, wait_for_tokens
 PROMPT = "Tell me of the waters above the firmament."
 PSALM = "The LORD is my shepherd; I shall not want. He maketh me to lie down in green pastures. "
 NUM_INTERACTIVE, NUM_BATCH = 10, 14
-SHEET = ViewportSize(width=1360, height=948)
+SHEET = ViewportSize(width=1360, height=1000)
 SCREENS = ("header", "#ask", "#life")
 GAP = 24
 
@@ -64,12 +64,10 @@ def answer(page: Page, proxy: Proxy) -> None:
     page.wait_for_selector("#bars[data-whole=true]")
 
 
-def seen_for(page: Page, looks: int) -> None:
+def seen_for(page: Page, seconds: int) -> None:
     """Until the lines are that long."""
-    path = "[data-spark=decode] .line"
-    wait_until(
-        lambda: len((page.get_attribute(path, "d") or "").split("L")) >= looks, 600, "lines are long", every_s=0.2
-    )
+    oldest = page.locator("[data-spark=decode] .oldest")
+    wait_until(lambda: int(oldest.inner_text().partition(" ")[0] or 0) >= seconds, 600, "lines are long", every_s=0.2)
 
 
 def saved(picture: Image.Image, file: Path) -> None:
@@ -113,7 +111,7 @@ def main(folder: Path) -> None:
                 page.set_default_timeout(600_000)
                 answer(page, proxy)
                 seen_for(page, 45)
-                page.evaluate("document.activeElement.blur()")
+                page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
                 saved(screens(page) if name == "phone" else shot(page), folder / f"{name}.png")
             tabs.close()
 

@@ -17,11 +17,12 @@ from ingest.tenants import new_key
 from penstock.local.processes import free_port, start_child, wait_until
 from penstock.local.stack import Stack
 from tests.chaos.proxy import Proxy
-from tests.ingest.conftest import EventSource
+from tests.forked import ForkedStack
+from tests.ingest.conftest import ENVIRONMENT, EventSource
 from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
 
 pytestmark = pytest.mark.timeout(400)
-PIECES = "[...document.querySelectorAll('.turn:first-child .piece')].map((piece) => piece.textContent)"
+PIECES = "[...document.querySelectorAll('.turn:last-child .piece')].map((piece) => piece.textContent)"
 POLICY = "content-security-policy"
 MARKUP = "<img src=x onerror=alert(1)> & the <b>deep</b>"
 expect.set_options(timeout=PATIENCE_MS)
@@ -77,7 +78,7 @@ def test_a_request_is_drawn_as_its_latency_was(tabs: Tabs, line: Stack) -> None:
     for _ in range(3):
         ask(page, "Tell me of the beginning.", 250, temperature="0")
         wait_for_state(page, "done")
-        stream_id = page.inner_text(".turn:first-child .id")
+        stream_id = page.inner_text(".turn:last-child .id")
         page.wait_for_selector(f"#bars[data-whole=true][data-id='{stream_id}']")
         drawn = page.evaluate("({...document.querySelector('#bars').dataset})")
         total_s, latency_s = float(drawn["totalS"]), float(drawn["latencyS"])
@@ -117,6 +118,90 @@ def test_a_phone_needs_no_sideways_scroll(tabs: Tabs, line: Stack, width: int) -
         assert drawn is not None
         assert words is not None
         assert drawn["x"] + drawn["width"] <= words["x"], "the drawing is beside the words"
+
+
+@pytest.mark.parametrize("width", [820, 1360, 2560])
+def test_stations_begin_where_their_column_does_and_the_pipe_reaches_the_end(
+    tabs: Tabs, line: Stack, width: int
+) -> None:
+    page = tabs.open(line.gateway_url, {"width": width, "height": 1200})
+    left = "(station) => station.querySelector('h3').getBoundingClientRect().left"
+    starts = [station.evaluate(left) for station in page.locator(".station").all()]
+    if width == 820:  # two rows of three
+        assert starts[3:] == pytest.approx(starts[:3], abs=0.5)
+    title, desk = page.locator("#pipeline-title").bounding_box(), page.locator(".desk").bounding_box()
+    assert title is not None
+    assert desk is not None
+    assert starts[0] == pytest.approx(title["x"], abs=0.5)
+    jets = page.evaluate("document.querySelector('.jets').getBoundingClientRect().right")
+    assert jets == pytest.approx(desk["width"] - title["x"], abs=10), "the nozzle is at the end of the sheet"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    grown = page.evaluate("document.querySelector('.glyph').getBoundingClientRect().width") / 96
+    assert grown == pytest.approx(1.45 if width == 2560 else 1.0, abs=0.01), "on a large screen all is larger"
+
+
+def test_a_chat_reads_downwards_and_keeps_why_a_question_failed(tabs: Tabs, line: Stack) -> None:
+    page = tabs.open(line.gateway_url)
+    ask(page, "Tell me of the beginning.", 60, temperature="0")
+    wait_for_state(page, "done")
+    too_long = "word " * 3000
+    ask(page, too_long, 60)
+    wait_for_state(page, "failed")
+    failed = page.locator(".turn[data-state=failed]")
+    why = failed.locator(".outcome").inner_text()
+    assert "1,024" in why or "1024" in why, why
+    assert page.input_value("#prompt") == too_long, "it can be sent again"
+    ask(page, "And what came then?", 60, temperature="0")
+    wait_for_state(page, "done")
+    expect(page.locator(".turn .prompt")).to_have_text(["Tell me of the beginning.", too_long, "And what came then?"])
+    expect(failed.locator(".outcome")).to_have_text(why)
+    newest, chat, form = (page.locator(one).bounding_box() for one in (".turn:last-child", "#chat", "#prompt-form"))
+    assert newest is not None
+    assert chat is not None
+    assert form is not None
+    assert newest["y"] + newest["height"] <= chat["y"] + chat["height"] + 1, "the end of the newest turn is seen"
+    assert form["y"] + form["height"] <= page.evaluate("innerHeight"), "and the form below it"
+
+    prompt, more = failed.locator(".prompt"), failed.locator(".more")
+    short = prompt.evaluate("(prompt) => prompt.clientHeight")
+    assert short < 100, "four lines"
+    more.click()
+    expect(more).to_have_text("Show less")
+    assert prompt.evaluate("(prompt) => prompt.clientHeight") > 4 * short
+    more.click()
+    assert prompt.evaluate("(prompt) => prompt.clientHeight") == short
+    expect(page.locator(".turn:last-child .more")).to_be_hidden()
+
+    failed.get_by_role("button", name="Start a new chat").click()
+    expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_a_line_tells_its_scale_and_its_time(tabs: Tabs, line: Stack) -> None:
+    page = tabs.open(line.gateway_url)
+    ask(page, "Tell me of the beginning.", 60)
+    wait_for_state(page, "done")
+    spark = page.locator("[data-spark=decode]")
+    expect(spark.locator(".largest")).to_have_text(re.compile(r"^\d"))
+    expect(spark.locator(".least")).to_have_text("0")
+    expect(spark.locator(".oldest")).to_have_text(re.compile(r"^\d+ s ago$"))
+    plot, drawn = (spark.locator(one).bounding_box() for one in ("svg", ".line"))
+    assert plot is not None
+    assert drawn is not None
+    assert drawn["width"] == pytest.approx(plot["width"], rel=0.05), "it takes the whole width from the beginning"
+
+
+def test_without_a_worker_nothing_can_be_sent(tabs: Tabs, tmp_path: Path) -> None:
+    port = free_port()
+    with ForkedStack(tmp_path, pipeline="empty", prefill=0, decode=0, gateway=port, environment=ENVIRONMENT) as stack:
+        stack.wait_ready(120)
+        page = tabs.open(stack.gateway_url)
+        expect(page.locator("#no-model")).to_contain_text("No worker serves a model yet")
+        expect(page.locator("#send")).to_be_disabled()
+        page.fill("#prompt", "Is anybody there?")
+        page.press("#prompt", "Enter")
+        expect(page.locator(".turn")).to_have_count(0)
+        assert page.input_value("#prompt") == "Is anybody there?"
+        tabs.close()
 
 
 def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path) -> None:

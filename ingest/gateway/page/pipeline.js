@@ -1,13 +1,13 @@
 // The live view: the last look at the pipeline, and lines of those before it.
 
 import { ask, backoffMs, events, pause } from "./api.js";
-import { byId, count, make, percent, rate, say, seconds, shape, sparkline } from "./draw.js";
+import { byId, count, make, percent, rate, say, seconds, shape, Sparkline } from "./draw.js";
 
-const KEPT = 60;
 const MOST = 100_000; // tokens at which a tank is full; its marks are powers of ten
 const CLASSES = ["interactive", "batch"];
 const TIERS = ["pool", "shm", "disk", "redis"];
 const LAG = { prefill: "prompt_tokens", decode: "output_tokens" };
+const FORMATS = { requests: rate, prefill: rate, cached: rate, jobs: count, decode: rate, ttft: seconds, itl: seconds };
 const TANK = { bottom: 64, height: 54 };
 
 const at = (name) => document.querySelectorAll(`[data-at="${name}"]`);
@@ -15,7 +15,11 @@ const put = (name, text) => at(name).forEach((element) => say(element, text));
 
 export class PipelineView {
   constructor() {
-    this._history = {};
+    this._lines = {};
+    for (const element of document.querySelectorAll("[data-spark]")) {
+      const name = element.dataset.spark;
+      this._lines[name] = new Sparkline(element, FORMATS[name]);
+    }
     this._shelves = TIERS.map((_, index) => shape("rect", { class: "level", x: 21.5, y: 9.5 + index * 14.5, width: 0, height: 11.5 }));
     document.querySelector("[data-shelves]").append(...this._shelves);
   }
@@ -46,7 +50,9 @@ export class PipelineView {
     say(byId("name"), look.pipeline);
     say(byId("at"), new Date(look.at * 1000).toLocaleTimeString("en-GB"));
     this._showLag(look.lag);
-    this._line("jobs", CLASSES.reduce((sum, klass) => sum + (look.lag[klass].decode.output_tokens ?? 0), 0));
+    const toGenerate = CLASSES.reduce((sum, klass) => sum + (look.lag[klass].decode.output_tokens ?? 0), 0);
+    put("jobs.tokens", count(toGenerate));
+    this._lines.jobs.add(look.at, toGenerate);
     for (const stage of ["prefill", "decode"]) {
       const list = document.querySelector(`[data-workers="${stage}"]`);
       const mine = (workers) => workers.filter((worker) => worker.stage === stage);
@@ -55,21 +61,21 @@ export class PipelineView {
     }
     for (const [name, found] of [["ttft", look.ttft_s], ["itl", look.itl_s]]) {
       for (const part of ["p50", "p90", "p99"]) put(`${name}.${part}`, seconds(found[part]));
-      this._line(name, found.p50);
+      this._lines[name].add(look.at, found.p50);
     }
     if (!look.workers) return; // a tenant's summary
     this._showTiers(look.tiers);
     const rates = look.rates;
-    this._rate("requests", rates.requests_per_s, ["requests", "tiers"]);
-    this._rate("prefill", rates.prefill_tokens_per_s, ["prefill", "jobs"]);
-    this._rate("cached", rates.cached_tokens_per_s, []);
-    this._rate("decode", rates.decode_tokens_per_s, ["decode", "streams"]);
+    this._rate(look.at, "requests", rates.requests_per_s, ["requests", "tiers"]);
+    this._rate(look.at, "prefill", rates.prefill_tokens_per_s, ["prefill", "jobs"]);
+    this._rate(look.at, "cached", rates.cached_tokens_per_s, []);
+    this._rate(look.at, "decode", rates.decode_tokens_per_s, ["decode", "streams"]);
   }
 
   _away(why) {
     byId("pipeline").classList.add("away");
     byId("health").dataset.state = "down";
-    say(byId("health"), "not seen");
+    say(byId("health"), "unreachable");
     say(byId("notice"), why);
   }
 
@@ -96,22 +102,15 @@ export class PipelineView {
     });
   }
 
-  _rate(name, perS, stations) {
+  _rate(atS, name, perS, stations) {
     put(`rates.${name}`, rate(perS));
-    this._line(name, perS);
+    this._lines[name].add(atS, perS);
     for (const station of stations) {
       document.querySelector(`[data-station="${station}"]`).classList.toggle("flows", perS > 0);
     }
     for (const motion of document.getAnimations()) {
       if (motion instanceof CSSAnimation) motion.startTime = 0; // one stream, whenever its parts began to flow
     }
-  }
-
-  _line(name, value) {
-    const values = (this._history[name] ??= []);
-    values.push(value);
-    if (values.length > KEPT) values.shift();
-    sparkline(document.querySelector(`[data-spark="${name}"]`), values, KEPT);
   }
 }
 
@@ -134,7 +133,7 @@ function workerRow(worker) {
     const used = worker.blocks_total ? worker.blocks_used / worker.blocks_total : 0;
     const gauge = make("span", "gauge", make("i"));
     gauge.firstChild.style.width = `${(used * 100).toFixed(1)}%`;
-    const load = `${count(worker.running)} run, ${count(worker.waiting)} wait`;
+    const load = `${count(worker.running)} running, ${count(worker.waiting)} waiting`;
     row.append(make("span", "load", load), make("span", "speed", `${rate(worker.tokens_per_s)} tok/s`), gauge);
     gauge.setAttribute("role", "img");
     gauge.setAttribute("aria-label", `${percent(used)} of its KV pool used`);

@@ -5,6 +5,8 @@ import { byId, count, make, rate, say, seconds } from "./draw.js";
 import { Stream } from "./stream.js";
 
 const SENTENCE = /[.!?:;\n]\s/g;
+const TOO_LONG = ["context_length_exceeded", "prompt_too_long"];
+const NEAR_PX = 40; // what is so near to the end of the chat, or of the window, counts as there
 
 export class Playground {
   /** `onAnswered(id, latencyS, ttftS)`: an answer is complete. */
@@ -22,22 +24,24 @@ export class Playground {
     byId("clear").addEventListener("click", () => this._clear());
   }
 
-  /** Fill the list of models. Throws as `ask`. */
+  /** Fill the list of models, and say why nothing can be sent while there is none. Throws as `ask`. */
   async findModels() {
     const { data } = await askJson("/v1/models");
+    say(byId("no-model"), data.length ? "" : "No worker serves a model yet. A prompt can be sent as soon as one is ready.");
     const list = byId("model");
     const chosen = list.value;
     const served = data.length ? data.map(({ id }) => [id, id]) : [["none yet", ""]];
     list.replaceChildren(...served.map(([name, value]) => new Option(name, value)));
     if (data.some(({ id }) => id === chosen)) list.value = chosen;
+    this._enable();
     return data.length;
   }
 
   async _send() {
-    if (this._stream !== null) return;
+    if (byId("send").disabled) return; // the Enter key asks as well
     const prompt = byId("prompt").value;
     const turn = new Turn(prompt);
-    byId("chat").prepend(turn.element);
+    growChat(() => byId("chat").append(turn.element), true);
     byId("prompt").value = "";
     const messages = [...this._messages, { role: "user", content: prompt }];
     this._stream = new Stream({ ...parameters(), messages }, {
@@ -46,8 +50,7 @@ export class Playground {
       broken: (tokens, waitMs) => turn.broken(tokens, waitMs),
       resumed: (tokens, awayMs) => turn.resumed(tokens, awayMs),
     });
-    byId("send").disabled = byId("clear").disabled = true;
-    byId("stop").disabled = false;
+    this._enable();
     try {
       await this._stream.read();
       turn.ended(this._stream);
@@ -56,16 +59,24 @@ export class Playground {
     } catch (error) {
       turn.failed(error);
       byId("prompt").value ||= prompt;
+      if (TOO_LONG.includes(error.code) && this._messages.length) turn.offerNewChat(() => this._clear());
     } finally {
       this._stream = null;
-      byId("send").disabled = byId("clear").disabled = false;
-      byId("stop").disabled = true;
+      this._enable();
     }
+  }
+
+  /** The buttons that make sense now. */
+  _enable() {
+    const isAsking = this._stream !== null;
+    byId("send").disabled = isAsking || !byId("model").value;
+    byId("clear").disabled = isAsking;
+    byId("stop").disabled = !isAsking;
   }
 
   _stop() {
     byId("stop").disabled = true;
-    this._stream?.stop().catch((error) => state("failed", `It could not be told to stop: ${error.message}`));
+    this._stream?.stop().catch((error) => state("failed", `The request could not be stopped: ${error.message}`));
   }
 
   _clear() {
@@ -89,8 +100,22 @@ function parameters() {
 }
 
 function state(kind, text) {
-  byId("state").dataset.state = kind;
-  say(byId("state"), text);
+  growChat(() => {
+    byId("state").dataset.state = kind;
+    say(byId("state"), text);
+  });
+}
+
+/** Change the chat. Who read its end goes on reading there, who had the form in view keeps it; `isAsked` brings both. */
+function growChat(change, isAsked = false) {
+  const chat = byId("chat");
+  const form = byId("prompt-form");
+  const { bottom } = form.getBoundingClientRect();
+  const isInView = isAsked || (bottom > 0 && bottom < window.innerHeight + NEAR_PX);
+  const isAtEnd = isAsked || chat.scrollHeight - chat.scrollTop - chat.clientHeight < NEAR_PX;
+  change();
+  if (isAtEnd) chat.scrollTop = chat.scrollHeight;
+  if (isInView) form.scrollIntoView({ block: "nearest" });
 }
 
 /** A prompt and its answer, as they are shown. */
@@ -104,7 +129,8 @@ class Turn {
     this._id = make("code", "id", "");
     this._piece = make("span", "piece");
     this._answer = make("div", "answer", this._piece);
-    this.element = make("article", "turn", make("p", "prompt", prompt), this._answer, make("p", "foot", this._id));
+    this._outcome = make("p", "outcome");
+    this.element = make("article", "turn", ...clamped(prompt), this._answer, this._outcome, make("p", "foot", this._id));
     byId("spoken").replaceChildren();
     for (const id of ["ttft", "tokens", "speed"]) say(byId(id), "–");
     state("waiting", "Sent; waiting for the first token.");
@@ -115,7 +141,7 @@ class Turn {
   }
 
   begun(id) {
-    say(this._id, id);
+    growChat(() => say(this._id, id));
   }
 
   piece(text, tokens) {
@@ -123,7 +149,7 @@ class Turn {
     this.ttftS ??= this._lastAt;
     if (this.text === "") text = text.trimStart();
     this.text += text;
-    this._piece.append(text);
+    growChat(() => this._piece.append(text));
     this._speak(false);
     state("streaming", "Streaming.");
     this._measure(tokens);
@@ -132,13 +158,14 @@ class Turn {
   broken(tokens, waitMs) {
     const when = waitMs < 1000 ? "at once" : `in ${seconds(waitMs / 1000)}`;
     const where = tokens ? `after token ${count(tokens)}` : "before the first token";
-    state("broken", `The connection broke ${where}; trying again ${when}. The answer goes on meanwhile.`);
+    state("broken", `The connection broke ${where}; trying again ${when}. The pipeline goes on with the answer meanwhile.`);
   }
 
   resumed(tokens, awayMs) {
     const where = tokens ? `after token ${count(tokens)}` : "at its beginning";
     this._piece = make("span", "piece");
-    this._answer.append(make("span", "seam", `resumed ${where}, ${seconds(awayMs / 1000)} away`), this._piece);
+    const seam = make("span", "seam", `resumed ${where}, ${seconds(awayMs / 1000)} without a connection`);
+    growChat(() => this._answer.append(seam, this._piece));
     state("streaming", `Resumed ${where}.`);
   }
 
@@ -146,16 +173,33 @@ class Turn {
     this.latencyS = this._sinceS;
     this._speak(true);
     this._measure(stream.usage?.completion_tokens ?? stream.tokens);
-    if (stream.isStopped) state("stopped", `Stopped after ${count(stream.tokens)} tokens.`);
-    else {
-      const why = { length: "as long as it was allowed to be", stop: "complete" }[stream.finishReason] ?? stream.finishReason;
-      state("done", `The answer is ${why}: ${seconds(this.latencyS)} in all.`);
-    }
+    const tokens = `${count(stream.tokens)} token${stream.tokens === 1 ? "" : "s"}`;
+    const done = "Answered. Ask on, or start a new chat.";
+    if (stream.isStopped) this._end("stopped", `Stopped after ${tokens}.`, "Stopped.");
+    else if (stream.finishReason === "length") this._end("done", `Ended at the token limit: ${tokens} in ${seconds(this.latencyS)}.`, done);
+    else this._end("done", `Complete: ${tokens} in ${seconds(this.latencyS)}.`, done);
   }
 
   failed(error) {
     this._speak(true);
-    state("failed", error.message);
+    const how = this.text ? "Broken off" : "Not answered";
+    this._end("failed", `${how}: ${error.message}`, `${how}; the reason is with the question above.`);
+  }
+
+  /** Say that the chat has filled the model's context, and give a way out. */
+  offerNewChat(begin) {
+    const button = make("button", "", "Start a new chat");
+    button.type = "button";
+    button.addEventListener("click", begin);
+    const offer = make("p", "offer", "The chat and this question together exceed the model’s context. The question is kept for a new chat. ", button);
+    growChat(() => this._outcome.after(offer));
+  }
+
+  /** How it ended stays with the turn; the line above the form is about the latest one alone. */
+  _end(kind, text, line) {
+    this.element.dataset.state = kind;
+    growChat(() => say(this._outcome, text));
+    state(kind, line);
   }
 
   _measure(tokens) {
@@ -172,4 +216,22 @@ class Turn {
     if (to > this._spoken) byId("spoken").append(make("p", "", this.text.slice(this._spoken, to)));
     this._spoken = to;
   }
+}
+
+/** A prompt of which the first lines are shown, and a button that opens the rest where there is more. */
+function clamped(prompt) {
+  const shown = make("p", "prompt", prompt);
+  const button = make("button", "quiet more", "Show all");
+  button.type = "button";
+  button.hidden = true;
+  button.setAttribute("aria-expanded", "false");
+  button.addEventListener("click", () => {
+    const isOpen = shown.classList.toggle("open");
+    button.setAttribute("aria-expanded", String(isOpen));
+    say(button, isOpen ? "Show less" : "Show all");
+  });
+  new ResizeObserver(() => {
+    if (!shown.classList.contains("open")) growChat(() => { button.hidden = shown.scrollHeight <= shown.clientHeight + 1; });
+  }).observe(shown);
+  return [shown, button];
 }

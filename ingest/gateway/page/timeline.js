@@ -4,6 +4,7 @@ import { askJson, pause } from "./api.js";
 import { byId, make, say, seconds } from "./draw.js";
 
 const WHOLE = ["request", "prefill", "decode", "end"]; // spans arrive from several processes, some a little later
+const SHORTEST_S = 0.00005; // what is shorter is not worth a word
 const LOOKS_MS = [200, 300, 500, 1000, 1000, 2000, 2000, 4000];
 
 export class TimelineView {
@@ -20,7 +21,7 @@ export class TimelineView {
     const turn = (this._shown += 1);
     byId("life-id").value = id;
     let isDrawn = false;
-    tell("Asking for its spans.");
+    tell("Loading the timeline.");
     try {
       for (const waitMs of [...LOOKS_MS, null]) {
         const { choices: [life] } = await askJson(`/v1/requests/${encodeURIComponent(id)}/timeline`);
@@ -34,7 +35,7 @@ export class TimelineView {
       }
       if (isDrawn) return;
       byId("bars").replaceChildren();
-      tell("There is no trace of it: it was not kept, or is over its time.");
+      tell("No trace of this request is stored: traces are kept for a limited time, and a request may go untraced.");
     } catch (error) {
       if (turn !== this._shown) return;
       byId("bars").replaceChildren();
@@ -57,13 +58,14 @@ function draw(id, { spans, account, start_s: begun, latency_s: toldS }, latencyS
   if (latencyS !== null) rows.push(here(latencyS, ttftS, scaleS));
   byId("bars").replaceChildren(axis(scaleS), ...rows);
   Object.assign(byId("bars").dataset, { id, totalS, latencyS: latencyS ?? "", whole: isWhole });
-  const share = latencyS === null ? "" : `, ${((totalS / latencyS) * 100).toFixed(1)}% of the ${seconds(latencyS)} measured here`;
-  tell(`${spans.length} spans of ${new Set(spans.map(({ service }) => service)).size} processes; answered in ${seconds(totalS)}${share}.`);
+  const numProcesses = new Set(spans.map(({ service }) => service)).size;
+  const measured = latencyS === null ? "" : `; this browser measured ${seconds(latencyS)}`;
+  tell(`Answered in ${seconds(totalS)}${measured}. ${spans.length} spans from ${numProcesses} processes.`);
 }
 
-/** The account: every stretch of the time in one bar, so that it adds up. */
+/** The account: every stretch of the time in one bar, without gap or overlap. */
 function whole(account, begun, totalS, scaleS) {
-  const row = bar("answer", "adds up", 0, totalS, scaleS, "Each moment under the span that it went into.");
+  const row = bar("total", "by span", 0, totalS, scaleS, "The whole time, each moment in the colour of its span.");
   const fills = account.map(({ name, start_s: start, end_s: end }) => {
     const fill = placed("fill", (start - begun) / scaleS, (end - start) / scaleS);
     fill.dataset.name = name;
@@ -81,12 +83,12 @@ function shares(account) {
   const sums = new Map();
   for (const { name, start_s: start, end_s: end } of account) sums.set(name, (sums.get(name) ?? 0) + end - start);
   const sorted = [...sums].sort(([, one], [, other]) => other - one);
-  return sorted.map(([name, s]) => `${name} ${seconds(s)}`.replaceAll(" ", "\u00a0")).join(" · ");
+  return sorted.filter(([, s]) => s >= SHORTEST_S).map(([name, s]) => `${name} ${seconds(s)}`.replaceAll(" ", "\u00a0")).join(" · ");
 }
 
 /** What was measured in this browser, with the first token. */
 function here(latencyS, ttftS, scaleS) {
-  const row = bar("seen here", "browser", 0, latencyS, scaleS, "From the click to the last byte.");
+  const row = bar("measured", "browser", 0, latencyS, scaleS, "From the click to the last byte.");
   row.classList.add("here");
   if (ttftS !== null) {
     const mark = placed("first", ttftS / scaleS);
@@ -106,7 +108,7 @@ function placed(className, left, width = null) {
 function bar(name, service, startS, endS, scaleS, title) {
   const fill = placed("fill", startS / scaleS, (endS - startS) / scaleS);
   const label = make("span", "what", make("b", "", name), make("small", "", service.replace(/^penstock-/, "")));
-  const row = make("div", "bar", label, make("span", "track", fill), make("span", "long", seconds(endS - startS)));
+  const row = make("div", "bar", label, make("span", "track", fill), make("span", "long", endS - startS < SHORTEST_S ? "<0.1 ms" : seconds(endS - startS)));
   row.dataset.name = name;
   row.title = title;
   return row;
