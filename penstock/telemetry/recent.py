@@ -73,7 +73,8 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
     for index, count in enumerate(counts[:-1]):
         if count and below + count >= rank:
             low = bounds[index - 1] if index else 0.0
-            return low + (bounds[index] - low) * max(0.0, rank - below) / count
+            between = low + (bounds[index] - low) * max(0.0, rank - below) / count
+            return min(between, bounds[index])  # rounding may put it above
         below += count
     return bounds[-1]
 

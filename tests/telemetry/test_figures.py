@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from opentelemetry.sdk.resources import Resource
 from prometheus_client.parser import text_string_to_metric_families
@@ -59,6 +59,7 @@ def test_a_histogram_counts_each_value_where_its_bucket_ends(values: list[float]
 
 
 @given(VALUES, st.floats(0.001, 1))
+@example([1.0, 1.0, 1.0, 0.0078125], 0.25)
 def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
     counts = counted(values)
     found, rank = quantile(BOUNDS, counts, share), max(0, math.ceil(share * len(values)) - 1)

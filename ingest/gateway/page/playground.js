@@ -5,7 +5,7 @@ import { byId, count, make, rate, say, seconds } from "./draw.js";
 import { Stream } from "./stream.js";
 
 const SENTENCE = /[.!?:;\n]\s/g;
-const TOO_LONG = ["context_length_exceeded", "prompt_too_long"];
+const TOO_LONG = "context_length_exceeded";
 const NEAR_PX = 40; // what is so near to the end of the chat, or of the window, counts as there
 
 export class Playground {
@@ -59,7 +59,7 @@ export class Playground {
     } catch (error) {
       turn.failed(error);
       byId("prompt").value ||= prompt;
-      if (TOO_LONG.includes(error.code) && this._messages.length) turn.offerNewChat(() => this._clear());
+      if (error.code === TOO_LONG && this._messages.length) turn.offerNewChat(() => this._clear());
     } finally {
       this._stream = null;
       this._enable();

@@ -81,9 +81,9 @@ test('errors are of the kinds that the SDK knows', async () => {
   await raised(ask({ temperature: 3 }), BadRequestError, { param: 'temperature', type: 'invalid_request_error' })
   const tools = [{ type: 'function', function: { name: 'f' } }]
   await raised(ask({ tools }), BadRequestError, { param: 'tools', code: 'unsupported_parameter' })
-  await raised(ask({ max_tokens: 1e6 }), BadRequestError, { code: 'prompt_too_long' })
+  await raised(ask({ max_tokens: 1e6 }), BadRequestError, { code: 'context_length_exceeded' })
   const late = ask({ max_tokens: 1e6, stream: true }).then(all)
-  await raised(late, APIError, { code: 'prompt_too_long' })
+  await raised(late, APIError, { code: 'context_length_exceeded' })
   const headers = { 'x-penstock-deadline-s': '0.001' }
   await raised(ask({}, { headers }), InternalServerError, { status: 504, code: 'deadline_exceeded' })
   const same = { headers: { 'Idempotency-Key': crypto.randomUUID() } }
