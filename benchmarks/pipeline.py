@@ -187,6 +187,8 @@ def run(given: Arguments) -> dict[str, float]:
         names = list(all_sides)
         for side in all_sides.values():
             side.engine.tokens_per_s(prompts(random.Random(1), 8, 16, 64), 8)
+        for side in all_sides.values():
+            side.meter.wait_idle()
 
         def first(name: str, number: int) -> list[float]:
             work = prompts(random.Random(f"{name} first {number}"), each, 64, 64)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 TAIL_S = 0.2
 """Requests are settled a moment after their end was read: so much longer processor time counts."""
+IDLE_S, IDLE_SHARE = 1.0, 0.1
 BARE = "bare"
 
 
@@ -50,6 +51,14 @@ class Meter:
         idle = self._read()
         own_s, broker_s = (2 * end - begin - later for begin, end, later in zip(begun, ended, idle, strict=True))
         return returned, Cost(own_s, broker_s)
+
+    def wait_idle(self) -> None:
+        """Wait until the processes do next to nothing: workers go on mapping the shared memory when they are ready."""
+        is_idle = False
+        while not is_idle:
+            before, _ = self._read()
+            time.sleep(IDLE_S)
+            is_idle = self._read()[0] - before < IDLE_SHARE * IDLE_S
 
     def _read(self) -> tuple[float, float]:
         return processor_s(self.pids), processor_s(self.brokers)
