@@ -80,7 +80,7 @@ class DecodeRole:
         """All tokens that there are, and those to come; None where the log's last token ends the answer."""
         job, model = _job_of(task), self.engine.model
         # Prefill has cut it to its own room already; a pool that is smaller here cuts it once more.
-        sampling = self.engine.fitted(job.sampling, len(job.token_ids))
+        sampling = self.engine.cut_max_tokens(job.sampling, len(job.token_ids))
         task.message = job.model_copy(update={"sampling": sampling})
         task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         for event in task.said:

@@ -20,7 +20,7 @@ from engine.cost import CHUNKS, CONTEXT, ROWS, Try, measure_cost
 from engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
 from engine.cuda.varlen import VarlenStep, parts_of
 from engine.landing import Landing, Lent, Quay
-from engine.limits import check_sequence, fitted, max_length
+from engine.limits import check_sequence, cut_max_tokens, max_length
 from engine.memory import keep_freed_memory
 from engine.model import LoadedModel, Progress, load
 from engine.pool import BlockPool
@@ -170,9 +170,9 @@ class Engine:
         """
         check_sequence(seq, self.model, self.pool.num_blocks, max_new)
 
-    def fitted(self, sampling: Sampling, num_prompt: int) -> Sampling:
+    def cut_max_tokens(self, sampling: Sampling, num_prompt: int) -> Sampling:
         """Return the sampling with `max_tokens` cut to what context and pool have room for, where it asks for that."""
-        return fitted(sampling, num_prompt, max_length(self.model, self.pool.num_blocks))
+        return cut_max_tokens(sampling, num_prompt, max_length(self.model, self.pool.num_blocks))
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, finished or not, and free its blocks. A second time does nothing."""

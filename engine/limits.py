@@ -33,7 +33,7 @@ def max_length(model: LoadedModel, num_blocks: int) -> int:
     return min(model.context_length, num_blocks * model.layout.block_size + 1)
 
 
-def fitted(sampling: Sampling, num_prompt: int, most: int) -> Sampling:
+def cut_max_tokens(sampling: Sampling, num_prompt: int, most: int) -> Sampling:
     """Return the sampling with `max_tokens` cut to what `most` tokens leave after the prompt, where it asks for that.
 
     One new token stays in any case: a prompt that has no room even for that is for `check_sequence` to refuse.

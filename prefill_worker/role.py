@@ -104,7 +104,7 @@ class PrefillRole:
         """The prompt, and the first token."""
         request, model = task.message, self.engine.model
         assert isinstance(request, Request)
-        sampling = self.engine.fitted(request.sampling, len(task.token_ids))
+        sampling = self.engine.cut_max_tokens(request.sampling, len(task.token_ids))
         task.message = request.model_copy(update={"sampling": sampling})
         task.blocks = kv.name_prompt(request.tenant, task.token_ids)
         task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)

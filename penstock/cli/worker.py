@@ -28,7 +28,7 @@ from penstock.settings import (
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.process import telemetry
 from penstock.telemetry.stage import StageFigures
-from penstock.worker import Heartbeat, Outages, StopSignal, keep_freed_memory, slot_name, stay_on
+from penstock.worker import Heartbeat, Outages, StopSignal, slot_name, stay_on
 
 app = typer.Typer(help="Run one worker until SIGTERM.", no_args_is_help=True)
 log = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ def run(stage: Stage) -> None:
     name, pipeline = slot_name(settings.name), Pipeline(addresses.pipeline)
     failpoints.arm(load(FaultSettings).failpoints)
     stay_on(settings.cores)
-    keep_freed_memory()
     check_access(addresses, stage, kv=load(KVSettings).redis_mb > 0)
     keep_lists(addresses.stream_url, pipeline)
     with contextlib.ExitStack() as stack:

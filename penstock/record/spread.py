@@ -165,25 +165,13 @@ class _SpreadRecord(Record):
         return [next(outcomes[server.name]) for server in sent_to]
 
     def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
-        return self._each(
-            ends,
-            lambda end: end[0].id,
-            lambda server, mine: server.ask(partial(server.record.finish_all, mine), [False] * len(mine)),
-        )
+        return self._note_each(ends, lambda end: end[0].id, Record.finish_all)
 
     def handed_all(self, claims: Sequence[Claim]) -> list[bool]:
-        return self._each(
-            claims,
-            lambda claim: claim.id,
-            lambda server, mine: server.ask(partial(server.record.handed_all, mine), [False] * len(mine)),
-        )
+        return self._note_each(claims, lambda claim: claim.id, Record.handed_all)
 
     def release_all(self, claims: Sequence[tuple[Claim, bool]]) -> list[bool]:
-        return self._each(
-            claims,
-            lambda one: one[0].id,
-            lambda server, mine: server.ask(partial(server.record.release_all, mine), [False] * len(mine)),
-        )
+        return self._note_each(claims, lambda one: one[0].id, Record.release_all)
 
     def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
         server = self.servers[claim.id]
@@ -215,6 +203,14 @@ class _SpreadRecord(Record):
             dealt.setdefault(place_of(self.servers.names, id_of(item)), []).append(item)
         for index, mine in dealt.items():
             yield self.servers.parts[index], mine
+
+    def _note_each(
+        self, items: Sequence[T], id_of: Callable[[T], str], note: Callable[[Record, Sequence[T]], list[bool]]
+    ) -> list[bool]:
+        """Whether the servers noted the items, in their order; one that is away has not."""
+        return self._each(
+            items, id_of, lambda server, mine: server.ask(partial(note, server.record, mine), [False] * len(mine))
+        )
 
     def _each(
         self, items: Sequence[T], id_of: Callable[[T], str], ask: Callable[[_Server, list[T]], list[R]]

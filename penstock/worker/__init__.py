@@ -4,7 +4,7 @@ The loop itself, `worker.py`, stands above engine and kvstore; what is named her
 """
 
 from penstock.worker.failures import Failures, cause_of, cause_to_end, is_suspect, letters, too_late
-from penstock.worker.heartbeat import Heartbeat, keep_freed_memory, slot_name, stay_on
+from penstock.worker.heartbeat import Heartbeat, slot_name, stay_on
 from penstock.worker.inbox import Inbox, pack, unpack
 from penstock.worker.load import Held, Load
 from penstock.worker.loop import StopSignal, run_until_idle, serve
@@ -25,7 +25,6 @@ __all__ = [
     "cause_of",
     "cause_to_end",
     "is_suspect",
-    "keep_freed_memory",
     "letters",
     "pack",
     "run_until_idle",

@@ -1,6 +1,5 @@
 """What a worker says of itself while it lives."""
 
-import ctypes
 import json
 import logging
 import os
@@ -20,7 +19,6 @@ from penstock.reach import redis_client, replies_to
 
 log = logging.getLogger(__name__)
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 GOODBYE_S = 60.0
 """For so long it is known that a worker left in good order, and was not lost."""
 
@@ -145,14 +143,3 @@ def stay_on(cores: str) -> None:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
         except (OSError, ValueError) as error:
             raise PenstockError(f"PENSTOCK_WORKER_CORES={cores}: {error}") from None
-
-
-def keep_freed_memory() -> None:
-    """Keep up to 64 MiB that this process frees, instead of giving it back to the system at once (glibc only).
-
-    A step's buffers are freed and taken again all the time, and the kernel clears each page anew.
-    """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        library.mallopt(M_TRIM_THRESHOLD, 64 << 20)
-        library.mallopt(M_MMAP_THRESHOLD, 32 << 20)

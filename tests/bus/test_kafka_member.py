@@ -242,30 +242,29 @@ def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None
         assert not member._holdings.has_uncommitted
 
 
-def test_finished_work_that_cannot_be_committed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def refused_commit(code: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[DoubleBus, KafkaMember]]:
+    """A bus that refuses the commit of what its member has finished, once the member has noticed."""
     monkeypatch.setattr(kafka_member, "SETTLED_S", 0.0)
     bus = DoubleBus()
-    bus.commit_refusal = KafkaError.GROUP_AUTHORIZATION_FAILED
+    bus.commit_refusal = code
     bus.publish(ONE, b"1")
     with joined(bus) as member:
         bus.give(ONE)
         bus.turn_until(member.waiting, "it is read")
         member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
         bus.turn_until(lambda: "were not committed" in member.trouble, "it is noticed")
+        yield bus, member
+
+
+def test_finished_work_that_cannot_be_committed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused_commit(KafkaError.GROUP_AUTHORIZATION_FAILED, monkeypatch) as (bus, member):
         bus.commit_refusal = None
         bus.turn_until(lambda: member.trouble == "", "it is committed")
 
 
 def test_a_commit_that_is_refused_is_no_trouble_once_its_partition_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_member, "SETTLED_S", 0.0)
-    bus = DoubleBus()
-    bus.commit_refusal = KafkaError.STALE_MEMBER_EPOCH
-    bus.publish(ONE, b"1")
-    with joined(bus) as member:
-        bus.give(ONE)
-        bus.turn_until(member.waiting, "it is read")
-        member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
-        bus.turn_until(lambda: "were not committed" in member.trouble, "it is noticed")
+    with refused_commit(KafkaError.STALE_MEMBER_EPOCH, monkeypatch) as (bus, member):
         bus.take_away(ONE)
         bus.turn_until(lambda: member.trouble == "", "nothing is left to commit")
 

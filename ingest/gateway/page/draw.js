@@ -31,11 +31,13 @@ export const count = (number) => (number == null ? none : whole.format(number));
 export const percent = (share) => (share == null ? none : `${whole.format(share * 100)}%`);
 export const rate = (number) => (number == null ? none : number < 10 ? oneDigit.format(number) : whole.format(number));
 
+export const SHORTEST_S = 0.00005; // below this a time is not told exactly
+
 /** A time: <0.1 ms, 0.4 ms, 23 ms, 1.20 s, 95 s. */
 export function seconds(s) {
   if (s == null) return none;
   if (s === 0) return "0 s";
-  if (s < 0.00005) return "<0.1 ms";
+  if (s < SHORTEST_S) return "<0.1 ms";
   if (s < 0.01) return `${(s * 1000).toFixed(1)} ms`;
   if (s < 1) return `${Math.round(s * 1000)} ms`;
   return s < 10 ? `${s.toFixed(2)} s` : `${Math.round(s)} s`;

@@ -1,10 +1,9 @@
 // One request's life: its spans as bars over one axis.
 
 import { askJson, pause } from "./api.js";
-import { byId, make, say, seconds } from "./draw.js";
+import { byId, make, say, seconds, SHORTEST_S } from "./draw.js";
 
 const WHOLE = ["request", "prefill", "decode", "end"]; // spans arrive from several processes, some a little later
-const SHORTEST_S = 0.00005; // what is shorter is not worth a word
 const LOOKS_MS = [200, 300, 500, 1000, 1000, 2000, 2000, 4000];
 
 export class TimelineView {
