@@ -8,7 +8,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NATIVE = ("engine.kernels.build", "kvstore.native.build")
+NATIVE = ("penstock.engine.kernels.build", "penstock.kvstore.native.build")
 
 
 class NativeKernels(BuildHookInterface[Any]):

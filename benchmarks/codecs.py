@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from rich.progress import track
 
 from benchmarks.common import Arguments, arguments, machine, report
-from engine.engine import Engine
-from engine.handover import landed, taken
-from engine.sequence import Sequence
-from kvstore.codec import Codec, PayloadShape
-from kvstore.codec.contract import Element
-from kvstore.codec.int8 import Int8
-from kvstore.codec.lossless import Lossless
+from penstock.engine.engine import Engine
+from penstock.engine.handover import landed, taken
+from penstock.engine.sequence import Sequence
+from penstock.kvstore.codec import Codec, PayloadShape
+from penstock.kvstore.codec.contract import Element
+from penstock.kvstore.codec.int8 import Int8
+from penstock.kvstore.codec.lossless import Lossless
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
 

@@ -24,9 +24,9 @@ from typing import Protocol
 import numpy as np
 
 from benchmarks.common import Arguments, arguments, machine, report, spread
-from engine.engine import Engine
-from engine.sequence import Sequence, State
 from penstock.client import Client
+from penstock.engine.engine import Engine
+from penstock.engine.sequence import Sequence, State
 from penstock.errors import PenstockError
 from penstock.local.stack import Stack
 from penstock.messages import Sampling, TokenEvent

@@ -28,10 +28,10 @@ from benchmarks.kv_sides import (
     timed,
 )
 from benchmarks.peers.process import Side
-from kvstore.tiers.contract import Tier
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.shared import SharedTier
+from penstock.kvstore.tiers.contract import Tier
+from penstock.kvstore.tiers.disk import DiskTier
+from penstock.kvstore.tiers.redis import RedisTier
+from penstock.kvstore.tiers.shared import SharedTier
 from penstock.local.valkey import ValkeyServer
 
 BLOCKS = 35

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.peers.shapes import SHAPES
-from kvstore.block import HEADER_BYTES, Block, Form, Name, Wanted
-from kvstore.tiers.contract import Tier
-from kvstore.tiers.shared import SharedTier
-from kvstore.tiers.wire import command
+from penstock.kvstore.block import HEADER_BYTES, Block, Form, Name, Wanted
+from penstock.kvstore.tiers.contract import Tier
+from penstock.kvstore.tiers.shared import SharedTier
+from penstock.kvstore.tiers.wire import command
 from penstock.local.valkey import ValkeyServer
 from penstock.names import kv_key
 

@@ -30,10 +30,10 @@ from rich.progress import Progress
 
 from benchmarks.common import Arguments, arguments, machine, report, save, spread
 from benchmarks.processor import BARE, Cost, Loads, Meter, find_brokers
-from engine.engine import Engine
-from engine.sequence import Sequence
-from engine.text import OutputState
 from penstock.client import Client
+from penstock.engine.engine import Engine
+from penstock.engine.sequence import Sequence
+from penstock.engine.text import OutputState
 from penstock.errors import DependencyMissing
 from penstock.local.kafka import find_kafka
 from penstock.local.stack import REDIS_MB, Stack

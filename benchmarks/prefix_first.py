@@ -15,17 +15,17 @@ from benchmarks.common import SHM, TIMEOUT_S
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.peers.write import model_directory
-from engine.engine import Engine
-from kvstore.store import KVStore, Layout
 from penstock.bus.connect import connect
 from penstock.client import Client
+from penstock.engine.engine import Engine
+from penstock.kvstore.store import KVStore, Layout
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Job, decode
 from penstock.names import Pipeline
+from penstock.prefill_worker.role import PrefillRole
 from penstock.record import Record
 from penstock.settings import Addresses, BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.worker.worker import Worker
-from prefill_worker.role import PrefillRole
 
 PREFIX, OWN = 2000, 24
 """Tokens that requests share, and tokens of their own."""

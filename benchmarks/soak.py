@@ -26,13 +26,13 @@ from rich.progress import Progress
 from benchmarks.common import SHM, Arguments, arguments, machine, report, save
 from benchmarks.soak_load import Load
 from benchmarks.watch import Sample, Watch, resident_mb
-from kvstore.arena.check import check_integrity
-from kvstore.arena.layout import WRITING
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.shared import SharedTier
-from kvstore.tools import Place, open_places
 from penstock.client import Client
+from penstock.kvstore.arena.check import check_integrity
+from penstock.kvstore.arena.layout import WRITING
+from penstock.kvstore.tiers.disk import DiskTier
+from penstock.kvstore.tiers.redis import RedisTier
+from penstock.kvstore.tiers.shared import SharedTier
+from penstock.kvstore.tools import Place, open_places
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.settings import KVSettings

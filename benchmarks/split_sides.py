@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
-from engine.engine import Engine
-from engine.handover import landed
-from engine.sequence import Sequence, State
+from penstock.engine.engine import Engine
+from penstock.engine.handover import landed
+from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
 

@@ -33,7 +33,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def log_levels() -> Iterator[None]:
     """Commands say themselves what is wrong, and silence what they are made of: not beyond the test that runs them."""
-    loggers = logging.getLogger(), logging.getLogger("kvstore")
+    loggers = logging.getLogger(), logging.getLogger("penstock.kvstore")
     levels, silenced = [logger.level for logger in loggers], logging.root.manager.disable
     yield
     logging.disable(silenced)

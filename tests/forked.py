@@ -18,10 +18,10 @@ from penstock.local.processes import Child
 from penstock.local.stack import Slot, Stack
 
 IMPORTED = (
-    "confluent_kafka", "decode_worker.role", "ingest.gateway.server", "penstock.bus.kafka_member",
+    "confluent_kafka", "penstock.decode_worker.role", "penstock.ingest.gateway.server", "penstock.bus.kafka_member",
     "penstock.bus.streams_member", "penstock.cli.gateway", "penstock.cli.main", "penstock.cli.worker",
-    "prefill_worker.role", "tests.bus.worker_process", "tests.ingest.meter_process", "tests.kvstore.arena_child",
-    "tests.kvstore.disk_child", "transformers.models.auto.modeling_auto",
+    "penstock.prefill_worker.role", "tests.bus.worker_process", "tests.ingest.meter_process",
+    "tests.kvstore.arena_child", "tests.kvstore.disk_child", "transformers.models.auto.modeling_auto",
 )  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(IMPORTED))

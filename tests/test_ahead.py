@@ -5,7 +5,7 @@ import pytest
 from penstock.errors import BusUnavailable
 from penstock.lag import PipelineLag
 from penstock.local.processes import wait_until
-from prefill_worker.ahead import ENOUGH, ENOUGH_S, Ahead, has_enough
+from penstock.prefill_worker.ahead import ENOUGH, ENOUGH_S, Ahead, has_enough
 from tests.test_lag import beat, look
 
 pytestmark = pytest.mark.timeout(60)
@@ -47,7 +47,7 @@ class Pipe:
 
 
 def test_it_looks_when_batch_work_comes_and_until_decode_wants_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefill_worker.ahead.LOOK_S", 0.01)
+    monkeypatch.setattr("penstock.prefill_worker.ahead.LOOK_S", 0.01)
     pipe = Pipe()
     with Ahead(pipe.look) as ahead:
         assert not ahead.is_enough

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from kvstore.codec import INT8, LOSSLESS
-from kvstore.codec.int8 import Int8
-from kvstore.codec.lossless import Lossless
-from kvstore.tiers.contract import Tier
-from kvstore.tools import Place as Shown
-from kvstore.tools import codec_name, look_at
+from penstock.kvstore.codec import INT8, LOSSLESS
+from penstock.kvstore.codec.int8 import Int8
+from penstock.kvstore.codec.lossless import Lossless
+from penstock.kvstore.tiers.contract import Tier
+from penstock.kvstore.tools import Place as Shown
+from penstock.kvstore.tools import codec_name, look_at
 from penstock.local.processes import free_port, wait_until
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline

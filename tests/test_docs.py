@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 import redis
 
-from decode_worker.result import outgoing_result
 from penstock import asyncapi, names, settings_doc
 from penstock.bus.kafka import KafkaBus
+from penstock.decode_worker.result import outgoing_result
 from penstock.errors import REQUEST_ERRORS
 from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Result, Sampling, Wire, decode
 from penstock.names import CLASSES, Pipeline

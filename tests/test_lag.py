@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from engine.engine import Sampled
-from engine.sequence import State
 from penstock import AsyncClient, Client
 from penstock.bus.contract import Delivery
+from penstock.engine.engine import Sampled
+from penstock.engine.sequence import State
 from penstock.lag import Lag, PipelineLag, lag_of
 from penstock.local.processes import wait_until
 from penstock.messages import Request, Sampling
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
+from penstock.prefill_worker.role import STEPS_AHEAD
 from penstock.settings import Addresses, EngineSettings, RecordSettings
 from penstock.worker import Heartbeat
 from penstock.worker.load import Mean, Pace
 from penstock.worker.worker import Worker
-from prefill_worker.role import STEPS_AHEAD
 from tests.commands import Terminal
 from tests.pipeline.line import Line
 from tests.pipeline.workload import alone, requests

@@ -1,7 +1,7 @@
 """From a log to a result that its topic takes."""
 
-from decode_worker.result import outgoing_result, result_of
 from penstock.bus.contract import MAX_MESSAGE_BYTES
+from penstock.decode_worker.result import outgoing_result, result_of
 from penstock.messages import EndEvent, Job, Logprobs, Result, Sampling, TokenEvent, decode
 from penstock.names import Pipeline
 

@@ -9,11 +9,11 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.tiers.redis import RedisTier
 from penstock.access import check_access
 from penstock.bus.streams import connect
 from penstock.cli import doctor
 from penstock.errors import AccessRefused, SettingsError
+from penstock.kvstore.tiers.redis import RedisTier
 from penstock.local.processes import free_port, wait_until
 from penstock.local.valkey import ReplicatedValkey
 from penstock.reach import async_redis_client, is_away, redis_client

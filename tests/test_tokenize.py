@@ -4,7 +4,7 @@ import pytest
 
 from penstock.errors import PromptTooLong
 from penstock.messages import Request, Sampling
-from prefill_worker.tokenize import PromptReader
+from penstock.prefill_worker.tokenize import PromptReader
 from tests.pipeline.workload import demo_model
 
 

@@ -17,7 +17,7 @@ from penstock.settings import Addresses, BusSettings, load
 from penstock.status import health
 
 if TYPE_CHECKING:
-    from ingest.batch.answer import Finished
+    from penstock.ingest.batch.answer import Finished
 
 app = typer.Typer(help="Many requests from a file.", no_args_is_help=True)
 INTERRUPTED = 130
@@ -57,8 +57,8 @@ def run(
 
 async def _run(source: Path, output: Path, errors: Path, notes: Console) -> tuple[int, int]:
     """How many rows there are, and how many failed."""
-    from ingest.batch import direct
-    from ingest.batch.journal import Journal
+    from penstock.ingest.batch import direct
+    from penstock.ingest.batch.journal import Journal
 
     total, digest = await direct.looked_at(source)
     addresses = load(Addresses)

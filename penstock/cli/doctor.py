@@ -103,9 +103,9 @@ def _machine() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     """Whether the engine's kernels were built, and what that means for tokens in 16 bits."""
-    if importlib.util.find_spec("engine") is None:
+    if importlib.util.find_spec("torch") is None:
         return
-    from engine.kernels import library
+    from penstock.engine.kernels import library
 
     native = library.load()
     if native is not None:
@@ -119,9 +119,9 @@ def _kernels() -> Iterator[Finding]:
 
 def _copying() -> Iterator[Finding]:
     """Whether the KV store's copying was built."""
-    if importlib.util.find_spec("kvstore") is None or importlib.util.find_spec("xxhash") is None:
+    if importlib.util.find_spec("xxhash") is None:
         return
-    from kvstore.native import library
+    from penstock.kvstore.native import library
 
     native = library.load()
     if native is not None:
@@ -134,9 +134,8 @@ def _copying() -> Iterator[Finding]:
 def _model() -> Iterator[Finding]:
     name = load(EngineSettings).model
     if name == "demo":
-        spec = importlib.util.find_spec("engine")
-        there = spec is not None and (Path(spec.origin or "").parent / "demo/model/model.safetensors").exists()
-        advice = "" if there else "install the project again, or make the model: python -m engine.demo.train"
+        there = (Path(__file__).parents[1] / "engine/demo/model/model.safetensors").exists()
+        advice = "" if there else "install the project again, or make the model: python -m penstock.engine.demo.train"
         yield Finding("ok" if there else "fail", "model", "demo, shipped" if there else "demo is missing", advice)
     elif Path(name).is_dir():
         there = any(Path(name).glob("*.safetensors")) and (Path(name) / "config.json").exists()

@@ -21,7 +21,7 @@ def gateway(
 ) -> None:
     """Serve OpenAI's API over the pipelines, until SIGTERM. Any number of gateways may run beside each other."""
     try:
-        from ingest.gateway.server import serve
+        from penstock.ingest.gateway.server import serve
     except ImportError as error:
         raise DependencyMissing(f"a gateway needs pip install 'penstock[gateway]' ({error})") from None
     given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}

@@ -22,7 +22,7 @@ from penstock.reach import redis_client
 from penstock.settings import Addresses, AdmissionSettings, load
 
 if TYPE_CHECKING:
-    from ingest.keys import Book
+    from penstock.ingest.keys import Book
 
 app = typer.Typer(help="API keys and tenants of the gateway, where PENSTOCK_GATEWAY_KEYS says.", no_args_is_help=True)
 
@@ -33,7 +33,7 @@ TenantName = Annotated[str, typer.Argument(metavar="TENANT")]
 @app.command()
 def create(tenant: TenantName, as_json: AsJson = False) -> None:
     """Make a key for a tenant and print it, this once: only its hash is kept."""
-    from ingest.tenants import new_key
+    from penstock.ingest.tenants import new_key
 
     _check_tenant(tenant)
     key, key_id, entry = new_key(tenant)
@@ -98,7 +98,7 @@ def tenant(
     max_batch_tokens: Annotated[int | None, typer.Option(help="Of all its open batches. 0: no limit.")] = None,
 ) -> None:
     """Set what a tenant may do; what is not given stays as it is."""
-    from ingest.tenants import TenantEntry
+    from penstock.ingest.tenants import TenantEntry
 
     _check_tenant(tenant)
     limits = {
@@ -129,7 +129,7 @@ def _check_tenant(name: str) -> None:
 
 
 def _place() -> str:
-    from ingest.keys import OPEN
+    from penstock.ingest.keys import OPEN
 
     place = load(AdmissionSettings).keys
     if place in {"", OPEN}:
@@ -138,7 +138,7 @@ def _place() -> str:
 
 
 def _read() -> "Book":
-    from ingest.keys import IN_REDIS, Book, read_book, read_redis
+    from penstock.ingest.keys import IN_REDIS, Book, read_book, read_redis
 
     place = _place()
     if place == IN_REDIS:
@@ -150,7 +150,7 @@ def _read() -> "Book":
 
 def _change(in_file: Callable[["Book"], None], in_redis: Callable[["redis.Redis"], object]) -> None:
     """In a file: read, change and replace it, one process at a time."""
-    from ingest.keys import IN_REDIS, write_book
+    from penstock.ingest.keys import IN_REDIS, write_book
 
     place = _place()
     if place == IN_REDIS:

@@ -20,8 +20,8 @@ from penstock.status import worker_status
 from penstock.transport import urls_of
 
 if TYPE_CHECKING:
-    from kvstore.tiers.contract import Entry
-    from kvstore.tools import Place
+    from penstock.kvstore.tiers.contract import Entry
+    from penstock.kvstore.tools import Place
 
 app = typer.Typer(help="The KV store: what is in its tiers, and whether it is whole.", no_args_is_help=True)
 
@@ -73,7 +73,7 @@ def verify(
     """Read and check every block: header, key, and checksum of the content. Exit code 1 if any is damaged."""
     num_checked = num_bytes = num_damaged = num_removed = 0
     with places(tier) as found, progress() as bar:
-        from kvstore.tools import look_at, removed
+        from penstock.kvstore.tools import look_at, removed
 
         for place in found:
             entries = place.entries()
@@ -129,7 +129,7 @@ def evict(
 
 def remove_all(chosen: "list[tuple[Place, list[Entry]]]") -> int:
     """Remove the blocks chosen in each tier; how many there were."""
-    from kvstore.tools import removed
+    from penstock.kvstore.tools import removed
 
     num_removed = 0
     with progress() as bar:
@@ -145,12 +145,12 @@ def remove_all(chosen: "list[tuple[Place, list[Entry]]]") -> int:
 def places(tier: TierName | None = None) -> "Iterator[list[Place]]":
     """The tiers there are. Raises `KVStoreError` if there is none (of that name), or `DependencyMissing`."""
     try:
-        from kvstore.tools import open_places
+        from penstock.kvstore.tools import open_places
     except ImportError as error:
         raise DependencyMissing(
             f"penstock kv needs xxhash: pip install xxhash, or 'penstock[worker]' ({error})"
         ) from None
-    logging.getLogger("kvstore").setLevel(logging.ERROR)  # what does not answer is told here
+    logging.getLogger("penstock.kvstore").setLevel(logging.ERROR)  # what does not answer is told here
     addresses = load(Addresses)
     with ExitStack() as stack:
         urls = urls_of(addresses.kv_url or addresses.stream_url)

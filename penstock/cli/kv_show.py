@@ -12,8 +12,8 @@ from penstock.errors import KVStoreError
 from penstock.names import STAGES
 
 if TYPE_CHECKING:
-    from kvstore.tiers.contract import Entry
-    from kvstore.tools import Finding, Place
+    from penstock.kvstore.tiers.contract import Entry
+    from penstock.kvstore.tools import Finding, Place
 
 SUMMED = ("hits", "misses", "damaged", "evictions", "refused", "errors", "bytes_read", "bytes_written")
 TIERS = ("pool", "shared", "disk", "redis")
@@ -116,7 +116,7 @@ def _table(first: str, *others: str) -> Table:
 
 def print_block(console: Console, place: "Place", entry: "Entry") -> bool:
     """One block in one tier; whether it is damaged."""
-    from kvstore.tools import codec_name, look_at
+    from penstock.kvstore.tools import codec_name, look_at
 
     finding = look_at(place, entry.key)
     if finding is None:

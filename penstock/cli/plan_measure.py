@@ -10,8 +10,8 @@ from penstock.plan.rates import Batch, Rates
 from penstock.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
-    from engine.sequence import Sequence
+    from penstock.engine.engine import Engine
+    from penstock.engine.sequence import Sequence
 
 LEAST_S, LEAST_ROUNDS = 0.5, 3
 """Each figure is measured for so long, and over so many prompts or steps at least, after one that warms up."""
@@ -23,7 +23,7 @@ def measure(settings: EngineSettings, num_prompt: int) -> Rates:
     Raises `ModelLoadError`, `DependencyMissing`.
     """
     try:
-        from engine.engine import Engine
+        from penstock.engine.engine import Engine
     except ImportError as error:
         raise DependencyMissing(f"--measure needs pip install 'penstock[worker]' ({error})") from None
     engine = Engine.open(settings)
@@ -77,7 +77,7 @@ def _decode(engine: "Engine", seqs: list["Sequence"], max_new: int) -> float:
 
 
 def _add(engine: "Engine", num_seqs: int, num_prompt: int, max_new: int) -> list["Sequence"]:
-    from engine.sequence import Sequence
+    from penstock.engine.sequence import Sequence
 
     prompt = [at * 7 % engine.model.vocab_size for at in range(num_prompt)]
     greedy = Sampling(temperature=0.0)

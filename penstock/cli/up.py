@@ -29,7 +29,7 @@ def data_directory() -> Path:
 
 def kv_environment() -> dict[str, str]:
     """Where the workers keep KV: where `penstock kv` looks, and on disk too."""
-    from kvstore.arena.file import arena_directory
+    from penstock.kvstore.arena.file import arena_directory
 
     settings = load(KVSettings)
     disk_mb = settings.disk_mb if "disk_mb" in settings.model_fields_set else DISK_MB
@@ -39,7 +39,7 @@ def kv_environment() -> dict[str, str]:
 @contextmanager
 def memory_freed(pipeline: str) -> Iterator[None]:
     """Give the workers' shared memory back afterwards: what is on disk stays."""
-    from kvstore.arena.file import find_arenas, remove_arena
+    from penstock.kvstore.arena.file import find_arenas, remove_arena
 
     try:
         yield

@@ -13,7 +13,7 @@ from penstock.reach import redis_client, replies_to
 from penstock.settings import Addresses, load
 
 if TYPE_CHECKING:
-    from ingest.metering import Sums
+    from penstock.ingest.metering import Sums
 
 
 def usage(
@@ -22,7 +22,7 @@ def usage(
     as_json: Annotated[bool, typer.Option("--json", help="For programs: by day, then by tenant.")] = False,
 ) -> None:
     """Requests and tokens of each tenant. A gateway counts them as results come."""
-    from ingest.metering import total
+    from penstock.ingest.metering import total
 
     found = _read(days)
     if as_json:
@@ -39,7 +39,7 @@ def usage(
 
 def _read(days: int) -> "dict[str, dict[str, Sums]]":
     """By day, then by tenant; days without any are left out."""
-    from ingest.metering import day_keys, last_days, sums_of
+    from penstock.ingest.metering import day_keys, last_days, sums_of
 
     addresses, wanted = load(Addresses), last_days(days)
     with redis_client(addresses.first_url) as client, client.pipeline(transaction=False) as batch:
@@ -49,7 +49,7 @@ def _read(days: int) -> "dict[str, dict[str, Sums]]":
 
 
 def _table(rows: "list[tuple[str, str, Sums]]", *, by_day: bool) -> Table:
-    from ingest.metering import COUNTERS
+    from penstock.ingest.metering import COUNTERS
 
     table = Table(*(["day"] if by_day else []), "tenant", box=None, pad_edge=False)
     for name in COUNTERS:

@@ -74,13 +74,13 @@ def _work(
     stack: contextlib.ExitStack,
 ) -> None:
     try:
-        from decode_worker.role import DecodeRole
-        from engine.engine import Engine
-        from engine.limits import max_length
-        from kvstore.store import KVStore, Layout
+        from penstock.decode_worker.role import DecodeRole
+        from penstock.engine.engine import Engine
+        from penstock.engine.limits import max_length
+        from penstock.kvstore.store import KVStore, Layout
+        from penstock.prefill_worker.ahead import Ahead
+        from penstock.prefill_worker.role import PrefillRole
         from penstock.worker.worker import Worker
-        from prefill_worker.ahead import Ahead
-        from prefill_worker.role import PrefillRole
     except ImportError as error:
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
     from penstock.record import connect_servers, record_on

@@ -11,8 +11,8 @@ time. Nothing waits behind a delivery that is kept: what is done out of order is
 than its inbox lets wait.
 
 A worker that dies says nothing. So who was claimed a few times without a new token begins as a suspect, computed alone
-(`engine.quarantine`), and a worker has one such request at a time: if that is the one that kills workers, it takes no
-other's attempts with it.
+(`penstock.engine.quarantine`), and a worker has one such request at a time: if that is the one that kills workers, it
+takes no other's attempts with it.
 """
 
 import traceback

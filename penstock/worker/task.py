@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from engine.engine import Engine
-from engine.sequence import Sequence, State
-from engine.text import OutputState
-from kvstore.connector import Blocks, KVConnector
 from penstock import tracing
 from penstock.bus.contract import Delivery, Outgoing
+from penstock.engine.engine import Engine
+from penstock.engine.sequence import Sequence, State
+from penstock.engine.text import OutputState
 from penstock.errors import RequestError, RequestTooLarge
+from penstock.kvstore.connector import Blocks, KVConnector
 from penstock.messages import EndEvent, FinishReason, Job, Request, TokenEvent, now_s
 from penstock.names import PriorityClass, Stage
 from penstock.record import Claim, Waiting

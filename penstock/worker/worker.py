@@ -35,16 +35,16 @@ from functools import partial
 
 import redis
 
-from engine.engine import Sampled
-from engine.sequence import State
-from engine.token_text import token_texts
-from kvstore.connector import KVConnector, Loaded, Stored
-from kvstore.store import KVStore
 from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.letters import dead_message
+from penstock.engine.engine import Sampled
+from penstock.engine.sequence import State
+from penstock.engine.token_text import token_texts
 from penstock.errors import AttemptsExhausted, Cancelled, IdConflict, InvalidRequest, RequestError, SequenceFailed
 from penstock.failpoints import failpoint, stage_failpoint
+from penstock.kvstore.connector import KVConnector, Loaded, Stored
+from penstock.kvstore.store import KVStore
 from penstock.messages import DEFAULT_MAX_TOKENS, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, News, Record, Sessions, Waiting

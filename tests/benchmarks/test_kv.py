@@ -10,10 +10,10 @@ from benchmarks.prefix import speedups
 from benchmarks.prefix_first import First
 from benchmarks.prefix_hits import BLOCK, TENANTS, Asked, Infinite, Seen, offline, workload
 from benchmarks.soak import leaks
-from kvstore.arena.layout import WRITING
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.shared import SharedTier
-from kvstore.tools import Place
+from penstock.kvstore.arena.layout import WRITING
+from penstock.kvstore.tiers.disk import DiskTier
+from penstock.kvstore.tiers.shared import SharedTier
+from penstock.kvstore.tools import Place
 from penstock.messages import Timings
 
 PREFIX = list(range(100, 100 + 2 * BLOCK))

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore import steps
+from penstock.kvstore import steps
 from tests.kvstore.small_disk import ALONE
 
 SIZE_MB, BUDGET_MB = 16, 64

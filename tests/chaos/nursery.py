@@ -124,8 +124,9 @@ class Forked:
 # In the nursery's process.
 
 IMPORTED = (
-    "confluent_kafka", "decode_worker.role", "penstock.bus.kafka_member", "penstock.bus.streams_member",
-    "penstock.cli.main", "penstock.cli.worker", "prefill_worker.role", "transformers.models.auto.modeling_auto",
+    "confluent_kafka", "penstock.decode_worker.role", "penstock.bus.kafka_member", "penstock.bus.streams_member",
+    "penstock.cli.main", "penstock.cli.worker", "penstock.prefill_worker.role",
+    "transformers.models.auto.modeling_auto",
 )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import Sampled
 from penstock.client import Client
+from penstock.engine.engine import Sampled
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
 from penstock.record import scripts

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import steps
-from kvstore.tiers.disk import DiskTier
 from penstock.client import Client
 from penstock.errors import DeadlineExceeded
+from penstock.kvstore import steps
+from penstock.kvstore.tiers.disk import DiskTier
 from penstock.local.processes import wait_until
 from penstock.local.stack import Worker
 from penstock.messages import now_s

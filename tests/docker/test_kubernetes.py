@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from ingest.gateway.health import router
+from penstock.ingest.gateway.health import router
 from tests.docker.files import DOCKER, check_settings, manifest, manifests, megabytes
 from tests.docker.queries import scaling_queries, wrong_names
 

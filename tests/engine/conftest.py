@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from engine.model import DEMO_MODEL, LoadedModel, load
+from penstock.engine.model import DEMO_MODEL, LoadedModel, load
 from penstock.settings import EngineSettings
 
 

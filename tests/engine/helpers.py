@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from engine import hooks
-from engine.engine import Engine
-from engine.handover import landed, taken
-from engine.landing import Landing
-from engine.model import LoadedModel
-from engine.sequence import Sequence
+from penstock.engine import hooks
+from penstock.engine.engine import Engine
+from penstock.engine.handover import landed, taken
+from penstock.engine.landing import Landing
+from penstock.engine.model import LoadedModel
+from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import hooks
-from engine.cuda import trial, varlen
-from engine.engine import Engine
-from engine.landing import Quay
-from engine.model import LoadedModel
-from engine.storage import KVStorage
+from penstock.engine import hooks
+from penstock.engine.cuda import trial, varlen
+from penstock.engine.engine import Engine
+from penstock.engine.landing import Quay
+from penstock.engine.model import LoadedModel
+from penstock.engine.storage import KVStorage
 from penstock.settings import EngineSettings
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from engine.model import DEMO_MODEL, load
-from engine.module import num_bytes
+from penstock.engine.model import DEMO_MODEL, load
+from penstock.engine.module import num_bytes
 from penstock.settings import EngineSettings
 
 

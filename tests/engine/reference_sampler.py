@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler import Draw, uniform
+from penstock.engine.sampler import Draw, uniform
 
 f32 = np.float32
 

@@ -3,10 +3,10 @@
 import struct
 from collections.abc import Callable
 
-from engine.landing import Landing, Quay
-from engine.pool import BlockPool
-from engine.scheduler import Plan, Scheduler
-from engine.sequence import Sequence, State
+from penstock.engine.landing import Landing, Quay
+from penstock.engine.pool import BlockPool
+from penstock.engine.scheduler import Plan, Scheduler
+from penstock.engine.sequence import Sequence, State
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import keys_of, sequence
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import library
-from engine.kernels.library import AttentionArgs, Library, Segment, WriteArgs
+from penstock.engine.kernels import library
+from penstock.engine.kernels.library import AttentionArgs, Library, Segment, WriteArgs
 from penstock.errors import SettingsError
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="the native kernels are not built")

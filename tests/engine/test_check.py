@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import Batch
-from engine.check import check
-from engine.engine import Engine
-from engine.model import DEMO_MODEL, LoadedModel, load
-from engine.shrink import CannotShrink
-from engine.storage import KVStorage
+from penstock.engine.batch import Batch
+from penstock.engine.check import check
+from penstock.engine.engine import Engine
+from penstock.engine.model import DEMO_MODEL, LoadedModel, load
+from penstock.engine.shrink import CannotShrink
+from penstock.engine.storage import KVStorage
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from penstock.settings import EngineSettings
 from tests.engine.helpers import generate, handed_over, run, sequence
@@ -114,7 +114,7 @@ def test_wrong_positions_are_noticed(wrong_positions: None) -> None:
 def test_what_only_the_model_itself_shows_is_noticed(
     dtype: str, wrong_positions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.check.prove", lambda *args: None)
+    monkeypatch.setattr("penstock.engine.check.prove", lambda *args: None)
     with pytest.raises(EngineCheckFailed, match="other logits"):
         check(load(EngineSettings(dtype=dtype)), EngineSettings())
 
@@ -125,16 +125,16 @@ def test_a_model_that_cannot_be_shrunk_is_checked_itself(
     def cannot(config: Any) -> Any:
         raise CannotShrink("on purpose")
 
-    monkeypatch.setattr("engine.check.shrunk", cannot)
+    monkeypatch.setattr("penstock.engine.check.shrunk", cannot)
     with pytest.raises(EngineCheckFailed, match=r"'demo'.*other tokens"):
         check(load(EngineSettings()), EngineSettings())
 
 
 def test_a_copy_that_lost_a_kind_of_layer_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = iter([{"one", "another"}, {"one"}])
-    monkeypatch.setattr("engine.check.layer_kinds", lambda module: next(kinds))
+    monkeypatch.setattr("penstock.engine.check.layer_kinds", lambda module: next(kinds))
     proved: list[LoadedModel] = []
-    monkeypatch.setattr("engine.check.prove", lambda model, *args: proved.append(model))
+    monkeypatch.setattr("penstock.engine.check.prove", lambda model, *args: proved.append(model))
     demo = load(EngineSettings())
     check(demo, EngineSettings())
     assert proved == [demo]

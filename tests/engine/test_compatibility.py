@@ -10,14 +10,14 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.masking_utils import causal_mask_function
 
-from engine import compatibility, masks
-from engine.batch import Batch
-from engine.compatibility import ARCHITECTURES, judge, row
-from engine.model import LoadedModel
-from engine.proof import Answers, answers, prove
-from engine.shrink import CannotShrink, shrunk
-from engine.storage import KVStorage
-from engine.tiny import build, layer_kinds
+from penstock.engine import compatibility, masks
+from penstock.engine.batch import Batch
+from penstock.engine.compatibility import ARCHITECTURES, judge, row
+from penstock.engine.model import LoadedModel
+from penstock.engine.proof import Answers, answers, prove
+from penstock.engine.shrink import CannotShrink, shrunk
+from penstock.engine.storage import KVStorage
+from penstock.engine.tiny import build, layer_kinds
 from penstock.errors import EngineCheckFailed
 from penstock.settings import EngineSettings
 

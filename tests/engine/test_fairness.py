@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from engine.fairness import FairQueue
-from engine.scheduler import AGING_STEPS
-from engine.sequence import State
+from penstock.engine.fairness import FairQueue
+from penstock.engine.scheduler import AGING_STEPS
+from penstock.engine.sequence import State
 from tests.engine.schedules import Dummy, seq_of
 
 # Tenants

@@ -14,16 +14,16 @@ import pytest
 import torch
 import transformers
 
-from engine import accelerate
-from engine import model as loading
-from engine.accelerate import speed_up
-from engine.kernels import library
-from engine.model import load
+from penstock.engine import accelerate
+from penstock.engine import model as loading
+from penstock.engine.accelerate import speed_up
+from penstock.engine.kernels import library
+from penstock.engine.model import load
 from penstock.settings import EngineSettings
 
 PRINT = """
 import sys
-from engine.model import load
+from penstock.engine.model import load
 from penstock.settings import EngineSettings
 print(load(EngineSettings(model=sys.argv[1])).fingerprint)
 """

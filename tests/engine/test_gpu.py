@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import Attended, Scores
-from engine.check import check
-from engine.cuda import trial
-from engine.cuda.copies import Staging
-from engine.cuda.decode import DecodeGraphs, HostRows
-from engine.cuda.varlen import bucket, parts_of
-from engine.engine import Engine
-from engine.handover import taken
-from engine.masks import MaskRule, visible_of, window_of
-from engine.model import LoadedModel, load
-from engine.sequence import Sequence
-from engine.storage import LayerShape
+from penstock.engine.attention import Attended, Scores
+from penstock.engine.check import check
+from penstock.engine.cuda import trial
+from penstock.engine.cuda.copies import Staging
+from penstock.engine.cuda.decode import DecodeGraphs, HostRows
+from penstock.engine.cuda.varlen import bucket, parts_of
+from penstock.engine.engine import Engine
+from penstock.engine.handover import taken
+from penstock.engine.masks import MaskRule, visible_of, window_of
+from penstock.engine.model import LoadedModel, load
+from penstock.engine.sequence import Sequence
+from penstock.engine.storage import LayerShape
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
 from tests.engine.helpers import handed_over, land, run, sequence

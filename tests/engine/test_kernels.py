@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from engine.kernels import build, library
-from engine.kernels.library import Library
-from engine.kernels.norm import NativeNorm
-from engine.kernels.packed import Activation, PackedEmbedding, PackedLinears
+from penstock.engine.kernels import build, library
+from penstock.engine.kernels.library import Library
+from penstock.engine.kernels.norm import NativeNorm
+from penstock.engine.kernels.packed import Activation, PackedEmbedding, PackedLinears
 from penstock.errors import SettingsError
 
 HEADER = Path(__file__).parent / "emulated_tiles.h"

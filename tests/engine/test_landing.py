@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.accelerate import speed_up
-from engine.engine import Engine
-from engine.handover import landed, taken
-from engine.kernels import library
-from engine.model import LoadedModel, load
-from engine.sequence import Sequence, State
+from penstock.engine.accelerate import speed_up
+from penstock.engine.engine import Engine
+from penstock.engine.handover import landed, taken
+from penstock.engine.kernels import library
+from penstock.engine.model import LoadedModel, load
+from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
 from tests.engine.helpers import keys_of, land, run, sequence

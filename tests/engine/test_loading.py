@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from engine.memory import available_bytes
-from engine.model import load
-from engine.weights import MappedWeights
+from penstock.engine.memory import available_bytes
+from penstock.engine.model import load
+from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.local.processes import free_port
 from penstock.settings import EngineSettings

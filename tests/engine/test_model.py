@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from engine.engine import Engine
-from engine.limits import max_length
-from engine.model import LoadedModel, load
+from penstock.engine.engine import Engine
+from penstock.engine.limits import max_length
+from penstock.engine.model import LoadedModel, load
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
 from penstock.settings import EngineSettings
 from tests.engine.helpers import sequence

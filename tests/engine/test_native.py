@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine import accelerate
-from engine.accelerate import speed_up
-from engine.engine import Engine
-from engine.kernels import library
-from engine.kernels.norm import NativeNorm
-from engine.kernels.packed import PackedEmbedding, PackedLinear
-from engine.layer import NativeLayer
-from engine.masks import is_interval
-from engine.model import LoadedModel, load
-from engine.sequence import Sequence
+from penstock.engine import accelerate
+from penstock.engine.accelerate import speed_up
+from penstock.engine.engine import Engine
+from penstock.engine.kernels import library
+from penstock.engine.kernels.norm import NativeNorm
+from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear
+from penstock.engine.layer import NativeLayer
+from penstock.engine.masks import is_interval
+from penstock.engine.model import LoadedModel, load
+from penstock.engine.sequence import Sequence
 from penstock.errors import SequenceFailed
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
@@ -169,7 +169,7 @@ def test_a_step_that_failed_can_be_tried_again(fast: LoadedModel, monkeypatch: p
     engine.add(seq)
     engine.step()
     with monkeypatch.context() as broken:
-        broken.setattr("engine.engine.logprobs", lambda *args: 1 / 0)
+        broken.setattr("penstock.engine.engine.logprobs", lambda *args: 1 / 0)
         with pytest.raises(SequenceFailed, match="ZeroDivisionError"):
             engine.step()
     while engine.has_work():

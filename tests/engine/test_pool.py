@@ -3,7 +3,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.pool import BlockPool
+from penstock.engine.pool import BlockPool
 
 
 def test_blocks_are_kept_for_their_keys_until_the_space_is_needed() -> None:

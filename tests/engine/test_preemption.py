@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from engine.engine import Engine
-from engine.handover import landed, taken
-from engine.model import LoadedModel
-from engine.sequence import Sequence, State
+from penstock.engine.engine import Engine
+from penstock.engine.handover import landed, taken
+from penstock.engine.model import LoadedModel
+from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
 from penstock.names import CLASSES
 from penstock.settings import EngineSettings

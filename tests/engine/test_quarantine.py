@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Batch
-from engine.engine import Engine
-from engine.model import LoadedModel
-from engine.sequence import Sequence, State
+from penstock.engine.batch import Batch
+from penstock.engine.engine import Engine
+from penstock.engine.model import LoadedModel
+from penstock.engine.sequence import Sequence, State
 from penstock.errors import ModelError, OutOfMemory, SequenceFailed
 from penstock.settings import EngineSettings
 from tests.engine.helpers import keys_of, run, sequence

@@ -1,8 +1,8 @@
 import pytest
 
-from engine.engine import Engine
-from engine.model import LoadedModel, load
-from engine.rates import FIRST_S, HALF_LIFE_TOKENS, PrefillRate, first_rate
+from penstock.engine.engine import Engine
+from penstock.engine.model import LoadedModel, load
+from penstock.engine.rates import FIRST_S, HALF_LIFE_TOKENS, PrefillRate, first_rate
 from penstock.settings import EngineSettings
 from tests.engine.helpers import run, sequence
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.sampler import Draw, logprobs, sample, uniform
+from penstock.engine.sampler import Draw, logprobs, sample, uniform
 from penstock.messages import MIN_LOGPROB, Sampling
 from tests.engine.reference_sampler import reference_token
 

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.cost import StepCost
-from engine.landing import Landing, Lent
-from engine.sequence import State
+from penstock.engine.cost import StepCost
+from penstock.engine.landing import Landing, Lent
+from penstock.engine.sequence import State
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import keys_of, sequence
 from tests.engine.schedules import SIZE, Dummy, kv_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.sequence import Sequence, State
+from penstock.engine.sequence import Sequence, State
 from tests.engine.schedules import SIZE, Dummy, seq_of
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.cost import StepCost, Try, measure_cost
-from engine.engine import Engine
-from engine.model import LoadedModel
-from engine.sequence import Sequence, State
-from engine.share import SHARE, Share
+from penstock.engine.cost import StepCost, Try, measure_cost
+from penstock.engine.engine import Engine
+from penstock.engine.model import LoadedModel
+from penstock.engine.sequence import Sequence, State
+from penstock.engine.share import SHARE, Share
 from penstock.names import PriorityClass
 from penstock.settings import EngineSettings
 from tests.engine.helpers import run, sequence
@@ -22,7 +22,7 @@ PATIENCE = 32
 @pytest.fixture(autouse=True)
 def less_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a test grows with the square of its steps."""
-    monkeypatch.setattr("engine.scheduler.PATIENCE", PATIENCE)
+    monkeypatch.setattr("penstock.engine.scheduler.PATIENCE", PATIENCE)
 
 
 def _dummy(cost: StepCost | None = COST, num_blocks: int = 2000, max_batch: int = 32) -> Dummy:

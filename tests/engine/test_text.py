@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from engine.model import LoadedModel
-from engine.text import OutputState
+from penstock.engine.model import LoadedModel
+from penstock.engine.text import OutputState
 from penstock.messages import FinishReason, Sampling
 
 EOS = frozenset({1})

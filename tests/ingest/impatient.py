@@ -1,6 +1,6 @@
 """`penstock`, but an answer of a batch that is silent is asked for again soon."""
 
-from ingest.batch import answer
+from penstock.ingest.batch import answer
 from tests.forked import run_penstock
 
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from ingest.metering import meter_forever
 from penstock import failpoints
+from penstock.ingest.metering import meter_forever
 from penstock.settings import Addresses, FaultSettings, load
 
 

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import redis
 
-from ingest.gateway import accept as accepting
-from ingest.gateway.accept import Wishes, accept
-from ingest.gateway.card import Cards
-from ingest.gateway.errors import ApiError
-from ingest.gateway.sse import Feed
-from ingest.gateway.state import Gateway
-from ingest.gateway.streaming import whole
-from ingest.openai import ENDPOINTS
-from ingest.openai.endpoint import Card
-from ingest.openai.places import Places
-from ingest.tenants import Caller
 from penstock import lag, status
 from penstock.aio import AsyncClient
 from penstock.bus.streams import StreamsBus
 from penstock.client import Client, make_request
 from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError
+from penstock.ingest.gateway import accept as accepting
+from penstock.ingest.gateway.accept import Wishes, accept
+from penstock.ingest.gateway.card import Cards
+from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.gateway.sse import Feed
+from penstock.ingest.gateway.state import Gateway
+from penstock.ingest.gateway.streaming import whole
+from penstock.ingest.openai import ENDPOINTS
+from penstock.ingest.openai.endpoint import Card
+from penstock.ingest.openai.places import Places
+from penstock.ingest.tenants import Caller
 from penstock.lag import LagWatch
 from penstock.messages import MAX_REQUEST_BYTES, Request, decode, now_s
 from penstock.names import Pipeline, card_key, rate_key

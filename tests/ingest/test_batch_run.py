@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ingest.batch.journal import Journal, JournalError
+from penstock.ingest.batch.journal import Journal, JournalError
 from penstock.local.processes import Child, start_child, wait_until
 from penstock.local.stack import Stack
 from tests.ingest.batch_files import each_once, finished, lines, read_file, result_ids, row, run_of

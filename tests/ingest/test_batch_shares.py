@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from ingest.batch import runner as runner_module
-from ingest.batch import work
-from ingest.batch.batches import Batches, Birth, place
-from ingest.batch.objects import Objects
-from ingest.batch.runner import BatchRunner
-from ingest.batch.shapes import NewBatch
-from ingest.batch.store import FileStore
-from ingest.batch.work import Work, make_places
-from ingest.tenants import Caller
 from penstock.aio import AsyncClient
+from penstock.ingest.batch import runner as runner_module
+from penstock.ingest.batch import work
+from penstock.ingest.batch.batches import Batches, Birth, place
+from penstock.ingest.batch.objects import Objects
+from penstock.ingest.batch.runner import BatchRunner
+from penstock.ingest.batch.shapes import NewBatch
+from penstock.ingest.batch.store import FileStore
+from penstock.ingest.batch.work import Work, make_places
+from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.reach import async_redis_client

@@ -18,16 +18,16 @@ from typing import Literal
 import pytest
 from obstore.store import MemoryStore
 
-from ingest.batch import batches as batches_module
-from ingest.batch import ids
-from ingest.batch.batches import Batches
-from ingest.batch.lines import MAX_LINE_BYTES, PIECE, BadLine, check, split
-from ingest.batch.objects import Objects
-from ingest.batch.parts import Parts
-from ingest.batch.shapes import BatchState, NewBatch
-from ingest.batch.store import FileStore, content_path
-from ingest.gateway.errors import ApiError
-from ingest.tenants import Caller
+from penstock.ingest.batch import batches as batches_module
+from penstock.ingest.batch import ids
+from penstock.ingest.batch.batches import Batches
+from penstock.ingest.batch.lines import MAX_LINE_BYTES, PIECE, BadLine, check, split
+from penstock.ingest.batch.objects import Objects
+from penstock.ingest.batch.parts import Parts
+from penstock.ingest.batch.shapes import BatchState, NewBatch
+from penstock.ingest.batch.store import FileStore, content_path
+from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.tenants import Caller
 from penstock.local.processes import free_port, start_child, wait_until_serving
 
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
@@ -174,7 +174,7 @@ async def test_a_file_too_large_leaves_nothing(objects: Objects) -> None:
 
 async def test_what_is_over_or_has_no_file_is_swept(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     files, now = FileStore(objects), time.time_ns()
-    monkeypatch.setattr("ingest.batch.ids.time.time_ns", lambda: now - 2 * 86_400 * 10**9)
+    monkeypatch.setattr("penstock.ingest.batch.ids.time.time_ns", lambda: now - 2 * 86_400 * 10**9)
     over = await files.save("t", "old.jsonl", "batch", pieces_of(b"old"), life_s=-1)
     kept = await files.save("t", "kept.jsonl", "batch", pieces_of(b"kept"))
     orphan, _ = await files.save_content("t", pieces_of(b"nobody's"))

@@ -11,12 +11,12 @@ from pathlib import Path
 import openai
 import pytest
 
-from ingest.batch.batches import Batches, place
-from ingest.batch.desk import Desk
-from ingest.batch.objects import Objects
-from ingest.batch.shapes import NewBatch
-from ingest.tenants import Caller
 from penstock.aio import AsyncClient
+from penstock.ingest.batch.batches import Batches, place
+from penstock.ingest.batch.desk import Desk
+from penstock.ingest.batch.objects import Objects
+from penstock.ingest.batch.shapes import NewBatch
+from penstock.ingest.tenants import Caller
 from penstock.local.processes import wait_until
 from penstock.local.stack import Stack
 from penstock.reach import async_redis_client

@@ -5,10 +5,10 @@ from typing import Any
 import httpx
 import pytest
 
-from ingest.gateway.app import create_app
-from ingest.gateway.errors import ApiError, api_error
-from ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, prompt_of
 from penstock.errors import PromptTooLong
+from penstock.ingest.gateway.app import create_app
+from penstock.ingest.gateway.errors import ApiError, api_error
+from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, prompt_of
 from penstock.settings import Addresses, GatewaySettings
 
 TURN = {"role": "user", "content": "hi"}

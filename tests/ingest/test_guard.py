@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from ingest.gateway.guard import Guard
+from penstock.ingest.gateway.guard import Guard
 from penstock.settings import GuardSettings
 
 

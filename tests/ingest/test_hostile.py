@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from ingest.keys import Book, write_book
-from ingest.tenants import TenantEntry, new_key
 from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing
+from penstock.ingest.keys import Book, write_book
+from penstock.ingest.tenants import TenantEntry, new_key
 from penstock.local.processes import Child, free_port, start_child, wait_until
 from penstock.messages import Request, Result, Usage, decode
 from penstock.names import Pipeline

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ingest import metering
-from ingest.metering import Meter, Sums, day_keys, day_of, last_days, sums_of
 from penstock.bus.connect import connect
 from penstock.bus.contract import Bus, Outgoing
 from penstock.cli.main import app
+from penstock.ingest import metering
+from penstock.ingest.metering import Meter, Sums, day_keys, day_of, last_days, sums_of
 from penstock.local.processes import Child, wait_until
 from penstock.messages import Result, Timings, Usage, now_s
 from penstock.names import Pipeline

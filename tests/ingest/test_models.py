@@ -2,7 +2,7 @@
 
 import uuid
 
-from ingest.gateway.models import Models
+from penstock.ingest.gateway.models import Models
 from penstock.names import Pipeline
 from penstock.reach import async_redis_client
 from penstock.worker import Heartbeat

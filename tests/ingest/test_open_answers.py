@@ -6,14 +6,14 @@ from typing import Any
 import openai
 import pytest
 
-from ingest.admission import expected_output
-from ingest.batch.answer import Terms, on_terms
-from ingest.gateway.errors import ApiError
-from ingest.openai import ENDPOINTS
-from ingest.openai.body import NO_LIMIT
-from ingest.openai.endpoint import Ask, cap_open
-from ingest.tenants import Caller
 from penstock.client import make_request
+from penstock.ingest.admission import expected_output
+from penstock.ingest.batch.answer import Terms, on_terms
+from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.openai import ENDPOINTS
+from penstock.ingest.openai.body import NO_LIMIT
+from penstock.ingest.openai.endpoint import Ask, cap_open
+from penstock.ingest.tenants import Caller
 from penstock.messages import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
 from tests.pipeline.workload import demo_model
 

@@ -8,8 +8,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from engine.engine import Engine
-from engine.sequence import Sequence
+from penstock.engine.engine import Engine
+from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 from tests.pipeline.workload import SETTINGS, demo_model
 

@@ -10,11 +10,11 @@ import httpx
 import pytest
 import redis
 
-from ingest.admission import Admission
-from ingest.keys import Book, write_book
-from ingest.shares import TICKET_S
-from ingest.tenants import Caller, TenantEntry, new_key
 from penstock.bus.connect import connect
+from penstock.ingest.admission import Admission
+from penstock.ingest.keys import Book, write_book
+from penstock.ingest.shares import TICKET_S
+from penstock.ingest.tenants import Caller, TenantEntry, new_key
 from penstock.lag import PipelineLag
 from penstock.local.processes import Child, free_port, wait_until
 from penstock.local.stack import Stack

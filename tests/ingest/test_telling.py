@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.gateway.errors import ApiError
-from ingest.gateway.sse import frames
-from ingest.openai import CHAT, COMPLETIONS, RESPONSES, Card, Endpoint, card_of
-from ingest.openai.places import Places
-from ingest.openai.telling import Telling, Told
 from penstock.errors import Cancelled, StreamDiverged
+from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.gateway.sse import frames
+from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Card, Endpoint, card_of
+from penstock.ingest.openai.places import Places
+from penstock.ingest.openai.telling import Telling, Told
 from penstock.messages import EndEvent, ErrorInfo, Logprobs, TokenEvent, TokenLogprob, Usage
 from penstock.names import START_HASH, roll
 from penstock.reader import Event

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ingest import keys
-from ingest.gateway.errors import ApiError
-from ingest.keys import Book, FileKeys, RedisKeys, read_book, source_of, write_book
-from ingest.tenants import Caller, Keyring, TenantEntry, new_key
 from penstock.cli.main import app
 from penstock.errors import BusUnavailable, SettingsError
+from penstock.ingest import keys
+from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.keys import Book, FileKeys, RedisKeys, read_book, source_of, write_book
+from penstock.ingest.tenants import Caller, Keyring, TenantEntry, new_key
 from penstock.local.processes import free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.names import KEYS_KEY, TENANTS_KEY

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from ingest.gateway.errors import ApiError
-from ingest.gateway.upload import Upload
+from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.gateway.upload import Upload
 
 KIND = "multipart/form-data; boundary=cut"
 FIELD = b'--cut\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'

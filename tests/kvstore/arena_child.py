@@ -11,11 +11,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from kvstore import steps
-from kvstore.arena.check import check_integrity
-from kvstore.arena.layout import W_DIRTY, Geometry
-from kvstore.block import Name
-from kvstore.tiers.shared import SharedTier
+from penstock.kvstore import steps
+from penstock.kvstore.arena.check import check_integrity
+from penstock.kvstore.arena.layout import W_DIRTY, Geometry
+from penstock.kvstore.block import Name
+from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, put, read
 from tests.kvstore.children import die, halt
 from tests.kvstore.small_disk import fill

@@ -5,8 +5,8 @@ import random
 import uuid
 from collections.abc import Callable, Sequence
 
-from kvstore.block import Block, Form, Name, Wanted, always
-from kvstore.tiers.contract import Tier
+from penstock.kvstore.block import Block, Form, Name, Wanted, always
+from penstock.kvstore.tiers.contract import Tier
 
 PAYLOAD_BYTES = 3000
 TAG = hashlib.sha256(b"a tenant").digest()[:16]

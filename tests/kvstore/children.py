@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvstore import steps
+from penstock.kvstore import steps
 from penstock.local.processes import Child, wait_until
 from tests.forked import fork
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.block import Form
-from kvstore.tiers.contract import Tier
+from penstock.kvstore.block import Form
+from penstock.kvstore.tiers.contract import Tier
 from penstock.local.valkey import ValkeyServer
 from tests.kvstore.places import Change, DiskPlace, Place, RedisPlace, SharedPlace
 from tests.servers import served

@@ -13,10 +13,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from kvstore.block import HEADER_BYTES, Name
-from kvstore.directory.layout import room
-from kvstore.tiers import disk
-from kvstore.tiers.disk import DiskTier
+from penstock.kvstore.block import HEADER_BYTES, Name
+from penstock.kvstore.directory.layout import room
+from penstock.kvstore.tiers import disk
+from penstock.kvstore.tiers.disk import DiskTier
 from penstock.local.processes import wait_until
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, new_names, put, read
 from tests.kvstore.children import die, halt

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import redis
 
-from kvstore.block import Form
-from kvstore.tiers.contract import Tier
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.shared import SharedTier
+from penstock.kvstore.block import Form
+from penstock.kvstore.tiers.contract import Tier
+from penstock.kvstore.tiers.disk import DiskTier
+from penstock.kvstore.tiers.redis import RedisTier
+from penstock.kvstore.tiers.shared import SharedTier
 from penstock.names import kv_key
 
 Change = Callable[[bytes], bytes]

@@ -1,7 +1,7 @@
 """What tests of the Redis tier share."""
 
-from kvstore.block import HEADER_BYTES, Form
-from kvstore.tiers.redis import RedisTier
+from penstock.kvstore.block import HEADER_BYTES, Form
+from penstock.kvstore.tiers.redis import RedisTier
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
 
 AMPLE = 2**24

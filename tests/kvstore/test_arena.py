@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.arena import growth
-from kvstore.arena.arena import Arena
-from kvstore.arena.check import check_integrity
-from kvstore.arena.file import arena_directory, find_arenas, open_in_use, remove_arena
-from kvstore.arena.layout import (
+from penstock.errors import KVStoreError
+from penstock.kvstore.arena import growth
+from penstock.kvstore.arena.arena import Arena
+from penstock.kvstore.arena.check import check_integrity
+from penstock.kvstore.arena.file import arena_directory, find_arenas, open_in_use, remove_arena
+from penstock.kvstore.arena.layout import (
     NEVER,
     NOBODY,
     W_ALLOCATED,
@@ -28,10 +29,9 @@ from kvstore.arena.layout import (
     W_NUM_READY,
     Geometry,
 )
-from kvstore.arena.locks import ALLOCATION, ByteLocks
-from kvstore.block import HEADER_BYTES, Form
-from kvstore.tiers.shared import SharedTier
-from penstock.errors import KVStoreError
+from penstock.kvstore.arena.locks import ALLOCATION, ByteLocks
+from penstock.kvstore.block import HEADER_BYTES, Form
+from penstock.kvstore.tiers.shared import SharedTier
 from penstock.local.processes import wait_until
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
 from tests.kvstore.small_disk import run_on_small_disk

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import steps
-from kvstore.arena.check import check_integrity
-from kvstore.arena.file import find_arenas, remove_arena
-from kvstore.arena.layout import W_ALLOCATED, W_DIRTY, WRITING
-from kvstore.tiers.shared import SharedTier
+from penstock.kvstore import steps
+from penstock.kvstore.arena.check import check_integrity
+from penstock.kvstore.arena.file import find_arenas, remove_arena
+from penstock.kvstore.arena.layout import W_ALLOCATED, W_DIRTY, WRITING
+from penstock.kvstore.tiers.shared import SharedTier
 from penstock.local.processes import Child
 from tests.kvstore import children
 from tests.kvstore.arena_child import FORM, NAMES, NUM_SLOTS, main, open_tier

@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.arena.check import check_integrity
-from kvstore.arena.layout import W_DIRTY, Geometry
-from kvstore.block import Name
-from kvstore.tiers.shared import SharedTier
+from penstock.kvstore.arena.check import check_integrity
+from penstock.kvstore.arena.layout import W_DIRTY, Geometry
+from penstock.kvstore.block import Name
+from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, make_form, read
 
 NUM_SLOTS = 4

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block import HEADER_BYTES, Form, Header, Name, tenant_salt, tenant_tag
 from penstock.errors import DamagedBlock
+from penstock.kvstore.block import HEADER_BYTES, Form, Header, Name, tenant_salt, tenant_tag
 
 KEY = hashlib.sha256(b"key").digest()
 MODEL = hashlib.sha256(b"model").digest()

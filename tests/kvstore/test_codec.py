@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstore.block import RAW
-from kvstore.codec import INT8, LOSSLESS, Codec, Codecs, Element, PayloadShape, codec_for
-from kvstore.codec.choice import EVERY, FIRST, SAMPLE_BYTES, Choice
-from kvstore.codec.contract import ELEMENT_BYTES
-from kvstore.codec.int8 import Int8, widened
-from kvstore.codec.lossless import Lossless
+from penstock.kvstore.block import RAW
+from penstock.kvstore.codec import INT8, LOSSLESS, Codec, Codecs, Element, PayloadShape, codec_for
+from penstock.kvstore.codec.choice import EVERY, FIRST, SAMPLE_BYTES, Choice
+from penstock.kvstore.codec.contract import ELEMENT_BYTES
+from penstock.kvstore.codec.int8 import Int8, widened
+from penstock.kvstore.codec.lossless import Lossless
 
 ELEMENTS: tuple[Element, ...] = get_args(Element)
 ROWS = ((3, 8), (2, 5), (4, 1))
@@ -226,7 +226,7 @@ PAYLOAD = memoryview(bytes(10**6))
 def choosing(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Choice]:
     """Makes a choice whose codec takes so many seconds for a megabyte, each way."""
     clock = [0.0]
-    monkeypatch.setattr("kvstore.codec.choice.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("penstock.kvstore.codec.choice.time.perf_counter", lambda: clock[0])
     return lambda seconds: Choice(Slow(clock, seconds))
 
 

@@ -11,9 +11,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.copying import UNIT, Pieces, copy_hashed, copy_hashed_in_pieces, hashed
-from kvstore.native import build, library
 from penstock import native
+from penstock.kvstore.copying import UNIT, Pieces, copy_hashed, copy_hashed_in_pieces, hashed
+from penstock.kvstore.native import build, library
 
 CopyHashed = Callable[[memoryview, memoryview], int]
 LARGE = 3 * 2**20
@@ -186,7 +186,7 @@ def test_a_library_of_another_version_is_left_out(
     monkeypatch.setattr(library, "LIBRARY", older)
     assert library.load.__wrapped__() is None
     assert "penstock_copy_piece" in caplog.text
-    assert "python -m kvstore.native.build" in caplog.text
+    assert "python -m penstock.kvstore.native.build" in caplog.text
 
 
 def test_it_builds_into_a_new_place(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvstore import cost
-from kvstore.cost import CostModel
+from penstock.kvstore import cost
+from penstock.kvstore.cost import CostModel
 
 
 class Clock:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.block import HEADER_BYTES, Name
-from kvstore.codec import PayloadShape, codec_for
-from kvstore.directory.layout import Layout, room
-from kvstore.tiers import disk
-from kvstore.tiers.disk import DiskTier
 from penstock.errors import KVStoreError
+from penstock.kvstore.block import HEADER_BYTES, Name
+from penstock.kvstore.codec import PayloadShape, codec_for
+from penstock.kvstore.directory.layout import Layout, room
+from penstock.kvstore.tiers import disk
+from penstock.kvstore.tiers.disk import DiskTier
 from penstock.local.processes import wait_until
 from tests.kvstore.blocks import (
     FORM,

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import steps
-from kvstore.block import HEADER_BYTES
-from kvstore.directory.files import Files
-from kvstore.tiers.disk import DiskTier
 from penstock.errors import KVStoreError
+from penstock.kvstore import steps
+from penstock.kvstore.block import HEADER_BYTES
+from penstock.kvstore.directory.files import Files
+from penstock.kvstore.tiers.disk import DiskTier
 from penstock.local.processes import Child, wait_until
 from tests.kvstore import children
 from tests.kvstore.blocks import PAYLOAD_BYTES, content, is_here, keys_of, new_names, put, read

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.directory.layout import room
-from kvstore.tiers import disk
-from kvstore.tiers.disk import DiskTier
+from penstock.kvstore.directory.layout import room
+from penstock.kvstore.tiers import disk
+from penstock.kvstore.tiers.disk import DiskTier
 from tests.kvstore.blocks import block, content, new_name, new_names, put, read
 from tests.kvstore.disk_child import BUDGET, FORM, NUM_ROOMS, open_tier
 from tests.kvstore.small_disk import run_on_small_disk

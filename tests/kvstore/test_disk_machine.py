@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.block import HEADER_BYTES, Name
-from kvstore.tiers.disk import DiskTier
+from penstock.kvstore.block import HEADER_BYTES, Name
+from penstock.kvstore.tiers.disk import DiskTier
 from tests.kvstore.blocks import TAG, block, content, make_form, read
 
 SIZES = [1, 2]

@@ -7,10 +7,10 @@ import sys
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvstore.block import Name, chain_keys, chain_root, tenant_salt, tenant_tag
-from kvstore.chain import Chain
-from kvstore.codec import PayloadShape
-from kvstore.store import KVStore, Layout
+from penstock.kvstore.block import Name, chain_keys, chain_root, tenant_salt, tenant_tag
+from penstock.kvstore.chain import Chain
+from penstock.kvstore.codec import PayloadShape
+from penstock.kvstore.store import KVStore, Layout
 from penstock.settings import KVSettings
 
 FINGERPRINT = "5a" * 32
@@ -101,7 +101,7 @@ GOLDEN = [
     "3855a8cbfe132cd95c8fc25f3bc4817f1568c9208bf3c7b3ee621995559c52a2",
 ]
 PROGRAM = f"""
-from kvstore.block import chain_keys, chain_root, tenant_salt
+from penstock.kvstore.block import chain_keys, chain_root, tenant_salt
 root = chain_root({FINGERPRINT!r}, tenant_salt("secret", "default"))
 print(*(key.hex() for key in chain_keys(root, [302, 17, 4, 2**31 - 1, 0], 2)))
 """

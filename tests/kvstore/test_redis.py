@@ -8,13 +8,13 @@ from itertools import combinations
 import pytest
 import redis
 
-from kvstore.block import HEADER_BYTES, Block, Name, Wanted
-from kvstore.codec import PayloadShape, codec_for
-from kvstore.codec.choice import Choice
-from kvstore.tiers import address as redis_address
-from kvstore.tiers import index as redis_index
-from kvstore.tiers import server as redis_server
-from kvstore.tiers.redis import RedisTier
+from penstock.kvstore.block import HEADER_BYTES, Block, Name, Wanted
+from penstock.kvstore.codec import PayloadShape, codec_for
+from penstock.kvstore.codec.choice import Choice
+from penstock.kvstore.tiers import address as redis_address
+from penstock.kvstore.tiers import index as redis_index
+from penstock.kvstore.tiers import server as redis_server
+from penstock.kvstore.tiers.redis import RedisTier
 from penstock.local.processes import wait_until
 from penstock.names import KV_INDEX, kv_key
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, make_form, new_names, put, read

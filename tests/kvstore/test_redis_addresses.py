@@ -11,10 +11,10 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from kvstore.block import Form, Wanted
-from kvstore.tiers import server as redis_server
-from kvstore.tiers.redis import RedisTier
 from penstock.errors import KVStoreError
+from penstock.kvstore.block import Form, Wanted
+from penstock.kvstore.tiers import server as redis_server
+from penstock.kvstore.tiers.redis import RedisTier
 from penstock.local.processes import wait_until
 from penstock.local.valkey import ValkeyServer
 from penstock.names import KV_INDEX, kv_key

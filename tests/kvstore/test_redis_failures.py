@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from kvstore.block import HEADER_BYTES
-from kvstore.tiers import server as redis_server
-from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.scripts import ALL
 from penstock.errors import KVStoreError
+from penstock.kvstore.block import HEADER_BYTES
+from penstock.kvstore.tiers import server as redis_server
+from penstock.kvstore.tiers.redis import RedisTier
+from penstock.kvstore.tiers.scripts import ALL
 from penstock.local.processes import free_port, wait_until
 from penstock.local.valkey import ValkeyServer
 from tests.kvstore.blocks import FORM, content, is_here, new_names, put, read

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import steps
-from kvstore.arena.check import check_integrity
-from kvstore.arena.layout import READY, Geometry
-from kvstore.block import HEADER_BYTES, Block
-from kvstore.tiers.shared import SharedTier
+from penstock.kvstore import steps
+from penstock.kvstore.arena.check import check_integrity
+from penstock.kvstore.arena.layout import READY, Geometry
+from penstock.kvstore.block import HEADER_BYTES, Block
+from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, new_name, new_names, put, read
 
 NUM_SLOTS = 4

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.block import HEADER_BYTES, Form, Name, Wanted
-from kvstore.tiers.contract import Tier
+from penstock.kvstore.block import HEADER_BYTES, Form, Name, Wanted
+from penstock.kvstore.tiers.contract import Tier
 from penstock.local.processes import wait_until
 from tests.kvstore.blocks import (
     FORM,

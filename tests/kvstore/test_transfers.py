@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.store import KVStore
-from kvstore.transfers import Fetch, Ship, Transfers
+from penstock.kvstore.store import KVStore
+from penstock.kvstore.transfers import Fetch, Ship, Transfers
 from penstock.local.processes import wait_until
 from penstock.settings import KVSettings
 from tests.kvstore.test_store import LAYOUT, PROMPT, expected, fill, names_of, read

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from ingest.keys import Book
-from ingest.tenants import new_key
+from penstock.ingest.keys import Book
+from penstock.ingest.tenants import new_key
 from penstock.local.processes import free_port, start_child, wait_until
 from penstock.local.stack import Stack
 from tests.chaos.proxy import Proxy

@@ -12,9 +12,9 @@ from typing import Self
 
 import redis
 
-from kvstore.block import HEADER_BYTES
-from kvstore.store import KVStore
-from kvstore.tiers.shared import SharedTier
+from penstock.kvstore.block import HEADER_BYTES
+from penstock.kvstore.store import KVStore
+from penstock.kvstore.tiers.shared import SharedTier
 from penstock.messages import Request
 from penstock.names import kv_key
 from penstock.settings import KVSettings

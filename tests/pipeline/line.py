@@ -3,19 +3,19 @@
 from types import TracebackType
 from typing import Self
 
-from decode_worker.role import DecodeRole
-from engine.engine import Engine
-from kvstore.store import KVStore, Layout
 from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing
+from penstock.decode_worker.role import DecodeRole
+from penstock.engine.engine import Engine
+from penstock.kvstore.store import KVStore, Layout
 from penstock.messages import Request, Result, decode
 from penstock.names import Pipeline, Stage
+from penstock.prefill_worker.role import PrefillRole
+from penstock.prefill_worker.tokenize import PromptReader
 from penstock.record import connect_servers, record_on
 from penstock.settings import Addresses, BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.worker import run_until_idle
 from penstock.worker.worker import Worker
-from prefill_worker.role import PrefillRole
-from prefill_worker.tokenize import PromptReader
 from tests.pipeline.workload import SETTINGS, demo_model
 
 PATIENT = BusSettings(transaction_timeout_s=60.0)

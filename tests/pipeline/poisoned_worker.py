@@ -9,10 +9,10 @@ import os
 import signal
 from typing import Any
 
-import engine.check
-from engine.batch import Batch
-from engine.engine import Engine
+import penstock.engine.check
 from penstock.cli.worker import run
+from penstock.engine.batch import Batch
+from penstock.engine.engine import Engine
 from penstock.names import Stage
 
 POISON = 499
@@ -36,7 +36,7 @@ def main(stage: Stage) -> None:
         return right(self, batch)
 
     Engine._forward = deadly  # type: ignore[method-assign]
-    engine.check.check = lambda *_: None  # other tests' matter, and nine starts are enough to wait for
+    penstock.engine.check.check = lambda *_: None  # other tests' matter, and nine starts are enough to wait for
     while True:
         pid = os.fork()
         if not pid:

@@ -13,17 +13,17 @@ from typing import TypeVar
 
 import pytest
 
-from engine.engine import Engine
-from engine.sequence import Sequence
-from engine.text import OutputState
 from penstock.client import Client
+from penstock.engine.engine import Engine
+from penstock.engine.sequence import Sequence
+from penstock.engine.text import OutputState
 from penstock.local.kafka import KafkaCluster, KafkaServer
 from penstock.local.processes import Child, wait_until
 from penstock.local.valkey import ReplicatedValkey, ValkeyServer
 from penstock.messages import Request, Result
+from penstock.prefill_worker.handoff import seed_of
 from penstock.reach import ANSWER_S
 from penstock.status import worker_status
-from prefill_worker.handoff import seed_of
 from tests.forked import ForkedStack
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.workload import SETTINGS, Answer, demo_model, requests

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.block import HEADER_BYTES
-from kvstore.tiers import shared
+from penstock.kvstore.block import HEADER_BYTES
+from penstock.kvstore.tiers import shared
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline

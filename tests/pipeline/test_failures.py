@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.batch import Batch
-from kvstore.chain import Chain
 from penstock import names
 from penstock.bus.connect import connect
 from penstock.bus.contract import Delivery, Outgoing
+from penstock.engine.batch import Batch
 from penstock.errors import REQUEST_ERRORS, KVStoreError
+from penstock.kvstore.chain import Chain
 from penstock.local.processes import Child, wait_until
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode
 from penstock.names import Pipeline, Stage

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.block import Wanted, chain_keys
-from kvstore.connector import Loaded, Stored
-from kvstore.store import KVStore
+from penstock.kvstore.block import Wanted, chain_keys
+from penstock.kvstore.connector import Loaded, Stored
+from penstock.kvstore.store import KVStore
 from penstock.messages import Request, Result, Sampling
 from penstock.names import Pipeline
 from penstock.settings import Addresses, KVSettings
@@ -152,7 +152,7 @@ def test_the_end_of_leases_hashes_no_prompt_again(line: Line, monkeypatch: pytes
         num_hashed += len(token_ids)
         return chain_keys(parent, token_ids, block_size)
 
-    monkeypatch.setattr("kvstore.chain.chain_keys", counted)
+    monkeypatch.setattr("penstock.kvstore.chain.chain_keys", counted)
     line.run_until(1)
     assert num_hashed <= GREEDY.max_tokens + 2 * BLOCK
     assert line.decode.record._appends._link._connection is not None

@@ -8,12 +8,12 @@ import pytest
 from penstock.local.processes import wait_until
 from penstock.messages import Request
 from penstock.names import Pipeline
+from penstock.prefill_worker.role import INLINE_BYTES, PrefillRole
+from penstock.prefill_worker.tokenize import PromptReader
 from penstock.record import Session
 from penstock.settings import Addresses, RecordSettings
 from penstock.worker import run_until_idle
 from penstock.worker.worker import Worker
-from prefill_worker.role import INLINE_BYTES, PrefillRole
-from prefill_worker.tokenize import PromptReader
 from tests.pipeline.line import Line
 from tests.pipeline.workload import alone, demo_model, requests
 

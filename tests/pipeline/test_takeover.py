@@ -13,10 +13,10 @@ from penstock.local.kafka import KafkaServer
 from penstock.local.processes import wait_until
 from penstock.messages import EndEvent, Request, Sampling, TokenEvent
 from penstock.names import Pipeline, Stage
+from penstock.prefill_worker.role import STEPS_AHEAD
 from penstock.settings import Addresses, BusSettings, RecordSettings
 from penstock.worker import run_until_idle
 from penstock.worker.worker import Worker
-from prefill_worker.role import STEPS_AHEAD
 from tests.forked import fork, run_penstock
 from tests.pipeline.line import Line
 from tests.pipeline.workload import SETTINGS, alone, requests

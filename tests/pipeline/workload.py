@@ -7,13 +7,13 @@ from functools import cache
 
 import torch
 
-from engine.engine import Engine
-from engine.model import LoadedModel, load
-from engine.sequence import Sequence
-from engine.text import OutputState
+from penstock.engine.engine import Engine
+from penstock.engine.model import LoadedModel, load
+from penstock.engine.sequence import Sequence
+from penstock.engine.text import OutputState
 from penstock.messages import Request, Sampling
+from penstock.prefill_worker.handoff import seed_of
 from penstock.settings import EngineSettings
-from prefill_worker.handoff import seed_of
 
 MAX_TOKENS = 24
 SETTINGS = EngineSettings(dtype="float32", device="cpu", max_step_tokens=128, pool_mb=64)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.resources import Resource
 from prometheus_client.parser import text_string_to_metric_families
 
-from ingest.gateway.figures import REFUSED, GatewayFigures
 from penstock.errors import PenstockError
+from penstock.ingest.gateway.figures import REFUSED, GatewayFigures
 from penstock.local.processes import free_port, wait_until
 from penstock.messages import EndEvent, Timings, Usage, now_s
 from penstock.names import CLASSES, STAGES

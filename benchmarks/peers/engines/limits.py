@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from engine.kernels import library
-from engine.kernels.packed import PackedLinears
+from penstock.engine.kernels import library
+from penstock.engine.kernels.packed import PackedLinears
 
 _READ_BYTES = 2**30
 _GEMM_SIZES = ((2048, 1024, 3072), (2048, 3072, 1024), (2048, 4096, 4096))

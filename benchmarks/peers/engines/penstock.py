@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.workload import MAX_BATCH, Request
-from engine.engine import Engine
-from engine.handover import landed, taken
-from engine.sequence import Sequence
+from penstock.engine.engine import Engine
+from penstock.engine.handover import landed, taken
+from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 from penstock.settings import EngineSettings
 

@@ -1,0 +1,170 @@
+"""What a request is in decode: a job, an answer that goes on at the end of its log, and in the end a result.
+
+The numbered steps, as in docs/structure.md (the loop is `penstock/worker/worker.py`):
+
+    6  a job is read, and what its log says is taken in; what is not in the KV store is computed again
+    7  the answer is decoded, a token a step
+    8  it ends
+    9  the result goes out
+"""
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Collection
+
+from opentelemetry.context import Context
+from pydantic import ValidationError
+
+from penstock import tracing
+from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
+from penstock.decode_worker.result import outgoing_result, result_of
+from penstock.engine.engine import Engine
+from penstock.engine.sequence import Sequence
+from penstock.engine.text import OutputState
+from penstock.errors import InternalError, RequestError
+from penstock.kvstore.connector import KVConnector
+from penstock.messages import EndEvent, ErrorInfo, Job, TokenEvent, Usage, decode, now_s, readable_id, readable_job
+from penstock.names import TENANT, Pipeline, PriorityClass, Stage
+from penstock.telemetry.genai import operation_in
+from penstock.worker import Held, Load, is_suspect, letters
+from penstock.worker.task import Completion, Task
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 3
+"""To take in a job costs a turn a millisecond or two."""
+
+
+class DecodeRole:
+    """One decode worker's."""
+
+    stage: Stage = "decode"
+    inline_bytes = MAX_MESSAGE_BYTES
+    hands_off = False
+    span = "settle"
+
+    def __init__(self, pipeline: Pipeline, engine: Engine) -> None:
+        self.pipeline, self.engine = pipeline, engine
+
+    # 6. Claim.
+
+    def identify(self, delivery: Delivery) -> Task | None:
+        """The request of a job; None where not even its id can be read."""
+        return self.read_message(delivery)
+
+    def read_message(self, delivery: Delivery) -> Task | None:
+        """The request of a job. Of one that cannot be read, only whose it is, and what is wrong; None where not even
+        that can be read.
+        """
+        error: RequestError | None = None
+        try:
+            job = decode(Job, delivery.value)
+        except RequestError as refused:
+            request_id = readable_id(delivery.value, delivery.key)
+            if request_id is None:
+                return None
+            job = _readable_part(delivery, request_id)
+            error = InternalError(f"its job cannot be read: {refused.code}: {refused}")
+        if error is None and job.error is not None:
+            error = job.error.exception()
+        elif error is None and not job.token_ids:
+            error = InternalError("a job without a prompt")
+        around = tracing.context_of(delivery.headers, tracing.about(self.pipeline, job.id, Context()))
+        operation = operation_in(delivery.headers)
+        task = Task(job.id, delivery, job, operation, job_name=job.job, token_ids=job.token_ids, error=error)
+        task.around = task.context = around
+        return task
+
+    def open_task(self, task: Task, kv: KVConnector) -> Sequence | None:
+        """All tokens that there are, and those to come; None where the log's last token ends the answer."""
+        job, model = _job_of(task), self.engine.model
+        # Prefill has cut it to its own room already; a pool that is smaller here cuts it once more.
+        sampling = self.engine.cut_max_tokens(job.sampling, len(job.token_ids))
+        task.message = job.model_copy(update={"sampling": sampling})
+        task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
+        for event in task.said:
+            task.finish = task.output.push(event.token)[1]
+        if task.finish is not None:
+            return None
+        task.blocks = kv.name_prompt(job.tenant, job.token_ids)
+        if task.blocks.prompt_key != job.last_block:
+            log.warning("%s: its KV is of another model or secret, computing it again", job.id)
+        return Sequence(
+            job.id,
+            job.token_ids,
+            sampling=sampling,
+            seed=job.seed,
+            max_new=sampling.max_tokens,
+            given=[event.token for event in task.said],
+            klass=job.klass,
+            tenant=job.tenant,
+            weight=job.weight,
+            suspect=is_suspect(task.claim),
+        )
+
+    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: Load) -> int:
+        """Of batch a few at once beside interactive ones, whose next tokens wait meanwhile."""
+        each, most = load.expected(klass, self.engine.settings.max_batch - len(tasks) - num_read)
+        if klass == "batch" and any(task.klass == "interactive" for task in tasks):
+            most = min(most, AT_ONCE)
+        return min(most, self.engine.room(klass, each)) if most > 0 else 0
+
+    # 8. End.
+
+    def end_of(self, task: Task) -> EndEvent:
+        """The end of the log, stamped now."""
+        job, num_tokens = _job_of(task), task.claim.num_tokens
+        # A job that carries an error was given up in prefill, and its end there, which Redis lost, said what was used.
+        is_prefilled = job.error is None or num_tokens > 0
+        usage = Usage(
+            prompt_tokens=len(job.token_ids) if is_prefilled else 0,
+            cached_tokens=job.cached_tokens if is_prefilled else 0,
+            completion_tokens=num_tokens,
+        )
+        timings = job.timings.model_copy(update={"decode_started": task.started_s, "finished": now_s()})
+        error = None if task.error is None else ErrorInfo.of(task.error)
+        return EndEvent(finish_reason=task.finish or "error", text=task.tail, usage=usage, timings=timings, error=error)
+
+    # 9. Settle.
+
+    def complete_task(self, task: Task) -> Completion | None:
+        """The result that its log stands for; None where the record was lost between the claim and the reading."""
+        job = _job_of(task)
+        events: list[TokenEvent | EndEvent] = [*task.said, task.end] if task.end is not None else task.claim.log
+        result = result_of(job, self.engine.model.name, events)
+        if result is None:
+            return None
+        outputs, dead = [outgoing_result(self.pipeline, result, tracing.headers_of(task.around))], []
+        if result.error is not None and (job.error is None or job.error.code != result.error.code):
+            error = task.error if task.end is not None and task.error is not None else result.error.exception()
+            dead = letters(self.pipeline, task.delivery, error, task.claim)
+        return Completion(outputs, dead, {})
+
+    # For the heartbeat.
+
+    def held(self, task: Task) -> Held:
+        """What it stands for in the heartbeat."""
+        pending = task.seq.num_pending - 1 if task.seq is not None and task.is_running else 0  # else it may be stored
+        sampling, num_said = _job_of(task).sampling, task.claim.num_tokens
+        left, open_said = sampling.max_tokens - num_said, num_said if sampling.fit_context else None
+        return Held(task.klass, task.is_running, max(0, pending), left, open_said)
+
+    def rates(self, load: Load) -> dict[str, object]:
+        """How fast prompts are computed, and answers decoded."""
+        return {"prompt_tokens_per_s": self.engine.rates(), "output_tokens_per_s": load.pace.tokens_per_s}
+
+
+def _readable_part(delivery: Delivery, request_id: str) -> Job:
+    """A job that cannot be read, as far as it can."""
+    # Its own name, as who can read it binds the request by that. Without one, the same whoever tries.
+    name = readable_job(delivery.value) or hashlib.sha256(delivery.value).hexdigest()
+    job = Job(id=request_id, job=name, klass=delivery.klass)
+    with contextlib.suppress(ValidationError):
+        job = Job(id=request_id, job=name, klass=delivery.klass, tenant=delivery.headers.get(TENANT, job.tenant))
+    return job
+
+
+def _job_of(task: Task) -> Job:
+    assert isinstance(task.message, Job), "a job that cannot be read has what could be"
+    return task.message

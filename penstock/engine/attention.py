@@ -1,0 +1,94 @@
+"""Attention in torch over the rows gathered from the pool: where no native kernel runs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from penstock.engine.gathered import Causal, Gathered, Mask, Masks
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made of queries and keys."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    """[heads]"""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """How a layer attended."""
+
+    heads: int
+    """Of its queries."""
+    scores: Scores
+    rule: object
+    """Its mask, as the model gave it."""
+    window: int | None
+    """A sliding window that it has beside that."""
+
+
+def attend_gathered(gathered: Gathered, qkv: QKV, masks: Masks, how: Scores) -> Tensor:
+    """Query [1, heads, T, size], K and V [1, kv heads, rows, size]; returns [1, T, heads, size of V]."""
+    query, key, value = qkv
+    outputs = []
+    if gathered.num_single:
+        outputs.append(_attend_single(gathered, qkv, masks.single, how))
+    for chunk, mask in zip(gathered.chunks, masks.chunks, strict=True):
+        part = (query[:, :, chunk.query], key[:, :, chunk.rows], value[:, :, chunk.rows])
+        outputs.append(_attend(part, mask, how)[0].transpose(0, 1))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+
+def _attend_single(gathered: Gathered, qkv: QKV, mask: Mask, how: Scores) -> Tensor:
+    """All sequences with one new token at once; returns [num_single, heads, size].
+
+    The query heads that share a KV head take the place of the query's length, so that no K or V is repeated.
+    """
+    query, key, value = qkv
+    q = query[0, :, : gathered.num_single].transpose(0, 1)
+    grouped = q.reshape(gathered.num_single, key.shape[1], -1, q.shape[-1])
+    return _attend((grouped, _by_sequence(gathered, key), _by_sequence(gathered, value)), mask, how).flatten(1, 2)
+
+
+def _by_sequence(gathered: Gathered, rows: Tensor) -> Tensor:
+    """The single-token sequences' part of [1, heads, rows, size] as [num_single, heads, single_len, size]."""
+    num, padded = gathered.num_single, gathered.single_padded
+    part = rows[0, :, : num * padded]
+    return part.view(len(part), num, padded, -1)[:, :, : gathered.single_len].transpose(0, 1)
+
+
+def _attend(qkv: QKV, mask: Mask, how: Scores) -> Tensor:
+    """Query [B, heads, T, size], K and V [B, kv heads, L, size]; returns [B, heads, T, size of V]."""
+    q, k, v = qkv
+    added, is_causal = (mask, False) if isinstance(mask, Tensor) else (None, mask is Causal.PLAIN)
+    if not how.softcap and how.sinks is None:
+        return scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=added,
+            is_causal=is_causal,
+            scale=how.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    repeats = q.shape[1] // k.shape[1]
+    scores = (q @ k.repeat_interleave(repeats, 1).transpose(2, 3)) * how.scale
+    if how.softcap:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
+    if is_causal:
+        scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=q.dtype, device=q.device).triu(1)
+    elif added is not None:
+        scores = scores + added
+    if how.sinks is not None:
+        # A sink takes its share of the probability and gives nothing. In `_attend_single` heads are rows.
+        sink = how.sinks.reshape(1, q.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink.to(scores.dtype)], -1)
+    probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
+    return probabilities @ v.repeat_interleave(repeats, 1)

@@ -1,0 +1,102 @@
+"""One step's batch as tensors: token ids, positions, and where new KV goes.
+
+Made once a step, before the forward pass; the layers only use it. What the native kernels want beside it is in
+`paged`, what a GPU's in `varlen`, what the torch path wants in `gathered`.
+"""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from penstock.engine.attention import Attended
+from penstock.engine.cuda.copies import to_device
+from penstock.engine.cuda.varlen import VarlenStep
+from penstock.engine.gathered import Gathered
+from penstock.engine.kernels.library import Library
+from penstock.engine.kernels.paged import PagedStep
+from penstock.engine.scheduler import Plan
+from penstock.engine.storage import KVStorage
+
+
+class Batch:
+    """The tensors of one step. `plan` is reordered: sequences with one token first, then chunks."""
+
+    def __init__(self, plan: Plan, block_size: int, device: torch.device) -> None:
+        self.plan = [*((seq, num) for seq, num in plan if num == 1), *((seq, num) for seq, num in plan if num > 1)]
+        self.sampled = [seq for seq, num in self.plan if num == seq.num_pending]
+        """Sequences whose next token this step decides."""
+        self.fresh_blocks: list[int] = []
+        """Blocks that this step begins and does not fill."""
+        self.num_attended = 0
+        """Layers whose attention came to the engine in this step."""
+        self.paged: PagedStep | None = None
+        """For layers whose attention the native kernels compute."""
+        self.varlen: VarlenStep | None = None
+        """For layers whose attention `varlen_attn` computes."""
+        self.given: dict[int, tuple[Tensor, Tensor]] = {}
+        """By layer: K and V as the cache gave them in this step."""
+        self.direct: dict[int, Attended] = {}
+        """Layers whose K and V came to attention just so, and how they attended to them."""
+        self._block_size, self._device = block_size, device
+        self._build()
+
+    def _build(self) -> None:
+        self._ids: list[int] = []
+        self._positions: list[int] = []
+        self._slot_blocks: list[int] = []
+        self._keep: list[int] = []
+        size = self._block_size
+        for seq, num in self.plan:
+            start, end = seq.num_computed, seq.num_computed + num
+            self._ids += seq.token_ids[start:end]
+            self._positions += range(start, end)
+            self._slot_blocks += [seq.blocks[position // size] for position in range(start, end)]
+            last = (end - 1) // size
+            if end % size and start <= last * size:
+                self.fresh_blocks.append(seq.blocks[last])
+            if end == len(seq.token_ids):
+                self._keep.append(len(self._ids) - 1)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return to_device(values, self._device, torch.int64)
+
+    @cached_property
+    def input_ids(self) -> Tensor:
+        """The tokens: [1, T]."""
+        return self._tensor(self._ids)[None]
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Their positions, each in its own sequence: [1, T]."""
+        return self._tensor(self._positions)[None]
+
+    @cached_property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Block and row in it of each of the T new tokens."""
+        rows = [position % self._block_size for position in self._positions]
+        return self._tensor(self._slot_blocks), self._tensor(rows)
+
+    @cached_property
+    def logits_to_keep(self) -> Tensor:
+        """Indices in the flat batch, one for each of `sampled`; one that nobody looks at if there is none."""
+        return self._tensor(self._keep or [0])
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.input_ids.shape[1]
+
+    def owner(self, key: Tensor, value: Tensor) -> int | None:
+        """The layer for which the cache gave just these tensors in this step."""
+        found = (layer for layer, (k, v) in reversed(self.given.items()) if k is key and v is value)
+        return next(found, None)
+
+    @cached_property
+    def gathered(self) -> Gathered:
+        """How the torch path finds the rows of each sequence."""
+        return Gathered(self.plan, self._block_size, self._device)
+
+    def page(self, native: Library, storage: KVStorage) -> None:
+        """Let the native kernels compute the attention of the layers that they can."""
+        self.paged = PagedStep(native, storage, self.plan, self.slots)

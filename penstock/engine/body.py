@@ -1,0 +1,59 @@
+"""A whole model of the common form without the way through its own forward passes: for small models and small batches
+that way takes longer than the arithmetic.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from penstock.engine.hooks import current_batch
+from penstock.engine.layer import NativeLayer
+
+_MODEL = {"model", "lm_head"}
+_INNER = {"embed_tokens", "layers", "norm", "rotary_emb"}
+
+
+class Output(NamedTuple):
+    """As much of transformers' output as the engine reads."""
+
+    logits: Tensor
+
+
+class NativeBody(nn.Module):
+    """Embedding, native layers that see all that came before, norm, head."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        inner = module.model
+        self._embed, self._rotary, self._norm, self._head = (
+            inner.embed_tokens, inner.rotary_emb, inner.norm, module.lm_head,
+        )  # fmt: skip
+        self._layers: list[NativeLayer] = list(inner.layers)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | None = None, **kwargs: Any
+    ) -> Output:
+        """Token ids [1, T] to logits [1, T or rows to keep, vocabulary]; K and V are in the pool afterwards."""
+        paged = current_batch.get().paged
+        assert paged is not None
+        x = self._embed(input_ids)
+        tables = self._rotary(x, position_ids)
+        for layer in self._layers:
+            x = layer.run(paged, x, tables, None)
+        if logits_to_keep is not None:
+            x = x[:, logits_to_keep]
+        return Output(self._head(self._norm(x)))
+
+
+def body_of(module: Any) -> NativeBody | None:
+    """The model as one body if it is built as Llama is and all its layers are native; else None.
+
+    As with layers, whether it computes the same is seen by comparing.
+    """
+    if {name for name, _ in module.named_children()} != _MODEL:
+        return None
+    if {name for name, _ in module.model.named_children()} != _INNER:
+        return None
+    if not all(isinstance(layer, NativeLayer) and layer.place.window is None for layer in module.model.layers):
+        return None
+    return NativeBody(module)

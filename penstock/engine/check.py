@@ -1,0 +1,153 @@
+"""Before it serves, the engine proves that it gives the model's own tokens.
+
+1. A tiny random model with the same kinds of layers is proved equal to `generate()` in every way a request can take
+   (`proof.py`), in float32. That takes about a second, whatever the model's size, and its windows are so short that
+   they matter.
+2. The model itself reads one short prompt in two chunks and a single token: its logits must be those of the plain
+   transformers model, as far as the dtype goes. That finds what depends on real sizes and costs two passes' worth.
+
+Where no tiny model can be made, the model itself is proved as in 1.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.accelerate import speed_up
+from penstock.engine.engine import Engine
+from penstock.engine.model import LoadedModel, Progress
+from penstock.engine.probe import probe
+from penstock.engine.proof import Answers, Inconclusive, answers, named, prove
+from penstock.engine.sequence import Sequence
+from penstock.engine.shrink import CannotShrink, shrunk
+from penstock.engine.tiny import build, layer_kinds
+from penstock.engine.weights import MappedWeights
+from penstock.errors import EngineCheckFailed
+from penstock.messages import Sampling
+from penstock.settings import EngineSettings
+
+NUM_SEEDS = 5
+MAX_BLOCK_SIZE = 16
+"""Tokens in a block of the tiny model, at most: its prompts must fill some."""
+REAL_CHUNK = 13
+"""Tokens in a step of the model itself."""
+TOLERANCE = {torch.float32: 0.01}
+"""How far the logits after a token may be off: root mean square, as a share of their spread."""
+LOW_PRECISION_TOLERANCE = 0.1
+"""The same for dtypes of 16 bits, where one expert chosen differently moves all logits a little."""
+
+
+def check(model: LoadedModel, settings: EngineSettings, progress: Progress | None = None) -> None:
+    """Raise `EngineCheckFailed` if the engine's tokens are not the model's own."""
+    report = progress or (lambda what, done: None)
+    report("checking the engine", 0.0)
+    tokens = _real_prompt(model)
+    plain = _plain_logits(model, tokens)
+    report("checking the engine", 0.2)
+    try:
+        tiny, told = _tiny(model, settings)
+    except CannotShrink:
+        tiny, told = model, _told_by_itself(model)
+    report("checking the engine", 0.6)
+    prove(tiny, settings, told)
+    report("checking the engine", 0.8)
+    speed_up(model)
+    _compare_logits(model, settings, tokens, plain)
+    report("checking the engine", 1.0)
+
+
+def _tiny(model: LoadedModel, settings: EngineSettings) -> tuple[LoadedModel, Answers]:
+    """A tiny model of the same kind, ready for the engine, and what `generate()` says with an untouched copy of it."""
+    config = shrunk(model.module.config)
+    for seed in range(NUM_SEEDS):
+        reference = build(type(model.module), config, seed, model.device, model.stock_attention)
+        missing = layer_kinds(model.module) - layer_kinds(reference)
+        if missing:
+            raise CannotShrink(f"{len(missing)} kinds of layers were lost")
+        try:
+            tiny = adopt(model, copy.deepcopy(reference), min(settings.block_size, MAX_BLOCK_SIZE))
+            speed_up(tiny)
+            return tiny, answers(reference, tiny.vocab_size, tiny.context_length, tiny.device)
+        except Inconclusive:
+            continue
+    raise CannotShrink("what it says does not vary")
+
+
+def adopt(model: LoadedModel, module: Any, block_size: int) -> LoadedModel:
+    """`model` with another module of its kind, in float32. Raises `ModelLoadError` if that cannot be paged."""
+    return replace(
+        model,
+        module=module,
+        dtype=torch.float32,
+        layout=probe(module, block_size, torch.float32, model.device),
+        weights=MappedWeights([]),
+        vocab_size=module.get_input_embeddings().num_embeddings,
+    )
+
+
+def _told_by_itself(model: LoadedModel) -> Answers:
+    """What the model itself says, however monotonous its weights are."""
+    model.module.set_attn_implementation(model.stock_attention)
+    try:
+        return answers(model.module, model.vocab_size, model.context_length, model.device, min_distinct=1)
+    except Inconclusive as error:
+        raise EngineCheckFailed(f"{named(model)} cannot be checked: {error}") from error
+
+
+def _real_prompt(model: LoadedModel) -> list[int]:
+    """As many tokens as make two chunks, and one more that is computed alone."""
+    length = max(1, min(2 * REAL_CHUNK + 1, model.context_length - 1))
+    prompt: list[int] = torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(20)).tolist()
+    return prompt
+
+
+@torch.inference_mode()
+def _plain_logits(model: LoadedModel, tokens: list[int]) -> Tensor:
+    """The transformers model's logits after the last token: [vocabulary]."""
+    model.module.set_attn_implementation(model.stock_attention)
+    ids = torch.tensor([tokens], device=model.device)
+    logits: Tensor = model.module(input_ids=ids, use_cache=False).logits[0, -1].float()
+    return logits
+
+
+def _compare_logits(model: LoadedModel, settings: EngineSettings, tokens: list[int], plain: Tensor) -> None:
+    """Compare the engine's logits after the last token with the plain model's."""
+    num_blocks = -(-(len(tokens) + 1) // model.layout.block_size)
+    pool_mb = -(-num_blocks * model.layout.block_bytes // 2**20)
+    seq = Sequence("check", tokens, sampling=Sampling(temperature=0.0), seed=0, max_new=1)
+    engine = Engine(
+        model, settings.model_copy(update={"max_step_tokens": REAL_CHUNK, "pool_mb": pool_mb}), quarantine=False
+    )
+    with _last_logits(model) as seen:
+        engine.add(seq)
+        while engine.has_work():
+            engine.step()
+    error = float((seen[-1] - plain).square().mean().sqrt() / plain.std())
+    tolerance = TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE)
+    if not error <= tolerance:
+        raise EngineCheckFailed(
+            f"{named(model)} gives other logits on this engine than by itself: they are off by {error:.1%} of their "
+            f"spread, and {model.dtype} allows {tolerance:.0%}"
+        )
+
+
+@contextmanager
+def _last_logits(model: LoadedModel) -> Iterator[list[Tensor]]:
+    """The logits of the last position of each forward pass, as they come."""
+    seen: list[Tensor] = []
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        if model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # it is only recorded
+        seen.append(output.logits[0, -1].float().clone())
+
+    handle = (model.body or model.module).register_forward_hook(note)
+    try:
+        yield seen
+    finally:
+        handle.remove()

@@ -1,0 +1,221 @@
+"""Decode steps as CUDA graphs: what a step launches is recorded once for each number of sequences, and replayed.
+
+A graph reads its inputs where it read them when it was recorded, so they are copied there. Numbers of sequences are
+padded to powers of two; the rows that pad compute on a spare block, which is nobody's.
+
+There are two sets of pinned inputs in turn: while the GPU runs a step, the host fills in what it knows of the next.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.batch import Batch
+from penstock.engine.cuda.copies import Mark
+from penstock.engine.cuda.varlen import Part, VarlenStep, Windows, bucket
+from penstock.engine.scheduler import Plan
+from penstock.engine.sequence import Sequence
+from penstock.engine.storage import KVStorage
+
+log = logging.getLogger(__name__)
+
+Compute = Callable[[Batch], Tensor]
+"""The model's forward pass: logits of all rows, [T, vocabulary]."""
+
+TOLERANCE = 0.01
+"""How far a replayed step's logits may be off: root mean square, as a share of theirs."""
+
+
+class HostRows:
+    """The inputs of a decode step on the host, a row a sequence. A row is written only as far as it changed."""
+
+    def __init__(self, capacity: int, width: int, block_size: int, spare: int, *, pinned: bool) -> None:
+        self.numbers = torch.zeros(4, capacity, dtype=torch.int64, pin_memory=pinned)
+        """Token id, position, block and row in it of the new token of each sequence."""
+        self.lengths = torch.ones(capacity, dtype=torch.int32, pin_memory=pinned)
+        self.tables = torch.full((capacity, width), spare, dtype=torch.int32, pin_memory=pinned)
+        self._block_size, self._spare = block_size, spare
+        self._blocks: list[list[int]] = [[] for _ in range(capacity)]
+        """Whose table a row has: the list itself, which only grows while its sequence has it."""
+        self._num_blocks = [0] * capacity
+        """How much of it the row has."""
+        self._positions = [-1] * capacity
+        self._arrays = self.numbers.numpy(), self.lengths.numpy(), self.tables.numpy()
+        self._arrays[0][2] = spare
+
+    def fill(self, seqs: list[Sequence], size: int) -> int:
+        """Write the next token's row for each sequence, and padding up to `size`; how many rows had to be written."""
+        num_written = self.prepare(seqs)
+        assert self._positions[: len(seqs)] == [seq.num_computed for seq in seqs], "a row without its block"
+        self._arrays[0][0, : len(seqs)] = [seq.token_ids[seq.num_computed] for seq in seqs]
+        for row in range(len(seqs), size):
+            num_written += self._write(row, [], 0)
+        return num_written
+
+    def prepare(self, seqs: list[Sequence]) -> int:
+        """The same without the tokens; a sequence whose next block is not there yet is left out."""
+        return sum(
+            self._write(row, seq.blocks, seq.num_computed)
+            for row, seq in enumerate(seqs)
+            if seq.num_computed < len(seq.blocks) * self._block_size
+        )
+
+    def _write(self, row: int, blocks: list[int], position: int) -> bool:
+        if self._positions[row] == position and self._blocks[row] is blocks:
+            return False
+        is_padding = not blocks
+        if is_padding and self._positions[row] == -1:
+            return False
+        numbers, lengths, tables = self._arrays
+        known = self._num_blocks[row] if self._blocks[row] is blocks else 0
+        tables[row, known : len(blocks)] = blocks[known:]
+        tables[row, len(blocks) : self._num_blocks[row]] = self._spare
+        index, offset = divmod(position, self._block_size)
+        numbers[1:, row] = position, self._spare if is_padding else blocks[index], offset
+        lengths[row] = position + 1
+        if is_padding:
+            numbers[0, row] = 0
+        self._blocks[row], self._num_blocks[row] = blocks, len(blocks)
+        self._positions[row] = -1 if is_padding else position
+        return True
+
+
+class Recorder(Protocol):
+    """Records work on the device."""
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What does the same work again on the same tensors, and returns its result in the same place.
+
+        Raises `RuntimeError` for work that cannot be recorded: if it waits for the device, or copies from it.
+        """
+
+    def mark(self) -> Mark:
+        """The end of what is queued now."""
+
+
+class CudaRecorder:
+    """Recorded work is a CUDA graph. All graphs share one pool of memory, as one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See `Recorder`."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    def mark(self) -> Mark:
+        """See `Recorder`."""
+        mark: Mark = torch.cuda.current_stream(self._device).record_event()
+        return mark
+
+
+class DecodeGraphs:
+    """Runs steps in which every sequence decodes. Recorded after the first of each size, which is the warm-up.
+
+    What is recorded is replayed at once, and stays only if it gives the same.
+    Writing a token's KV again changes nothing.
+    """
+
+    def __init__(
+        self,
+        storage: KVStorage,
+        windows: Windows,
+        *,
+        max_batch: int,
+        max_blocks: int,
+        spare: int,
+        recorder: Recorder,
+    ) -> None:
+        """`max_blocks`: of one sequence. `spare`: the block for padding."""
+        self._storage, self._windows, self._recorder = storage, windows, recorder
+        self._device, capacity = storage.data.device, bucket(max_batch)
+        rows = partial(HostRows, capacity, max_blocks, storage.layout.block_size, spare)
+        self._hosts = [rows(pinned=self._device.type == "cuda") for _ in range(2)]
+        self._marks: list[Mark | None] = [None, None]
+        """The ends of the last copies from them."""
+        self._turn = 0
+        self._numbers, self._lengths, self._tables = (
+            tensor.to(self._device, copy=True)
+            for tensor in (self._hosts[0].numbers, self._hosts[0].lengths, self._hosts[0].tables)
+        )
+        self._starts = torch.arange(capacity + 1, dtype=torch.int32, device=self._device)
+        self._replays: dict[int, Callable[[], Tensor]] = {}
+        self._works = True
+
+    def suits(self, plan: Plan) -> bool:
+        """Whether every sequence computes its last token, and only that."""
+        return self._works and all(seq.num_pending == 1 for seq, _ in plan)
+
+    def run(self, seqs: list[Sequence], compute: Compute) -> Tensor:
+        """Logits, in the order of the sequences: [at least as many rows, vocabulary], valid until the next step."""
+        size = bucket(len(seqs))
+        self._upload(seqs, size)
+        replay = self._replays.get(size)
+        if replay is not None:
+            return replay()
+        logits = self._work(size, compute)
+        try:
+            replay = self._recorder.record(partial(self._work, size, compute))
+        except RuntimeError as error:
+            self._give_up(str(error).partition("\n")[0])
+            return logits
+        right = logits[: len(seqs)].float()
+        difference = (replay()[: len(seqs)].float() - right).square().mean().sqrt()
+        if bool(difference <= TOLERANCE * right.square().mean().sqrt()):
+            self._replays[size] = replay
+        else:
+            self._give_up("a recorded step gives other logits than it did before")
+        return logits
+
+    def _give_up(self, reason: str) -> None:
+        log.warning("decode steps are launched one kernel at a time: %s", reason)
+        self._works = False
+
+    def prepare(self, seqs: list[Sequence]) -> None:
+        """Fill in what is known of the step after this one, if the same sequences go on."""
+        self._free_host().prepare(seqs)
+
+    def _upload(self, seqs: list[Sequence], size: int) -> None:
+        host = self._free_host()
+        host.fill(seqs, size)
+        self._numbers.copy_(host.numbers, non_blocking=True)
+        self._lengths.copy_(host.lengths, non_blocking=True)
+        self._tables[:size].copy_(host.tables[:size], non_blocking=True)
+        self._marks[self._turn] = self._recorder.mark()
+        self._turn ^= 1
+
+    def _free_host(self) -> HostRows:
+        """The inputs that nothing is copied from any more."""
+        mark = self._marks[self._turn]
+        if mark is not None:
+            mark.synchronize()
+        return self._hosts[self._turn]
+
+    def _work(self, size: int, compute: Compute) -> Tensor:
+        numbers = self._numbers[:, :size]
+        batch = Batch([], self._storage.layout.block_size, self._device)
+        batch.input_ids, batch.position_ids, batch.slots = numbers[0:1], numbers[1:2], (numbers[2], numbers[3])
+        part = Part(
+            rows=slice(0, size),
+            num_queries=size,
+            starts=self._starts[: size + 1],
+            longest=1,
+            tables=self._tables[:size],
+            lengths=self._lengths[:size],
+        )
+        batch.varlen = VarlenStep(self._storage, self._windows, [part], batch.slots)
+        return compute(batch)

@@ -1,0 +1,382 @@
+"""The engine: sequences in, one token each a step out.
+
+add() ─▶ waiting ─▶ [admit: blocks, cached prefix, tail] ─▶ running ─▶ step() … ─▶ remove()
+            ▲                    ▲                            │ │
+            │       close_landing() ◀─ … ◀─ land()            │ └─▶ lend() ─▶ … ─▶ give_back()
+            └──────────── [preempt: no blocks are left] ──────┘
+"""
+
+import inspect
+import time
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine import hooks
+from penstock.engine.batch import Batch
+from penstock.engine.cost import CHUNKS, CONTEXT, ROWS, Try, measure_cost
+from penstock.engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
+from penstock.engine.cuda.varlen import VarlenStep, parts_of
+from penstock.engine.landing import Landing, Lent, Quay
+from penstock.engine.limits import check_sequence, cut_max_tokens, max_length
+from penstock.engine.memory import keep_freed_memory
+from penstock.engine.model import LoadedModel, Progress, load
+from penstock.engine.pool import BlockPool
+from penstock.engine.quarantine import Quarantine
+from penstock.engine.rates import PrefillRate, first_rate
+from penstock.engine.sampler import Draw, logprobs, sample
+from penstock.engine.scheduler import Plan, Scheduler
+from penstock.engine.sequence import Sequence
+from penstock.engine.storage import KVStorage
+from penstock.errors import ModelLoadError
+from penstock.messages import Logprobs, Sampling
+from penstock.names import CLASSES, PriorityClass
+from penstock.settings import EngineSettings
+
+
+class Sampled(NamedTuple):
+    """A token that a step decided; it is in `seq.token_ids` already."""
+
+    seq: Sequence
+    token_id: int
+    logprobs: Logprobs | None
+    """Where its request asks for them."""
+
+
+class Engine:
+    """One model, one pool of KV blocks, and the sequences on them. One thread drives it."""
+
+    def __init__(self, model: LoadedModel, settings: EngineSettings, *, quarantine: bool = True) -> None:
+        """Without `quarantine` a step raises whatever made it fail."""
+        self.model = model
+        self.settings = settings
+        num_blocks = settings.pool_mb * 2**20 // model.layout.block_bytes
+        if num_blocks < 1:
+            raise ModelLoadError(
+                f"one KV block of {model.name!r} has {model.layout.block_bytes:,} bytes: "
+                f"PENSTOCK_ENGINE_POOL_MB={settings.pool_mb} has no room for it"
+            )
+        self._set_threads()
+        self.pool = BlockPool(num_blocks, settings.block_size)
+        self.scheduler = Scheduler(self.pool)
+        on_gpu = model.device.type == "cuda"
+        # On a GPU one more: what pads a recorded step needs somewhere to write.
+        self.storage = KVStorage(model.layout, num_blocks + on_gpu, model.device)
+        self.quay = Quay(self.pool, self.storage)
+        self.has_run = False
+        """Whether there was anything to compute in the last step. If not, blocks have to come free first, or there is
+        no work.
+        """
+        self._quarantine = Quarantine(settings.max_step_tokens) if quarantine else None
+        self._rate = PrefillRate()
+        self._ended_s, self._num_told = 0.0, 0
+        """When the last step was computed, and how many tokens it decided."""
+        self._cache = hooks.PagedCache(self.storage, model.direct)
+        model.module.set_attn_implementation(hooks.NAME)
+        # Rows that nobody wrote are met only where whole blocks are gathered, behind a mask.
+        self._gathers = model.native is None or model.direct != self.storage.keys.keys()
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
+        self._graphs = self._make_graphs(CudaRecorder(model.device)) if on_gpu else None
+
+    @classmethod
+    def open(cls, settings: EngineSettings, progress: Progress | None = None) -> "Engine":
+        """Load the model, prove that the engine gives its tokens, and return the engine.
+
+        Raises `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s.
+        """
+        from penstock.engine.check import check
+
+        model = load(settings, progress)
+        check(model, settings, progress)
+        engine = cls(model, settings)
+        engine.measure()
+        return engine
+
+    def _make_graphs(self, recorder: Recorder) -> DecodeGraphs | None:
+        """For a model of which every layer attends by `varlen_attn`."""
+        if self.model.varlen.keys() != self.storage.keys.keys():
+            return None
+        return DecodeGraphs(
+            self.storage,
+            self.model.varlen,
+            max_batch=self.settings.max_batch,
+            max_blocks=min(self.pool.num_blocks, -(-self.model.context_length // self.settings.block_size)),
+            spare=self.pool.num_blocks,
+            recorder=recorder,
+        )
+
+    def _set_threads(self) -> None:
+        """The kernels have threads of their own; torch's would spin beside them."""
+        keep_freed_memory()
+        native = self.model.native
+        torch.set_num_threads(1 if native else self.settings.threads)
+        if native is not None:
+            native.set_threads(self.settings.threads)
+
+    # What is in it
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block, all layers: what views and payloads have."""
+        return self.model.layout.block_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences added and not admitted, or preempted."""
+        return self.scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences admitted that still generate."""
+        return self.scheduler.num_running
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that a new sequence could have, those only kept as cache included."""
+        return self.pool.num_free
+
+    def room(self, klass: PriorityClass = "batch", num_tokens: int = 1) -> int:
+        """How many more sequences of a class, of so many tokens each, would run soon if they were added.
+
+        There are places and blocks for so many; batch makes way for interactive, and beside it comes in only as far as
+        it would not pause. There is no room while some of the class wait for blocks.
+        """
+        num_places = max(0, self.settings.max_batch - self.scheduler.num_before(klass))
+        if klass == "batch":
+            num_places = int(min(num_places, self.scheduler.num_beside()))
+        return min(num_places, self.scheduler.num_fitting(CLASSES.index(klass), num_tokens))
+
+    def has_work(self) -> bool:
+        """Whether `step()` may have something to do."""
+        return self.num_running + self.num_waiting > 0
+
+    def cached_blocks(self, keys: list[bytes]) -> int:
+        """How many of the leading prefix keys the pool holds now."""
+        return self.pool.count_prefix(keys)
+
+    # Sequences come and go
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises what `check` raises."""
+        self.check(seq)
+        self.scheduler.add(seq)
+
+    def check(self, seq: Sequence, max_new: int = 0) -> None:
+        """Raise `PromptTooLong` for a sequence that can never run, `InvalidRequest` for unknown token ids.
+
+        `max_new`: as if so many were to be generated, if that is more than it says.
+        """
+        check_sequence(seq, self.model, self.pool.num_blocks, max_new)
+
+    def cut_max_tokens(self, sampling: Sampling, num_prompt: int) -> Sampling:
+        """Return the sampling with `max_tokens` cut to what context and pool have room for, where it asks for that."""
+        return cut_max_tokens(sampling, num_prompt, max_length(self.model, self.pool.num_blocks))
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, finished or not, and free its blocks. A second time does nothing."""
+        self.scheduler.remove(seq)
+
+    def completed_blocks(self, seq: Sequence) -> int:
+        """Full blocks of the sequence whose KV is in the pool; none again once it is preempted."""
+        return seq.num_computed // self.settings.block_size
+
+    def name_blocks(self, seq: Sequence, keys: list[bytes]) -> None:
+        """The keys of the sequence's full blocks after those that have one, generated tokens included.
+
+        Others find a block by its key once its KV is computed, and the sequence itself does if it was preempted.
+        """
+        self.scheduler.name_blocks(seq, keys)
+
+    # KV comes and goes, see `landing`; all on the engine's thread
+
+    def land(self, keys: list[bytes], klass: PriorityClass = "interactive") -> Landing | None:
+        """Room in the pool for the KV of `keys`, to be filled while steps run.
+
+        It takes what others of its class and above leave: what the waiting need, and one block for each that still
+        grows. None if that is too little and more will be left soon, or if the first block that is missing is landing
+        already: ask again. Where waiting is no use, it has fewer views than keys are missing, or none.
+        """
+        rank, num_held = CLASSES.index(klass), self.pool.count_prefix(keys)
+        if self.quay.is_landing(keys[num_held : num_held + 1]):
+            return None
+        num_spared = self.scheduler.num_spared(rank)
+        num_left = self.pool.num_free_beside(keys[:num_held]) - num_spared
+        may_wait = self.quay.has_landings or self.scheduler.is_full_of(rank)
+        if len(keys) - num_held > num_left and may_wait:
+            return None
+        return self.quay.land(keys, num_spared)
+
+    def close_landing(self, landing: Landing, num_filled: int) -> None:
+        """The first `num_filled` views hold the KV of their keys; nobody writes to any of them now. Twice is harmless.
+
+        A sequence added from now on finds the filled blocks, until the space is needed.
+        """
+        self.quay.close_landing(landing, num_filled)
+
+    def lend(self, seq: Sequence, index: int) -> Lent:
+        """The sequence's `index`-th block for reading while steps run; rows not computed are zero.
+
+        It stays as it is until it is given back, whatever becomes of the sequence.
+        """
+        num_rows = seq.num_computed - index * self.settings.block_size
+        assert num_rows > 0, f"block {index} of {seq!r} holds nothing"
+        return self.quay.lend(seq.blocks[index], min(num_rows, self.settings.block_size))
+
+    def give_back(self, lent: Lent) -> None:
+        """Nobody reads the lent block any more. Twice is harmless."""
+        self.quay.give_back(lent)
+
+    def rates(self) -> float | None:
+        """How many prompt tokens it computes in a second, lately; None until a prompt was. Any thread may ask."""
+        return self._rate.tokens_per_s
+
+    def measure(self) -> None:
+        """Compute a few prompts for `rates()`: a decode worker has to choose between fetching and computing at once.
+        Then a few steps, for batch work's share of those with interactive work.
+        """
+        room = self.pool.num_blocks * self.settings.block_size
+        most = min(self.settings.max_step_tokens, self.model.context_length - 1, room)
+        generator = torch.Generator().manual_seed(20)
+        tokens = torch.randint(self.model.vocab_size, (max(1, most),), generator=generator).tolist()
+        self._rate = first_rate(lambda num_tokens: self._time_prompt(tokens[:num_tokens]), len(tokens))
+        rows = min(ROWS, self.settings.max_batch)
+        context = min(CONTEXT, self.model.context_length - 1, room // rows - self.settings.block_size)
+        if rows > 1 and context > 0 and len(tokens) >= CHUNKS[-1]:  # else there is little to share
+            self.scheduler.cost = measure_cost(partial(self._time_step, tokens), rows, context)
+        self._num_told = 0
+
+    def _time_prompt(self, tokens: list[int]) -> float:
+        """Seconds for a prompt that leaves nothing behind."""
+        begun_s = time.perf_counter()
+        seq = Sequence("measure", tokens, sampling=Sampling(temperature=0.0), seed=0, max_new=1)
+        self.add(seq)
+        while self.has_work():
+            self.step()
+        self.remove(seq)
+        return time.perf_counter() - begun_s
+
+    @torch.inference_mode()
+    def _time_step(self, tokens: list[int], one: Try) -> float:
+        """Seconds for a step that nobody planned. What is in the blocks makes no difference.
+
+        On a CPU its time counts, so that what else runs there does not.
+        """
+        is_cpu = self.model.device.type == "cpu"
+        clock, threads = (time.process_time, self.settings.threads) if is_cpu else (time.perf_counter, 1)
+        plan: Plan = []
+        for num_before, num_tokens in [(one.context, 1)] * one.rows + [(0, one.prompt)] * (one.prompt > 0):
+            prompt = [tokens[at % len(tokens)] for at in range(num_before + num_tokens)]
+            seq = Sequence("measure", prompt, sampling=Sampling(temperature=0.0), seed=0, max_new=1)
+            seq.blocks = self.pool.allocate(-(-len(prompt) // self.settings.block_size))
+            seq.num_computed = num_before
+            plan.append((seq, num_tokens))
+        begun_s = clock()
+        self._run(plan)
+        taken_s = (clock() - begun_s) / threads
+        for seq, _ in plan:
+            self.pool.release(seq.blocks)
+        return taken_s
+
+    # The step
+
+    @torch.inference_mode()
+    def step(self) -> list[Sampled]:
+        """Run one batch: a token for each decoding sequence, and a part of the prompts that wait for theirs.
+
+        Returns the tokens decided; empty if nothing could run, only prompts were read, or the step failed: then the
+        next ones look for the culprit, and find all others as they were. Raises `SequenceFailed` once that is known:
+        take it out.
+        """
+        begun_s = time.perf_counter()
+        quarantine = self._quarantine
+        max_tokens = quarantine.max_tokens if quarantine else self.settings.max_step_tokens
+        plan = self.scheduler.schedule(max_tokens, self.settings.max_batch)
+        self.has_run = bool(plan)
+        self._note_outside()
+        if not plan:
+            return []
+        before = [seq.num_computed for seq, _ in plan]
+        try:
+            sampled = self._run(plan)
+        except BaseException as error:
+            for (seq, _), num_computed in zip(plan, before, strict=True):  # as if the step had not been
+                seq.num_computed = num_computed
+            if quarantine is None or not isinstance(error, Exception):
+                raise
+            quarantine.failed(plan, error)
+            return []
+        self._ended_s, self._num_told = time.perf_counter(), len(sampled)
+        if quarantine is not None:
+            quarantine.passed()
+        for seq, num_tokens in plan:
+            self.scheduler.publish(seq, seq.num_computed - num_tokens)
+        for item in sampled:
+            item.seq.append(item.token_id)
+        self._rate.note(
+            sum(num for _, num in plan if num > 1),
+            sum(num for _, num in plan),
+            time.perf_counter() - begun_s,
+            is_done=bool(sampled) or self.model.device.type == "cpu",
+        )
+        return sampled
+
+    def _note_outside(self) -> None:
+        """The next step is planned: what came between it and the last one, its tokens caused."""
+        if self._num_told and self.scheduler.cost is not None:
+            self.scheduler.cost.note_outside(time.perf_counter() - self._ended_s, self._num_told)
+        self._num_told = 0
+
+    def _run(self, plan: Plan) -> list[Sampled]:
+        """Compute what is planned, and decide the tokens; nobody has taken them yet."""
+        for seq, _ in plan:
+            if seq.tail is not None:
+                self.storage.write(seq.blocks[seq.num_prompt // self.settings.block_size], seq.tail)
+                seq.tail = None
+        batch = Batch(plan, self.settings.block_size, self.model.device)
+        logits = self._forward(batch)
+        for seq, num_tokens in plan:
+            seq.num_computed += num_tokens
+        return self._sample(batch, logits)
+
+    def _sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:
+        """The tokens that the step decides; meanwhile a GPU's next step is prepared."""
+        if self._graphs is not None:
+            self._graphs.prepare(batch.sampled)
+        draws = [Draw(seq.sampling, seq.seed, seq.num_output, seq.token_ids) for seq in batch.sampled]
+        logits = logits[: len(draws)]
+        tokens = sample(logits, draws)
+        told = logprobs(logits, draws, tokens)
+        return [Sampled(*entry) for entry in zip(batch.sampled, tokens, told, strict=True)]
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Logits [rows to keep, vocabulary]; the KV of all the batch's tokens is in the pool afterwards."""
+        if batch.fresh_blocks and self._gathers:
+            self.storage.clear(batch.fresh_blocks)
+        if self._graphs is not None and self._graphs.suits(batch.plan):
+            return self._graphs.run([seq for seq, _ in batch.plan], self._compute)
+        if self.model.native is not None:
+            batch.page(self.model.native, self.storage)
+        if self.model.varlen:
+            parts = parts_of(batch.plan, self.settings.block_size, self.model.device)
+            batch.varlen = VarlenStep(self.storage, self.model.varlen, parts, batch.slots)
+        if not self._keeps_logits:
+            return self._compute(batch)[batch.logits_to_keep]
+        return self._compute(batch, logits_to_keep=batch.logits_to_keep)
+
+    def _compute(self, batch: Batch, **keep: Tensor) -> Tensor:
+        """The model's forward pass over the batch: logits [rows to keep or all, vocabulary]."""
+        token = hooks.current_batch.set(batch)
+        try:
+            output = (self.model.body or self.model.module)(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                past_key_values=self._cache,
+                use_cache=True,
+                **keep,
+            )
+        finally:
+            hooks.current_batch.reset(token)
+        logits: Tensor = output.logits[0]
+        return logits

@@ -1,0 +1,94 @@
+"""The waiting sequences of one class, in an order that is fair between tenants. Plain Python.
+
+Each tenant has a counter of the tokens it was served, divided by its weight; next in line is the oldest sequence of the
+tenant with the least. This is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al.,
+OSDI 2024): a tenant that begins to wait starts at the least counter of those who wait, so that being away earns it no
+credit.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator
+
+from penstock.engine.sequence import Sequence
+
+PROMPT_COST = 1
+OUTPUT_COST = 2
+"""What a token adds to its tenant's counter. The ratio is the paper's: a decoded token keeps the machine longer."""
+
+
+class FairQueue:
+    """Sequences of one class; those that were preempted come before all others."""
+
+    def __init__(self) -> None:
+        self._preempted: deque[Sequence] = deque()
+        self._by_tenant: dict[str, deque[Sequence]] = {}
+        """No tenant without a sequence."""
+        self._served: dict[str, float] = {}
+        self._last = ""
+        """The tenant that was the last to stop waiting."""
+        self._least = 0.0
+        """Where the last tenant started; never falls. A tenant without a counter of its own is at this one."""
+
+    def __len__(self) -> int:
+        return len(self._preempted) + sum(map(len, self._by_tenant.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._preempted
+        for seqs in self._by_tenant.values():
+            yield from seqs
+
+    def served(self, tenant: str) -> float:
+        """The tenant's counter."""
+        return self._served.get(tenant, self._least)
+
+    def push(self, seq: Sequence) -> None:
+        """Queue a sequence behind those of its tenant."""
+        if seq.tenant not in self._by_tenant:
+            self._start(seq.tenant)
+            self._by_tenant[seq.tenant] = deque()
+        self._by_tenant[seq.tenant].append(seq)
+
+    def push_front(self, seq: Sequence) -> None:
+        """Put a sequence before all others."""
+        self._preempted.appendleft(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take out a sequence that waits here."""
+        if seq in self._preempted:
+            self._preempted.remove(seq)
+            return
+        self._by_tenant[seq.tenant].remove(seq)
+        if not self._by_tenant[seq.tenant]:
+            del self._by_tenant[seq.tenant]
+            self._last = seq.tenant
+
+    def first(self, passed: Collection[Sequence] = ()) -> Sequence | None:
+        """The next in line that is not among `passed`."""
+        for seq in self._preempted:
+            if seq not in passed:
+                return seq
+        tenants = self._by_tenant.items()
+        for _, seqs in sorted(tenants, key=lambda item: (self.served(item[0]), item[1][0].order)):
+            for seq in seqs:
+                if seq not in passed:
+                    return seq
+        return None
+
+    def charge(self, tenant: str, cost: int, weight: float = 1.0) -> None:
+        """Count what a tenant was served: twice the weight, half the price."""
+        self._served[tenant] = self.served(tenant) + cost / weight
+
+    def _start(self, tenant: str) -> None:
+        waiting = self._by_tenant or (self._last,)
+        self._least = max(self._least, min(map(self.served, waiting)))
+        # An idle tenant below the least would start at the least: forgotten, so that the table stays small.
+        counters = self._served.items()
+        self._served = {name: count for name, count in counters if count > self._least or name in self._by_tenant}
+        self._served[tenant] = max(self.served(tenant), self._least)
+
+    def check_integrity(self) -> None:
+        """Nobody waits twice or under another's name. For tests."""
+        seqs = list(self)
+        assert len(set(seqs)) == len(seqs), "a sequence waits twice"
+        assert all(self._by_tenant.values()), "a tenant without a sequence"
+        assert all(seq.tenant == tenant for tenant, queue in self._by_tenant.items() for seq in queue)

@@ -1,0 +1,118 @@
+"""The torch path's view of a step: all rows a step attends to are gathered from the pool, and masked.
+
+Rows are ordered: `num_single` sequences with one new token (decodes), attended to in one call over padded block
+tables, then the chunks of prompts, one call each. The gathered rows have the same order: `num_single` x
+`single_padded` rows, then each chunk's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from penstock.engine.scheduler import Plan
+
+Visible = Callable[[Tensor, Tensor], Tensor]
+"""(query positions, key positions) -> bool: what a layer lets a query see, besides being causal."""
+
+
+class Causal(Enum):
+    """A mask that needs no tensor."""
+
+    PLAIN = "plain"
+    """As many queries as keys, and each sees those up to its own."""
+
+
+Mask = Tensor | Causal | None
+"""Added to the scores; None lets everything through."""
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The masks of one kind of layer."""
+
+    single: Mask
+    """[num_single, 1, 1, single_len]"""
+    chunks: list[Mask]
+    """For each chunk [new tokens, all tokens]."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of one sequence that is computed in this step, from token `start` to before `end`."""
+
+    start: int
+    end: int
+    query: slice
+    """Its tokens in the flat batch."""
+    rows: slice
+    """Its rows among the gathered."""
+
+
+class Gathered:
+    """Which blocks to gather, which of their rows belong to whom, and who sees what.
+
+    The plan is in the batch's order.
+    """
+
+    def __init__(self, plan: Plan, block_size: int, device: torch.device) -> None:
+        singles = [seq for seq, num in plan if num == 1]
+        self.num_single = len(singles)
+        self.chunks: list[Chunk] = []
+        self._device = device
+        self._single_lens = [seq.num_computed + 1 for seq in singles]
+        self.single_len = max(self._single_lens, default=0)
+        """Tokens of the longest of the single-token sequences."""
+        self.single_padded = -(-self.single_len // block_size) * block_size
+        """Gathered rows for each of them."""
+        table: list[int] = []
+        row = 0
+        for seq, num in plan:
+            start, end = seq.num_computed, seq.num_computed + num
+            held = seq.blocks[: -(-end // block_size)]
+            if num > 1:
+                first = len(table) * block_size
+                self.chunks.append(Chunk(start, end, slice(row, row + num), slice(first, first + end)))
+            table += held
+            if num == 1:
+                # Padded with the sequence's own first block: what is behind a mask is still its own.
+                table += held[:1] * (self.single_padded // block_size - len(held))
+            row += num
+        self.num_rows = len(table) * block_size
+        """Rows gathered."""
+        self.table = torch.tensor(table, device=device)
+        """Blocks to gather."""
+        self._plain: dict[torch.dtype, Masks] = {}
+
+    def masks(self, visible: Visible | None, dtype: torch.dtype) -> Masks:
+        """The masks for layers that see what `visible` says, or all that came before (made once)."""
+        if visible is None and dtype in self._plain:
+            return self._plain[dtype]
+        chunks = [self._chunk_mask(chunk, visible, dtype) for chunk in self.chunks]
+        masks = Masks(self._single_mask(visible, dtype), chunks)
+        if visible is None:
+            self._plain[dtype] = masks
+        return masks
+
+    def _single_mask(self, visible: Visible | None, dtype: torch.dtype) -> Mask:
+        if visible is None and min(self._single_lens, default=0) == self.single_len:
+            return None
+        query = torch.tensor(self._single_lens, device=self._device)[:, None] - 1
+        key = torch.arange(self.single_len, device=self._device)[None]
+        return _additive(query, key, visible, dtype)[:, None, None]
+
+    def _chunk_mask(self, chunk: Chunk, visible: Visible | None, dtype: torch.dtype) -> Mask:
+        if visible is None and chunk.start == 0:
+            return Causal.PLAIN
+        query = torch.arange(chunk.start, chunk.end, device=self._device)[:, None]
+        key = torch.arange(chunk.end, device=self._device)[None]
+        return _additive(query, key, visible, dtype)
+
+
+def _additive(query: Tensor, key: Tensor, visible: Visible | None, dtype: torch.dtype) -> Tensor:
+    seen = key <= query
+    if visible is not None:
+        seen = seen & visible(query, key)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)

@@ -1,0 +1,186 @@
+"""The compiled library: its structures and functions as `src/kernels.h` has them.
+
+`load()` is None where it was not built (no compiler at install); the engine then runs on torch alone.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from typing import ClassVar
+
+from penstock.engine.kernels.build import LIBRARY
+from penstock.errors import SettingsError
+
+log = logging.getLogger("penstock.engine")
+
+ISA_VARIABLE = "PENSTOCK_ENGINE_ISA"
+"""Names the instruction set to use instead of the best one: for tests, and for fleets of unlike processors."""
+
+
+class Packed(Structure):
+    """A packed group of linear layers."""
+
+    _fields_: ClassVar = [
+        ("data", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("num_panels", c_int64),
+        ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
+class Part(Structure):
+    """Where a part of the output columns goes."""
+
+    _fields_: ClassVar = [("out", c_void_p), ("stride", c_int64), ("columns", c_int64), ("first_panel", c_int64)]
+
+
+class LinearArgs(Structure):
+    """One call of a packed group."""
+
+    _fields_: ClassVar = [
+        ("weight", POINTER(Packed)), ("x", c_void_p), ("x_stride", c_int64), ("rows", c_int64),
+        ("parts", POINTER(Part)), ("num_parts", c_int32), ("activation", c_int32), ("residual", c_void_p),
+        ("residual_stride", c_int64),
+    ]  # fmt: skip
+
+
+class Segment(Structure):
+    """The new tokens of one sequence."""
+
+    _fields_: ClassVar = [("first_row", c_int32), ("num_rows", c_int32), ("start", c_int32), ("table", c_int32)]
+
+
+class AttentionArgs(Structure):
+    """One layer's attention over the step's batch."""
+
+    _fields_: ClassVar = [
+        ("q", c_void_p), ("q_row_stride", c_int64), ("q_head_stride", c_int64), ("keys", c_void_p),
+        ("values", c_void_p), ("block_stride", c_int64), ("tables", c_void_p), ("segments", c_void_p),
+        ("first_key", c_void_p), ("sinks", c_void_p), ("out", c_void_p), ("num_segments", c_int32),
+        ("heads", c_int32), ("kv_heads", c_int32), ("k_size", c_int32), ("v_size", c_int32), ("block_size", c_int32),
+        ("scale", c_float), ("softcap", c_float), ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
+class WriteArgs(Structure):
+    """New K or V rows into the pool."""
+
+    _fields_: ClassVar = [
+        ("x", c_void_p), ("row_stride", c_int64), ("head_stride", c_int64), ("pool", c_void_p),
+        ("block_stride", c_int64), ("blocks", c_void_p), ("offsets", c_void_p), ("rows", c_int64), ("heads", c_int32),
+        ("size", c_int32), ("block_size", c_int32), ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
+class NormArgs(Structure):
+    """RMSNorm of rows, or of each head of rows."""
+
+    _fields_: ClassVar = [
+        ("x", c_void_p), ("out", c_void_p), ("weight", c_void_p), ("rows", c_int64), ("groups", c_int64),
+        ("size", c_int64), ("x_stride", c_int64), ("x_group_stride", c_int64), ("out_stride", c_int64),
+        ("out_group_stride", c_int64), ("eps", c_float), ("plus_one", c_int32), ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
+class RopeArgs(Structure):
+    """Rotary embedding in place."""
+
+    _fields_: ClassVar = [
+        ("x", c_void_p), ("row_stride", c_int64), ("head_stride", c_int64), ("cos", c_void_p), ("sin", c_void_p),
+        ("rows", c_int64), ("heads", c_int32), ("size", c_int32), ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
+class PackArgs(Structure):
+    """One weight into the panels of its group."""
+
+    _fields_: ClassVar = [
+        ("weight", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("row_stride", c_int64), ("data", c_void_p),
+        ("first_panel", c_int64), ("columns", c_int32), ("first_column", c_int32), ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
+class BestArgs(Structure):
+    """The highest value of each row."""
+
+    _fields_: ClassVar = [
+        ("values", c_void_p), ("rows", c_int64), ("columns", c_int64), ("row_stride", c_int64), ("best", c_void_p),
+        ("element_bytes", c_int32),
+    ]  # fmt: skip
+
+
+class LookupArgs(Structure):
+    """Rows of a packed weight."""
+
+    _fields_: ClassVar = [("weight", POINTER(Packed)), ("ids", c_void_p), ("out", c_void_p), ("rows", c_int64)]
+
+
+class LayerArgs(Structure):
+    """The weights of one decoder layer."""
+
+    _fields_: ClassVar = [
+        ("qkv", POINTER(Packed)), ("output", POINTER(Packed)), ("gate_up", POINTER(Packed)), ("down", POINTER(Packed)),
+        ("input_norm", c_void_p), ("mid_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("eps", c_float),
+        ("mid_eps", c_float), ("head_eps", c_float), ("activation", c_int32), ("plus_one", c_int32),
+        ("intermediate", c_int32),
+    ]  # fmt: skip
+
+
+class StepArgs(Structure):
+    """What all layers of a step share."""
+
+    _fields_: ClassVar = [
+        ("x", c_void_p), ("out", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("blocks", c_void_p),
+        ("offsets", c_void_p), ("rows", c_int64), ("hidden", c_int64),
+    ]  # fmt: skip
+
+
+class Library:
+    """The functions, and the instruction set they run on. Calls release the interpreter's lock."""
+
+    def __init__(self, handle: ctypes.CDLL) -> None:
+        handle.penstock_select.argtypes, handle.penstock_select.restype = [c_char_p], c_char_p
+        handle.penstock_set_threads.argtypes = [c_int]
+        handle.penstock_read.argtypes, handle.penstock_read.restype = [c_void_p, c_int64], c_uint64
+        for name in ("pack", "linear", "lookup", "attention", "write", "norm", "rope", "best"):
+            getattr(handle, f"penstock_{name}").argtypes = [c_void_p]
+            getattr(handle, f"penstock_{name}").restype = None
+        handle.penstock_layer.argtypes = [c_void_p, c_void_p, c_void_p]
+        handle.penstock_layer.restype = None
+        self.layer = handle.penstock_layer
+        self.set_threads = handle.penstock_set_threads
+        self.read = handle.penstock_read
+        self.pack = handle.penstock_pack
+        self.linear = handle.penstock_linear
+        self.lookup = handle.penstock_lookup
+        self.attention = handle.penstock_attention
+        self.write = handle.penstock_write
+        self.norm = handle.penstock_norm
+        self.rope = handle.penstock_rope
+        self.best = handle.penstock_best
+        self._select = handle.penstock_select
+        self.isa = ""
+        self.select(os.environ.get(ISA_VARIABLE, ""))
+
+    def select(self, isa: str) -> None:
+        """Run on the named instruction set from now on, or on the best there is for "".
+
+        Raises `SettingsError` if that cannot run here.
+        """
+        name = self._select(isa.encode())
+        if name is None:
+            raise SettingsError(f"{ISA_VARIABLE}={isa}: this processor or this build does not have it")
+        self.isa = name.decode()
+
+
+@functools.cache
+def load() -> Library | None:
+    """The library of this process, or None where it was not built, or for another kind of machine."""
+    if not LIBRARY.is_file():
+        return None
+    try:
+        handle = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        log.warning("the native kernels do not load, the engine runs without them: %s", error)
+        return None
+    return Library(handle)

@@ -1,0 +1,191 @@
+"""Linear layers and embeddings whose weights lie as the native kernels read them."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from penstock.engine.kernels import library
+from penstock.engine.kernels.library import Library
+from penstock.engine.kernels.memory import Arena
+
+PANEL = 32
+"""Output columns of a panel."""
+DTYPES = (torch.float32, torch.bfloat16)
+"""What the kernels compute in."""
+
+_ARENA = Arena()
+_PIECE = 128 * PANEL  # rows of a weight that are packed before their memory is let go
+
+Release = Callable[[Tensor], None]
+"""Told of each original weight after it was packed, so that its memory can go."""
+
+
+class Activation(IntEnum):
+    """What is done with the gate before it is multiplied."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+
+
+class PackedLinears:
+    """The weights of linear layers with the same input, packed together: one pass over them serves all.
+
+    With an `activation` there are two of them, gate and up, and the result is act(gate) * up, rounded where the
+    separate modules round. Rows [.., inputs] in, a tensor [.., outputs] for each layer out. A row's result depends on
+    that row alone.
+    """
+
+    def __init__(
+        self,
+        native: Library,
+        linears: Sequence[nn.Module],
+        release: Release,
+        activation: Activation = Activation.NONE,
+    ) -> None:
+        weights = [weight_of(linear) for linear in linears]
+        self.outputs, self.inputs = [len(weight) for weight in weights], weights[0].shape[1]
+        self.dtype = weights[0].dtype
+        self._native = native
+        width = PANEL // 2 if activation else PANEL
+        panels = [-(-n // width) for n in self.outputs]
+        firsts = [0, 0] if activation else [sum(panels[:i]) for i in range(len(panels))]
+        num_panels = panels[0] if activation else sum(panels)
+        units = -(-self.inputs * self.dtype.itemsize // 4)
+        self._memory = _ARENA.zeros(num_panels * units * PANEL, torch.int32)
+        for i, weight in enumerate(weights):
+            column = width * i if activation else 0
+            for row in range(0, len(weight), _PIECE):
+                piece = weight[row : row + _PIECE]
+                self._pack(piece, firsts[i] + row // width, width, column)
+                release(piece)
+        self._bias = _bias(linears, firsts, width, num_panels)
+        bias = self._bias.data_ptr() if self._bias is not None else None
+        self.packed = library.Packed(self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize)
+        count = 1 if activation else len(weights)
+        parts = (library.Part(None, n, n, first) for n, first in zip(self.outputs[:count], firsts, strict=False))
+        self._parts = (library.Part * count)(*parts)
+        self._args = library.LinearArgs(
+            weight=ctypes.pointer(self.packed), parts=self._parts, num_parts=count, activation=int(activation)
+        )
+        self._address = ctypes.addressof(self._args)
+
+    def _pack(self, weight: Tensor, first_panel: int, columns: int, first_column: int) -> None:
+        weight = weight.contiguous()
+        args = library.PackArgs(
+            weight.data_ptr(), weight.shape[0], self.inputs, weight.stride(0), self._memory.data_ptr(),
+            first_panel, columns, first_column, self.dtype.itemsize,
+        )  # fmt: skip
+        self._native.pack(ctypes.addressof(args))
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """One tensor [.., outputs] for each layer, or the one product."""
+        rows = x.reshape(-1, self.inputs)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        outs = []
+        for part in self._parts:
+            out = torch.empty(*x.shape[:-1], part.columns, dtype=x.dtype)
+            part.out = out.data_ptr()
+            outs.append(out)
+        self._args.x, self._args.x_stride, self._args.rows = rows.data_ptr(), rows.stride(0), rows.shape[0]
+        self._native.linear(self._address)
+        return outs
+
+
+def native_best(native: Library, scores: Tensor) -> Tensor:
+    """The column of each row's highest value, the first of equal ones: [rows, columns] to int64 [rows]."""
+    found = torch.empty(len(scores), dtype=torch.int64)
+    args = library.BestArgs(
+        scores.data_ptr(), *scores.shape, scores.stride(0), found.data_ptr(), scores.element_size()
+    )  # fmt: skip
+    native.best(ctypes.addressof(args))
+    return found
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    """The weight as [outputs, inputs]."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach().t() if isinstance(linear, Conv1D) else weight.detach()
+
+
+def _bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_panels: int) -> Tensor | None:
+    """float32 [num_panels * 32], a number for each column of each panel; None if no layer has a bias."""
+    biases = [getattr(linear, "bias", None) for linear in linears]
+    if all(bias is None for bias in biases):
+        return None
+    columns = torch.zeros(num_panels, PANEL // width, width)
+    for i, (bias, first) in enumerate(zip(biases, firsts, strict=True)):
+        if bias is None:
+            continue
+        part = columns[first:, i if width < PANEL else 0]
+        padded = torch.zeros(-(-len(bias) // width) * width)
+        padded[: len(bias)] = bias.detach().float()
+        part[: len(padded) // width] = padded.view(-1, width)
+    return columns.flatten()
+
+
+class PackedLinear(nn.Module):
+    """Stands where a linear layer was, and computes all layers that get the same input; they fetch theirs from it."""
+
+    def __init__(self, group: PackedLinears) -> None:
+        super().__init__()
+        self.group = group
+        self.in_features, self.out_features = group.inputs, group.outputs[0]
+        self.weight = torch.empty(0, dtype=group.dtype)
+        """Empty: some models ask it for its dtype."""
+        self._x: Tensor | None = None
+        self._outs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., inputs] to [.., outputs]."""
+        outs = self.group(x)
+        if len(outs) > 1:
+            self._x, self._outs = x, outs
+        return outs[0]
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        """The result of the group's layer `index` for the input that the first layer has just had."""
+        if self._x is not x:
+            raise NotImplementedError("linear layers that had one input when they were grouped now have several")
+        if index == len(self._outs) - 1:
+            self._x, outs, self._outs = None, self._outs, []
+            return outs[index]
+        return self._outs[index]
+
+
+class PackedFollower(nn.Module):
+    """Stands where a further linear layer of a group was."""
+
+    def __init__(self, first: PackedLinear, index: int) -> None:
+        super().__init__()
+        self._first = [first]  # in a list, so that it is not a submodule of this one too
+        self._index = index
+        self.in_features, self.out_features = first.group.inputs, first.group.outputs[index]
+        self.weight = torch.empty(0, dtype=first.group.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., inputs] to [.., outputs]."""
+        return self._first[0].take(self._index, x)
+
+
+class PackedEmbedding(nn.Module):
+    """Token embeddings read from the packed output layer they are tied to."""
+
+    def __init__(self, native: Library, group: PackedLinears) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = group.outputs[0], group.inputs
+        self._native, self._group = native, group
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [..] to [.., embedding_dim]."""
+        ids = ids.contiguous()
+        out = torch.empty(*ids.shape, self.embedding_dim, dtype=self._group.dtype)
+        args = library.LookupArgs(ctypes.pointer(self._group.packed), ids.data_ptr(), out.data_ptr(), ids.numel())
+        self._native.lookup(ctypes.addressof(args))
+        return out

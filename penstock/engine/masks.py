@@ -1,0 +1,134 @@
+"""What a layer lets a token see: the model's own rule, kept until it is known which rows there are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from penstock.engine.batch import Batch
+from penstock.engine.gathered import Gathered, Masks, Visible
+
+_SHOWN = 128
+
+
+class Unsupported(Exception):
+    """The model does something that cannot be paged. The message is a clause that says what."""
+
+
+class MaskRule:
+    """Stands where the model expects its mask: keeps the rule, and the masks made of it for the current step.
+
+    Made anew by each forward pass, once for each kind of layer.
+    """
+
+    def __init__(self, rule: Callable[..., Any]) -> None:
+        self.visible: Visible | None = None
+        """None: all that came before."""
+        if rule is not causal_mask_function:
+            zero = torch.zeros((), dtype=torch.long)
+            self.visible = lambda query, key: rule(zero.to(query.device), zero.to(query.device), query, key)
+            _refuse_unusual(rule, zero)
+        self._masks: Masks | None = None
+        self._first_keys: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Unsupported("it works on its attention mask itself, as sparse indexers do")
+
+    def __getitem__(self, index: object) -> Any:
+        raise Unsupported("it works on its attention mask itself, as sparse indexers do")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token sees all that came before."""
+        return self.visible is None
+
+    def masks(self, gathered: Gathered, dtype: torch.dtype) -> Masks:
+        """The masks of this kind of layer, made at its first layer."""
+        if self._masks is None:
+            self._masks = gathered.masks(self.visible, dtype)
+        return self._masks
+
+    def first_keys(self, batch: Batch) -> Tensor | None:
+        """For each row the first position it sees, int32 [T], made at the first layer; None if that is 0 for all."""
+        if self._first_keys is None and self.visible is not None:
+            self._first_keys = _first_visible(self.visible, batch.position_ids[0])
+        return self._first_keys
+
+
+def _refuse_unusual(rule: Callable[..., Any], zero: Tensor) -> None:
+    """Refuse a rule that lets a token see a later one, or asks for more than positions."""
+    try:
+        sees_later = bool(rule(zero, zero, zero, zero + 1))
+    except Exception as error:
+        raise Unsupported("its attention mask depends on more than positions") from error
+    if sees_later:
+        raise Unsupported("its attention is not causal")
+
+
+def mask_rule(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> MaskRule:
+    """What transformers calls for the mask of one kind of layer."""
+    return MaskRule(mask_function)
+
+
+def masks_of(gathered: Gathered, rule: object, window: int | None, dtype: torch.dtype) -> Masks:
+    """The masks of a layer with this rule, or with a sliding window of its own."""
+    if isinstance(rule, MaskRule):
+        return rule.masks(gathered, dtype)
+    if rule is not None:
+        raise Unsupported("it makes its attention masks itself")
+    return gathered.masks(_window_rule(window), dtype)
+
+
+def first_keys(batch: Batch, rule: object, window: int | None) -> Tensor | None:
+    """For each row the first position it sees, int32 [T]; None if that is 0 for all."""
+    if isinstance(rule, MaskRule):
+        return rule.first_keys(batch)
+    if rule is not None:
+        raise Unsupported("it makes its attention masks itself")
+    visible = _window_rule(window)
+    return None if visible is None else _first_visible(visible, batch.position_ids[0])
+
+
+def visible_of(rule: object, window: int | None) -> Visible | None:
+    """What a layer lets a token see; None: all that came before."""
+    return rule.visible if isinstance(rule, MaskRule) else _window_rule(window)
+
+
+def window_of(visible: Visible | None, length: int) -> int | None:
+    """How many tokens each sees back, itself included, among `length` tokens: 0 for all; None if that varies."""
+    if visible is None:
+        return 0
+    positions = torch.arange(length)
+    num_seen = positions - _first_visible(visible, positions) + 1
+    most = int(num_seen.max())
+    if not bool((num_seen == (positions + 1).clamp(max=most)).all()):
+        return None
+    return most if most < length else 0
+
+
+def _window_rule(window: int | None) -> Visible | None:
+    return None if window is None else lambda query, key: key > query - window
+
+
+def is_interval(visible: Visible | None) -> bool:
+    """Whether what a token sees reaches from some position up to its own without a gap, as far as 128 tokens show."""
+    if visible is None:
+        return True
+    key = torch.arange(_SHOWN)
+    query = key[:, None]
+    first = _first_visible(visible, key)
+    return torch.equal(visible(query, key) & (key <= query), (key >= first[:, None]) & (key <= query))
+
+
+def _first_visible(visible: Visible, positions: Tensor) -> Tensor:
+    """By bisection: what a token sees reaches from some position up to its own, without a gap."""
+    low, high = torch.zeros_like(positions), positions.clone()
+    while bool((low < high).any()):
+        middle = (low + high) // 2
+        seen = visible(positions, middle)
+        high, low = torch.where(seen, middle, high), torch.where(seen, low, middle + 1)
+    return low.int()

@@ -1,0 +1,1 @@
+"""The parts of the sampler: `penstock/engine/sampler.py` puts them together."""

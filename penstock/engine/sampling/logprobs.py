@@ -1,0 +1,42 @@
+"""Log probabilities: of the model's own distribution, so before bias, penalties, temperature and filters."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.engine.sampling.draw import Draw
+from penstock.engine.sampling.ranking import first
+from penstock.engine.sampling.shares import SCALE, weigh_blocks
+from penstock.messages import MIN_LOGPROB, Logprobs, TokenLogprob
+
+
+def logprobs(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[Logprobs | None]:
+    """What each row of `logits` [rows, vocabulary] that asks for it says of its chosen token and of its likeliest ones.
+
+    Natural logarithms, to six decimals; in order, of equal ones the lowest id first.
+    """
+    found: list[Logprobs | None] = [None] * len(draws)
+    counts = [(row, draw.sampling.logprobs) for row, draw in enumerate(draws)]
+    rows = [row for row, count in counts if count is not None]
+    if not rows:
+        return found
+    scores = logits[rows].float()
+    ones = torch.ones(len(rows), 1, device=scores.device)
+    most = max(count for _, count in counts if count is not None)
+    values, ids = first(scores, min(max(most, 1), scores.shape[1]))
+    totals = weigh_blocks(scores, list(range(len(rows))), values[:, :1], ones).sum(-1)
+    chosen = scores.gather(1, torch.tensor([[tokens[row]] for row in rows], device=scores.device))
+    lines = zip(rows, chosen[:, 0].tolist(), values.tolist(), ids.tolist(), totals.tolist(), strict=True)
+    for row, value, best, best_ids, total in lines:
+        shift = best[0] + math.log(max(total, 1) / SCALE)
+        pairs = list(zip(best_ids, best, strict=True))[: draws[row].sampling.logprobs]
+        top = [TokenLogprob(token=token, logprob=_rounded(score - shift)) for token, score in pairs]
+        found[row] = Logprobs(logprob=_rounded(value - shift), top=top)
+    return found
+
+
+def _rounded(logprob: float) -> float:
+    """As it goes on the wire, which has no infinity."""
+    return min(0.0, max(MIN_LOGPROB, round(logprob, 6)))

@@ -1,0 +1,61 @@
+"""Probabilities as integers, so that sums and shares are exact: the same in any order, batch and number of threads."""
+
+import torch
+from torch import Tensor
+
+from penstock.engine.sampling.ranking import by_block, in_blocks
+
+SCALE = 2.0**40
+"""The weight of a row's best token; a token 10^12 times less likely has none. 2^22 tokens can be added up."""
+_CHUNK = 2**18
+"""Scores weighed at once: what comes between stays in the processor's cache."""
+
+
+def take(scores: Tensor, rows: list[int]) -> Tensor:
+    """Those rows, in that order; no copy if they are all as they are."""
+    return scores if _are_all(rows, scores) else scores[rows]
+
+
+def _are_all(rows: list[int], scores: Tensor) -> bool:
+    return rows == list(range(len(scores)))
+
+
+def weigh(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+    """Weights (int64) of float32 scores [rows, n]. `top`, the row's best score, and `temperature` are [rows, 1]."""
+    return (scores - top).div_(temperature).exp_().mul_(SCALE).long()
+
+
+def weigh_blocks(scores: Tensor, rows: list[int], top: Tensor, temperature: Tensor) -> Tensor:
+    """What the tokens of each block of `scores[rows]` weigh together: [rows, blocks]."""
+    step = max(1, _CHUNK // scores.shape[1])
+    found, is_whole = [], _are_all(rows, scores)
+    for begin in range(0, len(rows), step):
+        chunk = slice(begin, begin + step)
+        part = scores[chunk] if is_whole else scores[rows[chunk]]
+        found.append(by_block(weigh(part, top[chunk], temperature[chunk]), lambda block: block.sum(-1)))
+    return torch.cat(found)
+
+
+def pick(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Where in each row the share `uniform` (float64, [0, 1), [rows, 1]) of its weight is reached: [rows, 1]."""
+    return _passed(weights, _share(weights, uniform))
+
+
+def pick_in_blocks(scores: Tensor, blocks: Tensor, top: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    """`pick` over whole rows [rows, vocabulary] whose blocks weigh `blocks`: token ids [rows, 1]."""
+    wanted = _share(blocks, uniform)
+    block = _passed(blocks, wanted)
+    before = (blocks.cumsum(-1) - blocks).gather(1, block)
+    found, ids = in_blocks(scores, block)
+    place = _passed(weigh(found, top, temperature), wanted - before)
+    return ids.gather(1, place).clamp_(max=scores.shape[1] - 1)
+
+
+def _share(weights: Tensor, uniform: Tensor) -> Tensor:
+    total = weights.sum(-1, keepdim=True)
+    return torch.minimum((total.double() * uniform).long(), total - 1)
+
+
+def _passed(weights: Tensor, wanted: Tensor) -> Tensor:
+    """Where the running sum first exceeds `wanted`: never at a weight of zero."""
+    return (weights.cumsum(-1) <= wanted).sum(-1, keepdim=True).clamp_(max=weights.shape[1] - 1)

@@ -1,0 +1,139 @@
+"""The KV blocks themselves: one tensor, a row a block, so that a block's bytes of all layers lie side by
+side.
+
+Within a row the layers follow each other, K before V; within K and V the heads, and within a head the block's tokens.
+Each layer sees its part through a strided view, so nothing is copied between the form the model writes and the form
+that travels.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.cuda.copies import Staging, to_device
+from penstock.engine.kernels.memory import zeros
+from penstock.engine.sequence import Payload
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches of one token: `k_shape` and `v_shape` are (heads, size of a head)."""
+
+    layer: int
+    k_shape: tuple[int, int]
+    v_shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The form of a block: it follows from the model, the dtype and the block size."""
+
+    layers: tuple[LayerShape, ...]
+    block_size: int
+    dtype: torch.dtype
+
+    @cached_property
+    def by_layer(self) -> dict[int, LayerShape]:
+        """The layers by their index."""
+        return {shape.layer: shape for shape in self.layers}
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """For each K and V, in the order of a block's bytes: how many vectors it has (heads * block size), and of how
+        many numbers each (size of a head).
+        """
+        shapes = (part for shape in self.layers for part in (shape.k_shape, shape.v_shape))
+        return tuple((heads * self.block_size, size) for heads, size in shapes)
+
+    @property
+    def element(self) -> Literal["float32", "bfloat16", "float16"]:
+        """The form of a number: "float32", "bfloat16" or "float16"."""
+        names: dict[torch.dtype, Literal["float32", "bfloat16", "float16"]] = {
+            torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
+        }  # fmt: skip
+        return names[self.dtype]
+
+    @property
+    def block_elements(self) -> int:
+        """Numbers in a block."""
+        per_token = sum(h * d for shape in self.layers for h, d in (shape.k_shape, shape.v_shape))
+        return per_token * self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes in a block."""
+        return self.block_elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        layers = ";".join(f"{s.layer}:{s.k_shape}:{s.v_shape}" for s in self.layers)
+        return f"{self.dtype}|{self.block_size}|{layers}"
+
+
+class KVStorage:
+    """`num_blocks` blocks of the given layout, zero at first."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        flat = (zeros(num_blocks * layout.block_elements, layout.dtype) if device.type == "cpu"
+                else torch.zeros(num_blocks * layout.block_elements, dtype=layout.dtype, device=device))  # fmt: skip
+        self.data = flat.view(num_blocks, layout.block_elements)
+        self._staging = Staging.on(device, layout.block_elements, layout.dtype) if device.type == "cuda" else None
+        self._bytes = self.data.view(torch.uint8).numpy() if device.type == "cpu" else np.empty((0, 0), np.uint8)
+        self._parts: list[tuple[int, int, int]] = []  # (offset, heads, size of a head) of each K and V in a row
+        self.keys: dict[int, Tensor] = {}
+        """By layer: [num_blocks, block_size, heads, size]."""
+        self.values: dict[int, Tensor] = {}
+        offset = 0
+        for shape in layout.layers:
+            for views, (heads, size) in ((self.keys, shape.k_shape), (self.values, shape.v_shape)):
+                strides = (layout.block_elements, size, layout.block_size * size, 1)
+                start = self.data.storage_offset() + offset
+                views[shape.layer] = self.data.as_strided((num_blocks, layout.block_size, heads, size), strides, start)
+                self._parts.append((offset, heads, size))
+                offset += heads * size * layout.block_size
+        self.addresses = {layer: (k.data_ptr(), self.values[layer].data_ptr()) for layer, k in self.keys.items()}
+        """By layer: where its K and its V begin in memory, in block 0."""
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zero the blocks, so that what a previous owner left cannot be met, not even behind a mask."""
+        self.data.index_fill_(0, to_device(blocks, self.data.device, torch.int64), 0)
+
+    def write(self, block: int, payload: Payload) -> None:
+        """Fill a block from `block_bytes` bytes."""
+        if self._staging is not None:
+            self._staging.put(self.data[block], payload)
+        else:
+            self._bytes[block][:] = np.frombuffer(payload, dtype=np.uint8)
+
+    def room(self, blocks: list[int]) -> tuple[list[memoryview], Tensor | None]:
+        """Writable bytes for each block, and the tensor they are part of, [len(blocks), block elements].
+
+        Without a GPU they are the blocks themselves, and there is no such tensor.
+        """
+        if self._staging is None:
+            return [memoryview(self._bytes[block]) for block in blocks], None
+        staged = self._staging.room(len(blocks))
+        return [memoryview(row) for row in staged.view(torch.uint8).numpy()], staged
+
+    def settle(self, blocks: list[int], staged: Tensor | None) -> None:
+        """What was written to the first of `room` is the content of these blocks, from the next step on."""
+        if self._staging is not None and staged is not None:
+            for block, row in zip(blocks, staged, strict=False):
+                self._staging.upload(self.data[block], row)
+
+    def view(self, block: int) -> memoryview | None:
+        """A block's own bytes, to read only; None if they are on a GPU."""
+        return memoryview(self._bytes[block]).toreadonly() if self._staging is None else None
+
+    def read(self, block: int, num_rows: int) -> memoryview:
+        """A copy of a block's bytes; rows (tokens) from `num_rows` on are zero."""
+        copy = self.data[block].clone() if self._staging is None else self._staging.get(self.data[block])
+        if num_rows < self.layout.block_size:
+            for offset, heads, size in self._parts:
+                part = copy[offset : offset + heads * self.layout.block_size * size]
+                part.view(heads, self.layout.block_size, size)[:, num_rows:] = 0
+        return memoryview(copy.view(torch.uint8).numpy())  # type: ignore[arg-type, unused-ignore]

@@ -1,0 +1,98 @@
+"""The tensors of a model's safetensors files, mapped into memory and not read before they are used.
+
+A tensor that is wanted in the file's own dtype is a view of the mapping: it costs no memory but the page cache,
+which all workers of a host share. One that is converted or merged with others is a copy; the pages it was made from
+are let go as loading goes on, so that the peak is what stays in the end and a little more.
+"""
+
+import ctypes
+import mmap
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.engine.files import Progress, one_line
+from penstock.errors import ModelLoadError
+
+_SWEEP_BYTES = 8 * 2**20  # how much is read before its pages are let go
+
+
+class MappedWeights:
+    """All tensors of some safetensors files. Raises `ModelLoadError` if a file is damaged."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.tensors: dict[str, Any] = {}
+        """By name, what safetensors calls a slice: `get_shape()`, `get_dtype()`, and `[...]` gives the view."""
+        self.num_bytes = 0
+        """Size of all tensors as they are stored."""
+        self._mappings: list[tuple[int, int]] = []  # (first address, address after the last)
+        self._read = self._swept = 0
+        for file in files:
+            try:
+                self._add(safe_open(file, framework="pt", backend="mmap"))
+            except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
+                raise ModelLoadError(f"{file.name} is damaged or cut off: {one_line(error)}") from error
+
+    def _add(self, file: Any) -> None:
+        slices = {name: file.get_slice(name) for name in file.offset_keys()}
+        views = [view for view in (part[...] for part in slices.values()) if view.nbytes]
+        if views:
+            self._mappings.append((views[0].data_ptr(), views[-1].data_ptr() + views[-1].nbytes))
+        self.num_bytes += sum(view.nbytes for view in views)
+        self.tensors.update(slices)
+
+    def lazy(self, report: Progress) -> dict[str, Any]:
+        """What `from_pretrained` takes for a state dict: it asks for one tensor after the other with `[...]`."""
+        return {name: _Lazy(self, part, report) for name, part in self.tensors.items()}
+
+    def view(self, part: Any, report: Progress) -> Tensor:
+        """The mapped tensor of one slice; says how much of all bytes has been asked for."""
+        view: Tensor = part[...]
+        if self._read - self._swept > _SWEEP_BYTES:
+            self.sweep()
+        self._read += view.nbytes
+        report("loading weights", self._read / max(1, self.num_bytes))
+        return view
+
+    def sweep(self) -> None:
+        """Let go of all pages in memory. Nobody may have written to a view: a page comes back from the file."""
+        for first, end in self._mappings:
+            _drop(first, end)
+        self._swept = self._read
+
+    def release(self, tensor: Tensor) -> None:
+        """Let go of a tensor's pages when it was packed elsewhere; nothing if it is not a view of a file.
+
+        A large one in pieces (`release(weight[:rows])`): until then its pages and the packed copy are both in memory.
+        What is still used of it is read from the file again; what somebody wrote to it is lost.
+        """
+        first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if any(low <= first and end <= high for low, high in self._mappings):
+            _drop(first, end)
+
+
+class _Lazy:
+    """One tensor of a file, in the form `from_pretrained` expects."""
+
+    def __init__(self, weights: MappedWeights, part: Any, report: Progress) -> None:
+        self._weights, self._part, self._report = weights, part, report
+
+    def __getitem__(self, key: object) -> Tensor:
+        assert key is Ellipsis, "transformers took whole tensors when this was written"
+        return self._weights.view(self._part, self._report)
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._part.get_shape()
+        return shape
+
+    def get_dtype(self) -> str:
+        dtype: str = self._part.get_dtype()
+        return dtype
+
+
+def _drop(first: int, end: int) -> None:
+    """Take the pages of [first, end) out of this process. Pages of an unwritten private mapping lose nothing."""
+    first -= first % mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)

@@ -1,0 +1,290 @@
+"""Admission: what a request has to pass before it is published. Any number of gateways share what is counted, in Redis.
+
+    1  right     the class, and how much one request may ask for
+    2  lag       how long it would wait, by the tokens that wait before it
+    3  share     while the pipeline is full, no more than its tenant's part of it (`shares`)
+    4  buckets   one request and its tokens are taken, both or neither, by an estimate: prompt and limit, or, where
+                 an answer has no limit, what answers lately took
+    5  settle    at its end, what it really took replaces the estimate, and its place is free
+
+A crash after 3 or 4 costs the tenant the estimate, which it has back within a minute; nothing else was done before the
+request is published. Where Redis is away nobody is admitted (`BusUnavailable`, 503): nothing could be streamed either.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+import redis.asyncio
+
+from penstock.client import outages_named
+from penstock.errors import BusUnavailable
+from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.shares import BUSY_S, Held, Shares
+from penstock.ingest.tenants import Caller
+from penstock.lag import PipelineLag
+from penstock.messages import DEFAULT_MAX_TOKENS, Usage
+from penstock.names import Pipeline, PriorityClass, rate_key
+from penstock.settings import AdmissionSettings
+
+log = logging.getLogger(__name__)
+
+LOOK_S, TRUST_S = 0.5, 2.0
+"""After how long the lag is looked up again, and for how long the last look is good meanwhile."""
+
+_LEVEL = """
+-- A bucket holds a minute's worth and fills as time goes by, by the server's clock, so that all gateways agree.
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1e6
+local saved = redis.call('HMGET', KEYS[1], 'requests', 'tokens', 'at')
+local passed = math.max(0, now - (tonumber(saved[3]) or now))
+local function level(text, limit)
+  return math.min(limit, (tonumber(text) or limit) + passed * limit / 60)
+end
+local max_requests, max_tokens = tonumber(ARGV[1]), tonumber(ARGV[2])
+local requests, tokens = level(saved[1], max_requests), level(saved[2], max_tokens)
+local function save()
+  local full = 1
+  if max_requests > 0 then full = math.max(full, (max_requests - requests) * 60 / max_requests) end
+  if max_tokens > 0 then full = math.max(full, (max_tokens - tokens) * 60 / max_tokens) end
+  local text = function(number) return string.format('%.6f', number) end
+  redis.call('HSET', KEYS[1], 'requests', text(requests), 'tokens', text(tokens), 'at', text(now))
+  redis.call('EXPIRE', KEYS[1], math.ceil(full) + 1)
+end
+"""
+TAKE = (
+    """
+-- Take a request and its tokens, both or neither. KEYS: 1 bucket.
+-- ARGV: 1 requests and 2 tokens a minute (0: no limit), 3 tokens wanted.
+-- Returns 1 if it may go on, else 0; then what is left of both, in thousandths.
+"""
+    + _LEVEL
+    + """
+local wanted = tonumber(ARGV[3])
+local is_there = (max_requests == 0 or requests >= 1) and (max_tokens == 0 or tokens >= wanted)
+if is_there then
+  if max_requests > 0 then requests = requests - 1 end
+  if max_tokens > 0 then tokens = tokens - wanted end
+  save()
+end
+return {is_there and 1 or 0, math.floor(requests * 1000), math.floor(tokens * 1000)}
+"""
+)
+GIVE = (
+    """
+-- Give tokens back, or with a negative number take more; a bucket may owe. KEYS, ARGV: as above.
+"""
+    + _LEVEL
+    + """
+tokens = math.min(max_tokens, tokens + tonumber(ARGV[3]))
+save()
+return 1
+"""
+)
+
+
+@dataclass
+class Ticket:
+    """A request that was admitted, and what was taken for it."""
+
+    caller: Caller
+    num_tokens: int
+    """The estimate."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """OpenAI's `x-ratelimit-*`, for the answer; empty where the tenant has no limits."""
+    held: Held | None = None
+    """Its part of the pipeline."""
+    is_settled: bool = False
+
+    @property
+    def is_of_bucket(self) -> bool:
+        """Whether tokens were taken for it that its tenant is to have back, or owes, once it has ended."""
+        return self.caller.tokens_per_min is not None
+
+
+class Admission:
+    """Admits requests, or says when to come again."""
+
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis",
+        lag_of: Callable[[Pipeline], Awaitable[PipelineLag]],
+        settings: AdmissionSettings,
+    ) -> None:
+        self._settings, self._lags = settings, LagCache(lag_of)
+        self._shares = Shares(client)
+        self._take, self._give = client.register_script(TAKE), client.register_script(GIVE)
+
+    async def admit(
+        self,
+        caller: Caller,
+        pipeline: Pipeline,
+        klass: PriorityClass,
+        num_tokens: int,
+        *,
+        max_output: int = 0,
+        num_open: int = 0,
+        most_wait_s: float | None = None,
+    ) -> Ticket:
+        """Admit a request of about `num_tokens`, prompt and output together, which may write up to `max_output`.
+
+        `num_open` answers have no limit of their own, and are not in `num_tokens`: they count as answers lately did.
+        With `most_wait_s` its client does not want it to wait for longer.
+
+        Raises `ApiError`: 403 for a class above the caller's right, 400 for more output than it may ask for, 413 for
+        what its bucket never holds, 429 with `Retry-After`; `BusUnavailable`.
+        """
+        check_right(caller, klass, num_tokens, max_output)
+        lag = await self._lags.look(pipeline)
+        wait_s = None if lag is None else lag.estimated_wait_s(klass)
+        mean_output = None if lag is None else lag.mean_outputs[klass]
+        num_tokens += expected_output(caller, num_tokens, max_output, num_open, mean_output)
+        self._check_wait(wait_s, klass, most_wait_s)
+        is_full = wait_s is not None and wait_s > BUSY_S
+        held = await self._shares.enter(pipeline, caller.tenant, caller.weight, num_tokens, is_full=is_full)
+        if held is None:
+            message = "others wait as well, and this tenant has its share of the pipeline"
+            raise too_many(message, wait_s or 1, code="over_share")
+        try:
+            return Ticket(caller, num_tokens, await self._take_of_buckets(caller, num_tokens), held)
+        except ApiError:
+            await self._shares.leave(held)
+            raise
+
+    async def take_request(self, caller: Caller) -> None:
+        """Take one request and no tokens of the caller's bucket. Raises `ApiError` 429, and `BusUnavailable`."""
+        await self._take_of_buckets(caller, 0)
+
+    async def _take_of_buckets(self, caller: Caller, num_tokens: int) -> dict[str, str]:
+        """Headers for the answer. Raises `ApiError` 429."""
+        if caller.requests_per_min is None and caller.tokens_per_min is None:
+            return {}
+        with outages_named():
+            taken: list[int] = await self._take(
+                [rate_key(caller.tenant)], [caller.requests_per_min or 0, caller.tokens_per_min or 0, num_tokens]
+            )
+        requests, tokens = taken[1] / 1000, taken[2] / 1000
+        headers = _rate_headers(caller, requests, tokens)
+        if not taken[0]:
+            raise _over_rate(caller, requests, tokens, num_tokens, headers)
+        return headers
+
+    async def settle(self, ticket: Ticket, usage: Usage) -> None:
+        """Put what was really used in the estimate's place, once. `Usage()` gives all tokens back.
+
+        Raises `BusUnavailable`: then the estimate stands.
+        """
+        if ticket.is_settled:
+            return
+        ticket.is_settled = True
+        if ticket.held is not None:
+            await self._shares.leave(ticket.held)
+        limit, back = ticket.caller.tokens_per_min, ticket.num_tokens - usage.prompt_tokens - usage.completion_tokens
+        if limit is None or not back:
+            return
+        with outages_named():
+            await self._give([rate_key(ticket.caller.tenant)], [ticket.caller.requests_per_min or 0, limit, back])
+
+    def _check_wait(self, wait_s: float | None, klass: PriorityClass, wanted_s: float | None) -> None:
+        most_s = self._settings.max_wait_s if klass == "interactive" else self._settings.max_batch_wait_s
+        if wanted_s is not None and (wait_s is None or wait_s > wanted_s):
+            after_s = 1 if wait_s is None else wait_s - wanted_s
+            message = "how long the request would have to wait is not known yet"
+            if wait_s is not None:
+                message = f"the request would have to wait for about {wait_s:.1f} s"
+            raise too_many(message, after_s, code="busy")
+        if wait_s is not None and wait_s > most_s:
+            raise too_many(f"a new request would wait for {wait_s:.0f} s", wait_s - most_s, code="overloaded")
+
+
+def check_right(caller: Caller, klass: PriorityClass, num_tokens: int, max_output: int) -> None:
+    """Raise `ApiError` for what the caller may not ask for at any time."""
+    if klass not in caller.classes:
+        raise ApiError(403, f"this API key may not make requests of the class {klass!r}", code="class_not_allowed")
+    if caller.max_request_tokens is not None and max_output > caller.max_request_tokens:
+        message = f"one request may ask for {caller.max_request_tokens:,} output tokens, not {max_output:,}"
+        raise ApiError(400, message, code="too_many_tokens", param="max_tokens")
+    if caller.tokens_per_min is not None and num_tokens > caller.tokens_per_min:
+        message = f"about {num_tokens:,} tokens in one request; {caller.tokens_per_min:,} a minute are allowed"
+        raise ApiError(413, message, code="request_too_large")
+
+
+def expected_output(caller: Caller, num_tokens: int, max_output: int, num_open: int, mean_output: float | None) -> int:
+    """Return how many tokens are reserved for answers without a limit, beside `num_tokens` of their request.
+
+    No more than a full bucket has left: what nobody asked for is no reason to refuse a request for good.
+    """
+    mean = DEFAULT_MAX_TOKENS if mean_output is None else round(mean_output)
+    room = math.inf if caller.tokens_per_min is None else max(0, caller.tokens_per_min - num_tokens)
+    return int(min(num_open * mean, max_output, room))
+
+
+def too_many(message: str, after_s: float, *, code: str, headers: Mapping[str, str] | None = None) -> ApiError:
+    """429, and when to come again: in whole seconds, and in milliseconds for clients that can read those."""
+    after = {"Retry-After": str(max(1, math.ceil(after_s))), "retry-after-ms": str(max(1, math.ceil(after_s * 1000)))}
+    return ApiError(429, message, code=code, headers={**(headers or {}), **after})
+
+
+class LagCache:
+    """The lag of each pipeline, looked up by one request for all that come meanwhile."""
+
+    def __init__(self, lag_of: Callable[[Pipeline], Awaitable[PipelineLag]]) -> None:
+        self._lag_of = lag_of
+        self._found: dict[Pipeline, tuple[float, PipelineLag | None]] = {}
+        self._looking: dict[Pipeline, asyncio.Task[None]] = {}
+
+    async def look(self, pipeline: Pipeline) -> PipelineLag | None:
+        """The lag of a moment ago; None: it is not known, or nobody serves the pipeline."""
+        age_s = time.monotonic() - self._found.get(pipeline, (-math.inf, None))[0]
+        if age_s > LOOK_S and pipeline not in self._looking:
+            self._looking[pipeline] = asyncio.create_task(self._look(pipeline))
+        if age_s > TRUST_S:
+            await asyncio.shield(self._looking[pipeline])
+        return self._found[pipeline][1]
+
+    async def _look(self, pipeline: Pipeline) -> None:
+        lag: PipelineLag | None = None
+        try:
+            lag = await self._lag_of(pipeline)
+        except BusUnavailable:  # whoever publishes is told
+            pass
+        except Exception:  # not to know the lag is no reason to refuse
+            log.exception("the lag of %s", pipeline.name)
+        finally:
+            self._found[pipeline] = (time.monotonic(), lag)
+            del self._looking[pipeline]
+
+
+def _over_rate(caller: Caller, requests: float, tokens: float, num_tokens: int, headers: Mapping[str, str]) -> ApiError:
+    waits = [(0.0, "")]
+    if caller.requests_per_min is not None:
+        waits.append(((1 - requests) * 60 / caller.requests_per_min, f"{caller.requests_per_min:,} requests"))
+    if caller.tokens_per_min is not None:
+        waits.append(((num_tokens - tokens) * 60 / caller.tokens_per_min, f"{caller.tokens_per_min:,} tokens"))
+    after_s, what = max(waits)
+    message = f"over the limit of {what} a minute; try again in {after_s:.1f} s"
+    return too_many(message, after_s, code="rate_limit_exceeded", headers=headers)
+
+
+def _rate_headers(caller: Caller, requests: float, tokens: float) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for name, limit, left in (
+        ("requests", caller.requests_per_min, requests),
+        ("tokens", caller.tokens_per_min, tokens),
+    ):
+        if limit is not None:
+            headers[f"x-ratelimit-limit-{name}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(left)))
+            headers[f"x-ratelimit-reset-{name}"] = _span((limit - left) * 60 / limit)
+    return headers
+
+
+def _span(seconds: float) -> str:
+    """As OpenAI writes it: `120ms`, `7.66s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)}m{math.ceil(rest)}s" if minutes else f"{round(rest, 2):g}s"

@@ -1,0 +1,138 @@
+"""Objects by path, in a folder or an S3-like store: what files and batches are kept in.
+
+Whoever uses this builds a path of a tenant and of ids that were checked. An object is there as a whole or not at all,
+whoever dies meanwhile; a reader never sees half of one.
+
+The store is asked on threads, by its blocking calls: its own tasks touch Python when they end, and one that does so
+while the interpreter is going away takes the process down with it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import LocalStore, ObjectStore, from_url
+
+from penstock.ingest.batch.lines import PIECE
+from penstock.ingest.gateway.errors import ApiError
+
+NUM_THREADS = 8
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Objects:
+    """Every method raises `ApiError` 503 while the store cannot be reached."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "files")
+
+    @classmethod
+    def open(cls, url: str) -> "Objects":
+        """A folder by its path or `file://`, made where it is not there; or `s3://bucket/prefix` and the like."""
+        if "://" not in url:
+            return cls(LocalStore(Path(url).expanduser(), mkdir=True))
+        return cls(from_url(url, mkdir=True) if url.startswith("file:") else from_url(url))
+
+    async def get(self, path: str) -> bytes | None:
+        """An object's content; None where there is no such object."""
+        try:
+            return await self._run(lambda: bytes(obstore.get(self._store, path).bytes()))
+        except FileNotFoundError:
+            return None
+
+    async def size(self, path: str) -> int | None:
+        """An object's length in bytes."""
+        try:
+            return (await self._run(obstore.head, self._store, path))["size"]
+        except FileNotFoundError:
+            return None
+
+    async def put(self, path: str, value: bytes) -> None:
+        """Write an object, in the place of one that is there."""
+        await self._run(lambda: obstore.put(self._store, path, value))
+
+    async def create(self, path: str, value: bytes) -> bool:
+        """Write an object if it is not there; False if it is. Of several who try, one succeeds."""
+        try:
+            await self._run(lambda: obstore.put(self._store, path, value, mode="create"))
+        except AlreadyExistsError:
+            return False
+        return True
+
+    async def copy(self, source: str, target: str) -> bool:
+        """Copy an object, at the store; False where there is none."""
+        try:
+            await self._run(obstore.copy, self._store, source, target)
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def delete(self, path: str) -> None:
+        """Delete an object; one that is not there is fine."""
+        with suppress(FileNotFoundError):
+            await self._run(obstore.delete, self._store, path)
+
+    async def names(self, folder: str) -> list[str]:
+        """The names of objects and folders in a folder, in order."""
+        found = await self._run(obstore.list_with_delimiter, self._store, folder)
+        paths = [*(entry["path"] for entry in found["objects"]), *found["common_prefixes"]]
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+
+    async def write(self, path: str, pieces: AsyncIterator[bytes]) -> int:
+        """Write an object of any length, a piece at a time; returns its length.
+
+        If `pieces` raises, or this is cancelled, there is no object and nothing stays of what was written.
+        """
+        writer = await self._run(
+            lambda: obstore.open_writer(self._store, path, buffer_size=5 * PIECE, max_concurrency=2)
+        )
+        num_bytes = 0
+        try:
+            async for piece in _gathered(pieces):
+                num_bytes += len(piece)
+                await self._run(writer.write, piece)
+            await self._run(writer.close)
+        except BaseException as error:
+            await asyncio.shield(self._run(writer.__exit__, type(error), error, None))
+            raise
+        return num_bytes
+
+    async def read(self, path: str) -> AsyncIterator[bytes]:
+        """An object's content in pieces. Between two of them nothing is held open, so a reader may take a day."""
+        size = await self.size(path)
+        for start in range(0, size or 0, PIECE):
+            end = min(size or 0, start + PIECE)
+            yield bytes(await self._run(lambda a=start, b=end: obstore.get_range(self._store, path, start=a, end=b)))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._threads.shutdown()
+
+    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
+        except (FileNotFoundError, AlreadyExistsError):
+            raise
+        except (BaseError, OSError) as error:
+            headers = {"Retry-After": "1"}
+            raise ApiError(503, "the file store cannot be used now", code="unavailable", headers=headers) from error
+
+
+async def _gathered(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same bytes in pieces of at least `PIECE`, but for the last."""
+    waiting = bytearray()
+    async for piece in pieces:
+        waiting += piece
+        if len(waiting) >= PIECE:
+            yield bytes(waiting)
+            waiting.clear()
+    if waiting:
+        yield bytes(waiting)

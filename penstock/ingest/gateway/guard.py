@@ -1,0 +1,155 @@
+"""The ASGI layer around the gateway: how large a body may be, how slow, and which paths there can be at all.
+
+It goes around everything else: what it refuses is not even looked at. Bodies are counted as they come, whatever their
+`Content-Length` says. A client that is answered before all of its body is there is read from for another moment, so
+that it gets to see the answer, and then its connection is closed.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.gateway.figures import REFUSED
+from penstock.ingest.gateway.protocol import LINGER_S
+from penstock.settings import GuardSettings, is_loopback
+
+MB = 2**20
+MOMENT_S = 0.05
+"""For what of a body is on its way when it is not wanted any more."""
+_PATH = re.compile(r"/[A-Za-z0-9._:~@+,=/-]*")
+"""Ids, files and model names are made of these: no path holds a line break, or what a shell or a store reads."""
+_PORT = re.compile(r":\d*$")
+
+
+class Guard:
+    """Around an ASGI application."""
+
+    def __init__(self, app: ASGIApp, settings: GuardSettings, *, only_local: bool = False) -> None:
+        """`only_local`: nobody is asked for a key, so a page that a browser shows may not come in by another name."""
+        self._app, self._settings, self._only_local = app, settings, only_local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the application's life."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        is_file = scope["method"] == "POST" and path.rstrip("/") == "/v1/files"
+        most = int((self._settings.max_file_mb if is_file else self._settings.max_body_mb) * MB)
+        request = _Request(scope, receive, send, most, self._settings)
+        refusal = _refusal_of_path(path) or request.refusal_of_length()
+        if self._only_local and refusal is None:
+            refusal = _refusal_of_stranger(dict(scope["headers"]))
+        if refusal is not None:
+            request.refusal = refusal
+            scope[REFUSED] = refusal.code
+            await request.answer_refusal()
+            return
+        await self._app(scope, request.receive, request.send)
+
+
+def _refusal_of_path(path: str) -> ApiError | None:
+    if _PATH.fullmatch(path) is None or ".." in path.split("/") or "." in path.split("/"):
+        return ApiError(404, "Unknown request URL.", code="unknown_url")
+    return None
+
+
+def _refusal_of_stranger(headers: Mapping[bytes, bytes]) -> ApiError | None:
+    """A page of another site, or a name that somebody else resolves to this machine (DNS rebinding)."""
+    host = headers.get(b"host", b"localhost")
+    origin = headers[b"origin"].partition(b"://")[2] if b"origin" in headers else host
+    if all(is_loopback(_PORT.sub("", one.decode("latin-1")).strip("[]")) for one in (host, origin)):
+        return None
+    message = "a gateway without keys answers to this machine alone: set PENSTOCK_GATEWAY_KEYS"
+    return ApiError(403, message, code="host_not_allowed")
+
+
+class _Request:
+    """One request's way in and out."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, most: int, settings: GuardSettings) -> None:
+        headers = dict(scope["headers"])
+        self._receive, self._send, self._most, self._settings = receive, send, most, settings
+        self._length: bytes | None = headers.get(b"content-length")
+        self._is_complete = self._length in {None, b"0"} and b"transfer-encoding" not in headers
+        self._waits_for_go = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._num_bytes = 0
+        self._begun = time.monotonic()
+        self._is_answered = self._is_closing = False
+        self.refusal: ApiError | None = None
+
+    def refusal_of_length(self) -> ApiError | None:
+        """Where the header says already that it is too much."""
+        is_too_long = self._length is not None and (len(self._length) > 15 or int(self._length) > self._most)
+        return self._too_large() if is_too_long else None
+
+    async def receive(self) -> Message:
+        """As the application gets it. Raises `ApiError` for a body that is too large or too slow."""
+        if self._is_complete:
+            return await self._receive()
+        self._waits_for_go = False
+        allowed_s = self._settings.body_s + self._num_bytes / (self._settings.body_kb_per_s * 1024)
+        try:
+            async with asyncio.timeout(self._begun + allowed_s - time.monotonic()):
+                message = await self._receive()
+        except TimeoutError:
+            self.refusal = ApiError(408, "the body comes too slowly", code="request_timeout")
+            raise self.refusal from None
+        self._num_bytes += len(message.get("body", b""))
+        self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
+        if self._num_bytes > self._most:
+            self.refusal = self._too_large()
+            raise self.refusal
+        return message
+
+    async def send(self, message: Message) -> None:
+        """As the application answers; once its request is refused, what it has to say of that is replaced."""
+        if self.refusal is not None and not self._is_answered:
+            await self.answer_refusal()
+            return
+        if self._is_closing and self.refusal is not None:
+            return
+        if message["type"] == "http.response.start":
+            self._is_answered = True
+            await self._drop_body(MOMENT_S)
+            if not self._is_complete:
+                self._is_closing = True
+                message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
+        elif self._is_closing and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            await self._drop_body(LINGER_S)
+            message = {"type": "http.response.body", "body": b""}
+        await self._send(message)
+
+    async def answer_refusal(self) -> None:
+        """The error, and the connection's end."""
+        assert self.refusal is not None
+        self._is_answered = self._is_closing = True
+        body = self.refusal.body.model_dump_json().encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **self.refusal.headers}
+        if not self._is_complete:
+            headers["connection"] = "close"
+        raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": self.refusal.status, "headers": raw})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._drop_body(LINGER_S)
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _drop_body(self, seconds: float) -> None:
+        """Read on for a moment, into nothing."""
+        if self._waits_for_go:  # it has not begun to send, and will not
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._is_complete:
+                    message = await self._receive()
+                    self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
+        except TimeoutError:
+            pass
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body may have {self._most / MB:g} MB", code="request_too_large")

@@ -1,0 +1,43 @@
+"""`/healthz`: the process answers. `/readyz`: it can take requests. Neither asks for a key."""
+
+import asyncio
+import os
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from penstock.bus.connect import connect
+from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.gateway.handlers import errors
+from penstock.ingest.gateway.state import gateway_of
+from penstock.reach import ANSWER_S
+
+router = APIRouter()
+
+
+class Health(BaseModel):
+    """How it is."""
+
+    status: Literal["ok"] = "ok"
+    pid: int
+    """Of the process that answers."""
+
+
+@router.get("/health", summary="The same as /healthz: load tools ask for it by this name")
+@router.get("/healthz", summary="Whether the process answers")
+async def healthz() -> Health:
+    """Nothing else is looked at."""
+    return Health(pid=os.getpid())
+
+
+@router.get("/readyz", summary="Whether requests can be taken", responses=errors(503))
+async def readyz(request: Request) -> Health:
+    """503 while it stops, while bus or Redis cannot be reached, and until a worker has said what it serves."""
+    gateway = gateway_of(request)
+    if gateway.is_stopping:
+        raise ApiError(503, "this gateway stops", code="gateway_stopping")
+    await asyncio.to_thread(connect(gateway.addresses, gateway.bus_settings).check, ANSWER_S)
+    if not await gateway.models.all():
+        raise ApiError(503, "no worker is ready yet", code="unavailable", headers={"Retry-After": "1"})
+    return Health(pid=os.getpid())

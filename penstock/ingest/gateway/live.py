@@ -1,0 +1,116 @@
+"""What the page shows: `/v1/live`, the pipeline as it is now, and `/v1/requests/{id}/timeline`, one request's life."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+
+from penstock.client import outages_named
+from penstock.ingest.gateway.caller import CallerDep
+from penstock.ingest.gateway.handlers import errors
+from penstock.ingest.gateway.state import Gateway, gateway_of
+from penstock.ingest.gateway.streaming import EVENTS
+from penstock.names import Pipeline
+from penstock.telemetry.timeline import Timeline, timeline_async
+
+router = APIRouter()
+
+
+class Span(BaseModel):
+    """A part of a request's way. Times are seconds since the epoch."""
+
+    name: str
+    service: str
+    start_s: float
+    end_s: float
+    id: str
+    parent: str | None
+    """The id of the span around it."""
+    attributes: dict[str, Any]
+
+
+class Share(BaseModel):
+    """A stretch of time, and the span that it went into."""
+
+    name: str
+    service: str
+    start_s: float
+    end_s: float
+
+
+class Life(BaseModel):
+    """What is kept of one request of the pipeline."""
+
+    id: str
+    start_s: float | None = None
+    answered_s: float | None = None
+    """When its end could be read; null before."""
+    latency_s: float | None = None
+    spans: list[Span] = []
+    """By their start. Spans come some moments after they ended, and are kept for `PENSTOCK_TRACE_KEEP_S`."""
+    account: list[Share] = []
+    """The whole time, from its start, without gap or overlap."""
+
+
+class LifeList(BaseModel):
+    """A request's choices, each with its own life."""
+
+    id: str
+    object: Literal["timeline"] = "timeline"
+    choices: list[Life]
+
+
+@router.get(
+    "/v1/live",
+    summary="Watch the pipeline, a look a second",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Events `look` with JSON: lag and latencies, and where no keys are asked for workers, "
+            "lost workers, hits and rates; `unavailable` while bus or Redis cannot be reached.",
+            "content": EVENTS,
+        },
+        **errors(401, 503),
+    },
+)
+async def live(
+    request: Request, caller: CallerDep, looks: Annotated[int | None, Query(ge=1, le=1_000_000)] = None
+) -> Response:
+    """`looks`: end after so many. All readers of a gateway see the same looks; with an API key, a summary of them."""
+    gateway = gateway_of(request)
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(_events(gateway, looks), headers=headers, media_type="text/event-stream")
+
+
+async def _events(gateway: Gateway, most: int | None) -> AsyncGenerator[bytes, None]:
+    async with aclosing(gateway.looks.frames(is_whole=gateway.keyring.is_open)) as frames:
+        number = 0
+        async for frame in frames:
+            yield frame
+            number += 1
+            if number == most or gateway.is_stopping:
+                return
+
+
+@router.get(
+    "/v1/requests/{request_id}/timeline",
+    summary="What a request went through",
+    responses=errors(401, 404, 503),
+)
+async def life(request: Request, caller: CallerDep, request_id: str) -> LifeList:
+    """From its trace, a list of spans for each choice; empty where none has come yet, or they are not kept any more."""
+    gateway = gateway_of(request)
+    card = await gateway.cards.of_tenant(request_id, caller.tenant)
+    pipeline = Pipeline(card.pipeline)
+    with outages_named():
+        reads = (timeline_async(gateway.servers[one], pipeline, one) for one in card.request_ids)
+        found = await asyncio.gather(*reads)
+    return LifeList(id=card.id, choices=[_life(one, line) for one, line in zip(card.request_ids, found, strict=True)])
+
+
+def _life(request_id: str, line: Timeline | None) -> Life:
+    return Life(id=request_id) if line is None else Life.model_validate({"id": request_id, **line.as_json()})

@@ -1,0 +1,100 @@
+"""Which models are served, and by which pipelines: from the heartbeats of all workers."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis.asyncio
+
+from penstock.client import outages_named
+from penstock.errors import BusUnavailable
+from penstock.ingest.gateway.errors import ApiError
+from penstock.names import WORKERS_KEY, pipeline_of_worker
+
+FRESH_S = 1.0
+"""How long what was read is believed."""
+REMEMBERED_S = 3600.0
+"""A model whose workers are all gone is still taken requests for: they are answered when workers are back."""
+
+
+@dataclass
+class Served:
+    """A model that is served."""
+
+    name: str
+    pipeline: str
+    since_s: float
+    """Since when, as far as its workers know."""
+    seen_at: float
+    """When a worker last said so, by this process's clock."""
+    max_model_len: int | None = None
+    """The most tokens of prompt and answer that all its workers take; None: they do not say."""
+
+
+class Models:
+    """Model names and pipelines. Where two pipelines serve one name, `preferred` gets it, else the first by name."""
+
+    def __init__(self, client: "redis.asyncio.Redis", preferred: str) -> None:
+        self._client, self._preferred = client, preferred
+        self._known: dict[str, Served] = {}
+        self._read_at = -FRESH_S
+        self._reading: asyncio.Task[None] | None = None
+
+    async def all(self) -> list[Served]:
+        """All models, by name. Raises `BusUnavailable` if nothing was ever read."""
+        await self._look()
+        return [self._known[name] for name in sorted(self._known)]
+
+    async def find(self, name: str) -> Served:
+        """A model. Raises `ApiError`: 404 for one that nobody serves, 503 while nobody serves anything."""
+        await self._look()
+        if name in self._known:
+            return self._known[name]
+        if not self._known:
+            raise ApiError(503, "no worker is ready yet", code="unavailable", headers={"Retry-After": "1"})
+        message = f"The model {name[:256]!r} does not exist or you do not have access to it."
+        raise ApiError(404, message, code="model_not_found", param="model")
+
+    async def _look(self) -> None:
+        """Read again, once for all who ask meanwhile."""
+        if time.monotonic() < self._read_at + FRESH_S:
+            return
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+        await asyncio.shield(self._reading)
+
+    async def _read(self) -> None:
+        now = time.monotonic()
+        try:
+            with outages_named():
+                beats = await self._beats()
+        except BusUnavailable:
+            if not self._known:
+                raise
+            return  # what is known is good enough: publishing will tell
+        self._read_at = now
+        found: dict[str, Served] = {}
+        for pipeline, beat in sorted(beats, key=lambda one: (one[0] != self._preferred, one[0])):
+            name, since_s = beat.get("model"), float(beat["since"])
+            if name is not None:
+                served = found.setdefault(name, Served(name, pipeline, since_s, now))
+                served.since_s = min(served.since_s, since_s)
+                if served.pipeline == pipeline:
+                    told = [
+                        length for length in (served.max_model_len, beat.get("max_model_len")) if length is not None
+                    ]
+                    served.max_model_len = min(told, default=None)
+        kept = {name: one for name, one in self._known.items() if one.seen_at > now - REMEMBERED_S}
+        self._known = kept | found
+
+    async def _beats(self) -> list[tuple[str, dict[str, Any]]]:
+        """Pipeline and last heartbeat of each live worker. Those that are gone are taken off the list."""
+        keys = sorted(cast("set[bytes]", await cast(Any, self._client.smembers(WORKERS_KEY))))
+        values = cast("list[bytes | None]", await self._client.mget(keys)) if keys else []
+        beats = dict(zip(keys, values, strict=True))
+        if gone := [key for key, value in beats.items() if value is None]:  # one that lives is back with its next beat
+            await cast(Any, self._client.srem(WORKERS_KEY, *gone))
+        live = {key: value for key, value in beats.items() if value is not None}
+        return [(pipeline_of_worker(key.decode()), json.loads(value)) for key, value in live.items()]

@@ -1,0 +1,234 @@
+"""The connection under the gateway: what uvicorn leaves unlimited.
+
+Its parser bounds neither the size of headers nor the time they take, and a reader that takes nothing holds its answer
+for good. Here a connection costs bounded memory and bounded time outside of a request's body, which is `guard`'s. What
+is no HTTP is answered here too, with the same error body as everything else.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from penstock.ingest.gateway.errors import ApiError
+from penstock.settings import GuardSettings
+
+LINGER_S = 1.0
+"""How long a refused client may go on sending, so that it gets to read the answer. What it sends is dropped."""
+
+
+class _Refused(Exception):
+    """Out of the parser."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    guard: GuardSettings
+    """Set in a class of its own for each server, see `guarded`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._awaits_headers = True
+        self._num_header_bytes = 0
+        """Of the headers that are complete."""
+        self._num_bare_bytes = 0
+        """Since there last were headers, or some of a body: what a parser may have to keep."""
+        self._refusal: ApiError | None = None
+        self._why: ApiError | None = None
+        """What a callback of the parser has against the request."""
+        self._running: RequestResponseCycle | None = None
+        """The last that was begun. `cycle` is the last that came, which may wait behind it."""
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._cut_timer: asyncio.TimerHandle | None = None
+
+    # The connection.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is here, and has to say something."""
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(self.guard.headers_s, self._too_slow)
+        if len(self.connections) > self.guard.max_connections:
+            self._refuse(ApiError(503, "too many connections", code="unavailable", headers={"Retry-After": "1"}))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._stop_header_timer()
+        self._stop_cutting()
+        self._end_cycles()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Some of a request."""
+        if self._refusal is not None:
+            return
+        self._num_bare_bytes += len(data)
+        super().data_received(data)
+        if self._num_bare_bytes > self.guard.max_header_kb * 1024:
+            self._refuse(self._too_large())
+        elif self._awaits_headers and self._header_timer is None:  # those of a further request
+            self._header_timer = self.loop.call_later(self.guard.headers_s, self._too_slow)
+
+    def pause_writing(self) -> None:
+        """The client reads slower than it is sent to."""
+        super().pause_writing()
+        self._cut_after(self.guard.stalled_s)
+
+    def resume_writing(self) -> None:
+        """It took something."""
+        super().resume_writing()
+        self._stop_cutting()
+
+    # The parser.
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._awaits_headers, self._num_header_bytes = True, 0
+
+    def on_url(self, url: bytes) -> None:
+        """Some of the request line."""
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or what follows a body in pieces, which is dropped."""
+        self._count(len(name) + len(value))
+        if not self._awaits_headers:
+            return
+        if len(self.headers) >= self.guard.max_headers:
+            self._why = self._too_large()
+            raise _Refused
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The request is there, but for its body."""
+        self._awaits_headers, self._num_bare_bytes = False, 0
+        self._stop_header_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Some of the body."""
+        self._num_bare_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The whole request is there."""
+        self._awaits_headers, self._num_bare_bytes = True, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is written."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._cut_after(self.guard.stalled_s)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing more came; what was sent may still be unread."""
+        super().timeout_keep_alive_handler()
+        self._cut_after(self.guard.stalled_s)
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP, or too much of it."""
+        self._refuse(self._why or ApiError(400, msg, code="invalid_http"))
+
+    # Refusing.
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > self.guard.max_header_kb * 1024:
+            self._why = self._too_large()
+            raise _Refused
+
+    def _too_large(self) -> ApiError:
+        limits = f"{self.guard.max_header_kb} KB and {self.guard.max_headers} lines"
+        return ApiError(431, f"request line and headers may have {limits}", code="headers_too_large")
+
+    def _too_slow(self) -> None:
+        self._header_timer = None
+        if self._is_answering():
+            self._header_timer = self.loop.call_later(self.guard.headers_s, self._too_slow)  # first things first
+        elif not self.transport.is_closing():
+            message = f"no complete request within {self.guard.headers_s:g} s"
+            self._refuse(ApiError(408, message, code="request_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, stop listening, and close."""
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        self._refusal = error
+        self._stop_header_timer()
+        is_mid_answer = self._running is not None and self._is_answering() and self._running.response_started
+        self._end_cycles()
+        self.flow.resume_reading()
+        if not is_mid_answer:
+            self.transport.write(as_http(error))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._cut_after(LINGER_S)
+
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _end_cycles(self) -> None:
+        """Nobody listens any more: neither to what runs, nor to what waits for its turn."""
+        cycles = [cycle for cycle, _ in self.pipeline] + ([self._running] if self._running is not None else [])
+        for cycle in cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.pipeline.clear()
+
+    # Timers.
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _cut_after(self, seconds: float) -> None:
+        self._stop_cutting()
+        self._cut_timer = self.loop.call_later(seconds, self._cut)
+
+    def _cut(self) -> None:
+        """Close at once, and have the kernel forget what the client did not take."""
+        if (found := self.transport.get_extra_info("socket")) is not None and found.fileno() >= 0:
+            with socket.socket(fileno=os.dup(found.fileno())) as own:
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def _stop_cutting(self) -> None:
+        if self._cut_timer is not None and self._refusal is None:
+            self._cut_timer.cancel()
+            self._cut_timer = None
+
+
+def as_http(error: ApiError) -> bytes:
+    """A whole answer."""
+    body = error.body.model_dump_json().encode()
+    try:
+        phrase = HTTPStatus(error.status).phrase
+    except ValueError:
+        phrase = "Error"
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    lines = [f"HTTP/1.1 {error.status} {phrase}", *(f"{k}: {v}" for k, v in (headers | error.headers).items())]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def guarded(settings: GuardSettings) -> type[asyncio.Protocol]:
+    """The protocol with these limits, as `uvicorn.Config(http=…)` takes it."""
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    return type("GuardedProtocol", (GuardedProtocol,), {"guard": settings})
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Strangers that send rubbish do not fill the log."""
+    return record.getMessage() != "Invalid HTTP request received."

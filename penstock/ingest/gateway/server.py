@@ -1,0 +1,94 @@
+"""One gateway process: the app on uvicorn, and how it stops.
+
+    1  SIGTERM or SIGINT: nothing listens any more, `/readyz` says no, idle connections are closed
+    2  each stream's reader is told, within a second, that it goes on elsewhere
+    3  answers that are not streamed are given `stop_s` to be complete; the rest is cut off
+
+Whatever is cut off goes on in the pipeline: its stream can be read, and a POST with its key joins it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from penstock.errors import PenstockError
+from penstock.ingest.gateway.app import create_app
+from penstock.ingest.gateway.protocol import guarded
+from penstock.settings import Addresses, GatewaySettings, GuardSettings, load
+from penstock.telemetry.meters import Meters
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+SEND_BUFFER = 128 * 1024
+"""What the kernel keeps for a reader that does not read; by itself it would take megabytes."""
+MAX_FILES = 65536
+
+
+def serve(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> None:
+    """Serve until told to stop. Raises `PenstockError` where the port is taken."""
+    allow_connections()
+    app = create_app(settings, addresses, meters)
+    with listening(settings.host, settings.port) as listener:
+        host, port = listener.getsockname()[:2]
+        log.info("the gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        _Server(app, settings).run(sockets=[listener])
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises `PenstockError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise PenstockError(f"the gateway cannot listen on {host}:{port}: {error}; PENSTOCK_GATEWAY_PORT") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit it
+    return listener
+
+
+def allow_connections() -> None:
+    """As many open files as the system lets this process have, within reason: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, told to stop by signals, with exit status 0 then."""
+
+    def __init__(self, app: FastAPI, settings: GatewaySettings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http=guarded(load(GuardSettings)),
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=settings.stop_s,  # type: ignore[arg-type]  # it takes fractions
+            )
+        )
+        self._app = app
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop once it is safe to, at a signal; a second one ends the waiting."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        yield
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._app.state.gateway.is_stopping = True

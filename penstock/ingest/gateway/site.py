@@ -1,0 +1,78 @@
+"""The page: the files in `page/`, under a policy that lets a browser take code and data from this gateway alone."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.gateway.state import gateway_of
+
+router = APIRouter(include_in_schema=False)
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+TYPES: Mapping[str, str] = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+"""What is served, by how its name ends."""
+_KEYS_NEEDED, _KEYS_OPEN = b'data-keys="needed"', b'data-keys="open"'
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as it is served."""
+
+    body: bytes
+    type: str
+    etag: str
+
+    @classmethod
+    def of(cls, body: bytes, name: str) -> "File":
+        """By its content and name."""
+        return cls(body, TYPES[name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+def _read() -> dict[str, File]:
+    found = {one.name: one.read_bytes() for one in files("penstock.ingest.gateway").joinpath("page").iterdir()}
+    return {name: File.of(body, name) for name, body in found.items() if name.rpartition(".")[2] in TYPES}
+
+
+FILES = _read()
+"""All files, by name."""
+OPEN = File.of(FILES["index.html"].body.replace(_KEYS_NEEDED, _KEYS_OPEN), "index.html")
+"""The page of a gateway that asks for no key."""
+
+
+@router.get("/")
+async def page(request: Request) -> Response:
+    """The page. It says whether a key is asked for, and holds nothing else that depends on the gateway."""
+    return _served(request, OPEN if gateway_of(request).keyring.is_open else FILES["index.html"])
+
+
+@router.get("/page/{name}")
+async def file(request: Request, name: str) -> Response:
+    """What the page is made of."""
+    if name not in FILES:
+        raise ApiError(404, f"Unknown request URL: GET {request.url.path}.", code="unknown_url")
+    return _served(request, FILES[name])
+
+
+def _served(request: Request, file: File) -> Response:
+    headers = {**HEADERS, "etag": file.etag}
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.body, headers=headers, media_type=file.type)

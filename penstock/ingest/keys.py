@@ -1,0 +1,161 @@
+"""Where API keys and tenants are set down: a JSON or TOML file, or Redis.
+
+{"tenants": {"acme": {"weight": 3, "requests_per_min": 600}}, "keys": {"<id>": {"tenant": "acme", "hash": "…"}}}
+"""
+
+import asyncio
+import json
+import logging
+import os
+import tempfile
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar, cast
+
+import redis
+import redis.asyncio
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.client import outages_named
+from penstock.errors import SettingsError
+from penstock.ingest.tenants import KeyEntry, KeySource, TenantEntry
+from penstock.messages import Tenant
+from penstock.names import KEYS_KEY, TENANTS_KEY
+from penstock.settings import AdmissionSettings, is_loopback
+
+log = logging.getLogger(__name__)
+
+FRESH_S = 1.0
+"""So long what was read is believed: a key that is revoked may be used for another second."""
+MAX_CACHED = 10_000
+IN_REDIS, OPEN = "redis", "open"
+"""What the setting may say besides a path."""
+
+E = TypeVar("E", bound=BaseModel)
+
+
+class Book(BaseModel):
+    """All that is set down."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tenants: dict[Tenant, TenantEntry] = {}
+    keys: dict[str, KeyEntry] = {}
+
+
+def source_of(settings: AdmissionSettings, host: str, client: "redis.asyncio.Redis") -> KeySource | None:
+    """Where a gateway that listens on `host` looks keys up; None: it is open.
+
+    Raises `SettingsError` for a file that cannot be read, and for an open gateway that others can reach, unless the
+    setting says `open`.
+    """
+    if settings.keys == OPEN or (not settings.keys and is_loopback(host)):
+        return None
+    if not settings.keys:
+        raise SettingsError(
+            f"the gateway would be open to everybody who reaches {host}: set PENSTOCK_GATEWAY_KEYS to a file of keys, "
+            f"to {IN_REDIS!r}, or to {OPEN!r} if that is what you want"
+        )
+    return RedisKeys(client) if settings.keys == IN_REDIS else FileKeys(Path(settings.keys))
+
+
+class FileKeys:
+    """Keys in a file. It is read again when it changes; while it cannot be read, what was read last stays good."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.expanduser()
+        self._book, self._mark = read_book(self._path), _mark(self._path)
+        self._looked_at = time.monotonic()
+
+    async def key(self, key_id: str) -> KeyEntry | None:
+        """The key of an id."""
+        await self._look()
+        return self._book.keys.get(key_id)
+
+    async def tenant(self, name: str) -> TenantEntry:
+        """What a tenant may do."""
+        await self._look()
+        return self._book.tenants.get(name, TenantEntry())
+
+    async def _look(self) -> None:
+        if time.monotonic() < self._looked_at + FRESH_S:
+            return
+        self._looked_at = time.monotonic()
+        try:
+            mark = await asyncio.to_thread(_mark, self._path)
+            if mark != self._mark:
+                self._book, self._mark = await asyncio.to_thread(read_book, self._path), mark
+        except (OSError, SettingsError) as error:
+            log.error("the keys are not read again: %s", error)
+
+
+class RedisKeys:
+    """Keys in two hashes on the stream server, each entry believed for a second."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self._client = client
+        self._cache: dict[tuple[str, str], tuple[float, str | None]] = {}
+
+    async def key(self, key_id: str) -> KeyEntry | None:
+        """The key of an id."""
+        return _entry(KeyEntry, await self._get(KEYS_KEY, key_id))
+
+    async def tenant(self, name: str) -> TenantEntry:
+        """What a tenant may do."""
+        return _entry(TenantEntry, await self._get(TENANTS_KEY, name)) or TenantEntry()
+
+    async def _get(self, table: str, field: str) -> str | None:
+        until, text = self._cache.get((table, field), (0.0, None))
+        if time.monotonic() < until:
+            return text
+        with outages_named():
+            raw = cast("bytes | None", await self._client.hget(table, field))
+        if len(self._cache) >= MAX_CACHED:  # somebody tries out ids
+            self._cache.clear()
+        text = None if raw is None else raw.decode()
+        self._cache[table, field] = (time.monotonic() + FRESH_S, text)
+        return text
+
+
+def _entry(kind: type[E], text: str | None) -> E | None:
+    return None if text is None else kind.model_validate_json(text)
+
+
+# For `penstock keys`.
+
+
+def read_redis(client: "redis.Redis") -> Book:
+    """All that Redis has."""
+    tables = [cast("Mapping[bytes, bytes]", client.hgetall(table)) for table in (KEYS_KEY, TENANTS_KEY)]
+    keys, tenants = ({name.decode(): json.loads(raw) for name, raw in table.items()} for table in tables)
+    return Book.model_validate({"keys": keys, "tenants": tenants})
+
+
+def read_book(path: Path) -> Book:
+    """A file of keys. Raises `SettingsError`."""
+    try:
+        raw = path.read_bytes()
+        return Book.model_validate(tomllib.loads(raw.decode()) if path.suffix == ".toml" else json.loads(raw))
+    except (OSError, ValueError, ValidationError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
+def write_book(path: Path, book: Book) -> None:
+    """Put a file in the place of the old one, whole, readable for its owner alone. Raises `SettingsError` for TOML."""
+    if path.suffix == ".toml":
+        raise SettingsError(f"{path}: a TOML file is edited by hand; penstock writes JSON")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        file.write(book.model_dump_json(indent=1, exclude_defaults=True) + "\n")
+        file.flush()
+        os.fsync(handle)
+    os.replace(name, path)
+
+
+def _mark(path: Path) -> tuple[int, int, int]:
+    """Another one when the file is another one."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,98 @@
+"""Whether all that an arena says of itself agrees: for tests, and for who looks for leaks."""
+
+import time
+
+import numpy as np
+
+from penstock.kvstore.arena.arena import Arena
+from penstock.kvstore.arena.layout import (
+    FREE,
+    NOBODY,
+    READY,
+    W_ALLOCATED,
+    W_FREE_HEAD,
+    W_LEASE_TOP,
+    W_NEXT_END,
+    W_NUM_FREE,
+    W_NUM_READY,
+    WRITING,
+    Tables,
+)
+from penstock.kvstore.arena.locks import OWNERS, ByteLocks
+
+
+def check_integrity(arena: Arena) -> list[str]:
+    """What is wrong, in words; nothing, once dead owners' slots and leases that ran out were cleared (`tidy`)."""
+    with arena.holding() as locks:
+        tables = arena.tables
+        return _free(tables) + _index(tables) + _leases(tables) + _writers(tables, locks, arena.owner)
+
+
+def _free(tables: Tables) -> list[str]:
+    """Each slot is in one place: on the free list, or being written, or ready, or without memory yet."""
+    words, wrong = tables.words, []
+    listed: list[int] = []
+    slot = words[W_FREE_HEAD]
+    while slot != NOBODY and len(listed) <= tables.geometry.num_slots:
+        listed.append(slot)
+        slot = tables.next_free[slot]
+    free = np.flatnonzero(tables.state_array[: words[W_ALLOCATED]] == FREE).tolist()
+    if sorted(listed) != free:
+        wrong.append(f"on the free list: {sorted(listed)}, free: {free}")
+    if words[W_NUM_FREE] != len(free):
+        wrong.append(f"{words[W_NUM_FREE]} slots are counted as free, {len(free)} are")
+    if (tables.state_array[words[W_ALLOCATED] :] != FREE).any():
+        wrong.append("a slot without memory is in use")
+    return wrong
+
+
+def _index(tables: Tables) -> list[str]:
+    """It holds the ready slots, each once, where they are found; no key has two."""
+    wrong = []
+    ready = np.flatnonzero(tables.state_array == READY).tolist()
+    held = sorted(place - 1 for place in tables.index.tolist() if place)
+    if held != ready:
+        wrong.append(f"in the index: {held}, ready: {ready}")
+    keys = [tables.key_of(slot) for slot in ready]
+    if len(set(keys)) != len(keys):
+        wrong.append("a key has two slots")
+    if tables.words[W_NUM_READY] != len(ready):
+        wrong.append(f"{tables.words[W_NUM_READY]} slots are counted as ready, {len(ready)} are")
+    mask = len(tables.index) - 1
+    for slot, key in zip(ready, keys, strict=True):
+        at = int.from_bytes(key[:8], "little") & mask
+        while tables.index[at] not in (0, slot + 1):
+            at = (at + 1) & mask
+        if not tables.index[at]:
+            wrong.append(f"slot {slot} is not found by its key")
+    return wrong
+
+
+def _leases(tables: Tables) -> list[str]:
+    """They are on blocks that are there, are counted, and none is behind the table's end or over its time."""
+    wrong = []
+    rows = np.flatnonzero(tables.lease_end_array)
+    slots = tables.lease_slot_array[rows]
+    if (tables.state_array[slots] != READY).any():
+        wrong.append("a lease on a slot that is not ready")
+    if (tables.generation_array[slots] != tables.lease_generation_array[rows]).any():
+        wrong.append("a lease on a block that is gone")
+    if (np.bincount(slots, minlength=tables.geometry.num_slots) != tables.lease_count_array).any():
+        wrong.append("leases are counted wrong")
+    if len(set(zip(slots.tolist(), tables.lease_owner_array[rows].tolist(), strict=True))) != len(rows):
+        wrong.append("an owner has two leases on a slot")
+    if len(rows) and rows[-1] >= tables.words[W_LEASE_TOP]:
+        wrong.append("a lease behind the end of the table")
+    ends = tables.lease_end_array[rows]
+    if len(rows) and ends.min() < tables.words[W_NEXT_END]:
+        wrong.append("a lease ends before the next end")
+    if (ends < time.monotonic_ns() - 10**9).any():
+        wrong.append("a lease was not ended in time")
+    return wrong
+
+
+def _writers(tables: Tables, locks: ByteLocks, mine: int) -> list[str]:
+    """Who writes a slot lives."""
+    owners = np.unique(tables.owner_array[tables.state_array == WRITING]).tolist()
+    dead = [owner for owner in owners if owner != mine and not locks.is_held_elsewhere(OWNERS + owner)]
+    return [f"owner {owner} is dead and has slots" for owner in dead]

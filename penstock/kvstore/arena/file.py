@@ -1,0 +1,191 @@
+"""Arenas as files: their names, opening them, listing them, removing them.
+
+A name says whose the arena is, for which form, size, version and boot of the host, and which pipeline. Opening:
+
+1. The file is opened, or made, and held in use by a lock; if it was removed before that, once more.
+2. Under the metadata lock, if it is no arena yet: it gets its size, and memory for the tables and the first slot.
+   Dead here: the next one begins again.
+3. The superblock is written. Dead here: the version is missing, and the next one begins again.
+4. The version is written: it is an arena.
+"""
+
+import fcntl
+import hashlib
+import mmap
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from penstock.errors import KVStoreError
+from penstock.kvstore import steps
+from penstock.kvstore.arena.layout import PAGE, VERSION, Geometry, read_superblock, write_superblock
+from penstock.kvstore.arena.locks import IN_USE, ByteLocks
+from penstock.kvstore.block import Form
+
+SETTING = "PENSTOCK_KV_STORE_SHARED_MB"
+_PREFIX = "penstock-kv"
+
+
+@dataclass(frozen=True)
+class ArenaFile:
+    """An arena that lies in a directory."""
+
+    path: Path
+    pipeline: str
+    bytes: int
+    in_use: bool
+    """Whether a process has it open."""
+
+
+def arena_directory(directory: str = "") -> Path:
+    """Where arenas are: the directory given, shared memory, or the directory for temporary files."""
+    shared = Path("/dev/shm")
+    return Path(directory) if directory else shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def arena_path(directory: str, pipeline: str, form: Form, geometry: Geometry) -> Path:
+    """The file of an arena."""
+    words = f"{VERSION}|{_boot()}|{geometry.num_slots}|{geometry.slot_bytes}|{form.payload_bytes}"
+    digest = hashlib.sha256(form.fingerprint + form.layout + words.encode()).hexdigest()[:16]
+    return arena_directory(directory) / f"{_PREFIX}-{os.geteuid()}-{digest}-{quote(pipeline, safe='')}"
+
+
+def find_arenas(directory: str = "") -> list[ArenaFile]:
+    """The arenas there that are this user's."""
+    found = []
+    for path in sorted(arena_directory(directory).glob(f"{_PREFIX}-{os.geteuid()}-*")):
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                pipeline = unquote(path.name.split("-", 4)[-1])
+                held = ByteLocks(fd).is_held_elsewhere(IN_USE)
+                found.append(ArenaFile(path, pipeline, os.fstat(fd).st_size, held))
+            finally:
+                os.close(fd)
+    return found
+
+
+def remove_arena(path: Path) -> bool:
+    """Remove an arena that no process has open; whether it is gone."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        if not ByteLocks(fd).try_lock(IN_USE):
+            return False
+        if _is_at(fd, path):
+            path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(fd)
+
+
+def remove_former(directory: str, pipeline: str, keep: Path) -> None:
+    """Remove the pipeline's arenas of other forms that nobody uses: memory of former models."""
+    for arena in find_arenas(directory):
+        if arena.pipeline == pipeline and arena.path != keep and not arena.in_use:
+            remove_arena(arena.path)
+
+
+def open_in_use(path: Path, *, create: bool) -> int:
+    """Step 1: open an arena's file and hold it in use; the descriptor. Raises `KVStoreError`."""
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        raise KVStoreError(f"shared memory: this system lacks locks of open files; {SETTING}=0 does without")
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    while True:
+        try:
+            fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {SETTING}=0 does without") from None
+        try:
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
+                raise KVStoreError(f"shared memory: {path} is not this user's alone; remove it")
+            ByteLocks(fd).lock(IN_USE, shared=True)
+            if _is_at(fd, path):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def make(fd: int, path: Path, geometry: Geometry, form: Form, pipeline: str) -> None:
+    """Steps 2 to 4, where nobody has done them. Raises `KVStoreError`."""
+    locks = ByteLocks(fd)
+    locks.lock_metadata()
+    if superblock(fd) is None:
+        _reserve(fd, path, geometry, geometry.metadata_bytes + geometry.slot_bytes)
+        steps.reached("open 2")
+        with mmap.mmap(fd, geometry.metadata_bytes) as memory:
+            write_superblock(memory, geometry, form, pipeline)
+        steps.reached("open 4")
+    locks.unlock_metadata()
+
+
+def superblock(fd: int) -> tuple[Geometry, Form] | None:
+    """What the file says it is; None if it is no arena (yet)."""
+    described = read_superblock(os.pread(fd, PAGE, 0))
+    return described if described and os.fstat(fd).st_size >= described[0].total_bytes else None
+
+
+@contextmanager
+def closing_on_error(fd: int, path: Path) -> Iterator[None]:
+    """Close the file if opening the arena fails; what the system refuses is a `KVStoreError`."""
+    try:
+        yield
+    except BaseException as error:
+        is_empty = not os.fstat(fd).st_size
+        ByteLocks(fd).unlock_all()
+        os.close(fd)
+        if is_empty:
+            remove_arena(path)
+        if isinstance(error, OSError):
+            raise KVStoreError(f"shared memory: {path}: {error.strerror}; {SETTING}=0 does without") from None
+        raise
+
+
+def _reserve(fd: int, path: Path, geometry: Geometry, first_bytes: int) -> None:
+    """Step 2: an empty file of the arena's size, its first bytes with memory. Raises `KVStoreError`."""
+    os.ftruncate(fd, 0)
+    system = os.fstatvfs(fd)
+    free = system.f_bavail * system.f_frsize
+    if free < geometry.total_bytes:
+        raise KVStoreError(_no_room(path, geometry, f"{free // 2**20} MB are free"))
+    os.ftruncate(fd, geometry.total_bytes)
+    try:
+        os.posix_fallocate(fd, 0, first_bytes)
+    except OSError as error:
+        os.ftruncate(fd, 0)
+        raise KVStoreError(_no_room(path, geometry, str(error.strerror))) from None
+
+
+def _no_room(path: Path, geometry: Geometry, why: str) -> str:
+    """What to say where an arena does not fit."""
+    return f"shared memory: no room for {geometry.total_bytes // 2**20} MB in {path.parent} ({why}): lower {SETTING}"
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is still the one of that name."""
+    try:
+        named = path.lstat()
+    except FileNotFoundError:
+        return False
+    opened = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+def _boot() -> str:
+    """Which boot of the host this is: clocks begin again with each."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

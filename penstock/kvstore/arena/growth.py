@@ -1,0 +1,144 @@
+"""An arena's memory, piece by piece: the first touch of a page is slow, and nobody should wait for all of them.
+
+Every process that has the arena open runs a thread that maps what is allocated into this process, and allocates the
+next piece where nobody else does. So if the process that allocates dies, another goes on.
+
+1. The allocation lock is taken: one process at a time.
+2. The next piece is allocated; where it does not fit, a part that does. Dead here: the next process allocates it again,
+   which costs nothing.
+3. Under the metadata lock its slots are put on the free list, then counted. Dead between: rebuilt, and allocated again.
+4. The lock is given back.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from penstock.kvstore import steps
+from penstock.kvstore.arena.layout import PAGE, W_ALLOCATED, W_NUM_FREE, Tables
+from penstock.kvstore.arena.locks import ALLOCATION, ByteLocks
+from penstock.kvstore.arena.slots import Slots
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 * 2**20
+_POPULATE_WRITE = 23
+_BUSY_S = 0.02
+"""How long a thread waits before it looks again whether another process has allocated something."""
+
+
+class Growth:
+    """Allocates an arena's slots until all of them have memory."""
+
+    def __init__(
+        self,
+        fd: int,
+        tables: Tables,
+        slots: Slots,
+        locks: ByteLocks,
+        changing: AbstractContextManager[object],
+    ) -> None:
+        self._fd, self._tables, self._slots, self._locks, self._changing = fd, tables, slots, locks, changing
+        self._one_at_a_time = threading.Lock()
+        self._stopped = threading.Event()
+        self._failed = False
+        """No more can be allocated here: there is no room, or this opening is closed."""
+        self._thread = threading.Thread(target=self._run, name="kv arena", daemon=True)
+        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no more memory to come."""
+        return self._failed or self._tables.words[W_ALLOCATED] >= self._tables.geometry.num_slots
+
+    def start(self) -> None:
+        """Go on in the background."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the background thread, and allocate no more."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        with self._one_at_a_time:
+            self._failed = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all slots have memory that is mapped here; whether they do."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def provide(self, count: int) -> None:
+        """Allocate until so many slots are free, or all have memory: nothing is evicted before that."""
+        while self._tables.words[W_NUM_FREE] < count and not self.is_over:
+            self._allocate(wait=True)
+
+    def _run(self) -> None:
+        mapped, piece = 0, self._piece()
+        while mapped < self._tables.geometry.num_slots and not self._stopped.is_set():
+            allocated = self._tables.words[W_ALLOCATED]
+            if mapped < allocated:
+                self._map(mapped, count := min(piece, allocated - mapped))
+                mapped += count
+            elif self._failed:
+                return
+            elif not self._allocate(wait=False):
+                self._stopped.wait(_BUSY_S)
+
+    def _piece(self) -> int:
+        return max(1, PIECE_BYTES // self._tables.geometry.slot_bytes)
+
+    def _allocate(self, *, wait: bool) -> bool:
+        """Allocate the next piece; False if another one is at it."""
+        if not self._one_at_a_time.acquire(blocking=wait):
+            return False
+        try:
+            if self._failed:
+                return False
+            if wait:
+                self._locks.lock(ALLOCATION)
+            elif not self._locks.try_lock(ALLOCATION):
+                return False
+            try:
+                self._allocate_next()
+            finally:
+                self._locks.unlock(ALLOCATION)
+        finally:
+            self._one_at_a_time.release()
+        steps.reached("allocate 4")
+        return True
+
+    def _allocate_next(self) -> None:
+        geometry, first = self._tables.geometry, self._tables.words[W_ALLOCATED]
+        count = min(self._piece(), geometry.num_slots - first)
+        start, problem = geometry.metadata_bytes + first * geometry.slot_bytes, ""
+        steps.reached("allocate 1")
+        while count:
+            try:
+                os.posix_fallocate(self._fd, start, count * geometry.slot_bytes)
+                break
+            except OSError as error:  # less may fit: one slot surely does at first, opening has reserved it
+                count, problem = count // 2, str(error.strerror)
+        steps.reached("allocate 2")
+        if count:
+            with self._changing:
+                self._slots.add(first, count)
+        elif problem:
+            self._failed = True
+            log.warning(
+                "no room for all of the shared memory (%s): %d of %d blocks; PENSTOCK_KV_STORE_SHARED_MB says how much",
+                problem, first, geometry.num_slots,
+            )  # fmt: skip
+
+    def _map(self, first: int, count: int) -> None:
+        """Map slots that have memory, for writing, so that no copy stops at each page."""
+        geometry = self._tables.geometry
+        start = geometry.metadata_bytes + first * geometry.slot_bytes
+        pages = np.frombuffer(self._tables.memory, np.uint8)[start : start + count * geometry.slot_bytes]
+        address = ctypes.c_void_p(pages.ctypes.data)
+        if self._madvise(address, ctypes.c_size_t(len(pages)), _POPULATE_WRITE):
+            pages[::PAGE].max()  # an older kernel: reading maps them too

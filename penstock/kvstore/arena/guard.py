@@ -1,0 +1,86 @@
+"""The one lock over an arena's tables: first that of this process's threads, then that of all processes.
+
+Around a change a flag is set. Who takes the lock and finds it set makes again what follows from the slot table.
+"""
+
+import threading
+from types import TracebackType
+
+from penstock.kvstore import steps
+from penstock.kvstore.arena.layout import W_DIRTY
+from penstock.kvstore.arena.locks import ByteLocks
+from penstock.kvstore.arena.slots import Slots
+
+
+class Guard:
+    """`with guard as is_open:` holds tables that agree with each other, unless this opening is closed."""
+
+    def __init__(self, slots: Slots, locks: ByteLocks) -> None:
+        self.words = slots.words
+        self.num_writing = 0
+        """Slots that threads of this process are writing; none can be closed over that."""
+        self._slots, self._locks = slots, locks
+        self._threads = threading.Condition(threading.Lock())
+        self._is_closed = self._is_held = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the tables may be touched: not after the arena was closed."""
+        return self._is_held
+
+    def __enter__(self) -> bool:
+        self._threads.acquire()
+        try:
+            self._is_held = not self._is_closed or self.num_writing > 0
+            if self._is_held:
+                self._locks.lock_metadata()
+                if self.words[W_DIRTY]:
+                    self._slots.rebuild()
+                    self.words[W_DIRTY] = 0
+                    steps.reached("rebuild 4")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return not self._is_closed
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._locks.unlock_metadata()
+        self._threads.release()
+
+    def wrote(self, count: int) -> None:
+        """So many slots are not being written any more. Under the guard."""
+        self.num_writing -= count
+        self._threads.notify_all()
+
+    def close(self) -> bool:
+        """Let nobody begin anything, and wait for what is being written; False if it was closed before."""
+        with self._threads:
+            if self._is_closed:
+                return False
+            self._is_closed = True
+            self._threads.wait_for(lambda: not self.num_writing)
+            return True
+
+
+class Changing:
+    """`with changing as is_open:` is the guard for changes. What raises in it leaves tables that are made again."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> bool:
+        is_open = self._guard.__enter__()
+        if self._guard.is_held:
+            self._guard.words[W_DIRTY] = 1
+        return is_open
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._guard.is_held and kind is None:
+            self._guard.words[W_DIRTY] = 0
+        self._guard.__exit__(kind, error, where)

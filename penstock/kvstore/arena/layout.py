@@ -1,0 +1,160 @@
+"""Where what lies in an arena's file: the superblock, the tables, the slots.
+
+The superblock is 64-bit words (their numbers below), then the form and the pipeline's name. Of the tables `state`,
+`key`, `generation`, `owner` and the leases are the truth; `next_free`, `lease_count` and `index` follow from them and
+can be made again.
+"""
+
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kvstore.block import HEADER_BYTES, Form
+
+MAGIC = int.from_bytes(b"PKVARENA", "little")
+VERSION = 1
+PAGE = 4096
+LEASES_PER_SLOT = 4
+NOBODY = 0xFFFFFFFF
+"""No slot: the end of the free list."""
+FREE, WRITING, READY = 0, 1, 2
+"""What a slot is; each change of it is the writing of one byte."""
+
+W_MAGIC, W_VERSION, W_NUM_SLOTS, W_PAYLOAD_BYTES = 0, 1, 2, 3
+W_DIRTY = 8
+"""1 while the tables are being changed: who finds it so makes again what follows from the others."""
+W_ALLOCATED = 9
+"""The slots from 0 on that have memory."""
+W_FREE_HEAD, W_NUM_FREE, W_NUM_READY = 10, 11, 12
+W_CLOCK = 13
+"""The last time of use given out: nanoseconds of the host's monotonic clock, each one once."""
+W_NUM_UNLEASED = 14
+"""How often blocks lost their last lease: whoever has chosen what to evict before that chooses again."""
+W_NEXT_END, W_LEASE_TOP = 15, 16
+"""No lease ends before the first; none lies at or behind the second in the table."""
+_FORM_AT, _PIPELINE_AT, _SUPERBLOCK = 1024, 1088, 4096
+NEVER = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes of an arena."""
+
+    payload_bytes: int
+    num_slots: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Header and payload, in whole pages."""
+        return _rounded(HEADER_BYTES + self.payload_bytes, PAGE)
+
+    @property
+    def num_leases(self) -> int:
+        """Places in the lease table."""
+        return LEASES_PER_SLOT * self.num_slots
+
+    @property
+    def index_size(self) -> int:
+        """Places in the index: a power of two, at least twice the slots."""
+        return 1 << (2 * self.num_slots - 1).bit_length()
+
+    @property
+    def tables(self) -> list[tuple[str, str, int]]:
+        """Name, type and number of elements of each table, in order."""
+        return [
+            ("key", "B", 32 * self.num_slots), ("generation", "Q", self.num_slots), ("used", "Q", self.num_slots),
+            ("next_free", "I", self.num_slots), ("lease_count", "I", self.num_slots), ("owner", "H", self.num_slots),
+            ("state", "B", self.num_slots), ("lease_owner", "Q", self.num_leases),
+            ("lease_generation", "Q", self.num_leases), ("lease_end", "Q", self.num_leases),
+            ("lease_slot", "I", self.num_leases), ("index", "I", self.index_size),
+        ]  # fmt: skip
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Superblock and tables; the slots begin here."""
+        sizes = (_rounded(count * np.dtype(kind).itemsize, 64) for _, kind, count in self.tables)
+        return _rounded(_SUPERBLOCK + sum(sizes), PAGE)
+
+    @property
+    def total_bytes(self) -> int:
+        """The whole file."""
+        return self.metadata_bytes + self.num_slots * self.slot_bytes
+
+    @classmethod
+    def within(cls, payload_bytes: int, budget_bytes: int) -> "Geometry":
+        """The largest arena that a budget holds; it may have no slots."""
+        few, many = 0, budget_bytes // _rounded(HEADER_BYTES + payload_bytes, PAGE) + 1
+        while many - few > 1:
+            middle = (few + many) // 2
+            few, many = (middle, many) if cls(payload_bytes, middle).total_bytes <= budget_bytes else (few, middle)
+        return cls(payload_bytes, few)
+
+
+class Tables:
+    """Views of an arena's memory: plain ones for single elements, arrays (`…_array`) for all at once."""
+
+    def __init__(self, memory: mmap.mmap, geometry: Geometry) -> None:
+        whole = memoryview(memory)
+        self.memory, self.geometry = whole, geometry
+        self._slots_at, self._slot_bytes = geometry.metadata_bytes, geometry.slot_bytes
+        self._stored_bytes = HEADER_BYTES + geometry.payload_bytes
+        self.words: memoryview[int] = whole[:1024].cast("Q")
+        views: dict[str, memoryview[int]] = {}
+        at = _SUPERBLOCK
+        for name, kind, count in geometry.tables:
+            num_bytes = count * np.dtype(kind).itemsize
+            views[name] = whole[at : at + num_bytes].cast(kind)  # type: ignore[call-overload]
+            at += _rounded(num_bytes, 64)
+        self.key, self.generation, self.used = views["key"], views["generation"], views["used"]
+        self.next_free, self.lease_count = views["next_free"], views["lease_count"]
+        self.owner, self.state, self.index = views["owner"], views["state"], views["index"]
+        self.lease_owner, self.lease_generation = views["lease_owner"], views["lease_generation"]
+        self.lease_end, self.lease_slot = views["lease_end"], views["lease_slot"]
+        self.generation_array, self.used_array = _array(self.generation), _array(self.used)
+        self.owner_array, self.state_array = _array(self.owner), _array(self.state)
+        self.index_array, self.lease_count_array = _array(self.index), _array(self.lease_count)
+        self.lease_owner_array, self.lease_generation_array = _array(self.lease_owner), _array(self.lease_generation)
+        self.lease_end_array, self.lease_slot_array = _array(self.lease_end), _array(self.lease_slot)
+
+    def slot(self, number: int) -> memoryview:
+        """A slot's header and payload."""
+        at = self._slots_at + number * self._slot_bytes
+        return self.memory[at : at + self._stored_bytes]
+
+    def key_of(self, slot: int) -> bytes:
+        """The key in a slot's row."""
+        return bytes(self.key[32 * slot : 32 * slot + 32])
+
+
+def write_superblock(memory: mmap.mmap, geometry: Geometry, form: Form, pipeline: str) -> None:
+    """Make an arena of a file of zeros. The version is written last: without it, it is none."""
+    words = memoryview(memory)[:1024].cast("Q")
+    memory[_FORM_AT : _FORM_AT + 48] = form.fingerprint + form.layout
+    name = pipeline.encode()[: _SUPERBLOCK - _PIPELINE_AT]
+    memory[_PIPELINE_AT : _PIPELINE_AT + len(name)] = name
+    words[W_NUM_SLOTS], words[W_PAYLOAD_BYTES] = geometry.num_slots, geometry.payload_bytes
+    words[W_FREE_HEAD], words[W_NEXT_END] = NOBODY, NEVER
+    words[W_MAGIC] = MAGIC
+    words[W_VERSION] = VERSION
+
+
+def read_superblock(start: bytes) -> tuple[Geometry, Form] | None:
+    """What an arena that begins with these bytes is; None if it is none, of another version, or not ready."""
+    if len(start) < _SUPERBLOCK:
+        return None
+    words = memoryview(start)[:1024].cast("Q")
+    if (words[W_MAGIC], words[W_VERSION]) != (MAGIC, VERSION):
+        return None
+    payload_bytes = words[W_PAYLOAD_BYTES]
+    form = Form(start[_FORM_AT : _FORM_AT + 32], start[_FORM_AT + 32 : _FORM_AT + 48], payload_bytes)
+    return Geometry(payload_bytes, words[W_NUM_SLOTS]), form
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _array(view: "memoryview[int]") -> NDArray[np.unsignedinteger]:
+    return np.frombuffer(view, dtype=view.format)

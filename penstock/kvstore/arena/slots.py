@@ -1,0 +1,148 @@
+"""What each slot is, which are free, and which goes next. All of it under the metadata lock."""
+
+import numpy as np
+
+from penstock.kvstore import steps
+from penstock.kvstore.arena.index import Index
+from penstock.kvstore.arena.layout import (
+    FREE,
+    NOBODY,
+    READY,
+    W_ALLOCATED,
+    W_FREE_HEAD,
+    W_NUM_FREE,
+    W_NUM_READY,
+    W_NUM_UNLEASED,
+    WRITING,
+    Tables,
+)
+from penstock.kvstore.arena.leases import Leases
+
+
+class Slots:
+    """The slot table of an arena, with the index and the leases that go with it."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables, self.words = tables, tables.words
+        self.index, self.leases = Index(tables), Leases(tables)
+        self._victims: list[tuple[int, int]] = []
+        """Slots and the time of their last use: what is to go next, the last one first."""
+        self._chosen_at = 0
+
+    def take(self, key: bytes, owner: int) -> int:
+        """A free slot to write this block in; -1 if there is none."""
+        tables = self._tables
+        slot = self._pop()
+        if slot < 0:
+            return -1
+        start = 32 * slot
+        tables.key[start : start + 32] = key
+        tables.generation[slot] += 1
+        tables.owner[slot] = owner
+        steps.reached("put 1.1")
+        tables.state[slot] = WRITING
+        steps.reached("put 1.2")
+        return slot
+
+    def publish(self, slot: int) -> None:
+        """What was written can be found from now on."""
+        self._tables.state[slot] = READY
+        steps.reached("put 5.1")
+        self.index.insert(slot)
+        self.words[W_NUM_READY] += 1
+        steps.reached("put 5.2")
+
+    def free(self, slot: int) -> None:
+        """A slot that was written in vain."""
+        self._tables.state[slot] = FREE
+        self._push(slot)
+
+    def forget(self, slot: int) -> None:
+        """A READY block goes, leased or not."""
+        self._drop(slot)
+        self._push(slot)
+        steps.reached("forget 3")
+
+    def evict(self) -> bool:
+        """Forget the block that was used longest ago among those without a lease, if there is one."""
+        tables, words = self._tables, self.words
+        if self._chosen_at != words[W_NUM_UNLEASED]:
+            self._victims.clear()
+        while self._victims or self._choose():
+            slot, used = self._victims.pop()
+            if tables.state[slot] == READY and tables.used[slot] == used and not tables.lease_count[slot]:
+                self.forget(slot)
+                return True
+        return False
+
+    def add(self, first: int, count: int) -> None:
+        """Slots that have memory now."""
+        for slot in range(first + count - 1, first - 1, -1):
+            self._push(slot)
+        steps.reached("allocate 3")
+        self.words[W_ALLOCATED] = first + count
+
+    def reclaim(self, owner: int) -> None:
+        """Free what this owner, who is dead, was writing."""
+        tables = self._tables
+        for slot in np.flatnonzero((tables.state_array == WRITING) & (tables.owner_array == owner)).tolist():
+            self.free(slot)
+
+    def writers(self) -> list[int]:
+        """The owners of slots that are being written."""
+        tables, words = self._tables, self.words
+        if words[W_ALLOCATED] == words[W_NUM_FREE] + words[W_NUM_READY]:
+            return []
+        owners: list[int] = np.unique(tables.owner_array[tables.state_array == WRITING]).tolist()
+        return owners
+
+    def rebuild(self) -> None:
+        """Make free list, leases and index again from the slot table, as somebody died while they were changed."""
+        tables, words = self._tables, self.words
+        self.leases.rebuild()
+        steps.reached("rebuild 1")
+        words[W_FREE_HEAD], words[W_NUM_FREE] = NOBODY, 0
+        states = tables.state_array[: words[W_ALLOCATED]]
+        for slot in np.flatnonzero(states == FREE).tolist()[::-1]:
+            self._push(slot)
+        steps.reached("rebuild 2")
+        self.index.rebuild()
+        words[W_NUM_READY] = int(np.count_nonzero(states == READY))
+        steps.reached("rebuild 3")
+
+    def _drop(self, slot: int) -> None:
+        self.index.delete(slot)
+        steps.reached("forget 1")
+        self.leases.clear(slot)
+        self._tables.state[slot] = FREE
+        self.words[W_NUM_READY] -= 1
+        steps.reached("forget 2")
+
+    def _choose(self) -> bool:
+        """Choose a few blocks to go next, so that not every eviction looks at all slots."""
+        tables = self._tables
+        slots = np.flatnonzero((tables.state_array == READY) & (tables.lease_count_array == 0))
+        used = tables.used_array[slots]
+        count = max(16, tables.geometry.num_slots // 64)
+        if len(slots) > count:
+            oldest = np.argpartition(used, count)[:count]
+            slots, used = slots[oldest], used[oldest]
+        order = np.argsort(used)[::-1]
+        self._victims = list(zip(slots[order].tolist(), used[order].tolist(), strict=True))
+        self._chosen_at = self.words[W_NUM_UNLEASED]
+        return bool(self._victims)
+
+    def _push(self, slot: int) -> None:
+        words = self.words
+        self._tables.next_free[slot] = words[W_FREE_HEAD]
+        words[W_FREE_HEAD] = slot
+        words[W_NUM_FREE] += 1
+
+    def _pop(self) -> int:
+        words = self.words
+        slot = words[W_FREE_HEAD]
+        if slot == NOBODY:
+            return -1
+        words[W_FREE_HEAD] = self._tables.next_free[slot]
+        words[W_NUM_FREE] -= 1
+        return slot

@@ -1,0 +1,95 @@
+"""Making room: what was used longest ago goes first, except what is leased.
+
+The directory is not listed for every put: a listing gives the oldest blocks in their order. Who is used later has a
+later time than the listing, so as long as some of them are as they were, they are the oldest there are.
+"""
+
+import os
+from collections import deque
+from itertools import islice
+from typing import NamedTuple
+
+from penstock.kvstore import steps
+from penstock.kvstore.directory import leases, writers
+from penstock.kvstore.directory.layout import Layout, room, unlink
+from penstock.kvstore.directory.ledger import Ledger
+
+AT_LEAST = 64
+
+
+class Victim(NamedTuple):
+    """A block as it was listed."""
+
+    used_ns: int
+    key: bytes
+    size: int
+
+
+class Eviction:
+    """Makes room under the directory's lock."""
+
+    def __init__(self, layout: Layout, ledger: Ledger, budget: int) -> None:
+        self._layout, self._ledger, self._budget = layout, ledger, budget
+        self._oldest: deque[Victim] = deque()
+        self._fruitless: tuple[int, int] | None = None
+        """When a listing found nothing: the count of changes then, and when the next lease ends."""
+        self.num_evicted = 0
+
+    def make_room(self, size: int) -> bool:
+        """Evict until `size` bytes more are within the budget; False if that cannot be."""
+        record = self._ledger.record
+        if size > self._budget:
+            return False
+        if record.used + size > self._budget:
+            self._ledger.change()
+            record.used -= writers.bury(self._layout)
+        while record.used + size > self._budget:
+            if not self._oldest and not self._list():
+                return False
+            self._evict(self._oldest.popleft())
+        return True
+
+    def free(self, num_bytes: int) -> bool:
+        """Evict so many bytes, or all there are, though they are within the budget; whether any went."""
+        self._ledger.change()
+        num_freed = 0
+        while num_freed < num_bytes and (self._oldest or self._list()):
+            num_freed += self._evict(self._oldest.popleft())
+        return num_freed > 0
+
+    def _evict(self, victim: Victim) -> int:
+        """How many bytes that gave; 0 where it was used or leased since it was listed."""
+        path = self._layout.block(victim.key)
+        try:
+            now = os.stat(path)
+        except FileNotFoundError:
+            return 0
+        if now.st_mtime_ns != victim.used_ns or now.st_nlink > 1:
+            return 0
+        steps.reached("evict 1")
+        unlink(path)
+        self._ledger.record.used -= victim.size
+        self._ledger.record.blocks -= 1
+        self.num_evicted += 1
+        steps.reached("evict 2")
+        return victim.size
+
+    def _list(self) -> bool:
+        """List the oldest blocks without a lease; whether there are any. What is used is counted on the way."""
+        record = self._ledger.record
+        if self._fruitless is not None:
+            changes, next_end = self._fruitless
+            if changes == record.changes and not 0 < next_end <= leases.now_ms():
+                return False
+        next_end = leases.tidy(self._layout)
+        found, used, num_blocks = list[Victim](), 0, 0
+        for key, stat in self._layout.blocks():
+            size = room(stat.st_size)
+            used, num_blocks = used + size, num_blocks + 1
+            if stat.st_nlink == 1:
+                found.append(Victim(stat.st_mtime_ns, key, size))
+        record.used, record.blocks = used + writers.reserved(self._layout), num_blocks
+        found.sort()
+        self._oldest.extend(islice(found, max(AT_LEAST, len(found) // 8)))
+        self._fruitless = None if found else (record.changes, next_end)
+        return bool(found)

@@ -1,0 +1,146 @@
+"""The files of blocks: written elsewhere and renamed, read whole and checked.
+
+Files are read with `preadv`, not mapped: a file that somebody cuts off under a mapping kills the reader (SIGBUS), and
+no cache may do that. What is read goes, in pieces, into one buffer that stays in the processor's caches, and from there
+to where it is wanted with the checksum taken on the way: faster than reading it there, and looking at it again.
+"""
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from penstock.errors import DamagedBlock
+from penstock.kvstore import steps
+from penstock.kvstore.block import HEADER_BYTES, RAW, Form, Header, Wanted
+from penstock.kvstore.copying import Pieces
+
+if TYPE_CHECKING:
+    from penstock.kvstore.codec import Codecs
+
+
+PIECE = 2**20
+"""So much is read at a time: measured, half of a processor's own cache."""
+
+
+class Found(Enum):
+    """What a reader found."""
+
+    WHOLE = "whole"
+    NOTHING = "nothing"
+    DAMAGED = "damaged"
+
+
+class _Buffers(threading.local):
+    """Those of each thread that reads."""
+
+    def __init__(self) -> None:
+        self.header = memoryview(bytearray(HEADER_BYTES))
+        self.piece = memoryview(bytearray(PIECE))
+
+
+class Files:
+    """Reads and writes the blocks of one form."""
+
+    def __init__(self, form: Form, codec: "Codecs | None") -> None:
+        self._form, self._codec = form, codec
+        self._buffers = _Buffers()
+
+    def encode(self, payload: memoryview) -> tuple[int, memoryview]:
+        """What is stored for a payload, and the number of its codec."""
+        return (RAW, payload) if self._codec is None else self._codec.encode(payload)
+
+    def write(self, path: str, header: bytes, content: memoryview) -> None:
+        """Make a file of a block. Raises `OSError`, also where not all of it could be written."""
+        begun = time.perf_counter()
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            left = [memoryview(header), content.cast("B")]
+            while left:
+                written = os.writev(fd, left)
+                steps.reached("put 2.1")
+                while left and written >= len(left[0]):
+                    written -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][written:]
+            now = time.time_ns()
+            os.utime(fd, ns=(now, now))  # finer than the clock that the kernel sets it by
+        finally:
+            os.close(fd)
+        self._moved(len(content), begun)
+
+    def read(self, path: str, wanted: Wanted) -> tuple[Found, int]:
+        """Steps 1 to 3 of a get; what was found, and the number of the file that was read. Raises `OSError`."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return Found.NOTHING, 0
+        try:
+            steps.reached("get 1")
+            stat = os.fstat(fd)
+            try:
+                is_whole = self._is_whole(fd, stat.st_size, wanted)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                is_whole = False  # the disk has lost it: it would never be read again
+            if not is_whole:
+                return Found.DAMAGED, stat.st_ino
+            with contextlib.suppress(OSError):  # a disk that can only be read is still good for that
+                now = time.time_ns()
+                os.utime(fd, ns=(now, now))
+            steps.reached("get 3")
+            return Found.WHOLE, stat.st_ino
+        finally:
+            os.close(fd)
+
+    def _is_whole(self, fd: int, size: int, wanted: Wanted) -> bool:
+        """Steps 2 and 3 of a get, of a file of `size` bytes, which may change meanwhile."""
+        length = size - HEADER_BYTES
+        if not 0 <= length <= 2 * self._form.payload_bytes:
+            return False
+        begun = time.perf_counter()
+        piece = self._buffers.piece[:length]
+        header = self._header(fd, piece)
+        if header is None or not self._form.is_header_of(header, wanted.name) or header.content_bytes != length:
+            return False
+        steps.reached("get 2")
+        if header.codec == RAW:
+            checksum = _read_on(fd, piece, wanted.into) if length == len(wanted.into) else None
+            self._moved(size, begun)
+            return checksum == header.checksum
+        if self._codec is None or not self._codec.knows(header.codec):
+            return False
+        content = memoryview(bytearray(length))
+        checksum = _read_on(fd, piece, content)
+        self._moved(size, begun)
+        return checksum == header.checksum and self._codec.decode_into(header.codec, content, wanted.into)
+
+    def _header(self, fd: int, piece: memoryview) -> Header | None:
+        """The header, and after it the first piece of the content; None if they are not there."""
+        start = self._buffers.header
+        try:
+            is_there = os.preadv(fd, [start, piece], 0) == HEADER_BYTES + len(piece)
+            return Header.unpack(start) if is_there else None
+        except DamagedBlock:
+            return None
+
+    def _moved(self, num_bytes: int, begun: float) -> None:
+        if self._codec is not None:
+            self._codec.moved(num_bytes, time.perf_counter() - begun)
+
+
+def _read_on(fd: int, piece: memoryview, into: memoryview) -> int | None:
+    """Step 3 of a get: `piece`, and what follows it in the file, to `into`; its checksum, or None if there is less."""
+    pieces, start = Pieces(into), 0
+    while start < len(into):
+        if start:
+            piece = piece[: len(into) - start]
+            if os.preadv(fd, [piece], HEADER_BYTES + start) != len(piece):
+                return None
+        pieces.add(piece)
+        start += len(piece)
+    return pieces.checksum()

@@ -1,0 +1,157 @@
+"""The directory's lock and usage: how many bytes and blocks there are, exact while the lock is held.
+
+1. Who changes something takes the lock, and before the first change the record says that it is uncertain.
+2. Files are linked, renamed, removed.
+3. The new usage is written, certain again; the lock is given up.
+
+Dead between 1 and 3: the lock ends with the process, and the next holder counts all files, and removes leases without a
+block and what dead writers left. A record of another boot is uncertain as well: the machine may have lost what was not
+yet on the disk.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.kvstore.copying import hashed
+from penstock.kvstore.directory import leases, writers
+from penstock.kvstore.directory.layout import Layout, make_folder, room
+
+MAGIC = b"PKVD\0\0\0\1"
+_RECORD = struct.Struct("<8s16sQQQQQ")
+_CHECKSUM = struct.Struct("<Q")
+
+
+@dataclass
+class Record:
+    """What the directory holds."""
+
+    used: int = 0
+    """Bytes that count against the budget: blocks, in whole pages, and what is reserved for those being written."""
+    blocks: int = 0
+    budget: int = 0
+    """Of who opened it last, for people who look."""
+    changes: int = 0
+    """Counts what may have given somebody a block to evict: blocks written, leases released, blocks removed."""
+
+
+class Ledger:
+    """The lock of a directory, and the usage under it. Raises `OSError` if the directory fails."""
+
+    def __init__(self, layout: Layout, *, makes: bool) -> None:
+        """With `makes` the directory and the lock's file are made where they are not there, when they are needed."""
+        self._layout, self._makes = layout, makes
+        self._threads = threading.Lock()
+        self._fd, self._is_closed = -1 if makes else self._open(), False
+        self._boot = _boot()
+        self._is_changing = False
+        self.record = Record()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Record]:
+        """The lock, and the usage. Call `change` before the first change."""
+        with self._threads:
+            self._lock()
+            try:
+                found = self._read()
+                self._is_changing = False
+                if found is None:
+                    self.change()
+                    self.count()
+                else:
+                    self.record = found
+                yield self.record
+                if self._is_changing:
+                    self._write(is_certain=True)
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _lock(self) -> None:
+        """Wait for the lock; if its file was deleted meanwhile, it is another file's: all must wait for the same."""
+        if self._is_closed:
+            raise OSError(errno.EBADF, "closed")
+        while True:
+            if self._fd < 0:
+                self._fd = self._open()
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            is_named = False
+            try:
+                is_named = os.path.samestat(os.stat(self._layout.lock), os.fstat(self._fd))
+            except FileNotFoundError:
+                pass
+            finally:
+                if not is_named:
+                    os.close(self._fd)
+                    self._fd = -1
+            if is_named:
+                return
+
+    def change(self) -> None:
+        """Something is about to change: the record is uncertain until the lock is given up."""
+        if not self._is_changing:
+            self._is_changing = True
+            self._write(is_certain=False)
+
+    def count(self) -> None:
+        """Count all there is, and remove what nobody needs."""
+        writers.bury(self._layout)
+        leases.tidy(self._layout, everything=True)
+        sizes = [room(stat.st_size) for _, stat in self._layout.blocks()]
+        self.record.used = sum(sizes) + writers.reserved(self._layout)
+        self.record.blocks = len(sizes)
+
+    def peek(self) -> Record:
+        """The usage; after closing what it was."""
+        if self._is_closed:
+            return self.record
+        with self.held() as record:
+            return record
+
+    def close(self) -> None:
+        """Let go of the lock's file."""
+        with self._threads:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._is_closed = -1, True
+
+    def _open(self) -> int:
+        """The lock's file. Who only looks makes none: it may be another user, and the workers could not open it."""
+        if self._makes:
+            make_folder(self._layout.root)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if self._makes else 0)
+        return os.open(self._layout.lock, flags, 0o600)
+
+    def _read(self) -> Record | None:
+        stored = os.pread(self._fd, _RECORD.size + _CHECKSUM.size, 0)
+        if len(stored) != _RECORD.size + _CHECKSUM.size:
+            return None
+        fields = stored[: _RECORD.size]
+        magic, boot, is_certain, used, blocks, budget, changes = _RECORD.unpack(fields)
+        if _CHECKSUM.unpack_from(stored, _RECORD.size)[0] != hashed(fields) or magic != MAGIC:
+            return None
+        if not is_certain or boot != self._boot:
+            # The count is made anew, the rest is still good.
+            self.record.budget, self.record.changes = budget, changes + 1
+            return None
+        return Record(used, blocks, budget, changes)
+
+    def _write(self, *, is_certain: bool) -> None:
+        now = self.record
+        used, blocks = max(0, now.used), max(0, now.blocks)
+        fields = _RECORD.pack(MAGIC, self._boot, is_certain, used, blocks, now.budget, now.changes)
+        os.pwrite(self._fd, fields + _CHECKSUM.pack(hashed(fields)), 0)
+
+
+def _boot() -> bytes:
+    """Stands for the time since the machine was started."""
+    try:
+        return hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).digest()[:16]
+    except OSError:
+        return bytes(16)

@@ -1,0 +1,20 @@
+"""Compile the copying: `python -m penstock.kvstore.native.build`, and a hook of the wheel's build.
+
+One source with all its instruction sets; which one runs is chosen at run time.
+"""
+
+import sys
+from pathlib import Path
+
+from penstock import native
+
+LIBRARY = Path(__file__).parent / "libcopying.so"
+
+
+def build(library: Path = LIBRARY) -> None:
+    """Compile and link `library`. Raises `OSError` without a compiler and `CalledProcessError` where it fails."""
+    native.link(library, [*native.FLAGS, *native.QUIET, str(Path(__file__).parent / "copying.cpp")])
+
+
+if __name__ == "__main__":
+    sys.exit(native.main(build, "the KV store's copying", "blocks are copied and checked in two passes"))

@@ -1,0 +1,100 @@
+"""The compiled library, or None where it was not built (no compiler at install)."""
+
+import contextlib
+import ctypes
+import functools
+import logging
+from ctypes import Structure, byref, c_char_p, c_int, c_size_t, c_ssize_t, c_uint64, c_void_p, py_object, pythonapi
+from typing import ClassVar
+
+from penstock.kvstore.native.build import LIBRARY
+
+log = logging.getLogger("penstock.kv")
+
+Sums = c_uint64 * 8
+"""What is kept of a copy between its pieces."""
+
+_READ = 0
+_WRITE = 1
+
+
+class _View(Structure):
+    """Python's `Py_buffer`: memory that stays where it is until it is released."""
+
+    _fields_: ClassVar = [
+        ("start", c_void_p), ("owner", c_void_p), ("bytes", c_ssize_t), ("item_bytes", c_ssize_t),
+        ("readonly", c_int), ("dimensions", c_int), ("format", c_char_p), ("shape", c_void_p), ("strides", c_void_p),
+        ("suboffsets", c_void_p), ("internal", c_void_p),
+    ]  # fmt: skip
+
+
+_hold = pythonapi.PyObject_GetBuffer
+_hold.argtypes, _hold.restype = [py_object, c_void_p, c_int], c_int
+_release = pythonapi.PyBuffer_Release
+_release.argtypes, _release.restype = [c_void_p], None
+
+
+class Library:
+    """The functions. Calls release the interpreter's lock."""
+
+    def __init__(self, handle: ctypes.CDLL) -> None:
+        self._copy_hashed = handle.penstock_copy_hashed
+        self._copy_hashed.argtypes, self._copy_hashed.restype = [c_void_p, c_void_p, c_size_t], c_uint64
+        self._copy_piece = handle.penstock_copy_piece
+        self._copy_piece.argtypes = [c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_size_t]
+        self._copy_piece.restype = c_uint64
+        self._select = handle.penstock_copying_select
+        self._select.argtypes, self._select.restype = [c_char_p], c_char_p
+        self.isa = ""
+        self.select("")
+
+    def select(self, isa: str) -> bool:
+        """Work on the named instruction set from now on, or on the best one for ""; whether this processor has it."""
+        name = self._select(isa.encode())
+        if name is not None:
+            self.isa = name.decode()
+        return name is not None
+
+    def copy_hashed(self, into: memoryview, source: memoryview) -> int:
+        """See `penstock.kvstore.copying.copy_hashed`."""
+        with _held(into, _WRITE) as target, _held(source, _READ) as origin:
+            if target.bytes != origin.bytes:
+                raise ValueError(f"{origin.bytes} bytes do not fit over {target.bytes}")
+            return int(self._copy_hashed(target.start, origin.start, target.bytes))
+
+    def copy_piece(self, sums: "ctypes.Array[c_uint64]", into: memoryview, source: memoryview, start: int) -> int:
+        """See `kvstore.copying.Pieces`: `source` to `into[start:]`; the checksum after the last piece, or 0."""
+        with _held(into, _WRITE) as target, _held(source, _READ) as origin:
+            if start + origin.bytes > target.bytes:
+                raise ValueError(f"{origin.bytes} bytes do not fit over the last {target.bytes - start}")
+            return int(self._copy_piece(sums, target.start, origin.start, start, origin.bytes, target.bytes))
+
+
+class _held(contextlib.AbstractContextManager[_View]):  # noqa: N801 (used as a function)
+    """The memory of an object, which stays where it is meanwhile."""
+
+    def __init__(self, found: memoryview, flags: int) -> None:
+        self._view = _View()
+        _hold(found, byref(self._view), flags)
+
+    def __enter__(self) -> _View:
+        return self._view
+
+    def __exit__(self, *_: object) -> None:
+        _release(byref(self._view))
+
+
+@functools.cache
+def load() -> Library | None:
+    """The library of this process, or None where it was not built, or for another kind of machine or version."""
+    if not LIBRARY.is_file():
+        return None
+    try:
+        return Library(ctypes.CDLL(str(LIBRARY)))
+    except (OSError, AttributeError) as error:  # the second: a function is missing
+        log.warning(
+            "the native copying does not load, blocks are copied and checked in two passes"
+            " (python -m penstock.kvstore.native.build makes it anew): %s",
+            error,
+        )
+        return None

@@ -1,0 +1,242 @@
+"""The disk tier: a directory that all workers of a host share, whatever their models, and that outlives them.
+
+A put, in batches:
+
+1. Under the lock (`ledger.py`), room is made and reserved for the blocks that are not here (`eviction.py`).
+2. Each is written to a file in this process's folder, with its checksum.
+3. The page tag is asked: whether what was written was still the block.
+4. Under the lock, the files are renamed to where they are found, and the reservation ends.
+
+Where the disk is full before the budget is, blocks go as if it were the budget, and what failed is tried once more.
+
+Dead after 1 to 3: nobody finds the blocks, and the folder of a dead process and its reservation go as soon as somebody
+opens the directory or wants room. Dead within 4: those that were renamed are there, and the next holder of the lock
+counts anew.
+
+A get: 1. the file is opened; 2. read, and its header must be that of the block asked for; 3. copied to where it is
+wanted, its checksum must be the header's; then it was used now. No reader holds a lock, and a dead one leaves nothing
+behind; a file that is removed meanwhile is read to its end.
+
+Leases (`leases.py`): 1. the owner's folder has a link to each block; 2. all have. Dead between them: some have. A
+release, the same the other way. A removal: 1. the leases of the block go; 2. the block goes.
+"""
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from penstock.errors import KVStoreError
+from penstock.kvstore import steps
+from penstock.kvstore.block import HEADER_BYTES, Block, Form, Wanted
+from penstock.kvstore.copying import hashed
+from penstock.kvstore.directory import leases
+from penstock.kvstore.directory.check import check
+from penstock.kvstore.directory.directory import FULL, Directory, Draft
+from penstock.kvstore.directory.files import Files, Found
+from penstock.kvstore.directory.layout import room
+from penstock.kvstore.tiers.contract import Counters, Entry, Usage
+
+if TYPE_CHECKING:
+    from penstock.kvstore.codec import Codecs
+
+T = TypeVar("T")
+
+BATCH, BATCH_BYTES = 32, 8 * 2**20
+"""About so much is written at a time, and reserved."""
+SETTING = "PENSTOCK_KV_STORE_DISK"
+REST_S = 1.0
+"""How long nothing is written after the disk did not take something."""
+
+
+class DiskTier:
+    """Blocks in a directory."""
+
+    name, clock = "disk", staticmethod(time.perf_counter)
+
+    def __init__(self, directory: Directory, form: Form, codec: "Codecs | None") -> None:
+        self.counters = Counters()
+        self._directory, self._form = directory, form
+        self._files = Files(form, codec)
+        self._counting = threading.Lock()
+        self._rests_until = 0.0
+        size = HEADER_BYTES + form.payload_bytes
+        self._batch = max(1, min(BATCH, BATCH_BYTES // size, directory.budget // 4 // size))
+
+    @classmethod
+    def open(cls, form: Form, directory: Path, budget_bytes: int, codec: "Codecs | None" = None) -> Self:
+        """The blocks in a directory, which is made if it is not there. Raises `KVStoreError` if it cannot be used.
+
+        A full disk is no reason for that: it is read, and written as soon as it has room.
+        """
+        size = room(HEADER_BYTES + form.payload_bytes)
+        if budget_bytes < size:
+            raise KVStoreError(f"{SETTING}_MB: {budget_bytes} bytes hold no block of {size} bytes")
+        try:
+            return cls(Directory(directory, budget_bytes, writes=True), form, codec)
+        except OSError as error:
+            raise KVStoreError(f"{SETTING}_DIR: {directory} cannot hold KV blocks: {error}") from error
+
+    @classmethod
+    def attach(cls, directory: Path) -> Self:
+        """What is in a directory, whoever's it is, for tools: nothing can be got or put, and no file is made.
+
+        Raises `KVStoreError`.
+        """
+        try:
+            return cls(Directory(directory, 0, writes=False), Form(bytes(32), bytes(16), 0), None)
+        except OSError as error:
+            raise KVStoreError(f"{directory}: no directory with KV blocks: {error}") from error
+
+    def get(self, wanted: Sequence[Wanted]) -> list[bool]:
+        """See `Tier.get`, and the steps above."""
+        found, suspects, failed = list[Found](), dict[bytes, int | None](), False
+        for one in wanted:
+            try:
+                kind, number = self._files.read(self._path(one.name.key), one)
+            except OSError:
+                kind, number, failed = Found.NOTHING, 0, True
+            found.append(kind)
+            if kind is Found.DAMAGED:
+                suspects[one.name.key] = number
+        if suspects:
+            self._try(lambda: self._directory.drop(suspects), 0)
+        with self._counting:
+            hits = found.count(Found.WHOLE)
+            self.counters.hits += hits
+            self.counters.misses += len(found) - hits
+            self.counters.damaged += found.count(Found.DAMAGED)
+            self.counters.errors += failed
+            self.counters.bytes_read += hits * self._form.payload_bytes
+        return [kind is Found.WHOLE for kind in found]
+
+    def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """See `Tier.put`, and the steps above."""
+        here = self.has([block.name.key for block in blocks])
+        stored = {block.name.key for block, is_here in zip(blocks, here, strict=True) if is_here}
+        new = list({block.name.key: block for block in blocks if block.name.key not in stored}.values())
+        for start in range(0, len(new), self._batch):
+            if not self._directory.is_writable or time.monotonic() < self._rests_until:
+                break
+            stored |= self._put(new[start : start + self._batch])
+        return [block.name.key in stored for block in blocks]
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Tier.has`."""
+        return [self._use(key) for key in keys]
+
+    def lease(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
+        """See `Tier.lease`. Ends are times of the host's clock."""
+        if keys:
+            self._try(lambda: self._directory.lease(owner, keys, seconds), None)
+
+    def release(self, owner: str, keys: Sequence[bytes]) -> None:
+        """See `Tier.release`."""
+        if keys:
+            self._try(lambda: self._directory.release(owner, keys), None)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `Tier.remove`."""
+        return self._try(lambda: self._directory.drop(dict.fromkeys(keys)), 0) if keys else 0
+
+    def usage(self) -> Usage:
+        """See `Tier.usage`. Files count in whole pages; what is reserved counts too."""
+
+        def look() -> Usage:
+            record = self._directory.ledger.peek()
+            num_leased = len(set(leases.running(self._directory.layout)))
+            return Usage(record.blocks, record.used, record.budget, num_leased)
+
+        return self._try(look, Usage(0, 0, self._directory.budget, 0))
+
+    def entries(self) -> Iterator[Entry]:
+        """See `Tier.entries`."""
+
+        def look() -> list[Entry]:
+            running = Counter(leases.running(self._directory.layout))
+            return [
+                Entry(key, room(stat.st_size), stat.st_mtime_ns / 1e9, running[key])
+                for key, stat in self._directory.layout.blocks()
+            ]
+
+        return iter(self._try(look, list[Entry]()))
+
+    def stored(self, key: bytes) -> bytes | None:
+        """See `Tier.stored`."""
+        try:
+            return Path(self._path(key)).read_bytes()
+        except OSError:
+            return None
+
+    def check_integrity(self) -> list[str]:
+        """What does not agree in the directory, and what would stay for ever; reads no block. Empty: all is well."""
+        return check(self._directory)
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        self._try(self._directory.close, None)
+
+    def _put(self, blocks: Sequence[Block]) -> set[bytes]:
+        """A batch; the keys that others can read now."""
+        ready = [(block, *self._files.encode(block.payload)) for block in blocks]
+        lengths = [HEADER_BYTES + len(content) for *_, content in ready]
+        drafts = self._try(lambda: self._directory.reserve(lengths), list[Draft | None]())
+        steps.reached("put 1")
+        named = dict[Draft, bytes | None].fromkeys(draft for draft in drafts if draft is not None)
+        batch_bytes = sum(draft.size for draft in named)
+        num_new = 0
+        try:
+            for draft, made in zip(drafts, ready, strict=False):
+                if draft is not None and not self._try(partial(self._write, draft, *made, batch_bytes), instead=False):
+                    break
+                if draft is not None and made[0].is_valid():
+                    named[draft] = made[0].name.key
+                steps.reached("put 3")
+        finally:  # whatever happened, a draft gets its name or goes
+            if named:
+                num_new = self._try(lambda: self._directory.publish(named), -1)
+            steps.reached("put 4")
+            with self._counting:
+                self.counters.refused += drafts.count(None)
+                self.counters.evictions = self._directory.num_evicted
+                self.counters.bytes_written += max(0, num_new) * self._form.payload_bytes
+        return {key for key in named.values() if key is not None} if num_new >= 0 else set()
+
+    def _write(self, draft: Draft, block: Block, number: int, content: memoryview, batch_bytes: int) -> bool:
+        """Step 2 of a put. Where the disk is full, as many bytes of blocks go as the batch has."""
+        header = self._form.header(block.name, hashed(content), number, len(content))
+        try:
+            self._files.write(draft.path, header.pack(), content)
+        except OSError as error:
+            if error.errno not in FULL or not self._directory.relieve(draft, batch_bytes):
+                raise
+            self._files.write(draft.path, header.pack(), content)
+        steps.reached("put 2")
+        return True
+
+    def _path(self, key: bytes) -> str:
+        return self._directory.layout.block(key)
+
+    def _use(self, key: bytes) -> bool:
+        now = time.time_ns()
+        try:
+            os.utime(self._path(key), ns=(now, now))
+        except FileNotFoundError:
+            return False
+        except OSError:  # a disk that can only be read is still good for that
+            return os.path.exists(self._path(key))
+        return True
+
+    def _try(self, call: Callable[[], T], instead: T) -> T:
+        """What the directory fails at is counted, and is all the harm; nothing is written for a while."""
+        try:
+            return call()
+        except OSError:
+            with self._counting:
+                self.counters.errors += 1
+            self._rests_until = time.monotonic() + REST_S
+            return instead

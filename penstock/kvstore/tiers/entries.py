@@ -1,0 +1,56 @@
+"""Listing what the index of one Redis server has, in pieces that hold nobody up."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+
+from penstock.kvstore.tiers.address import Address
+from penstock.kvstore.tiers.contract import Counters, Entry
+from penstock.kvstore.tiers.index import AT_ONCE, Index, page, replies
+from penstock.kvstore.tiers.wire import NotRedis, Reply, Wire, command
+from penstock.names import KV_INDEX
+
+USED, HELD, SIZES, LEASES, _, _ = KV_INDEX
+
+
+def entries(address: Address, counters: Counters) -> Iterator[Entry]:
+    """See `Tier.entries`. Ends early when the server does not answer."""
+    seen: set[bytes] = set()
+    for part in (HELD, USED):
+        cursor = b"0"
+        while True:
+            piece = address.ask(partial(_piece, part, cursor), counters)
+            if piece is None:
+                return
+            cursor, found = piece
+            yield from (entry for entry in found if entry.key not in seen)
+            seen.update(entry.key for entry in found)
+            if cursor == b"0":
+                break
+
+
+def _piece(part: str, cursor: bytes, wire: Wire, _: Index) -> tuple[bytes, list[Entry]]:
+    """Some entries of a part of the index, and where to go on."""
+    wire.send([command("ZSCAN", part, cursor, "COUNT", AT_ONCE), command("TIME")])
+    cursor, found = page(wire)
+    (time,) = replies(wire, 1)
+    keys, used = found[::2], found[1::2]
+    if not keys:
+        return cursor, []
+    wire.send([command("HMGET", SIZES, *keys), command("HMGET", LEASES, *keys)])
+    sizes, leases = replies(wire, 2)
+    match time, sizes, leases:
+        case [bytes(seconds), bytes(micros)], list(), list():
+            now = int(seconds) * 1000 + int(micros) // 1000
+            return cursor, [
+                Entry(key, int(size), float(score) / 1e6, _running(owners, now))
+                for key, score, size, owners in zip(keys, used, sizes, leases, strict=True)
+                if isinstance(size, bytes)
+            ]
+    raise NotRedis(f"not what was asked: {sizes!r}"[:200])
+
+
+def _running(owners: Reply, now: int) -> int:
+    """How many leases have not run out."""
+    ends = json.loads(owners) if isinstance(owners, bytes) else {}
+    return sum(end > now for end in ends.values())

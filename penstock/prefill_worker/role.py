@@ -1,0 +1,167 @@
+"""What a request is in prefill: a prompt to compute, with one token; and then it is handed off.
+
+The numbered steps, as in docs/structure.md (the loop is `penstock/worker/worker.py`):
+
+    2  a message is read: decoded, validated, tokenized; what cannot be answered ends, and goes on at 5
+    3  its prompt is computed
+    4  token 0 is sampled
+    5  the job reference goes out, for decode to go on; also of what ended here, as prefill settles no results
+"""
+
+import hashlib
+import logging
+from collections.abc import Collection
+
+from opentelemetry.context import Context
+
+from penstock import tracing
+from penstock.bus.contract import Delivery
+from penstock.engine.engine import Engine
+from penstock.engine.sequence import Sequence, State
+from penstock.engine.text import OutputState
+from penstock.errors import InvalidRequest, RequestError
+from penstock.kvstore.connector import KVConnector
+from penstock.messages import EndEvent, Request, decode, now_s, readable_id
+from penstock.names import Pipeline, PriorityClass, Stage
+from penstock.prefill_worker.ahead import Ahead
+from penstock.prefill_worker.handoff import end_of, job_of, outgoing_job, seed_of
+from penstock.prefill_worker.tokenize import PromptReader
+from penstock.record import body_hash
+from penstock.telemetry.genai import operation_of
+from penstock.worker import Held, Load, cause_of, is_suspect, letters
+from penstock.worker.task import Completion, Task
+
+log = logging.getLogger(__name__)
+
+INLINE_BYTES = 8192
+"""A message up to this size is read by the loop itself, in at most two milliseconds: handing it over could cost the
+request a step of the engine."""
+STEPS_AHEAD = 4
+"""So many steps' tokens may wait beyond what is being computed."""
+
+
+class PrefillRole:
+    """One prefill worker's."""
+
+    stage: Stage = "prefill"
+    inline_bytes = INLINE_BYTES
+    hands_off = True
+    span = "hand_off"
+
+    def __init__(self, pipeline: Pipeline, engine: Engine, ahead: Ahead | None = None) -> None:
+        """`ahead`: whether decode has enough batch work; without, that is not asked."""
+        self.pipeline, self.engine, self.ahead = pipeline, engine, ahead
+        self.prompts = PromptReader(engine.model)
+
+    # 2. Claim.
+
+    def identify(self, delivery: Delivery) -> Task | None:
+        """The request of a message, or what is wrong with it; None where not even an id can be read."""
+        started_s = now_s()
+        try:
+            request = decode(Request, delivery.value)
+            body = body_hash(request)
+            return Task(request.id, delivery, request, operation_of(request), body, started_s=started_s)
+        except RequestError as refused:
+            error, failure = refused, None
+        except Exception as bug:  # this request's, not its neighbours'
+            log.exception("a message of %s", delivery.topic)
+            error, failure = None, cause_of(bug)
+        request_id = readable_id(delivery.value, delivery.key)
+        if request_id is None:
+            return None
+        body = hashlib.sha256(delivery.value).hexdigest()
+        return Task(
+            request_id, delivery, None, operation_of(None), body, error=error, failure=failure, started_s=started_s
+        )
+
+    def read_message(self, delivery: Delivery) -> Task | None:
+        """The request and its token ids, or what is wrong with it; None where not even an id can be read."""
+        task = self.identify(delivery)
+        if task is None:
+            return None
+        if isinstance(task.message, Request):
+            self._tokenize(task, task.message)
+        task.read_s = now_s()
+        whose = tracing.about(self.pipeline, task.id, Context())
+        task.context = task.around = tracing.context_of(delivery.headers, whose, delivery.timestamp_s)
+        return task
+
+    def _tokenize(self, task: Task, request: Request) -> None:
+        try:
+            if request.klass not in (None, task.klass):
+                raise InvalidRequest(f"class {request.klass!r} in the topic of class {task.klass!r}")
+            task.token_ids = self.prompts.read(request)
+        except RequestError as error:
+            task.error = error
+        except Exception as bug:  # this request's, not its neighbours'
+            log.exception("request %s", task.id)
+            task.failure = cause_of(bug)
+
+    # 3. Compute.
+
+    def open_task(self, task: Task, kv: KVConnector) -> Sequence:
+        """The prompt, and the first token."""
+        request, model = task.message, self.engine.model
+        assert isinstance(request, Request)
+        sampling = self.engine.cut_max_tokens(request.sampling, len(task.token_ids))
+        task.message = request.model_copy(update={"sampling": sampling})
+        task.blocks = kv.name_prompt(request.tenant, task.token_ids)
+        task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
+        if self.ahead is not None and task.klass == "batch":
+            self.ahead.note()
+        return Sequence(
+            task.id,
+            task.token_ids,
+            sampling=sampling,
+            seed=seed_of(request),
+            max_new=1,
+            klass=task.klass,
+            tenant=request.tenant,
+            weight=request.weight,
+            suspect=is_suspect(task.claim),
+        )
+
+    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: Load) -> int:
+        """None while decode has enough to do with batch work, and only so many that it takes some steps to compute
+        those that wait. Others may have time for the rest.
+        """
+        if klass == "batch" and self.ahead is not None and self.ahead.is_enough:
+            return 0
+        settings = self.engine.settings
+        each, most = load.expected(klass, settings.max_batch - len(tasks) - num_read)
+        waiting = [task.seq for task in tasks if task.seq is not None and task.seq.state is State.WAITING]
+        num_waiting = sum(seq.num_prompt for seq in waiting) + num_read * each
+        num_behind = (STEPS_AHEAD * settings.max_step_tokens - num_waiting) // each
+        if num_behind == 0 and not num_waiting:
+            num_behind = 1
+        return min(most, self.engine.room(klass, each) - num_read, num_behind)
+
+    # 5. Settle.
+
+    def end_of(self, task: Task) -> EndEvent:
+        """The end of what ends in prefill."""
+        return end_of(task)
+
+    def complete_task(self, task: Task) -> Completion:
+        """The job reference, also of what ended."""
+        job = job_of(task, self.engine.model.fingerprint)
+        outputs = [outgoing_job(self.pipeline, job, task.operation, task.around)]
+        return Completion(outputs, letters(self.pipeline, task.delivery, task.error, task.claim), {"job": job.job})
+
+    # For the heartbeat.
+
+    def held(self, task: Task) -> Held:
+        """What it stands for in the heartbeat."""
+        seq, message = task.seq, task.message
+        left = 0 if seq is None or seq.state is State.DONE else seq.num_prompt - seq.num_computed
+        is_running = seq is not None and seq.state is State.RUNNING
+        if message is None:
+            return Held(task.klass, is_running, left, 0)
+        num_said = 0 if message.sampling.fit_context else None
+        return Held(task.klass, is_running, left, message.sampling.max_tokens, num_said)
+
+    def rates(self, load: Load) -> dict[str, object]:
+        """How fast prompts are computed."""
+        rates = [rate for rate in (load.pace.tokens_per_s, self.engine.rates()) if rate is not None]
+        return {"prompt_tokens_per_s": max(rates, default=None)}
