@@ -18,11 +18,12 @@ from pathlib import Path
 
 from benchmarks.common import Arguments, arguments, machine, report
 from penstock.bus.connect import connect
-from penstock.local.processes import Child, start_child, wait_until
+from penstock.config.settings import BusSettings
+from penstock.local.processes import Child, start_child
 from penstock.local.stack import Stack
 from penstock.messages import Result, decode
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
+from penstock.waiting import wait_until
 
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 PROMPTS = ("In the beginning", "And the king said", "The words of the wise", "And it came to pass")

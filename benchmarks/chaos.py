@@ -5,7 +5,7 @@ python -m benchmarks.chaos [--quick] [--json FILE] [--seed N] [--kills N | --flu
 Real worker processes on the demo model in float32, a real Valkey, a real Kafka, clients that send requests steadily and
 read every stream, some of them coming back again and again with the last event id they saw. First decode workers are
 killed in the middle of long answers, and prefill workers in the middle of long prompts, while nothing else is wrong,
-Kafka with its timeouts at their defaults, and the time until each request goes on is taken (`tests/chaos/recovery.py`).
+Kafka with its timeouts at their defaults, and the time until each request goes on is taken (`sim/chaos/recovery.py`).
 
 Then come rounds in which every worker is killed or stopped at the next of its numbered steps, or at any time, again and
 again, while servers are killed and paused, connections cut, hung, slowed and refused, the disk is full, and single
@@ -13,7 +13,7 @@ workers' wall clocks are put forward and back by minutes. Now and then everythin
 on, a worker more comes and leaves while much is waiting, Redis stalls, and somebody sends what breaks readers: a header
 whose name is no UTF-8, and on Kafka 100 MB of text in 3 kB of zstd.
 
-What clients and topics saw is a history; the checker (`tests/chaos/checker.py`) knows the promises and nothing else.
+What clients and topics saw is a history; the checker (`sim/chaos/checker.py`) knows the promises and nothing else.
 
 A round's seed says what is done; with `--seed` it is done again. Histories and logs stay in the directory that is told.
 """
@@ -36,12 +36,12 @@ from rich.table import Table
 from benchmarks.chaos_flushes import flush_often
 from benchmarks.common import Arguments, machine, report
 from penstock.names import STAGES, Stage
-from tests.chaos.checker import Finding, tally
-from tests.chaos.faults import ANY_TIME, Bus, points_of
-from tests.chaos.nursery import Nursery
-from tests.chaos.recovery import Plan, Recovery, measured, prefill_plan, told
-from tests.chaos.runner import Outcome, Progress, Round, run
-from tests.chaos.system import Toll
+from sim.chaos.checker import Finding, tally
+from sim.chaos.faults import ANY_TIME, Bus, points_of
+from sim.chaos.nursery import Nursery
+from sim.chaos.recovery import Plan, Recovery, measured, prefill_plan, told
+from sim.chaos.runner import Outcome, Progress, Round, run
+from sim.chaos.system import Toll
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 KILLS_A_ROUND = 125

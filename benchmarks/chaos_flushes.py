@@ -12,13 +12,13 @@ from pathlib import Path
 import redis
 
 from penstock.local.kafka import SHORT_TIMEOUTS
-from tests.chaos.checker import check, tally
-from tests.chaos.clients import LONG, Clients, Errand, known, plain
-from tests.chaos.faults import ANY_TIME, Fate
-from tests.chaos.history import History, read
-from tests.chaos.nursery import Nursery
-from tests.chaos.runner import TEND_S, Progress, calm, write_down
-from tests.chaos.system import DoomedStack, Servers
+from sim.chaos.checker import check, tally
+from sim.chaos.clients import LONG, Clients, Errand, known, plain
+from sim.chaos.faults import ANY_TIME, Fate
+from sim.chaos.history import History, read
+from sim.chaos.nursery import Nursery
+from sim.chaos.runner import TEND_S, Progress, calm, write_down
+from sim.chaos.system import DoomedStack, Servers
 
 SIZE = 2, 3
 UNDER_WAY = 24

@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from rich.progress import track
 
 from benchmarks.common import Arguments, arguments, machine, report
+from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import landed, taken
+from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.kvstore.codec import Codec, PayloadShape
 from penstock.kvstore.codec.contract import Element
 from penstock.kvstore.codec.int8 import Int8
 from penstock.kvstore.codec.lossless import Lossless
 from penstock.messages import Sampling
-from penstock.settings import EngineSettings
 
 GREEDY = Sampling(temperature=0.0)
 WORDS = ("and the king", "go ye into", "in the beginning", "the shepherd", "of wine and oil", "Israel said", "behold")
@@ -49,9 +50,9 @@ FULL = Extent(prompts=300, prompt_tokens=200, answer_tokens=64, blocks=400, roun
 QUICK = Extent(prompts=40, prompt_tokens=120, answer_tokens=32, blocks=100, rounds=3)
 
 
-def open_engine(element: Element) -> Engine:
+def open_demo(element: Element) -> Engine:
     """The demo model."""
-    return Engine.open(EngineSettings(dtype=element, pool_mb=256, max_batch=32))
+    return open_engine(EngineSettings(dtype=element, pool_mb=256, max_batch=32))
 
 
 def run(engine: Engine, seqs: Items[Sequence]) -> None:
@@ -164,7 +165,7 @@ def main(given: Arguments) -> dict[str, float]:
     extent, figures = QUICK if given.quick else FULL, dict[str, float]()
     print(f"{machine()}; {extent.prompts} prompts of up to {extent.prompt_tokens} tokens")
     for element in ELEMENTS:
-        engine = open_engine(element)
+        engine = open_demo(element)
         layout = engine.storage.layout
         shape = PayloadShape(element, layout.rows)
         kv = KV(engine, texts(engine, extent))
@@ -172,7 +173,7 @@ def main(given: Arguments) -> dict[str, float]:
         for codec in (Lossless(element), Int8(shape)):
             for name, value in measure(codec, payloads, extent.rounds).items():
                 figures[f"{codec.name}_{element}_{name}"] = value
-        other = open_engine(element)
+        other = open_demo(element)
         raw = kv.answers(other, extent.answer_tokens, None)
         through = kv.answers(other, extent.answer_tokens, Int8(shape))
         figures |= {f"{name}_{element}": value for name, value in flips(raw, through).items()}

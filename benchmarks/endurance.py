@@ -6,7 +6,7 @@ On each bus, two prefill and two decode workers as processes on the demo model i
 always under way, from several tenants, some with deadlines, some cancelled, some sent twice, read by clients that leave
 and come back. One worker of each stage lives from the beginning to the end; the other is killed every few seconds, or
 stopped for longer than its leases and continued. What everybody saw is a history, and the checker of the chaos rounds
-(`tests/chaos/checker.py`) holds it against the promises.
+(`sim/chaos/checker.py`) holds it against the promises.
 
 Every second: resident memory and open files of the workers that live on, keys in Redis, messages that are not settled.
 Each `…_growth` is the mean of the last quarter less that of the second one, of the worker that grew most; the first
@@ -31,17 +31,17 @@ from rich.progress import Progress
 from benchmarks.common import Arguments, machine, report, save
 from benchmarks.watch import Sample, Watch, growth, open_files, resident_mb
 from penstock.bus.connect import connect
+from penstock.config.settings import BusSettings
 from penstock.local.kafka import SHORT_TIMEOUTS
-from penstock.local.processes import wait_until
 from penstock.local.stack import Worker
-from penstock.settings import BusSettings
-from tests.chaos.checker import Finding, check, tally
-from tests.chaos.clients import LONG, Clients, errand, known
-from tests.chaos.faults import ANY_TIME, Bus, Fate
-from tests.chaos.history import History, read
-from tests.chaos.nursery import Nursery
-from tests.chaos.runner import calm, write_down
-from tests.chaos.system import DoomedStack, Servers
+from penstock.waiting import wait_until
+from sim.chaos.checker import Finding, check, tally
+from sim.chaos.clients import LONG, Clients, errand, known
+from sim.chaos.faults import ANY_TIME, Bus, Fate
+from sim.chaos.history import History, read
+from sim.chaos.nursery import Nursery
+from sim.chaos.runner import calm, write_down
+from sim.chaos.system import DoomedStack, Servers
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 SEED = 20261121

@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from benchmarks.common import arguments, report
+from penstock.config.addresses import Addresses
 from penstock.local.valkey import ValkeyServer
-from penstock.settings import Addresses
-from tests.pipeline.faults import Vandal, num_reads, serve_damaged, tight_settings
-from tests.pipeline.line import Line
-from tests.pipeline.workload import SETTINGS
+from sim.kv_faults import Vandal, num_reads, serve_damaged, tight_settings
+from sim.line import Line
+from sim.workload import SETTINGS
 
 SMALL_POOL = SETTINGS.model_copy(update={"pool_mb": 8})
 RESTART_EVERY = 5

@@ -33,8 +33,9 @@ from benchmarks.common import Arguments, arguments, machine, report, save
 from benchmarks.gateway_readers import Reader, Seen, Streams
 from benchmarks.interference import STREAM_NEW, Measured, alternate, batch_tokens, prompt, stream_gaps
 from benchmarks.interference import Seen as Window
-from penstock.local.processes import free_port, wait_until
+from penstock.local.processes import free_port
 from penstock.local.stack import Stack
+from penstock.waiting import wait_until
 
 MODEL, STREAMS, FEW = "demo", 1000, 50
 _ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}

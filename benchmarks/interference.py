@@ -24,14 +24,14 @@ from typing import Protocol
 import numpy as np
 
 from benchmarks.common import Arguments, arguments, machine, report, spread
-from penstock.client import Client
-from penstock.engine.engine import Engine
+from penstock.client.sync import Client
+from penstock.config.settings import EngineSettings
+from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence, State
 from penstock.errors import PenstockError
 from penstock.local.stack import Stack
 from penstock.messages import Sampling, TokenEvent
 from penstock.names import PriorityClass
-from penstock.settings import EngineSettings
 
 STREAMS = 4
 PROMPT, STREAM_NEW = 64, 256
@@ -118,7 +118,7 @@ class Bare:
     """The engine alone: it computes prompts and answers of both classes."""
 
     def __init__(self, settings: EngineSettings = _SETTINGS, waiting: int = 64) -> None:
-        self._engine, self._waiting = Engine.open(settings), waiting
+        self._engine, self._waiting = open_engine(settings), waiting
         self._names = itertools.count()
 
     def window(self, seconds: float, *, busy: bool) -> Seen:

@@ -30,8 +30,9 @@ from rich.progress import Progress
 
 from benchmarks.common import Arguments, arguments, machine, report, save, spread
 from benchmarks.processor import BARE, Cost, Loads, Meter, find_brokers
-from penstock.client import Client
-from penstock.engine.engine import Engine
+from penstock.client.sync import Client
+from penstock.config.settings import EngineSettings
+from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputState
 from penstock.errors import DependencyMissing
@@ -39,7 +40,6 @@ from penstock.local.kafka import find_kafka
 from penstock.local.stack import REDIS_MB, Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Sampling
-from penstock.settings import EngineSettings
 
 # All workers are on this host: they share blocks in memory, as where `Stack` starts the Valkey server.
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", REDIS_MB: "0"}
@@ -55,7 +55,7 @@ class Bare:
 
     def __init__(self, threads: int) -> None:
         self._settings = SETTINGS.model_copy(update={"threads": threads})
-        self._engine = Engine.open(self._settings)
+        self._engine = open_engine(self._settings)
         self._threads = threads
 
     def first_token_s(self, prompt: list[int]) -> float:

@@ -16,15 +16,16 @@ from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.peers.write import model_directory
 from penstock.bus.connect import connect
-from penstock.client import Client
-from penstock.engine.engine import Engine
+from penstock.client.sync import Client
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
+from penstock.engine.opening import open_engine
 from penstock.kvstore.store import KVStore, Layout
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Job, decode
 from penstock.names import Pipeline
 from penstock.prefill_worker.role import PrefillRole
 from penstock.record import Record
-from penstock.settings import Addresses, BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.worker.worker import Worker
 
 PREFIX, OWN = 2000, 24
@@ -52,7 +53,7 @@ class Prefilling:
         self._pipeline = Pipeline(addresses.pipeline)
         self._bus = connect(addresses, BusSettings())
         self._bus.create_topics()
-        self.engine = Engine.open(settings)
+        self.engine = open_engine(settings)
         layout = Layout.of(self.engine.model.fingerprint, self.engine.model.layout)
         self.store = KVStore.open(layout, kv, addresses.stream_url, addresses.pipeline)
         self.store.measure_against(self.engine.rates)

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.progress import Progress
 
 from benchmarks.common import SHM, TIMEOUT_S
-from penstock.client import Client
+from penstock.client.sync import Client
 from penstock.local.stack import Stack
 from penstock.messages import Timings
 

@@ -30,8 +30,8 @@ from rich.progress import Progress
 
 from benchmarks.common import Arguments, arguments, machine, report, save
 from benchmarks.rolling_phases import go_through, work
-from tests.chaos.checker import Finding, check
-from tests.chaos.history import read
+from sim.chaos.checker import Finding, check
+from sim.chaos.history import read
 
 BUSES = ("embedded", "kafka")
 

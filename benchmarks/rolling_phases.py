@@ -12,11 +12,11 @@ from penstock.local.stack import Stack, Worker
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request
 from penstock.names import STAGES
-from tests.chaos.clients import Clients, Errand
-from tests.chaos.history import History
-from tests.chaos.runner import Told, calm, write_down
-from tests.forked import ForkedStack
-from tests.pipeline.workload import Answer, alone, requests
+from sim.chaos.clients import Clients, Errand
+from sim.chaos.history import History
+from sim.chaos.runner import Told, calm, write_down
+from sim.forked import ForkedStack
+from sim.workload import Answer, alone, requests
 
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 DISTINCT = 6

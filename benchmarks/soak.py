@@ -26,7 +26,8 @@ from rich.progress import Progress
 from benchmarks.common import SHM, Arguments, arguments, machine, report, save
 from benchmarks.soak_load import Load
 from benchmarks.watch import Sample, Watch, resident_mb
-from penstock.client import Client
+from penstock.client.sync import Client
+from penstock.config.settings import KVSettings
 from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import WRITING
 from penstock.kvstore.tiers.disk import DiskTier
@@ -35,7 +36,6 @@ from penstock.kvstore.tiers.shared import SharedTier
 from penstock.kvstore.tools import Place, open_places
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
-from penstock.settings import KVSettings
 
 BUDGET_MB = 24
 VALKEY = "Valkey, blocks"

@@ -4,10 +4,10 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
-from penstock.client import Client
+from penstock.client.sync import Client
 from penstock.errors import RequestError, StreamExpired, StreamTimeout
 from penstock.messages import Request
-from tests.pipeline.workload import Answer, alone, requests
+from sim.workload import Answer, alone, requests
 
 KNOWN = 20
 """Requests whose answer is worked out beforehand; so many again continue the first ones' answers."""

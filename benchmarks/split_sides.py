@@ -13,11 +13,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import landed
+from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
-from penstock.settings import EngineSettings
 
 STREAM_PROMPT, STREAM_NEW = 64, 1024
 NEW = 16
@@ -228,7 +229,7 @@ def work(role: str, settings: dict[str, Any], cores: list[int], commands: Connec
          memory_name: str | None) -> None:  # fmt: skip
     """A process: opens the engine on its cores, then answers each window with what it saw. None ends it."""
     os.sched_setaffinity(0, cores)
-    engine = Engine.open(EngineSettings.model_validate(settings))
+    engine = open_engine(EngineSettings.model_validate(settings))
     commands.send(engine.block_bytes)
     memory = SharedMemory(memory_name) if memory_name else None
     while (window := commands.recv()) is not None:

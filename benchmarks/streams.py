@@ -18,11 +18,11 @@ from pathlib import Path
 import redis
 
 from benchmarks.common import SHM, Arguments, arguments, machine, report, spread
+from penstock.config.settings import RecordSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Claim, Record, Sessions, connect_servers, record_on
-from penstock.settings import RecordSettings
 
 BATCH, NUM_STEPS = 32, 200
 TEXT = " through"

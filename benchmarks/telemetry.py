@@ -22,11 +22,11 @@ from pathlib import Path
 
 from benchmarks.common import Arguments, arguments, machine, report, spread
 from benchmarks.pipeline import Piped, measure, prompts
-from penstock.client import Client
+from penstock.client.sync import Client
+from penstock.config.settings import BusSettings
 from penstock.local.processes import free_port
 from penstock.local.stack import Stack
-from penstock.settings import BusSettings
-from penstock.telemetry.live import LiveWatch
+from penstock.ops.live import LiveWatch
 
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_DTYPE": "float32",

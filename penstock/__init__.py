@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.aio import AsyncClient as AsyncClient
-    from penstock.client import Answer as Answer
-    from penstock.client import Client as Client
+    from penstock.client.aio import AsyncClient as AsyncClient
+    from penstock.client.sync import Answer as Answer
+    from penstock.client.sync import Client as Client
 
 __all__ = ["Answer", "AsyncClient", "Client"]
-_HOMES = {"Answer": "penstock.client", "AsyncClient": "penstock.aio", "Client": "penstock.client"}
+_HOMES = {"Answer": "penstock.client.sync", "AsyncClient": "penstock.client.aio", "Client": "penstock.client.sync"}
 
 
 def __getattr__(name: str) -> Any:

@@ -59,6 +59,8 @@ from penstock.errors import InvalidName
 PriorityClass = Literal["interactive", "batch"]
 CLASSES: tuple[PriorityClass, ...] = ("interactive", "batch")
 Stage = Literal["prefill", "decode"]
+Role = Stage | Literal["client", "gateway"]
+"""What a process is to the servers, and so which rights it needs there."""
 STAGES: tuple[Stage, ...] = ("prefill", "decode")
 
 MAX_ID_CHARS = 128

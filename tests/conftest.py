@@ -10,8 +10,13 @@ from hypothesis import settings
 from penstock.local.kafka import find_kafka
 from penstock.local.valkey import find_redis
 from penstock.names import Pipeline
+from sim import forked
+from sim.servers import served
 from tests.commands import Terminal
-from tests.servers import served
+
+forked.preload(
+    "tests.bus.worker_process", "tests.ingest.meter_process", "tests.kvstore.arena_child", "tests.kvstore.disk_child"
+)
 
 # No example has a time limit of its own: on a loaded machine any may take long. All else is as Hypothesis has it here.
 settings.register_profile("untimed", settings.default, deadline=None)

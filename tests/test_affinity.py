@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.affinity import (
+from penstock.bus.affinity import (
     HALF_LIFE_S,
     MAX_KEYS,
     PER_PARTITION,
@@ -20,7 +20,7 @@ from penstock.affinity import (
     ranking,
 )
 from penstock.bus.contract import Outgoing
-from penstock.client import RequestFields, make_request, outgoing
+from penstock.client.sync import RequestFields, make_request, outgoing
 from penstock.messages import Request
 from penstock.names import Pipeline
 

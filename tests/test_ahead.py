@@ -3,9 +3,9 @@
 import pytest
 
 from penstock.errors import BusUnavailable
-from penstock.lag import PipelineLag
-from penstock.local.processes import wait_until
+from penstock.ops.lag import PipelineLag
 from penstock.prefill_worker.ahead import ENOUGH, ENOUGH_S, Ahead, has_enough
+from penstock.waiting import wait_until
 from tests.test_lag import beat, look
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,15 +15,16 @@ from rich.console import Console
 from penstock.cli.explain import explain
 from penstock.cli.generate import Reading, find_other_bus, find_reasons, in_a_shell, told_while_waiting
 from penstock.cli.main import COMMANDS, load_command
+from penstock.config.addresses import Addresses
 from penstock.errors import BusUnavailable
-from penstock.local.processes import free_port, start_child, wait_until
+from penstock.local.processes import free_port, start_child
 from penstock.local.stack import Stack
 from penstock.names import STAGES, Pipeline
-from penstock.settings import Addresses
-from penstock.status import worker_status
+from penstock.ops.status import worker_status
+from penstock.waiting import wait_until
 from penstock.worker import Heartbeat
+from sim.forked import ForkedStack, fork, run_penstock
 from tests.commands import HERE, Terminal, penstock
-from tests.forked import ForkedStack, fork, run_penstock
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_the_help_is_that_of_the_commands() -> None:
 def test_no_client_is_imported_for_the_help(arguments: list[str], code: int) -> None:
     words = f"import sys; sys.argv = {['penstock', *arguments]!r}; from penstock.cli.main import main\n"
     words += "try:\n    main()\n"
-    words += "finally:\n    print(sorted({'redis', 'opentelemetry', 'penstock.settings'} & set(sys.modules)))"
+    words += "finally:\n    print(sorted({'redis', 'opentelemetry', 'penstock.config.settings'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", words], cwd=HERE, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert "generate" in done.stdout + done.stderr

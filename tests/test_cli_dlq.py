@@ -8,15 +8,16 @@ import pytest
 from penstock import names
 from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing
-from penstock.dead import Letter, newest
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import DeadLetterError
 from penstock.messages import Request, Sampling, now_s
 from penstock.names import MAX_ID_CHARS, Pipeline, is_request_id
-from penstock.settings import Addresses, BusSettings, RecordSettings
+from penstock.ops.dead_letters import Letter, newest
+from sim.line import Line
+from sim.workload import alone
 from tests.commands import Terminal, penstock
-from tests.pipeline.line import Line
 from tests.pipeline.test_failures import breaks, poison
-from tests.pipeline.workload import alone
 
 
 class Desk:

@@ -12,23 +12,24 @@ from pathlib import Path
 import pytest
 import redis
 
+from penstock.config.addresses import Addresses
 from penstock.kvstore.codec import INT8, LOSSLESS
 from penstock.kvstore.codec.int8 import Int8
 from penstock.kvstore.codec.lossless import Lossless
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tools import Place as Shown
 from penstock.kvstore.tools import codec_name, look_at
-from penstock.local.processes import free_port, wait_until
+from penstock.local.processes import free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
-from penstock.settings import Addresses
-from penstock.status import worker_status
+from penstock.ops.status import worker_status
+from penstock.waiting import wait_until
 from penstock.worker import Heartbeat
+from sim.servers import served
 from tests.commands import HERE, Terminal, penstock
 from tests.kvstore import arena_child, children
 from tests.kvstore.blocks import FORM, keys_of, new_names, put
 from tests.kvstore.places import Change, DiskPlace, Place, RedisPlace, SharedPlace
-from tests.servers import served
 
 BUDGET = 2 * 2**20
 KINDS = ("shared", "disk", "redis")

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.cli.config import rows
+from penstock.config.addresses import Addresses
+from penstock.config.settings import PARTS, KVSettings, known_variables, load
+from penstock.config.sources import secret_variables
 from penstock.errors import SettingsError
-from penstock.settings import PARTS, Addresses, KVSettings, known_variables, load
-from penstock.sources import secret_variables
-from penstock.transport import all_shown
+from penstock.redis.urls import all_shown
 from tests.commands import Terminal
 
 MARK = "Zq9"

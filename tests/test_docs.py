@@ -10,15 +10,16 @@ import jsonschema
 import pytest
 import redis
 
-from penstock import asyncapi, names, settings_doc
-from penstock.bus.kafka import KafkaBus
+from penstock import names
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.config.settings import BusSettings, RecordSettings, known_variables
 from penstock.decode_worker.result import outgoing_result
 from penstock.errors import REQUEST_ERRORS
 from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Result, Sampling, Wire, decode
 from penstock.names import CLASSES, Pipeline
 from penstock.record import Claim, Record, scripts
 from penstock.record.claim import body_hash
-from penstock.settings import BusSettings, RecordSettings, known_variables
+from tools import asyncapi, settings_doc
 
 DOCS = Path(__file__).parent.parent / "docs"
 PROTOCOL = (DOCS / "protocol.md").read_text("utf-8")
@@ -49,7 +50,7 @@ def rows(first_cell: str) -> list[list[str]]:
 
 
 def test_the_asyncapi_document_is_up_to_date() -> None:
-    assert asyncapi.document() == API, "run: python -m penstock.asyncapi docs/asyncapi.json"
+    assert asyncapi.document() == API, "run: python -m tools.asyncapi docs/asyncapi.json"
     assert json.dumps(asyncapi.document()) == json.dumps(asyncapi.document())
 
 
@@ -141,7 +142,7 @@ def test_the_schema_refuses_what_the_model_refuses(body: dict[str, Any]) -> None
 
 def test_the_settings_page_is_up_to_date() -> None:
     page = (DOCS / "settings.md").read_text("utf-8")
-    assert page == settings_doc.page(), "run: python -m penstock.settings_doc docs/settings.md"
+    assert page == settings_doc.page(), "run: python -m tools.settings_doc docs/settings.md"
     assert re.findall(r"^\| `(PENSTOCK_\w+)` \|", page, re.MULTILINE) == known_variables()
 
 

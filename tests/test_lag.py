@@ -10,20 +10,21 @@ import pytest
 
 from penstock import AsyncClient, Client
 from penstock.bus.contract import Delivery
+from penstock.config.addresses import Addresses
+from penstock.config.settings import EngineSettings, RecordSettings
 from penstock.engine.engine import Sampled
 from penstock.engine.sequence import State
-from penstock.lag import Lag, PipelineLag, lag_of
-from penstock.local.processes import wait_until
 from penstock.messages import Request, Sampling
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
+from penstock.ops.lag import Lag, PipelineLag, lag_of
 from penstock.prefill_worker.role import STEPS_AHEAD
-from penstock.settings import Addresses, EngineSettings, RecordSettings
+from penstock.waiting import wait_until
 from penstock.worker import Heartbeat
 from penstock.worker.load import Mean, Pace
 from penstock.worker.worker import Worker
+from sim.line import Line
+from sim.workload import alone, requests
 from tests.commands import Terminal
-from tests.pipeline.line import Line
-from tests.pipeline.workload import alone, requests
 
 DEMO = Pipeline("demo")
 NOTHING = {
@@ -201,7 +202,7 @@ def turned(worker: Worker, until: Callable[[], object], what: str) -> None:
 def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
     addresses: Addresses, tell: Callable[[Line], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.lag.FRESH_S", 0.0)
+    monkeypatch.setattr("penstock.ops.lag.FRESH_S", 0.0)
     settings = EngineSettings(dtype="float32", device="cpu", pool_mb=64, max_batch=4)
     with Line(addresses, engine=settings) as line, Client(addresses) as client:
         assert client.estimated_wait() is None  # nobody is there

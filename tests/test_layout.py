@@ -1,53 +1,93 @@
-"""Imports point one way, and the client needs no model library."""
+"""Imports point down, and the client needs no model library."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parents[1]
-OURS = {"penstock", "ingest", "prefill_worker", "decode_worker", "kvstore", "engine"}
-MAY_IMPORT = {
-    "penstock": set[str](),
-    "kvstore": {"penstock"},
-    "engine": {"penstock"},
-    "ingest": {"penstock", "engine", "kvstore"},
-    "prefill_worker": {"penstock", "engine", "kvstore"},
-    "decode_worker": {"penstock", "engine", "kvstore"},
-}
+FLOORS = (
+    ("the ground floor",),  # modules in `penstock/` itself
+    ("redis",),
+    ("config",),
+    ("telemetry",),
+    ("bus", "record", "engine", "kvstore"),
+    ("ops",),
+    ("client",),
+    ("worker",),
+    ("prefill_worker", "decode_worker"),
+    ("ingest", "plan", "top"),
+    ("local",),
+    ("cli",),
+)
+"""A room imports from floors below its own; two rooms of a floor do not know each other."""
+LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+LAZY = {("penstock", "penstock.client.sync"), ("penstock", "penstock.client.aio")}
+"""`from penstock import Client` is the door."""
 
-WORKER_RUNTIME = {"engine", "kvstore"}
-"""`penstock.worker` stands above these; what its package names is imported without them."""
+
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(HERE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imported(file: Path) -> set[str]:
-    """Top-level names of all modules a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+FILES = {name_of(file): file for file in sorted((HERE / "penstock").rglob("*.py"))}
+
+
+def imported(module: str) -> Iterator[str]:
+    """Modules of the package that a module imports, anywhere in it."""
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
-    return found
-
-
-@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
-def test_imports_point_one_way(package: str) -> None:
-    for file in (HERE / package).rglob("*.py"):
-        if "cli" in file.relative_to(HERE).parts:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in FILES else node.module for name in names]
+        else:
             continue
-        others = imported(file) & OURS - {package}
-        is_runtime = file.is_relative_to(HERE / "penstock" / "worker")
-        assert others <= MAY_IMPORT[package] | (WORKER_RUNTIME if is_runtime else set()), file.relative_to(HERE)
+        yield from (name for name in names if name in FILES and (module, name) not in LAZY)
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    is_room = len(parts) > 1 and (HERE / "penstock" / parts[1]).is_dir()
+    return parts[1] if is_room else "the ground floor"
+
+
+def test_rooms_import_from_floors_below_them() -> None:
+    ways = {(room_of(module), room_of(other)) for module in FILES for other in imported(module)}
+    assert {(room, other) for room, other in ways if room != other and LEVEL[room] <= LEVEL[other]} == set()
+
+
+def test_no_module_is_in_a_circle() -> None:
+    TopologicalSorter({module: set(imported(module)) - {module} for module in FILES}).prepare()
+
+
+def test_the_package_knows_nothing_of_tools_and_tests() -> None:
+    outside = {"tools", "sim", "tests", "benchmarks"}
+    for file in FILES.values():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert node.module.split(".")[0] not in outside, file
 
 
 @pytest.mark.parametrize(
-    "module", ["penstock.client", "penstock.aio", "penstock.cli.main", "penstock.bus.kafka", "penstock.worker"]
+    "module",
+    ["penstock.client.sync", "penstock.client.aio", "penstock.cli.main", "penstock.bus.kafka.bus", "penstock.worker"],
 )
 def test_the_client_needs_no_model_library(module: str) -> None:
     code = f"import {module}, sys; print(sorted({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE, check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["penstock.client.sync", "penstock.cli.worker", "penstock.ingest.gateway.server"])
+def test_development_servers_are_imported_only_by_who_starts_them(module: str) -> None:
+    code = f"import {module}, sys; print([name for name in sys.modules if name.startswith('penstock.local')])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=HERE, check=True, capture_output=True, text=True, timeout=60
     )

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from typer.core import TyperGroup
 
-from penstock.bus.kafka import RESULTS_KEPT_MS, WORK_KEPT_MS
+from penstock.bus.kafka.bus import RESULTS_KEPT_MS, WORK_KEPT_MS
 from penstock.cli.main import COMMANDS, load_command
+from penstock.config.settings import known_variables
 from penstock.names import CLASSES, Pipeline
 from penstock.plan.sums import LOG_BYTES, LOG_TOKEN_BYTES
-from penstock.settings import known_variables
 
 HERE = Path(__file__).parents[1]
 BOOK = (HERE / "docs/operations.md").read_text("utf-8")

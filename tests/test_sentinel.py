@@ -9,21 +9,23 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.access import check_access
-from penstock.bus.streams import connect
+from penstock.bus.streams.client import connect
 from penstock.cli import doctor
+from penstock.config.addresses import Addresses
+from penstock.config.settings import load
 from penstock.errors import AccessRefused, SettingsError
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.local.processes import free_port, wait_until
+from penstock.local.processes import free_port
 from penstock.local.valkey import ReplicatedValkey
-from penstock.reach import async_redis_client, is_away, redis_client
+from penstock.ops.access import check_access
 from penstock.record.live import LiveFeed
-from penstock.sentinel import parse_sentinels
-from penstock.settings import Addresses, load
-from penstock.transport import all_shown, shown, urls_of
+from penstock.redis.client import async_redis_client, is_away, redis_client
+from penstock.redis.sentinel import parse_sentinels
+from penstock.redis.urls import all_shown, shown, urls_of
+from penstock.waiting import wait_until
+from sim.servers import served_by
 from tests.kvstore.blocks import FORM, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE
-from tests.servers import served_by
 
 TWO = "rediss+sentinel://me:p%40ss,word@one:1,two:2/the%20service/3?sentinel_username=s&sentinel_password=mark"
 

@@ -9,11 +9,12 @@ import pytest
 import redis
 from pydantic import ValidationError
 
+from penstock.config.addresses import Addresses
 from penstock.errors import ServersDiffer
 from penstock.local.processes import free_port
 from penstock.names import WORKERS_KEY, Pipeline
-from penstock.servers import check_list, keep_list, keep_lists, name_of, place_of
-from penstock.settings import Addresses
+from penstock.redis.servers import check_list, keep_list, keep_lists, place_of
+from penstock.redis.urls import name_of
 from tests.commands import Terminal
 
 PROTOCOL = (Path(__file__).parents[1] / "docs/protocol.md").read_text("utf-8")

@@ -4,10 +4,9 @@ import os
 
 import pytest
 
-from penstock.errors import SettingsError
-from penstock.settings import (
+from penstock.config.addresses import Addresses
+from penstock.config.settings import (
     PARTS,
-    Addresses,
     BusSettings,
     EngineSettings,
     KVSettings,
@@ -16,7 +15,8 @@ from penstock.settings import (
     known_variables,
     load,
 )
-from penstock.settings_doc import attribute_docs
+from penstock.errors import SettingsError
+from tools.settings_doc import attribute_docs
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.local import memory
-from penstock.local.processes import start_child, wait_until
+from penstock.local.processes import start_child
 from penstock.local.stack import SHARED_DIR, Stack, shares_of_cores
 from penstock.names import Pipeline
+from penstock.waiting import wait_until
 
 OWNER = """
 import sys, time

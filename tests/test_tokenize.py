@@ -5,7 +5,7 @@ import pytest
 from penstock.errors import PromptTooLong
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.tokenize import PromptReader
-from tests.pipeline.workload import demo_model
+from sim.workload import demo_model
 
 
 def refusal(request: Request) -> str:

@@ -14,13 +14,14 @@ import redis
 
 from penstock.bus.connect import connect
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.errors import BusError, BusUnavailable, MemberFenced, PenstockError
-from penstock.local.processes import wait_until
 from penstock.messages import Result, decode
 from penstock.names import REASON, TENANT, WORKERS_KEY, Pipeline, PriorityClass
-from penstock.reach import is_outage
-from penstock.settings import Addresses, BusSettings
-from penstock.status import health, worker_status
+from penstock.ops.status import health, worker_status
+from penstock.redis.client import is_outage
+from penstock.waiting import wait_until
 from penstock.worker import Heartbeat, Inbox, Outages, Settler, StopSignal, slot_name, stay_on
 from penstock.worker.inbox import MAX_WAITING, POSTPONED_S
 

@@ -33,7 +33,7 @@ class Outgoing:
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     affinity: str | None = None
-    """Messages of one affinity go to one worker while that can carry them (`penstock.affinity`), where the bus has
+    """Messages of one affinity go to one worker while that can carry them (`penstock.bus.affinity`), where the bus has
     partitions. Not part of what is read."""
 
     @property

@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from penstock.aio import AsyncClient
-from penstock.settings import Addresses, BusSettings, load
-from penstock.status import health
+from penstock.client.aio import AsyncClient
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, load
+from penstock.ops.status import health
 
 if TYPE_CHECKING:
     from penstock.ingest.batch.answer import Finished

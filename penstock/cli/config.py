@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from penstock.errors import SettingsError
-from penstock.settings import (
+from penstock.config.settings import (
     PARTS,
     BatchSettings,
     GuardSettings,
@@ -23,8 +22,9 @@ from penstock.settings import (
     problems,
     unknown_variables,
 )
-from penstock.sources import Part, config_file, given_to, is_secret, variable_of
-from penstock.transport import all_shown
+from penstock.config.sources import Part, config_file, given_to, is_secret, variable_of
+from penstock.errors import SettingsError
+from penstock.redis.urls import all_shown
 
 app = typer.Typer(help="What the settings are, and whether they are right.", no_args_is_help=True)
 

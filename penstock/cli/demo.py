@@ -14,7 +14,7 @@ from rich.console import Console
 
 from penstock.cli.generate import print_stream
 from penstock.cli.up import READY_WITHIN_S, curl_body, curl_line, port_of_gateway
-from penstock.client import Client
+from penstock.client.sync import Client
 from penstock.errors import PenstockError
 from penstock.local.kafka import find_kafka
 from penstock.local.processes import free_port

@@ -17,11 +17,12 @@ from rich.text import Text
 from penstock import names
 from penstock.bus.connect import connect
 from penstock.bus.contract import Bus, Publisher
-from penstock.dead import Letter, in_order, newest
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, load
 from penstock.errors import DeadLetterError
 from penstock.names import Pipeline
-from penstock.reach import redis_client
-from penstock.settings import Addresses, BusSettings, load
+from penstock.ops.dead_letters import Letter, in_order, newest
+from penstock.redis.client import redis_client
 
 app = typer.Typer(help="The dead letters: requests that nobody could answer.", no_args_is_help=True)
 
@@ -119,7 +120,7 @@ class _Office:
         return self._counts.get(letter.base, 0) > letter.number
 
     def put_back(self, letter: Letter) -> str:
-        """Ask again, see `penstock.dead`; under which id."""
+        """Ask again, see `penstock.ops.dead_letters`; under which id."""
         number = max(self._counts.get(letter.base, 0), letter.number) + 1
         message = letter.again(self.pipeline, number)
         self.publisher.publish([message])  # 1

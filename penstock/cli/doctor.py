@@ -17,16 +17,17 @@ from rich.markup import escape
 
 from penstock.bus.connect import connect
 from penstock.bus.contract import Bus
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, EngineSettings, load
 from penstock.errors import BusUnavailable, DependencyMissing, PenstockError, ServersDiffer
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
 from penstock.names import Pipeline
-from penstock.reach import redis_client
-from penstock.sentinel import find_masters, is_sentinel, parse_sentinels
-from penstock.servers import check_list, name_of
-from penstock.settings import Addresses, BusSettings, EngineSettings, load
-from penstock.status import worker_status
-from penstock.transport import shown, urls_of
+from penstock.ops.status import worker_status
+from penstock.redis.client import redis_client
+from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
+from penstock.redis.servers import check_list
+from penstock.redis.urls import name_of, shown, urls_of
 
 State = Literal["ok", "note", "fail"]
 STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "red"}
@@ -135,7 +136,7 @@ def _model() -> Iterator[Finding]:
     name = load(EngineSettings).model
     if name == "demo":
         there = (Path(__file__).parents[1] / "engine/demo/model/model.safetensors").exists()
-        advice = "" if there else "install the project again, or make the model: python -m penstock.engine.demo.train"
+        advice = "" if there else "install the project again, or make the model: python -m tools.train_demo"
         yield Finding("ok" if there else "fail", "model", "demo, shipped" if there else "demo is missing", advice)
     elif Path(name).is_dir():
         there = any(Path(name).glob("*.safetensors")) and (Path(name) / "config.json").exists()
@@ -238,8 +239,8 @@ def _bus(addresses: Addresses) -> Iterator[Finding]:
 
 def _topic_settings(bus: Bus) -> Iterator[Finding]:
     """Whether the topics that are there have the settings that `penstock topics create` makes them with."""
-    from penstock.bus.kafka import KafkaBus
-    from penstock.bus.kafka_topics import alter_command, find_wrong_settings
+    from penstock.bus.kafka.bus import KafkaBus
+    from penstock.bus.kafka.topics import alter_command, find_wrong_settings
 
     if not isinstance(bus, KafkaBus):
         return
@@ -258,8 +259,8 @@ def _topic_settings(bus: Bus) -> Iterator[Finding]:
 
 def _transactions(bus: Bus) -> Iterator[Finding]:
     """Whether one that is open for longer than a worker's may be holds up readers."""
-    from penstock.bus.kafka import KafkaBus
-    from penstock.bus.kafka_stuck import find_stuck
+    from penstock.bus.kafka.bus import KafkaBus
+    from penstock.bus.kafka.stuck import find_stuck
 
     if not isinstance(bus, KafkaBus):
         return

@@ -6,12 +6,13 @@ from urllib.parse import urlsplit
 
 import redis
 
-from penstock.access import check_access
 from penstock.bus.connect import connect
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, load
 from penstock.errors import AccessRefused, BusUnavailable, PenstockError, RequestError, SettingsError
-from penstock.reach import ANSWER_S, is_away, redis_client
-from penstock.settings import Addresses, BusSettings, load
-from penstock.transport import shown, urls_of
+from penstock.ops.access import check_access
+from penstock.redis.client import ANSWER_S, is_away, redis_client
+from penstock.redis.urls import shown, urls_of
 
 
 def explain(error: BaseException, addresses: Addresses | None = None) -> str | None:

@@ -4,11 +4,12 @@ from typing import Annotated
 
 import typer
 
-from penstock.access import check_access
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BatchSettings, GatewaySettings, GuardSettings, check_together, load
 from penstock.errors import DependencyMissing, SettingsError
 from penstock.names import Pipeline
-from penstock.servers import keep_lists
-from penstock.settings import Addresses, BatchSettings, GatewaySettings, GuardSettings, check_together, load
+from penstock.ops.access import check_access
+from penstock.redis.servers import keep_lists
 from penstock.telemetry.process import telemetry
 from penstock.worker import slot_name
 

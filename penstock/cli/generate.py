@@ -13,20 +13,21 @@ import redis
 import typer
 from rich.console import Console
 
-from penstock import tracing
 from penstock.bus.connect import connect
 from penstock.cli.explain import explain
-from penstock.client import Client
+from penstock.client.reader import Event
+from penstock.client.sync import Client
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, TraceSettings, load
+from penstock.config.sources import is_secret, variable_of
 from penstock.errors import PenstockError
-from penstock.lag import LagWatch, PipelineLag
 from penstock.messages import TokenEvent
 from penstock.names import PriorityClass
-from penstock.reach import ANSWER_S
-from penstock.reader import Event
-from penstock.settings import Addresses, BusSettings, TraceSettings, load
-from penstock.sources import is_secret, variable_of
-from penstock.status import health_of, worker_status
-from penstock.transport import all_shown
+from penstock.ops.lag import LagWatch, PipelineLag
+from penstock.ops.status import health_of, worker_status
+from penstock.redis.client import ANSWER_S
+from penstock.redis.urls import all_shown
+from penstock.telemetry.process import recording
 
 WAITS_S = 2.0
 """For so long a request may be silent before it is said what it waits for."""
@@ -57,7 +58,7 @@ def generate(
     klass: PriorityClass = "batch" if batch else "interactive"
     addresses, notes = load(Addresses), Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(tracing.recording("penstock-client", load(TraceSettings)))
+        stack.enter_context(recording("penstock-client", load(TraceSettings)))
         client = stack.enter_context(Client(addresses))
         text = sys.stdin.read() if prompt == "-" and resume is None else prompt
         begun_s = time.perf_counter()

@@ -15,11 +15,12 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import AdmissionSettings, load
 from penstock.errors import SettingsError
 from penstock.messages import Tenant
 from penstock.names import KEYS_KEY, TENANTS_KEY
-from penstock.reach import redis_client
-from penstock.settings import Addresses, AdmissionSettings, load
+from penstock.redis.client import redis_client
 
 if TYPE_CHECKING:
     from penstock.ingest.keys import Book

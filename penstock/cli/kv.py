@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from penstock.cli import kv_show
+from penstock.config.addresses import Addresses
+from penstock.config.settings import KVSettings, load
 from penstock.errors import DependencyMissing, InvalidName, KVStoreError
-from penstock.settings import Addresses, KVSettings, load
-from penstock.status import worker_status
-from penstock.transport import urls_of
+from penstock.ops.status import worker_status
+from penstock.redis.urls import urls_of
 
 if TYPE_CHECKING:
     from penstock.kvstore.tiers.contract import Entry

@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from penstock.lag import LagWatch, PipelineLag
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, load
 from penstock.names import CLASSES, STAGES
-from penstock.settings import Addresses, BusSettings, load
+from penstock.ops.lag import LagWatch, PipelineLag
 
 WATCH_S = 1.0
 

@@ -49,7 +49,7 @@ class Commands(TyperGroup):
 
 def load_command(name: str) -> Any:
     """Return a command as its module has it: an `app` with commands of its own, or a function."""
-    from penstock.settings import check_environment
+    from penstock.config.settings import check_environment
 
     if name != "config":  # which tells everything that is wrong
         check_environment()

@@ -9,11 +9,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import EngineSettings, RecordSettings, load
+from penstock.ops.status import worker_status
 from penstock.plan import rates as measured
 from penstock.plan import sums
 from penstock.plan.trace import quantile, read
-from penstock.settings import Addresses, EngineSettings, RecordSettings, load
-from penstock.status import worker_status
 
 
 def plan(

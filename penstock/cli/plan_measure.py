@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from penstock.config.settings import EngineSettings
 from penstock.errors import DependencyMissing
 from penstock.messages import Sampling
 from penstock.plan.rates import Batch, Rates
-from penstock.settings import EngineSettings
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -23,10 +23,10 @@ def measure(settings: EngineSettings, num_prompt: int) -> Rates:
     Raises `ModelLoadError`, `DependencyMissing`.
     """
     try:
-        from penstock.engine.engine import Engine
+        from penstock.engine.opening import open_engine
     except ImportError as error:
         raise DependencyMissing(f"--measure needs pip install 'penstock[worker]' ({error})") from None
-    engine = Engine.open(settings)
+    engine = open_engine(settings)
     room = engine.pool.num_blocks * settings.block_size
     num_prompt = max(1, min(num_prompt, engine.model.context_length // 2, room // 2))
     return Rates(

@@ -6,13 +6,14 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.bus.connect import connect
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, load
 from penstock.errors import ServersDiffer
 from penstock.names import Pipeline
-from penstock.reach import redis_client
-from penstock.servers import ByServer, change_list, in_words
-from penstock.settings import Addresses, BusSettings, load
-from penstock.status import worker_status
-from penstock.transport import shown, urls_of
+from penstock.ops.status import worker_status
+from penstock.redis.client import redis_client
+from penstock.redis.servers import ByServer, change_list, in_words
+from penstock.redis.urls import shown, urls_of
 
 app = typer.Typer(help="The Redis servers that requests are spread over.", no_args_is_help=True)
 

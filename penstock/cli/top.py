@@ -3,8 +3,9 @@
 import logging
 import sys
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, load
 from penstock.errors import DependencyMissing, PenstockError
-from penstock.settings import Addresses, BusSettings, load
 
 
 def top() -> None:
@@ -13,7 +14,7 @@ def top() -> None:
         from penstock.top.app import Top
     except ImportError as error:
         raise DependencyMissing(f"`penstock top` needs pip install 'penstock[top]' ({error})") from None
-    from penstock.telemetry.live import LiveWatch
+    from penstock.ops.live import LiveWatch
 
     watch = LiveWatch(load(Addresses), load(BusSettings))
     if not sys.stdout.isatty():

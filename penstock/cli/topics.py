@@ -4,7 +4,8 @@ import typer
 from rich.console import Console
 
 from penstock.bus.connect import connect
-from penstock.settings import Addresses, BusSettings, load
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, load
 
 app = typer.Typer(help="The pipeline's topics.", no_args_is_help=True)
 

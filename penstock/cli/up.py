@@ -13,8 +13,9 @@ from rich.console import Console
 
 from penstock.cli.explain import explained
 from penstock.cli.generate import in_a_shell
+from penstock.config.addresses import Addresses
+from penstock.config.settings import EngineSettings, GatewaySettings, KVSettings, load
 from penstock.local.stack import DEFAULT_PORT, SHARED_DIR, Stack
-from penstock.settings import Addresses, EngineSettings, GatewaySettings, KVSettings, load
 from penstock.worker import StopSignal
 
 READY_WITHIN_S = 600.0

@@ -8,9 +8,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import load
 from penstock.names import Pipeline
-from penstock.reach import redis_client, replies_to
-from penstock.settings import Addresses, load
+from penstock.redis.client import redis_client, replies_to
 
 if TYPE_CHECKING:
     from penstock.ingest.metering import Sums

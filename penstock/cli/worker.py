@@ -7,16 +7,10 @@ from functools import partial
 import typer
 
 from penstock import failpoints
-from penstock.access import check_access
 from penstock.bus.connect import connect
 from penstock.bus.upgrade import check_upgraded
-from penstock.errors import DependencyMissing
-from penstock.lag import LagWatch
-from penstock.names import Pipeline, Stage
-from penstock.reach import ANSWER_S
-from penstock.servers import keep_lists
-from penstock.settings import (
-    Addresses,
+from penstock.config.addresses import Addresses
+from penstock.config.settings import (
     BusSettings,
     EngineSettings,
     FaultSettings,
@@ -25,6 +19,12 @@ from penstock.settings import (
     WorkerSettings,
     load,
 )
+from penstock.errors import DependencyMissing
+from penstock.names import Pipeline, Stage
+from penstock.ops.access import check_access
+from penstock.ops.lag import LagWatch
+from penstock.redis.client import ANSWER_S
+from penstock.redis.servers import keep_lists
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.process import telemetry
 from penstock.telemetry.stage import StageFigures
@@ -75,8 +75,8 @@ def _work(
 ) -> None:
     try:
         from penstock.decode_worker.role import DecodeRole
-        from penstock.engine.engine import Engine
         from penstock.engine.limits import max_length
+        from penstock.engine.opening import open_engine
         from penstock.kvstore.store import KVStore, Layout
         from penstock.prefill_worker.ahead import Ahead
         from penstock.prefill_worker.role import PrefillRole
@@ -85,7 +85,7 @@ def _work(
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
     from penstock.record import connect_servers, record_on
 
-    engine = Engine.open(load(EngineSettings), beat.progress)
+    engine = open_engine(load(EngineSettings), beat.progress)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
     model, pipeline = engine.model, Pipeline(addresses.pipeline)
     layout = Layout.of(model.fingerprint, model.layout)

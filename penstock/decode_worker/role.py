@@ -16,7 +16,6 @@ from collections.abc import Collection
 from opentelemetry.context import Context
 from pydantic import ValidationError
 
-from penstock import tracing
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
 from penstock.decode_worker.result import outgoing_result, result_of
 from penstock.engine.engine import Engine
@@ -26,6 +25,7 @@ from penstock.errors import InternalError, RequestError
 from penstock.kvstore.connector import KVConnector
 from penstock.messages import EndEvent, ErrorInfo, Job, TokenEvent, Usage, decode, now_s, readable_id, readable_job
 from penstock.names import TENANT, Pipeline, PriorityClass, Stage
+from penstock.telemetry import tracing
 from penstock.telemetry.genai import operation_in
 from penstock.worker import Held, Load, is_suspect, letters
 from penstock.worker.task import Completion, Task

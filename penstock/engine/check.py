@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import speed_up
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel, Progress
@@ -29,7 +30,6 @@ from penstock.engine.tiny import build, layer_kinds
 from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed
 from penstock.messages import Sampling
-from penstock.settings import EngineSettings
 
 NUM_SEEDS = 5
 MAX_BLOCK_SIZE = 16

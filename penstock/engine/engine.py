@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.config.settings import EngineSettings
 from penstock.engine import hooks
 from penstock.engine.batch import Batch
 from penstock.engine.cost import CHUNKS, CONTEXT, ROWS, Try, measure_cost
@@ -22,7 +23,7 @@ from penstock.engine.cuda.varlen import VarlenStep, parts_of
 from penstock.engine.landing import Landing, Lent, Quay
 from penstock.engine.limits import check_sequence, cut_max_tokens, max_length
 from penstock.engine.memory import keep_freed_memory
-from penstock.engine.model import LoadedModel, Progress, load
+from penstock.engine.model import LoadedModel
 from penstock.engine.pool import BlockPool
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.rates import PrefillRate, first_rate
@@ -33,7 +34,6 @@ from penstock.engine.storage import KVStorage
 from penstock.errors import ModelLoadError
 from penstock.messages import Logprobs, Sampling
 from penstock.names import CLASSES, PriorityClass
-from penstock.settings import EngineSettings
 
 
 class Sampled(NamedTuple):
@@ -79,20 +79,6 @@ class Engine:
         self._gathers = model.native is None or model.direct != self.storage.keys.keys()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
         self._graphs = self._make_graphs(CudaRecorder(model.device)) if on_gpu else None
-
-    @classmethod
-    def open(cls, settings: EngineSettings, progress: Progress | None = None) -> "Engine":
-        """Load the model, prove that the engine gives its tokens, and return the engine.
-
-        Raises `ModelLoadError`; its `EngineCheckFailed` means that tokens differ from `generate()`'s.
-        """
-        from penstock.engine.check import check
-
-        model = load(settings, progress)
-        check(model, settings, progress)
-        engine = cls(model, settings)
-        engine.measure()
-        return engine
 
     def _make_graphs(self, recorder: Recorder) -> DecodeGraphs | None:
         """For a model of which every layer attends by `varlen_attn`."""

@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.body import NativeBody
 from penstock.engine.cuda.varlen import Windows
 from penstock.engine.files import DEMO_MODEL, Progress, locate, one_line, weight_files
@@ -28,7 +29,6 @@ from penstock.engine.probe import probe, refuse_config, unscaled_context
 from penstock.engine.storage import KVLayout
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
-from penstock.settings import EngineSettings
 
 __all__ = ["DEMO_MODEL", "LoadedModel", "Progress", "load"]
 

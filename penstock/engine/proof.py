@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import landed, taken
 from penstock.engine.masks import Unsupported
@@ -16,7 +17,6 @@ from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.errors import EngineCheckFailed
 from penstock.messages import Sampling
-from penstock.settings import EngineSettings
 
 PROMPT_LENGTHS = (21, 1, 34, 9)
 NUM_NEW = 12

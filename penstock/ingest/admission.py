@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 
 import redis.asyncio
 
-from penstock.client import outages_named
+from penstock.client.sync import outages_named
+from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.gateway.errors import ApiError
 from penstock.ingest.shares import BUSY_S, Held, Shares
 from penstock.ingest.tenants import Caller
-from penstock.lag import PipelineLag
 from penstock.messages import DEFAULT_MAX_TOKENS, Usage
 from penstock.names import Pipeline, PriorityClass, rate_key
-from penstock.settings import AdmissionSettings
+from penstock.ops.lag import PipelineLag
 
 log = logging.getLogger(__name__)
 

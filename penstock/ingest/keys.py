@@ -18,12 +18,12 @@ import redis
 import redis.asyncio
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.client import outages_named
+from penstock.client.sync import outages_named
+from penstock.config.settings import AdmissionSettings, is_loopback
 from penstock.errors import SettingsError
 from penstock.ingest.tenants import KeyEntry, KeySource, TenantEntry
 from penstock.messages import Tenant
 from penstock.names import KEYS_KEY, TENANTS_KEY
-from penstock.settings import AdmissionSettings, is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -29,12 +29,13 @@ import redis
 
 from penstock.bus.connect import connect
 from penstock.bus.contract import Followed, Follower
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, load
 from penstock.errors import BusUnavailable, RequestError
 from penstock.failpoints import failpoint
 from penstock.messages import Result, decode
 from penstock.names import Pipeline
-from penstock.reach import is_away, pauses, redis_client
-from penstock.settings import Addresses, BusSettings, load
+from penstock.redis.client import is_away, pauses, redis_client
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
-from penstock.client import outages_named
+from penstock.client.sync import outages_named
 from penstock.names import Pipeline
 
 TICKET_S = 60

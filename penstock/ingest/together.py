@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from penstock.client import Answer
+from penstock.client.sync import Answer
 
 
 async def together(readings: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:

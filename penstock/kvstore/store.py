@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol, Self
 
+from penstock.config.settings import KVSettings
 from penstock.kvstore.block import Block, Form, Name, Wanted, chain_root, tenant_salt, tenant_tag
 from penstock.kvstore.chain import Chain
 from penstock.kvstore.codec import Element, PayloadShape, codec_for
@@ -19,8 +20,7 @@ from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.kvstore.tiers.shared import SharedTier
-from penstock.settings import KVSettings
-from penstock.transport import urls_of
+from penstock.redis.urls import urls_of
 
 HAND_OFF_ORDER = ("redis", "shared", "disk")
 """The first of these that there is can be read by all decode workers of the pipeline."""

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
+from penstock.config.settings import KVSettings
 from penstock.errors import DamagedBlock, DependencyMissing, KVStoreError
 from penstock.kvstore.block import HEADER_BYTES, RAW, Header
 from penstock.kvstore.copying import hashed
 from penstock.kvstore.tiers.contract import Entry, Tier, Usage
-from penstock.settings import KVSettings
-from penstock.transport import shown
+from penstock.redis.urls import shown
 
 T = TypeVar("T")
 CODECS = {RAW: "raw", 1: "lossless", 2: "int8"}

@@ -26,10 +26,10 @@ from penstock.local.processes import (
     container_engine_answers,
     free_port,
     start_child,
-    wait_until,
     wait_until_serving,
 )
 from penstock.messages import MAX_REQUEST_BYTES
+from penstock.waiting import wait_until
 
 VERSION = "4.3.1"
 IMAGE = f"apache/kafka:{VERSION}"

@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import DependencyMissing
+from penstock.waiting import wait_until
 
 # Runs in the child before the program: asks for the signal, and looks whether the parent died meanwhile.
 _LAUNCHER = """
@@ -182,15 +182,6 @@ def free_port() -> int:
             if port not in _given:
                 _given.add(port)
                 return port
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float, what: str, every_s: float = 0.01) -> None:
-    """Wait until `condition()` is true; raises `TimeoutError` that says `what` did not happen."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(every_s)
 
 
 def wait_until_serving(child: Child, condition: Callable[[], object], timeout_s: float) -> None:

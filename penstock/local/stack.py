@@ -15,15 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from penstock.access import check_access
 from penstock.bus.connect import connect
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, load
 from penstock.errors import PenstockError
 from penstock.local.memory import OwnMemory
 from penstock.local.processes import Child, start_child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Stage
-from penstock.settings import Addresses, BusSettings, load
-from penstock.status import worker_status
+from penstock.ops.access import check_access
+from penstock.ops.status import worker_status
 
 DEFAULT_PORT = 7379
 STORE, METRICS_PORT = "PENSTOCK_BATCH_STORE", "PENSTOCK_TELEMETRY_PORT"

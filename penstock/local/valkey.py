@@ -15,10 +15,10 @@ from penstock.local.processes import (
     container_engine_answers,
     free_port,
     start_child,
-    wait_until,
     wait_until_serving,
 )
-from penstock.sentinel import find_masters
+from penstock.redis.sentinel import find_masters
+from penstock.waiting import wait_until
 
 IMAGE = "valkey/valkey:9"
 SOCKET = "valkey.sock"

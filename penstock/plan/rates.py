@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from penstock.config.settings import EngineSettings
 from penstock.errors import PlanError
-from penstock.lag import RATES, SERVING
 from penstock.names import STAGES
-from penstock.settings import EngineSettings
+from penstock.ops.lag import RATES, SERVING
 
 
 class Batch(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Self
 import redis
 
 from penstock.errors import BusUnavailable
-from penstock.lag import PipelineLag
+from penstock.ops.lag import PipelineLag
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,11 @@ import uuid
 from opentelemetry import trace
 from opentelemetry.context import Context
 
-from penstock import names, tracing
+from penstock import names
 from penstock.bus.contract import Outgoing
 from penstock.messages import EndEvent, ErrorInfo, Job, Request, Timings, Usage, now_s
 from penstock.names import Pipeline
+from penstock.telemetry import tracing
 from penstock.telemetry.genai import Operation
 from penstock.worker.task import Task
 

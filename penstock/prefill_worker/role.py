@@ -14,7 +14,6 @@ from collections.abc import Collection
 
 from opentelemetry.context import Context
 
-from penstock import tracing
 from penstock.bus.contract import Delivery
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence, State
@@ -27,6 +26,7 @@ from penstock.prefill_worker.ahead import Ahead
 from penstock.prefill_worker.handoff import end_of, job_of, outgoing_job, seed_of
 from penstock.prefill_worker.tokenize import PromptReader
 from penstock.record import body_hash
+from penstock.telemetry import tracing
 from penstock.telemetry.genai import operation_of
 from penstock.worker import Held, Load, cause_of, is_suspect, letters
 from penstock.worker.task import Completion, Task

@@ -15,7 +15,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from penstock.reach import ANSWER_S, async_connection_pool, pauses
+from penstock.redis.client import ANSWER_S, async_connection_pool, pauses
 
 Deliver = Callable[[bytes | None], None]
 """Takes each event's JSON, and None when the subscription has begun (anew): events may have been missed."""

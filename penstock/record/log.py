@@ -8,10 +8,10 @@ import redis.asyncio
 from pydantic import Field, TypeAdapter
 from redis.exceptions import NoScriptError
 
+from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import Pipeline
 from penstock.record import scripts
-from penstock.settings import RecordSettings
 
 RecordStage = Literal["new", "prefill", "handed", "decode", "end"]
 _FIELDS = ["epoch", "session", "stage", "bound", "body", "tokens", "attempts", "cancelled"]

@@ -7,14 +7,14 @@ from typing import Any
 
 import redis
 
+from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
-from penstock.reach import replies_to
 from penstock.record import scripts
 from penstock.record.append import Appends, append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import Log, Status, events_of
-from penstock.settings import RecordSettings
+from penstock.redis.client import replies_to
 
 log = logging.getLogger(__name__)
 

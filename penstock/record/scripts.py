@@ -9,7 +9,7 @@ from typing import Any, cast
 import redis
 from redis.exceptions import NoScriptError
 
-from penstock.reach import replies_once, replies_to
+from penstock.redis.client import replies_once, replies_to
 
 Call = tuple[Sequence[str], Sequence[str | int | bytes]]
 """Keys and arguments."""

@@ -19,9 +19,9 @@ from typing import Self
 import redis
 
 from penstock.names import Stage
-from penstock.reach import is_away
 from penstock.record.claim import Claim, News
 from penstock.record.record import Record, Renewed
+from penstock.redis.client import is_away
 
 LEAVE_S = 2.0
 """A worker that leaves waits no longer for a server that does not answer."""

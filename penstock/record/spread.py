@@ -18,16 +18,16 @@ from typing import TypeVar
 
 import redis
 
+from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import Pipeline, Stage
-from penstock.reach import is_outage, redis_client
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, News, TakenOver
 from penstock.record.log import Status
 from penstock.record.record import Record, Waiting
 from penstock.record.session import Session
-from penstock.servers import ByServer, keep_list, place_of
-from penstock.settings import RecordSettings
-from penstock.transport import urls_of
+from penstock.redis.client import is_outage, redis_client
+from penstock.redis.servers import ByServer, keep_list, place_of
+from penstock.redis.urls import urls_of
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class _Server:
     """One of several servers, as a worker knows it. Its appends are the loop's, all else any thread's."""
 
     def __init__(self, name: str, record: Record, keep: Callable[[], None]) -> None:
-        """`keep` has the server keep the list of all servers, see `penstock.servers.keep_list`."""
+        """`keep` has the server keep the list of all servers, see `penstock.redis.servers.keep_list`."""
         self.name, self.record, self.keep = name, record, keep
         self.is_away = False
         self.reason = ""

@@ -27,12 +27,13 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from penstock.errors import DependencyMissing, SettingsError
 from penstock.telemetry.catalog import Metric
 from penstock.telemetry.meters import Distribution, Meters, Reading
-from penstock.tracing import LEAVE_S
 
 log = logging.getLogger(__name__)
 
 Signal = Literal["traces", "metrics"]
 DEFAULT_INTERVAL_MS = 60_000
+LEAVE_S = 3.0
+"""How long a process that ends waits for what is still to be sent."""
 
 
 def is_wanted(signal: Signal) -> bool:

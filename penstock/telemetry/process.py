@@ -1,15 +1,27 @@
 """One process's telemetry, from its settings: what a worker or a gateway begins with."""
 
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
-from penstock import tracing
+from penstock.config.addresses import Addresses
+from penstock.config.settings import TelemetrySettings, TraceSettings, load
 from penstock.errors import DependencyMissing
-from penstock.settings import Addresses, TelemetrySettings, TraceSettings, load
 from penstock.telemetry import otlp
 from penstock.telemetry.meters import Meters
+from penstock.telemetry.otlp import LEAVE_S
+from penstock.telemetry.spans import RedisSpanExporter
+from penstock.telemetry.tracing import Recorder
+
+SOON_MS = 500
+"""Spans that are kept for people to look at are sent so often."""
 
 
 @contextmanager
@@ -32,7 +44,7 @@ def telemetry(
         return
     meters = Meters()
     with ExitStack() as stack:
-        stack.enter_context(tracing.recording(service, load(TraceSettings), addresses.stream_url))
+        stack.enter_context(recording(service, load(TraceSettings), addresses.stream_url))
         if otlp.is_wanted("metrics"):
             told = {"service.name": service, "service.instance.id": instance, "penstock.pipeline": addresses.pipeline}
             stack.enter_context(otlp.pushing(meters, Resource.create(told)))
@@ -43,3 +55,41 @@ def telemetry(
                 raise DependencyMissing(f"/metrics needs pip install prometheus-client ({error})") from None
             stack.enter_context(endpoint(meters, settings.telemetry_host, settings.telemetry_port, is_ready))
         yield meters
+
+
+def _line(span: ReadableSpan) -> str:
+    return str(span.to_json(indent=None)) + "\n"
+
+
+@contextmanager
+def recording(service: str, settings: TraceSettings, keep_in: str = "") -> Iterator[None]:
+    """Record this process's spans: in the settings' file, by OTLP where its variables say so, and for as long as the
+    settings say in the Redis `keep_in`. With none of the three, nothing is recorded.
+    """
+    with ExitStack() as stack:
+        processors = list(_processors(settings, keep_in, stack))
+        if processors:
+            resource = Resource.create({"service.name": service, "host.name": socket.gethostname()})
+            trace.set_tracer_provider(Recorder(resource, processors))
+            stack.callback(_shut_down, processors)
+        yield
+
+
+def _processors(settings: TraceSettings, keep_in: str, stack: ExitStack) -> Iterator[BatchSpanProcessor]:
+    if settings.file:
+        out = stack.enter_context(open(settings.file, "a", encoding="utf-8"))  # noqa: SIM115
+        yield BatchSpanProcessor(ConsoleSpanExporter(out=out, formatter=_line))
+    if keep_in and settings.keep_s:
+        yield BatchSpanProcessor(RedisSpanExporter(keep_in, settings.keep_s), schedule_delay_millis=SOON_MS)
+    if otlp.is_wanted("traces"):
+        yield BatchSpanProcessor(otlp.span_exporter())
+
+
+def _shut_down(processors: list[BatchSpanProcessor]) -> None:
+    """All at once, and not for longer than a moment: a server that is away is no reason to stay."""
+    threads = [threading.Thread(target=processor.shutdown, daemon=True) for processor in processors]
+    until_s = time.monotonic() + LEAVE_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))

@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from pydantic_core import to_json
 
 from penstock.names import Pipeline
-from penstock.reach import redis_client
-from penstock.servers import ByServer
-from penstock.tracing import PIPELINE, REQUEST_ID
+from penstock.redis.client import redis_client
+from penstock.redis.servers import ByServer
+from penstock.telemetry.tracing import PIPELINE, REQUEST_ID
 
 log = logging.getLogger(__name__)
 

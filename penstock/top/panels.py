@@ -10,7 +10,7 @@ from penstock.names import CLASSES, STAGES
 from penstock.top.figures import UNKNOWN, bar, count, seconds, share, sparkline
 
 Look = Mapping[str, Any]
-"""See `penstock.telemetry.live`."""
+"""See `penstock.ops.live`."""
 
 RATES = {
     "requests_per_s": "requests",

@@ -35,8 +35,8 @@ from penstock.errors import (
 )
 from penstock.messages import now_s
 from penstock.names import Pipeline
-from penstock.reach import is_outage
 from penstock.record import Claim, Record
+from penstock.redis.client import is_outage
 from penstock.worker.inbox import Inbox
 
 TRUSTED_ATTEMPTS = 2

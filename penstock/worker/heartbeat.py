@@ -15,7 +15,7 @@ import redis
 
 from penstock.errors import PenstockError
 from penstock.names import WORKERS_KEY, Pipeline
-from penstock.reach import redis_client, replies_to
+from penstock.redis.client import redis_client, replies_to
 
 log = logging.getLogger(__name__)
 

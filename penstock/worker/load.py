@@ -1,4 +1,4 @@
-"""What a worker holds and how fast it is, counted in tokens: for its heartbeat (`penstock.lag` reads it), and for
+"""What a worker holds and how fast it is, counted in tokens: for its heartbeat (`penstock.ops.lag` reads it), and for
 deciding what to take in.
 """
 

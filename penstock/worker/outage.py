@@ -16,7 +16,7 @@ from typing import Protocol
 import redis
 
 from penstock.errors import BusUnavailable, MemberFenced
-from penstock.reach import is_outage, pauses
+from penstock.redis.client import is_outage, pauses
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import Loop, StopSignal, serve
 

@@ -23,8 +23,8 @@ import redis
 from penstock.bus.contract import Delivery, Member, OrphanReader
 from penstock.errors import BusError
 from penstock.names import Stage
-from penstock.reach import is_away
 from penstock.record import Record, Session, Sessions, Waiting
+from penstock.redis.client import is_away
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from penstock.errors import BusUnavailable, DeliveryLost, InternalError, Request
 from penstock.failpoints import failpoint
 from penstock.messages import ErrorInfo, Result
 from penstock.names import CLASS, TENANT, VERSION, Pipeline
-from penstock.reach import is_away, pauses
+from penstock.redis.client import is_away, pauses
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from penstock import tracing
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence, State
@@ -18,6 +17,7 @@ from penstock.kvstore.connector import Blocks, KVConnector
 from penstock.messages import EndEvent, FinishReason, Job, Request, TokenEvent, now_s
 from penstock.names import PriorityClass, Stage
 from penstock.record import Claim, Waiting
+from penstock.telemetry import tracing
 from penstock.telemetry.genai import Operation
 from penstock.worker.inbox import pack
 from penstock.worker.load import Held, Load

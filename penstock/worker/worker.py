@@ -35,7 +35,6 @@ from functools import partial
 
 import redis
 
-from penstock import tracing
 from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.letters import dead_message
 from penstock.engine.engine import Sampled
@@ -48,6 +47,7 @@ from penstock.kvstore.store import KVStore
 from penstock.messages import DEFAULT_MAX_TOKENS, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, News, Record, Sessions, Waiting
+from penstock.telemetry import tracing
 from penstock.telemetry.genai import request_attributes, usage_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageFigures

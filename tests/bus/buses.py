@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Mapping
 
 from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
-from penstock.bus.kafka import KafkaBus
-from penstock.bus.streams import StreamsBus
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.streams.bus import StreamsBus
+from penstock.config.settings import BusSettings
 from penstock.names import Pipeline, PriorityClass
-from penstock.settings import BusSettings
 
 SETTINGS = BusSettings(partitions=2, session_timeout_s=1.0, transaction_timeout_s=30.0)
 """The broker fences who is slow in a transaction: whoever tests something else has the time for it."""

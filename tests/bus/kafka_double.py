@@ -14,10 +14,10 @@ from typing import Any, cast
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
 
 from penstock.bus.contract import Outgoing
-from penstock.bus.kafka import KafkaBus
-from penstock.bus.kafka_questions import Partition
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.questions import Partition
+from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
 
 PATIENCE_S = 10.0
 EPOCH = 3

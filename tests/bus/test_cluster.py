@@ -13,15 +13,15 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 from confluent_kafka.cimpl import NewTopic
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.bus.kafka import KafkaBus
-from penstock.bus.kafka_ask import offsets_of, partitions_of
+from penstock.bus.kafka.ask import offsets_of, partitions_of
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaCluster
-from penstock.local.processes import wait_until
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
+from penstock.waiting import wait_until
+from sim.servers import served_by
 from tests.bus.buses import ROOM, answered, take
-from tests.servers import served_by
 
 pytestmark = pytest.mark.timeout(180)
 

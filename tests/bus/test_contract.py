@@ -15,21 +15,22 @@ from pathlib import Path
 import pytest
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
-from penstock.bus.kafka import KafkaBus
-from penstock.bus.kafka_buffer import BUFFER_MESSAGES
-from penstock.bus.kafka_member import KafkaMember
+from penstock.bus.kafka.buffer import BUFFER_MESSAGES
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.letters import dead_message
-from penstock.bus.streams import StreamsBus
-from penstock.bus.streams_member import StreamsMember
+from penstock.bus.streams.bus import StreamsBus
+from penstock.bus.streams.member import StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestTooLarge
 from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaServer
-from penstock.local.processes import Child, wait_until
+from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import ATTEMPT, BURIED, ORIGIN, REASON, Pipeline
+from penstock.waiting import wait_until
+from sim.forked import fork
+from sim.servers import started
 from tests.bus import worker_process
 from tests.bus.buses import HASTY, ROOM, answered, make_bus, numbered, publish, take, values, work_until
-from tests.forked import fork
-from tests.servers import started
 
 
 @pytest.fixture(params=["streams", "kafka"])

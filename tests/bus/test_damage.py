@@ -10,13 +10,13 @@ import pytest
 from confluent_kafka import Consumer, Producer
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, Settlement
-from penstock.bus.kafka import KafkaBus
-from penstock.bus.kafka_orphans import KafkaOrphans
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.orphans import KafkaOrphans
 from penstock.bus.letters import dead_message
-from penstock.bus.streams import StreamsBus
-from penstock.local.processes import wait_until
+from penstock.bus.streams.bus import StreamsBus
+from penstock.config.settings import BusSettings
 from penstock.names import ORIGIN, REASON, Pipeline
-from penstock.settings import BusSettings
+from penstock.waiting import wait_until
 from penstock.worker import pack, unpack
 from tests.bus.buses import ROOM, SETTINGS, answered, publish, take, values
 
@@ -140,7 +140,7 @@ def test_all_of_a_topic_is_what_is_being_committed_too(
     producer.produce(pipeline.results, b"2")
     producer.flush(10)
     monkeypatch.setattr(LateCommit, "transaction", producer, raising=False)
-    monkeypatch.setattr("penstock.bus.kafka.Consumer", LateCommit)
+    monkeypatch.setattr("penstock.bus.kafka.bus.Consumer", LateCommit)
     assert values(bus.read_all(pipeline.results)) == [b"1", b"2"]
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from penstock.bus.contract import Outgoing
-from penstock.bus.streams import StreamsBus
+from penstock.bus.streams.bus import StreamsBus
+from penstock.config.settings import BusSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
-from penstock.reach import redis_client
-from penstock.settings import BusSettings
+from penstock.redis.client import redis_client
 
 
 @pytest.mark.parametrize("is_reclaiming", [False, True])

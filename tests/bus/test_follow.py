@@ -5,13 +5,15 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
 
-from penstock.bus import kafka_follower, streams
 from penstock.bus.contract import Bus, Followed, Follower, Outgoing, Settlement
-from penstock.bus.kafka import KafkaBus, client_settings, producer_settings
-from penstock.local.processes import wait_until
+from penstock.bus.kafka import follower as kafka_follower
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.client import client_settings, producer_settings
+from penstock.bus.streams import bus as streams
+from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from penstock.reach import redis_client
-from penstock.settings import BusSettings
+from penstock.redis.client import redis_client
+from penstock.waiting import wait_until
 from tests.bus.buses import answered, make_bus, numbered, publish, take
 
 
@@ -129,7 +131,7 @@ def test_partitions_that_are_added_are_followed(
 def test_what_is_not_counted_is_not_trimmed(
     redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "KEPT_ENTRIES", 50)
+    monkeypatch.setattr("penstock.bus.streams.client.KEPT_ENTRIES", 50)
     bus = make_bus("streams", pipeline, redis_url)
     bus.create_topics()
     client, key = redis_client(redis_url), pipeline.stream_key(pipeline.results)

@@ -4,11 +4,12 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
-from penstock.bus import kafka_ask
-from penstock.bus.kafka import KafkaBus, client_settings
-from penstock.bus.kafka_ask import partitions_of, patiently
+from penstock.bus.kafka import ask as kafka_ask
+from penstock.bus.kafka.ask import partitions_of, patiently
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.client import client_settings
+from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
 
 
 class Brokers:

@@ -1,7 +1,7 @@
 """What a Kafka member commits, when its partitions move on while it does."""
 
 from penstock.bus.contract import Delivery
-from penstock.bus.kafka_buffer import Holdings
+from penstock.bus.kafka.buffer import Holdings
 from penstock.names import Pipeline
 
 

@@ -12,15 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.bus import kafka_member, kafka_progress
 from penstock.bus.contract import Delivery, Settlement
-from penstock.bus.kafka_commits import OffsetCommits
-from penstock.bus.kafka_member import KafkaMember
-from penstock.bus.kafka_questions import Partition, Questions
-from penstock.bus.offsets import PartitionOffsets
+from penstock.bus.kafka import member as kafka_member
+from penstock.bus.kafka import progress as kafka_progress
+from penstock.bus.kafka.commits import OffsetCommits
+from penstock.bus.kafka.member import KafkaMember
+from penstock.bus.kafka.offsets import PartitionOffsets
+from penstock.bus.kafka.questions import Partition, Questions
 from penstock.errors import BusUnavailable, DeliveryLost
-from penstock.local.processes import wait_until
 from penstock.names import ORIGIN, Pipeline, Stage
+from penstock.waiting import wait_until
 from tests.bus.buses import ROOM
 from tests.bus.kafka_double import EPOCH, PATIENCE_S, DoubleBus, refusal
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from penstock.bus import offsets
 from penstock.bus.contract import Bus, Member, Outgoing, Settlement
-from penstock.bus.kafka import KafkaBus
-from penstock.bus.kafka_member import KafkaMember
+from penstock.bus.kafka import offsets
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.member import KafkaMember
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
-from penstock.local.processes import wait_until
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
+from penstock.waiting import wait_until
 from tests.bus.buses import ROOM, answered, make_bus, numbered, publish, take, values
 
 
@@ -64,7 +64,7 @@ def test_topics_that_are_not_there_yet_are_empty(request: pytest.FixtureRequest,
 
 
 def test_a_bus_that_is_away_is_said_to_be(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.bus.kafka_ask.ANSWER_S", 0.3)
+    monkeypatch.setattr("penstock.bus.kafka.ask.ANSWER_S", 0.3)
     for kind, address in (("streams", "redis://127.0.0.1:1/0"), ("kafka", "127.0.0.1:1")):
         with pytest.raises(BusUnavailable):
             make_bus(kind, pipeline, address).unsettled()

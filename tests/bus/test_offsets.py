@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bus.offsets import MAX_AHEAD, MAX_METADATA_BYTES, PartitionOffsets, decode, encode
+from penstock.bus.kafka.offsets import MAX_AHEAD, MAX_METADATA_BYTES, PartitionOffsets, decode, encode
 
 
 @st.composite

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.bus.contract import Delivery, OrphanReader
-from penstock.bus.kafka import KafkaBus
-from penstock.bus.kafka_orphans import KafkaOrphans
-from penstock.local.processes import wait_until
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.orphans import KafkaOrphans
+from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
+from penstock.waiting import wait_until
 from tests.bus.buses import answered, make_bus, numbered, publish, take
 
 

@@ -10,17 +10,19 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
 
-from penstock.affinity import affinity_of, ranking
-from penstock.bus import kafka_partitions
+from penstock.bus.affinity import affinity_of, ranking
 from penstock.bus.contract import Delivery, Outgoing, Settlement
-from penstock.bus.kafka import KafkaBus, client_settings
-from penstock.bus.kafka_partitions import ANY, Partitions
-from penstock.client import Client, outgoing
+from penstock.bus.kafka import partitions as kafka_partitions
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.client import client_settings
+from penstock.bus.kafka.partitions import ANY, Partitions
+from penstock.client.sync import Client, outgoing
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
-from penstock.local.processes import wait_until
 from penstock.messages import Request, decode
 from penstock.names import Pipeline
-from penstock.settings import Addresses, BusSettings
+from penstock.waiting import wait_until
 from tests.bus.buses import numbered, publish, take, values
 
 NUM = 4

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from penstock.local import processes
-from penstock.local.processes import free_port, start_child, wait_until
+from penstock.local.processes import free_port, start_child
+from penstock.waiting import wait_until
 
 PARENT = """
 import sys, threading

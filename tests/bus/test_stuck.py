@@ -3,12 +3,13 @@
 import pytest
 from confluent_kafka import Producer
 
-from penstock.bus.kafka import KafkaBus, client_settings
-from penstock.bus.kafka_stuck import Stuck, find_stuck
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.client import client_settings
+from penstock.bus.kafka.stuck import Stuck, find_stuck
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.local.processes import free_port
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
 from tests.commands import Terminal
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,10 +12,10 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 
-from penstock.bus.kafka import KafkaBus
-from penstock.bus.kafka_topics import find_wrong_settings
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.topics import find_wrong_settings
+from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
 from tests.bus.buses import take
 from tests.commands import Terminal
 

@@ -9,14 +9,14 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from penstock.bus.contract import Bus, Outgoing
-from penstock.bus.kafka import KafkaBus
-from penstock.bus.kafka_upgrade import _read
-from penstock.bus.offsets import encode
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.bus.kafka.offsets import encode
+from penstock.bus.kafka.upgrade import _read
 from penstock.bus.upgrade import NOT_BEFORE, check_upgraded
+from penstock.config.settings import BusSettings
 from penstock.errors import UpgradeNeeded
-from penstock.local.processes import wait_until
 from penstock.names import ATTEMPT, ORIGIN, REASON, STACK, TENANT, Pipeline, Stage
-from penstock.settings import BusSettings
+from penstock.waiting import wait_until
 from tests.bus.buses import make_bus, numbered, publish, take, values
 
 

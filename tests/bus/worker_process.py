@@ -8,8 +8,8 @@ from pathlib import Path
 
 from penstock.bus.contract import Bus, Delivery, Member, Outgoing, Settlement
 from penstock.errors import BusError
-from penstock.local.processes import wait_until
 from penstock.names import Pipeline, PriorityClass
+from penstock.waiting import wait_until
 from tests.bus.buses import HASTY, make_bus
 
 ROOM: dict[PriorityClass, int] = {"interactive": 2, "batch": 2}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.nursery import Nursery
+from sim.chaos.nursery import Nursery
 
 
 @pytest.fixture(scope="session")

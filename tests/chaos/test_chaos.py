@@ -7,11 +7,11 @@ import pytest
 
 from penstock.local.kafka import find_jars, find_java
 from penstock.names import STAGES
-from tests.chaos.faults import ANY_TIME, MISHAPS, MISHAPS_ON_KAFKA, Bus, fate_of, faults, mishaps, points_of
-from tests.chaos.nursery import Nursery
-from tests.chaos.recovery import Plan, measured
-from tests.chaos.runner import Round, run
-from tests.servers import started
+from sim.chaos.faults import ANY_TIME, MISHAPS, MISHAPS_ON_KAFKA, Bus, fate_of, faults, mishaps, points_of
+from sim.chaos.nursery import Nursery
+from sim.chaos.recovery import Plan, measured
+from sim.chaos.runner import Round, run
+from sim.servers import started
 
 pytestmark = pytest.mark.timeout(300)
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.names import START_HASH, event_id, roll
-from tests.chaos.checker import check, tally
+from sim.chaos.checker import check, tally
 
 TOKENS = [7, 3, 3, 9, 4]
 Entries = list[dict[str, Any]]

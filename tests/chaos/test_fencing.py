@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client import Client
+from penstock.client.sync import Client
+from penstock.config.addresses import Addresses
+from penstock.config.settings import RecordSettings
 from penstock.engine.engine import Sampled
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
 from penstock.record import scripts
 from penstock.record.scripts import Script
-from penstock.settings import Addresses, RecordSettings
 from penstock.worker.worker import Worker
-from tests.chaos.checker import check, tally
-from tests.chaos.history import History, read
-from tests.pipeline.line import Line
-from tests.pipeline.workload import alone, requests
+from sim.chaos.checker import check, tally
+from sim.chaos.history import History, read
+from sim.line import Line
+from sim.workload import alone, requests
 
 FENCE = "if r[1] ~= ARGV[3] then return 0 end\n"
 

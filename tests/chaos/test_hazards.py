@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client import Client
+from penstock.client.sync import Client
 from penstock.errors import DeadlineExceeded
 from penstock.kvstore import steps
 from penstock.kvstore.tiers.disk import DiskTier
-from penstock.local.processes import wait_until
 from penstock.local.stack import Worker
 from penstock.messages import now_s
-from tests.chaos import clock
-from tests.chaos.disk import Disk, pretend
-from tests.chaos.faults import ANY_TIME, Fate
-from tests.chaos.history import History
-from tests.chaos.nursery import Nursery
-from tests.chaos.system import DoomedStack, Servers
+from penstock.waiting import wait_until
+from sim.chaos import clock
+from sim.chaos.disk import Disk, pretend
+from sim.chaos.faults import ANY_TIME, Fate
+from sim.chaos.history import History
+from sim.chaos.nursery import Nursery
+from sim.chaos.system import DoomedStack, Servers
 from tests.kvstore.blocks import make_form, new_names, put
 
 TOKENS = list(range(10, 110))

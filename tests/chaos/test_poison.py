@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
 
+from penstock.config.addresses import Addresses
 from penstock.messages import Request
 from penstock.names import Pipeline
-from penstock.settings import Addresses
-from tests.chaos.poison import send_bomb, send_poisoned
+from sim.chaos.poison import send_bomb, send_poisoned
 
 TOPIC = Pipeline("poison").requests("interactive")
 

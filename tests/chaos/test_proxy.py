@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.local.processes import wait_until
-from tests.chaos.proxy import Proxy
+from penstock.waiting import wait_until
+from sim.chaos.proxy import Proxy
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pytest
 from benchmarks.rolling_phases import Roll, work
 from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import Worker
-from tests.chaos.checker import check
-from tests.chaos.faults import ANY_TIME, Bus, Fate
-from tests.chaos.history import History, read
-from tests.chaos.nursery import Nursery
-from tests.chaos.runner import write_down
-from tests.chaos.system import DoomedStack, Servers
+from sim.chaos.checker import check
+from sim.chaos.faults import ANY_TIME, Bus, Fate
+from sim.chaos.history import History, read
+from sim.chaos.nursery import Nursery
+from sim.chaos.runner import write_down
+from sim.chaos.system import DoomedStack, Servers
 from tests.chaos.test_chaos import BUSES, needs
 
 

@@ -8,10 +8,10 @@ import pytest
 import redis
 
 from penstock import AsyncClient, Client
-from penstock.bus.streams import StreamsBus
+from penstock.bus.streams.bus import StreamsBus
+from penstock.config.settings import BusSettings, RecordSettings
 from penstock.names import Pipeline
 from penstock.record import Record
-from penstock.settings import BusSettings, RecordSettings
 
 
 class Blocking:

@@ -9,7 +9,7 @@ import redis
 
 from penstock import AsyncClient
 from penstock.bus.contract import Outgoing, promised, wait_for
-from penstock.bus.streams import StreamsBus
+from penstock.bus.streams.bus import StreamsBus
 from penstock.errors import BusUnavailable, StreamTimeout
 from penstock.messages import TokenEvent
 from penstock.names import Pipeline

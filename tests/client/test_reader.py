@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.client.reader import KEPT, Event, StreamReader
 from penstock.errors import InvalidName, StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, roll
-from penstock.reader import KEPT, Event, StreamReader
 
 
 def stream_of(tokens: list[int]) -> list[Event]:

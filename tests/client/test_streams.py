@@ -7,6 +7,7 @@ import pytest
 import redis
 
 from penstock import Client
+from penstock.client.reader import Event
 from penstock.errors import (
     Cancelled,
     InvalidName,
@@ -17,7 +18,6 @@ from penstock.errors import (
 )
 from penstock.messages import EndEvent, ErrorInfo, TokenEvent
 from penstock.names import Pipeline, event_id
-from penstock.reader import Event
 from penstock.record import AsyncLog, Busy, Claim, Log, Record
 from penstock.record.live import MAX_WAITING
 from tests.record.play import decode, end, prefill, say, wait_for

@@ -7,7 +7,7 @@ import pytest
 from opentelemetry import trace
 
 from penstock import Client
-from penstock.bus.streams import StreamsBus
+from penstock.bus.streams.bus import StreamsBus
 from penstock.errors import IdConflict, InvalidRequest, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES, Request, decode
 from penstock.names import CLASS, DEADLINE, TENANT, VERSION, Pipeline

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from penstock.config.settings import PARTS, check_environment, load
 from penstock.errors import DependencyMissing
-from penstock.settings import PARTS, check_environment, load
-from tests.servers import started
+from sim.servers import started
 
 HERE = Path(__file__).parents[2]
 DOCKER = HERE / "docker"

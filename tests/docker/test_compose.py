@@ -13,10 +13,11 @@ from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # t
 
 from penstock.local import kafka, valkey
 from penstock.local.kafka import BROKER_SETTINGS, KafkaServer
-from penstock.local.processes import free_port, start_child, wait_until
+from penstock.local.processes import free_port, start_child
+from penstock.waiting import wait_until
+from sim.servers import started
 from tests.commands import Terminal
 from tests.docker.files import DOCKER, GIVEN, check_settings, compose, megabytes, seconds
-from tests.servers import started
 
 SERVICES: dict[str, dict[str, Any]] = compose()["services"]
 OURS = ("topics", "prefill", "decode", "gateway")

@@ -12,11 +12,12 @@ from typing import Any
 import openai
 import yaml
 
-from penstock.local.processes import free_port, start_child, wait_until
+from penstock.local.processes import free_port, start_child
 from penstock.local.stack import Stack
+from penstock.waiting import wait_until
+from sim.forked import ForkedStack
 from tests.docker.files import DOCKER, HERE, program, run
 from tests.docker.queries import dashboard_queries, rules, scaling_queries
-from tests.forked import ForkedStack
 
 ALERTS = {
     "PenstockDown", "PenstockDegraded", "PenstockNoWorkers", "PenstockWorkerLost", "PenstockLagGrowing",

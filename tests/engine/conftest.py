@@ -5,8 +5,8 @@ import pytest
 import torch
 import transformers
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.model import DEMO_MODEL, LoadedModel, load
-from penstock.settings import EngineSettings
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.config.settings import EngineSettings
 from penstock.engine import hooks
 from penstock.engine.cuda import trial, varlen
 from penstock.engine.engine import Engine
 from penstock.engine.landing import Quay
 from penstock.engine.model import LoadedModel
 from penstock.engine.storage import KVStorage
-from penstock.settings import EngineSettings
 
 
 def varlen_attn(

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.model import DEMO_MODEL, load
 from penstock.engine.module import num_bytes
-from penstock.settings import EngineSettings
 
 
 def main(directory: Path, dtype: str, packed: bool) -> None:

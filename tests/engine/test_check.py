@@ -8,14 +8,15 @@ import pytest
 import torch
 import transformers
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
 from penstock.engine.check import check
 from penstock.engine.engine import Engine
 from penstock.engine.model import DEMO_MODEL, LoadedModel, load
+from penstock.engine.opening import open_engine
 from penstock.engine.shrink import CannotShrink
 from penstock.engine.storage import KVStorage
 from penstock.errors import EngineCheckFailed, ModelLoadError
-from penstock.settings import EngineSettings
 from tests.engine.helpers import generate, handed_over, run, sequence
 
 BASE = {
@@ -88,7 +89,7 @@ def test_rope_that_changes_with_the_longest_sequence_is_not_reached(tmp_path: Pa
 
 def test_the_demo_model_passes() -> None:
     seen: list[str] = []
-    engine = Engine.open(EngineSettings(pool_mb=8), lambda what, done: seen.append(what))
+    engine = open_engine(EngineSettings(pool_mb=8), lambda what, done: seen.append(what))
     assert "checking the engine" in seen
     assert run(engine, [sequence([5, 6, 7])])
 

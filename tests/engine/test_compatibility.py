@@ -10,16 +10,17 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.masking_utils import causal_mask_function
 
-from penstock.engine import compatibility, masks
+from penstock.config.settings import EngineSettings
+from penstock.engine import masks
 from penstock.engine.batch import Batch
-from penstock.engine.compatibility import ARCHITECTURES, judge, row
 from penstock.engine.model import LoadedModel
 from penstock.engine.proof import Answers, answers, prove
 from penstock.engine.shrink import CannotShrink, shrunk
 from penstock.engine.storage import KVStorage
 from penstock.engine.tiny import build, layer_kinds
 from penstock.errors import EngineCheckFailed
-from penstock.settings import EngineSettings
+from tools import compatibility
+from tools.compatibility import ARCHITECTURES, judge, row
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 CPU = torch.device("cpu")

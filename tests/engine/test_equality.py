@@ -4,12 +4,13 @@ import random
 
 import pytest
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import landed, taken
 from penstock.engine.model import LoadedModel
+from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
-from penstock.settings import EngineSettings
 from tests.engine.helpers import generate, handed_over, keys_of, run, sequence
 
 NUM_NEW = 12
@@ -140,4 +141,4 @@ def test_sampled_alone_batched_chunked_resumed(demo: LoadedModel, prompts: list[
 
 
 def test_bfloat16_passes_its_check(demo: LoadedModel) -> None:
-    Engine.open(EngineSettings(dtype="bfloat16", pool_mb=4))
+    open_engine(EngineSettings(dtype="bfloat16", pool_mb=4))

@@ -14,17 +14,17 @@ import pytest
 import torch
 import transformers
 
+from penstock.config.settings import EngineSettings
 from penstock.engine import accelerate
 from penstock.engine import model as loading
 from penstock.engine.accelerate import speed_up
 from penstock.engine.kernels import library
 from penstock.engine.model import load
-from penstock.settings import EngineSettings
 
 PRINT = """
 import sys
 from penstock.engine.model import load
-from penstock.settings import EngineSettings
+from penstock.config.settings import EngineSettings
 print(load(EngineSettings(model=sys.argv[1])).fingerprint)
 """
 

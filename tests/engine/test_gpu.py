@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.attention import Attended, Scores
 from penstock.engine.check import check
 from penstock.engine.cuda import trial
@@ -22,7 +23,6 @@ from penstock.engine.model import LoadedModel, load
 from penstock.engine.sequence import Sequence
 from penstock.engine.storage import LayerShape
 from penstock.messages import Sampling
-from penstock.settings import EngineSettings
 from tests.engine.helpers import handed_over, land, run, sequence
 from tests.engine.no_gpu import AtOnce, Queues, TapeRecorder, model_on, recording, varlen_attn
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import speed_up
 from penstock.engine.engine import Engine
 from penstock.engine.handover import landed, taken
@@ -13,7 +14,6 @@ from penstock.engine.kernels import library
 from penstock.engine.model import LoadedModel, load
 from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
-from penstock.settings import EngineSettings
 from tests.engine.helpers import keys_of, land, run, sequence
 from tests.engine.no_gpu import model_on, recording, varlen_attn
 

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.memory import available_bytes
 from penstock.engine.model import load
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.local.processes import free_port
-from penstock.settings import EngineSettings
+from sim.forked import fork, run_penstock
 from tests.engine import peak
-from tests.forked import fork, run_penstock
 
 WEIGHTS = "model.safetensors"
 

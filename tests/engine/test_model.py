@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import transformers
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.limits import max_length
 from penstock.engine.model import LoadedModel, load
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
-from penstock.settings import EngineSettings
 from tests.engine.helpers import sequence
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.config.settings import EngineSettings
 from penstock.engine import accelerate
 from penstock.engine.accelerate import speed_up
 from penstock.engine.engine import Engine
@@ -22,7 +23,6 @@ from penstock.engine.model import LoadedModel, load
 from penstock.engine.sequence import Sequence
 from penstock.errors import SequenceFailed
 from penstock.messages import Sampling
-from penstock.settings import EngineSettings
 from tests.engine.helpers import generate, handed_over, run, sequence
 
 DTYPES = ["float32", "bfloat16"]

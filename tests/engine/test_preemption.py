@@ -4,13 +4,13 @@ import random
 
 import pytest
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import landed, taken
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
 from penstock.names import CLASSES
-from penstock.settings import EngineSettings
 from tests.engine.helpers import GREEDY, keys_of, run, sequence
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.errors import ModelError, OutOfMemory, SequenceFailed
-from penstock.settings import EngineSettings
 from tests.engine.helpers import keys_of, run, sequence
 from tests.engine.schedules import SIZE, Dummy, seq_of
 

@@ -1,9 +1,10 @@
 import pytest
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel, load
+from penstock.engine.opening import open_engine
 from penstock.engine.rates import FIRST_S, HALF_LIFE_TOKENS, PrefillRate, first_rate
-from penstock.settings import EngineSettings
 from tests.engine.helpers import run, sequence
 
 
@@ -50,7 +51,7 @@ def test_the_engine_measures_its_prompts(demo: LoadedModel) -> None:
 
 
 def test_an_engine_knows_its_rate_before_its_first_prompt() -> None:
-    engine = Engine.open(EngineSettings(pool_mb=4))
+    engine = open_engine(EngineSettings(pool_mb=4))
     rate = engine.rates()
     assert rate is not None
     assert rate > 1

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.config.settings import EngineSettings
 from penstock.engine.cost import StepCost, Try, measure_cost
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.share import SHARE, Share
 from penstock.names import PriorityClass
-from penstock.settings import EngineSettings
 from tests.engine.helpers import run, sequence
 from tests.engine.schedules import Dummy, seq_of
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bus.connect import connect
+from penstock.config.settings import BusSettings
 from penstock.local.stack import Stack
 from penstock.messages import Result, decode
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
 
 
 def row(number: int, max_tokens: int = 6, **changes: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.local.processes import free_port
 from penstock.local.stack import Stack
-from tests.forked import ForkedStack
+from sim.forked import ForkedStack
 
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_DTYPE": "float32",

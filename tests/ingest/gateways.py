@@ -2,7 +2,8 @@
 
 import httpx
 
-from penstock.local.processes import Child, wait_until
+from penstock.local.processes import Child
+from penstock.waiting import wait_until
 
 
 def wait_until_ready(child: Child, port: int) -> None:

@@ -1,7 +1,7 @@
 """`penstock`, but an answer of a batch that is silent is asked for again soon."""
 
 from penstock.ingest.batch import answer
-from tests.forked import run_penstock
+from sim.forked import run_penstock
 
 
 def penstock(*arguments: str) -> None:

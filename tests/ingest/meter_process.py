@@ -3,8 +3,9 @@
 import asyncio
 
 from penstock import failpoints
+from penstock.config.addresses import Addresses
+from penstock.config.settings import FaultSettings, load
 from penstock.ingest.metering import meter_forever
-from penstock.settings import Addresses, FaultSettings, load
 
 
 def main() -> None:

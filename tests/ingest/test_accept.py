@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import redis
 
-from penstock import lag, status
-from penstock.aio import AsyncClient
-from penstock.bus.streams import StreamsBus
-from penstock.client import Client, make_request
+from penstock.bus.streams.bus import StreamsBus
+from penstock.client.aio import AsyncClient
+from penstock.client.sync import Client, make_request
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, GatewaySettings, RecordSettings
 from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError
 from penstock.ingest.gateway import accept as accepting
 from penstock.ingest.gateway.accept import Wishes, accept
@@ -26,13 +27,13 @@ from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import Card
 from penstock.ingest.openai.places import Places
 from penstock.ingest.tenants import Caller
-from penstock.lag import LagWatch
 from penstock.messages import MAX_REQUEST_BYTES, Request, decode, now_s
 from penstock.names import Pipeline, card_key, rate_key
-from penstock.reach import async_redis_client, redis_client
+from penstock.ops import lag, status
+from penstock.ops.lag import LagWatch
 from penstock.record import Record
-from penstock.servers import ByServer
-from penstock.settings import Addresses, BusSettings, GatewaySettings, RecordSettings
+from penstock.redis.client import async_redis_client, redis_client
+from penstock.redis.servers import ByServer
 from penstock.telemetry.meters import Meters
 from penstock.worker.heartbeat import Heartbeat
 from tests.record.play import end, prefill, say

@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
+from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.admission import Admission, Ticket
 from penstock.ingest.gateway.errors import ApiError
 from penstock.ingest.shares import Held, Shares
 from penstock.ingest.tenants import Caller
-from penstock.lag import PipelineLag
 from penstock.local.processes import free_port
 from penstock.messages import Usage
 from penstock.names import CLASSES, Pipeline
-from penstock.reach import async_redis_client
-from penstock.settings import AdmissionSettings
+from penstock.ops.lag import PipelineLag
+from penstock.redis.client import async_redis_client
 
 DEMO = Pipeline(f"t-{uuid.uuid4().hex[:12]}")
 

@@ -9,10 +9,11 @@ import httpx
 import openai
 import pytest
 
-from penstock.local.processes import Child, free_port, wait_until
+from penstock.local.processes import Child, free_port
 from penstock.local.stack import Stack
-from penstock.reach import redis_client
-from tests.forked import fork
+from penstock.redis.client import redis_client
+from penstock.waiting import wait_until
+from sim.forked import fork
 from tests.ingest.batch_files import each_once, finished, lines, read, read_file, result_ids, row, run_of
 from tests.ingest.gateways import wait_until_ready
 from tests.ingest.impatient import penstock

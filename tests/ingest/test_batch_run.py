@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from penstock.ingest.batch.journal import Journal, JournalError
-from penstock.local.processes import Child, start_child, wait_until
+from penstock.local.processes import Child, start_child
 from penstock.local.stack import Stack
+from penstock.waiting import wait_until
 from tests.ingest.batch_files import each_once, finished, lines, read_file, result_ids, row, run_of
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.aio import AsyncClient
+from penstock.client.aio import AsyncClient
+from penstock.config.settings import BatchSettings
 from penstock.ingest.batch import runner as runner_module
 from penstock.ingest.batch import work
 from penstock.ingest.batch.batches import Batches, Birth, place
@@ -20,8 +21,7 @@ from penstock.ingest.batch.work import Work, make_places
 from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
-from penstock.reach import async_redis_client
-from penstock.settings import BatchSettings
+from penstock.redis.client import async_redis_client
 from tests.ingest.batch_files import lines, row
 
 SETTINGS = BatchSettings(rows_in_flight=4, look_s=0.1, lease_s=2)

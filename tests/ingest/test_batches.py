@@ -11,16 +11,16 @@ from pathlib import Path
 import openai
 import pytest
 
-from penstock.aio import AsyncClient
+from penstock.client.aio import AsyncClient
+from penstock.config.settings import BatchSettings
 from penstock.ingest.batch.batches import Batches, place
 from penstock.ingest.batch.desk import Desk
 from penstock.ingest.batch.objects import Objects
 from penstock.ingest.batch.shapes import NewBatch
 from penstock.ingest.tenants import Caller
-from penstock.local.processes import wait_until
 from penstock.local.stack import Stack
-from penstock.reach import async_redis_client
-from penstock.settings import BatchSettings
+from penstock.redis.client import async_redis_client
+from penstock.waiting import wait_until
 from tests.ingest.batch_files import each_once, lines, read, result_ids, row
 
 

@@ -5,11 +5,12 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import GatewaySettings
 from penstock.errors import PromptTooLong
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.errors import ApiError, api_error
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, prompt_of
-from penstock.settings import Addresses, GatewaySettings
 
 TURN = {"role": "user", "content": "hi"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Producer
 
-from penstock.local.processes import Child, start_child, wait_until
+from penstock.config.addresses import Addresses
+from penstock.local.processes import Child, start_child
 from penstock.messages import Request, Result, decode
 from penstock.names import CLASSES, Pipeline
-from penstock.settings import Addresses
+from penstock.waiting import wait_until
 from penstock.worker import run_until_idle
+from sim.line import Line
+from sim.servers import started
 from tests.ingest import nodejs
-from tests.pipeline.line import Line
-from tests.servers import started
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LANGUAGES: dict[str, Callable[[Path], list[str]]] = {

@@ -6,8 +6,8 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from penstock.config.settings import GuardSettings
 from penstock.ingest.gateway.guard import Guard
-from penstock.settings import GuardSettings
 
 
 async def ask(host: str, *, only_local: bool, origin: str | None = None) -> httpx.Response:

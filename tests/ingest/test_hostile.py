@@ -16,12 +16,14 @@ import pytest
 
 from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.ingest.keys import Book, write_book
 from penstock.ingest.tenants import TenantEntry, new_key
-from penstock.local.processes import Child, free_port, start_child, wait_until
+from penstock.local.processes import Child, free_port, start_child
 from penstock.messages import Request, Result, Usage, decode
 from penstock.names import Pipeline
-from penstock.settings import Addresses, BusSettings
+from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 
 MB = 2**20

@@ -9,14 +9,14 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.client import Client
+from penstock.client.sync import Client
+from penstock.config.settings import RecordSettings
 from penstock.local.processes import Child, free_port
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
-from penstock.reach import redis_client
 from penstock.record import Log
-from penstock.settings import RecordSettings
-from tests.forked import fork, run_penstock
+from penstock.redis.client import redis_client
+from sim.forked import fork, run_penstock
 from tests.ingest.conftest import EventSource, Sent
 from tests.ingest.gateways import wait_until_ready
 

@@ -17,14 +17,16 @@ from typer.testing import CliRunner
 from penstock.bus.connect import connect
 from penstock.bus.contract import Bus, Outgoing
 from penstock.cli.main import app
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.ingest import metering
 from penstock.ingest.metering import Meter, Sums, day_keys, day_of, last_days, sums_of
-from penstock.local.processes import Child, wait_until
+from penstock.local.processes import Child
 from penstock.messages import Result, Timings, Usage, now_s
 from penstock.names import Pipeline
-from penstock.reach import redis_client
-from penstock.settings import Addresses, BusSettings
-from tests.forked import fork
+from penstock.redis.client import redis_client
+from penstock.waiting import wait_until
+from sim.forked import fork
 from tests.ingest import meter_process
 
 

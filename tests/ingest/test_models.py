@@ -4,7 +4,7 @@ import uuid
 
 from penstock.ingest.gateway.models import Models
 from penstock.names import Pipeline
-from penstock.reach import async_redis_client
+from penstock.redis.client import async_redis_client
 from penstock.worker import Heartbeat
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sim.servers import started
 from tests.ingest import nodejs
-from tests.servers import started
 
 SOURCE = Path(__file__).parent / "node"
 

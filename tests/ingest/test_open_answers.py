@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.client import make_request
+from penstock.client.sync import make_request
 from penstock.ingest.admission import expected_output
 from penstock.ingest.batch.answer import Terms, on_terms
 from penstock.ingest.gateway.errors import ApiError
@@ -15,7 +15,7 @@ from penstock.ingest.openai.body import NO_LIMIT
 from penstock.ingest.openai.endpoint import Ask, cap_open
 from penstock.ingest.tenants import Caller
 from penstock.messages import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
-from tests.pipeline.workload import demo_model
+from sim.workload import demo_model
 
 TURNS: list[Any] = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"messages": TURNS}

@@ -3,8 +3,8 @@
 import openai
 import pytest
 
-from penstock.local.processes import wait_until
 from penstock.local.stack import Stack
+from penstock.waiting import wait_until
 from tests.ingest.batch_files import result_ids
 
 

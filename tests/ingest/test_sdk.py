@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionChunk
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
-from tests.pipeline.workload import SETTINGS, demo_model
+from sim.workload import SETTINGS, demo_model
 
 MODEL = "demo"
 TURNS: Any = [{"role": "user", "content": "In the beginning God created"}]

@@ -11,18 +11,19 @@ import pytest
 import redis
 
 from penstock.bus.connect import connect
+from penstock.config.settings import AdmissionSettings, BusSettings
 from penstock.ingest.admission import Admission
 from penstock.ingest.keys import Book, write_book
 from penstock.ingest.shares import TICKET_S
 from penstock.ingest.tenants import Caller, TenantEntry, new_key
-from penstock.lag import PipelineLag
-from penstock.local.processes import Child, free_port, wait_until
+from penstock.local.processes import Child, free_port
 from penstock.local.stack import Stack
 from penstock.messages import Result, Usage, decode
 from penstock.names import CLASSES, Pipeline, rate_key
-from penstock.reach import async_redis_client, redis_client
-from penstock.settings import AdmissionSettings, BusSettings
-from tests.forked import fork, run_penstock
+from penstock.ops.lag import PipelineLag
+from penstock.redis.client import async_redis_client, redis_client
+from penstock.waiting import wait_until
+from sim.forked import fork, run_penstock
 from tests.ingest.gateways import wait_until_ready
 
 PER_MIN, HAS = 60_000, 5_000

@@ -14,11 +14,13 @@ import pytest
 import redis
 
 from penstock.bus.connect import connect
-from penstock.local.processes import Child, free_port, start_child, wait_until
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, RecordSettings
+from penstock.local.processes import Child, free_port, start_child
 from penstock.messages import Request, decode
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
-from penstock.settings import Addresses, BusSettings, RecordSettings
+from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from tests.ingest.conftest import EventSource
 from tests.ingest.gateways import wait_until_ready

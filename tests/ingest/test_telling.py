@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.client.reader import Event
 from penstock.errors import Cancelled, StreamDiverged
 from penstock.ingest.gateway.errors import ApiError
 from penstock.ingest.gateway.sse import frames
@@ -15,7 +16,6 @@ from penstock.ingest.openai.places import Places
 from penstock.ingest.openai.telling import Telling, Told
 from penstock.messages import EndEvent, ErrorInfo, Logprobs, TokenEvent, TokenLogprob, Usage
 from penstock.names import START_HASH, roll
-from penstock.reader import Event
 
 TURNS = [{"role": "user", "content": "hi"}]
 TEXTS = ["a", "", "b c", "", "", "d"]

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
+from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable, SettingsError
 from penstock.ingest import keys
 from penstock.ingest.gateway.errors import ApiError
@@ -18,8 +19,7 @@ from penstock.ingest.tenants import Caller, Keyring, TenantEntry, new_key
 from penstock.local.processes import free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.names import KEYS_KEY, TENANTS_KEY
-from penstock.reach import async_redis_client, redis_client
-from penstock.settings import AdmissionSettings
+from penstock.redis.client import async_redis_client, redis_client
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import W_DIRTY, Geometry
 from penstock.kvstore.block import Name
 from penstock.kvstore.tiers.shared import SharedTier
+from sim.small_disk import fill
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, put, read
 from tests.kvstore.children import die, halt
-from tests.kvstore.small_disk import fill
 
 FORM = make_form("a model that dies")
 NAMES = [Name(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]

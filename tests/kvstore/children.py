@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.kvstore import steps
-from penstock.local.processes import Child, wait_until
-from tests.forked import fork
+from penstock.local.processes import Child
+from penstock.waiting import wait_until
+from sim.forked import fork
 
 Main = Callable[..., int]
 

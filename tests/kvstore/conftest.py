@@ -9,8 +9,8 @@ import pytest
 from penstock.kvstore.block import Form
 from penstock.kvstore.tiers.contract import Tier
 from penstock.local.valkey import ValkeyServer
+from sim.servers import served
 from tests.kvstore.places import Change, DiskPlace, Place, RedisPlace, SharedPlace
-from tests.servers import served
 
 MakeTier = Callable[[Form, int], Tier]
 Damage = Callable[[Tier, bytes, Change], None]

@@ -17,10 +17,10 @@ from penstock.kvstore.block import HEADER_BYTES, Name
 from penstock.kvstore.directory.layout import room
 from penstock.kvstore.tiers import disk
 from penstock.kvstore.tiers.disk import DiskTier
-from penstock.local.processes import wait_until
+from penstock.waiting import wait_until
+from sim.small_disk import fill
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, new_names, put, read
 from tests.kvstore.children import die, halt
-from tests.kvstore.small_disk import fill
 
 FORM = make_form("a model that dies")
 NAMES = [Name(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]

@@ -32,9 +32,9 @@ from penstock.kvstore.arena.layout import (
 from penstock.kvstore.arena.locks import ALLOCATION, ByteLocks
 from penstock.kvstore.block import HEADER_BYTES, Form
 from penstock.kvstore.tiers.shared import SharedTier
-from penstock.local.processes import wait_until
+from penstock.waiting import wait_until
+from sim.small_disk import run_on_small_disk
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
-from tests.kvstore.small_disk import run_on_small_disk
 
 BUDGET = 2**18
 Open = Callable[..., SharedTier]

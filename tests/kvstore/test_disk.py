@@ -19,7 +19,7 @@ from penstock.kvstore.codec import PayloadShape, codec_for
 from penstock.kvstore.directory.layout import Layout, room
 from penstock.kvstore.tiers import disk
 from penstock.kvstore.tiers.disk import DiskTier
-from penstock.local.processes import wait_until
+from penstock.waiting import wait_until
 from tests.kvstore.blocks import (
     FORM,
     PAYLOAD_BYTES,

@@ -17,7 +17,8 @@ from penstock.kvstore import steps
 from penstock.kvstore.block import HEADER_BYTES
 from penstock.kvstore.directory.files import Files
 from penstock.kvstore.tiers.disk import DiskTier
-from penstock.local.processes import Child, wait_until
+from penstock.local.processes import Child
+from penstock.waiting import wait_until
 from tests.kvstore import children
 from tests.kvstore.blocks import PAYLOAD_BYTES, content, is_here, keys_of, new_names, put, read
 from tests.kvstore.disk_child import BUDGET, FORM, NAMES, NUM_ROOMS, main, open_tier

@@ -11,9 +11,9 @@ import pytest
 from penstock.kvstore.directory.layout import room
 from penstock.kvstore.tiers import disk
 from penstock.kvstore.tiers.disk import DiskTier
+from sim.small_disk import run_on_small_disk
 from tests.kvstore.blocks import block, content, new_name, new_names, put, read
 from tests.kvstore.disk_child import BUDGET, FORM, NUM_ROOMS, open_tier
-from tests.kvstore.small_disk import run_on_small_disk
 
 SIZE = BUDGET // NUM_ROOMS
 

@@ -7,11 +7,11 @@ import sys
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from penstock.config.settings import KVSettings
 from penstock.kvstore.block import Name, chain_keys, chain_root, tenant_salt, tenant_tag
 from penstock.kvstore.chain import Chain
 from penstock.kvstore.codec import PayloadShape
 from penstock.kvstore.store import KVStore, Layout
-from penstock.settings import KVSettings
 
 FINGERPRINT = "5a" * 32
 ROOT = chain_root(FINGERPRINT, tenant_salt("secret", "default"))

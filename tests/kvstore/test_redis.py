@@ -15,8 +15,8 @@ from penstock.kvstore.tiers import address as redis_address
 from penstock.kvstore.tiers import index as redis_index
 from penstock.kvstore.tiers import server as redis_server
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.local.processes import wait_until
 from penstock.names import KV_INDEX, kv_key
+from penstock.waiting import wait_until
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, make_form, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES
 

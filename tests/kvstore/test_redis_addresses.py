@@ -15,10 +15,10 @@ from penstock.errors import KVStoreError
 from penstock.kvstore.block import Form, Wanted
 from penstock.kvstore.tiers import server as redis_server
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.local.processes import wait_until
 from penstock.local.valkey import ValkeyServer
 from penstock.names import KV_INDEX, kv_key
-from penstock.transport import urls_of
+from penstock.redis.urls import urls_of
+from penstock.waiting import wait_until
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away, check_works
 from tests.kvstore.redis_servers import Proxy, unix_server

@@ -12,8 +12,9 @@ from penstock.kvstore.block import HEADER_BYTES
 from penstock.kvstore.tiers import server as redis_server
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.kvstore.tiers.scripts import ALL
-from penstock.local.processes import free_port, wait_until
+from penstock.local.processes import free_port
 from penstock.local.valkey import ValkeyServer
+from penstock.waiting import wait_until
 from tests.kvstore.blocks import FORM, content, is_here, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away
 from tests.kvstore.redis_servers import Proxy

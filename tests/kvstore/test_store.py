@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.settings import KVSettings
 from penstock.kvstore.block import Block, Name, Wanted
 from penstock.kvstore.codec import PayloadShape
 from penstock.kvstore.store import KVStore, Layout
 from penstock.local.processes import free_port
-from penstock.settings import KVSettings
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
 
 SIZE = 4

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.kvstore.block import HEADER_BYTES, Form, Name, Wanted
 from penstock.kvstore.tiers.contract import Tier
-from penstock.local.processes import wait_until
+from penstock.waiting import wait_until
 from tests.kvstore.blocks import (
     FORM,
     NUM_TOKENS,

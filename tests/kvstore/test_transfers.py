@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from penstock.config.settings import KVSettings
 from penstock.kvstore.store import KVStore
 from penstock.kvstore.transfers import Fetch, Ship, Transfers
-from penstock.local.processes import wait_until
-from penstock.settings import KVSettings
+from penstock.waiting import wait_until
 from tests.kvstore.test_store import LAYOUT, PROMPT, expected, fill, names_of, read
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, ViewportSize, sync_playwright
 
 from penstock.errors import DependencyMissing
-from penstock.local.processes import wait_until
+from penstock.waiting import wait_until
 
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",

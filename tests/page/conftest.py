@@ -6,10 +6,10 @@ import pytest
 from playwright.sync_api import Browser
 
 from penstock.local.processes import free_port
-from tests.forked import ForkedStack
+from sim.forked import ForkedStack
+from sim.servers import started
 from tests.ingest.conftest import ENVIRONMENT
 from tests.page.chromium import Tabs, chromium
-from tests.servers import started
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,10 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Page, ViewportSize
 
-from penstock.local.processes import free_port, wait_until
+from penstock.local.processes import free_port
 from penstock.local.stack import Stack
-from tests.chaos.proxy import Proxy
+from penstock.waiting import wait_until
+from sim.chaos.proxy import Proxy
 from tests.page.chromium import PHONE, Tabs, ask, chromium, wait_for_tokens
 
 PROMPT = "Tell me of the waters above the firmament."

@@ -14,10 +14,11 @@ from playwright.sync_api import Page, expect
 
 from penstock.ingest.keys import Book
 from penstock.ingest.tenants import new_key
-from penstock.local.processes import free_port, start_child, wait_until
+from penstock.local.processes import free_port, start_child
 from penstock.local.stack import Stack
-from tests.chaos.proxy import Proxy
-from tests.forked import ForkedStack
+from penstock.waiting import wait_until
+from sim.chaos.proxy import Proxy
+from sim.forked import ForkedStack
 from tests.ingest.conftest import ENVIRONMENT, EventSource
 from tests.page.chromium import OF_THE_NETWORK, PATIENCE_MS, PHONE, Tabs, ask, number, wait_for_tokens
 

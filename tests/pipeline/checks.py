@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.bus.connect import connect
-from penstock.client import Client
+from penstock.client.sync import Client
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.messages import EndEvent, Request, Result, TokenEvent, decode
 from penstock.names import START_HASH, Pipeline, event_id, roll
-from penstock.settings import Addresses, BusSettings
-from tests.pipeline.workload import Answer
+from sim.workload import Answer
 
 
 class Streams:

@@ -13,21 +13,22 @@ from typing import TypeVar
 
 import pytest
 
-from penstock.client import Client
+from penstock.client.sync import Client
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputState
 from penstock.local.kafka import KafkaCluster, KafkaServer
-from penstock.local.processes import Child, wait_until
+from penstock.local.processes import Child
 from penstock.local.valkey import ReplicatedValkey, ValkeyServer
 from penstock.messages import Request, Result
+from penstock.ops.status import worker_status
 from penstock.prefill_worker.handoff import seed_of
-from penstock.reach import ANSWER_S
-from penstock.status import worker_status
-from tests.forked import ForkedStack
+from penstock.redis.client import ANSWER_S
+from penstock.waiting import wait_until
+from sim.forked import ForkedStack
+from sim.servers import Server, served_by
+from sim.workload import SETTINGS, Answer, demo_model, requests
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
-from tests.pipeline.workload import SETTINGS, Answer, demo_model, requests
-from tests.servers import Server, served_by
 
 NUM_REQUESTS = 8
 MAX_TOKENS = 160

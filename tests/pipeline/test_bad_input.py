@@ -10,10 +10,10 @@ import pytest
 
 from penstock import names
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
+from penstock.config.addresses import Addresses
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
-from penstock.settings import Addresses
-from tests.pipeline.line import Line
+from sim.line import Line
 
 GOOD: dict[str, Any] = {"v": 1, "prompt": "In the beginning", "sampling": {"max_tokens": 4, "temperature": 0}}
 TEN_MB = "a" * 10_000_000

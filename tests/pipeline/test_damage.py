@@ -5,16 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import KVSettings
 from penstock.kvstore.block import HEADER_BYTES
 from penstock.kvstore.tiers import shared
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
-from penstock.settings import Addresses, KVSettings
+from sim.kv_faults import Vandal, num_reads, serve_damaged, tight_settings
+from sim.line import Line
+from sim.workload import SETTINGS, alone, requests
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
-from tests.pipeline.faults import Vandal, num_reads, serve_damaged, tight_settings
-from tests.pipeline.line import Line
-from tests.pipeline.workload import SETTINGS, alone, requests
 
 WORK = 6
 READS = 500

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.client import Client
-from penstock.local.processes import wait_until
+from penstock.client.sync import Client
 from penstock.local.stack import Stack
 from penstock.messages import Request, Result
-from tests.forked import ForkedStack
+from penstock.waiting import wait_until
+from sim.forked import ForkedStack
+from sim.workload import SETTINGS, Answer, alone, requests
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
-from tests.pipeline.workload import SETTINGS, Answer, alone, requests
 
 pytestmark = pytest.mark.timeout(400)
 NUM_REQUESTS = 24

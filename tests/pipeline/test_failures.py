@@ -12,21 +12,23 @@ import pytest
 from penstock import names
 from penstock.bus.connect import connect
 from penstock.bus.contract import Delivery, Outgoing
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, RecordSettings
 from penstock.engine.batch import Batch
 from penstock.errors import REQUEST_ERRORS, KVStoreError
 from penstock.kvstore.chain import Chain
-from penstock.local.processes import Child, wait_until
+from penstock.local.processes import Child
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode
 from penstock.names import Pipeline, Stage
 from penstock.record import Busy, Claim, body_hash
-from penstock.settings import Addresses, BusSettings, RecordSettings
+from penstock.waiting import wait_until
 from penstock.worker import pack, run_until_idle
-from tests.forked import fork
+from sim.forked import fork
+from sim.line import Line
+from sim.workload import alone, requests
 from tests.pipeline import poisoned_worker
 from tests.pipeline.checks import results_of
-from tests.pipeline.line import Line
 from tests.pipeline.poisoned_worker import POISON
-from tests.pipeline.workload import alone, requests
 from tests.record.play import alive
 
 RECORD = RecordSettings(retry_first_s=0.05, lease_s=0.4)

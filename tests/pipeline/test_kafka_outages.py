@@ -10,14 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from penstock.bus.contract import Delivery, Outgoing, Settlement
-from penstock.bus.kafka import KafkaBus
-from penstock.client import Answer as WholeAnswer
-from penstock.client import Client
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.client.sync import Answer as WholeAnswer
+from penstock.client.sync import Client
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
-from penstock.local.processes import wait_until
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
-from penstock.status import health, worker_status
+from penstock.ops.status import health, worker_status
+from penstock.waiting import wait_until
 from tests.pipeline.checks import results_of
 from tests.pipeline.site import LONG_S, NUM_REQUESTS, Site, hanging, leave, site_on, streaming, submit, work
 

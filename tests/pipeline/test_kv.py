@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import KVSettings
 from penstock.kvstore.block import Wanted, chain_keys
 from penstock.kvstore.connector import Loaded, Stored
 from penstock.kvstore.store import KVStore
 from penstock.messages import Request, Result, Sampling
 from penstock.names import Pipeline
-from penstock.settings import Addresses, KVSettings
 from penstock.worker import run_until_idle
-from tests.pipeline.line import Line
-from tests.pipeline.workload import SETTINGS, alone, requests
+from sim.line import Line
+from sim.workload import SETTINGS, alone, requests
 
 BLOCK = SETTINGS.block_size
 GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from penstock import names
-from penstock.client import Client
+from penstock.client.sync import Client
+from penstock.config.addresses import Addresses
+from penstock.config.settings import RecordSettings
 from penstock.errors import Cancelled
-from penstock.local.processes import wait_until
 from penstock.messages import Request, Sampling, Usage, now_s
 from penstock.names import Pipeline
 from penstock.record import body_hash
-from penstock.settings import Addresses, RecordSettings
+from penstock.waiting import wait_until
 from penstock.worker import StopSignal, run_until_idle, serve
-from tests.pipeline.line import Line
+from sim.line import Line
 
 
 @pytest.fixture(params=["embedded", "kafka"])

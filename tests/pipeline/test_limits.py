@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import EngineSettings
 from penstock.messages import DEFAULT_MAX_TOKENS, Request, Sampling
 from penstock.names import Pipeline
-from penstock.settings import Addresses, EngineSettings
-from tests.pipeline.line import Line
-from tests.pipeline.workload import demo_model
+from sim.line import Line
+from sim.workload import demo_model
 
 NO_LIMIT = 2**31 - 1
 

@@ -14,16 +14,17 @@ from typing import NoReturn
 import pytest
 import redis
 
-from penstock.aio import AsyncClient
-from penstock.client import Answer as WholeAnswer
-from penstock.client import Client
+from penstock.client.aio import AsyncClient
+from penstock.client.sync import Answer as WholeAnswer
+from penstock.client.sync import Client
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
-from penstock.settings import Addresses, BusSettings
-from penstock.status import health
+from penstock.ops.status import health
 from penstock.worker.loop import Loop
-from tests.pipeline.line import Line
+from sim.line import Line
 from tests.pipeline.site import LONG_S, NUM_REQUESTS, Site, answers, hanging, leave, site_on, streaming, work
 
 pytestmark = pytest.mark.timeout(180)

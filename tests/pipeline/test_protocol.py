@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.forked import ForkedStack
+from sim.forked import ForkedStack
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 

@@ -5,17 +5,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.local.processes import wait_until
+from penstock.config.addresses import Addresses
+from penstock.config.settings import RecordSettings
 from penstock.messages import Request
 from penstock.names import Pipeline
 from penstock.prefill_worker.role import INLINE_BYTES, PrefillRole
 from penstock.prefill_worker.tokenize import PromptReader
 from penstock.record import Session
-from penstock.settings import Addresses, RecordSettings
+from penstock.waiting import wait_until
 from penstock.worker import run_until_idle
 from penstock.worker.worker import Worker
-from tests.pipeline.line import Line
-from tests.pipeline.workload import alone, demo_model, requests
+from sim.line import Line
+from sim.workload import alone, demo_model, requests
 
 
 class Reader(PromptReader):

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from penstock.client import Client
+from penstock.client.sync import Client
+from penstock.config.addresses import Addresses
 from penstock.messages import Logprobs, Request, Sampling, TokenEvent
 from penstock.names import Pipeline
-from penstock.settings import Addresses
-from tests.pipeline.line import Line
+from sim.line import Line
 
 NUM_TOKENS = 30
 SAMPLING: dict[str, Any] = {

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client import Client
+from penstock.client.sync import Client
 from penstock.errors import ServersDiffer
-from penstock.local.processes import wait_until
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
-from penstock.reach import redis_client
-from penstock.servers import ByServer, keep_lists, place_of
-from penstock.status import worker_status
+from penstock.ops.status import worker_status
+from penstock.redis.client import redis_client
+from penstock.redis.servers import ByServer, keep_lists, place_of
 from penstock.telemetry.timeline import timeline
+from penstock.waiting import wait_until
 from tests.pipeline.checks import Streams, check_results, check_streams
 from tests.pipeline.site import Site, answers, hanging, results_when_all_there, site_on, submit, work
 

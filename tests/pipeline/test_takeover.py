@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from penstock.client import Client
+from penstock.client.sync import Client
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, RecordSettings
 from penstock.local.kafka import KafkaServer
-from penstock.local.processes import wait_until
 from penstock.messages import EndEvent, Request, Sampling, TokenEvent
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import STEPS_AHEAD
-from penstock.settings import Addresses, BusSettings, RecordSettings
+from penstock.waiting import wait_until
 from penstock.worker import run_until_idle
 from penstock.worker.worker import Worker
-from tests.forked import fork, run_penstock
-from tests.pipeline.line import Line
-from tests.pipeline.workload import SETTINGS, alone, requests
-from tests.servers import started
+from sim.forked import fork, run_penstock
+from sim.line import Line
+from sim.servers import started
+from sim.workload import SETTINGS, alone, requests
 
 LEASE_S = 0.4
 NUM_PARTITIONS = BusSettings().partitions

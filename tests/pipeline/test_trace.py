@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.local.stack import Stack
-from tests.forked import ForkedStack
+from sim.forked import ForkedStack
 
 NAMES = {
     "request", "queue.wait", "preprocess", "prefill", "kv.read", "first_token", "kv.write", "hand_off", "decode", "end",

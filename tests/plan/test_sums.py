@@ -8,6 +8,7 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config.settings import RecordSettings
 from penstock.errors import PlanError
 from penstock.names import Pipeline
 from penstock.plan.rates import Batch, Rates
@@ -15,7 +16,6 @@ from penstock.plan.simulate import simulate
 from penstock.plan.sums import LOG_BYTES, LOG_TOKEN_BYTES, Goals, lines, plan
 from penstock.plan.trace import Arrival, peak, quantile
 from penstock.record import Record
-from penstock.settings import RecordSettings
 from tests.record import play
 
 RATES = Rates(

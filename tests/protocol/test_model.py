@@ -5,9 +5,9 @@ from functools import cache
 
 import pytest
 
-from tests.protocol.model import Found, explore, told
-from tests.protocol.scenarios import FLAWS, QUICK, Scenario
-from tests.protocol.state import Budget, Rules
+from sim.protocol.model import Found, explore, told
+from sim.protocol.scenarios import FLAWS, QUICK, Scenario
+from sim.protocol.state import Budget, Rules
 
 REPLIES = {
     "claim": "claim ended busy bound conflict",

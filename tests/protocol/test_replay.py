@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline
 from penstock.record import Record
-from penstock.settings import RecordSettings
-from tests.protocol import script
-from tests.protocol.model import told
-from tests.protocol.promises import is_over
-from tests.protocol.replay import LEASE_S, Replay
-from tests.protocol.script import GHOST, LATER, MAX_ATTEMPTS, NEW, NOBODY, End, Message, Rec, Reply
-from tests.protocol.state import Budget, Rules, State, Step, stage_of, start
-from tests.protocol.steps import steps
+from sim.protocol import script
+from sim.protocol.model import told
+from sim.protocol.promises import is_over
+from sim.protocol.replay import LEASE_S, Replay
+from sim.protocol.script import GHOST, LATER, MAX_ATTEMPTS, NEW, NOBODY, End, Message, Rec, Reply
+from sim.protocol.state import Budget, Rules, State, Step, stage_of, start
+from sim.protocol.steps import steps
 from tests.protocol.test_model import KINDS
 
 NUM_TRACES, NUM_STEPS = 400, 60

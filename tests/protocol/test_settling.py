@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 
 from penstock.bus.contract import Bus, Member, Outgoing, Settlement
+from penstock.config.addresses import Addresses
+from penstock.config.settings import RecordSettings
 from penstock.errors import BusUnavailable
-from penstock.local.processes import wait_until
 from penstock.messages import Job, Request, Sampling, TokenEvent, decode
 from penstock.names import Pipeline
-from penstock.settings import Addresses, RecordSettings
+from penstock.waiting import wait_until
 from penstock.worker import Settler, run_until_idle
+from sim.line import Line
 from tests.bus.buses import make_bus, publish, take, values
-from tests.pipeline.line import Line
 
 
 class Forgetful:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline
 from penstock.record import Record
-from penstock.settings import RecordSettings
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import time
 import pytest
 import redis
 
-from penstock.local.processes import wait_until
+from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, Request, Timings
 from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record import (
@@ -18,7 +18,7 @@ from penstock.record import (
     Waiting,
     body_hash,
 )
-from penstock.settings import RecordSettings
+from penstock.waiting import wait_until
 from tests.record.play import alive, decode, die, end, prefill, say
 
 

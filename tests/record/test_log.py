@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 import redis
 
+from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, Pipeline, event_id, roll
 from penstock.record import AppendOutcome, Busy, Claim, Record, parse_event
-from penstock.settings import RecordSettings
 from tests.record.play import alive, decode, end, prefill, say, wait_for
 
 OK, FENCED, CANCELLED = AppendOutcome.OK, AppendOutcome.FENCED, AppendOutcome.CANCELLED

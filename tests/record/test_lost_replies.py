@@ -6,11 +6,11 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
+from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline, Stage
-from penstock.reach import redis_client
 from penstock.record import Claim, Record, Waiting
-from penstock.settings import RecordSettings
-from tests.chaos.proxy import Proxy
+from penstock.redis.client import redis_client
+from sim.chaos.proxy import Proxy
 from tests.record.play import alive, decode, die
 
 

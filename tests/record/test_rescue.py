@@ -6,9 +6,9 @@ import pytest
 import redis
 
 from penstock.bus.contract import Delivery
-from penstock.local.processes import wait_until
 from penstock.names import Pipeline, Stage
 from penstock.record import Record, Session, Waiting
+from penstock.waiting import wait_until
 from penstock.worker import Rescue
 from penstock.worker.rescue import AT_ONCE_BYTES
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from penstock.local.processes import wait_until
+from penstock.config.settings import RecordSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
-from penstock.reach import redis_client
 from penstock.record import Claim, News, Record, Session
-from penstock.settings import RecordSettings
+from penstock.redis.client import redis_client
+from penstock.waiting import wait_until
 from tests.record.play import alive, die, end, say
 
 MOMENT_S = 0.01

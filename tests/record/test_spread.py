@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.local.processes import wait_until
+from penstock.config.settings import RecordSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Busy, Claim, News, Record, Sessions, Waiting, connect_servers, record_on
-from penstock.servers import place_of
-from penstock.settings import RecordSettings
+from penstock.redis.servers import place_of
+from penstock.waiting import wait_until
 from tests.pipeline.site import hanging
 from tests.record.play import end, say
 

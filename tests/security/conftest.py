@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from penstock.bus.kafka import KafkaBus
+from penstock.bus.kafka.bus import KafkaBus
+from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from penstock.settings import BusSettings
+from sim.servers import started
 from tests.security.certificates import Authority
 from tests.security.servers import REDIS_ACL_FILE, USERS, SecureKafka, SecureRedis
-from tests.servers import started
 
 WORDS = {"WORKER_PASSWORD": "open-sesame", "GATEWAY_PASSWORD": "abracadabra", "CLIENT_PASSWORD": "swordfish"}
 PASSWORDS = {

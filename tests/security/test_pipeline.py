@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client import Client
-from penstock.local.processes import Child, free_port, wait_until
+from penstock.client.sync import Client
+from penstock.config.addresses import Addresses
+from penstock.config.settings import RecordSettings, load
+from penstock.local.processes import Child, free_port
 from penstock.names import Pipeline
-from penstock.reach import redis_client
+from penstock.ops.status import worker_status
 from penstock.record import Record
-from penstock.settings import Addresses, RecordSettings, load
-from penstock.status import worker_status
+from penstock.redis.client import redis_client
+from penstock.waiting import wait_until
+from sim.forked import fork, run_penstock
+from sim.line import Line
+from sim.workload import SETTINGS, alone, requests
 from tests.commands import Terminal
-from tests.forked import fork, run_penstock
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
-from tests.pipeline.line import Line
 from tests.pipeline.site import submit
-from tests.pipeline.workload import SETTINGS, alone, requests
 from tests.record.play import die, end, prefill
 from tests.security.conftest import WORDS, Site
 

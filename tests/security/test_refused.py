@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import redis
 
-from penstock.access import Role, check_access
+from penstock.config.addresses import Addresses
 from penstock.errors import AccessRefused
-from penstock.settings import Addresses
+from penstock.names import Role
+from penstock.ops.access import check_access
 from tests.commands import Terminal
 from tests.security.conftest import PASSWORDS, Site
 from tests.security.servers import REDIS_ACL_FILE, USERS

@@ -10,10 +10,11 @@ import pytest
 
 SCRIPT = """
 import sys
-from penstock import tracing
+from penstock.telemetry import tracing
+from penstock.telemetry.process import recording
 from penstock.names import Pipeline
-from penstock.settings import TraceSettings
-with tracing.recording("somebody", TraceSettings(file=sys.argv[1], keep_s=0)):
+from penstock.config.settings import TraceSettings
+with recording("somebody", TraceSettings(file=sys.argv[1], keep_s=0)):
     context = tracing.about(Pipeline("p"), "request-1")
     root = tracing.begin("request", context, 100.0)
     within = tracing.within(root, context)

@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.resources import Resource
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.errors import PenstockError
 from penstock.ingest.gateway.figures import REFUSED, GatewayFigures
-from penstock.local.processes import free_port, wait_until
+from penstock.local.processes import free_port
 from penstock.messages import EndEvent, Timings, Usage, now_s
 from penstock.names import CLASSES, STAGES
-from penstock.settings import Addresses, BusSettings
+from penstock.ops.live import Json, LiveWatch
 from penstock.telemetry import catalog, otlp
 from penstock.telemetry.exposition import endpoint, exposition
-from penstock.telemetry.live import Json, LiveWatch
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.recent import Recent, percentiles, quantile, summed_buckets
 from penstock.telemetry.stage import StageFigures
+from penstock.waiting import wait_until
 from tests.telemetry.receiver import Receiver, receiving
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0)

@@ -15,19 +15,19 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import SpanContext
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock import tracing
-from penstock.client import Client
-from penstock.local.processes import free_port, wait_until
+from penstock.client.sync import Client
+from penstock.config.settings import BusSettings
+from penstock.local.processes import free_port
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
-from penstock.reach import redis_client
-from penstock.settings import BusSettings
-from penstock.telemetry import catalog
-from penstock.telemetry.live import Json, LiveWatch
+from penstock.ops.live import Json, LiveWatch
+from penstock.redis.client import redis_client
+from penstock.telemetry import catalog, tracing
 from penstock.telemetry.spans import MOST_SPANS, RedisSpanExporter
 from penstock.telemetry.timeline import UNKNOWN, Timeline, timeline, timeline_async
-from tests.forked import ForkedStack
+from penstock.waiting import wait_until
+from sim.forked import ForkedStack
 from tests.telemetry.receiver import Receiver, receiving
 
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void;"

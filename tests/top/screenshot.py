@@ -9,10 +9,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from penstock.config.settings import BusSettings
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
-from penstock.settings import BusSettings
-from penstock.telemetry.live import LiveWatch
+from penstock.ops.live import LiveWatch
 from penstock.top.app import Top
 from tests.top import stage
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock import Client
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
-from tests.forked import ForkedStack
+from sim.forked import ForkedStack
 
 ENVIRONMENT = {
     "PENSTOCK_ENGINE_DTYPE": "float32",

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
-from penstock.lag import RATES
-from penstock.local.processes import wait_until
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.names import STAGES
-from penstock.settings import BusSettings
-from penstock.status import worker_status
-from penstock.telemetry.live import LiveWatch
+from penstock.ops.lag import RATES
+from penstock.ops.live import LiveWatch
+from penstock.ops.status import worker_status
 from penstock.top.app import Top
 from penstock.top.panels import Look
+from penstock.waiting import wait_until
+from sim.servers import started
 from tests.commands import Terminal
-from tests.servers import started
 from tests.top import stage
 from tests.top.screenshot import without_fonts
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.workload import MAX_BATCH, Request
+from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handover import landed, taken
+from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
-from penstock.settings import EngineSettings
 
 STEP_TOKENS = 2048
 _GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -32,7 +33,7 @@ def load(
         {"model": str(model), "dtype": dtype, "device": device, "threads": threads, "pool_mb": pool_mb,
          "max_batch": MAX_BATCH, "max_step_tokens": step_tokens}
     )  # fmt: skip
-    engine = Engine.open(settings)
+    engine = open_engine(settings)
     engine.storage.data.zero_()  # the others touch their pools at the start too
     return Penstock(engine)
 

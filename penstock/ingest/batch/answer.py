@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.aio import AsyncClient
-from penstock.client import Answer
+from penstock.client.aio import AsyncClient
+from penstock.client.sync import Answer
 from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, StreamDiverged, StreamExpired, StreamTimeout
 from penstock.ingest.batch.lines import Row
 from penstock.ingest.gateway.errors import ApiError, api_error
@@ -15,7 +15,7 @@ from penstock.ingest.openai import ENDPOINTS, Ask, card_of, prompt_of
 from penstock.ingest.openai.endpoint import cap_open, request_ids
 from penstock.ingest.together import together
 from penstock.messages import Usage
-from penstock.reach import pauses
+from penstock.redis.client import pauses
 
 FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 60.0, 3600.0
 """How long an answer may be silent before it is asked for again, at first and at last."""

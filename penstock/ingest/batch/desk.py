@@ -2,12 +2,12 @@
 
 import redis.asyncio
 
+from penstock.config.settings import BatchSettings
 from penstock.ingest.batch.batches import Batches
 from penstock.ingest.batch.objects import Objects
 from penstock.ingest.batch.runner import BatchRunner
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import ClientOf
-from penstock.settings import BatchSettings
 
 
 class Desk:

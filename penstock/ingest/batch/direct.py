@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.aio import AsyncClient
+from penstock.client.aio import AsyncClient
 from penstock.ingest.batch.answer import Finished, Terms, answer
 from penstock.ingest.batch.journal import Journal, JournalError
 from penstock.ingest.batch.lines import PIECE, Row, check, parse_row, split

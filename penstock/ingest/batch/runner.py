@@ -21,13 +21,13 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from penstock.config.settings import BatchSettings
 from penstock.ingest.batch.batches import Batches, Birth
 from penstock.ingest.batch.lease import Leases
 from penstock.ingest.batch.objects import Objects
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import ClientOf, Work, make_places
 from penstock.ingest.gateway.errors import ApiError
-from penstock.settings import BatchSettings
 
 log = logging.getLogger(__name__)
 MAX_BATCHES = 8

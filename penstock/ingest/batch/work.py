@@ -23,7 +23,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
-from penstock.aio import AsyncClient
+from penstock.client.aio import AsyncClient
+from penstock.config.settings import BatchSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.batch.answer import Terms, answer, cancel, left_out, refused
 from penstock.ingest.batch.batches import Batches, Birth, place
@@ -33,7 +34,6 @@ from penstock.ingest.batch.parts import Parts
 from penstock.ingest.batch.shapes import BatchState, LineError, LineErrors, RequestCounts, Status
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.gateway.errors import ApiError
-from penstock.settings import BatchSettings
 
 ClientOf = Callable[[str], Awaitable[AsyncClient]]
 """The client of the pipeline that serves a model. Raises `ApiError`: 404 for an unknown one, else 503."""

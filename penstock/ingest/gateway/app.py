@@ -6,6 +6,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import GatewaySettings, GuardSettings, is_loopback, load
 from penstock.ingest.gateway import (
     batches,
     files,
@@ -24,7 +26,6 @@ from penstock.ingest.gateway.figures import Counted
 from penstock.ingest.gateway.guard import Guard
 from penstock.ingest.gateway.handlers import error_handlers
 from penstock.ingest.gateway.state import Gateway
-from penstock.settings import Addresses, GatewaySettings, GuardSettings, is_loopback, load
 from penstock.telemetry.meters import Meters
 
 PARTS = (inference, responses, listing, streams, live, files, batches, usage, health, metrics, site)

@@ -7,12 +7,13 @@ from contextlib import contextmanager, suppress
 import redis
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.messages import now_s
 from penstock.names import CLASSES, STAGES
-from penstock.settings import Addresses, BusSettings
+from penstock.ops.live import Json, LiveWatch
 from penstock.telemetry import catalog
-from penstock.telemetry.live import Json, LiveWatch
 from penstock.telemetry.meters import Meters, Reading
 
 REFUSED = "penstock.refused"

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.config.settings import GuardSettings, is_loopback
 from penstock.ingest.gateway.errors import ApiError
 from penstock.ingest.gateway.figures import REFUSED
 from penstock.ingest.gateway.protocol import LINGER_S
-from penstock.settings import GuardSettings, is_loopback
 
 MB = 2**20
 MOMENT_S = 0.05

@@ -11,7 +11,7 @@ from penstock.bus.connect import connect
 from penstock.ingest.gateway.errors import ApiError
 from penstock.ingest.gateway.handlers import errors
 from penstock.ingest.gateway.state import gateway_of
-from penstock.reach import ANSWER_S
+from penstock.redis.client import ANSWER_S
 
 router = APIRouter()
 

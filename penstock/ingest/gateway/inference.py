@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from penstock import tracing
 from penstock.errors import BusUnavailable, RequestError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.gateway.accept import Wishes, WishesDep, accept
@@ -20,6 +19,7 @@ from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import Card, Endpoint
 from penstock.ingest.openai.places import Places
 from penstock.ingest.openai.telling import total
+from penstock.telemetry import tracing
 
 router = APIRouter()
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
-from penstock.client import outages_named
+from penstock.client.sync import outages_named
 from penstock.ingest.gateway.caller import CallerDep
 from penstock.ingest.gateway.handlers import errors
 from penstock.ingest.gateway.state import Gateway, gateway_of

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 import redis
 
 from penstock.errors import BusUnavailable
-from penstock.telemetry.live import Json, LiveWatch
+from penstock.ops.live import Json, LiveWatch
 
 log = logging.getLogger(__name__)
 

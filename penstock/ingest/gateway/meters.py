@@ -2,10 +2,10 @@
 
 import asyncio
 
+from penstock.config.addresses import Addresses
 from penstock.errors import PenstockError
 from penstock.ingest.gateway.models import Models
 from penstock.ingest.metering import meter_forever
-from penstock.settings import Addresses
 
 LOOK_S = 5.0
 """How often it looks for further pipelines."""

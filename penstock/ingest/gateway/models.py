@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import redis.asyncio
 
-from penstock.client import outages_named
+from penstock.client.sync import outages_named
 from penstock.errors import BusUnavailable
 from penstock.ingest.gateway.errors import ApiError
 from penstock.names import WORKERS_KEY, pipeline_of_worker

@@ -18,10 +18,11 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from penstock.config.addresses import Addresses
+from penstock.config.settings import GatewaySettings, GuardSettings, load
 from penstock.errors import PenstockError
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.protocol import guarded
-from penstock.settings import Addresses, GatewaySettings, GuardSettings, load
 from penstock.telemetry.meters import Meters
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
+from penstock.client.reader import Event
 from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired
 from penstock.ingest.gateway.errors import ApiError, api_error
 from penstock.ingest.gateway.state import Gateway
@@ -19,7 +20,6 @@ from penstock.ingest.openai.endpoint import Card
 from penstock.ingest.openai.places import DONE, Places
 from penstock.ingest.openai.telling import Telling, Told
 from penstock.messages import Usage
-from penstock.reader import Event
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,17 @@ from typing import Any
 
 from starlette.requests import HTTPConnection
 
-from penstock.aio import AsyncClient
+from penstock.client.aio import AsyncClient
+from penstock.client.reader import Event
+from penstock.config.addresses import Addresses
+from penstock.config.settings import (
+    AdmissionSettings,
+    BatchSettings,
+    BusSettings,
+    GatewaySettings,
+    RecordSettings,
+    load,
+)
 from penstock.ingest.admission import Admission
 from penstock.ingest.batch.desk import Desk
 from penstock.ingest.gateway import meters
@@ -17,20 +27,10 @@ from penstock.ingest.gateway.models import Models
 from penstock.ingest.keys import source_of
 from penstock.ingest.openai.endpoint import Card
 from penstock.ingest.tenants import Keyring
-from penstock.lag import PipelineLag
 from penstock.names import Pipeline
-from penstock.reach import async_redis_client
-from penstock.reader import Event
-from penstock.servers import ByServer
-from penstock.settings import (
-    Addresses,
-    AdmissionSettings,
-    BatchSettings,
-    BusSettings,
-    GatewaySettings,
-    RecordSettings,
-    load,
-)
+from penstock.ops.lag import PipelineLag
+from penstock.redis.client import async_redis_client
+from penstock.redis.servers import ByServer
 from penstock.telemetry.meters import Meters
 
 

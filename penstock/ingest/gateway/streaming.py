@@ -8,7 +8,8 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from penstock.client import Answer, answer_of, without_error
+from penstock.client.reader import Event
+from penstock.client.sync import Answer, answer_of, without_error
 from penstock.errors import BusUnavailable, PenstockError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.gateway.figures import GatewayFigures
@@ -19,7 +20,6 @@ from penstock.ingest.openai.places import Places
 from penstock.ingest.openai.telling import total
 from penstock.ingest.together import together
 from penstock.messages import EndEvent, Usage
-from penstock.reader import Event
 
 _EVENT: dict[str, Any] = {
     "type": "object",

@@ -5,13 +5,13 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
-from penstock.client import outages_named
+from penstock.client.sync import outages_named
 from penstock.ingest.gateway.caller import CallerDep
 from penstock.ingest.gateway.handlers import errors
 from penstock.ingest.gateway.state import gateway_of
 from penstock.ingest.metering import COUNTERS, Sums, day_keys, last_days, sums_of, total
 from penstock.names import Pipeline
-from penstock.reach import checked
+from penstock.redis.client import checked
 
 router = APIRouter()
 

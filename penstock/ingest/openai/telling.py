@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from penstock.client.reader import Event
 from penstock.ingest.openai.endpoint import Card, Endpoint
 from penstock.ingest.openai.places import Piece, Places
 from penstock.messages import EndEvent, Usage
-from penstock.reader import Event
 
 
 class Told(NamedTuple):

@@ -4,12 +4,12 @@ A tier has one object of `Codecs`, which writes one way and reads all that its s
 was.
 """
 
+from penstock.config.settings import CodecChoice
 from penstock.kvstore.block import RAW
 from penstock.kvstore.codec.choice import Choice
 from penstock.kvstore.codec.contract import INT8, LOSSLESS, Codec, Element, PayloadShape
 from penstock.kvstore.codec.int8 import Int8
 from penstock.kvstore.codec.lossless import Lossless
-from penstock.settings import CodecChoice
 
 __all__ = ["INT8", "LOSSLESS", "Codec", "Codecs", "Element", "PayloadShape", "codec_for"]
 

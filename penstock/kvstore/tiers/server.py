@@ -14,8 +14,8 @@ from penstock.errors import KVStoreError
 from penstock.kvstore.tiers.contract import Counters
 from penstock.kvstore.tiers.scripts import ALL
 from penstock.kvstore.tiers.wire import NotRedis, Refused, Wire, command
-from penstock.reach import connection_pool
-from penstock.transport import shown
+from penstock.redis.client import connection_pool
+from penstock.redis.urls import shown
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -1,0 +1,101 @@
+"""Following a topic on Kafka: read_committed, from offsets that somebody else keeps, in no group."""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+
+from penstock.bus.contract import Followed, Outgoing
+from penstock.bus.kafka.client import ANSWER_S, bus_errors, read_headers, read_key
+
+log = logging.getLogger(__name__)
+
+PARTITIONS_EVERY_S = 5.0
+"""How often partitions that were added are looked for."""
+
+
+class KafkaFollower:
+    """Reads every partition of the topic, also those that are added later."""
+
+    def __init__(self, clients: Mapping[str, Any], topic: str, after: Mapping[str, str]) -> None:
+        self._topic = topic
+        self._after = {int(number): int(offset) for number, offset in after.items()}
+        """Of each partition the last offset that is done with; -1 before the first."""
+        self._assigned = set[int]()
+        self._looked_at = time.monotonic()
+        self._consumer = Consumer(
+            dict(clients)
+            | {
+                "group.id": f"{topic}.follower",  # it must have one; nothing is committed under it
+                "enable.auto.commit": False,
+                "isolation.level": "read_committed",
+                # The client would begin at the same end of the log whatever side the offset is out of range on.
+                "auto.offset.reset": "error",
+                "fetch.wait.max.ms": 100,
+                "queued.max.messages.kbytes": 16384,
+            }
+        )
+        try:
+            with bus_errors():
+                self._assign_new()
+        except BaseException:
+            self._consumer.close()
+            raise
+
+    def read(self, timeout_s: float, most: int = 500) -> list[Followed]:
+        """The next messages; see `contract.Follower.read`."""
+        found: list[Followed] = []
+        with bus_errors():
+            if time.monotonic() > self._looked_at + PARTITIONS_EVERY_S:
+                self._assign_new()
+            first = self._consumer.poll(timeout_s)
+            for message in () if first is None else (first, *self._consumer.consume(most - 1, 0)):
+                error, number, offset = message.error(), message.partition() or 0, message.offset() or 0
+                if error is None:
+                    outgoing = Outgoing(self._topic, message.value() or b"", read_key(message), read_headers(message))
+                    found.append(Followed(str(number), str(offset), outgoing))
+                    self._after[number] = offset
+                elif error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - that is its name
+                    if self._place_in_log(number):
+                        found.append(Followed(str(number), str(self._after[number]), None))
+                elif not error.retriable():
+                    raise KafkaException(error)
+        return found
+
+    def close(self) -> None:
+        """Free the connections."""
+        self._consumer.close()
+
+    def _assign_new(self) -> None:
+        """Begin with the partitions that the topic has and that are not read yet."""
+        known = self._consumer.list_topics(self._topic, ANSWER_S).topics[self._topic]
+        if known.error is not None:
+            raise KafkaException(known.error)
+        self._looked_at = time.monotonic()
+        fresh = sorted(known.partitions.keys() - self._assigned)
+        if fresh:
+            self._consumer.incremental_assign([self._next(number) for number in fresh])
+            self._assigned.update(fresh)
+
+    def _next(self, number: int) -> TopicPartition:
+        offset = self._after[number] + 1 if number in self._after else OFFSET_BEGINNING
+        return TopicPartition(self._topic, number, offset)
+
+    def _place_in_log(self, number: int) -> bool:
+        """Go on with a partition whose log does not have the next offset; whether it ends before that.
+
+        A log that ends before lost its tail, and what it has left was read. A log that begins after it has dropped what
+        is too old, and all that it has left is unread.
+        """
+        low, high = self._consumer.get_watermark_offsets(TopicPartition(self._topic, number), ANSWER_S)
+        wanted = self._next(number).offset
+        is_shorter = wanted > high
+        if is_shorter:
+            log.warning("%s, partition %d: the log ends at %d, before %d: its end was lost, and what was written since "
+                        "may be passed over", self._topic, number, high, wanted)  # fmt: skip
+        self._after[number] = min(max(wanted, low), high) - 1
+        self._consumer.incremental_unassign([TopicPartition(self._topic, number)])
+        self._consumer.incremental_assign([self._next(number)])
+        return is_shorter

@@ -1,0 +1,606 @@
+"""A member of a stage's group on Kafka: one thread polls, and whoever has finished work settles it."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+)
+
+from penstock.bus.contract import Delivery, Outgoing, Settlement, check_size
+from penstock.bus.kafka.buffer import Commit, Holdings, Partition
+from penstock.bus.kafka.client import ANSWER_S, MAX_BATCH_BYTES, bus_errors, read_delivery
+from penstock.bus.kafka.clients import KafkaClients
+from penstock.bus.kafka.commits import OffsetCommits, places_of
+from penstock.bus.kafka.offsets import NO_EPOCH
+from penstock.bus.kafka.orphans import KafkaOrphans, part_of
+from penstock.bus.kafka.outputs import Outputs
+from penstock.bus.kafka.progress import Progress
+from penstock.bus.kafka.questions import Questions
+from penstock.bus.kafka.transactions import GroupMoved, Transactions
+from penstock.bus.letters import dead_message
+from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
+from penstock.failpoints import failpoint
+from penstock.names import PriorityClass, Stage
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+MEMBERSHIP_S = 0.02
+PROBE_S, PROBE_AGAIN_S = 2.0, 1.0
+"""How often the brokers are asked whether they are there; and while they are not."""
+LEAVE_S = 2.0
+"""How long leaving may take. Brokers that do not answer find out by the session's timeout."""
+REVOKE_S = 30.0
+"""How long a settlement under way holds up that its partitions go to another member."""
+TURN_S = 2.0
+"""A poller that does not come round in this time does not read its partitions."""
+SETTLED_S = 45.0
+"""A settlement takes no longer where the brokers answer: every step of it has a limit that adds up to less."""
+PATIENCE_S = 5.0
+"""How long a member may stand still before it is made anew. All of a process stands still when it is paused."""
+ASK_S = 0.25
+DAMAGED = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)  # noqa: SLF001 - that is their name
+"""A batch that cannot be unpacked: damaged, or so large that the client does not."""
+DAMAGED_TRIES = 3
+PASSED_COMMIT_S = 1.0
+"""How often the offsets of what is passed over are committed when nothing is settled."""
+
+
+class KafkaMember:
+    """Consumes a stage's topics; settles in transactions, or in prefill without.
+
+    Three threads. The poller reads, and is told of partitions that come and go. The asker asks what takes time to be
+    answered: where a partition that came is to be begun, and where one ends that brings nothing. The third is of
+    whoever settles.
+
+    The broker checks that a settling member is in the group, not that a partition is its own. So two locks:
+    `_settling` is held through a transaction and by the revocation callback, which thereby waits until the
+    transaction is over: after it, deliveries of the partition are refused here. `_state` guards
+    `_holdings`, for moments only.
+
+    A partition that is assigned is begun in this order.
+
+    1. It is assigned to the consumer, and paused. librdkafka keeps a pause until it is told otherwise, also when the
+    partition goes and comes back: `_paused` is what it was told last. 2. The asker finds out what the group committed:
+    it waits for a dead member's open transaction, and the poller goes on meanwhile. 3. The poller seeks there, and from
+    now on the partition is named as one that is read here. 4. It is resumed, if there is room.
+
+    A crash between any of them costs nothing: the next owner does the same.
+    """
+
+    def __init__(self, bus: KafkaClients, stage: Stage, name: str) -> None:
+        self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
+        self._group = bus.pipeline.group(stage)
+        self._topics = bus.pipeline.inputs(stage)
+        self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
+        self._settling = threading.Lock()
+        self._settling_since: float | None = None
+        self._state = threading.Condition()
+        self._holdings = Holdings(bus.pipeline, stage)
+        self._damaged: dict[Partition, tuple[int, int]] = {}
+        """The last batch of a partition that could not be unpacked: where it begins, and how often it was tried."""
+        self._failure: Exception | None = None
+        self._leaving, self._closing = threading.Event(), threading.Event()
+        self._doubtful: tuple[list[Commit], list[Delivery]] = [], []
+        self._epochs: dict[Partition, int] = {}
+        # The poller's.
+        self._starting: set[Partition] = set()
+        self._paused: set[Partition] = set()
+        self._progress = Progress()
+        self._refresh_at = 0.0
+        self._turned_at = time.monotonic()
+        self._probe_at = self._turned_at + PROBE_S
+        # What is wrong, each kind for itself; see `trouble`.
+        self._away = ""
+        self._refused: dict[str, str] = {}
+        self._stalled_at: float | None = None
+        self._membership: object = None
+        self._transactions = bus.transactions(f"{self._group}.{name}") if stage == "decode" else None
+        self._outputs = bus.outputs() if self._transactions is None else None
+        self._commits = OffsetCommits()
+        self._questions = Questions(bus.consumer(_asking_settings(self._group)))
+        self._consumer = bus.consumer(_consumer_settings(self._group, name) | {"on_commit": self._on_commit})
+        self._asker = threading.Thread(target=self._ask_forever, name=f"kafka-asker-{name}", daemon=True)
+        self._asker.start()
+        self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
+        self._poller.start()
+
+    @property
+    def trouble(self) -> str:
+        """Why this member does not do its part now; see `contract.Member.trouble`."""
+        return self._away or self._stalled() or next(iter(self._refused.values()), "")
+
+    def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Deliveries of the classes with room, interactive first; see `contract.Member.poll`."""
+        end = time.monotonic() + timeout_s
+        self._check_alive()
+        self._bury_orphans()
+        with self._state:
+            while True:
+                self._check()
+                found = self._holdings.hand_out(room)
+                left_s = end - time.monotonic()
+                if found or left_s <= 0 or self._closing.is_set():
+                    return found
+                self._state.wait(left_s)
+
+    def settle(self, settlements: Sequence[Settlement]) -> None:
+        """Publish the outputs and finish the deliveries; see `contract.Member.settle` for what each stage promises."""
+        deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
+        outputs = [output for settlement in settlements for output in settlement.outputs]
+        check_size(outputs)
+        if self._closing.is_set():
+            raise BusUnavailable("Kafka: this member has left its group")
+        if self._outputs is not None:
+            self._publish_then_finish(self._outputs, deliveries, outputs)
+        elif self._transactions is not None and settlements:
+            self._settle_together(self._transactions, deliveries, outputs)
+
+    def _publish_then_finish(self, writer: Outputs, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
+        """One settlement of the prefill stage, in this order.
+
+        1. The deliveries are still ours; if not, nothing is published. 2. The outputs are written, all acknowledged.
+        3. The deliveries are finished here. 4. The poller commits their offsets, a moment later (`_commit_finished`).
+
+        After a crash in 2, or between it and 4, the deliveries come again though their outputs are out. If the record
+        says by then that the request was handed off, they are settled without output. Else it is handed off again: its
+        second job is stale, as the first one is bound, and a dead letter is there twice. The same where a partition
+        goes to another member meanwhile: it waits for nobody.
+        """
+        with self._state:  # 1
+            self._check()
+            lost = self._holdings.lost(deliveries)
+        if lost:
+            raise DeliveryLost(lost)
+        with self._timed(), bus_errors():
+            writer.write(outputs)  # 2
+        failpoint("kafka.2.acknowledged")
+        with self._state:  # 3
+            self._holdings.finish(deliveries)
+        failpoint("kafka.3.finished")
+
+    def _settle_together(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
+        """One settlement of the decode stage.
+
+        When the group moves meanwhile (another member joined or left), what is still ours is settled anew.
+        """
+        end = time.monotonic() + ANSWER_S
+        while True:
+            with self._settling, self._timed(), bus_errors():
+                try:
+                    self._transact(writer, deliveries, outputs)
+                    return
+                except MemberFenced as fenced:
+                    self._fail(fenced)
+                    raise
+                except GroupMoved as moved:
+                    if time.monotonic() > end:
+                        raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
+            self._closing.wait(0.02)  # lets the callbacks run
+
+    def held(self) -> int:
+        """How many deliveries this member holds unsettled."""
+        with self._state:
+            return self._holdings.num_handed_out
+
+    def holds(self, delivery: Delivery) -> bool:
+        """Whether its partition is still assigned, as of the last time the brokers said so."""
+        with self._state:
+            return not self._holdings.lost([delivery])
+
+    def waiting(self) -> list[Delivery]:
+        """Fetched, and not handed out for want of room."""
+        with self._state:
+            return self._holdings.waiting()
+
+    def parts(self) -> list[str]:
+        """The interactive topic's partitions that are read here: none while the brokers are away, or we stand still."""
+        topic = self._topics["interactive"]
+        if self._away or self._stalled() or topic in self._refused:
+            return []
+        with self._state:
+            partitions = self._holdings.partitions
+        return [part_of(partition) for partition in partitions if partition[0] == topic]
+
+    def orphan_reader(self) -> KafkaOrphans:
+        """For partitions of members that the brokers still believe alive."""
+        return KafkaOrphans(self._pipeline, self._stage, self._clients)
+
+    def retire(self) -> None:
+        """Give the partitions up, and with them all deliveries."""
+        self._leaving.set()
+        self._poller.join(LEAVE_S)
+
+    def close(self) -> None:
+        """Leave the group: other members get the partitions, and with them the unsettled deliveries.
+
+        Threads that wait for brokers which do not answer are left to themselves.
+        """
+        self._leaving.set()
+        writer = self._transactions
+        if writer and not self.trouble and not self._closing.is_set() and self._settling.acquire(timeout=LEAVE_S):
+            try:
+                with contextlib.suppress(KafkaException, MemberFenced, GroupMoved):
+                    self._clear_doubt(writer, LEAVE_S)
+            finally:
+                self._settling.release()
+        self._closing.set()
+        with self._state:
+            self._state.notify_all()
+        self._poller.join(LEAVE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _bury_orphans(self) -> None:
+        with self._state:
+            orphans = self._holdings.orphans()
+        letters = [Settlement(orphan, [dead_message(self._pipeline, orphan, reason)]) for orphan, reason in orphans]
+        while letters:
+            try:
+                self.settle(letters)
+                break
+            except DeliveryLost as gone:  # who has the partition now finds them again
+                letters = [letter for letter in letters if letter.delivery not in gone.deliveries]
+
+    # Settling in transactions: with `_settling` held.
+
+    def _transact(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
+        """One settlement, in this order.
+
+        1. What an earlier settlement left unclear is cleared: its commit repeated, or its transaction
+        aborted. 2. The deliveries are still ours; if not, nothing is done. 3. The outputs are written, and
+        flushed: without it the next step waits for librdkafka's own rhythm. 4. The offsets are added to the
+        transaction. 5. The transaction is committed. 6. The deliveries are finished here too.
+
+        A crash before 5 leaves nothing visible; readers wait for the transaction's timeout, or until a
+        member of the same name starts. A crash in 5 is decided by the broker, both parts alike. One before
+        6 costs nothing.
+        """
+        if self._closing.is_set():
+            raise BusUnavailable("Kafka: this member has left its group")
+        self._clear_doubt(writer)  # 1
+        with self._state:  # 2
+            self._check()
+            lost = self._holdings.lost(deliveries)
+            commits = [] if lost else self._holdings.to_commit(deliveries)
+        if lost:
+            raise DeliveryLost(lost)
+        self._doubtful = commits, deliveries
+        writer.run(outputs, places_of(commits, self._epochs), self._membership)  # 3, 4, 5
+        with self._state:  # 6
+            self._check()  # partitions are taken without waiting for us where a step does not end
+            self._holdings.finish(deliveries)
+            self._holdings.committed(commits)
+
+    def _clear_doubt(self, writer: Transactions, timeout_s: float = ANSWER_S) -> None:
+        if writer.clear_doubt(timeout_s):
+            with self._state:
+                commits, deliveries = self._doubtful
+                self._holdings.finish(deliveries)
+                self._holdings.committed(commits)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._settling_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._settling_since = None
+
+    # The polling thread.
+
+    def _poll_forever(self) -> None:
+        try:
+            self._consumer.subscribe(
+                list(self._classes),
+                on_assign=self._on_assign,
+                on_revoke=self._on_revoke,
+                on_lost=self._on_lost,
+            )
+            while not self._leaving.is_set():
+                message = self._consumer.poll(POLL_S)
+                self._turned_at = time.monotonic()
+                if message is not None:
+                    self._note(message)
+                    self._arrived(message)
+                self._begin()
+                self._commit_finished()
+                self._pause_full()
+                self._refresh_membership()
+                self._watch()
+                self._probe()
+        except Exception as error:  # the member cannot go on: whoever calls is told
+            self._fail(BusUnavailable(f"Kafka: {error}") if isinstance(error, KafkaException) else error)
+        finally:
+            with contextlib.suppress(KafkaException, RuntimeError):
+                self._consumer.close()
+            # Its callbacks are this member's: without this only the garbage collector frees both, on any thread.
+            del self._consumer
+
+    def _note(self, message: Message) -> None:
+        """What a message, or an error in its place, says of its partition; the message itself is for `_arrived`."""
+        partition = message.topic() or "", message.partition() or 0
+        self._progress.move(partition, self._turned_at)
+        error = message.error()
+        if error is not None and error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            self._refused[partition[0]] = f"Kafka does not let this worker read {partition[0]}: {error.str()}"
+        elif error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+            self._refused.pop(partition[0], None)
+            if error is None:  # librdkafka gives the epoch 0 with the end of a partition, whatever it really is
+                self._epochs[partition] = _epoch_of(message)
+
+    def _arrived(self, message: Message) -> None:
+        error = message.error()
+        if error is not None:
+            if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+                partition = message.topic() or "", message.partition() or 0
+                with self._state:
+                    if self._holdings.reach_end(partition, message.offset() or 0):
+                        # The markers that were passed may be of a later epoch than the last message. A commit with an
+                        # epoch that is too low would look like one of a log that was cut since.
+                        self._epochs[partition] = NO_EPOCH
+                return
+            if error.fatal():
+                raise KafkaException(error)
+            log.warning("Kafka: %s", error.str())
+            if error.code() in DAMAGED:
+                partition = message.topic() or "", message.partition() or 0
+                self._pass_damaged(partition, message.offset() or 0, error.str())
+            return
+        delivery = read_delivery(message, self._classes[message.topic() or ""])
+        with self._state:
+            self._holdings.arrive(delivery, _epoch_of(message))
+            self._state.notify()
+
+    def _pass_damaged(self, partition: Partition, batch: int, why: str) -> None:
+        """Go on behind a message that cannot be unpacked, once that was tried a few times.
+
+        A batch is unpacked as a whole, and fails from whichever of its offsets it is fetched. Where it ends is not
+        known: so it is left one offset at a time, and each of its messages is one for the dead letters.
+        """
+        known, tries = self._damaged.get(partition, (batch, 0))
+        tries = tries + 1 if known == batch else 1
+        self._damaged[partition] = batch, tries
+        if tries < DAMAGED_TRIES:
+            return
+        with self._state:
+            if partition not in self._holdings.partitions:
+                return
+            offset = self._holdings.arrive_damaged(partition, batch, self._classes[partition[0]], why)
+            self._state.notify()
+        self._consumer.seek(TopicPartition(*partition, offset))
+
+    def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        """Steps 1 and 2 of beginning partitions. The offset does not matter, as nothing is read before 3."""
+        came = [(new.topic, new.partition) for new in partitions]
+        consumer.incremental_assign([TopicPartition(*partition, 0) for partition in came])
+        consumer.pause([TopicPartition(*partition) for partition in came])
+        self._paused.update(came)
+        self._starting.update(came)
+        self._questions.want_starts(came)
+
+    def _begin(self) -> None:
+        """Steps 3 and 4 of beginning partitions."""
+        for partition, start in self._questions.starts().items():
+            epoch = NO_EPOCH if start.leader_epoch is None else start.leader_epoch
+            place = start.offset if start.offset >= 0 else OFFSET_BEGINNING
+            try:
+                # The epoch makes the brokers say if the log was cut before this offset, and written anew.
+                self._consumer.seek(TopicPartition(*partition, place, "", epoch))
+            except KafkaException as error:  # librdkafka has not begun with it, or not ended with its last time here
+                log.debug("%s is begun later: %s", partition, error)
+                self._questions.want_starts([partition])
+                continue
+            with self._state:
+                self._epochs[partition] = epoch
+                self._holdings.assign(partition, max(0, start.offset), start.metadata, epoch)
+            self._starting.discard(partition)
+
+    def _commit_finished(self) -> None:
+        """Step 4 of a settlement without transactions."""
+        if not self._holdings.has_uncommitted:
+            self._commits.note_nothing_to_commit()
+        elif self._outputs is not None and self._commits.is_due(self._turned_at):
+            with self._state:
+                commits = self._holdings.to_commit()
+            self._commits.send(self._consumer, commits, self._epochs)
+
+    def _on_commit(self, error: KafkaError | None, places: list[TopicPartition]) -> None:
+        """What was refused because the group moved is sent again if it is still ours. If not, its next owner settles it
+        from the record.
+        """
+        with self._state:
+            self._holdings.committed(self._commits.answered(error, places))
+
+    def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        """Commit what is finished of partitions, and forget them. librdkafka gives them up when that is answered."""
+        if self._outputs is not None:
+            gone = {(old.topic, old.partition) for old in partitions}
+            with self._state:
+                commits = [commit for commit in self._holdings.to_commit() if commit[0] in gone]
+            self._commits.send(consumer, commits, self._epochs)
+        self._on_lost(consumer, partitions)
+
+    def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        """Forget partitions. Waits for a transaction under way: until we return, they are ours.
+
+        Not for one that does not end: the member is done with then, and the brokers refuse what it still settles, as it
+        is in the group no more.
+        """
+        gone = {(old.topic, old.partition) for old in partitions}
+        self._questions.forget(gone)
+        self._starting -= gone
+        self._paused -= gone
+        is_over = self._settling.acquire(timeout=REVOKE_S)
+        if not is_over:
+            self._fail(BusUnavailable(f"Kafka: a settlement does not end, its partitions go after {REVOKE_S:g} s"))
+        try:
+            with self._state:
+                self._holdings.revoke(gone)
+                for partition in gone:
+                    self._epochs.pop(partition, None)
+        finally:
+            if is_over:
+                self._settling.release()
+
+    def _pause_full(self) -> None:
+        with self._state:
+            wanted = self._holdings.to_pause() | self._starting
+            assigned = self._starting.union(self._holdings.partitions)
+        for changed, change in (
+            (wanted - self._paused, self._consumer.pause),
+            (self._paused - wanted, self._consumer.resume),
+        ):
+            if changed:
+                change([TopicPartition(*partition) for partition in changed])
+        self._paused = wanted
+        self._progress.follow(assigned - wanted, self._turned_at)
+
+    def _refresh_membership(self) -> None:
+        """Fetch the member's epoch for transactions; here, as librdkafka hangs if two threads use a consumer.
+
+        One that is too old is refused by the broker, and the settlement made again with the next.
+        """
+        now = time.monotonic()
+        if self._transactions is not None and now >= self._refresh_at:
+            self._membership = self._consumer.consumer_group_metadata()
+            self._refresh_at = now + MEMBERSHIP_S
+
+    def _watch(self) -> None:
+        """Have it asked where partitions end that bring nothing, and compare."""
+        with self._state:
+            for partition, end in self._questions.ends().items():
+                if partition in self._holdings.partitions:
+                    self._progress.compare(partition, self._holdings.next_of(partition), end, self._turned_at)
+        quiet = [one for one in self._progress.quiet(self._turned_at) if one[0] not in self._refused]
+        if quiet:
+            self._questions.want_ends(quiet)
+
+    def _probe(self) -> None:
+        """Look whether the brokers are there: librdkafka says nothing of those that hang, nor when they are back."""
+        if time.monotonic() < self._probe_at:
+            return
+        try:
+            self._consumer.list_topics(self._pipeline.results, PROBE_AGAIN_S)
+            self._away = ""
+        except KafkaException as error:
+            self._away = f"Kafka: {error.args[0].str()}"
+        self._probe_at = time.monotonic() + (PROBE_AGAIN_S if self._away else PROBE_S)
+
+    # The asking thread.
+
+    def _ask_forever(self) -> None:
+        commit_at = 0.0
+        try:
+            while not self._closing.is_set():
+                self._questions.ask(ASK_S)
+                writer = self._transactions
+                if writer and self._holdings.has_uncommitted and time.monotonic() >= commit_at:
+                    commit_at = time.monotonic() + PASSED_COMMIT_S
+                    self._commit_passed(writer)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            with contextlib.suppress(KafkaException, RuntimeError):
+                self._questions.close()
+            self._closing.wait()
+            with self._settling:  # who still settles has the producer
+                if self._transactions is not None:
+                    self._transactions.close()
+
+    def _commit_passed(self, writer: Transactions) -> None:
+        """Commit the offsets of markers that were passed over, when no settlement does it now or did for a while. An
+        older version left such markers in the jobs topics.
+        """
+        if not self._settling.acquire(blocking=False):
+            return
+        try:
+            with self._timed(), bus_errors():  # in a transaction: the consumer's own commit waits without end
+                self._transact(writer, [], [])
+        except (BusUnavailable, GroupMoved) as error:
+            log.debug("offsets are committed later: %s", error)
+        finally:
+            self._settling.release()
+
+    # How it goes. Any thread.
+
+    def _stalled(self) -> str:
+        """Why this member does not do its part though the brokers answer; empty if it does."""
+        if self._failure is not None:
+            return str(self._failure)
+        if self._leaving.is_set():
+            return ""
+        now, since = time.monotonic(), self._settling_since
+        if now - self._turned_at > TURN_S:
+            return f"Kafka: nothing was read for {now - self._turned_at:.0f} s"
+        if since is not None and now - since > SETTLED_S:
+            return f"Kafka: a settlement takes {now - since:.0f} s"
+        return self._progress.trouble or self._commits.trouble(now, SETTLED_S)
+
+    def _check_alive(self) -> None:
+        """Raise `BusUnavailable` if the member stands still. A process that was paused has a moment to go on."""
+        said, now = self._stalled(), time.monotonic()
+        if not said:
+            self._stalled_at = None
+        elif self._stalled_at is None:
+            self._stalled_at = now
+        elif now - self._stalled_at > PATIENCE_S:
+            self._fail(BusUnavailable(f"{said}: this member is to be made anew"))
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, failure: Exception) -> None:
+        with self._state:
+            self._failure = self._failure or failure
+            self._state.notify_all()
+
+
+def _epoch_of(message: Message) -> int:
+    """The leader epoch that a message was written under."""
+    epoch = message.leader_epoch()
+    return NO_EPOCH if epoch is None else epoch
+
+
+def _asking_settings(group: str) -> dict[str, Any]:
+    return {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
+
+
+def _consumer_settings(group: str, name: str) -> dict[str, Any]:
+    return {
+        "group.id": group,
+        "group.protocol": "consumer",
+        # Deals out each topic by itself. The brokers' default looks at the sum: of two members one may have all that is
+        # interactive, and the other all batch work.
+        "group.remote.assignor": "range",
+        "client.id": name,
+        "max.poll.interval.ms": 60_000,
+        "isolation.level": "read_committed",
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "enable.partition.eof": True,  # behind the last message there may be markers: committed too, nothing lags
+        "fetch.wait.max.ms": 50,
+        "fetch.error.backoff.ms": 50,
+        "fetch.queue.backoff.ms": 20,
+        "fetch.max.bytes": 2 * MAX_BATCH_BYTES,
+        "receive.message.max.bytes": 4 * MAX_BATCH_BYTES,
+        "max.partition.fetch.bytes": MAX_BATCH_BYTES,
+        "queued.min.messages": 64,
+        "queued.max.messages.kbytes": MAX_BATCH_BYTES // 1024,
+    }

@@ -1,0 +1,99 @@
+"""Reading partitions whose member died, in no group: from where their group stopped, without moving it."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from confluent_kafka import Consumer, TopicPartition
+
+from penstock.bus.contract import Delivery
+from penstock.bus.kafka.ask import Commits, Partition, patiently
+from penstock.bus.kafka.client import bus_errors, read_delivery
+from penstock.bus.kafka.offsets import PartitionOffsets
+from penstock.names import Pipeline, PriorityClass, Stage
+
+log = logging.getLogger(__name__)
+
+FETCH_S = 0.3
+"""How long a look waits for a first message."""
+
+
+def part_of(partition: Partition) -> str:
+    """A partition's name among workers."""
+    return f"{partition[0]}:{partition[1]}"
+
+
+def _partition_of(part: str) -> Partition:
+    topic, _, number = part.rpartition(":")
+    return topic, int(number)
+
+
+class KafkaOrphans:
+    """See `contract.OrphanReader`. Connects at the first orphan."""
+
+    def __init__(self, pipeline: Pipeline, stage: Stage, clients: Mapping[str, Any]) -> None:
+        self._clients, self._group = dict(clients), pipeline.group(stage)
+        self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in pipeline.inputs(stage).items()}
+        self._consumer: Consumer | None = None
+        self._offsets: dict[Partition, PartitionOffsets] = {}
+
+    def read(self, parts: Sequence[str], most: int) -> list[Delivery]:
+        """See `contract.OrphanReader.read`."""
+        partitions = {partition for partition in map(_partition_of, parts) if partition[0] in self._classes}
+        if not partitions:
+            self.close()
+            return []
+        with bus_errors():
+            consumer = self._consumer = self._consumer or Consumer(_settings(self._clients, self._group))
+            if partitions != self._offsets.keys():
+                self._assign(consumer, partitions)
+            return self._fetch(consumer, most)
+
+    def close(self) -> None:
+        """Free the connection. What is read next is read from where the group stopped."""
+        self._offsets = {}
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+    def _assign(self, consumer: Consumer, partitions: set[Partition]) -> None:
+        fresh = partitions - self._offsets.keys()
+        asked = Commits(self._clients, self._group)
+        try:
+            commits = patiently(partial(asked.of, fresh))
+        finally:
+            asked.close()
+        begun = {one: PartitionOffsets(max(0, offset), metadata or "") for one, (offset, metadata) in commits.items()}
+        self._offsets = {one: begun.get(one) or self._offsets[one] for one in partitions}
+        consumer.assign([TopicPartition(*partition, offsets.next) for partition, offsets in self._offsets.items()])
+
+    def _fetch(self, consumer: Consumer, most: int) -> list[Delivery]:
+        found: list[Delivery] = []
+        until = time.monotonic() + FETCH_S
+        while len(found) < most:
+            message = consumer.poll(0.0 if found else max(0.0, until - time.monotonic()))
+            if message is None:
+                break
+            topic, offset, error = message.topic() or "", message.offset() or 0, message.error()
+            if error is not None:
+                log.debug("Kafka: %s", error.str())
+                continue
+            offsets = self._offsets.get((topic, message.partition() or 0))  # None: it was fetched before another assign
+            if offsets is not None and offsets.deliver(offset):
+                found.append(replace(read_delivery(message, self._classes[topic]), position="", is_held=False))
+        return found
+
+
+def _settings(clients: Mapping[str, Any], group: str) -> dict[str, Any]:
+    return {
+        **clients,
+        "group.id": group,  # it must have one, and has the right to this; it does not join, and commits nothing
+        "isolation.level": "read_committed",
+        "enable.auto.commit": False,
+        "auto.offset.reset": "earliest",
+        "fetch.wait.max.ms": 100,
+        "queued.max.messages.kbytes": 16384,
+    }

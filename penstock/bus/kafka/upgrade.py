@@ -1,0 +1,120 @@
+"""The retry topics of an older version, on Kafka: see `upgrade`."""
+
+from collections.abc import Iterator
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, ConsumerGroupState, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from penstock.bus.contract import Outgoing
+from penstock.bus.kafka.ask import Commits, Partition, patiently
+from penstock.bus.kafka.backlog import unsettled_of
+from penstock.bus.kafka.client import ANSWER_S, read_delivery
+from penstock.bus.kafka.clients import KafkaClients
+from penstock.bus.kafka.offsets import PartitionOffsets
+from penstock.bus.kafka.transactions import Transactions
+from penstock.bus.upgrade import moved, still_running
+from penstock.errors import BusUnavailable
+from penstock.names import CLASSES, ORIGIN, STAGES, Stage
+
+BATCH = 100
+"""How many messages are moved at a time."""
+
+
+def count_old_retries(bus: KafkaClients) -> int:
+    """See `contract.Bus.count_old_retries`. A message counts until both groups have settled or passed it."""
+    partitions = _partitions(bus)
+    return max((sum(_unsettled(bus, stage, partitions).values()) for stage in STAGES), default=0) if partitions else 0
+
+
+def move_old_retries(bus: KafkaClients) -> int:
+    """See `contract.Bus.move_old_retries`: messages and offsets in one transaction. No member may hold any of it."""
+    partitions = _partitions(bus)
+    if not partitions:
+        return 0
+    found = {stage: _unsettled(bus, stage, partitions) for stage in STAGES}
+    behind = {stage: [one for one, count in counts.items() if count] for stage, counts in found.items()}
+    for stage in STAGES if any(behind.values()) else ():
+        if _has_members(bus, stage):
+            raise still_running(stage)
+    return sum(_move(bus, stage, wanted) for stage, wanted in behind.items() if wanted)
+
+
+def _has_members(bus: KafkaClients, stage: Stage) -> bool:
+    admin = AdminClient(bus.clients)
+    listed = admin.list_consumer_groups(request_timeout=ANSWER_S).result(ANSWER_S)
+    if listed.errors:
+        raise listed.errors[0]
+    states = {group.group_id: group.state for group in listed.valid}
+    return states.get(bus.pipeline.group(stage), ConsumerGroupState.EMPTY) is not ConsumerGroupState.EMPTY
+
+
+def _partitions(bus: KafkaClients) -> list[Partition]:
+    known = AdminClient(bus.clients).list_topics(timeout=ANSWER_S).topics
+    topics = [topic for topic in bus.pipeline.old_retries() if topic in known]
+    return [(topic, number) for topic in topics for number in known[topic].partitions]
+
+
+def _unsettled(bus: KafkaClients, stage: Stage, partitions: list[Partition]) -> dict[Partition, int]:
+    commits = Commits(bus.clients, bus.pipeline.group(stage))
+    try:
+        return patiently(lambda: unsettled_of(AdminClient(bus.clients), commits, partitions))
+    finally:
+        commits.close()
+
+
+def _move(bus: KafkaClients, stage: Stage, partitions: list[Partition]) -> int:
+    writer = Transactions(bus.clients, f"{bus.pipeline.group(stage)}.upgrade", ANSWER_S)
+    consumer = Consumer(
+        {
+            **bus.clients,
+            "group.id": bus.pipeline.group(stage),
+            "enable.auto.commit": False,
+            "isolation.level": "read_committed",
+            "auto.offset.reset": "earliest",
+            "enable.partition.eof": True,
+        }
+    )
+    num_moved = 0
+    try:
+        for outputs, places in _read(bus, stage, consumer, partitions):
+            writer.run(outputs, places, consumer.consumer_group_metadata())
+            num_moved += len(outputs)
+    finally:
+        consumer.close()
+        writer.close()
+    return num_moved
+
+
+def _read(
+    bus: KafkaClients, stage: Stage, consumer: Consumer, partitions: list[Partition]
+) -> Iterator[tuple[list[Outgoing], list[TopicPartition]]]:
+    """What the group has not settled, as it is to be written, and how far it is read then."""
+    pipeline = bus.pipeline
+    classes = dict(zip(pipeline.old_retries(), CLASSES, strict=True))
+    asked = consumer.committed([TopicPartition(*partition) for partition in partitions], timeout=ANSWER_S)
+    for one in asked:
+        if one.error:  # an open transaction may still change it: its beginning would be the log's, and all moved again
+            raise KafkaException(one.error)
+    offsets = {(one.topic, one.partition): PartitionOffsets(max(0, one.offset), one.metadata or "") for one in asked}
+    consumer.assign([TopicPartition(*one, known.next or OFFSET_BEGINNING) for one, known in offsets.items()])
+    unread, outputs = set(partitions), list[Outgoing]()
+    while unread:
+        message = consumer.poll(ANSWER_S)
+        if message is None:
+            raise BusUnavailable("Kafka: a retry topic of an older version cannot be read to its end")
+        partition, error = (message.topic() or "", message.partition() or 0), message.error()
+        if error is None:
+            delivery = read_delivery(message, classes[partition[0]])
+            is_new = offsets[partition].deliver(message.offset() or 0)
+            # What neither stage would take is one's to put away.
+            is_jobs = delivery.headers.get(ORIGIN) == pipeline.jobs(delivery.klass)
+            if is_new and is_jobs == (stage == "decode"):
+                outputs.append(moved(pipeline, delivery))
+        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
+            offsets[partition].reach(message.offset() or 0)
+            unread.discard(partition)
+        elif not error.retriable():
+            raise KafkaException(error)
+        if len(outputs) >= BATCH or not unread:
+            yield outputs, [TopicPartition(*one, known.next) for one, known in offsets.items()]
+            outputs = []

@@ -1,0 +1,200 @@
+"""The bus on Redis Streams: one stream a topic, one consumer group a stage. The embedded default.
+
+A message stays in its stream until it is settled, and is then deleted; results and dead letters are kept,
+trimmed to about `KEPT_ENTRIES`; of results none that is not counted yet, where somebody counts them. What is published
+is as durable as the server's `appendfsync` makes it.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+import redis
+
+from penstock.bus.contract import Delivery, Followed, Outgoing, check_size, promised, too_large
+from penstock.bus.streams.client import bus_errors, connect, create_groups, decode, encode, unavailable
+from penstock.bus.streams.member import StreamsMember
+from penstock.bus.streams.scripts import MOVE
+from penstock.bus.upgrade import moved, still_running
+from penstock.config.settings import BusSettings
+from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
+from penstock.redis.client import ANSWER_S, replies_to
+from penstock.redis.urls import shown
+
+PART = "all"
+"""What a stream's only part is called."""
+READ_ALL_PAGE = 1000
+PUBLISH_S = 5.0
+"""How long a large message may take."""
+
+
+class StreamsBus:
+    """Redis Streams as the bus of one pipeline."""
+
+    def __init__(self, pipeline: Pipeline, url: str, settings: BusSettings) -> None:
+        self.pipeline = pipeline
+        self.url = url
+        self.settings = settings
+
+    def create_topics(self) -> list[str]:
+        """Make the streams and both stages' groups; a group sees what was published before it was made."""
+        missing = self.missing_topics()
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            for stage in STAGES:
+                create_groups(client, self.pipeline, stage)
+            for topic in {self.pipeline.results, self.pipeline.dead}.intersection(missing):
+                client.xgroup_create(self._key(topic), "maker", id="0", mkstream=True)  # how to make an empty one
+                client.xgroup_destroy(self._key(topic), "maker")
+        return missing
+
+    def missing_topics(self) -> list[str]:
+        """Those of the pipeline's topics that have no stream."""
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            return [topic for topic in self.pipeline.topics() if not client.exists(self._key(topic))]
+
+    def count_old_retries(self) -> int:
+        """The length of an older version's retry streams: what was settled is deleted there too."""
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            return sum(client.xlen(self._key(topic)) for topic in self.pipeline.old_retries())
+
+    def move_old_retries(self) -> int:
+        """Move what is there, entry by entry, and drop the streams. No member may hold any of it."""
+        if not self.count_old_retries():
+            return 0
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            for stage in STAGES:
+                if any(client.scan_iter(self.pipeline.member_key(self.pipeline.group(stage), "*"), count=1000)):
+                    raise still_running(stage)
+            script = client.register_script(MOVE)
+            return sum(self._move_all(client, script, klass) for klass in CLASSES)
+
+    def _move_all(self, client: "redis.Redis", script: Any, klass: PriorityClass) -> int:
+        topic, num_moved = dict(zip(CLASSES, self.pipeline.old_retries(), strict=True))[klass], 0
+        while page := cast("list[Any]", client.xrange(self._key(topic), count=READ_ALL_PAGE)):
+            for entry_id, fields in page:
+                message = moved(self.pipeline, Delivery(topic, entry_id.decode(), *decode(fields), klass, 0.0))
+                words = [word for pair in encode(message).items() for word in pair]
+                num_moved += script([self._key(topic), self._key(message.topic)], [entry_id, *words])
+        client.delete(self._key(topic))
+        return num_moved
+
+    def publisher(self) -> "StreamsPublisher":
+        """A producing side of its own."""
+        return StreamsPublisher(self)
+
+    def member(self, stage: Stage, name: str) -> StreamsMember:
+        """Join a stage's group; an older member of the same name is fenced."""
+        return StreamsMember(self.pipeline, self.url, self.settings, stage, name)
+
+    def unsettled(self) -> dict[str, int]:
+        """The length of each work stream: what is settled is deleted, and one group reads it."""
+        topics = [topic for stage in STAGES for topic in self.pipeline.inputs(stage).values()]
+        with contextlib.closing(connect(self.url)) as client, bus_errors(), client.pipeline(transaction=False) as batch:
+            for topic in topics:
+                batch.xlen(self._key(topic))
+            return dict(zip(topics, replies_to(batch), strict=True))
+
+    def follow(self, topic: str, after: Mapping[str, str]) -> "StreamsFollower":
+        """Read a topic's stream; it has one part, and a place is an entry's id."""
+        return StreamsFollower(self, topic, after.get(PART, "0"))
+
+    def read_all(self, topic: str) -> list[Outgoing]:
+        """Every message now in a topic; work that is settled is not there any more."""
+        found: list[Outgoing] = []
+        start = "-"
+        with contextlib.closing(connect(self.url)) as client, bus_errors():
+            while True:
+                page: Any = client.xrange(self._key(topic), start, "+", count=READ_ALL_PAGE)
+                if not page:
+                    return found
+                found += [Outgoing(topic, *decode(fields)) for _, fields in page]
+                start = f"({page[-1][0].decode()}"
+
+    def check(self, timeout_s: float = 5.0) -> str:
+        """One line about the server reached; raises `BusUnavailable`."""
+        with contextlib.closing(connect(self.url, timeout_s)) as client, bus_errors():
+            info = client.info("server")
+        name = info.get("server_name", "redis")
+        return f"Redis Streams on {name} {info.get('valkey_version') or info.get('redis_version')} at {shown(self.url)}"
+
+    def _key(self, topic: str) -> str:
+        return self.pipeline.stream_key(topic)
+
+
+class StreamsFollower:
+    """Reads a stream from a place on."""
+
+    def __init__(self, bus: StreamsBus, topic: str, after: str) -> None:
+        self._topic, self._after = topic, after
+        self._key = bus.pipeline.stream_key(topic)
+        self._client = connect(bus.url)
+
+    def read(self, timeout_s: float, most: int = 500) -> list[Followed]:
+        """The next messages; see `contract.Follower.read`."""
+        found: list[Followed] = []
+        end = time.monotonic() + timeout_s
+        while not found:
+            left_s = min(end - time.monotonic(), ANSWER_S / 2)
+            with bus_errors():
+                block = max(1, int(left_s * 1000))
+                reply: Any = self._client.xread(
+                    {self._key: self._after}, count=most, block=block if left_s > 0 else None
+                )
+            for _, entries in reply or ():
+                found += [Followed(PART, id_.decode(), Outgoing(self._topic, *decode(raw))) for id_, raw in entries]
+            if left_s <= 0:
+                break
+        if found:
+            self._after = found[-1].place
+        return found
+
+    def close(self) -> None:
+        """Free the connection."""
+        self._client.close()
+
+
+class StreamsPublisher:
+    """Adds messages to streams."""
+
+    def __init__(self, bus: StreamsBus) -> None:
+        self._bus = bus
+        self._client = connect(bus.url, PUBLISH_S)
+
+    def send(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+        """Add the messages in one round trip; see `contract.Publisher.send`."""
+        sent = [promised() for _ in messages]
+        replies: Iterator[Any]
+        try:
+            with self._client.pipeline(transaction=False) as batch:
+                for message in messages:
+                    if too_large(message) is None:
+                        self._add(batch, message)
+                replies = iter(batch.execute(raise_on_error=False))
+        except redis.RedisError as error:
+            replies = itertools.repeat(error)
+        for message, future in zip(messages, sent, strict=True):
+            found = too_large(message) or next(replies)
+            if isinstance(found, Exception):
+                future.set_exception(unavailable(found) if isinstance(found, redis.RedisError) else found)
+            else:
+                future.set_result(None)
+        return sent
+
+    def publish(self, messages: Sequence[Outgoing]) -> None:
+        """Add the messages, all or none; raises `BusUnavailable`, or `RequestTooLarge`."""
+        check_size(messages)
+        with bus_errors(), self._client.pipeline(transaction=len(messages) > 1) as batch:
+            for message in messages:
+                self._add(batch, message)
+            replies_to(batch)
+
+    def close(self) -> None:
+        """Free the connection."""
+        self._client.close()
+
+    def _add(self, batch: "redis.client.Pipeline", message: Outgoing) -> None:
+        fields: dict[Any, Any] = encode(message)
+        batch.xadd(self._bus.pipeline.stream_key(message.topic), fields)

@@ -1,0 +1,84 @@
+"""What all clients of Redis Streams share: connections, entries, groups, and what errors mean."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from penstock.bus.contract import Outgoing, as_bytes, as_text
+from penstock.errors import BusUnavailable
+from penstock.names import Pipeline, Stage
+from penstock.redis.client import ANSWER_S, connection_pool
+
+KEPT_ENTRIES = 50_000
+"""About how many results and dead letters are kept."""
+
+
+def connect(url: str, timeout_s: float = ANSWER_S) -> "redis.Redis":
+    """A client that never repeats a command by itself: whoever calls knows what a repetition means."""
+    limits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    return redis.Redis.from_pool(connection_pool(url, protocol=2, retry=Retry(NoBackoff(), 0), **limits))
+
+
+@contextlib.contextmanager
+def bus_errors() -> Iterator[None]:
+    """Turn what the client raises into `BusUnavailable`."""
+    try:
+        yield
+    except redis.RedisError as error:
+        raise unavailable(error) from error
+
+
+def unavailable(error: redis.RedisError) -> BusUnavailable:
+    """Return what an error of the client means to whoever uses the bus."""
+    unavailable = BusUnavailable(f"Redis: {error}")
+    unavailable.__cause__ = error
+    return unavailable
+
+
+def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> None:
+    """Make a stage's group on its streams where it is missing, from the beginning."""
+    for topic in pipeline.inputs(stage).values():
+        try:
+            client.xgroup_create(pipeline.stream_key(topic), pipeline.group(stage), id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+
+def kept(pipeline: Pipeline, topic: str) -> int:
+    """To how many entries a topic is trimmed; 0 for work, which is never trimmed."""
+    return KEPT_ENTRIES if topic in {pipeline.results, pipeline.dead} else 0
+
+
+def encode(message: Outgoing) -> dict[str, str | bytes]:
+    """A stream entry: `value`, and where there are any `key` and `headers` (a JSON object)."""
+    fields: dict[str, str | bytes] = {"value": message.value}
+    if message.key is not None:
+        fields["key"] = as_bytes(message.key)
+    if message.headers:
+        fields["headers"] = json.dumps(dict(message.headers))
+    return fields
+
+
+def _utf8(text: str) -> str:
+    """Text that can be sent on: JSON may hold half a character. Halves that stand for bytes (`as_text`) stay."""
+    try:
+        return as_text(as_bytes(text))
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+
+
+def decode(fields: dict[bytes, bytes]) -> tuple[bytes, str | None, dict[str, str]]:
+    """Value, key and headers of a stream entry. Headers that are no JSON object of strings are left out."""
+    key = fields.get(b"key")
+    headers: dict[str, str] = {}
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(fields.get(b"headers", b"{}"))
+        if isinstance(found, dict):
+            headers = {_utf8(name): _utf8(text) for name, text in found.items() if isinstance(text, str)}
+    return fields.get(b"value", b""), None if key is None else as_text(key), headers

@@ -1,0 +1,311 @@
+"""A member of a stage's group on Redis Streams: who holds what, and what becomes of it when a member dies."""
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import redis
+
+from penstock.bus.contract import Delivery, Settlement, check_size
+from penstock.bus.streams import scripts
+from penstock.bus.streams.client import bus_errors, connect, create_groups, decode, encode, kept
+from penstock.config.settings import BusSettings
+from penstock.errors import DeliveryLost, MemberFenced
+from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
+from penstock.redis.client import replies_once
+
+log = logging.getLogger(__name__)
+
+LONGEST_BLOCK_S = 0.25
+"""A waiting member looks this often for deliveries of members that left."""
+LEAVE_S = 0.5
+"""A member that leaves waits no longer for a beat under way: Redis may hang."""
+
+PAGE = 500
+Entry = tuple[bytes, "dict[bytes, bytes] | None"]
+
+
+class StreamsMember:
+    """Reads the streams of a stage as one consumer of its group.
+
+    A daemon thread renews the member's key. Whose key is gone, or holds another token, is dead to the others:
+    within `LONGEST_BLOCK_S` one with room takes its deliveries over.
+    """
+
+    def __init__(self, pipeline: Pipeline, url: str, settings: BusSettings, stage: Stage, name: str) -> None:
+        self._pipeline, self._stage = pipeline, stage
+        self._group = pipeline.group(stage)
+        self._token = uuid.uuid4().hex
+        self._consumer = f"{name}/{self._token}"
+        self._key = pipeline.member_key(self._group, name)
+        self._key_prefix = pipeline.member_key(self._group, "")
+        self._timeout_s = settings.session_timeout_s
+        self._timeout_ms = int(self._timeout_s * 1000)
+        self._topics: dict[PriorityClass, str] = pipeline.inputs(stage)
+        self._client = connect(url)
+        self._beat_script = self._client.register_script(scripts.BEAT)
+        self._settle_script = self._client.register_script(scripts.SETTLE)
+        self._reclaim_script = self._client.register_script(scripts.RECLAIM)
+        self._leave_script = self._client.register_script(scripts.LEAVE)
+        self._held: dict[tuple[str, str], Delivery] = {}
+        self._doubtful: set[tuple[str, str]] = set()  # others may have taken these
+        self._lock = threading.Lock()  # guards `_held` and `_doubtful`
+        self._reclaim_at = 0.0
+        self._beat_at = time.monotonic()
+        self._recovering = False  # a reply was lost: there may be deliveries of ours that we do not know
+        self._fenced = False
+        self.trouble = ""  # whoever polls is told
+        self._closing = threading.Event()
+        self._join()
+        self._heart = threading.Thread(target=self._beat_forever, name=f"member-{name}", daemon=True)
+        self._heart.start()
+
+    def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Deliveries of the classes with room, interactive first; see `contract.Member.poll`."""
+        end = time.monotonic() + timeout_s
+        while True:
+            self._check()
+            with bus_errors():
+                found = self._poll_once(room, end)
+            if found or self._closing.is_set() or time.monotonic() >= end:
+                return found
+
+    def _poll_once(self, room: Mapping[PriorityClass, int], end: float) -> list[Delivery]:
+        try:
+            found = self._gather(room)
+            wait_s = min(LONGEST_BLOCK_S, end - time.monotonic())
+            return found if found or wait_s <= 0 else self._wait(wait_s, room)
+        except redis.RedisError as error:
+            self._recovering = True
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED", "no such key")):
+                raise
+            create_groups(self._client, self._pipeline, self._stage)  # the server lost its data, or some of it
+            return []
+
+    def settle(self, settlements: Sequence[Settlement]) -> None:
+        """Publish and finish in one script: a crash finds all of it done, or none."""
+        self._check()
+        if not settlements:
+            return
+        outputs = [output for settlement in settlements for output in settlement.outputs]
+        check_size(outputs)
+        deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
+        places = [_place_of(delivery) for delivery in deliveries]
+        stream_key = self._pipeline.stream_key
+        keys = [
+            self._key,
+            self._pipeline.meter_key("places"),
+            *(stream_key(topic) for topic, _ in places),
+            *(stream_key(o.topic) for o in outputs),
+        ]
+        words: list[Any] = [
+            self._token,
+            self._timeout_ms,
+            self._group,
+            self._consumer,
+            len(places),
+        ]
+        words += [position for _, position in places]
+        for output in outputs:
+            entry = [word for pair in encode(output).items() for word in pair]
+            is_counted = int(output.topic == self._pipeline.results)
+            words += [kept(self._pipeline, output.topic), is_counted, len(entry), *entry]
+        with bus_errors():
+            refused = self._settle_script(keys, words)
+        if refused == [-1]:
+            self._fenced = True
+            self._check()
+        lost = [deliveries[index] for index in refused]
+        with self._lock:
+            for gone in lost or deliveries:
+                self._held.pop(_place_of(gone), None)
+        if lost:
+            raise DeliveryLost(lost)
+
+    def held(self) -> int:
+        """How many deliveries this member holds unsettled."""
+        with self._lock:
+            return len(self._held)
+
+    def holds(self, delivery: Delivery) -> bool:
+        """Whether it is still this member's. As long as it beats in time nobody takes its deliveries; of those that it
+        had when it was late, the server is asked.
+        """
+        where = _place_of(delivery)
+        with self._lock:
+            is_held, is_sure = where in self._held, where not in self._doubtful
+        if not is_held or (is_sure and time.monotonic() - self._beat_at < self._timeout_s):
+            return is_held
+        topic, position = where
+        with bus_errors():
+            stream = self._pipeline.stream_key(topic)
+            is_held = bool(self._client.xpending_range(stream, self._group, position, position, 1, self._consumer))
+        with self._lock:
+            self._doubtful.discard(where)
+            if not is_held:
+                self._held.pop(where, None)
+        return is_held
+
+    def waiting(self) -> list[Delivery]:
+        """Nothing: only what there is room for is fetched."""
+        return []
+
+    def parts(self) -> list[str]:
+        """None: members share the streams."""
+        return []
+
+    def orphan_reader(self) -> None:
+        """None: what nobody has polled is everybody's."""
+
+    def retire(self) -> None:
+        """Nothing to do: what nobody has polled is everybody's."""
+
+    def close(self) -> None:
+        """Leave the group: others take the unsettled deliveries over."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._heart.join(LEAVE_S)
+        with contextlib.suppress(redis.RedisError):  # without it they wait for the session timeout
+            self._leave_script([self._key], [self._token])
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _join(self) -> None:
+        with bus_errors():
+            create_groups(self._client, self._pipeline, self._stage)
+            self._client.set(self._key, self._token, px=self._timeout_ms)
+
+    def _beat_forever(self) -> None:
+        while not self._closing.wait(self._timeout_s / 3):
+            now = time.monotonic()
+            try:
+                if self._beat_script([self._key], [self._token, self._timeout_ms]) == 0:
+                    self._fenced = True
+                    return
+                self._note_beat(now)
+            except redis.RedisError as error:
+                log.warning("the bus does not answer: %s", error)
+
+    def _note_beat(self, now: float) -> None:
+        with self._lock:
+            if now - self._beat_at >= self._timeout_s:
+                self._doubtful = set(self._held)
+            self._beat_at = now
+
+    def _check(self) -> None:
+        if self._fenced:
+            raise MemberFenced(f"a newer member has the place of {self._consumer}")
+
+    def _gather(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """What can be had without waiting, in the order in which it has a claim to the room.
+
+        1. Deliveries of ours whose reply was lost. 2. Those of members that are gone. 3. New messages.
+        """
+        left = {klass: max(0, room.get(klass, 0)) for klass in CLASSES}
+        found: list[Delivery] = []
+        if self._recovering:  # 1
+            found += self._recover(left)
+        if time.monotonic() >= self._reclaim_at:  # 2
+            found += self._reclaim(left)
+            self._reclaim_at = time.monotonic() + min(LONGEST_BLOCK_S, self._timeout_s / 3)
+        found += self._read_new(left)  # 3
+        return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
+
+    def _wait(self, wait_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Wait for the first new message."""
+        wait_ms = max(1, int(1000 * wait_s))
+        left = dict(room)
+        topics = {self._pipeline.stream_key(topic).encode(): topic for topic, count in self._streams(left) if count > 0}
+        if not topics:
+            self._closing.wait(wait_ms / 1000)
+            return []
+        streams: dict[Any, Any] = dict.fromkeys(topics, ">")
+        reply: Any = self._client.xreadgroup(self._group, self._consumer, streams, count=1, block=wait_ms)
+        return [found for key, entries in reply or () for found in self._accept(topics[key], entries, left)]
+
+    def _read_new(self, left: dict[PriorityClass, int]) -> list[Delivery]:
+        wanted = [(topic, count) for topic, count in self._streams(left) if count > 0]
+        ask, key_of = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT"), self._pipeline.stream_key
+        # A busy worker asks at each turn, and redis-py's own ways to ask take half as long again.
+        replies = replies_once(self._client, [[*ask, count, "STREAMS", key_of(topic), ">"] for topic, count in wanted])
+        found: list[Delivery] = []
+        for (topic, _), reply in zip(wanted, replies, strict=True):
+            for _, entries in reply or ():
+                found += self._accept(topic, entries, left)
+        return found
+
+    def _recover(self, left: dict[PriorityClass, int]) -> list[Delivery]:
+        """Deliveries that are ours by the server's account and not by our own."""
+        with self._lock:
+            known = set(self._held)
+        found: list[Delivery] = []
+        complete = True
+        for topic, count in self._streams(left):
+            cursor: bytes = b"0"
+            unknown: list[Entry] = []
+            while page := self._own_entries(topic, cursor):
+                unknown += [entry for entry in page if (topic, entry[0].decode()) not in known]
+                cursor = page[-1][0]
+            complete = complete and len(unknown) <= count
+            found += self._accept(topic, unknown[:count], left)
+        self._recovering = not complete
+        return found
+
+    def _own_entries(self, topic: str, after: bytes) -> "list[Entry]":
+        streams: dict[Any, Any] = {self._pipeline.stream_key(topic): after}
+        reply: Any = self._client.xreadgroup(self._group, self._consumer, streams, count=PAGE)
+        return [entry for _, entries in reply or () for entry in entries]
+
+    def _reclaim(self, left: dict[PriorityClass, int]) -> list[Delivery]:
+        """Take over what members hold that are gone."""
+        wanted = self._streams(left)
+        keys = [self._pipeline.stream_key(topic) for topic, _ in wanted]
+        rooms = [min(count, PAGE) for _, count in wanted]
+        taken = self._reclaim_script(keys, [self._group, self._consumer, self._key_prefix, *rooms])
+        found: list[Delivery] = []
+        for (topic, _), entries in zip(wanted, taken, strict=True):
+            pairs = [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]
+            found += self._accept(topic, pairs, left)
+        return found
+
+    def _streams(self, left: Mapping[PriorityClass, int]) -> list[tuple[str, int]]:
+        """The topics of this stage, and how many messages of each may be taken now."""
+        return [(self._topics[klass], left.get(klass, 0)) for klass in CLASSES]
+
+    def _accept(self, topic: str, entries: "Sequence[Entry]", left: dict[PriorityClass, int]) -> list[Delivery]:
+        """Make deliveries of entries that are now ours."""
+        passed: list[bytes] = []
+        found: list[Delivery] = []
+        for entry_id, fields in entries:
+            if fields is None:  # somebody deleted it
+                passed.append(entry_id)
+                continue
+            position = entry_id.decode()
+            klass = next(klass for klass in CLASSES if topic == self._topics[klass])
+            value, key, headers = decode(fields)
+            published_s = int(position.partition("-")[0]) / 1000
+            found.append(Delivery(topic, position, value, key, headers, klass, published_s))
+        if passed:
+            self._client.xack(self._pipeline.stream_key(topic), self._group, *passed)
+        self._hold(found, left)
+        return found
+
+    def _hold(self, found: Sequence[Delivery], left: dict[PriorityClass, int]) -> None:
+        with self._lock:
+            for delivery in found:
+                self._held[_place_of(delivery)] = delivery
+                left[delivery.klass] -= 1
+
+
+def _place_of(delivery: Delivery) -> tuple[str, str]:
+    return delivery.topic, delivery.position

@@ -1,0 +1,1 @@
+"""The clients: send requests and read their streams."""

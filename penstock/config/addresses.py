@@ -1,0 +1,164 @@
+"""The settings of addresses: where servers are, and what TLS and users mean for the clients that reach them."""
+
+import os
+from typing import Annotated, Literal, Self
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from penstock.errors import InvalidName
+from penstock.names import Pipeline
+from penstock.redis.urls import check_names, check_urls, urls_of
+
+KafkaSecurity = Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"]
+KafkaMechanism = Literal["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"]
+
+_REDIS_FILES = {"ssl_ca_certs": "redis_ca_file", "ssl_certfile": "redis_cert_file", "ssl_keyfile": "redis_key_file"}
+"""redis-py's names in a url, and ours."""
+_WITH_TLS = ("rediss", "rediss+sentinel")
+_SECURITY = "PENSTOCK_KAFKA_SECURITY"
+_FILES = tuple(f"{server}_{kind}_file" for server in ("kafka", "redis") for kind in ("ca", "cert", "key"))
+
+
+def check_file(path: str) -> str:
+    """The path, if it is empty, or one of a file that can be read. Raises `ValueError`."""
+    if path and not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        raise ValueError("it is not a file that can be read")
+    return path
+
+
+RedisUrls = Annotated[str, AfterValidator(check_urls)]
+StreamUrls = Annotated[RedisUrls, AfterValidator(check_names)]
+ReadableFile = Annotated[str, AfterValidator(check_file)]
+
+
+class Addresses(BaseSettings):
+    """Where things are, and what they ask for. Without a Kafka address the bus is Redis Streams on `stream_url`."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid", hide_input_in_errors=True)
+
+    pipeline: str = "demo"
+    """The pipeline to work for: one model, one set of topics."""
+    kafka: str = ""
+    """Kafka bootstrap servers, `host:port,…`."""
+    stream_url: StreamUrls = Field(default="redis://127.0.0.1:7379/0", repr=False)
+    """Redis for logs and claims: persistent, never evicts. The default is where `penstock up` starts one. With TLS and
+    a user: `rediss://user:password@host:port/0`, special characters percent-encoded. Behind Sentinels, which
+    name another server when it fails: `redis+sentinel://user:password@host1:26379,host2:26379/service/0`, or
+    `rediss+sentinel://…`. Several addresses, with commas between them, share the requests: one server writes about a
+    hundred thousand tokens a second. `#name` at an address's end is the name by which requests are dealt out; without
+    it, that is `host:port/db`. The same list, in the same order, everywhere."""
+    kv_url: RedisUrls = Field(default="", repr=False)
+    """Redis for KV blocks: a cache. Several addresses, with commas between them, share the blocks. Empty: the
+    servers of `stream_url`."""
+    kafka_security: Annotated[KafkaSecurity, BeforeValidator(str.lower)] = "plaintext"
+    """How clients talk to Kafka: with TLS (`ssl`, `sasl_ssl`), with a user and a password (`sasl_…`), with neither."""
+    kafka_mechanism: Annotated[KafkaMechanism, BeforeValidator(str.upper)] = "SCRAM-SHA-512"
+    """How the password is proven, with `sasl_…`."""
+    kafka_user: str = ""
+    """Kafka: the user, with `sasl_…`."""
+    kafka_password: SecretStr = Field(default=SecretStr(""), repr=False)
+    """Kafka: its password."""
+    kafka_ca_file: ReadableFile = ""
+    """Kafka: the certificates that vouch for the brokers', PEM. Empty: the system's."""
+    kafka_cert_file: ReadableFile = ""
+    """Kafka: the client's certificate, PEM, where brokers ask for one."""
+    kafka_key_file: ReadableFile = ""
+    """Kafka: the key of the client's certificate, PEM."""
+    redis_ca_file: ReadableFile = ""
+    """Redis: the certificates that vouch for the servers' at `rediss://` addresses, PEM. Empty: the system's."""
+    redis_cert_file: ReadableFile = ""
+    """Redis: the client's certificate, PEM, where servers ask for one."""
+    redis_key_file: ReadableFile = ""
+    """Redis: the key of the client's certificate, PEM."""
+
+    @property
+    def first_url(self) -> str:
+        """The address of the first stream server, which has all that is no single request's."""
+        return urls_of(self.stream_url)[0]
+
+    @field_validator("pipeline")
+    @classmethod
+    def _check_pipeline(cls, pipeline: str) -> str:
+        try:
+            return Pipeline(pipeline).name
+        except InvalidName as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _check_access(self) -> Self:
+        """Raises one `ValueError` for all that does not go together; puts the files into the `rediss://` addresses."""
+        if wrong := contradictions(self):
+            raise ValueError("; ".join(wrong))
+        for name in ("stream_url", "kv_url"):
+            complete = ",".join(with_files(url, self) for url in urls_of(getattr(self, name)))
+            if complete != getattr(self, name):
+                setattr(self, name, complete)
+        return self
+
+
+def kafka_access(addresses: Addresses) -> dict[str, str]:
+    """What every Kafka client is given, besides where the brokers are."""
+    if addresses.kafka_security == "plaintext":
+        return {}
+    given = {
+        "ssl.ca.location": addresses.kafka_ca_file,
+        "ssl.certificate.location": addresses.kafka_cert_file,
+        "ssl.key.location": addresses.kafka_key_file,
+    }
+    if addresses.kafka_security.startswith("sasl"):
+        given |= {
+            "sasl.mechanism": addresses.kafka_mechanism,
+            "sasl.username": addresses.kafka_user,
+            "sasl.password": addresses.kafka_password.get_secret_value(),
+        }
+    return {"security.protocol": addresses.kafka_security} | {name: value for name, value in given.items() if value}
+
+
+def with_files(url: str, addresses: Addresses) -> str:
+    """A Redis url with the certificates and the key that the settings name; what it says itself goes before them."""
+    parts = urlsplit(url)
+    if parts.scheme not in _WITH_TLS:
+        return url
+    query = dict(parse_qsl(parts.query))
+    ours = {name: getattr(addresses, setting) for name, setting in _REDIS_FILES.items()}
+    query = {name: value for name, value in ours.items() if value} | query
+    return parts._replace(query=urlencode(query, quote_via=quote, safe="/")).geturl()
+
+
+def contradictions(addresses: Addresses) -> list[str]:
+    """What does not go together; each names its variables."""
+    return [*_kafka(addresses), *_redis(addresses), *_pairs(addresses)]
+
+
+def _kafka(addresses: Addresses) -> list[str]:
+    security, wrong = addresses.kafka_security, []
+    has_user, has_password = bool(addresses.kafka_user), bool(addresses.kafka_password.get_secret_value())
+    if security.startswith("sasl") and not (has_user and has_password):
+        wrong.append(f"{_SECURITY}={security} needs PENSTOCK_KAFKA_USER and PENSTOCK_KAFKA_PASSWORD")
+    if not security.startswith("sasl") and (has_user or has_password):
+        wrong.append(f"PENSTOCK_KAFKA_USER and PENSTOCK_KAFKA_PASSWORD need sasl_ssl, not {security}, in {_SECURITY}")
+    if security != "plaintext" and not addresses.kafka:
+        wrong.append(f"{_SECURITY}={security} needs brokers in PENSTOCK_KAFKA")
+    if not security.endswith("ssl"):
+        given = [name for name in _FILES if name.startswith("kafka") and getattr(addresses, name)]
+        wrong += [f"PENSTOCK_{name.upper()} needs ssl or sasl_ssl, not {security}, in {_SECURITY}" for name in given]
+    return wrong
+
+
+def _redis(addresses: Addresses) -> list[str]:
+    wrong = []
+    if not any(url.partition("://")[0] in _WITH_TLS for url in urls_of(f"{addresses.stream_url},{addresses.kv_url}")):
+        given = [name for name in _REDIS_FILES.values() if getattr(addresses, name)]
+        wrong += [f"PENSTOCK_{name.upper()} needs a rediss:// url in PENSTOCK_STREAM_URL" for name in given]
+    return wrong
+
+
+def _pairs(addresses: Addresses) -> list[str]:
+    wrong = []
+    for server in ("KAFKA", "REDIS"):
+        cert, key = (getattr(addresses, f"{server.lower()}_{kind}_file") for kind in ("cert", "key"))
+        if bool(cert) != bool(key):
+            wrong.append(f"PENSTOCK_{server}_CERT_FILE and PENSTOCK_{server}_KEY_FILE are given together")
+    return wrong

@@ -1,0 +1,347 @@
+"""Settings: one small class per part, read from `PENSTOCK_…` once, at the entry point (`sources`: from where else).
+
+An unknown `PENSTOCK_` variable is an error that names the nearest known one; so is a bad value.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Literal, Self, TypeVar
+
+from pydantic import (
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from penstock.config.addresses import Addresses
+from penstock.config.sources import (
+    CONFIG,
+    FILE,
+    Found,
+    config_file,
+    given_to,
+    is_secret,
+    secret_variables,
+    unknown,
+    variable_of,
+)
+from penstock.errors import SettingsError
+
+
+class BusSettings(BaseSettings):
+    """How the bus behaves."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_BUS_", extra="forbid")
+
+    partitions: int = Field(default=4, ge=1)
+    """Kafka: partitions of each topic that is made; no more workers of a stage can share it."""
+    replication: int = Field(default=1, ge=1)
+    """Kafka: copies of each topic that is made; 3 where there are three brokers."""
+    session_timeout_s: float = Field(default=3.0, ge=0.5)
+    """Redis Streams: a member silent for this long loses its deliveries. (Kafka: the broker's own setting.)"""
+    transaction_timeout_s: float = Field(default=5.0, ge=1)
+    """Kafka: how long a dead member's open transaction may hold up readers."""
+
+
+class RecordSettings(BaseSettings):
+    """Claims and token logs."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_RECORD_", extra="forbid")
+
+    lease_s: float = Field(default=1.0, ge=0.2)
+    """A worker that does not say for this long that it lives loses its session, and with it all its claims. One value
+    for all workers of a pipeline."""
+    keep_s: float = Field(default=3600.0, ge=1)
+    """How long an ended stream can be read and its id is remembered; and as long again as the request took. A second
+    message of that id that is taken in later is another request."""
+    pending_keep_s: float = Field(default=7 * 86400.0, ge=60)
+    """How long the record of an unfinished request is kept after its last change."""
+    max_attempts: int = Field(default=8, ge=1)
+    """Claims without a new token in between, after which a request ends with `attempts_exhausted`: its workers died."""
+    fail_attempts: int = Field(default=3, ge=1)
+    """Claims without a new token in between, after which a request whose work fails ends with what failed."""
+    retry_first_s: float = Field(default=1.0, ge=0)
+    """How long a request whose work failed waits until it is tried again."""
+    retry_factor: float = Field(default=2.0, ge=1)
+    """How many times longer it waits after each further failure."""
+    retry_cap_s: float = Field(default=30.0, ge=0)
+    """The longest that it waits."""
+
+    @model_validator(mode="after")
+    def _check_waits(self) -> Self:
+        if self.retry_first_s > self.retry_cap_s:
+            raise ValueError("PENSTOCK_RECORD_RETRY_FIRST_S is longer than PENSTOCK_RECORD_RETRY_CAP_S, the longest")
+        return self
+
+
+CodecChoice = Literal["auto", "raw", "lossless", "int8"]
+
+
+class KVSettings(BaseSettings):
+    """The KV store."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_KV_STORE_", extra="forbid")
+
+    salt_secret: str = Field(default="penstock", repr=False)
+    """Tenant salts are HMACs under this secret; the same on all workers of a pipeline."""
+    shared_mb: int = Field(default=256, ge=0)
+    """Memory for the blocks that all workers on this host share; 0: none. Allocated at once, by the first worker."""
+    shared_dir: str = ""
+    """Where it is mapped. Empty: `/dev/shm`, or the directory for temporary files where there is none."""
+    disk_mb: int = Field(default=0, ge=0)
+    """Budget of the directory of blocks on disk; 0: none."""
+    disk_dir: str = ""
+    """That directory; it may serve several pipelines. Empty: `~/.cache/penstock/kv`."""
+    redis_mb: int = Field(default=1024, ge=0)
+    """Budget for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
+    disk_codec: CodecChoice = "auto"
+    """How blocks are written on disk. `auto`: compressed without loss where the measured speeds say that it pays."""
+    redis_codec: CodecChoice = "auto"
+    """How blocks are written to Redis. `int8` changes tokens."""
+    lease_s: float = Field(default=300.0, ge=1)
+    """How long the blocks of a job that waits are kept from eviction, at most."""
+    keep_s: float = Field(default=3600.0, ge=1)
+    """How long a block stays in Redis after its last use."""
+
+    @property
+    def disk_path(self) -> Path:
+        """The directory of blocks on disk."""
+        return Path(self.disk_dir or "~/.cache/penstock/kv").expanduser()
+
+
+class EngineSettings(BaseSettings):
+    """The model and how it is run."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENGINE_", extra="forbid")
+
+    model: str = "demo"
+    """`demo`, a directory, or a hub name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto`: float32 on a CPU, the model's own on a GPU."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`; `auto`: a GPU where there is one."""
+    threads: int = Field(default=1, ge=1)
+    """Threads that compute on a CPU; no more than the worker has cores."""
+    block_size: int = Field(default=16, ge=1, le=1024)
+    """Tokens in a KV block; the same on all workers of a pipeline."""
+    pool_mb: int = Field(default=256, ge=1)
+    """Memory for KV blocks."""
+    max_batch: int = Field(default=32, ge=1)
+    """Sequences that run at once."""
+    max_step_tokens: int = Field(default=256, ge=1)
+    """Token budget of one step; longer prompts are prefilled in chunks."""
+
+
+class WorkerSettings(BaseSettings):
+    """One worker process."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_", extra="forbid")
+
+    name: str = ""
+    """Stable name of this slot (its transactional id). Empty: host, process id and a random part."""
+    cores: str = ""
+    """CPU cores to stay on, `0` or `0,1`. Empty: all."""
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    """How often the worker says in Redis that it lives and what it does."""
+    drain_s: float = Field(default=20.0, ge=0)
+    """How long a stopping worker may finish what it runs before it hands the rest back."""
+
+
+class AdmissionSettings(BaseSettings):
+    """Who may use the gateway, and when it says no."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
+
+    keys: str = ""
+    """Where the API keys are: a JSON or TOML file, or `redis`. `open`: everybody may call. Empty: the same, but only
+    for a gateway that listens on this machine alone."""
+    max_wait_s: float = Field(default=30.0, gt=0)
+    """An interactive request that would wait for longer, by the tokens that wait before it, is refused with 429."""
+    max_batch_wait_s: float = Field(default=6 * 3600.0, gt=0)
+    """The same of one in the class `batch`."""
+
+
+class GuardSettings(BaseSettings):
+    """What a connection to the gateway may cost."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
+
+    max_body_mb: float = Field(default=8.0, gt=0)
+    """The largest body of a request; 413 beyond it."""
+    max_file_mb: float = Field(default=201.0, gt=0)
+    """The same of an upload to `/v1/files`: a batch file may have 200 MB, and there is a form around it."""
+    max_header_kb: int = Field(default=32, ge=1)
+    """Request line and headers together."""
+    max_headers: int = Field(default=100, ge=1)
+    """Header lines."""
+    headers_s: float = Field(default=10.0, gt=0)
+    """From the connection, or the first byte of a further request, to the end of the headers."""
+    body_s: float = Field(default=20.0, gt=0)
+    """From there to the end of the body, and longer by what `body_kb_per_s` allows for its length."""
+    body_kb_per_s: float = Field(default=64.0, gt=0)
+    """The slowest that a large body may come."""
+    stalled_s: float = Field(default=60.0, gt=0)
+    """How long a reader may take nothing of what is sent to it, before its connection is cut."""
+    max_connections: int = Field(default=4000, ge=1)
+    """Connections at once; 503 beyond it."""
+
+
+class TraceSettings(BaseSettings):
+    """Where spans go."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_TRACE_", extra="forbid")
+
+    file: str = ""
+    """Append finished spans to this file, one JSON object a line. Empty: to none."""
+    keep_s: float = Field(default=600.0, ge=0)
+    """How long the spans of a request are kept in Redis, for the page that shows its life; 0: not at all."""
+
+
+class TelemetrySettings(BaseSettings):
+    """Figures and traces of workers and gateways. By OTLP they go where OpenTelemetry's own variables say, such as
+    `OTEL_EXPORTER_OTLP_ENDPOINT`.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid")
+
+    telemetry: Literal["on", "off"] = "on"
+    """`off`: nothing is counted, and no span recorded."""
+    telemetry_port: int = Field(default=0, ge=0, lt=65536)
+    """Where a worker serves `/metrics` to Prometheus; 0: nowhere. With `penstock up` the first worker has this port,
+    the second the next, and so on. (A gateway serves it on its own port.)"""
+    telemetry_host: str = "127.0.0.1"
+    """On which address. `0.0.0.0`: everywhere."""
+
+
+class GatewaySettings(BaseSettings):
+    """The gateway."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
+
+    host: str = "127.0.0.1"
+    """Where it listens. `0.0.0.0`: everywhere."""
+    port: int = Field(default=8080, ge=0, lt=65536)
+    """Its port."""
+    patience_s: float = Field(default=600.0, gt=0)
+    """How long an answer may be silent, also before its first token, until its reader is told to come back."""
+    keep_alive_s: float = Field(default=15.0, gt=0)
+    """A stream that is silent for so long gets a comment, so that nothing on the way takes it for dead."""
+    stop_s: float = Field(default=10.0, ge=0)
+    """How long a gateway that was told to stop goes on with answers that are not streamed."""
+
+
+class BatchSettings(BaseSettings):
+    """Files and batches of the gateway."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_BATCH_", extra="forbid")
+
+    store: str = ""
+    """Where files and batches are kept, the same for all gateways: a folder, or `s3://bucket/prefix` with its keys in
+    the store's own variables (`AWS_…`). Empty: `files` beside the data of `penstock up`."""
+    rows_in_flight: int = Field(default=256, ge=1)
+    """Requests of batches that one gateway has under way, of each pipeline and of each batch."""
+    max_lines: int = Field(default=50_000, ge=1)
+    """Requests in one batch."""
+    max_file_bytes: int = Field(default=200_000_000, ge=1)
+    """The largest file."""
+    lease_s: float = Field(default=10.0, ge=0.2)
+    """A batch whose gateway was silent for so long is gone on with by another."""
+    look_s: float = Field(default=2.0, gt=0)
+    """How often a gateway looks for batches that nobody works on."""
+
+    @property
+    def store_url(self) -> str:
+        """Where files and batches are kept."""
+        return self.store or str(Path.home() / ".local" / "share" / "penstock" / "files")
+
+
+class FaultSettings(BaseSettings):
+    """Failing on purpose, for tests."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid")
+
+    failpoints: str = ""
+    """Where the worker is to kill or stop itself (`penstock/failpoints.py`): `decode.7.sent=kill@3`. Empty: nowhere."""
+
+
+PARTS: tuple[type[BaseSettings], ...] = (
+    Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, WorkerSettings, TraceSettings,
+    TelemetrySettings,
+    AdmissionSettings, GuardSettings,
+    GatewaySettings, BatchSettings, FaultSettings,
+)  # fmt: skip
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return False
+
+
+def known_variables(parts: Iterable[type[BaseSettings]] = PARTS) -> list[str]:
+    """The environment variable of every setting."""
+    return [variable_of(part, name) for part in parts for name in part.model_fields]
+
+
+def check_environment(environment: Mapping[str, str] | None = None) -> None:
+    """Raise `SettingsError` for a `PENSTOCK_` variable that nothing reads, naming the nearest that something does."""
+    if lines := unknown_variables(os.environ if environment is None else environment):
+        raise SettingsError(lines[0])
+
+
+def unknown_variables(environment: Iterable[str]) -> list[str]:
+    """A line for each of them."""
+    return unknown(environment, [*_readable(), CONFIG])
+
+
+def check_config(config: Mapping[str, Found]) -> list[str]:
+    """The same of the configuration file."""
+    return [f"{found.origin}: {line}" for found in list(config.values())[:1] for line in unknown(config, _readable())]
+
+
+def _readable() -> list[str]:
+    """What may be given, the nearest first where names are alike."""
+    return [*known_variables(), *(f"{variable}{FILE}" for variable in secret_variables(PARTS))]
+
+
+def load(part: type[S], **given: object) -> S:
+    """One part's settings from where they are said, `given` ones first. Raises `SettingsError` for the first error."""
+    check_environment()
+    config = config_file(os.environ)
+    if lines := check_config(config):
+        raise SettingsError(lines[0])
+    found = {name: value for name, (value, _) in given_to(part, os.environ, config).items()}
+    try:
+        return part(**{**found, **given})
+    except ValidationError as error:
+        raise SettingsError(problems(part, error)[0]) from None
+
+
+def check_together(guard: GuardSettings, batch: BatchSettings) -> list[str]:
+    """What does not go together in different parts: a default gives way, what somebody said does not."""
+    if "max_file_bytes" in batch.model_fields_set and batch.max_file_bytes > guard.max_file_mb * 2**20:
+        return ["PENSTOCK_BATCH_MAX_FILE_BYTES is more than an upload may have by PENSTOCK_GATEWAY_MAX_FILE_MB"]
+    return []
+
+
+def problems(part: type[BaseSettings], error: ValidationError) -> list[str]:
+    """A line for each thing that is wrong with a part; no secret is in it."""
+    lines = []
+    for line in error.errors(include_url=False):
+        message = line["msg"].removeprefix("Value error, ")
+        if not line["loc"]:  # of several settings: the message names them
+            lines += message.split("; ")
+            continue
+        name = str(line["loc"][0])
+        hidden = name in part.model_fields and is_secret(part, name)
+        lines.append(f"{variable_of(part, name)}: {message}" + ("" if hidden else f" (given: {line['input']!r})"))
+    return lines

@@ -1,0 +1,1 @@
+"""What people who run a pipeline ask: lag, health, dead letters, access."""

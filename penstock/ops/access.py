@@ -1,0 +1,181 @@
+"""Do the servers let us in? Asked once, before work begins: who is refused is told why, and which setting to look at.
+
+A server that is away is not asked further: workers wait for it. And one that refuses us later, while we run, may be in
+the middle of a change of its passwords: that is an outage as any other.
+"""
+
+import contextlib
+import ssl
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import redis
+
+from penstock.config.addresses import Addresses
+from penstock.errors import AccessRefused
+from penstock.names import (
+    CLASSES,
+    GATEWAY_SECRET_KEY,
+    KEYS_KEY,
+    KV_INDEX,
+    TENANTS_KEY,
+    WORKERS_KEY,
+    Pipeline,
+    Role,
+    batch_lease_key,
+    card_key,
+    kv_key,
+    rate_key,
+)
+from penstock.ops.tls import speaks_tls
+from penstock.redis.client import redis_client
+from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
+from penstock.redis.urls import shown, urls_of
+
+Command = tuple[str, ...]
+
+
+def check_access(addresses: Addresses, role: Role | None = None, *, kv: bool = False) -> None:
+    """Raise `AccessRefused` where a server does not let us in, or, given a `role`, not do what that takes.
+
+    `kv`: ask those of the KV store too. Servers that are away raise nothing; Kafka is waited for, for three seconds.
+    """
+    pipeline = Pipeline(addresses.pipeline)
+    needed = commands_of(pipeline, role, streams=not addresses.kafka) if role else []
+    for url in urls_of(addresses.stream_url):
+        _check_redis(url, "PENSTOCK_STREAM_URL", needed)
+    if kv:
+        variable = "PENSTOCK_KV_URL" if addresses.kv_url else "PENSTOCK_STREAM_URL"
+        for url in urls_of(addresses.kv_url or addresses.stream_url):
+            _check_redis(url, variable, kv_commands() if role else [])
+    if addresses.kafka:
+        from penstock.ops.kafka_access import check_kafka  # confluent_kafka is loaded only where it is used
+
+        check_kafka(addresses, pipeline, role)
+
+
+def commands_of(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Command]:
+    """Of each kind of thing that a role does in Redis, one."""
+    record, channel = pipeline.record_key("x"), pipeline.live_channel("x")
+    found: list[Command] = [("INFO", "server"), ("SMEMBERS", WORKERS_KEY), ("EVALSHA", "0" * 40, "1", record)]
+    if role in ("client", "gateway"):
+        found += [("SUBSCRIBE", channel), ("UNSUBSCRIBE", channel), *_client_commands(pipeline)]
+    else:
+        found += [("PUBLISH", channel, ""), ("SADD", WORKERS_KEY, "x"), ("SET", pipeline.worker_key(role, "x"), "x")]
+    if role != "client":
+        found.append(("TIME",))
+    if role == "gateway":
+        own = (
+            rate_key("x"), card_key("x"), batch_lease_key("x"), pipeline.meter_key("x"), pipeline.shares_key("x"),
+            GATEWAY_SECRET_KEY,
+        )  # fmt: skip
+        found += [("HGET", KEYS_KEY, "x"), ("HGET", TENANTS_KEY, "x"), *(("SET", key, "x") for key in own)]
+    if streams:
+        keys = [pipeline.stream_key(pipeline.requests(klass)) for klass in CLASSES]
+        found += [("XADD", key, "*", "x", "x") for key in keys]
+        found += [("XLEN", keys[0]), ("XREAD", "STREAMS", pipeline.stream_key(pipeline.results), "0")]
+        if role != "client":
+            found.append(("HGET", pipeline.meter_key("places"), "all"))
+    return found
+
+
+def _client_commands(pipeline: Pipeline) -> list[Command]:
+    """What reading a stream, cancelling and asking for the lag take."""
+    record, news = pipeline.record_key("x"), pipeline.news_key("x")
+    cancelling = [
+        ("HGET", record, "x"), ("HSET", record, "x", "x"), ("PEXPIRE", record, "1"), ("PTTL", record),
+        ("RPUSH", news, "x"), ("PEXPIRE", news, "1"),
+    ]  # fmt: skip
+    return [
+        ("XRANGE", pipeline.log_key("x"), "-", "+"),
+        ("EXISTS", record),
+        ("HMGET", record, "x"),
+        ("EVAL", "return 0", "1", record),
+        *cancelling,
+        ("MGET", pipeline.worker_key("prefill", "x")),
+    ]
+
+
+def kv_commands() -> list[Command]:
+    """The same of the KV store."""
+    block = kv_key(b"x")
+    return [("SET", block, "x"), ("STRLEN", block), ("SCRIPT", "LOAD", "return 0"), ("ZADD", KV_INDEX[0], "0", "x")]
+
+
+def _check_redis(url: str, variable: str, commands: list[Command]) -> None:
+    if is_sentinel(url):
+        master = _master_behind(url, variable)
+        if master is None:
+            return
+        url = master
+    try:
+        with contextlib.closing(redis_client(url)) as client:
+            for command, error in _denied(client, [("PING",), *commands]):
+                user = urlsplit(url).username or "default"
+                raise AccessRefused(
+                    f"Redis at {shown(url)}: the user {user} may not {' '.join(command[:2])} ({error}); "
+                    "the rights it needs are in docs/operations.md"
+                )
+    except (redis.RedisError, OSError, ValueError) as error:
+        reason = refusal(error, url, variable)
+        if reason:
+            raise AccessRefused(f"Redis at {shown(url)}: {reason}") from None
+
+
+def _master_behind(url: str, variable: str) -> str | None:
+    """The address of the master that Sentinels name; None where none of them answers."""
+    address = parse_sentinels(url)
+    found = find_masters(url)
+    answers = [said for said in found.values() if not isinstance(said, redis.RedisError)]
+    for place in answers:
+        if place is not None:
+            return address.url_of(place)
+    if answers:
+        raise AccessRefused(f"the Sentinels at {address} know no service {address.service!r}: see {variable}")
+    for sentinel, error in found.items():
+        if isinstance(error, redis.RedisError) and (reason := refusal(error, address.sentinel_url(sentinel), variable)):
+            raise AccessRefused(f"the Sentinel at {address.sentinel_url(sentinel)}: {reason}")
+    return None
+
+
+def _denied(client: "redis.Redis", commands: list[Command]) -> Iterator[tuple[Command, str]]:
+    """The commands that the user may not send. They are queued in a transaction, and thrown away with it."""
+    connection = client.connection_pool.get_connection()
+    try:
+        for command in [("MULTI",), *commands, ("DISCARD",)]:
+            connection.send_command(*command)  # type: ignore[no-untyped-call]
+            try:
+                connection.read_response()
+            except redis.exceptions.NoPermissionError as error:
+                yield command, str(error)
+            except redis.ResponseError:
+                continue  # of another kind: not a matter of rights
+    finally:
+        connection.disconnect()  # type: ignore[no-untyped-call]
+        client.connection_pool.release(connection)
+
+
+def refusal(error: BaseException, url: str, variable: str) -> str:
+    """What an error of a Redis client means, where it means that we are not let in; else empty."""
+    untrusted = _of_kind(error, ssl.SSLCertVerificationError)
+    if isinstance(untrusted, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({untrusted.verify_message.rstrip('.')}): see PENSTOCK_REDIS_CA_FILE"
+    if isinstance(error, redis.AuthenticationError) or str(error).startswith("NOAUTH"):
+        return f"wrong user or password: see {variable}"
+    parts = urlsplit(url)
+    is_cut = _of_kind(error, ssl.SSLError) or _of_kind(error, ConnectionResetError) or "closed by server" in str(error)
+    if not is_cut or parts.scheme not in ("redis", "rediss"):
+        return ""
+    is_tls = speaks_tls(parts.hostname or "", parts.port or 6379)
+    if parts.scheme == "redis":
+        return f"it speaks TLS, and the url does not: rediss:// in {variable}" if is_tls else ""
+    if is_tls:  # and we trust it: it cut us off for what we did not show
+        return "it wants a certificate of the client's: see PENSTOCK_REDIS_CERT_FILE and PENSTOCK_REDIS_KEY_FILE"
+    return f"it does not speak TLS: redis:// in {variable}?" if _of_kind(error, ssl.SSLError) else ""
+
+
+def _of_kind(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
+    """The error, or what it came from, that is of this kind."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error

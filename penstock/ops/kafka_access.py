@@ -1,0 +1,99 @@
+"""Do the brokers let us in? librdkafka tries for ever and says nothing; its error callback tells."""
+
+import contextlib
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AclOperation, AdminClient  # type: ignore[attr-defined]
+
+from penstock.bus.kafka.client import client_settings
+from penstock.config.addresses import kafka_access
+from penstock.errors import AccessRefused
+from penstock.names import Pipeline, Role
+from penstock.ops.tls import speaks_tls
+
+if TYPE_CHECKING:
+    from penstock.config.addresses import Addresses
+
+WITHIN_S = 3.0
+TRY_S = 0.5
+
+
+def check_kafka(addresses: "Addresses", pipeline: Pipeline, role: Role | None) -> None:
+    """See `access.check_access`. Brokers that are away are waited for a little: errors of both kinds come mixed."""
+    errors: list[KafkaError] = []
+    settings = client_settings(addresses.kafka, kafka_access(addresses))
+    admin = AdminClient(settings | {"error_cb": errors.append})
+    end = time.monotonic() + WITHIN_S
+    while time.monotonic() < end:
+        with contextlib.suppress(KafkaException):
+            admin.list_topics(timeout=TRY_S)
+            _check_rights(admin, addresses, pipeline, role)
+            return
+        admin.poll(0)
+        for error in errors:
+            if reason := _refusal(error, addresses):
+                raise AccessRefused(f"Kafka at {addresses.kafka}: {reason}")
+        if errors and addresses.kafka_security.endswith("plaintext") and _any_speaks_tls(addresses.kafka):
+            raise AccessRefused(
+                f"Kafka at {addresses.kafka}: it speaks TLS, and we do not: "
+                f"PENSTOCK_KAFKA_SECURITY is {addresses.kafka_security}"
+            )
+
+
+def rights_of(pipeline: Pipeline, role: Role) -> dict[str, list[AclOperation]]:
+    """What a role does with each topic."""
+    read, write = AclOperation.READ, AclOperation.WRITE
+    if role == "client" or role == "gateway":  # noqa: PLR1714 - this the type checker understands
+        inputs = pipeline.inputs("prefill").values()
+        return {**{topic: [write] for topic in inputs}, pipeline.results: [read]}
+    outputs = list(pipeline.inputs("decode").values()) if role == "prefill" else []
+    return {
+        **{topic: [read] for topic in pipeline.inputs(role).values()},
+        **{topic: [write] for topic in [*outputs, pipeline.results, pipeline.dead]},
+    }
+
+
+def _check_rights(admin: AdminClient, addresses: "Addresses", pipeline: Pipeline, role: Role | None) -> None:
+    """Topics that are missing are not a matter of rights."""
+    rights = rights_of(pipeline, role) if role else {}
+    asked: dict[str, Future[Any]] = (
+        admin.describe_topics(TopicCollection(list(rights)), include_authorized_operations=True) if rights else {}
+    )
+    for topic, future in asked.items():
+        try:
+            allowed = future.result(WITHIN_S).authorized_operations
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                continue
+            allowed = []
+        missing = [] if allowed is None else [right.name for right in rights[topic] if right not in allowed]
+        if missing:
+            raise AccessRefused(
+                f"Kafka at {addresses.kafka}: the user {addresses.kafka_user or 'of this client'} may not "
+                f"{' or '.join(missing)} the topic {topic}; the rights it needs are in docs/operations.md"
+            )
+
+
+def _refusal(error: KafkaError, addresses: "Addresses") -> str:
+    """What an error means, where it means that we are not let in; else empty."""
+    code, text = error.code(), error.str()
+    said = text.split(": ", 1)[-1].split(" (after ")[0]
+    if code == KafkaError._AUTHENTICATION:  # noqa: SLF001 - that is its name
+        is_word = "handshake failed" not in text
+        user = "wrong user or password: see PENSTOCK_KAFKA_USER and PENSTOCK_KAFKA_PASSWORD"
+        return user if is_word else f"{said}: see PENSTOCK_KAFKA_SECURITY and PENSTOCK_KAFKA_MECHANISM"
+    if "certificate verify failed" in text:
+        return "its certificate is not trusted: see PENSTOCK_KAFKA_CA_FILE"
+    if "alert" in text and "certificate" in text:
+        return "it wants a certificate of the client's: see PENSTOCK_KAFKA_CERT_FILE and PENSTOCK_KAFKA_KEY_FILE"
+    if "PLAINTEXT broker listener" in text and not _any_speaks_tls(addresses.kafka):
+        return f"it does not speak TLS: PENSTOCK_KAFKA_SECURITY is {addresses.kafka_security}"
+    return f"TLS fails ({said}): see PENSTOCK_KAFKA_SECURITY" if code == KafkaError._SSL else ""  # noqa: SLF001
+
+
+def _any_speaks_tls(bootstrap: str) -> bool:
+    places = [place.rpartition(":") for place in bootstrap.split(",")]
+    return any(speaks_tls(host.strip("[] "), int(port)) for host, _, port in places if port.isdigit())

@@ -1,0 +1,71 @@
+"""What the workers of a pipeline say of themselves, from their heartbeat keys, and whether it can serve."""
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import redis
+from redis.exceptions import NoPermissionError
+
+from penstock.bus.connect import connect
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
+from penstock.errors import BusUnavailable
+from penstock.names import STAGES, WORKERS_KEY, Pipeline
+from penstock.redis.client import ANSWER_S, redis_client
+
+
+@dataclass(frozen=True)
+class Health:
+    """`ok`; `degraded`: what is accepted is answered later or more slowly; `down`: nothing can be accepted."""
+
+    state: Literal["ok", "degraded", "down"]
+    reasons: tuple[str, ...] = ()
+
+
+def worker_status(addresses: Addresses) -> list[dict[str, Any]]:
+    """The last heartbeat of each live worker, by stage and name (see `penstock.worker.Heartbeat`)."""
+    with redis_client(addresses.first_url) as client:
+        return read_heartbeats(client, Pipeline(addresses.pipeline))
+
+
+def read_heartbeats(client: "redis.Redis", pipeline: Pipeline) -> list[dict[str, Any]]:
+    """The same over a connection that is kept, for who looks again and again. Workers that are gone are taken off."""
+    known: Any = client.smembers(WORKERS_KEY)
+    keys = sorted(key for key in known if key.startswith(pipeline.worker_prefix.encode()))
+    beats: dict[bytes, Any] = dict(zip(keys, client.mget(keys) if keys else [], strict=True))
+    if gone := [key for key, value in beats.items() if value is None]:  # one that lives is back with its next beat
+        with suppress(NoPermissionError):  # of who may only read
+            client.srem(WORKERS_KEY, *gone)
+    return [json.loads(value) for value in beats.values() if value is not None]
+
+
+def health(addresses: Addresses, settings: BusSettings) -> Health:
+    """How the pipeline is now, within a few seconds also where servers do not answer."""
+    try:
+        connect(addresses, settings).check(ANSWER_S)
+    except BusUnavailable as error:
+        return Health("down", (str(error),))
+    try:
+        workers = worker_status(addresses)
+    except redis.RedisError as error:
+        return Health("degraded", (f"Redis: {error}",))
+    return health_of(workers)
+
+
+def health_of(workers: Iterable[dict[str, Any]]) -> Health:
+    """How the pipeline is, by the heartbeats of its workers."""
+    reasons = tuple(_complaints(workers))
+    return Health("degraded" if reasons else "ok", reasons)
+
+
+def _complaints(workers: Iterable[dict[str, Any]]) -> Iterable[str]:
+    workers = list(workers)
+    for stage in STAGES:
+        if not any(worker["stage"] == stage and worker["state"] == "ready" for worker in workers):
+            yield f"no {stage} worker is ready"
+    for worker in workers:
+        if worker["state"] == "degraded":
+            yield f"{worker['stage']} worker {worker['name']}: {worker['reason']}"

@@ -1,0 +1,146 @@
+"""One trace a request: W3C context in the message headers, spans in the OpenTelemetry SDK.
+
+    request (client) ─ queue.wait ─ preprocess ─ prefill ────── hand_off ─ queue.wait ─ decode ──────── settle
+                                                 └ kv.read, first_token, kv.write       └ kv.read, end
+
+What was taken over from a worker that died has a `taken_over` in the place of the `queue.wait`. Every span of a request
+says which one it is. Where nobody asked for traces the tracer does nothing and costs next to nothing.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context, attach, create_key, detach, get_value, set_value
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext
+from opentelemetry.util.types import AttributeValue
+
+from penstock.names import Pipeline
+
+tracer = trace.get_tracer("penstock")
+
+PIPELINE, REQUEST_ID = "penstock.pipeline", "penstock.request.id"
+"""Attributes of every span of a request."""
+_ABOUT = create_key("penstock")
+SCOPE = InstrumentationScope("penstock")
+
+
+class Recorder(TracerProvider):
+    """Where this process's spans go."""
+
+    def __init__(self, resource: Resource, processors: Sequence[BatchSpanProcessor]) -> None:
+        super().__init__(resource=resource, shutdown_on_exit=False)
+        self.processors = processors
+        for processor in processors:
+            self.add_span_processor(processor)
+
+
+class _Child(NonRecordingSpan):
+    """A span below one that is recorded.
+
+    A request has a dozen, and the SDK's own take four times as long (45 us), for limits, events, links and locks that
+    none of them needs. Samplers decide at the root, which is the SDK's, and all processes keep to that.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parent: SpanContext,
+        start_ns: int | None,
+        attributes: dict[str, AttributeValue],
+        to: Recorder,
+    ) -> None:
+        context = SpanContext(
+            parent.trace_id, random.getrandbits(64) or 1, False, parent.trace_flags, parent.trace_state
+        )
+        super().__init__(context)
+        self._name, self._parent, self._to, self._attributes = name, parent, to, attributes
+        self._start_ns = time.time_ns() if start_ns is None else start_ns
+        self._is_over = False
+
+    def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
+        self._attributes |= attributes
+
+    def end(self, end_time: int | None = None) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        span = ReadableSpan(
+            self._name,
+            self.get_span_context(),
+            self._parent,
+            self._to.resource,
+            self._attributes,
+            start_time=self._start_ns,
+            end_time=time.time_ns() if end_time is None else end_time,
+            instrumentation_scope=SCOPE,
+        )
+        for processor in self._to.processors:
+            processor.on_end(span)
+
+
+def about(pipeline: Pipeline, request_id: str, context: Context | None = None) -> Context:
+    """The context (the current one by default) in which all spans are a request's."""
+    return set_value(_ABOUT, {PIPELINE: pipeline.name, REQUEST_ID: request_id}, context)
+
+
+def context_of(headers: Mapping[str, str], context: Context | None = None, published_s: float | None = None) -> Context:
+    """The trace context that came with a message, put into `context`.
+
+    Where none did, and `published_s` is given, a trace begins with the message: the producer keeps none.
+    """
+    context = propagate.extract(headers, Context() if context is None else context)
+    if published_s is None or trace.get_current_span(context).get_span_context().is_valid:
+        return context
+    root = begin("request", context, published_s)
+    root.end(_ns(published_s))
+    return within(root, context)
+
+
+def headers_of(context: Context | None = None) -> dict[str, str]:
+    """The headers that carry a trace context (the current one by default) to the next process."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, context)
+    return carrier
+
+
+@contextmanager
+def continued(headers: Mapping[str, str]) -> Iterator[None]:
+    """Spans that begin in the context belong to the trace that came with `headers`, if one did."""
+    token = attach(context_of(headers))
+    try:
+        yield
+    finally:
+        detach(token)
+
+
+def within(span: Span, context: Context | None = None) -> Context:
+    """`context` (the current one by default), where spans are children of `span`."""
+    return trace.set_span_in_context(span, context)
+
+
+def begin(name: str, parent: Context, start_s: float | None = None, **attributes: AttributeValue) -> Span:
+    """Start a span; `start_s` (seconds since the epoch) for what began earlier, elsewhere."""
+    whose = cast("dict[str, AttributeValue]", get_value(_ABOUT, parent) or {})
+    above, recorder = trace.get_current_span(parent).get_span_context(), trace.get_tracer_provider()
+    if not (isinstance(recorder, Recorder) and above.is_valid):
+        return tracer.start_span(name, parent, start_time=_ns(start_s), attributes=whose | attributes)
+    if not above.trace_flags.sampled:
+        return NonRecordingSpan(above)
+    return _Child(name, above, _ns(start_s), whose | attributes, recorder)
+
+
+def note(name: str, parent: Context, start_s: float, end_s: float, **attributes: AttributeValue) -> None:
+    """A span that is already over."""
+    begin(name, parent, start_s, **attributes).end(_ns(end_s))
+
+
+def _ns(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s * 1e9)

@@ -1,0 +1,1 @@
+"""Servers, faults and models of the protocol, for tests and benchmarks."""

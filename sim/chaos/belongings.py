@@ -1,0 +1,67 @@
+"""Whose requests are, by the bus. It says so of a dead worker, too, until it has found out."""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import redis
+from confluent_kafka.admin import AdminClient
+
+from penstock.bus.connect import connect
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
+from penstock.messages import readable_id
+from penstock.names import Pipeline, Stage
+
+MOST = 10_000
+READ_S = 0.3
+
+
+def read_belongings(addresses: Addresses, client: "redis.Redis", stage: Stage, name: str) -> set[str]:
+    """Return the ids of the interactive requests that only this worker of a stage is given.
+
+    On Redis Streams these are those that it fetched and did not settle; on Kafka all that are in its partitions, also
+    those that were settled long ago.
+    """
+    pipeline = Pipeline(addresses.pipeline)
+    topic, group = pipeline.inputs(stage)["interactive"], pipeline.group(stage)
+    if addresses.kafka:
+        return _in_partitions(addresses, topic, _partitions(addresses, group, topic, name))
+    return _pending(client, pipeline.stream_key(topic), group, name)
+
+
+def read_members(addresses: Addresses, group: str) -> list[str]:
+    """Return who has partitions in a Kafka group, by the brokers; who died and came again may be there twice."""
+    return [member.client_id for member in _describe(addresses, group) if member.assignment.topic_partitions]
+
+
+def _pending(client: "redis.Redis", key: str, group: str, name: str) -> set[str]:
+    entries = cast(Any, client.xpending_range(key, group, "-", "+", MOST))
+    own = {entry["message_id"] for entry in entries if entry["consumer"].startswith(f"{name}/".encode())}
+    kept = cast(Any, client.xrange(key, count=MOST))
+    return _ids(fields[b"value"] for entry, fields in kept if entry in own)
+
+
+def _in_partitions(addresses: Addresses, topic: str, numbers: set[int]) -> set[str]:
+    follower = connect(addresses, BusSettings()).follow(topic, {})
+    values: list[bytes] = []
+    try:
+        while found := follower.read(READ_S):
+            values += [one.message.value for one in found if one.message is not None and int(one.part) in numbers]
+    finally:
+        follower.close()
+    return _ids(values)
+
+
+def _partitions(addresses: Addresses, group: str, topic: str, name: str) -> set[int]:
+    members = [member for member in _describe(addresses, group) if member.client_id == name]
+    places = [place for member in members for place in member.assignment.topic_partitions]
+    return {place.partition for place in places if place.topic == topic}
+
+
+def _describe(addresses: Addresses, group: str) -> list[Any]:
+    admin = AdminClient({"bootstrap.servers": addresses.kafka, "log_level": 0})
+    return list(admin.describe_consumer_groups([group])[group].result(30).members)
+
+
+def _ids(values: Iterable[bytes]) -> set[str]:
+    return {found for value in values if (found := readable_id(value, None)) is not None}

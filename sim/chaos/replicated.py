@@ -1,0 +1,84 @@
+"""Servers with copies: three brokers, and a Redis whose copy a Sentinel makes the master. Who leads is killed."""
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from confluent_kafka.admin import AdminClient
+
+from penstock.local.kafka import KafkaCluster, KafkaServer
+from penstock.local.valkey import ReplicatedValkey, ValkeySentinel, ValkeyServer
+from penstock.waiting import wait_until
+from sim.chaos.system import Servers
+
+FAILS_OVER_S = 60.0
+
+
+class ReplicatedServers(Servers):
+    """Workers reach them without proxies, as Sentinel and brokers tell clients where to connect."""
+
+    is_replicated = True
+
+    def __init__(self, directory: Path, timeouts: Mapping[str, str]) -> None:
+        self.replicated = ReplicatedValkey(directory / "redis")
+        self.cluster = KafkaCluster(directory / "kafka", timeouts=timeouts)
+        self.redis = next(iter(self.replicated.servers.values()))
+        self.kafka, self.kafka_proxy = None, None
+        self.bootstrap = self.cluster.bootstrap
+
+    @property
+    def stream_url(self) -> str:
+        """Where Redis is asked for."""
+        return self.replicated.url
+
+    def fail_over(self, whose: str, down_s: float) -> None:
+        """Kill the server that leads, and start it again later, to be a copy of the one that leads then."""
+        if whose == "kafka":
+            leader = self._leading_broker()
+            leader.kill()
+            time.sleep(down_s)
+            leader.start()
+            return
+        master = self.replicated.master
+        master.kill()
+        wait_until(lambda: self.replicated.master is not master, FAILS_OVER_S, "the copy is the master")
+        time.sleep(down_s)
+        master.start()
+        self.replicated.wait_until_replicated()
+
+    def pause(self, whose: str, for_s: float) -> None:
+        """Stop the master of Redis, and let it go on as if nothing had been."""
+        pid = self.replicated.master.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(for_s)
+        os.kill(pid, signal.SIGCONT)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all of them."""
+        servers: list[ValkeyServer | ValkeySentinel | KafkaServer] = [
+            *self.replicated.servers.values(),
+            self.replicated.sentinel,
+            *self.cluster.servers.values(),
+        ]
+        for pid in [server.pid for server in servers if server.pid is not None]:
+            os.kill(pid, number)
+
+    def _leading_broker(self) -> KafkaServer:
+        """Return the broker that leads most partitions."""
+        topics = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0}).list_topics(timeout=15).topics
+        leaders = Counter(one.leader for topic in topics.values() for one in topic.partitions.values())
+        return self.cluster.servers[leaders.most_common(1)[0][0]]
+
+    def __enter__(self) -> Self:
+        self.replicated.start()
+        self.cluster.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cluster.stop()
+        self.replicated.stop()

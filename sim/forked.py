@@ -1,0 +1,86 @@
+"""Child processes that start at once: forked from a process that has imported what they need (`sim/warm.py`)."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from subprocess import TimeoutExpired
+from typing import Any, cast
+
+from penstock.local.processes import Child
+from penstock.local.stack import Slot, Stack
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def preload(*modules: str) -> None:
+    """Have the process that forks import these modules too; to be called before the first fork."""
+    _context.set_forkserver_preload(["sim.warm", *modules])
+
+
+preload()
+
+
+class Forked:
+    """What `Child` asks of a process."""
+
+    def __init__(self, call: Callable[..., int | None], log: Path, environment: Mapping[str, str], *given: Any) -> None:
+        arguments = (call.__module__, call.__name__, str(log), dict(environment), given)
+        self._process = _context.Process(target=_run, args=arguments, daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, once it has ended."""
+        self._process.join(timeout)
+        if (status := self._process.exitcode) is None:
+            raise TimeoutExpired(str(self.pid), timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def fork(
+    name: str, log: Path, call: Callable[..., int | None], *given: Any, environment: Mapping[str, str] = os.environ
+) -> Child:
+    """`call(*given)`, a function of a module, in a process that ends with its status; what it prints is in `log`."""
+    return Child(name, cast(Any, Forked(call, log, environment, *given)), log)
+
+
+class ForkedStack(Stack):
+    """A stack whose workers and gateway are forked; else as any other."""
+
+    def _start_child(self, slot: Slot, arguments: list[str], environment: Mapping[str, str]) -> Child:
+        return fork(slot.name, self._log(slot), run_penstock, *arguments, environment=environment)
+
+
+def run_penstock(*arguments: str) -> None:
+    """The command."""
+    from penstock.cli.main import main
+
+    sys.argv = ["penstock", *arguments]
+    main()
+
+
+def _run(module: str, name: str, log: str, environment: Mapping[str, str], given: tuple[Any, ...]) -> None:
+    """In the child: from here on a process as `start_child` starts it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.exit(getattr(import_module(module), name)(*given))

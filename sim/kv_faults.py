@@ -1,0 +1,137 @@
+"""Damage in every tier while a pipeline serves, and what its readers saw of it."""
+
+import contextlib
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import redis
+
+from penstock.config.settings import KVSettings
+from penstock.kvstore.block import HEADER_BYTES
+from penstock.kvstore.store import KVStore
+from penstock.kvstore.tiers.shared import SharedTier
+from penstock.messages import Request
+from penstock.names import kv_key
+from sim.line import Line
+from sim.workload import alone, requests
+
+PAUSE_S = 0.002
+Change = Callable[[bytes], bytes]
+
+
+def tight_settings(directory: Path) -> KVSettings:
+    """All tiers, each with room for little more than the blocks of one round."""
+    return KVSettings(
+        shared_mb=64, shared_dir=str(directory), disk_mb=64, disk_dir=str(directory / "disk"), redis_mb=64
+    )  # fmt: skip
+
+
+@dataclass
+class Vandal:
+    """Flips bytes in stored blocks, cuts them off and swaps them, without asking the tiers, until it is stopped."""
+
+    store: KVStore
+    disk: Path
+    redis_url: str
+    seed: int
+    strikes: Counter[str] = field(default_factory=Counter)
+    """By tier and kind."""
+
+    def __post_init__(self) -> None:
+        self._chance = random.Random(self.seed)
+        self._client = redis.Redis.from_url(self.redis_url)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PAUSE_S):
+            with contextlib.suppress(redis.RedisError, OSError):
+                self._strike()
+
+    def _strike(self) -> None:
+        tier = self._chance.choice(self.store.tiers)
+        keys = [entry.key for entry in tier.entries()]
+        if len(keys) < 2:
+            return
+        key, other = self._chance.sample(keys, 2)
+        what = self._chance.choice(["flip", "cut", "swap"])
+        others = tier.stored(other) or b""
+        change: Change = {"flip": self._flip, "cut": self._cut, "swap": lambda stored: others or stored}[what]
+        if self._write(tier.name, key, change):
+            self.strikes[f"{tier.name} {what}"] += 1
+
+    def _flip(self, stored: bytes) -> bytes:
+        place = self._chance.randrange(self._chance.choice([len(stored), min(HEADER_BYTES, len(stored))]))
+        return stored[:place] + bytes([stored[place] ^ self._chance.randrange(1, 256)]) + stored[place + 1 :]
+
+    def _cut(self, stored: bytes) -> bytes:
+        return stored[: self._chance.randrange(len(stored))]
+
+    def _write(self, name: str, key: bytes, change: Change) -> bool:
+        if name == "shared":
+            tier = self.store.tiers[0]
+            assert isinstance(tier, SharedTier)
+            place = tier.arena.peek(key)
+            if place is None:
+                return False
+            slot = tier.arena.tables.slot(place.slot)
+            slot[:] = change(bytes(slot))[: len(slot)].ljust(len(slot), b"\0")
+        elif name == "disk":
+            path = next(self.disk.rglob(f"{key.hex()}.kv"), None)
+            found = path.read_bytes() if path else b""
+            if path is None or not found:  # evicted meanwhile, or cut to nothing before
+                return False
+            path.write_bytes(change(found))
+        else:
+            stored = self._client.get(kv_key(key))
+            if not isinstance(stored, bytes) or not stored:
+                return False
+            self._client.set(kv_key(key), change(stored), keepttl=True)
+        return True
+
+
+def num_reads(line: Line) -> int:
+    """Blocks that the workers have asked a tier for, and got or not."""
+    counters = [tier.counters for store in (line.prefill.store, line.decode.store) for tier in store.tiers]
+    return sum(one.hits + one.damaged for one in counters)
+
+
+def serve_damaged(
+    line: Line, enough: Callable[[], bool], after_round: Callable[[int], None] = lambda number: None
+) -> tuple[int, int]:
+    """Serve the same prompts again and again until it is enough: how many answers there were, and how many wrong."""
+    work = requests(24, line.pipeline.name)
+    expected = {request.id: answer.token_ids for request, answer in zip(work, alone(work).values(), strict=True)}
+    sent: dict[str, str] = {}
+    number = 0
+    while not enough():
+        again = [named(request, f"{request.id}-{number}") for request in work]
+        sent |= {copy.id: request.id for copy, request in zip(again, work, strict=True)}
+        line.send(*again)
+        line.run_until(len(sent))
+        after_round(number)
+        number += 1
+    results = {result.id: result.token_ids for result in line.results()}
+    return len(results), sum(results.get(copy) != expected[original] for copy, original in sent.items())
+
+
+def named(request: Request, request_id: str) -> Request:
+    """The same request under another id, and its seed spelled out."""
+    return request.model_copy(update={"id": request_id})

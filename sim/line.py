@@ -1,0 +1,128 @@
+"""A whole pipeline in one process: one prefill and one decode worker, run until there is nothing to do."""
+
+from types import TracebackType
+from typing import Self
+
+from penstock.bus.connect import connect
+from penstock.bus.contract import Outgoing
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
+from penstock.decode_worker.role import DecodeRole
+from penstock.engine.engine import Engine
+from penstock.kvstore.store import KVStore, Layout
+from penstock.messages import Request, Result, decode
+from penstock.names import Pipeline, Stage
+from penstock.prefill_worker.role import PrefillRole
+from penstock.prefill_worker.tokenize import PromptReader
+from penstock.record import connect_servers, record_on
+from penstock.worker import run_until_idle
+from penstock.worker.worker import Worker
+from sim.workload import SETTINGS, demo_model
+
+PATIENT = BusSettings(transaction_timeout_s=60.0)
+"""A worker process whose transaction was ended, as it was too slow, joins again by itself. The workers here do not."""
+
+
+class Line:
+    """The pipeline's arrows, one call each."""
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        record: RecordSettings | None = None,
+        kv: KVSettings | None = None,
+        engine: EngineSettings = SETTINGS,
+    ) -> None:
+        self.addresses = addresses
+        self.engine_settings = engine
+        self.kv_settings = kv or KVSettings(shared_mb=0, redis_mb=64)
+        self.pipeline = Pipeline(addresses.pipeline)
+        self.bus = connect(addresses, PATIENT)
+        self.bus.create_topics()
+        self.clients = connect_servers(addresses.stream_url)
+        self.client = self.clients.parts[0]
+        self.record_settings = record or RecordSettings()
+        self._stores: list[KVStore] = []
+        self.add_prefill("prefill-0")
+        self.add_decode("decode-0")
+        self.publisher = self.bus.publisher()
+
+    def add_prefill(self, name: str) -> None:
+        """A prefill worker. The one before goes on for whoever has it."""
+        self.prefill = self._worker("prefill", name)
+
+    def add_decode(self, name: str) -> None:
+        """A decode worker, as above."""
+        self.decode = self._worker("decode", name)
+
+    def _worker(self, stage: Stage, name: str) -> Worker:
+        engine = Engine(demo_model(), self.engine_settings)
+        layout = Layout.of(engine.model.fingerprint, engine.model.layout)
+        store = KVStore.open(
+            layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
+        )
+        self._stores.append(store)
+        record = record_on(self.clients, self.pipeline, self.record_settings)
+        member = self.bus.member(stage, name)
+        role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, engine)
+        return Worker(role, self.pipeline, name, store, record, member)
+
+    @property
+    def prompts(self) -> PromptReader:
+        """What reads the prompts of the prefill worker."""
+        assert isinstance(self.prefill.role, PrefillRole)
+        return self.prefill.role.prompts
+
+    def renew_decode(self) -> None:
+        """Another decode worker, in the place of one that left."""
+        self.add_decode("decode-0")
+
+    def publish(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
+        """Put raw bytes in the interactive requests topic, or another."""
+        self.publisher.publish([Outgoing(topic or self.pipeline.requests("interactive"), value, key)])
+
+    def send(self, *requests: Request) -> None:
+        """Publish requests."""
+        for request in requests:
+            self.publish(request.encode(), request.id)
+
+    def results(self) -> list[Result]:
+        """Everything in the results topic."""
+        return [decode(Result, message.value) for message in self.bus.read_all(self.pipeline.results)]
+
+    def dead(self) -> list[Outgoing]:
+        """Everything in the dead-letter topic."""
+        return self.bus.read_all(self.pipeline.dead)
+
+    def run_until_buried(self, count: int) -> list[Outgoing]:
+        """Turn both workers until the dead-letter topic has `count` messages: partitions are read in any order."""
+        while len(found := self.dead()) < count:
+            run_until_idle(self.prefill)
+            run_until_idle(self.decode)
+        return found
+
+    def run_prefill(self, num_jobs: int) -> None:
+        """Turn the prefill worker alone until it has handed off that many jobs."""
+        while len(self.bus.read_all(self.pipeline.jobs("interactive"))) < num_jobs:
+            run_until_idle(self.prefill)
+
+    def run_until(self, count: int) -> list[Result]:
+        """Turn both workers until the results topic has `count` messages."""
+        while len(results := self.results()) < count:
+            run_until_idle(self.prefill)
+            run_until_idle(self.decode)
+        return results
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.prefill.close()
+        self.decode.close()
+        for store in self._stores:
+            store.close()
+        self.publisher.close()
+        for client in self.clients.parts:
+            client.close()

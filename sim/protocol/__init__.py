@@ -1,0 +1,1 @@
+"""The protocol as an explicit-state model, explored and replayed against the real scripts."""

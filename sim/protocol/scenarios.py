@@ -1,0 +1,123 @@
+"""What is explored: which mishaps together, and how often each. `QUICK` takes seconds, `DEEP` minutes."""
+
+from typing import NamedTuple
+
+from sim.protocol.state import Budget, Rules, State, start
+
+
+class Scenario(NamedTuple):
+    """A beginning, and the rules."""
+
+    left: Budget
+    rules: Rules = Rules()
+    requests: int = 1
+    other_body: bool = False
+
+    def first(self) -> State:
+        """Return the state in which it begins."""
+        return start(self.left, self.requests, self.other_body)
+
+
+QUICK = {
+    "nothing happens": Scenario(Budget()),
+    "crashes": Scenario(Budget(crashes=2)),
+    "pauses": Scenario(Budget(pauses=2)),
+    "a crash and a pause": Scenario(Budget(crashes=1, pauses=1)),
+    "an answer of one token": Scenario(Budget(crashes=1, pauses=1), Rules(last=1)),
+    "an answer of three": Scenario(Budget(crashes=1, moves=1), Rules(last=3)),
+    "a rebalance": Scenario(Budget(pauses=1, moves=1)),
+    "produced twice": Scenario(Budget(crashes=1), requests=2),
+    "produced twice, with a rebalance": Scenario(Budget(moves=1), requests=2),
+    "another body": Scenario(Budget(crashes=1), other_body=True),
+    "cancelled": Scenario(Budget(crashes=1, cancels=1, preempts=1), Rules(last=3)),
+    "cancelled, with a pause": Scenario(Budget(pauses=1, cancels=1, preempts=1), Rules(last=3)),
+    "too late": Scenario(Budget(crashes=1, lates=1)),
+    "stopped": Scenario(Budget(crashes=1, stops=1)),
+    "stopped, with a pause": Scenario(Budget(pauses=1, stops=1)),
+    "failing": Scenario(Budget(crashes=1, fails=1)),
+    "failing, until it is given up": Scenario(Budget(fails=2)),
+    "failing, with a pause": Scenario(Budget(pauses=1, fails=1)),
+    "set aside": Scenario(Budget(crashes=1, asides=1)),
+    "preempted": Scenario(Budget(pauses=1, preempts=2), Rules(last=3)),
+    "a commit in doubt": Scenario(Budget(crashes=1, doubts=1)),
+    "a commit in doubt, with a pause": Scenario(Budget(pauses=1, doubts=1)),
+    "without room": Scenario(Budget(crashes=1, waits=1)),
+    "without room, with a pause": Scenario(Budget(pauses=1, waits=1)),
+    "without room, with a rebalance": Scenario(Budget(moves=1, waits=1)),
+    "without room, produced twice": Scenario(Budget(waits=1), requests=2),
+    "without room, another body": Scenario(Budget(waits=1), other_body=True),
+    "without room, Redis empty": Scenario(Budget(losses=1, waits=1)),
+    "the bus knows nothing": Scenario(Budget(crashes=2), Rules(bus_knows=False)),
+    "the bus knows nothing of a member that does not read": Scenario(
+        Budget(blinds=2, crashes=1), Rules(bus_knows=False)
+    ),
+    "the bus knows nothing, stopped": Scenario(Budget(crashes=1, stops=1), Rules(bus_knows=False)),
+    "the bus knows nothing, with a rebalance": Scenario(Budget(crashes=1, moves=1), Rules(bus_knows=False)),
+    "the bus knows nothing, Redis empty": Scenario(Budget(crashes=1, losses=1), Rules(bus_knows=False)),
+    "a member does not read": Scenario(Budget(blinds=1, crashes=1)),
+    "a member does not read, with a pause": Scenario(Budget(blinds=1, pauses=1)),
+    "in two steps": Scenario(Budget(crashes=1), Rules(two_steps=True)),
+    "in two steps, with a pause": Scenario(Budget(pauses=1), Rules(two_steps=True)),
+    "in two steps, with a rebalance": Scenario(Budget(moves=1), Rules(two_steps=True)),
+    "in two steps, in doubt": Scenario(Budget(doubts=1), Rules(two_steps=True)),
+    "in two steps, an answer of one token": Scenario(Budget(crashes=1), Rules(last=1, two_steps=True)),
+    "in two steps, Redis empty": Scenario(Budget(losses=1), Rules(two_steps=True)),
+    "failing, without retries": Scenario(Budget(crashes=1, fails=1), Rules(retries=False)),
+    "failing, without retries, until it is given up": Scenario(Budget(fails=2), Rules(retries=False)),
+    "failing, without retries, with a pause": Scenario(Budget(pauses=1, fails=1), Rules(retries=False)),
+    "failing, without retries, with a rebalance": Scenario(Budget(moves=1, fails=1), Rules(retries=False)),
+    "Redis empty": Scenario(Budget(losses=1, crashes=1)),
+    "Redis empty, with a pause": Scenario(Budget(losses=1, pauses=1)),
+    "Redis empty, with a rebalance": Scenario(Budget(losses=1, moves=1)),
+    "Redis empty, cancelled or too late": Scenario(Budget(losses=1, cancels=1, lates=1)),
+    "Redis falls back": Scenario(Budget(losses=1, syncs=1)),
+}
+
+DEEP = {
+    "in two steps, in doubt, with a crash": Scenario(Budget(crashes=1, doubts=1), Rules(two_steps=True)),
+    "in two steps, Redis empty, with a crash": Scenario(Budget(losses=1, crashes=1), Rules(two_steps=True)),
+    "three crashes": Scenario(Budget(crashes=3)),
+    "a crash, a pause and a rebalance": Scenario(Budget(crashes=1, pauses=1, moves=1)),
+    "two crashes and a pause": Scenario(Budget(crashes=2, pauses=1)),
+    "a crash and two pauses": Scenario(Budget(crashes=1, pauses=2)),
+    "produced twice, with crash and pause": Scenario(Budget(crashes=1, pauses=1), requests=2),
+    "cancelled, with crash and pause": Scenario(Budget(crashes=1, pauses=1, cancels=1)),
+    "too late, with crash and pause": Scenario(Budget(crashes=1, pauses=1, lates=1)),
+    "stopped, with crash and pause": Scenario(Budget(crashes=1, pauses=1, stops=1)),
+    "failing, with a crash": Scenario(Budget(crashes=1, fails=2, asides=1)),
+    "failing, with two pauses": Scenario(Budget(pauses=1, fails=2)),
+    "failing, with crash and pause": Scenario(Budget(crashes=1, pauses=1, fails=1)),
+    "without room, with crashes": Scenario(Budget(crashes=2, waits=1)),
+    "without room, with a crash and a rebalance": Scenario(Budget(moves=1, crashes=1, waits=1)),
+    "without room, given back": Scenario(Budget(crashes=1, stops=1, waits=1)),
+    "commits in doubt, with crash and pause": Scenario(Budget(crashes=1, pauses=1, doubts=2)),
+    "the bus knows nothing, with three crashes": Scenario(Budget(crashes=3), Rules(bus_knows=False)),
+    "in two steps, with crashes and a pause": Scenario(Budget(crashes=2, pauses=1), Rules(two_steps=True)),
+    "in two steps, without retries": Scenario(
+        Budget(crashes=1, fails=1, pauses=1), Rules(two_steps=True, retries=False)
+    ),
+    "in two steps, produced twice": Scenario(Budget(crashes=1, pauses=1), Rules(two_steps=True), requests=2),
+    "Redis empty, with crash and pause": Scenario(Budget(losses=1, crashes=1, pauses=1)),
+    "Redis falls back, with a crash": Scenario(Budget(losses=1, syncs=1, crashes=1)),
+    "Redis falls back, with a pause": Scenario(Budget(losses=1, syncs=1, pauses=1)),
+}
+
+BLIND = Rules(bus_knows=False)
+FLAWS = {
+    ("no binding", "two results"): (Budget(pauses=1), Rules()),
+    ("binding changes", "two results"): (Budget(pauses=1), Rules()),
+    ("prefill settles", "two results"): (Budget(crashes=1, lates=1), Rules(two_steps=True)),
+    ("appends by anybody", "a token by somebody who does not hold the request"): (Budget(pauses=1), Rules()),
+    ("appends by anybody", "a token that goes on from others"): (Budget(losses=1, pauses=1), Rules()),
+    ("settles what it does not hold", "two results"): (Budget(crashes=1), Rules()),
+    ("nobody reads for the dead", "stuck"): (Budget(blinds=1), BLIND),
+    ("ends uncounted", "an end that counts wrong"): (Budget(losses=1, syncs=1), Rules()),
+    ("forgets the other delivery", "stuck"): (Budget(losses=1, pauses=1), Rules()),
+    ("claims what it does not hold", "stuck"): (Budget(losses=1, moves=1, pauses=1), Rules()),
+    ("publishes again", "two results"): (Budget(crashes=1, doubts=1), Rules()),
+    ("trusts the job", "poison without a dead letter"): (Budget(fails=2, lates=1), Rules()),
+    ("claims without a session", "stuck"): (Budget(pauses=1), Rules()),
+    ("reaps without freeing", "stuck"): (Budget(crashes=1), BLIND),
+    ("handed before durable", "stuck"): (Budget(crashes=1), Rules()),
+}
+"""A rule left out, and what is found then."""

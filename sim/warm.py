@@ -1,0 +1,31 @@
+"""What a worker or a gateway imports, and what loading a model keeps in its process: to be imported before a fork.
+
+A worker that is forked from here starts in half the processor time. Nothing else of it is the child's: no thread,
+connection, file or model exists here.
+"""
+
+import importlib
+
+import torch
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.model import load
+
+for _module in (
+    "confluent_kafka",
+    "penstock.bus.kafka.member",
+    "penstock.bus.streams.member",
+    "penstock.cli.gateway",
+    "penstock.cli.main",
+    "penstock.cli.worker",
+    "penstock.decode_worker.role",
+    "penstock.engine.check",
+    "penstock.ingest.gateway.server",
+    "penstock.prefill_worker.role",
+    "penstock.telemetry.spans",
+    "penstock.worker.worker",
+):
+    importlib.import_module(_module)
+
+torch.set_num_threads(1)  # a pool of threads would not survive the fork
+load(EngineSettings(model="demo"))

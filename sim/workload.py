@@ -1,0 +1,121 @@
+"""The requests of the equality tests, and what the undivided model says to them."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.engine import Engine
+from penstock.engine.model import LoadedModel, load
+from penstock.engine.sequence import Sequence
+from penstock.engine.text import OutputState
+from penstock.messages import Request, Sampling
+from penstock.prefill_worker.handoff import seed_of
+
+MAX_TOKENS = 24
+SETTINGS = EngineSettings(dtype="float32", device="cpu", max_step_tokens=128, pool_mb=64)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request should give."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+@cache
+def demo_model() -> LoadedModel:
+    """The model that ships with the project, loaded once."""
+    return load(SETTINGS)
+
+
+def requests(count: int, tag: str, max_tokens: int = MAX_TOKENS) -> list[Request]:
+    """Prompts of 1 to 600 tokens, a third of them on three long shared prefixes; greedy and sampled in turn."""
+    chance = random.Random(20261121)
+    shared = [_text_tokens(chance, 400) for _ in range(3)]
+    made = []
+    for number in range(count):
+        length = 1 + number * 599 // max(1, count - 1)
+        token_ids = _text_tokens(chance, length)
+        if number % 3 == 0 and length > 40:
+            base = shared[number % 9 // 3]
+            keep = min(length - 20, len(base))
+            token_ids = base[:keep] + token_ids[keep:]
+        greedy = number % 2 == 0
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0) if greedy else Sampling(
+            max_tokens=max_tokens, temperature=0.9, top_k=50, top_p=0.95, seed=number
+        )  # fmt: skip
+        made.append(Request(id=f"{tag}-{number}", token_ids=token_ids, sampling=sampling, tenant=tag))
+    return made
+
+
+def _text_tokens(chance: random.Random, count: int) -> list[int]:
+    """Tokens of words in the model's own language, so that its answers are not degenerate."""
+    words = ["and", "the", "king", "of", "Israel", "said", "unto", "his", "people", "LORD", "land", "go", "bread"]
+    token_ids: list[int] = []
+    while len(token_ids) < count:
+        sentence = " " + " ".join(chance.choices(words, k=12)) + (";" if chance.random() < 0.5 else ".")
+        token_ids += demo_model().tokenizer(sentence)["input_ids"]
+    return token_ids[:count]
+
+
+def alone(work: Iterable[Request]) -> dict[str, Answer]:
+    """Each request's answer: `generate()` of the plain model for greedy ones, the engine run alone for the others."""
+    engine = Engine(demo_model(), SETTINGS)
+    answers = {}
+    for request in work:
+        greedy = request.sampling.temperature == 0
+        prompt = tuple(request.token_ids or ())
+        tokens = list(_generate(prompt, request.sampling.max_tokens)) if greedy else _engine_tokens(engine, request)
+        answers[request.id] = _cut(request, tokens)
+    return answers
+
+
+@cache
+def _generate(token_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """Worked out once: many tests ask for the same."""
+    model = demo_model()
+    model.module.set_attn_implementation("sdpa")
+    prompt = torch.tensor([token_ids])
+    with torch.inference_mode():
+        output = model.module.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+        )
+    model.module.set_attn_implementation("penstock")
+    return tuple(int(token) for token in output[0, prompt.shape[1] :])
+
+
+def _engine_tokens(engine: Engine, request: Request) -> list[int]:
+    seq = Sequence(
+        request.id,
+        list(request.token_ids or ()),
+        sampling=request.sampling,
+        seed=seed_of(request),
+        max_new=request.sampling.max_tokens,
+    )
+    engine.add(seq)
+    while seq.num_output < seq.max_new:
+        engine.step()
+    engine.remove(seq)
+    return seq.output
+
+
+def _cut(request: Request, tokens: list[int]) -> Answer:
+    """The answer up to where it ends."""
+    model = demo_model()
+    state = OutputState(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
+    texts = []
+    for number, token in enumerate(tokens, start=1):
+        text, finish = state.push(token)
+        texts.append(text)
+        if finish is not None:
+            return Answer(tokens[:number], "".join(texts), finish)
+    raise AssertionError("the answer does not end")

@@ -1,0 +1,285 @@
+"""`python -m tools.asyncapi [FILE]`: the AsyncAPI 3.0 document of a pipeline, from the message models.
+
+Topics and keys come from `names.Pipeline`, schemas from `messages`. docs/protocol.md says the same in prose.
+"""
+
+import inspect
+import json
+import sys
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+
+from penstock import names
+from penstock.messages import MAX_REQUEST_BYTES, VERSION, EndEvent, Job, Request, Result, TokenEvent, Wire
+from penstock.names import CLASSES, Pipeline, Stage
+from tools.settings_doc import attribute_docs, write
+
+MODELS: tuple[type[Wire], ...] = (Request, Job, Result, TokenEvent, EndEvent)
+Json = dict[str, Any]
+
+_NAMES = Pipeline("PIPELINE")
+_PARAMETERS: Json = {
+    "pipeline": {"description": "The pipeline: one model, one set of topics.", "default": "demo"},
+    "class": {"description": "Interactive work goes first.", "enum": list(CLASSES)},
+    "tag": {"description": "The request's id in braces (a Redis Cluster hash tag).", "examples": ["{r-1}"]},
+}
+_HEADERS: dict[str, Json] = {
+    names.VERSION: {"description": "The message's version, as in its `v`.", "const": str(VERSION)},
+    names.TENANT: {"description": "Whose request it is, as in the message."},
+    names.CLASS: {"description": "As in the topic's name.", "enum": list(CLASSES)},
+    names.DEADLINE: {
+        "description": "The message's `deadline`, as decimal text.",
+        "pattern": r"^[0-9]+(\.[0-9]+)?$",
+    },
+    names.ATTEMPT: {
+        "description": "Dead-letter topic: how often it was tried since it last said something.",
+        "pattern": "^[0-9]{1,9}$",
+    },
+    names.OPERATION: {
+        "description": "Of jobs: what was asked for, as figures call it.",
+        "enum": ["chat", "text_completion"],
+    },
+    names.ORIGIN: {"description": "Dead-letter topic: the topic it was in."},
+    names.REASON: {"description": "Dead-letter topic: why it is there."},
+    names.STACK: {"description": "Dead-letter topic: where in the workers' code it failed, if that is known."},
+    names.BURIED: {
+        "description": "Dead-letter topic: since when, in milliseconds since the epoch.",
+        "pattern": "^[0-9]{1,15}$",
+    },
+    names.TRUNCATED: {
+        "description": "Dead-letter topic: the message was cut to fit, and had this many bytes.",
+        "pattern": "^[0-9]{1,15}$",
+    },
+    "traceparent": {
+        "description": "W3C trace context.",
+        "pattern": "^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",
+    },
+    "tracestate": {"description": "W3C trace context."},
+}
+_TOKENS = ((302, "God"), (17, " created"), (4, " the"))
+
+
+class _Schemas(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def document() -> Json:
+    """The whole document."""
+    return {
+        "asyncapi": "3.0.0",
+        "info": {
+            "title": "Penstock",
+            "version": str(VERSION),
+            "description": "Durable, disaggregated LLM inference: a pipeline's topics and token streams. "
+            "With the embedded bus the topics are Redis Streams; see docs/protocol.md.",
+            "license": {"name": "Apache-2.0"},
+        },
+        "defaultContentType": "application/json",
+        "servers": {
+            kind: {
+                "host": "{address}",
+                "protocol": kind,
+                "variables": {"address": {"default": address, "description": description}},
+            }
+            for kind, address, description in (
+                ("kafka", "127.0.0.1:9092", "Bootstrap servers."),
+                ("redis", "127.0.0.1:7379", "The Redis of logs and claims."),
+            )
+        },
+        "channels": _channels(),
+        "operations": _operations(),
+        "components": {"messages": _messages(), "parameters": _PARAMETERS, "schemas": _schemas()},
+    }
+
+
+def _channels() -> Json:
+    klass = CLASSES[0]
+    return {
+        "requests": _topic(_NAMES.requests(klass), "Requests. Durable here means accepted.", [Request], klass),
+        "jobs": _topic(_NAMES.jobs(klass), "From prefill to decode: keys of KV blocks, never tensors.", [Job], klass),
+        "results": _topic(_NAMES.results, "One result for each request. Read with read_committed.", [Result]),
+        "dead": _topic(_NAMES.dead, "Messages nobody can do anything with, as they came.", [Request, Job]),
+        "log": _stream(
+            _NAMES.log_key("ID"),
+            "A Redis stream, field `e`: token p is entry p-1, the end after n tokens n-2.",
+        ),
+        "live": _stream(_NAMES.live_channel("ID"), "Pub/sub: the same events as they are appended to the log."),
+    }
+
+
+def _topic(topic: str, description: str, models: list[type[Wire]], klass: str = "") -> Json:
+    address = topic.replace("PIPELINE", "{pipeline}")
+    limits = {"topicConfiguration": {"max.message.bytes": 2 * MAX_REQUEST_BYTES}, "bindingVersion": "0.5.0"}
+    channel = _channel(address.removesuffix(klass) + "{class}" if klass else address, "kafka", description, models)
+    return channel | {"bindings": {"kafka": limits}}
+
+
+def _stream(key: str, description: str) -> Json:
+    address = key.replace("PIPELINE", "{pipeline}").replace("{ID}", "{tag}")
+    return _channel(address, "redis", description, [TokenEvent, EndEvent])
+
+
+def _channel(address: str, server: str, description: str, models: list[type[Wire]]) -> Json:
+    return {
+        "address": address,
+        "description": description,
+        "servers": [{"$ref": f"#/servers/{server}"}],
+        "parameters": {
+            name: {"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS if f"{{{name}}}" in address
+        },
+        "messages": {model.__name__: {"$ref": f"#/components/messages/{model.__name__}"} for model in models},
+    }
+
+
+def _operations() -> Json:
+    answer = {
+        "channel": {"$ref": "#/channels/results"},
+        "messages": [{"$ref": "#/channels/results/messages/Result"}],
+    }
+    return {
+        "accept": _operation("receive", "requests", [Request], "Prefill workers take requests.", "prefill")
+        | {"reply": answer},
+        "handOff": _operation("send", "jobs", [Job], "Prefill workers leave job references."),
+        "takeJob": _operation("receive", "jobs", [Job], "Decode workers take job references.", "decode"),
+        "answer": _operation("send", "results", [Result], "Decode workers leave the one result."),
+        "log": _operation("send", "log", [TokenEvent, EndEvent], "Workers append each token, then the end."),
+        "stream": _operation("send", "live", [TokenEvent, EndEvent], "Each append is published by the same call."),
+        "bury": _operation("send", "dead", [Request, Job], "Workers give up on what cannot be answered at all."),
+    }
+
+
+def _operation(action: str, channel: str, models: list[type[Wire]], summary: str, stage: Stage | None = None) -> Json:
+    operation: Json = {
+        "action": action,
+        "channel": {"$ref": f"#/channels/{channel}"},
+        "summary": summary,
+        "messages": [{"$ref": f"#/channels/{channel}/messages/{model.__name__}"} for model in models],
+    }
+    if stage is not None:
+        group = _NAMES.group(stage).replace("PIPELINE", "<pipeline>")
+        kafka = {"groupId": {"type": "string", "description": f"`{group}`"}, "bindingVersion": "0.5.0"}
+        operation["bindings"] = {"kafka": kafka}
+    return operation
+
+
+def _messages() -> Json:
+    found = {}
+    for model in MODELS:
+        name, by_kafka = model.__name__, "v" in model.model_fields
+        message: Json = {
+            "name": name,
+            "summary": inspect.cleandoc(model.__doc__ or "").split("\n\n")[0],
+            "payload": {"$ref": f"#/components/schemas/{name}"},
+            "examples": [
+                {"name": example, "payload": payload} | ({"headers": _headers(payload)} if by_kafka else {})
+                for example, payload in examples()[name].items()
+            ],
+        }
+        if by_kafka:
+            message["headers"] = {"$ref": "#/components/schemas/Headers"}
+            message["correlationId"] = {"location": "$message.payload#/id"}
+            key = {"type": "string", "description": "The request's id."}
+            message["bindings"] = {"kafka": {"key": key, "bindingVersion": "0.5.0"}}
+        found[name] = message
+    return found
+
+
+def _headers(payload: Json) -> Json:
+    klass = payload.get("class", CLASSES[0])
+    return {names.VERSION: str(VERSION), names.TENANT: payload.get("tenant", "default"), names.CLASS: klass}
+
+
+def examples() -> dict[str, dict[str, Json]]:
+    """Payloads by message and name: requests as producers write them, the others as workers do."""
+    said, rolled = [], names.START_HASH
+    for position, (token, text) in enumerate(_TOKENS):
+        rolled = names.roll(rolled, token)
+        said.append(TokenEvent.at(position, rolled, token, text))
+    answer = {"text": "".join(event.text for event in said), "token_ids": [event.token for event in said]}
+    stages = ("published", "prefill_started", "first_token", "handed_off", "decode_started", "finished")
+    timings = {stage: 1767225600.0 + step / 64 for step, stage in enumerate(stages)}
+    usage = {"prompt_tokens": 4, "cached_tokens": 0, "completion_tokens": len(said)}
+    end = {"finish_reason": "length", "usage": usage, "timings": timings}
+    error = {"code": "prompt_too_long", "message": "This model's maximum context length is 4096 tokens. However, …"}
+    first, second, third = ({"v": VERSION, "id": f"r-{number}"} for number in (1, 2, 3))
+    prompt = {"token_ids": [11, 302, 9, 2]}
+    stored = {"fingerprint": "5a" * 32, "last_block": "c3" * 32, "cached_tokens": 0}
+    job = {"job": "4be0643f1d98573b97cdca98a65347dd", "class": CLASSES[0]}
+    sampling = {
+        "max_tokens": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "seed": 7,
+        "stop": ["\n\n"],
+        "logit_bias": {"17": -5},
+    }
+    likely = {"logprob": -0.105361, "text": said[0].text}
+    logprobs = likely | {"top": [likely | {"token": said[0].token}]}
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
+    all_fields = {"sampling": sampling, "class": "batch", "tenant": "acme", "deadline": 1767229200.0}
+    requests: dict[str, dict[str, Json]] = {
+        "Request": {
+            "prompt": first | {"prompt": "In the beginning"},
+            "chat": second | {"messages": turns, "sampling": {"temperature": 0}},
+            "tokens": third | prompt | all_fields,
+        },
+    }
+    ours: dict[type[Wire], dict[str, Json]] = {
+        Job: {
+            "stored": first | job | prompt | stored | {"timings": timings},
+            "refused": second | job | {"error": error},
+        },
+        Result: {
+            "answered": first | {"class": CLASSES[0], "model": "demo"} | answer | end,
+            "refused": second | {"finish_reason": "error", "error": error},
+        },
+        TokenEvent: {f"token{position}": event.model_dump() for position, event in enumerate(said)}
+        | {"logprobs": said[0].model_dump() | {"logprobs": logprobs}},
+        EndEvent: {"complete": end, "failed": {"finish_reason": "error", "error": error}},
+    }
+    return requests | {
+        model.__name__: {name: json.loads(model.model_validate(payload).encode()) for name, payload in payloads.items()}
+        for model, payloads in ours.items()
+    }
+
+
+def _schemas() -> Json:
+    _, found = models_json_schema(
+        [(model, "validation") for model in MODELS],
+        ref_template="#/components/schemas/{model}",
+        schema_generator=_Schemas,
+    )
+    schemas: Json = found["$defs"]
+    for model in _with_parts(MODELS):
+        properties = schemas[model.__name__]["properties"]
+        for name, text in attribute_docs(model).items():
+            properties[model.model_fields[name].alias or name]["description"] = text
+        if "v" in properties:
+            schemas[model.__name__]["required"] = ["v", *schemas[model.__name__].get("required", [])]
+    for name, limit in (("prompt", "minLength"), ("messages", "minItems"), ("token_ids", "minItems")):
+        schemas["Request"]["properties"][name]["anyOf"][0][limit] = 1
+    schemas["Request"]["oneOf"] = [
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+        for name in ("prompt", "messages", "token_ids")
+    ]
+    headers = {name: {"type": "string", **rest} for name, rest in _HEADERS.items()}
+    return {"Headers": {"type": "object", "properties": headers}} | schemas
+
+
+def _with_parts(models: tuple[type[Wire], ...]) -> list[type[BaseModel]]:
+    """The models and the models they are made of."""
+    todo: list[type[BaseModel]] = list(models)
+    for model in todo:
+        for schema in model.model_fields.values():
+            parts = (schema.annotation, *getattr(schema.annotation, "__args__", ()))
+            todo += [
+                part for part in parts if isinstance(part, type) and issubclass(part, BaseModel) and part not in todo
+            ]
+    return todo
+
+
+if __name__ == "__main__":
+    write(json.dumps(document(), indent=1, ensure_ascii=False) + "\n", sys.argv[1:])

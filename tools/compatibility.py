@@ -1,0 +1,177 @@
+"""Which architectures of transformers the engine serves, found by trying all of them.
+
+`python -m tools.compatibility docs/models.md` builds a tiny random model of each, proves it next to
+`generate()` (`proof.py`), and writes the table.
+"""
+
+import argparse
+import copy
+import gc
+import platform
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from penstock.config.settings import EngineSettings
+from penstock.engine.accelerate import speed_up
+from penstock.engine.model import LoadedModel
+from penstock.engine.probe import probe, refuse_config
+from penstock.engine.proof import MIN_DISTINCT, Inconclusive, answers, prove
+from penstock.engine.shrink import CannotShrink, shrunk
+from penstock.engine.tiny import build
+from penstock.errors import ModelLoadError
+from tools.compatibility_cases import AS_DECODER, KEYWORDS, REASONS, SIZES
+
+ARCHITECTURES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""transformers' names of model types."""
+CONTEXT = 128
+NUM_SEEDS = 5
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found out about one architecture."""
+
+    architecture: str
+    model: str
+    """Name of the class."""
+    reason: str
+    """Why it is refused, a sentence; empty if it works."""
+
+    @property
+    def works(self) -> bool:
+        """Whether its tokens were proved equal."""
+        return not self.reason
+
+
+def judge(architecture: str) -> Verdict:
+    """Build a tiny model of the architecture and prove it."""
+    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    reason = ""
+    try:
+        _try(architecture)
+    except (ModelLoadError, CannotShrink, Inconclusive) as error:
+        reason = REASONS.get(architecture) or _sentence(error)
+    return Verdict(architecture, names[architecture], reason)
+
+
+def _try(architecture: str) -> None:
+    try:
+        config = CONFIG_MAPPING[architecture](**KEYWORDS.get(architecture, {}))
+    except Exception as error:
+        raise CannotShrink(f"no model can be made of its default configuration: {error}") from error
+    refuse_config(config)
+    auto: Any = AutoModelForCausalLM
+    kind = auto._model_mapping[type(config)]  # noqa: SLF001 - as AutoModelForCausalLM.from_config does
+    if kind.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    config = shrunk(config, SIZES.get(architecture))
+    for seed in range(NUM_SEEDS):
+        reference = build(kind, config, seed, _CPU)
+        model = loaded(architecture, copy.deepcopy(reference))
+        try:
+            told = answers(reference, model.vocab_size, CONTEXT, _CPU)
+            prove(model, EngineSettings(), told, control=True)
+        except Inconclusive:
+            if seed == NUM_SEEDS - 1:
+                raise
+        else:
+            break
+    speed_up(model)
+    prove(model, EngineSettings(), told)
+
+
+def loaded(name: str, module: Any) -> LoadedModel:
+    """The module as if it was loaded. Raises `ModelLoadError` if it cannot be paged."""
+    return LoadedModel(
+        name=name,
+        config=module.config,
+        tokenizer=None,
+        context_length=CONTEXT,
+        eos_token_ids=frozenset(),
+        dtype=torch.float32,
+        device=_CPU,
+        fingerprint="",
+        module=module,
+        layout=probe(module, EngineSettings().block_size, torch.float32, _CPU),
+        vocab_size=module.get_input_embeddings().num_embeddings,
+        stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
+    )
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    for mark in (" cannot be served: ", " on this engine: "):
+        _, found, rest = text.partition(mark)
+        if found:
+            text = rest
+    return f"{text[:1].upper()}{text[1:200]}".rstrip(".") + "."
+
+
+def row(verdict: Verdict) -> str:
+    """The verdict's line of the table."""
+    note = verdict.reason
+    if verdict.works and verdict.architecture in AS_DECODER:
+        note = "As a decoder: its configuration must say `is_decoder`."
+    return f"| {verdict.architecture} | {verdict.model} | {'works' if verdict.works else 'refused'} | {note} |"
+
+
+def document(verdicts: list[Verdict]) -> str:
+    """docs/models.md."""
+    num_works = sum(verdict.works for verdict in verdicts)
+    rows = "\n".join(row(verdict) for verdict in verdicts)
+    return f"""# Models
+
+{num_works} of the {len(verdicts)} causal-language-model architectures of transformers {transformers.__version__} work.
+This page is written by `python -m tools.compatibility docs/models.md` with torch
+{torch.__version__.partition("+")[0]} and Python {platform.python_version()}, in float32 on a CPU.
+
+**works**: a small random model of the architecture, made from its default configuration with every kind of layer it
+has and windows of a few tokens, said the same tokens on the engine as in `generate()`: in a batch with others and in
+small chunks, with its prefix found in the pool, and handed over as exported KV blocks to a second engine with a pool of
+its own; on PyTorch's operators and on the native kernels. It said at least {MIN_DISTINCT} different tokens, and other
+ones once the exported blocks were damaged.
+
+**refused**: it cannot be served, or was not proved, for this reason. Nothing is served unproved: at load the same
+proof is run on a small copy of the model's own configuration, and the model itself must give the logits of the plain
+transformers model for one prompt.
+
+| Architecture | Class | | Reason |
+|---|---|---|---|
+{rows}
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    file: Path = parser.parse_args().file
+    _silence()
+    verdicts = []
+    console = Console(stderr=True)
+    for architecture in track(ARCHITECTURES, "trying architectures", console=console):
+        verdicts.append(judge(architecture))
+        gc.collect()
+    text = document(verdicts)
+    file.write_text(text)
+    console.print(f"{file}: {sum(verdict.works for verdict in verdicts)} of {len(verdicts)} work")
+
+
+def _silence() -> None:
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+
+
+if __name__ == "__main__":
+    main()

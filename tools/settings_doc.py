@@ -1,0 +1,88 @@
+"""`python -m tools.settings_doc [FILE]`: the page of all settings, from `penstock.config.settings`."""
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_settings import BaseSettings
+
+from penstock.config.settings import PARTS
+from penstock.config.sources import secret_variables
+
+_HEAD = """\
+# Settings
+
+All settings are environment variables. Each program reads them once, when it starts. A `PENSTOCK_` variable
+that is not on this page is an error that names the nearest one that is; a bad value is one that names its
+variable. `penstock config show` prints what holds and where it comes from, without secrets; `penstock config check`
+says everything that is wrong.
+
+What is secret, or has a password in it, may be in a file that `…_FILE` names instead: {secrets}.
+
+`PENSTOCK_CONFIG` names a TOML file with settings that the environment does not give: a variable's name in small letters
+without `PENSTOCK_`, at the top or in a table that is named as its beginning (`[engine]` with `max_batch = 8`).
+
+Written by `python -m tools.settings_doc docs/settings.md`.
+"""
+_LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def attribute_docs(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring under each field of a class, as one line."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for field, after in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            docs[field.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
+    return docs
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is its head."""
+    head, *body = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows)
+    return "\n".join(f"| {line} |" for line in (head, " | ".join("---" for _ in rows[0]), *body)) + "\n"
+
+
+def allowed(schema: Mapping[str, Any]) -> str:
+    """What values a field takes, from its JSON schema."""
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    kind = {"integer": "whole number", "string": "text"}.get(schema["type"], schema["type"])
+    limits = [f"{sign} {schema[name]:g}" for name, sign in _LIMITS.items() if name in schema]
+    return " ".join([kind, ", ".join(limits)]).rstrip()
+
+
+def section(part: type[BaseSettings]) -> str:
+    """One class of settings: what it is about, and its table."""
+    docs, properties = attribute_docs(part), part.model_json_schema()["properties"]
+    rows = [("Variable", "Default", "Values", "Meaning")]
+    for name, schema in properties.items():
+        variable = f"{part.model_config['env_prefix']}{name}".upper()
+        default = f"`{schema['default']}`" if schema["default"] != "" else "empty"
+        rows.append((f"`{variable}`", default, allowed(schema), docs[name]))
+    title, _, text = " ".join((part.__doc__ or "").split()).partition(".")
+    return f"## {title}\n\n" + (f"{text.strip()}\n\n" if text else "") + table(rows)
+
+
+def page() -> str:
+    """The whole page."""
+    secrets = ", ".join(f"`{variable}_FILE`" for variable in secret_variables(PARTS))
+    return "\n".join([_HEAD.replace("{secrets}", secrets), *(section(part) for part in PARTS)])
+
+
+def write(text: str, arguments: Sequence[str]) -> None:
+    """Into the file named first, else to standard output."""
+    if arguments:
+        Path(arguments[0]).write_text(text, "utf-8")
+    else:
+        sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    write(page(), sys.argv[1:])
