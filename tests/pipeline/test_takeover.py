@@ -189,7 +189,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
     stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:
     """It had fetched more than it had room for. The group thinks that it lives, and keeps its partitions for it."""
-    work = requests(48 if stage == "prefill" else 12, pipeline.name, max_tokens=8 if stage == "prefill" else 60)
+    work = requests(48 if stage == "prefill" else 12, pipeline.name, max_tokens=8 if stage == "prefill" else 120)
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
     with Line(addresses, RecordSettings(lease_s=LEASE_S)) as line:
         if stage == "decode":
