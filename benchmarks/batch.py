@@ -21,7 +21,7 @@ from penstock.bus.connect import connect
 from penstock.config.settings import BusSettings
 from penstock.local.processes import Child, start_child
 from penstock.local.stack import Stack
-from penstock.messages import Result, decode
+from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
 
@@ -81,7 +81,7 @@ def asked_twice(stack: Stack, folder: Path) -> int:
     run = json.loads((folder / "out.jsonl.journal").read_bytes().splitlines()[0])["run"]
     bus = connect(stack.addresses, BusSettings())
     results = bus.read_all(Pipeline(stack.addresses.pipeline).results)
-    ids = Counter(decode(Result, message.value).id for message in results)
+    ids = Counter(decode_message(Result, message.value).id for message in results)
     return sum(times - 1 for name, times in ids.items() if name.startswith(f"cmpl-{run}-"))
 
 

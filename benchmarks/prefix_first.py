@@ -22,7 +22,7 @@ from penstock.config.settings import BusSettings, EngineSettings, KVSettings, Re
 from penstock.engine.opening import open_engine
 from penstock.kvstore.store import KVStore, Layout
 from penstock.local.valkey import ValkeyServer
-from penstock.messages import Job, decode
+from penstock.messages import Job, decode_message
 from penstock.names import Pipeline
 from penstock.prefill_worker.role import PrefillRole
 from penstock.record import Record
@@ -87,7 +87,9 @@ class Prefilling:
             begun = begun or request_id in worker.running
             if time.monotonic() > end_s:
                 raise TimeoutError(f"{request_id} was not handed off")
-        jobs = (decode(Job, message.value) for message in self._bus.read_all(self._pipeline.jobs("interactive")))
+        jobs = (
+            decode_message(Job, message.value) for message in self._bus.read_all(self._pipeline.jobs("interactive"))
+        )
         return next(job for job in jobs if job.id == request_id)
 
     def leave_only(self, tier: str, token_ids: list[int]) -> None:

@@ -64,11 +64,11 @@ class ErrorInfo(Wire):
     message: str
 
     @classmethod
-    def of(cls, error: RequestError) -> Self:
+    def from_error(cls, error: RequestError) -> Self:
         """The wire form of an error."""
         return cls(code=error.code, message=str(error)[:MAX_ERROR_CHARS])
 
-    def exception(self) -> RequestError:
+    def to_exception(self) -> RequestError:
         """The exception this stands for."""
         return REQUEST_ERRORS.get(self.code, InternalError)(self.message)
 
@@ -116,7 +116,7 @@ class Sampling(Wire):
     """Go on to `max_tokens` whatever the model says: for load tests."""
 
     @property
-    def least_tokens(self) -> int:
+    def min_new_tokens(self) -> int:
         """New tokens for which there has to be room after the prompt."""
         return 1 if self.fit_context else self.max_tokens
 
@@ -268,7 +268,9 @@ class TokenEvent(Wire):
     """Where the request asks for them."""
 
     @classmethod
-    def at(cls, position: int, rolling_hash: str, token: int, text: str, logprobs: Logprobs | None = None) -> Self:
+    def at_position(
+        cls, position: int, rolling_hash: str, token: int, text: str, logprobs: Logprobs | None = None
+    ) -> Self:
         """The token at `position`, with the rolling hash up to and including it."""
         return cls(id=event_id(position, rolling_hash), token=token, text=text, logprobs=logprobs)
 
@@ -287,7 +289,7 @@ class EndEvent(Wire):
 M = TypeVar("M", bound=Wire)
 
 
-def decode(kind: type[M], value: bytes) -> M:
+def decode_message(kind: type[M], value: bytes) -> M:
     """A message of `kind` from its JSON. Raises `RequestTooLarge`, `UnsupportedVersion` or `InvalidRequest`."""
     if len(value) > MAX_REQUEST_BYTES and kind is Request:
         raise RequestTooLarge(f"{len(value):,} bytes; a request may have {MAX_REQUEST_BYTES:,}")
@@ -299,49 +301,49 @@ def decode(kind: type[M], value: bytes) -> M:
         lines = [dict(line) for line in error.errors(include_url=False, include_input=False)]
         if any(line["loc"] == ("v",) and line["type"] == "literal_error" for line in lines):
             raise UnsupportedVersion(f"this build reads message version {VERSION}") from None
-        raise InvalidRequest("; ".join(map(_explain_line, lines[:5]))) from None
+        raise InvalidRequest("; ".join(map(_describe_validation_error, lines[:5]))) from None
     if "v" in kind.model_fields and "v" not in message.model_fields_set:
         raise InvalidRequest(f"v: the message does not say its version ({VERSION})")
     return message
 
 
-def _explain_line(line: Mapping[str, Any]) -> str:
+def _describe_validation_error(line: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in line["loc"])
     return f"{where}: {line['msg']}" if where else str(line["msg"])
 
 
-def readable_id(value: bytes, key: str | None) -> str | None:
+def extract_request_id(value: bytes, key: str | None) -> str | None:
     """The request id of a message that may not be valid otherwise: its JSON's `id`, else its Kafka key, else None.
 
     Of one that is larger than a request may be, the key comes first, and nothing is parsed if that is an id.
     """
     if len(value) > MAX_REQUEST_BYTES and key is not None and is_request_id(key):
         return key
-    for candidate in (_id_in(value), key):
+    for candidate in (_parse_request_id(value), key):
         if isinstance(candidate, str) and is_request_id(candidate):
             return candidate
     return None
 
 
-class _Named(BaseModel):
+class _MessageNames(BaseModel):
     """What a message says its id is, beside anything else."""
 
     id: Any = None
     job: Any = None
 
 
-def readable_job(value: bytes) -> str | None:
+def extract_job_name(value: bytes) -> str | None:
     """The name of a job that may not be valid otherwise, if it says one."""
     try:
-        job = _Named.model_validate_json(value).job
+        job = _MessageNames.model_validate_json(value).job
     except ValidationError:
         return None
     return job if isinstance(job, str) else None
 
 
-def _id_in(value: bytes) -> object:
+def _parse_request_id(value: bytes) -> object:
     try:
-        return _Named.model_validate_json(value).id  # makes no objects of all the rest
+        return _MessageNames.model_validate_json(value).id  # makes no objects of all the rest
     except ValidationError:
         pass
     if len(value) > MAX_LENIENT_BYTES:

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+COMPILE_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
 # GCC 12 warns of these in its own headers.
-QUIET = ("-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+SILENCED_WARNINGS = ("-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 
 
 def run_compiler(arguments: Sequence[str]) -> None:
@@ -22,7 +22,7 @@ def run_compiler(arguments: Sequence[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def link(library: Path, arguments: Sequence[str]) -> None:
+def link_library(library: Path, arguments: Sequence[str]) -> None:
     """Make `library`; a process that has the old one mapped keeps it."""
     scratch = library.with_suffix(f".{os.getpid()}")
     try:
@@ -32,7 +32,7 @@ def link(library: Path, arguments: Sequence[str]) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def main(build: Callable[[], None], what: str, without: str) -> int:
+def build_in_place(build: Callable[[], None], what: str, without: str) -> int:
     """Build in place, for the command line; 1 and the compiler's words if that fails."""
     try:
         build()

@@ -10,7 +10,7 @@ from penstock.config.settings import BusSettings, EngineSettings, KVSettings, Re
 from penstock.decode_worker.role import DecodeRole
 from penstock.engine.engine import Engine
 from penstock.kvstore.store import KVStore, Layout
-from penstock.messages import Request, Result, decode
+from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.tokenize import PromptReader
@@ -88,7 +88,7 @@ class Line:
 
     def results(self) -> list[Result]:
         """Everything in the results topic."""
-        return [decode(Result, message.value) for message in self.bus.read_all(self.pipeline.results)]
+        return [decode_message(Result, message.value) for message in self.bus.read_all(self.pipeline.results)]
 
     def dead(self) -> list[Outgoing]:
         """Everything in the dead-letter topic."""

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from penstock.cli.config import rows
 from penstock.config.addresses import Addresses
-from penstock.config.settings import PARTS, KVSettings, known_variables, load
-from penstock.config.sources import secret_variables
+from penstock.config.settings import SETTINGS_CLASSES, KVSettings, list_variables, load_settings
+from penstock.config.sources import list_secret_variables
 from penstock.errors import SettingsError
 from penstock.redis.urls import all_shown
 from tests.commands import Terminal
@@ -53,7 +53,7 @@ def test_every_setting_is_shown_with_its_origin(shown: Any, tmp_path: Path, term
         "PENSTOCK_KAFKA_PASSWORD_FILE": str(secret),
     }
     found = shown(**environment)
-    assert list(found) == known_variables()
+    assert list(found) == list_variables()
     assert found["PENSTOCK_KAFKA"] == ("k:9092", f"file {config}")
     assert found["PENSTOCK_ENGINE_MAX_BATCH"] == (7, f"file {config}")
     assert found["PENSTOCK_ENGINE_THREADS"] == (3, "environment PENSTOCK_ENGINE_THREADS")
@@ -69,8 +69,8 @@ def test_a_secret_in_a_file_is_the_value(monkeypatch: pytest.MonkeyPatch, tmp_pa
     url = tmp_path / "url"
     url.write_text("redis://me:secret@host:1/0\n")
     monkeypatch.setenv("PENSTOCK_STREAM_URL_FILE", str(url))
-    assert load(Addresses).stream_url == "redis://me:secret@host:1/0"
-    assert "secret" not in repr(load(Addresses))
+    assert load_settings(Addresses).stream_url == "redis://me:secret@host:1/0"
+    assert "secret" not in repr(load_settings(Addresses))
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -103,7 +103,10 @@ def test_no_password_is_shown_of_a_url_that_is_wrong(word: str) -> None:
 
 
 def test_all_that_may_be_secret_may_come_from_a_file() -> None:
-    assert set(secret_variables(PARTS)) == URLS | {"PENSTOCK_KAFKA_PASSWORD", "PENSTOCK_KV_STORE_SALT_SECRET"}
+    assert set(list_secret_variables(SETTINGS_CLASSES)) == URLS | {
+        "PENSTOCK_KAFKA_PASSWORD",
+        "PENSTOCK_KV_STORE_SALT_SECRET",
+    }
 
 
 BAD = {
@@ -169,7 +172,7 @@ def test_what_does_not_go_together(monkeypatch: pytest.MonkeyPatch, case: str) -
     for name, value in given.items():
         monkeypatch.setenv(f"PENSTOCK_{name}", value)
     with pytest.raises(SettingsError, match=re.escape(words)):
-        load(Addresses)
+        load_settings(Addresses)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +197,11 @@ def test_certificates_go_into_the_addresses(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PENSTOCK_STREAM_URL", "rediss://me:p%40@h:1/0")
     monkeypatch.setenv("PENSTOCK_KV_URL", "redis://plain/0,rediss://h/0?ssl_ca_certs=/own.pem&protocol=3")
     monkeypatch.setenv("PENSTOCK_REDIS_CA_FILE", __file__)
-    found = load(Addresses)
+    found = load_settings(Addresses)
     assert found.stream_url == f"rediss://me:p%40@h:1/0?ssl_ca_certs={__file__}"
     assert found.kv_url == "redis://plain/0,rediss://h/0?ssl_ca_certs=/own.pem&protocol=3"
     monkeypatch.setenv("PENSTOCK_STREAM_URL", found.stream_url)
-    assert load(Addresses) == found
+    assert load_settings(Addresses) == found
 
 
 def test_rows_hold_no_secret_of_the_default() -> None:

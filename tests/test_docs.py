@@ -12,10 +12,10 @@ import redis
 
 from penstock import names
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.config.settings import BusSettings, RecordSettings, known_variables
+from penstock.config.settings import BusSettings, RecordSettings, list_variables
 from penstock.decode_worker.result import outgoing_result
 from penstock.errors import REQUEST_ERRORS
-from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Result, Sampling, Wire, decode
+from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Result, Sampling, Wire, decode_message
 from penstock.names import CLASSES, Pipeline
 from penstock.record import Claim, Record, scripts
 from penstock.record.claim import body_hash
@@ -108,7 +108,7 @@ def validator(schema: str) -> Any:
 @pytest.mark.parametrize(("model", "example"), EXAMPLES)
 def test_examples_are_valid_by_schema_and_by_model(model: type[Wire], example: dict[str, Any]) -> None:
     validator(model.__name__).validate(example["payload"])
-    message = decode(model, json.dumps(example["payload"]).encode())
+    message = decode_message(model, json.dumps(example["payload"]).encode())
     assert holds(json.loads(message.encode()), example["payload"])
     if "headers" in MESSAGES[model.__name__]:
         validator("Headers").validate(example["headers"])
@@ -134,7 +134,7 @@ BAD_REQUESTS: list[dict[str, Any]] = [
 def test_the_schema_refuses_what_the_model_refuses(body: dict[str, Any]) -> None:
     assert not validator("Request").is_valid(body)
     with pytest.raises(Exception):  # noqa: B017, PT011 - which one is the matter of test_messages
-        decode(Request, json.dumps(body).encode())
+        decode_message(Request, json.dumps(body).encode())
 
 
 # settings.md
@@ -143,7 +143,7 @@ def test_the_schema_refuses_what_the_model_refuses(body: dict[str, Any]) -> None
 def test_the_settings_page_is_up_to_date() -> None:
     page = (DOCS / "settings.md").read_text("utf-8")
     assert page == settings_doc.page(), "run: python -m tools.settings_doc docs/settings.md"
-    assert re.findall(r"^\| `(PENSTOCK_\w+)` \|", page, re.MULTILINE) == known_variables()
+    assert re.findall(r"^\| `(PENSTOCK_\w+)` \|", page, re.MULTILINE) == list_variables()
 
 
 # protocol.md
@@ -197,7 +197,7 @@ def test_what_does_not_count_for_the_body_is_listed() -> None:
     same = {
         name
         for name, value in other.items()
-        if body_hash(decode(Request, json.dumps(said | {name: value}).encode())) == body_hash(first)
+        if body_hash(decode_message(Request, json.dumps(said | {name: value}).encode())) == body_hash(first)
     }
     (words,) = re.findall(r"same body, and (.*?) do not count", PROTOCOL, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", words)) == same
@@ -205,7 +205,7 @@ def test_what_does_not_count_for_the_body_is_listed() -> None:
 
 def test_the_json_examples_are_messages() -> None:
     request, result, events = blocks("json")
-    assert decode(Request, request.encode()).prompt == "In the beginning"
+    assert decode_message(Request, request.encode()).prompt == "In the beginning"
     validator("Result").validate(json.loads(result))
     token, end = (json.loads(line) for line in events.splitlines())
     validator("TokenEvent").validate(token)
@@ -311,7 +311,7 @@ def test_the_example_sends_requests_and_finds_results(example: dict[str, Any], k
     for klass in CLASSES:
         example["submit"](kafka, json.loads(request) | {"class": klass})
         (message,) = bus.read_all(pipeline.requests(klass))
-        assert message.key == decode(Request, message.value).id == "order-1729"
+        assert message.key == decode_message(Request, message.value).id == "order-1729"
     publisher = bus.publisher()
     publisher.publish(
         [outgoing_result(pipeline, Result(id=name, finish_reason="stop"), {}) for name in ("other", "r1")]

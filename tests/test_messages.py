@@ -39,8 +39,8 @@ from penstock.messages import (
     TokenLogprob,
     Usage,
     Wire,
-    decode,
-    readable_id,
+    decode_message,
+    extract_request_id,
 )
 from penstock.names import CLASSES, START_HASH, is_request_id, roll
 from penstock.record.log import parse_event
@@ -146,7 +146,7 @@ BAD: dict[str, tuple[bytes, type[RequestError]]] = {
 @pytest.mark.parametrize(("value", "error"), BAD.values(), ids=BAD)
 def test_each_bad_input_has_its_typed_error(value: bytes, error: type[RequestError]) -> None:
     with pytest.raises(error) as raised:
-        decode(Request, value)
+        decode_message(Request, value)
     assert type(raised.value) is error
     assert str(raised.value)
     assert raised.value.__cause__ is None
@@ -155,7 +155,7 @@ def test_each_bad_input_has_its_typed_error(value: bytes, error: type[RequestErr
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_request_or_a_request_error(value: bytes) -> None:
     with contextlib.suppress(RequestError):
-        decode(Request, value)
+        decode_message(Request, value)
 
 
 JSON = st.recursive(
@@ -168,12 +168,12 @@ JSON = st.recursive(
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(Request.model_json_schema()["properties"], JSON)))
 def test_any_json_is_a_request_or_a_request_error(value: dict[str, Any]) -> None:
     with contextlib.suppress(RequestError):
-        decode(Request, json.dumps(value).encode())
+        decode_message(Request, json.dumps(value).encode())
 
 
 def test_the_largest_request_is_read() -> None:
     spare = MAX_REQUEST_BYTES - len(body(prompt=""))
-    assert decode(Request, body(prompt="x" * spare)).prompt == "x" * spare
+    assert decode_message(Request, body(prompt="x" * spare)).prompt == "x" * spare
 
 
 def test_only_requests_are_limited() -> None:
@@ -181,7 +181,7 @@ def test_only_requests_are_limited() -> None:
     ids = [2**31 - 1] * (MAX_REQUEST_BYTES // 10)
     job = Job(id="r", job="j", token_ids=ids)
     assert len(job.encode()) > MAX_REQUEST_BYTES
-    assert decode(Job, job.encode()) == job
+    assert decode_message(Job, job.encode()) == job
 
 
 # Round trips.
@@ -253,7 +253,7 @@ RESULTS = st.builds(
     timings=TIMINGS, error=ERRORS,
 )  # fmt: skip
 TOKEN_EVENTS = st.builds(
-    TokenEvent.at,
+    TokenEvent.at_position,
     st.integers(0, 10**9 - 1),
     st.builds(roll, st.just(START_HASH), TOKENS),
     TOKENS,
@@ -265,7 +265,7 @@ END_EVENTS = st.builds(EndEvent, finish_reason=REASONS, text=st.text(), usage=US
 
 @given(st.one_of(REQUESTS, JOBS, RESULTS, TOKEN_EVENTS, END_EVENTS))
 def test_what_is_encoded_is_decoded(message: Wire) -> None:
-    again = decode(type(message), message.encode())
+    again = decode_message(type(message), message.encode())
     assert again == message
     assert again.encode() == message.encode()
 
@@ -286,7 +286,7 @@ def test_the_wire_says_class_and_leaves_out_what_is_not_given() -> None:
     assert {"klass", "messages", "token_ids", "deadline", "model"}.isdisjoint(encoded)
     assert encoded["sampling"]["max_tokens"] == DEFAULT_MAX_TOKENS == 256
     assert "fit_context" not in encoded["sampling"], "older workers would refuse it"
-    assert b"logprobs" not in TokenEvent.at(0, START_HASH, 5, "x").encode()
+    assert b"logprobs" not in TokenEvent.at_position(0, START_HASH, 5, "x").encode()
     assert b"logprobs" not in Result(id="r", finish_reason="stop").encode()
 
 
@@ -302,7 +302,7 @@ def test_the_most_logprobs_fit_into_a_topic() -> None:
 
 
 def test_a_token_is_named_by_a_number_or_its_text_in_json() -> None:
-    request = decode(Request, sampling(logit_bias={"302": -100, "5": 1.5}, logprobs=0))
+    request = decode_message(Request, sampling(logit_bias={"302": -100, "5": 1.5}, logprobs=0))
     assert request.sampling.logit_bias == {302: -100.0, 5: 1.5}
     assert json.loads(request.encode())["sampling"]["logit_bias"] == {"302": -100.0, "5": 1.5}
 
@@ -312,16 +312,16 @@ def test_a_token_is_named_by_a_number_or_its_text_in_json() -> None:
 
 @pytest.mark.parametrize("kind", REQUEST_ERRORS.values(), ids=REQUEST_ERRORS)
 def test_errors_travel(kind: type[RequestError]) -> None:
-    again = ErrorInfo.of(kind("why")).exception()
+    again = ErrorInfo.from_error(kind("why")).to_exception()
     assert (type(again), str(again)) == (kind, "why")
 
 
 def test_an_error_of_a_later_version_is_an_internal_one() -> None:
-    assert type(ErrorInfo(code="new_in_2031", message="?").exception()) is InternalError
+    assert type(ErrorInfo(code="new_in_2031", message="?").to_exception()) is InternalError
 
 
 def test_an_error_that_quotes_a_whole_request_still_fits() -> None:
-    quoted = ErrorInfo.of(PromptTooLong("\x00" * MAX_REQUEST_BYTES))
+    quoted = ErrorInfo.from_error(PromptTooLong("\x00" * MAX_REQUEST_BYTES))
     assert len(quoted.message) == MAX_ERROR_CHARS
     assert len(Result(id="r", finish_reason="error", error=quoted).encode()) < MAX_MESSAGE_BYTES
 
@@ -348,17 +348,17 @@ def test_an_error_that_quotes_a_whole_request_still_fits() -> None:
     ],
 )
 def test_readable_id(value: bytes, key: str | None, found: str | None) -> None:
-    assert readable_id(value, key) == found
+    assert extract_request_id(value, key) == found
 
 
 @given(st.binary(max_size=100), st.none() | st.text(max_size=10))
 def test_readable_id_never_raises(value: bytes, key: str | None) -> None:
-    found = readable_id(value, key)
+    found = extract_request_id(value, key)
     assert found is None or is_request_id(found)
 
 
 def test_of_a_list_the_first_error_is_told() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        decode(Request, b'{"v":1,"id":"a","token_ids":["a","b"]}')
+        decode_message(Request, b'{"v":1,"id":"a","token_ids":["a","b"]}')
     assert "token_ids.0" in str(refused.value)
     assert "token_ids.1" not in str(refused.value)

@@ -2,7 +2,7 @@
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES
 from penstock.decode_worker.result import outgoing_result, result_of
-from penstock.messages import EndEvent, Job, Logprobs, Result, Sampling, TokenEvent, decode
+from penstock.messages import EndEvent, Job, Logprobs, Result, Sampling, TokenEvent, decode_message
 from penstock.names import Pipeline
 
 
@@ -14,7 +14,7 @@ def test_a_text_that_no_topic_takes_is_cut_and_says_so() -> None:
     assert result is not None
     message = outgoing_result(Pipeline("p"), result, {"traceparent": "00-x"})
     assert MAX_MESSAGE_BYTES * 0.9 < message.num_bytes <= MAX_MESSAGE_BYTES
-    found = decode(Result, message.value)
+    found = decode_message(Result, message.value)
     assert found.truncated is True
     assert (found.finish_reason, found.token_ids, found.logprobs) == ("length", list(range(40)), None)
     assert result.text.startswith(found.text)
@@ -26,4 +26,4 @@ def test_a_text_that_fits_is_whole() -> None:
     assert result is not None
     message = outgoing_result(Pipeline("p"), result, {})
     assert b"truncated" not in message.value
-    assert decode(Result, message.value) == result
+    assert decode_message(Result, message.value) == result

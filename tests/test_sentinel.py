@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.bus.streams.client import connect
 from penstock.cli import doctor
 from penstock.config.addresses import Addresses
-from penstock.config.settings import load
+from penstock.config.settings import load_settings
 from penstock.errors import AccessRefused, SettingsError
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.local.processes import free_port
@@ -56,7 +56,7 @@ def test_an_address_names_sentinels_users_service_and_database() -> None:
 def test_certificates_are_for_servers_and_sentinels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STREAM_URL", TWO)
     monkeypatch.setenv("PENSTOCK_REDIS_CA_FILE", __file__)
-    found = parse_sentinels(load(Addresses).stream_url)
+    found = parse_sentinels(load_settings(Addresses).stream_url)
     assert found.server_options()["ssl_ca_certs"] == found.sentinel_options()["ssl_ca_certs"] == __file__
     assert found.sentinel_options()["password"] == "mark"
 
@@ -84,7 +84,7 @@ def test_no_password_is_shown(word: str) -> None:
 def test_a_bad_address_is_an_error_that_shows_a_good_one(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STREAM_URL", url)
     with pytest.raises(SettingsError, match=r"host1:26379,host2:26379/service"):
-        load(Addresses)
+        load_settings(Addresses)
 
 
 def test_who_is_not_let_in_is_told_why(group: ReplicatedValkey) -> None:

@@ -6,14 +6,14 @@ import pytest
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
-    PARTS,
+    SETTINGS_CLASSES,
     BusSettings,
     EngineSettings,
     KVSettings,
     RecordSettings,
     check_environment,
-    known_variables,
-    load,
+    list_variables,
+    load_settings,
 )
 from penstock.errors import SettingsError
 from tools.settings_doc import attribute_docs
@@ -26,19 +26,19 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults_are_loaded_from_an_empty_environment() -> None:
-    assert all(load(part) == part() for part in PARTS)
+    assert all(load_settings(part) == part() for part in SETTINGS_CLASSES)
 
 
 def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_PIPELINE", "other")
     monkeypatch.setenv("PENSTOCK_RECORD_LEASE_S", "2.5")
-    assert load(Addresses).pipeline == "other"
-    assert load(RecordSettings).lease_s == 2.5
+    assert load_settings(Addresses).pipeline == "other"
+    assert load_settings(RecordSettings).lease_s == 2.5
 
 
 def test_what_is_given_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_PIPELINE", "other")
-    assert load(Addresses, pipeline="given").pipeline == "given"
+    assert load_settings(Addresses, pipeline="given").pipeline == "given"
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_an_unknown_variable_names_the_nearest(variable: str, nearest: str, monk
         check_environment({variable: "1"})
     monkeypatch.setenv(variable, "1")
     with pytest.raises(SettingsError, match=variable):
-        load(BusSettings)
+        load_settings(BusSettings)
 
 
 def test_other_programs_variables_are_left_alone() -> None:
-    check_environment({"PATH": "/bin", "PENSTOCKS": "1", **dict.fromkeys(known_variables(), "x")})
+    check_environment({"PATH": "/bin", "PENSTOCKS": "1", **dict.fromkeys(list_variables(), "x")})
 
 
 @pytest.mark.parametrize(
@@ -80,23 +80,23 @@ def test_a_bad_value_is_named(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(SettingsError, match=rf"^{variable}: .*\(given: '{value}'\)$"):
-        load(part)
+        load_settings(part)
 
 
 def test_an_unknown_name_given_in_code_is_an_error() -> None:
     with pytest.raises(SettingsError, match="PENSTOCK_PIPELIN: "):
-        load(Addresses, pipelin="demo")
+        load_settings(Addresses, pipelin="demo")
 
 
 def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_KV_STORE_SALT_SECRET", "correct horse")
-    settings = load(KVSettings)
+    settings = load_settings(KVSettings)
     assert settings.salt_secret == "correct horse"
     assert "correct horse" not in f"{settings!r} {settings}"
 
 
 def test_variables_are_distinct_and_explained() -> None:
-    known = known_variables()
+    known = list_variables()
     assert len(set(known)) == len(known)
-    for part in PARTS:
+    for part in SETTINGS_CLASSES:
         assert attribute_docs(part).keys() == part.model_fields.keys()

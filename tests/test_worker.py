@@ -17,7 +17,7 @@ from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing,
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusError, BusUnavailable, MemberFenced, PenstockError
-from penstock.messages import Result, decode
+from penstock.messages import Result, decode_message
 from penstock.names import REASON, TENANT, WORKERS_KEY, Pipeline, PriorityClass
 from penstock.ops.status import health, worker_status
 from penstock.redis.client import is_outage
@@ -141,7 +141,7 @@ def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
         assert settler.collect() == [(None, True)] * 3
         assert member.held() == 0
         settler.close()
-    results = [decode(Result, message.value) for message in bus.read_all(pipeline.results)]
+    results = [decode_message(Result, message.value) for message in bus.read_all(pipeline.results)]
     assert [result.error.code if result.error else "" for result in results] == ["", "internal_error", ""]
     assert (results[1].id, results[1].tenant) == ("1", "acme")
     (letter,) = bus.read_all(pipeline.dead)

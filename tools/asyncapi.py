@@ -197,7 +197,7 @@ def examples() -> dict[str, dict[str, Json]]:
     said, rolled = [], names.START_HASH
     for position, (token, text) in enumerate(_TOKENS):
         rolled = names.roll(rolled, token)
-        said.append(TokenEvent.at(position, rolled, token, text))
+        said.append(TokenEvent.at_position(position, rolled, token, text))
     answer = {"text": "".join(event.text for event in said), "token_ids": [event.token for event in said]}
     stages = ("published", "prefill_started", "first_token", "handed_off", "decode_started", "finished")
     timings = {stage: 1767225600.0 + step / 64 for step, stage in enumerate(stages)}

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings
 
-from penstock.config.settings import PARTS
-from penstock.config.sources import secret_variables
+from penstock.config.settings import SETTINGS_CLASSES
+from penstock.config.sources import list_secret_variables
 
 _HEAD = """\
 # Settings
@@ -72,8 +72,8 @@ def section(part: type[BaseSettings]) -> str:
 
 def page() -> str:
     """The whole page."""
-    secrets = ", ".join(f"`{variable}_FILE`" for variable in secret_variables(PARTS))
-    return "\n".join([_HEAD.replace("{secrets}", secrets), *(section(part) for part in PARTS)])
+    secrets = ", ".join(f"`{variable}_FILE`" for variable in list_secret_variables(SETTINGS_CLASSES))
+    return "\n".join([_HEAD.replace("{secrets}", secrets), *(section(part) for part in SETTINGS_CLASSES)])
 
 
 def write(text: str, arguments: Sequence[str]) -> None:

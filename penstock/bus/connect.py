@@ -1,7 +1,7 @@
 """Which bus the settings ask for."""
 
 from penstock.bus.contract import Bus
-from penstock.config.addresses import Addresses, kafka_access
+from penstock.config.addresses import Addresses, kafka_security_config
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 
@@ -12,7 +12,7 @@ def connect(addresses: Addresses, settings: BusSettings) -> Bus:
     if addresses.kafka:
         from penstock.bus.kafka.bus import KafkaBus
 
-        return KafkaBus(pipeline, addresses.kafka, settings, kafka_access(addresses))
+        return KafkaBus(pipeline, addresses.kafka, settings, kafka_security_config(addresses))
     from penstock.bus.streams.bus import StreamsBus
 
     return StreamsBus(pipeline, addresses.first_url, settings)

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.client.aio import AsyncClient
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load
+from penstock.config.settings import BusSettings, load_settings
 from penstock.ops.status import health
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ async def _run(source: Path, output: Path, errors: Path, notes: Console) -> tupl
     from penstock.ingest.batch.journal import Journal
 
     total, digest = await direct.looked_at(source)
-    addresses = load(Addresses)
+    addresses = load_settings(Addresses)
     with Journal(output, errors, digest) as journal:
         if journal.done:
             notes.print(f"{len(journal.done):,} of {total:,} rows are finished already", highlight=False)
-        for reason in health(addresses, load(BusSettings)).reasons:
+        for reason in health(addresses, load_settings(BusSettings)).reasons:
             notes.print(f"rows wait: {reason}", highlight=False, markup=False)
         async with AsyncClient(addresses) as client:
             with _shown(notes, total, len(journal.done), journal.num_failed) as meter:

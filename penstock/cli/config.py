@@ -13,16 +13,16 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from penstock.config.settings import (
-    PARTS,
+    SETTINGS_CLASSES,
     BatchSettings,
     GuardSettings,
     check_config,
     check_together,
-    load,
-    problems,
-    unknown_variables,
+    describe_problems,
+    describe_unknown_variables,
+    load_settings,
 )
-from penstock.config.sources import Part, config_file, given_to, is_secret, variable_of
+from penstock.config.sources import SettingsClass, is_secret, read_config_file, read_given_values, variable_name
 from penstock.errors import SettingsError
 from penstock.redis.urls import all_shown
 
@@ -66,12 +66,12 @@ def check() -> None:
 
 def rows() -> Iterator[Row]:
     """All settings, part by part. Raises `SettingsError`."""
-    config = config_file(os.environ)
-    for part in PARTS:
-        settings, given = load(part), given_to(part, os.environ, config)
+    config = read_config_file(os.environ)
+    for part in SETTINGS_CLASSES:
+        settings, given = load_settings(part), read_given_values(part, os.environ, config)
         for name in part.model_fields:
             origin = given[name].origin if name in given else "default"
-            yield Row(variable_of(part, name), printable(settings, name), origin)
+            yield Row(variable_name(part, name), printable(settings, name), origin)
 
 
 def printable(settings: BaseSettings, name: str) -> object:
@@ -84,28 +84,28 @@ def printable(settings: BaseSettings, name: str) -> object:
     return "***" if (value.get_secret_value() if isinstance(value, SecretStr) else value) else ""
 
 
-def _problems_of(part: Part, given: dict[str, Any], parts: dict[Part, BaseSettings]) -> list[str]:
+def _problems_of(part: SettingsClass, given: dict[str, Any], parts: dict[SettingsClass, BaseSettings]) -> list[str]:
     """What is wrong with each setting, and then, with defaults in its place, with all of a part together."""
     try:
         parts[part] = part(**given)
     except ValidationError as error:
         bad = {str(line["loc"][0]) for line in error.errors() if line["loc"]} & given.keys()
         defaults = {name: part.model_fields[name].default for name in bad}
-        return problems(part, error) + (_problems_of(part, given | defaults, parts) if bad else [])
+        return describe_problems(part, error) + (_problems_of(part, given | defaults, parts) if bad else [])
     return []
 
 
 def all_problems() -> list[str]:
     """A line for each."""
-    lines, parts = unknown_variables(os.environ), dict[Part, BaseSettings]()
+    lines, parts = describe_unknown_variables(os.environ), dict[SettingsClass, BaseSettings]()
     try:
-        config = config_file(os.environ)
+        config = read_config_file(os.environ)
         lines += check_config(config)
     except SettingsError as error:
         return [*lines, str(error)]
-    for part in PARTS:
+    for part in SETTINGS_CLASSES:
         try:
-            given = {name: found.value for name, found in given_to(part, os.environ, config).items()}
+            given = {name: found.value for name, found in read_given_values(part, os.environ, config).items()}
             lines += _problems_of(part, given, parts)
         except SettingsError as error:
             lines.append(str(error))

@@ -18,7 +18,7 @@ from penstock import names
 from penstock.bus.connect import connect
 from penstock.bus.contract import Bus, Publisher
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load
+from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import DeadLetterError
 from penstock.names import Pipeline
 from penstock.ops.dead_letters import Letter, in_order, newest
@@ -131,8 +131,8 @@ class _Office:
 
 @contextlib.contextmanager
 def _office() -> Iterator[_Office]:
-    addresses = load(Addresses)
-    pipeline, bus = Pipeline(addresses.pipeline), connect(addresses, load(BusSettings))
+    addresses = load_settings(Addresses)
+    pipeline, bus = Pipeline(addresses.pipeline), connect(addresses, load_settings(BusSettings))
     with redis_client(addresses.first_url) as client, contextlib.closing(bus.publisher()) as publisher:
         yield _Office(pipeline, bus, publisher, client)
 

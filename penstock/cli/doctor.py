@@ -18,7 +18,7 @@ from rich.markup import escape
 from penstock.bus.connect import connect
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, EngineSettings, load
+from penstock.config.settings import BusSettings, EngineSettings, load_settings
 from penstock.errors import BusUnavailable, DependencyMissing, PenstockError, ServersDiffer
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
@@ -57,7 +57,7 @@ def doctor() -> None:
 
 def findings() -> Iterator[Finding]:
     """Every check, in order."""
-    addresses = load(Addresses)
+    addresses = load_settings(Addresses)
     checks: list[Callable[[], Iterator[Finding]]] = [
         _python,
         _packages,
@@ -133,7 +133,7 @@ def _copying() -> Iterator[Finding]:
 
 
 def _model() -> Iterator[Finding]:
-    name = load(EngineSettings).model
+    name = load_settings(EngineSettings).model
     if name == "demo":
         there = (Path(__file__).parents[1] / "engine/demo/model/model.safetensors").exists()
         advice = "" if there else "install the project again, or make the model: python -m tools.train_demo"
@@ -222,7 +222,7 @@ def _kv_redis(addresses: Addresses) -> Iterator[Finding]:
 def _bus(addresses: Addresses) -> Iterator[Finding]:
     kind = "Kafka" if addresses.kafka else "bus (Redis Streams)"
     try:
-        bus = connect(addresses, load(BusSettings))
+        bus = connect(addresses, load_settings(BusSettings))
         yield Finding("ok", kind, bus.check())
         missing = bus.missing_topics()
     except (PenstockError, redis.RedisError) as error:

@@ -8,7 +8,7 @@ import redis
 
 from penstock.bus.connect import connect
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load
+from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import AccessRefused, BusUnavailable, PenstockError, RequestError, SettingsError
 from penstock.ops.access import check_access
 from penstock.redis.client import ANSWER_S, is_away, redis_client
@@ -25,7 +25,7 @@ def explain(error: BaseException, addresses: Addresses | None = None) -> str | N
         return None
     if isinstance(error, redis.RedisError | BusUnavailable):
         try:
-            addresses = addresses or load(Addresses)
+            addresses = addresses or load_settings(Addresses)
             check_access(addresses, "client")
         except (SettingsError, AccessRefused) as refused:
             return str(refused)
@@ -56,7 +56,7 @@ def find_silent(addresses: Addresses) -> str:
                 return f"Redis at {_place(url)} does not answer: {advice}"
     if addresses.kafka:
         try:
-            connect(addresses, load(BusSettings)).check(ANSWER_S)
+            connect(addresses, load_settings(BusSettings)).check(ANSWER_S)
         except BusUnavailable:
             return f"Kafka at {addresses.kafka} does not answer: start it, or set PENSTOCK_KAFKA to where it is"
     return ""

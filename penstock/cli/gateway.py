@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BatchSettings, GatewaySettings, GuardSettings, check_together, load
+from penstock.config.settings import BatchSettings, GatewaySettings, GuardSettings, check_together, load_settings
 from penstock.errors import DependencyMissing, SettingsError
 from penstock.names import Pipeline
 from penstock.ops.access import check_access
@@ -26,10 +26,10 @@ def gateway(
     except ImportError as error:
         raise DependencyMissing(f"a gateway needs pip install 'penstock[gateway]' ({error})") from None
     given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    addresses = load(Addresses)
-    if wrong := check_together(load(GuardSettings), load(BatchSettings)):
+    addresses = load_settings(Addresses)
+    if wrong := check_together(load_settings(GuardSettings), load_settings(BatchSettings)):
         raise SettingsError(wrong[0])
     check_access(addresses, "gateway")
     keep_lists(addresses.stream_url, Pipeline(addresses.pipeline))
     with telemetry("penstock-gateway", addresses, slot_name(""), with_endpoint=False) as meters:
-        serve(load(GatewaySettings, **given), addresses, meters)
+        serve(load_settings(GatewaySettings, **given), addresses, meters)

@@ -18,8 +18,8 @@ from penstock.cli.explain import explain
 from penstock.client.reader import Event
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, TraceSettings, load
-from penstock.config.sources import is_secret, variable_of
+from penstock.config.settings import BusSettings, TraceSettings, load_settings
+from penstock.config.sources import is_secret, variable_name
 from penstock.errors import PenstockError
 from penstock.messages import TokenEvent
 from penstock.names import PriorityClass
@@ -56,9 +56,9 @@ def generate(
         raise typer.BadParameter("--resume needs --id")
     request_id = request_id or uuid.uuid4().hex
     klass: PriorityClass = "batch" if batch else "interactive"
-    addresses, notes = load(Addresses), Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    addresses, notes = load_settings(Addresses), Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(recording("penstock-client", load(TraceSettings)))
+        stack.enter_context(recording("penstock-client", load_settings(TraceSettings)))
         client = stack.enter_context(Client(addresses))
         text = sys.stdin.read() if prompt == "-" and resume is None else prompt
         begun_s = time.perf_counter()
@@ -122,7 +122,7 @@ def told_while_waiting(reading: Reading, addresses: Addresses, klass: PriorityCl
 def find_reasons(addresses: Addresses, klass: PriorityClass) -> list[str]:
     """Return why a request may have to wait, as servers and workers tell it now."""
     try:
-        connect(addresses, load(BusSettings)).check(ANSWER_S)
+        connect(addresses, load_settings(BusSettings)).check(ANSWER_S)
         workers = worker_status(addresses)
         if other := find_other_bus(workers, addresses):
             return [other]
@@ -131,7 +131,7 @@ def find_reasons(addresses: Addresses, klass: PriorityClass) -> list[str]:
             return [f"there is no worker of {where}: see PENSTOCK_PIPELINE and PENSTOCK_STREAM_URL"]
         if reasons := health_of(workers).reasons:
             return list(reasons)
-        with contextlib.closing(LagWatch(addresses, load(BusSettings))) as watch:
+        with contextlib.closing(LagWatch(addresses, load_settings(BusSettings))) as watch:
             return [in_the_queue(watch.look(), klass)]
     except (redis.RedisError, PenstockError) as error:
         return [explain(error, addresses) or ""]
@@ -169,7 +169,7 @@ def in_a_shell(addresses: Addresses, command: str) -> str:
         value = getattr(addresses, name)
         if value != Addresses.model_fields[name].default:
             text = all_shown(value) if is_secret(Addresses, name) else value
-            words.append(f"{variable_of(Addresses, name)}={shlex.quote(text)}")
+            words.append(f"{variable_name(Addresses, name)}={shlex.quote(text)}")
     return " ".join([*words, command])
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import AdmissionSettings, load
+from penstock.config.settings import AdmissionSettings, load_settings
 from penstock.errors import SettingsError
 from penstock.messages import Tenant
 from penstock.names import KEYS_KEY, TENANTS_KEY
@@ -132,7 +132,7 @@ def _check_tenant(name: str) -> None:
 def _place() -> str:
     from penstock.ingest.keys import OPEN
 
-    place = load(AdmissionSettings).keys
+    place = load_settings(AdmissionSettings).keys
     if place in {"", OPEN}:
         raise SettingsError("no keys are asked for: set PENSTOCK_GATEWAY_KEYS to a JSON file, or to 'redis'")
     return place
@@ -143,7 +143,7 @@ def _read() -> "Book":
 
     place = _place()
     if place == IN_REDIS:
-        with redis_client(load(Addresses).first_url) as client:
+        with redis_client(load_settings(Addresses).first_url) as client:
             return read_redis(client)
     path = Path(place).expanduser()
     return read_book(path) if path.exists() else Book()
@@ -155,7 +155,7 @@ def _change(in_file: Callable[["Book"], None], in_redis: Callable[["redis.Redis"
 
     place = _place()
     if place == IN_REDIS:
-        with redis_client(load(Addresses).first_url) as client:
+        with redis_client(load_settings(Addresses).first_url) as client:
             in_redis(client)
         return
     path = Path(place).expanduser()

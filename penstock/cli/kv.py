@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from penstock.cli import kv_show
 from penstock.config.addresses import Addresses
-from penstock.config.settings import KVSettings, load
+from penstock.config.settings import KVSettings, load_settings
 from penstock.errors import DependencyMissing, InvalidName, KVStoreError
 from penstock.ops.status import worker_status
 from penstock.redis.urls import urls_of
@@ -38,7 +38,7 @@ def stats(
     ] = False,
 ) -> None:
     """What each tier holds, and what the live workers found in them."""
-    addresses = load(Addresses)
+    addresses = load_settings(Addresses)
     with places() as found:
         rows = [kv_show.usage_row(place) for place in found]
     stages = kv_show.by_stage(worker_status(addresses))
@@ -152,11 +152,11 @@ def places(tier: TierName | None = None) -> "Iterator[list[Place]]":
             f"penstock kv needs xxhash: pip install xxhash, or 'penstock[worker]' ({error})"
         ) from None
     logging.getLogger("penstock.kvstore").setLevel(logging.ERROR)  # what does not answer is told here
-    addresses = load(Addresses)
+    addresses = load_settings(Addresses)
     with ExitStack() as stack:
         urls = urls_of(addresses.kv_url or addresses.stream_url)
         found = open_places(
-            load(KVSettings), urls, stack, tier, Console(stderr=True, highlight=False, markup=False).print
+            load_settings(KVSettings), urls, stack, tier, Console(stderr=True, highlight=False, markup=False).print
         )
         if not found:
             raise KVStoreError(f"there is no {tier or 'KV'} tier here by these settings (PENSTOCK_KV_STORE_…)")

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load
+from penstock.config.settings import BusSettings, load_settings
 from penstock.names import CLASSES, STAGES
 from penstock.ops.lag import LagWatch, PipelineLag
 
@@ -23,7 +23,7 @@ def lag(
     watch: Annotated[bool, typer.Option(help="Look again every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show what waits in each stage, in messages and tokens, and the estimated wait of a new request."""
-    source = LagWatch(load(Addresses), load(BusSettings))
+    source = LagWatch(load_settings(Addresses), load_settings(BusSettings))
     try:
         if as_json:
             _print_json(source, watch=watch)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import EngineSettings, RecordSettings, load
+from penstock.config.settings import EngineSettings, RecordSettings, load_settings
 from penstock.ops.status import worker_status
 from penstock.plan import rates as measured
 from penstock.plan import sums
@@ -29,14 +29,14 @@ def plan(
 ) -> None:
     """Show how many prefill and decode workers the trace needs, from measured rates, and what a simulation says."""
     arrivals = read(trace)
-    goals = sums.Goals(ttft_s, itl_s, utilisation, window_s, load(RecordSettings).keep_s)
-    settings = load(EngineSettings, **({"model": model} if model else {}))
+    goals = sums.Goals(ttft_s, itl_s, utilisation, window_s, load_settings(RecordSettings).keep_s)
+    settings = load_settings(EngineSettings, **({"model": model} if model else {}))
     if measure:
         from penstock.cli.plan_measure import measure as measure_engine
 
         rates = measure_engine(settings, round(quantile([one.prompt_tokens for one in arrivals], 0.5)))
     else:
-        rates = measured.of_workers(worker_status(load(Addresses)), settings, model or None)
+        rates = measured.of_workers(worker_status(load_settings(Addresses)), settings, model or None)
     made = sums.plan(arrivals, rates, goals)
     if as_json:
         sys.stdout.write(json.dumps(made.as_json()) + "\n")

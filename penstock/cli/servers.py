@@ -7,7 +7,7 @@ from rich.table import Table
 
 from penstock.bus.connect import connect
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load
+from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import ServersDiffer
 from penstock.names import Pipeline
 from penstock.ops.status import worker_status
@@ -21,7 +21,7 @@ app = typer.Typer(help="The Redis servers that requests are spread over.", no_ar
 @app.command("list")
 def list_servers() -> None:
     """Each server, and the list that it was told to be part of."""
-    addresses = load(Addresses)
+    addresses = load_settings(Addresses)
     pipeline, clients = Pipeline(addresses.pipeline), ByServer.of(addresses.stream_url, redis_client)
     table = Table("name", "address", "its list", box=None, pad_edge=False)
     for name, url, client in zip(clients.names, urls_of(addresses.stream_url), clients.parts, strict=True):
@@ -35,11 +35,11 @@ def change() -> None:
 
     Requests wait in their topics meanwhile. What was begun and not ended would begin again on another server.
     """
-    addresses = load(Addresses)
+    addresses = load_settings(Addresses)
     pipeline, clients = Pipeline(addresses.pipeline), ByServer.of(addresses.stream_url, redis_client)
     if running := [worker["name"] for worker in worker_status(addresses)]:
         raise ServersDiffer(f"{', '.join(running)} still run: stop all workers and gateways before the list is changed")
-    unsettled = connect(addresses, load(BusSettings)).unsettled()
+    unsettled = connect(addresses, load_settings(BusSettings)).unsettled()
     jobs = sum(unsettled[topic] for topic in pipeline.inputs("decode").values())
     if jobs:
         raise ServersDiffer(

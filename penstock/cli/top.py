@@ -4,7 +4,7 @@ import logging
 import sys
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load
+from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import DependencyMissing, PenstockError
 
 
@@ -16,7 +16,7 @@ def top() -> None:
         raise DependencyMissing(f"`penstock top` needs pip install 'penstock[top]' ({error})") from None
     from penstock.ops.live import LiveWatch
 
-    watch = LiveWatch(load(Addresses), load(BusSettings))
+    watch = LiveWatch(load_settings(Addresses), load_settings(BusSettings))
     if not sys.stdout.isatty():
         raise PenstockError("`penstock top` draws on a terminal; for programs there is `penstock lag --json --watch`")
     logging.disable()  # what is wrong is on the screen

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from penstock.bus.connect import connect
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load
+from penstock.config.settings import BusSettings, load_settings
 
 app = typer.Typer(help="The pipeline's topics.", no_args_is_help=True)
 
@@ -18,7 +18,7 @@ def topics() -> None:
 @app.command()
 def create() -> None:
     """Make the topics that are missing, and move on what an older version left in topics that are no more read."""
-    bus = connect(load(Addresses), load(BusSettings))
+    bus = connect(load_settings(Addresses), load_settings(BusSettings))
     made = bus.create_topics()
     for topic in made:
         Console().print(f"made {topic}", highlight=False)

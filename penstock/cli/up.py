@@ -14,7 +14,7 @@ from rich.console import Console
 from penstock.cli.explain import explained
 from penstock.cli.generate import in_a_shell
 from penstock.config.addresses import Addresses
-from penstock.config.settings import EngineSettings, GatewaySettings, KVSettings, load
+from penstock.config.settings import EngineSettings, GatewaySettings, KVSettings, load_settings
 from penstock.local.stack import DEFAULT_PORT, SHARED_DIR, Stack
 from penstock.worker import StopSignal
 
@@ -32,7 +32,7 @@ def kv_environment() -> dict[str, str]:
     """Where the workers keep KV: where `penstock kv` looks, and on disk too."""
     from penstock.kvstore.arena.file import arena_directory
 
-    settings = load(KVSettings)
+    settings = load_settings(KVSettings)
     disk_mb = settings.disk_mb if "disk_mb" in settings.model_fields_set else DISK_MB
     return {SHARED_DIR: str(arena_directory(settings.shared_dir)), "PENSTOCK_KV_STORE_DISK_MB": str(disk_mb)}
 
@@ -45,19 +45,24 @@ def memory_freed(pipeline: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for arena in find_arenas(load(KVSettings).shared_dir):
+        for arena in find_arenas(load_settings(KVSettings).shared_dir):
             if arena.pipeline == pipeline:
                 remove_arena(arena.path)
 
 
 def port_of_gateway(given: int | None) -> int | None:
     """The port of the gateway that is started; None where what it needs is not installed."""
-    return (given or load(GatewaySettings).port) if find_spec("fastapi") and find_spec("uvicorn") else None
+    return (given or load_settings(GatewaySettings).port) if find_spec("fastapi") and find_spec("uvicorn") else None
 
 
 def curl_body() -> dict[str, object]:
     """A request for the gateway."""
-    return {"model": load(EngineSettings).model, "prompt": "In the beginning", "max_tokens": 40, "stream": True}
+    return {
+        "model": load_settings(EngineSettings).model,
+        "prompt": "In the beginning",
+        "max_tokens": 40,
+        "stream": True,
+    }
 
 
 def curl_line(gateway_url: str) -> str:
@@ -76,7 +81,7 @@ def up(
 ) -> None:
     """Start Redis (where none is given), a prefill and a decode worker and a gateway, and keep them running."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    given = load(Addresses, **({"kafka": kafka} if kafka else {}))
+    given = load_settings(Addresses, **({"kafka": kafka} if kafka else {}))
     redis = redis or (given.stream_url if "stream_url" in given.model_fields_set else "")
     directory = data or data_directory()
     stack = Stack(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import load
+from penstock.config.settings import load_settings
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client, replies_to
 
@@ -42,7 +42,7 @@ def _read(days: int) -> "dict[str, dict[str, Sums]]":
     """By day, then by tenant; days without any are left out."""
     from penstock.ingest.metering import day_keys, last_days, sums_of
 
-    addresses, wanted = load(Addresses), last_days(days)
+    addresses, wanted = load_settings(Addresses), last_days(days)
     with redis_client(addresses.first_url) as client, client.pipeline(transaction=False) as batch:
         for key in day_keys(Pipeline(addresses.pipeline), wanted):
             batch.hgetall(key)

@@ -17,7 +17,7 @@ from penstock.config.settings import (
     KVSettings,
     RecordSettings,
     WorkerSettings,
-    load,
+    load_settings,
 )
 from penstock.errors import DependencyMissing
 from penstock.names import Pipeline, Stage
@@ -48,11 +48,11 @@ def decode() -> None:
 
 def run(stage: Stage) -> None:
     """Read the settings, load the model, join the group, work until told to stop."""
-    addresses, settings = load(Addresses), load(WorkerSettings)
+    addresses, settings = load_settings(Addresses), load_settings(WorkerSettings)
     name, pipeline = slot_name(settings.name), Pipeline(addresses.pipeline)
-    failpoints.arm(load(FaultSettings).failpoints)
+    failpoints.arm(load_settings(FaultSettings).failpoints)
     stay_on(settings.cores)
-    check_access(addresses, stage, kv=load(KVSettings).redis_mb > 0)
+    check_access(addresses, stage, kv=load_settings(KVSettings).redis_mb > 0)
     keep_lists(addresses.stream_url, pipeline)
     with contextlib.ExitStack() as stack:
         beat = Heartbeat(addresses.first_url, pipeline, stage, name, settings.heartbeat_s)
@@ -85,14 +85,14 @@ def _work(
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
     from penstock.record import connect_servers, record_on
 
-    engine = open_engine(load(EngineSettings), beat.progress)
+    engine = open_engine(load_settings(EngineSettings), beat.progress)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
     model, pipeline = engine.model, Pipeline(addresses.pipeline)
     layout = Layout.of(model.fingerprint, model.layout)
-    store = KVStore.open(layout, load(KVSettings), addresses.kv_url or addresses.stream_url, pipeline.name)
+    store = KVStore.open(layout, load_settings(KVSettings), addresses.kv_url or addresses.stream_url, pipeline.name)
     stack.callback(store.close)
     store.measure_against(engine.rates)
-    bus_settings, records = load(BusSettings), load(RecordSettings)
+    bus_settings, records = load_settings(BusSettings), load_settings(RecordSettings)
     clients, bus = connect_servers(addresses.stream_url), connect(addresses, bus_settings)
     if stage == "prefill":
         ahead = stack.enter_context(Ahead(LagWatch(addresses, bus_settings).look))

@@ -31,7 +31,7 @@ from penstock.client.sync import (
     without_error,
 )
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, RecordSettings, load
+from penstock.config.settings import BusSettings, RecordSettings, load_settings
 from penstock.errors import BusUnavailable, StreamExpired, StreamTimeout
 from penstock.messages import Request, now_s
 from penstock.names import Pipeline, PriorityClass
@@ -57,9 +57,9 @@ class AsyncClient:
         record: RecordSettings | None = None,
     ) -> None:
         self._addresses = resolve(addresses, kafka, redis, pipeline)
-        self._settings = bus or load(BusSettings)
+        self._settings = bus or load_settings(BusSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
-        settings = record or load(RecordSettings)
+        settings = record or load_settings(RecordSettings)
         self._servers = ByServer.of(self._addresses.stream_url, async_redis_client)
         self._logs = self._servers.each(lambda client: AsyncLog(client, self._pipeline, settings))
         self._watch = LagWatch(self._addresses, self._settings)

@@ -26,7 +26,7 @@ from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.client.reader import Event, StreamReader
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, RecordSettings, load
+from penstock.config.settings import BusSettings, RecordSettings, load_settings
 from penstock.errors import BusUnavailable, IdConflict, InvalidRequest, StreamExpired, StreamTimeout
 from penstock.messages import (
     ChatMessage,
@@ -116,9 +116,12 @@ class Client:
         record: RecordSettings | None = None,
     ) -> None:
         self._addresses = resolve(addresses, kafka, redis, pipeline)
-        self._settings = bus or load(BusSettings)
+        self._settings = bus or load_settings(BusSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
-        settings, self._servers = record or load(RecordSettings), ByServer.of(self._addresses.stream_url, redis_client)
+        settings, self._servers = (
+            record or load_settings(RecordSettings),
+            ByServer.of(self._addresses.stream_url, redis_client),
+        )
         self._logs = self._servers.each(lambda client: Log(client, self._pipeline, settings))
         self._watch = LagWatch(self._addresses, self._settings)
         self._lock = threading.Lock()
@@ -241,7 +244,7 @@ def resolve(addresses: Addresses | None, kafka: str, redis: str, pipeline: str) 
     """`addresses`, or those of the environment, with what is given put in place."""
     given = {"kafka": kafka, "stream_url": redis, "pipeline": pipeline}
     given = {name: value for name, value in given.items() if value}
-    return load(Addresses, **given) if addresses is None else addresses.model_copy(update=given)
+    return load_settings(Addresses, **given) if addresses is None else addresses.model_copy(update=given)
 
 
 def make_request(prompt: str | None, fields: RequestFields) -> Request:
@@ -255,7 +258,7 @@ def make_request(prompt: str | None, fields: RequestFields) -> Request:
         encoded = json.dumps(body, ensure_ascii=False, default=_plain).encode()
     except (TypeError, ValueError) as error:
         raise InvalidRequest(str(error)) from None
-    return messages.decode(Request, encoded)
+    return messages.decode_message(Request, encoded)
 
 
 def _plain(value: Any) -> Any:
@@ -312,7 +315,7 @@ def without_error(news: Sequence[Event]) -> Iterator[Event]:
     """The events; an end with an error raises it."""
     for event in news:
         if isinstance(event, EndEvent) and event.error is not None:
-            raise event.error.exception()
+            raise event.error.to_exception()
         yield event
 
 

@@ -89,16 +89,16 @@ class Addresses(BaseSettings):
     @model_validator(mode="after")
     def _check_access(self) -> Self:
         """Raises one `ValueError` for all that does not go together; puts the files into the `rediss://` addresses."""
-        if wrong := contradictions(self):
+        if wrong := find_contradictions(self):
             raise ValueError("; ".join(wrong))
         for name in ("stream_url", "kv_url"):
-            complete = ",".join(with_files(url, self) for url in urls_of(getattr(self, name)))
+            complete = ",".join(add_tls_files(url, self) for url in urls_of(getattr(self, name)))
             if complete != getattr(self, name):
                 setattr(self, name, complete)
         return self
 
 
-def kafka_access(addresses: Addresses) -> dict[str, str]:
+def kafka_security_config(addresses: Addresses) -> dict[str, str]:
     """What every Kafka client is given, besides where the brokers are."""
     if addresses.kafka_security == "plaintext":
         return {}
@@ -116,7 +116,7 @@ def kafka_access(addresses: Addresses) -> dict[str, str]:
     return {"security.protocol": addresses.kafka_security} | {name: value for name, value in given.items() if value}
 
 
-def with_files(url: str, addresses: Addresses) -> str:
+def add_tls_files(url: str, addresses: Addresses) -> str:
     """A Redis url with the certificates and the key that the settings name; what it says itself goes before them."""
     parts = urlsplit(url)
     if parts.scheme not in _WITH_TLS:
@@ -127,12 +127,16 @@ def with_files(url: str, addresses: Addresses) -> str:
     return parts._replace(query=urlencode(query, quote_via=quote, safe="/")).geturl()
 
 
-def contradictions(addresses: Addresses) -> list[str]:
+def find_contradictions(addresses: Addresses) -> list[str]:
     """What does not go together; each names its variables."""
-    return [*_kafka(addresses), *_redis(addresses), *_pairs(addresses)]
+    return [
+        *_find_kafka_contradictions(addresses),
+        *_find_redis_contradictions(addresses),
+        *_find_incomplete_pairs(addresses),
+    ]
 
 
-def _kafka(addresses: Addresses) -> list[str]:
+def _find_kafka_contradictions(addresses: Addresses) -> list[str]:
     security, wrong = addresses.kafka_security, []
     has_user, has_password = bool(addresses.kafka_user), bool(addresses.kafka_password.get_secret_value())
     if security.startswith("sasl") and not (has_user and has_password):
@@ -147,7 +151,7 @@ def _kafka(addresses: Addresses) -> list[str]:
     return wrong
 
 
-def _redis(addresses: Addresses) -> list[str]:
+def _find_redis_contradictions(addresses: Addresses) -> list[str]:
     wrong = []
     if not any(url.partition("://")[0] in _WITH_TLS for url in urls_of(f"{addresses.stream_url},{addresses.kv_url}")):
         given = [name for name in _REDIS_FILES.values() if getattr(addresses, name)]
@@ -155,7 +159,7 @@ def _redis(addresses: Addresses) -> list[str]:
     return wrong
 
 
-def _pairs(addresses: Addresses) -> list[str]:
+def _find_incomplete_pairs(addresses: Addresses) -> list[str]:
     wrong = []
     for server in ("KAFKA", "REDIS"):
         cert, key = (getattr(addresses, f"{server.lower()}_{kind}_file") for kind in ("cert", "key"))

@@ -19,15 +19,15 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.config.addresses import Addresses
 from penstock.config.sources import (
-    CONFIG,
-    FILE,
-    Found,
-    config_file,
-    given_to,
+    CONFIG_VARIABLE,
+    FILE_SUFFIX,
+    GivenValue,
+    describe_unknown_names,
     is_secret,
-    secret_variables,
-    unknown,
-    variable_of,
+    list_secret_variables,
+    read_config_file,
+    read_given_values,
+    variable_name,
 )
 from penstock.errors import SettingsError
 
@@ -268,7 +268,7 @@ class FaultSettings(BaseSettings):
     """Where the worker is to kill or stop itself (`penstock/failpoints.py`): `decode.7.sent=kill@3`. Empty: nowhere."""
 
 
-PARTS: tuple[type[BaseSettings], ...] = (
+SETTINGS_CLASSES: tuple[type[BaseSettings], ...] = (
     Addresses, BusSettings, RecordSettings, KVSettings, EngineSettings, WorkerSettings, TraceSettings,
     TelemetrySettings,
     AdmissionSettings, GuardSettings,
@@ -287,43 +287,47 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def known_variables(parts: Iterable[type[BaseSettings]] = PARTS) -> list[str]:
+def list_variables(parts: Iterable[type[BaseSettings]] = SETTINGS_CLASSES) -> list[str]:
     """The environment variable of every setting."""
-    return [variable_of(part, name) for part in parts for name in part.model_fields]
+    return [variable_name(part, name) for part in parts for name in part.model_fields]
 
 
 def check_environment(environment: Mapping[str, str] | None = None) -> None:
     """Raise `SettingsError` for a `PENSTOCK_` variable that nothing reads, naming the nearest that something does."""
-    if lines := unknown_variables(os.environ if environment is None else environment):
+    if lines := describe_unknown_variables(os.environ if environment is None else environment):
         raise SettingsError(lines[0])
 
 
-def unknown_variables(environment: Iterable[str]) -> list[str]:
+def describe_unknown_variables(environment: Iterable[str]) -> list[str]:
     """A line for each of them."""
-    return unknown(environment, [*_readable(), CONFIG])
+    return describe_unknown_names(environment, [*_list_readable_names(), CONFIG_VARIABLE])
 
 
-def check_config(config: Mapping[str, Found]) -> list[str]:
+def check_config(config: Mapping[str, GivenValue]) -> list[str]:
     """The same of the configuration file."""
-    return [f"{found.origin}: {line}" for found in list(config.values())[:1] for line in unknown(config, _readable())]
+    return [
+        f"{found.origin}: {line}"
+        for found in list(config.values())[:1]
+        for line in describe_unknown_names(config, _list_readable_names())
+    ]
 
 
-def _readable() -> list[str]:
+def _list_readable_names() -> list[str]:
     """What may be given, the nearest first where names are alike."""
-    return [*known_variables(), *(f"{variable}{FILE}" for variable in secret_variables(PARTS))]
+    return [*list_variables(), *(f"{variable}{FILE_SUFFIX}" for variable in list_secret_variables(SETTINGS_CLASSES))]
 
 
-def load(part: type[S], **given: object) -> S:
+def load_settings(part: type[S], **given: object) -> S:
     """One part's settings from where they are said, `given` ones first. Raises `SettingsError` for the first error."""
     check_environment()
-    config = config_file(os.environ)
+    config = read_config_file(os.environ)
     if lines := check_config(config):
         raise SettingsError(lines[0])
-    found = {name: value for name, (value, _) in given_to(part, os.environ, config).items()}
+    found = {name: value for name, (value, _) in read_given_values(part, os.environ, config).items()}
     try:
         return part(**{**found, **given})
     except ValidationError as error:
-        raise SettingsError(problems(part, error)[0]) from None
+        raise SettingsError(describe_problems(part, error)[0]) from None
 
 
 def check_together(guard: GuardSettings, batch: BatchSettings) -> list[str]:
@@ -333,7 +337,7 @@ def check_together(guard: GuardSettings, batch: BatchSettings) -> list[str]:
     return []
 
 
-def problems(part: type[BaseSettings], error: ValidationError) -> list[str]:
+def describe_problems(part: type[BaseSettings], error: ValidationError) -> list[str]:
     """A line for each thing that is wrong with a part; no secret is in it."""
     lines = []
     for line in error.errors(include_url=False):
@@ -343,5 +347,5 @@ def problems(part: type[BaseSettings], error: ValidationError) -> list[str]:
             continue
         name = str(line["loc"][0])
         hidden = name in part.model_fields and is_secret(part, name)
-        lines.append(f"{variable_of(part, name)}: {message}" + ("" if hidden else f" (given: {line['input']!r})"))
+        lines.append(f"{variable_name(part, name)}: {message}" + ("" if hidden else f" (given: {line['input']!r})"))
     return lines

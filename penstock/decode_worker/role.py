@@ -23,7 +23,17 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputState
 from penstock.errors import InternalError, RequestError
 from penstock.kvstore.connector import KVConnector
-from penstock.messages import EndEvent, ErrorInfo, Job, TokenEvent, Usage, decode, now_s, readable_id, readable_job
+from penstock.messages import (
+    EndEvent,
+    ErrorInfo,
+    Job,
+    TokenEvent,
+    Usage,
+    decode_message,
+    extract_job_name,
+    extract_request_id,
+    now_s,
+)
 from penstock.names import TENANT, Pipeline, PriorityClass, Stage
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import operation_in
@@ -59,15 +69,15 @@ class DecodeRole:
         """
         error: RequestError | None = None
         try:
-            job = decode(Job, delivery.value)
+            job = decode_message(Job, delivery.value)
         except RequestError as refused:
-            request_id = readable_id(delivery.value, delivery.key)
+            request_id = extract_request_id(delivery.value, delivery.key)
             if request_id is None:
                 return None
             job = _readable_part(delivery, request_id)
             error = InternalError(f"its job cannot be read: {refused.code}: {refused}")
         if error is None and job.error is not None:
-            error = job.error.exception()
+            error = job.error.to_exception()
         elif error is None and not job.token_ids:
             error = InternalError("a job without a prompt")
         around = tracing.context_of(delivery.headers, tracing.about(self.pipeline, job.id, Context()))
@@ -123,7 +133,7 @@ class DecodeRole:
             completion_tokens=num_tokens,
         )
         timings = job.timings.model_copy(update={"decode_started": task.started_s, "finished": now_s()})
-        error = None if task.error is None else ErrorInfo.of(task.error)
+        error = None if task.error is None else ErrorInfo.from_error(task.error)
         return EndEvent(finish_reason=task.finish or "error", text=task.tail, usage=usage, timings=timings, error=error)
 
     # 9. Settle.
@@ -137,7 +147,7 @@ class DecodeRole:
             return None
         outputs, dead = [outgoing_result(self.pipeline, result, tracing.headers_of(task.around))], []
         if result.error is not None and (job.error is None or job.error.code != result.error.code):
-            error = task.error if task.end is not None and task.error is not None else result.error.exception()
+            error = task.error if task.end is not None and task.error is not None else result.error.to_exception()
             dead = letters(self.pipeline, task.delivery, error, task.claim)
         return Completion(outputs, dead, {})
 
@@ -158,7 +168,7 @@ class DecodeRole:
 def _readable_part(delivery: Delivery, request_id: str) -> Job:
     """A job that cannot be read, as far as it can."""
     # Its own name, as who can read it binds the request by that. Without one, the same whoever tries.
-    name = readable_job(delivery.value) or hashlib.sha256(delivery.value).hexdigest()
+    name = extract_job_name(delivery.value) or hashlib.sha256(delivery.value).hexdigest()
     job = Job(id=request_id, job=name, klass=delivery.klass)
     with contextlib.suppress(ValidationError):
         job = Job(id=request_id, job=name, klass=delivery.klass, tenant=delivery.headers.get(TENANT, job.tenant))

@@ -30,10 +30,10 @@ import redis
 from penstock.bus.connect import connect
 from penstock.bus.contract import Followed, Follower
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load
+from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import BusUnavailable, RequestError
 from penstock.failpoints import failpoint
-from penstock.messages import Result, decode
+from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
 from penstock.redis.client import is_away, pauses, redis_client
 
@@ -95,7 +95,7 @@ class Meter:
 
     def __init__(self, addresses: Addresses) -> None:
         self._pipeline = Pipeline(addresses.pipeline)
-        self._bus = connect(addresses, load(BusSettings))
+        self._bus = connect(addresses, load_settings(BusSettings))
         self._client = redis_client(addresses.first_url)
         self._count, self._lease = self._client.register_script(COUNT), self._client.register_script(LEASE)
         self._token = uuid.uuid4().hex
@@ -165,7 +165,7 @@ def _results(messages: Iterable[Followed]) -> Iterable[Result]:
         if followed.message is None:
             continue
         try:
-            result = decode(Result, followed.message.value)
+            result = decode_message(Result, followed.message.value)
         except RequestError as error:
             log.warning("%s is no result: %s", followed.place, error)
             continue

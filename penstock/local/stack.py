@@ -17,7 +17,7 @@ from typing import Self
 
 from penstock.bus.connect import connect
 from penstock.config.addresses import Addresses
-from penstock.config.settings import BusSettings, load
+from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import PenstockError
 from penstock.local.memory import OwnMemory
 from penstock.local.processes import Child, start_child
@@ -91,7 +91,7 @@ class Stack:
         self.directory = directory
         self._server = None if redis else ValkeyServer(directory / "valkey", port)
         url = redis or (self._server.url if self._server else "")
-        self.addresses = load(Addresses, pipeline=pipeline, kafka=kafka, stream_url=url)
+        self.addresses = load_settings(Addresses, pipeline=pipeline, kafka=kafka, stream_url=url)
         self._environment = dict(environment or {})
         if self._server is not None:  # all workers are on this host: they need no other tier to share blocks
             self._environment.setdefault(REDIS_MB, os.environ.get(REDIS_MB, "0"))
@@ -117,7 +117,7 @@ class Stack:
         if self._server is not None:
             self._server.start()
         check_access(self.addresses)
-        bus = connect(self.addresses, load(BusSettings))
+        bus = connect(self.addresses, load_settings(BusSettings))
         bus.create_topics()
         bus.move_old_retries()
         for worker in self._all():

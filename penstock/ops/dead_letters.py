@@ -21,7 +21,7 @@ from typing import Any
 from penstock import names
 from penstock.bus.contract import Outgoing
 from penstock.errors import DeadLetterError, RequestError
-from penstock.messages import Job, Request, decode, now_s, readable_id
+from penstock.messages import Job, Request, decode_message, extract_request_id, now_s
 from penstock.names import MAX_ID_CHARS, STAGES, Pipeline
 
 _NUMBERED = re.compile(r"(?P<base>.+)\.retry-(?P<number>[1-9][0-9]{0,5})")
@@ -39,7 +39,7 @@ class Letter:
     @classmethod
     def of(cls, message: Outgoing) -> "Letter":
         """What lies in the topic, as a letter."""
-        found = readable_id(message.value, message.key)
+        found = extract_request_id(message.value, message.key)
         return cls(message, found or "#" + hashlib.sha256(message.value).hexdigest()[:12])
 
     def header(self, name: str) -> str:
@@ -84,7 +84,7 @@ class Letter:
             body["job"] = uuid.uuid4().hex
         value = json.dumps(body, ensure_ascii=False).encode()
         try:
-            decode(Request if stage == "prefill" else Job, value)
+            decode_message(Request if stage == "prefill" else Job, value)
         except RequestError as error:
             raise DeadLetterError(f"{self.id} would be refused again: {error.code}: {error}") from None
         left_out = {*_OWN, *([] if "deadline" in body else [names.DEADLINE])}

@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient  # type: ignore[attr-defined]
 
 from penstock.bus.kafka.client import client_settings
-from penstock.config.addresses import kafka_access
+from penstock.config.addresses import kafka_security_config
 from penstock.errors import AccessRefused
 from penstock.names import Pipeline, Role
 from penstock.ops.tls import speaks_tls
@@ -24,7 +24,7 @@ TRY_S = 0.5
 def check_kafka(addresses: "Addresses", pipeline: Pipeline, role: Role | None) -> None:
     """See `access.check_access`. Brokers that are away are waited for a little: errors of both kinds come mixed."""
     errors: list[KafkaError] = []
-    settings = client_settings(addresses.kafka, kafka_access(addresses))
+    settings = client_settings(addresses.kafka, kafka_security_config(addresses))
     admin = AdminClient(settings | {"error_cb": errors.append})
     end = time.monotonic() + WITHIN_S
     while time.monotonic() < end:

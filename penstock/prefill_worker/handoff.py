@@ -34,7 +34,7 @@ def end_of(task: Task) -> EndEvent:
     prompt_tokens = len(task.token_ids) if num_tokens else task.prompt_tokens
     usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=task.cached_tokens, completion_tokens=num_tokens)
     timings = timings_of(task).model_copy(update={"finished": now_s()})
-    error = None if task.error is None else ErrorInfo.of(task.error)
+    error = None if task.error is None else ErrorInfo.from_error(task.error)
     return EndEvent(finish_reason=task.finish or "error", usage=usage, timings=timings, error=error)
 
 
@@ -42,7 +42,7 @@ def job_of(task: Task, fingerprint: str) -> Job:
     """The job reference, named and stamped now."""
     request, job_id = task.message, uuid.uuid4().hex
     timings = timings_of(task).model_copy(update={"handed_off": now_s()})
-    error = None if task.error is None else ErrorInfo.of(task.error)
+    error = None if task.error is None else ErrorInfo.from_error(task.error)
     if not isinstance(request, Request):
         return Job(id=task.id, job=job_id, klass=task.klass, timings=timings, error=error)
     return Job(

@@ -20,7 +20,7 @@ from penstock.engine.sequence import Sequence, State
 from penstock.engine.text import OutputState
 from penstock.errors import InvalidRequest, RequestError
 from penstock.kvstore.connector import KVConnector
-from penstock.messages import EndEvent, Request, decode, now_s, readable_id
+from penstock.messages import EndEvent, Request, decode_message, extract_request_id, now_s
 from penstock.names import Pipeline, PriorityClass, Stage
 from penstock.prefill_worker.ahead import Ahead
 from penstock.prefill_worker.handoff import end_of, job_of, outgoing_job, seed_of
@@ -59,7 +59,7 @@ class PrefillRole:
         """The request of a message, or what is wrong with it; None where not even an id can be read."""
         started_s = now_s()
         try:
-            request = decode(Request, delivery.value)
+            request = decode_message(Request, delivery.value)
             body = body_hash(request)
             return Task(request.id, delivery, request, operation_of(request), body, started_s=started_s)
         except RequestError as refused:
@@ -67,7 +67,7 @@ class PrefillRole:
         except Exception as bug:  # this request's, not its neighbours'
             log.exception("a message of %s", delivery.topic)
             error, failure = None, cause_of(bug)
-        request_id = readable_id(delivery.value, delivery.key)
+        request_id = extract_request_id(delivery.value, delivery.key)
         if request_id is None:
             return None
         body = hashlib.sha256(delivery.value).hexdigest()

@@ -20,13 +20,13 @@ class PromptReader:
         if request.token_ids is not None:
             token_ids = self._given(request)
         elif request.prompt is not None:
-            token_ids = self._encode(request.prompt, request.sampling.least_tokens)
+            token_ids = self._encode(request.prompt, request.sampling.min_new_tokens)
         else:
             # The template writes its special tokens itself.
-            token_ids = self._encode(self._chat(request), request.sampling.least_tokens, special=False)
+            token_ids = self._encode(self._chat(request), request.sampling.min_new_tokens, special=False)
         if not token_ids:
             raise InvalidRequest("the prompt has no tokens")
-        context, max_tokens = self._model.context_length, request.sampling.least_tokens
+        context, max_tokens = self._model.context_length, request.sampling.min_new_tokens
         if len(token_ids) + max_tokens > context:
             raise PromptTooLong(context_exceeded(context, len(token_ids), max_tokens))
         return token_ids

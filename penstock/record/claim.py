@@ -46,7 +46,7 @@ class Claim:
     def next_event(self, token_id: int, text: str, logprobs: Logprobs | None = None) -> TokenEvent:
         """The event of the next token: at the next position, with the hash rolled on."""
         rolled = roll(self.hash, token_id)
-        return TokenEvent.at(self.num_tokens, rolled, token_id, text, logprobs)
+        return TokenEvent.at_position(self.num_tokens, rolled, token_id, text, logprobs)
 
 
 @dataclass(frozen=True)

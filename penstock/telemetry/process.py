@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import TelemetrySettings, TraceSettings, load
+from penstock.config.settings import TelemetrySettings, TraceSettings, load_settings
 from penstock.errors import DependencyMissing
 from penstock.telemetry import otlp
 from penstock.telemetry.meters import Meters
@@ -38,13 +38,13 @@ def telemetry(
     `with_endpoint`: `/metrics` on a port of its own, where one is set, and `/readyz`, which asks `is_ready`. Raises
     `PenstockError` where the port is taken, or where something is not installed that is asked for.
     """
-    settings = load(TelemetrySettings)
+    settings = load_settings(TelemetrySettings)
     if settings.telemetry == "off":
         yield Meters(is_on=False)
         return
     meters = Meters()
     with ExitStack() as stack:
-        stack.enter_context(recording(service, load(TraceSettings), addresses.stream_url))
+        stack.enter_context(recording(service, load_settings(TraceSettings), addresses.stream_url))
         if otlp.is_wanted("metrics"):
             told = {"service.name": service, "service.instance.id": instance, "penstock.pipeline": addresses.pipeline}
             stack.enter_context(otlp.pushing(meters, Resource.create(told)))

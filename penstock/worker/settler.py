@@ -242,7 +242,7 @@ def fit(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Set
                 tenant=headers.get(TENANT, "default"),
                 klass=settlement.delivery.klass,
                 finish_reason="error",
-                error=ErrorInfo.of(cause),
+                error=ErrorInfo.from_error(cause),
             )
             outputs.append(Outgoing(output.topic, result.encode(), output.key, headers))
     letter = dead_message(pipeline, settlement.delivery, f"{cause.code}: {cause}")

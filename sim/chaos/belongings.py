@@ -9,7 +9,7 @@ from confluent_kafka.admin import AdminClient
 from penstock.bus.connect import connect
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.messages import readable_id
+from penstock.messages import extract_request_id
 from penstock.names import Pipeline, Stage
 
 MOST = 10_000
@@ -64,4 +64,4 @@ def _describe(addresses: Addresses, group: str) -> list[Any]:
 
 
 def _ids(values: Iterable[bytes]) -> set[str]:
-    return {found for value in values if (found := readable_id(value, None)) is not None}
+    return {found for value in values if (found := extract_request_id(value, None)) is not None}

@@ -12,7 +12,7 @@ import confluent_kafka
 import redis
 
 from penstock.bus.contract import Outgoing
-from penstock.config.addresses import Addresses, kafka_access
+from penstock.config.addresses import Addresses, kafka_security_config
 from penstock.errors import BusUnavailable
 from penstock.messages import Request
 from penstock.names import Pipeline
@@ -34,7 +34,7 @@ def send_poisoned(addresses: Addresses, work: Sequence[Request]) -> None:
         topic = pipeline.requests(request.klass or "interactive")
         message = Outgoing(topic, request.encode(), request.id)
         if addresses.kafka:
-            produce_raw({"bootstrap.servers": addresses.kafka, **kafka_access(addresses)}, message, NAME)
+            produce_raw({"bootstrap.servers": addresses.kafka, **kafka_security_config(addresses)}, message, NAME)
         else:
             _add_raw(addresses.stream_url, pipeline.stream_key(topic), message)
 
@@ -56,7 +56,7 @@ def send_bomb(addresses: Addresses, request_id: str) -> None:
     request = json.dumps({"v": 1, "id": request_id, "prompt": "a" * (BOMB_MB * 2**20)})
     settings = {
         "bootstrap.servers": addresses.kafka,
-        **kafka_access(addresses),
+        **kafka_security_config(addresses),
         "log_level": 0,
         "compression.codec": "zstd",
         "message.max.bytes": 2 * BOMB_MB * 2**20,

@@ -16,7 +16,7 @@ from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import Stack, Worker
-from penstock.messages import Result, decode, readable_id
+from penstock.messages import Result, decode_message, extract_request_id
 from penstock.names import REASON, Pipeline
 from sim.chaos import clock
 from sim.chaos.checker import Finding, check
@@ -139,7 +139,9 @@ def calm(stack: Stack, clients: Clients, patience_s: float, progress: Told) -> N
     while time.monotonic() < until and not (answered and clients.is_idle):
         stack.tend()
         if clients.is_idle and time.monotonic() > look_at:
-            answered = clients.accepted <= {readable_id(message.value, None) for message in bus.read_all(results)}
+            answered = clients.accepted <= {
+                extract_request_id(message.value, None) for message in bus.read_all(results)
+            }
             look_at = time.monotonic() + 1.0
         progress(f"no more kills, {clients.done} of {clients.count} answered")
         time.sleep(TEND_S)
@@ -152,12 +154,12 @@ def write_down(stack: Stack, history: History) -> None:
     pipeline = Pipeline(stack.addresses.pipeline)
     bus = connect(stack.addresses, BusSettings())
     for message in bus.read_all(pipeline.results):
-        result = decode(Result, message.value)
+        result = decode_message(Result, message.value)
         error = result.error.code if result.error else None
         told = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
         history.note("result", id=result.id, **told)
     for message in bus.read_all(pipeline.dead):
-        request_id = readable_id(message.value, message.key)
+        request_id = extract_request_id(message.value, message.key)
         history.note("dead", id=request_id or "", reason=message.headers.get(REASON, ""))
 
 

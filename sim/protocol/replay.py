@@ -148,7 +148,7 @@ class Replay:
         epoch, position = args
         claim = self.claims[epoch]
         rolled = roll(hash_of(before.tokens[:position]), token := token_of(epoch, position))
-        event = TokenEvent.at(position, rolled, token, f"<{token}>")
+        event = TokenEvent.at_position(position, rolled, token, f"<{token}>")
         assert self.record.append([(claim, event)]) == [reply]
 
     def _finish(self, args: Any, reply: Any) -> None:

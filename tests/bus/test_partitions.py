@@ -20,7 +20,7 @@ from penstock.client.sync import Client, outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
-from penstock.messages import Request, decode
+from penstock.messages import Request, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
 from tests.bus.buses import numbered, publish, take, values
@@ -56,7 +56,7 @@ def test_a_session_is_in_one_partition_and_many_are_in_all(
     with bus.member("prefill", "a") as member:
         taken = take(member, 72)
         for delivery in taken:
-            request = decode(Request, delivery.value)
+            request = decode_message(Request, delivery.value)
             assert delivery.key == request.id
             found[request.session or ""].add(partition(delivery))
         member.settle([Settlement(delivery) for delivery in taken])

@@ -14,7 +14,7 @@ def stream_of(tokens: list[int]) -> list[Event]:
     rolled, events = START_HASH, list[Event]()
     for position, token in enumerate(tokens):
         rolled = roll(rolled, token)
-        events.append(TokenEvent.at(position, rolled, token, f"<{token}>"))
+        events.append(TokenEvent.at_position(position, rolled, token, f"<{token}>"))
     return [*events, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=len(tokens)))]
 
 
@@ -116,6 +116,6 @@ def test_a_long_stream_is_read_with_bounded_memory_and_its_last_part_is_still_kn
     assert reader.num_tokens == 5 * KEPT
     assert reader.feed_live(events[0]) == []
     assert reader.feed_live(events[-2]) == []
-    other = TokenEvent.at(5 * KEPT - 1, "0" * 16, 1, "")
+    other = TokenEvent.at_position(5 * KEPT - 1, "0" * 16, 1, "")
     with pytest.raises(StreamDiverged):
         reader.feed_live(other)

@@ -268,7 +268,7 @@ def test_a_log_begun_again_with_the_same_tokens_is_waited_for(
 
 def test_an_end_with_an_error_raises_it_after_the_tokens(client: Client, worker: Record) -> None:
     claim = write(worker, WORDS[:2])
-    error = ErrorInfo.of(PromptTooLong("too long by far"))
+    error = ErrorInfo.from_error(PromptTooLong("too long by far"))
     worker.finish(claim, EndEvent(finish_reason="error", error=error))
     stream = client.stream("r1")
     assert tokens_of([next(stream), next(stream)]) == WORDS[:2]
@@ -282,7 +282,7 @@ def test_cancelling_is_seen_by_the_worker_and_then_by_the_reader(client: Client,
     assert client.cancel("r1")
     claim = prefill(worker)
     assert claim.cancelled
-    worker.finish(claim, EndEvent(finish_reason="cancelled", error=ErrorInfo.of(Cancelled("as asked"))))
+    worker.finish(claim, EndEvent(finish_reason="cancelled", error=ErrorInfo.from_error(Cancelled("as asked"))))
     with pytest.raises(Cancelled):
         client.result("r1")
     assert not client.cancel("r1")

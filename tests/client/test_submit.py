@@ -9,7 +9,7 @@ from opentelemetry import trace
 from penstock import Client
 from penstock.bus.streams.bus import StreamsBus
 from penstock.errors import IdConflict, InvalidRequest, RequestTooLarge
-from penstock.messages import MAX_REQUEST_BYTES, Request, decode
+from penstock.messages import MAX_REQUEST_BYTES, Request, decode_message
 from penstock.names import CLASS, DEADLINE, TENANT, VERSION, Pipeline
 from penstock.record import Record, body_hash
 from tests.record.play import end, prefill, say
@@ -22,7 +22,7 @@ def test_a_request_is_published_under_its_id(client: Client, bus: StreamsBus, pi
         max_tokens=9, stop=("\n",), seed=4,
     )  # fmt: skip
     (message,) = bus.read_all(pipeline.requests("batch"))
-    request = decode(Request, message.value)
+    request = decode_message(Request, message.value)
     assert message.key == request.id == request_id
     assert (request.klass, request.tenant, request.deadline) == ("batch", "t1", deadline)
     assert (request.sampling.max_tokens, request.sampling.stop, request.sampling.seed) == (9, ["\n"], 4)
@@ -75,7 +75,7 @@ def test_an_id_that_is_known_for_another_body_is_refused(
 ) -> None:
     client.submit("one", id="r1")
     (message,) = bus.read_all(pipeline.requests("interactive"))
-    prefill(worker, "r1", body=body_hash(decode(Request, message.value)))
+    prefill(worker, "r1", body=body_hash(decode_message(Request, message.value)))
     assert client.submit("one", id="r1", deadline=time.time() + 5) == "r1"
     with pytest.raises(IdConflict):
         client.submit("two", id="r1")

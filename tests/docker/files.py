@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.config.settings import PARTS, check_environment, load
+from penstock.config.settings import SETTINGS_CLASSES, check_environment, load_settings
 from penstock.errors import DependencyMissing
 from sim.servers import started
 
@@ -77,8 +77,8 @@ def check_settings(environment: Mapping[str, object], patched: pytest.MonkeyPatc
     with patched.context() as scope:
         for name, value in ours.items():
             scope.setenv(name, value)
-        for part in PARTS:
-            load(part)
+        for part in SETTINGS_CLASSES:
+            load_settings(part)
 
 
 def seconds(text: str) -> float:

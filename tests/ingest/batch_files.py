@@ -8,7 +8,7 @@ from typing import Any
 from penstock.bus.connect import connect
 from penstock.config.settings import BusSettings
 from penstock.local.stack import Stack
-from penstock.messages import Result, decode
+from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
 
 
@@ -55,4 +55,4 @@ def run_of(output: Path) -> str:
 def result_ids(stack: Stack, beginning: str) -> list[str]:
     """The ids of all results in the topic that begin so."""
     found = connect(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results)
-    return [one for message in found if (one := decode(Result, message.value).id).startswith(beginning)]
+    return [one for message in found if (one := decode_message(Result, message.value).id).startswith(beginning)]

@@ -27,7 +27,7 @@ from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import Card
 from penstock.ingest.openai.places import Places
 from penstock.ingest.tenants import Caller
-from penstock.messages import MAX_REQUEST_BYTES, Request, decode, now_s
+from penstock.messages import MAX_REQUEST_BYTES, Request, decode_message, now_s
 from penstock.names import Pipeline, card_key, rate_key
 from penstock.ops import lag, status
 from penstock.ops.lag import LagWatch
@@ -56,7 +56,7 @@ class Place:
 
     def published(self) -> list[Request]:
         found = self.bus.read_all(self.pipeline.requests("interactive"))
-        return [decode(Request, message.value) for message in found]
+        return [decode_message(Request, message.value) for message in found]
 
     async def post(self, gateway: Gateway, wishes: Wishes = KEY, caller: Caller | None = None, **body: Any) -> Card:
         endpoint = ENDPOINTS[PATH]

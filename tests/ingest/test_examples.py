@@ -13,7 +13,7 @@ from confluent_kafka import Producer
 
 from penstock.config.addresses import Addresses
 from penstock.local.processes import Child, start_child
-from penstock.messages import Request, Result, decode
+from penstock.messages import Request, Result, decode_message
 from penstock.names import CLASSES, Pipeline
 from penstock.waiting import wait_until
 from penstock.worker import run_until_idle
@@ -61,7 +61,10 @@ class Backend:
                 return {}
             found = table.execute("SELECT id, request, answer FROM questions").fetchall()
         return {
-            one: (decode(Request, request.encode()), None if answer is None else decode(Result, answer.encode()))
+            one: (
+                decode_message(Request, request.encode()),
+                None if answer is None else decode_message(Result, answer.encode()),
+            )
             for one, request, answer in found
         }
 
@@ -129,7 +132,7 @@ def test_a_backend_gets_one_answer_to_each_question(language: str, line: Line, t
     sent = {m.key: m for klass in CLASSES for m in line.bus.read_all(line.pipeline.requests(klass))}
     assert sent.keys() == first.keys()
     for one, (request, _) in first.items():
-        assert decode(Request, sent[one].value) == request
+        assert decode_message(Request, sent[one].value) == request
         headers = dict(sent[one].headers)
         assert headers["penstock-tenant"] == "shop"
         assert headers["penstock-class"] == request.klass

@@ -21,7 +21,7 @@ from penstock.config.settings import BusSettings
 from penstock.ingest.keys import Book, write_book
 from penstock.ingest.tenants import TenantEntry, new_key
 from penstock.local.processes import Child, free_port, start_child
-from penstock.messages import Request, Result, Usage, decode
+from penstock.messages import Request, Result, Usage, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
@@ -109,7 +109,9 @@ class Door:
 
     def published(self) -> list[Request]:
         """All that got through to the pipeline."""
-        return [decode(Request, found.value) for found in self.bus.read_all(self.pipeline.requests("interactive"))]
+        return [
+            decode_message(Request, found.value) for found in self.bus.read_all(self.pipeline.requests("interactive"))
+        ]
 
 
 def request(method: str, path: str, headers: dict[str, str], body: bytes = b"") -> bytes:

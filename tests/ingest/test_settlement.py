@@ -18,7 +18,7 @@ from penstock.ingest.shares import TICKET_S
 from penstock.ingest.tenants import Caller, TenantEntry, new_key
 from penstock.local.processes import Child, free_port
 from penstock.local.stack import Stack
-from penstock.messages import Result, Usage, decode
+from penstock.messages import Result, Usage, decode_message
 from penstock.names import CLASSES, Pipeline, rate_key
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client, redis_client
@@ -65,7 +65,7 @@ class Bucket:
         return bool(self.server.hexists(self.pipeline.shares_key("tokens"), TENANT))
 
     def _usages(self) -> list[Usage]:
-        results = [decode(Result, message.value) for message in self._bus.read_all(self.pipeline.results)]
+        results = [decode_message(Result, message.value) for message in self._bus.read_all(self.pipeline.results)]
         return [result.usage for result in results if result.tenant == TENANT]
 
 

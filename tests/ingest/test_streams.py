@@ -17,7 +17,7 @@ from penstock.bus.connect import connect
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.local.processes import Child, free_port, start_child
-from penstock.messages import Request, decode
+from penstock.messages import Request, decode_message
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
 from penstock.waiting import wait_until
@@ -60,7 +60,9 @@ class Stage:
 
     def requests(self) -> list[Request]:
         """Everything that was published."""
-        return [decode(Request, sent.value) for sent in self.bus.read_all(self.pipeline.requests("interactive"))]
+        return [
+            decode_message(Request, sent.value) for sent in self.bus.read_all(self.pipeline.requests("interactive"))
+        ]
 
     def says(self, request_id: str, count: int) -> Claim:
         """A worker takes the request and says so many tokens."""
@@ -268,7 +270,7 @@ def test_headers_reach_the_request(stage: Stage) -> None:
         request_id = answer.headers["x-request-id"]
         assert answer.headers["location"] == f"/v1/streams/{request_id}"
     sent = next(one for one in stage.bus.read_all(stage.pipeline.requests("interactive")) if one.key == request_id)
-    request = decode(Request, sent.value)
+    request = decode_message(Request, sent.value)
     assert (request.session, request.tenant, request.deadline is not None) == ("chat-7", "default", True)
     assert sent.headers["traceparent"].split("-")[1] == trace.split("-")[1]
     flex = BODY | {"stream": True, "service_tier": "flex"}

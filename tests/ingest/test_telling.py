@@ -40,7 +40,7 @@ def log_of(seed: int, held_back: str = "!", with_logprobs: bool = False) -> list
         token = seed * 100 + position
         rolled = roll(rolled, token)
         told = Logprobs(logprob=-1, text=text, top=[TokenLogprob(token=token, logprob=-1, text=text)])
-        events.append(TokenEvent.at(position, rolled, token, text, told if with_logprobs else None))
+        events.append(TokenEvent.at_position(position, rolled, token, text, told if with_logprobs else None))
     usage = Usage(prompt_tokens=3, cached_tokens=1, completion_tokens=len(TEXTS))
     return [*events, EndEvent(finish_reason="length", text=held_back, usage=usage)]
 

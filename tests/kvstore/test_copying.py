@@ -182,7 +182,7 @@ def test_a_library_of_another_version_is_left_out(
         pytest.skip("no compiler")
     source, older = tmp_path / "older.cpp", tmp_path / "libcopying.so"
     source.write_text('extern "C" int penstock_copy_hashed() { return 0; }')
-    native.link(older, ["-fPIC", str(source)])
+    native.link_library(older, ["-fPIC", str(source)])
     monkeypatch.setattr(library, "LIBRARY", older)
     assert library.load.__wrapped__() is None
     assert "penstock_copy_piece" in caplog.text

@@ -9,7 +9,7 @@ from penstock.bus.connect import connect
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.messages import EndEvent, Request, Result, TokenEvent, decode
+from penstock.messages import EndEvent, Request, Result, TokenEvent, decode_message
 from penstock.names import START_HASH, Pipeline, event_id, roll
 from sim.workload import Answer
 
@@ -46,7 +46,7 @@ class Streams:
 def results_of(addresses: Addresses) -> list[Result]:
     """All results now visible in the pipeline's results topic."""
     bus = connect(addresses, BusSettings())
-    return [decode(Result, message.value) for message in bus.read_all(Pipeline(addresses.pipeline).results)]
+    return [decode_message(Result, message.value) for message in bus.read_all(Pipeline(addresses.pipeline).results)]
 
 
 def check_streams(streams: Streams, expected: dict[str, Answer]) -> None:

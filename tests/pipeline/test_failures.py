@@ -18,7 +18,7 @@ from penstock.engine.batch import Batch
 from penstock.errors import REQUEST_ERRORS, KVStoreError
 from penstock.kvstore.chain import Chain
 from penstock.local.processes import Child
-from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode
+from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
 from penstock.names import Pipeline, Stage
 from penstock.record import Busy, Claim, body_hash
 from penstock.waiting import wait_until
@@ -330,7 +330,7 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: Line, stage: Stage) -
             if stage == "prefill":
                 claim = record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
             else:
-                job = decode(Job, jobs[request.id].value).job
+                job = decode_message(Job, jobs[request.id].value).job
                 claim = record.claim_decode(request.id, line.decode.session.id, job)
             assert isinstance(claim, Claim)
             record.release(claim, failed=True)

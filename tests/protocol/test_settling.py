@@ -9,7 +9,7 @@ from penstock.bus.contract import Bus, Member, Outgoing, Settlement
 from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings
 from penstock.errors import BusUnavailable
-from penstock.messages import Job, Request, Sampling, TokenEvent, decode
+from penstock.messages import Job, Request, Sampling, TokenEvent, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
 from penstock.worker import Settler, run_until_idle
@@ -89,7 +89,7 @@ def test_an_answer_of_one_token_is_given_though_redis_loses_it_all(redis_url: st
         assert result.error is None
         assert isinstance(said, TokenEvent)
         assert result.token_ids == [said.token]
-        assert decode(Job, job.value).token_ids
+        assert decode_message(Job, job.value).token_ids
 
 
 def test_a_delivery_that_is_being_settled_is_not_claimed_again(redis_url: str, pipeline: Pipeline) -> None:
@@ -116,7 +116,7 @@ def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(redis_url: str,
         while not line.decode.running:
             line.decode.turn()
         line.client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
-        second = decode(Job, first.value).model_copy(update={"job": "another"})
+        second = decode_message(Job, first.value).model_copy(update={"job": "another"})
         line.publish(second.encode(), "r1", pipeline.jobs("interactive"))
         while "another" not in [running.job_name for running in line.decode.running.values()]:
             line.decode.turn()

@@ -78,8 +78,8 @@ def test_an_old_epoch_can_change_nothing(record: Record) -> None:
 def test_a_position_that_is_not_the_next_is_refused(record: Record) -> None:
     claim = decode(record)
     say(record, claim, [5])
-    assert record.append([(claim, TokenEvent.at(2, "a" * 16, 7, ""))]) == [FENCED]
-    assert record.append([(claim, TokenEvent.at(0, "a" * 16, 7, ""))]) == [FENCED]
+    assert record.append([(claim, TokenEvent.at_position(2, "a" * 16, 7, ""))]) == [FENCED]
+    assert record.append([(claim, TokenEvent.at_position(0, "a" * 16, 7, ""))]) == [FENCED]
     assert tokens_of(record) == [5]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
-from penstock.config.settings import RecordSettings, load
+from penstock.config.settings import RecordSettings, load_settings
 from penstock.local.processes import Child, free_port
 from penstock.names import Pipeline
 from penstock.ops.status import worker_status
@@ -62,7 +62,7 @@ def addresses_of(access: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Add
     with monkeypatch.context() as patched:
         for name, value in access.items():
             patched.setenv(name, value)
-        return load(Addresses)
+        return load_settings(Addresses)
 
 
 def are_ready(addresses: Addresses) -> bool:

@@ -18,7 +18,7 @@ class KafkaClients:
     def __init__(
         self, pipeline: Pipeline, bootstrap: str, settings: BusSettings, access: Mapping[str, str] | None = None
     ) -> None:
-        """`access`: what the brokers ask clients for, see `config.addresses.kafka_access`."""
+        """`access`: what the brokers ask clients for, see `config.addresses.kafka_security_config`."""
         self.pipeline = pipeline
         self.bootstrap = bootstrap
         self.settings = settings

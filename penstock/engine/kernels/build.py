@@ -17,7 +17,7 @@ from penstock import native
 HERE = Path(__file__).parent
 LIBRARY = HERE / "libpenstock.so"
 
-_FLAGS = [*native.FLAGS, *native.QUIET, "-ffp-contract=off", "-fno-math-errno"]
+_FLAGS = [*native.COMPILE_FLAGS, *native.SILENCED_WARNINGS, "-ffp-contract=off", "-fno-math-errno"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 _X86: dict[str, list[str]] = {
     "amx": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
@@ -47,8 +47,8 @@ def build(library: Path = LIBRARY, variants: dict[str, list[str]] | None = None)
                 objects.append((target, threads.submit(native.run_compiler, command)))
         for _, done in objects:
             done.result()
-        native.link(library, [str(target) for target, _ in objects])
+        native.link_library(library, [str(target) for target, _ in objects])
 
 
 if __name__ == "__main__":
-    sys.exit(native.main(build, "the native kernels", "the engine runs without native kernels"))
+    sys.exit(native.build_in_place(build, "the native kernels", "the engine runs without native kernels"))

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import GatewaySettings, GuardSettings, is_loopback, load
+from penstock.config.settings import GatewaySettings, GuardSettings, is_loopback, load_settings
 from penstock.ingest.gateway import (
     batches,
     files,
@@ -52,7 +52,7 @@ def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters |
     app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = app.state.gateway.keyring.is_open
     only_local = is_open and is_loopback(settings.host)
-    app.add_middleware(Guard, settings=load(GuardSettings), only_local=only_local)
+    app.add_middleware(Guard, settings=load_settings(GuardSettings), only_local=only_local)
     app.add_middleware(Counted, figures=app.state.gateway.figures)
     for part in PARTS:
         app.include_router(part.router)

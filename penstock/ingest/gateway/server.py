@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.config.addresses import Addresses
-from penstock.config.settings import GatewaySettings, GuardSettings, load
+from penstock.config.settings import GatewaySettings, GuardSettings, load_settings
 from penstock.errors import PenstockError
 from penstock.ingest.gateway.app import create_app
 from penstock.ingest.gateway.protocol import guarded
@@ -70,7 +70,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=guarded(load(GuardSettings)),
+                http=guarded(load_settings(GuardSettings)),
                 ws="none",
                 lifespan="on",
                 log_config=None,

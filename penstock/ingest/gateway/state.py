@@ -15,7 +15,7 @@ from penstock.config.settings import (
     BusSettings,
     GatewaySettings,
     RecordSettings,
-    load,
+    load_settings,
 )
 from penstock.ingest.admission import Admission
 from penstock.ingest.batch.desk import Desk
@@ -42,13 +42,13 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, addresses: Addresses, meters: Meters) -> None:
         self.settings, self.addresses = settings, addresses
-        self.bus_settings, self._record_settings = load(BusSettings), load(RecordSettings)
+        self.bus_settings, self._record_settings = load_settings(BusSettings), load_settings(RecordSettings)
         self.servers = ByServer.of(addresses.stream_url, async_redis_client)
         self.redis = self.servers.parts[0]
         self.models = Models(self.redis, addresses.pipeline)
         self.figures = GatewayFigures(meters, addresses, self.bus_settings)
         self.cards = Cards(self.servers, self._record_settings)
-        admission = load(AdmissionSettings)
+        admission = load_settings(AdmissionSettings)
         self.keyring = Keyring(source_of(admission, settings.host, self.redis))
         self.admission = Admission(self.redis, self._lag_of, admission)
         self.looks = Looks(self.figures.watch(addresses.pipeline))
@@ -61,7 +61,7 @@ class Gateway:
         """Before the first request."""
         self._metering = asyncio.create_task(meters.count_all(self.models, self.addresses, self.figures.pipelines))
         self._renewing = asyncio.create_task(self.cards.renew_on())
-        self.desk = Desk(self.redis, self.client_of, load(BatchSettings))
+        self.desk = Desk(self.redis, self.client_of, load_settings(BatchSettings))
 
     async def close(self) -> None:
         """After the last request."""

@@ -45,7 +45,7 @@ class Telling:
             return self._new(index, self._chunks.token(index, event))
         self._usages[index] = event.usage
         if event.error is not None:
-            raise event.error.exception()
+            raise event.error.to_exception()
         self._places.end(index, event)
         return self._new(index, self._chunks.end(index, event))
 

@@ -13,8 +13,10 @@ LIBRARY = Path(__file__).parent / "libcopying.so"
 
 def build(library: Path = LIBRARY) -> None:
     """Compile and link `library`. Raises `OSError` without a compiler and `CalledProcessError` where it fails."""
-    native.link(library, [*native.FLAGS, *native.QUIET, str(Path(__file__).parent / "copying.cpp")])
+    native.link_library(
+        library, [*native.COMPILE_FLAGS, *native.SILENCED_WARNINGS, str(Path(__file__).parent / "copying.cpp")]
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(native.main(build, "the KV store's copying", "blocks are copied and checked in two passes"))
+    sys.exit(native.build_in_place(build, "the KV store's copying", "blocks are copied and checked in two passes"))
