@@ -1,6 +1,9 @@
 # make demo | demo-kafka | test | test-all | install | format | lint
 PYTHON ?= python3
 BIN := .venv/bin
+# Which build of torch: cpu, auto (by the GPU's driver), or one of uv's other names such as cu128.
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,cpu)
+INSTALL = $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt
 # Without bytecode each worker compiles torch and transformers anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 .PHONY: install demo demo-kafka test test-all format lint clean
@@ -13,7 +16,9 @@ install: .venv/installed
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "penstock: needs Python 3.11 or newer; try: make PYTHON=python3.11 install" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9,<1'
-	@$(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[worker,gateway,top,embedded,dev]'
+	@# torch without CUDA is 1 GB instead of 5: it comes from torch's own index, where that can be reached.
+	@backend=$$(UV_HTTP_RETRIES=0 $(INSTALL) --quiet --dry-run --no-deps --torch-backend=$(TORCH) torch 2>/dev/null \
+	  && echo --torch-backend=$(TORCH)); $(INSTALL) $$backend --editable '.[worker,gateway,top,embedded,dev]'
 	@touch $@
 
 STARTED := $(shell date +%s)
