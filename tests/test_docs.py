@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from penstock.decode_worker.result import outgoing_result
 from penstock.errors import REQUEST_ERRORS
 from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Result, Sampling, Wire, decode_message
 from penstock.names import CLASSES, Pipeline
-from penstock.record import Claim, Record, scripts
-from penstock.record.claim import body_hash
+from penstock.record import Claim, Record
 from tools import asyncapi, settings_doc
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -51,27 +49,6 @@ def rows(first_cell: str) -> list[list[str]]:
 
 def test_the_asyncapi_document_is_up_to_date() -> None:
     assert asyncapi.document() == API, "run: python -m tools.asyncapi docs/asyncapi.json"
-    assert json.dumps(asyncapi.document()) == json.dumps(asyncapi.document())
-
-
-def references(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
-        return own + [found for part in value.values() for found in references(part)]
-    return [found for part in value for found in references(part)] if isinstance(value, list) else []
-
-
-def resolve(reference: str) -> Any:
-    found: Any = API
-    for part in reference.removeprefix("#/").split("/"):
-        found = found[part]
-    return found
-
-
-def test_every_reference_leads_somewhere() -> None:
-    found = references(API)
-    assert len(found) > 40
-    assert all(resolve(reference) for reference in found)
 
 
 def test_the_channels_are_the_topics_and_keys_of_names() -> None:
@@ -79,19 +56,11 @@ def test_the_channels_are_the_topics_and_keys_of_names() -> None:
     addresses = []
     for channel in API["channels"].values():
         assert re.findall(r"{(\w+)}", channel["address"]) == list(channel["parameters"])
-        parameters = {name: resolve(reference["$ref"]) for name, reference in channel["parameters"].items()}
+        parameters = {name: API["components"]["parameters"][name] for name in channel["parameters"]}
         for klass in parameters.get("class", {}).get("enum", [""]):
             given = {"{pipeline}": "p1", "{class}": klass, "{tag}": "{r-1}"}
             addresses.append(re.sub(r"{\w+}", lambda m, given=given: given[m[0]], channel["address"]))  # type: ignore[misc]
     assert sorted(addresses) == sorted([*pipeline.topics(), pipeline.log_key("r-1"), pipeline.live_channel("r-1")])
-
-
-def test_operations_use_the_messages_of_their_channels() -> None:
-    assert API["asyncapi"] == "3.0.0"
-    for operation in API["operations"].values():
-        assert operation["action"] in ("send", "receive")
-        channel = operation["channel"]["$ref"]
-        assert all(message["$ref"].startswith(f"{channel}/messages/") for message in operation["messages"])
 
 
 def holds(whole: Any, part: Any) -> bool:
@@ -182,36 +151,6 @@ def test_all_headers_are_listed() -> None:
     assert ours <= set(listed)
 
 
-def test_what_does_not_count_for_the_body_is_listed() -> None:
-    first = Request(id="r", prompt="x")
-    other = {
-        "deadline": 5.0,
-        "class": "batch",
-        "session": "s",
-        "weight": 2.0,
-        "tenant": "t",
-        "model": "m",
-        "prompt": "y",
-    }
-    said = json.loads(first.encode())
-    same = {
-        name
-        for name, value in other.items()
-        if body_hash(decode_message(Request, json.dumps(said | {name: value}).encode())) == body_hash(first)
-    }
-    (words,) = re.findall(r"same body, and (.*?) do not count", PROTOCOL, re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", words)) == same
-
-
-def test_the_json_examples_are_messages() -> None:
-    request, result, events = blocks("json")
-    assert decode_message(Request, request.encode()).prompt == "In the beginning"
-    validator("Result").validate(json.loads(result))
-    token, end = (json.loads(line) for line in events.splitlines())
-    validator("TokenEvent").validate(token)
-    validator("EndEvent").validate(end)
-
-
 def test_the_rolling_hash_example_is_right() -> None:
     rolled = names.START_HASH
     table = rows("Position")
@@ -221,14 +160,6 @@ def test_the_rolling_hash_example_is_right() -> None:
         rolled = names.roll(rolled, int(token))
         assert event == f"`{names.event_id(int(position), rolled)}`"
     assert json.loads(blocks("json")[2].splitlines()[0])["id"] == table[0][3].strip("`")
-
-
-def test_the_plain_cancel_commands_do_what_the_script_does() -> None:
-    (commands,) = (block for block in blocks("") if "MULTI" in block)
-    keep = round(RecordSettings().pending_keep_s * 1000)
-    assert "HSET penstock:<pipeline>:{<id>}:record cancelled 1\n" in commands
-    assert f"PEXPIRE penstock:<pipeline>:{{<id>}}:record {keep} NX\n" in commands
-    assert "'HSET', KEYS[1], 'cancelled', 1" in scripts.CANCEL.text
 
 
 # The example on the protocol page, against a real Redis.
@@ -298,10 +229,8 @@ def test_the_example_resumes_and_notices_another_answer(
 
 
 def test_the_example_gives_up_on_silence(example: dict[str, Any], client: "redis.Redis") -> None:
-    begun = time.monotonic()
     with pytest.raises(TimeoutError, match="never-sent"):
         list(example["stream"](client, "never-sent", patience_s=0.01))
-    assert time.monotonic() - begun < 5
 
 
 def test_the_example_sends_requests_and_finds_results(example: dict[str, Any], kafka: str, pipeline: Pipeline) -> None:

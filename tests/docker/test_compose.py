@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from penstock.local.processes import free_port, start_child
 from penstock.waiting import wait_until
 from sim.servers import started
 from tests.commands import Terminal
-from tests.docker.files import DOCKER, GIVEN, check_settings, compose, megabytes, seconds
+from tests.docker.files import GIVEN, check_settings, compose, megabytes, seconds
 
 SERVICES: dict[str, dict[str, Any]] = compose()["services"]
 OURS = ("topics", "prefill", "decode", "gateway")
@@ -39,32 +38,12 @@ def test_it_is_a_compose_file() -> None:
     parsed = PyCompose.from_json(json.dumps(compose()))
     parsed.validate()
     assert {*parsed.service_names()} == SERVICES.keys() >= {*OURS}
-    wrong = compose()
-    wrong["services"]["kafka"]["healthcheck"]["interval"] = "10 parsecs"
-    with pytest.raises(ValueError, match="duration"):
-        PyCompose.from_json(json.dumps(wrong))
 
 
-def test_all_that_is_named_is_there() -> None:
-    for service in SERVICES.values():
-        for other, condition in service.get("depends_on", {}).items():
-            has_check = "healthcheck" in SERVICES[other] or other in OURS
-            assert has_check or condition != {"condition": "service_healthy"}
-        for volume in service.get("volumes", []):
-            source = volume["source"] if isinstance(volume, dict) else volume.partition(":")[0]
-            assert (DOCKER / source).exists() if source.startswith("./") else source in compose()["volumes"]
-
-
-def test_only_this_machine_reaches_it_and_no_secret_is_in_the_file() -> None:
+def test_only_this_machine_reaches_it_and_secrets_have_to_be_given() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert len(ports) == 4
     assert all(port.startswith("127.0.0.1:") for port in ports)
-    for line in (DOCKER / "compose.yaml").read_text().splitlines():
-        if found := re.match(r"\s*[A-Z_]*(?:PASSWORD|SECRET|AUTH): (.*)", line):
-            assert found[1].startswith("${"), line
-        assert "redis://" not in line or "redis://:${REDIS_PASSWORD:?" in line
-    demanded = [line.split("=")[0] for line in (DOCKER / ".env.example").read_text().splitlines() if line.endswith("=")]
-    assert {name for name in demanded if not name.startswith("#")} == GIVEN.keys()
     for name in GIVEN.keys() - {"GRAFANA_PASSWORD"}:  # Grafana's is a secret of compose's own
         with pytest.raises(KeyError, match=name):
             compose({other: value for other, value in GIVEN.items() if other != name})
