@@ -29,61 +29,15 @@ from penstock.ingest.tenants import Caller
 from penstock.messages import DEFAULT_MAX_TOKENS, Usage
 from penstock.names import Pipeline, PriorityClass, rate_key
 from penstock.ops.lag import PipelineLag
+from penstock.redis.scripts import load_script
 
 log = logging.getLogger(__name__)
 
 LOOK_S, TRUST_S = 0.5, 2.0
 """After how long the lag is looked up again, and for how long the last look is good meanwhile."""
 
-_LEVEL = """
--- A bucket holds a minute's worth and fills as time goes by, by the server's clock, so that all gateways agree.
-local time = redis.call('TIME')
-local now = time[1] + time[2] / 1e6
-local saved = redis.call('HMGET', KEYS[1], 'requests', 'tokens', 'at')
-local passed = math.max(0, now - (tonumber(saved[3]) or now))
-local function level(text, limit)
-  return math.min(limit, (tonumber(text) or limit) + passed * limit / 60)
-end
-local max_requests, max_tokens = tonumber(ARGV[1]), tonumber(ARGV[2])
-local requests, tokens = level(saved[1], max_requests), level(saved[2], max_tokens)
-local function save()
-  local full = 1
-  if max_requests > 0 then full = math.max(full, (max_requests - requests) * 60 / max_requests) end
-  if max_tokens > 0 then full = math.max(full, (max_tokens - tokens) * 60 / max_tokens) end
-  local text = function(number) return string.format('%.6f', number) end
-  redis.call('HSET', KEYS[1], 'requests', text(requests), 'tokens', text(tokens), 'at', text(now))
-  redis.call('EXPIRE', KEYS[1], math.ceil(full) + 1)
-end
-"""
-TAKE = (
-    """
--- Take a request and its tokens, both or neither. KEYS: 1 bucket.
--- ARGV: 1 requests and 2 tokens a minute (0: no limit), 3 tokens wanted.
--- Returns 1 if it may go on, else 0; then what is left of both, in thousandths.
-"""
-    + _LEVEL
-    + """
-local wanted = tonumber(ARGV[3])
-local is_there = (max_requests == 0 or requests >= 1) and (max_tokens == 0 or tokens >= wanted)
-if is_there then
-  if max_requests > 0 then requests = requests - 1 end
-  if max_tokens > 0 then tokens = tokens - wanted end
-  save()
-end
-return {is_there and 1 or 0, math.floor(requests * 1000), math.floor(tokens * 1000)}
-"""
-)
-GIVE = (
-    """
--- Give tokens back, or with a negative number take more; a bucket may owe. KEYS, ARGV: as above.
-"""
-    + _LEVEL
-    + """
-tokens = math.min(max_tokens, tokens + tonumber(ARGV[3]))
-save()
-return 1
-"""
-)
+TAKE_TOKENS = load_script("penstock.ingest", "bucket", "take_tokens")
+GIVE_TOKENS = load_script("penstock.ingest", "bucket", "give_tokens")
 
 
 @dataclass
@@ -115,8 +69,7 @@ class Admission:
         settings: AdmissionSettings,
     ) -> None:
         self._settings, self._lags = settings, LagCache(lag_of)
-        self._shares = Shares(client)
-        self._take, self._give = client.register_script(TAKE), client.register_script(GIVE)
+        self._client, self._shares = client, Shares(client)
 
     async def admit(
         self,
@@ -163,9 +116,9 @@ class Admission:
         if caller.requests_per_min is None and caller.tokens_per_min is None:
             return {}
         with outages_named():
-            taken: list[int] = await self._take(
-                [rate_key(caller.tenant)], [caller.requests_per_min or 0, caller.tokens_per_min or 0, num_tokens]
-            )
+            limits = [caller.requests_per_min or 0, caller.tokens_per_min or 0]
+            keys = [rate_key(caller.tenant)]
+            taken: list[int] = await TAKE_TOKENS.run_async(self._client, keys, [*limits, num_tokens])
         requests, tokens = taken[1] / 1000, taken[2] / 1000
         headers = _rate_headers(caller, requests, tokens)
         if not taken[0]:
@@ -186,7 +139,8 @@ class Admission:
         if limit is None or not back:
             return
         with outages_named():
-            await self._give([rate_key(ticket.caller.tenant)], [ticket.caller.requests_per_min or 0, limit, back])
+            args = [ticket.caller.requests_per_min or 0, limit, back]
+            await GIVE_TOKENS.run_async(self._client, [rate_key(ticket.caller.tenant)], args)
 
     def _check_wait(self, wait_s: float | None, klass: PriorityClass, wanted_s: float | None) -> None:
         most_s = self._settings.max_wait_s if klass == "interactive" else self._settings.max_batch_wait_s

@@ -36,6 +36,7 @@ from penstock.failpoints import failpoint
 from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
 from penstock.redis.client import is_away, pauses, redis_client
+from penstock.redis.scripts import RENEW_LEASE, load_script
 
 log = logging.getLogger(__name__)
 
@@ -48,35 +49,7 @@ MOST_TOKENS = 2**31
 LEASE_S, WAIT_S = 5.0, 1.0
 COUNTERS = ("requests", "prefill_tokens", "cached_tokens", "decode_tokens")
 
-COUNT = """
--- Count results and move the stored place, together.
--- KEYS: 1 places, 2 ids counted last, then the sums of each day.
--- ARGV: 1 part, 2 the place it must be at ('': none), 3 its new place, 4 how many ids to remember, then for each
--- result: id, index of its day (from 1), tenant, prefill tokens, cached tokens, decode tokens.
--- Returns 1, or 0 if the place was another one, and nothing was done.
-if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
-local now = redis.call('TIME')
-now = now[1] * 1e6 + now[2]
-for at = 5, #ARGV, 6 do
-  if redis.call('ZADD', KEYS[2], 'NX', string.format('%.0f', now), ARGV[at]) == 1 then
-    local day, tenant = KEYS[2 + tonumber(ARGV[at + 1])], ARGV[at + 2]
-    redis.call('HINCRBY', day, 'requests:' .. tenant, 1)
-    redis.call('HINCRBY', day, 'prefill_tokens:' .. tenant, ARGV[at + 3])
-    redis.call('HINCRBY', day, 'cached_tokens:' .. tenant, ARGV[at + 4])
-    redis.call('HINCRBY', day, 'decode_tokens:' .. tenant, ARGV[at + 5])
-  end
-end
-redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -1 - tonumber(ARGV[4]))
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-return 1
-"""
-LEASE = """
--- Hold the lease, or take it if it is free. KEYS: 1 lease. ARGV: 1 own token, 2 ms. Returns 1 if it is held.
-local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return 1
-"""
+COUNT_RESULTS = load_script("penstock.ingest", "count_results")
 
 
 @dataclass(frozen=True)
@@ -97,7 +70,6 @@ class Meter:
         self._pipeline = Pipeline(addresses.pipeline)
         self._bus = connect(addresses, load_settings(BusSettings))
         self._client = redis_client(addresses.first_url)
-        self._count, self._lease = self._client.register_script(COUNT), self._client.register_script(LEASE)
         self._token = uuid.uuid4().hex
         self._follower: Follower | None = None
         self._places: dict[str, str] = {}
@@ -108,7 +80,7 @@ class Meter:
         Raises `BusUnavailable` or `redis.RedisError`: another turn may be taken at any time.
         """
         key = self._pipeline.meter_key("reader")
-        if not self._lease([key], [self._token, int(LEASE_S * 1000)]):
+        if not RENEW_LEASE.run(self._client, [key], [self._token, int(LEASE_S * 1000)]):
             self._let_go()
             return None
         try:
@@ -143,7 +115,7 @@ class Meter:
             computed = usage.prompt_tokens - usage.cached_tokens
             words += [result.id, number, result.tenant, computed, usage.cached_tokens, usage.completion_tokens]
         keys = [self._pipeline.meter_key(name) for name in ("places", "seen", *(f"day:{day}" for day in days))]
-        is_done = bool(self._count(keys, words))
+        is_done = bool(COUNT_RESULTS.run(self._client, keys, words))
         self._places[part] = messages[-1].place
         return is_done
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import redis
 
-from penstock.record.scripts import Script
+from penstock.redis.scripts import Script
 
 
 class Link:

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, cast
 import redis
 import redis.asyncio
 from pydantic import Field, TypeAdapter
-from redis.exceptions import NoScriptError
 
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
@@ -89,11 +88,8 @@ class AsyncLog:
     async def cancel(self, request_id: str) -> bool:
         """Ask for a request's end, also before any worker saw it; False when it has ended already."""
         key = self._pipeline.record_key(request_id)
-        args = str(self._pending_ms), request_id, self._pipeline.news_key("%s")
-        try:
-            return bool(await cast(Any, self._client.evalsha(scripts.CANCEL.sha, 1, key, *args)))
-        except NoScriptError:
-            return bool(await cast(Any, self._client.eval(scripts.CANCEL.text, 1, key, *args)))
+        args: list[str | int] = [self._pending_ms, request_id, self._pipeline.news_key("%s")]
+        return bool(await scripts.CANCEL.run_async(self._client, [key], args))
 
 
 def events_of(entries: Any) -> list[TokenEvent | EndEvent]:

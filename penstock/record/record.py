@@ -15,6 +15,7 @@ from penstock.record.append import Appends, append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import Log, Status, events_of
 from penstock.redis.client import replies_to
+from penstock.redis.scripts import Call
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Record:
         commands: list[Sequence[Any]] = []
         for one in waiting:
             call = self._claim_call(one.id, stage, [session, one.job, one.body], one.message)
-            commands.append(scripts.CLAIM.command(call))
+            commands.append(scripts.CLAIM.command(*call))
             if stage == "decode":
                 commands.append(["XRANGE", self._pipeline.log_key(one.id), "-", "+"])
         replies = scripts.CLAIM.run_once(self._client, commands)
@@ -126,7 +127,7 @@ class Record:
                 return Conflict()
         return self._claimed(request_id, stage, reply, log)
 
-    def _claim_call(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> scripts.Call:
+    def _claim_call(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Call:
         keys = [*self._keys(request_id), self._pipeline.sessions_key(stage), self._pipeline.free_key(stage)]
         times = [self._lease_ms, self._longest_ms, self._pending_ms]
         return keys, [request_id, stage, *who, *times, START_HASH, message, self._held]
@@ -150,7 +151,7 @@ class Record:
         keys = [pipeline.free_key(stage), pipeline.sessions_key(stage), pipeline.held_key(session)]
         looks = [pipeline.record_key("%s"), pipeline.log_key("%s")]
         args: Args = [session, stage, most, self._longest_ms, self._pending_ms, *looks]
-        (taken,) = scripts.TAKE.run_once(self._client, [scripts.TAKE.command((keys, args))])
+        (taken,) = scripts.TAKE.run_once(self._client, [scripts.TAKE.command(keys, args)])
         logs: list[Any] = [()] * len(taken)
         if stage == "decode" and taken:
             with self._client.pipeline(transaction=False) as pipe:
@@ -237,9 +238,7 @@ class Record:
 
     def handed_all(self, claims: Sequence[Claim]) -> list[bool]:
         """`handed` for each, in one round trip."""
-        calls: list[scripts.Call] = [
-            (self._keys(claim.id)[:1], [claim.id, claim.epoch, self._held]) for claim in claims
-        ]
+        calls: list[Call] = [(self._keys(claim.id)[:1], [claim.id, claim.epoch, self._held]) for claim in claims]
         return [bool(reply) for reply in scripts.HANDED.run_all(self._client, calls)]
 
     def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
@@ -257,9 +256,7 @@ class Record:
         calls = [self._release_call(claim, delivered=delivered) for claim, delivered in claims]
         return [bool(reply) for reply in scripts.RELEASE.run_all(self._client, calls)]
 
-    def _release_call(
-        self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0
-    ) -> scripts.Call:
+    def _release_call(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> Call:
         keys = [self._pipeline.record_key(claim.id), self._pipeline.free_key(claim.stage)]
         grace_ms = self._lease_ms if delivered else 0
         return keys, [claim.id, claim.epoch, int(failed), round(wait_s * 1000), grace_ms, self._held]

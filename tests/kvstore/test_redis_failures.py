@@ -10,8 +10,8 @@ import redis
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import HEADER_BYTES
 from penstock.kvstore.tiers import server as redis_server
+from penstock.kvstore.tiers.index import SCRIPTS
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.kvstore.tiers.scripts import ALL
 from penstock.local.processes import free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.waiting import wait_until
@@ -130,7 +130,9 @@ def test_a_server_that_sends_a_byte_at_a_time(monkeypatch: pytest.MonkeyPatch, g
         with connection:
             if greets:
                 connection.recv(2**20)
-                connection.sendall(b"+OK\r\n" * 2 + b"".join(b"$40\r\n%b\r\n" % script.sha.encode() for script in ALL))
+                connection.sendall(
+                    b"+OK\r\n" * 2 + b"".join(b"$40\r\n%b\r\n" % script.sha.encode() for script in SCRIPTS)
+                )
             try:
                 connection.sendall(b":" if greets else b"+")
                 while not over.wait(0.02):

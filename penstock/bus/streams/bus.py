@@ -17,12 +17,14 @@ import redis
 from penstock.bus.contract import Delivery, Followed, Outgoing, check_size, promised, too_large
 from penstock.bus.streams.client import bus_errors, connect, create_groups, decode, encode, unavailable
 from penstock.bus.streams.member import StreamsMember
-from penstock.bus.streams.scripts import MOVE
 from penstock.bus.upgrade import moved, still_running
 from penstock.config.settings import BusSettings
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
 from penstock.redis.client import ANSWER_S, replies_to
+from penstock.redis.scripts import load_script
 from penstock.redis.urls import shown
+
+MOVE = load_script("penstock.bus.streams", "move")
 
 PART = "all"
 """What a stream's only part is called."""
@@ -68,16 +70,15 @@ class StreamsBus:
             for stage in STAGES:
                 if any(client.scan_iter(self.pipeline.member_key(self.pipeline.group(stage), "*"), count=1000)):
                     raise still_running(stage)
-            script = client.register_script(MOVE)
-            return sum(self._move_all(client, script, klass) for klass in CLASSES)
+            return sum(self._move_all(client, klass) for klass in CLASSES)
 
-    def _move_all(self, client: "redis.Redis", script: Any, klass: PriorityClass) -> int:
+    def _move_all(self, client: "redis.Redis", klass: PriorityClass) -> int:
         topic, num_moved = dict(zip(CLASSES, self.pipeline.old_retries(), strict=True))[klass], 0
         while page := cast("list[Any]", client.xrange(self._key(topic), count=READ_ALL_PAGE)):
             for entry_id, fields in page:
                 message = moved(self.pipeline, Delivery(topic, entry_id.decode(), *decode(fields), klass, 0.0))
                 words = [word for pair in encode(message).items() for word in pair]
-                num_moved += script([self._key(topic), self._key(message.topic)], [entry_id, *words])
+                num_moved += MOVE.run(client, [self._key(topic), self._key(message.topic)], [entry_id, *words])
         client.delete(self._key(topic))
         return num_moved
 

@@ -11,14 +11,17 @@ from typing import Any, Self
 import redis
 
 from penstock.bus.contract import Delivery, Settlement, check_size
-from penstock.bus.streams import scripts
 from penstock.bus.streams.client import bus_errors, connect, create_groups, decode, encode, kept
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 from penstock.redis.client import replies_once
+from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, load_script
 
 log = logging.getLogger(__name__)
+
+RECLAIM = load_script("penstock.bus.streams", "reclaim")
+SETTLE = load_script("penstock.bus.streams", "settle")
 
 LONGEST_BLOCK_S = 0.25
 """A waiting member looks this often for deliveries of members that left."""
@@ -32,8 +35,10 @@ Entry = tuple[bytes, "dict[bytes, bytes] | None"]
 class StreamsMember:
     """Reads the streams of a stage as one consumer of its group.
 
-    A daemon thread renews the member's key. Whose key is gone, or holds another token, is dead to the others:
-    within `LONGEST_BLOCK_S` one with room takes its deliveries over.
+    A member's key holds the token of its newest incarnation, and its consumer in the group is called `<name>/<token>`.
+    A daemon thread renews the key. An incarnation that was replaced or went silent is known by its consumer's name: a
+    member whose key expired or holds another token is considered dead, and within `LONGEST_BLOCK_S` another one with
+    room takes its deliveries over.
     """
 
     def __init__(self, pipeline: Pipeline, url: str, settings: BusSettings, stage: Stage, name: str) -> None:
@@ -47,10 +52,6 @@ class StreamsMember:
         self._timeout_ms = int(self._timeout_s * 1000)
         self._topics: dict[PriorityClass, str] = pipeline.inputs(stage)
         self._client = connect(url)
-        self._beat_script = self._client.register_script(scripts.BEAT)
-        self._settle_script = self._client.register_script(scripts.SETTLE)
-        self._reclaim_script = self._client.register_script(scripts.RECLAIM)
-        self._leave_script = self._client.register_script(scripts.LEAVE)
         self._held: dict[tuple[str, str], Delivery] = {}
         self._doubtful: set[tuple[str, str]] = set()  # others may have taken these
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
@@ -115,7 +116,7 @@ class StreamsMember:
             is_counted = int(output.topic == self._pipeline.results)
             words += [kept(self._pipeline, output.topic), is_counted, len(entry), *entry]
         with bus_errors():
-            refused = self._settle_script(keys, words)
+            refused = SETTLE.run(self._client, keys, words)
         if refused == [-1]:
             self._fenced = True
             self._check()
@@ -171,7 +172,7 @@ class StreamsMember:
         self._closing.set()
         self._heart.join(LEAVE_S)
         with contextlib.suppress(redis.RedisError):  # without it they wait for the session timeout
-            self._leave_script([self._key], [self._token])
+            RELEASE_LEASE.run(self._client, [self._key], [self._token])
         self._client.close()
 
     def __enter__(self) -> Self:
@@ -189,7 +190,7 @@ class StreamsMember:
         while not self._closing.wait(self._timeout_s / 3):
             now = time.monotonic()
             try:
-                if self._beat_script([self._key], [self._token, self._timeout_ms]) == 0:
+                if not RENEW_LEASE.run(self._client, [self._key], [self._token, self._timeout_ms]):
                     self._fenced = True
                     return
                 self._note_beat(now)
@@ -271,7 +272,7 @@ class StreamsMember:
         wanted = self._streams(left)
         keys = [self._pipeline.stream_key(topic) for topic, _ in wanted]
         rooms = [min(count, PAGE) for _, count in wanted]
-        taken = self._reclaim_script(keys, [self._group, self._consumer, self._key_prefix, *rooms])
+        taken = RECLAIM.run(self._client, keys, [self._group, self._consumer, self._key_prefix, *rooms])
         found: list[Delivery] = []
         for (topic, _), entries in zip(wanted, taken, strict=True):
             pairs = [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]

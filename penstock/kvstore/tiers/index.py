@@ -8,10 +8,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from penstock.kvstore.tiers import scripts
 from penstock.kvstore.tiers.contract import Counters, Usage
 from penstock.kvstore.tiers.wire import NotRedis, Refused, Reply, Wire, command
-from penstock.names import kv_key
+from penstock.names import KV_INDEX, kv_key
+from penstock.redis.scripts import Script, load_script
+
+TAKE = load_script("penstock.kvstore.tiers", "index", "take")
+DROP = load_script("penstock.kvstore.tiers", "index", "drop")
+LEASE = load_script("penstock.kvstore.tiers", "index", "lease")
+RELEASE = load_script("penstock.kvstore.tiers", "index", "release")
+USAGE = load_script("penstock.kvstore.tiers", "index", "usage")
+CHECK = load_script("penstock.kvstore.tiers", "index", "check")
+SCRIPTS = (TAKE, DROP, LEASE, RELEASE, USAGE, CHECK)
+"""A connection sends their texts to the server as it opens."""
 
 AT_ONCE = 256
 """Keys of one call of a script."""
@@ -80,7 +89,7 @@ class Index:
         since then, it is that one's now.
         """
         if keys:
-            wire.send([scripts.DROP.call(self.budget, self.keep_ms, clock, *keys)])
+            wire.send([self._call(DROP, clock, *keys)])
             replies(wire, 1)
 
     def delete(self, wire: Wire, keys: Sequence[bytes]) -> int:
@@ -88,7 +97,7 @@ class Index:
         count = 0
         for start in range(0, len(keys), AT_ONCE):
             part = keys[start : start + AT_ONCE]
-            wire.send([*_unlinks(part), scripts.DROP.call(self.budget, self.keep_ms, 0, *part)])
+            wire.send([*_unlinks(part), self._call(DROP, 0, *part)])
             count += sum(numbers(replies(wire, len(part))))
             replies(wire, 1)
         return count
@@ -98,19 +107,19 @@ class Index:
         for start in range(0, len(keys), AT_ONCE):
             part = keys[start : start + AT_ONCE]
             renew = [command("PEXPIRE", kv_key(key), ms, "GT") for key in part]
-            wire.send([scripts.LEASE.call(self.budget, self.keep_ms, owner, ms, *part), *renew])
+            wire.send([self._call(LEASE, owner, ms, *part), *renew])
             replies(wire, 1 + len(part))
 
     def release(self, wire: Wire, owner: str, keys: Sequence[bytes]) -> None:
         """See `Tier.release`."""
         for start in range(0, len(keys), AT_ONCE):
             part = keys[start : start + AT_ONCE]
-            wire.send([scripts.RELEASE.call(self.budget, self.keep_ms, owner, *part)])
+            wire.send([self._call(RELEASE, owner, *part)])
             replies(wire, 1)
 
     def usage(self, wire: Wire) -> Usage:
         """See `Tier.usage`."""
-        wire.send([scripts.USAGE.call(self.budget, self.keep_ms)])
+        wire.send([self._call(USAGE)])
         (reply,) = replies(wire, 1)
         if not isinstance(reply, list) or len(reply) != 4:
             raise NotRedis(f"not what the script says: {reply!r}")
@@ -118,7 +127,7 @@ class Index:
 
     def check(self, wire: Wire) -> list[str]:
         """What does not agree in the index, and blocks that would stay for ever; reads all there is."""
-        wire.send([scripts.CHECK.call(self.budget, self.keep_ms)])
+        wire.send([self._call(CHECK)])
         (wrong,) = replies(wire, 1)
         found = [str(line) for line in wrong] if isinstance(wrong, list) else [f"no list: {wrong!r}"]
         cursor = b"0"
@@ -132,9 +141,13 @@ class Index:
             if cursor == b"0":
                 return found
 
+    def _call(self, script: Script, *args: bytes | str | int) -> bytes:
+        """Return the command that runs a script on the index."""
+        return command(*script.command(KV_INDEX, [self.budget, self.keep_ms, *args]))
+
     def _take(self, pairs: Sequence[tuple[bytes, int]], absent: Sequence[bytes]) -> bytes:
         words = [word for pair in pairs for word in pair]
-        return scripts.TAKE.call(self.budget, self.keep_ms, GRACE_MS, len(pairs), *words, *absent)
+        return self._call(TAKE, GRACE_MS, len(pairs), *words, *absent)
 
     def _room(self, wire: Wire, counters: Counters) -> Room:
         """The reply to `_take`."""

@@ -12,7 +12,7 @@ from redis.connection import ConnectionInterface
 
 from penstock.errors import KVStoreError
 from penstock.kvstore.tiers.contract import Counters
-from penstock.kvstore.tiers.scripts import ALL
+from penstock.kvstore.tiers.index import SCRIPTS
 from penstock.kvstore.tiers.wire import NotRedis, Refused, Wire, command
 from penstock.redis.client import connection_pool
 from penstock.redis.urls import shown
@@ -97,11 +97,11 @@ class Server:
         connection: ConnectionInterface = self._make()
         try:
             wire = Wire(connection, self._large)
-            wire.send([*self._greeting, *(command("SCRIPT", "LOAD", script.text) for script in ALL)])
+            wire.send([*self._greeting, *(command("SCRIPT", "LOAD", script.text) for script in SCRIPTS)])
             for _ in self._greeting:
                 if (reply := wire.reply()) != b"OK":
                     raise reply if isinstance(reply, Refused) else NotRedis(f"not what is answered: {reply!r}"[:200])
-            for script in ALL:
+            for script in SCRIPTS:
                 if (reply := wire.reply()) != script.sha.encode():
                     raise reply if isinstance(reply, Refused) else NotRedis(f"a script has another hash: {reply!r}")
         except BaseException:

@@ -1,3 +1,6 @@
+#!lua flags=allow-oom
+-- A server without memory still lets go of what is in it.
+--
 -- What all scripts of the index begin with. The index is what the tier knows of the blocks of one server; the blocks
 -- themselves are keys of their own, which no script touches.
 --

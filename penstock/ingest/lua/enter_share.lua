@@ -1,0 +1,33 @@
+-- Hold tokens of a pipeline, if the tenant's share allows it.
+--
+-- KEYS[1]  tickets  sorted set, by the time (s) until which each counts
+-- KEYS[2]  tokens   hash, held by each tenant
+-- KEYS[3]  weights  hash, of each tenant that holds any
+-- ARGV     ticket, tenant, tokens, weight, seconds for which the ticket counts, 1 if the pipeline is full
+--
+-- Replies  1 they are held, 0 the tenant has more than its share
+
+local now = tonumber(redis.call('TIME')[1])
+for _, old in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1000)) do
+  local tenant, tokens = string.match(old, '^[^|]*|([^|]*)|(%d+)$')
+  redis.call('ZREM', KEYS[1], old)
+  if redis.call('HINCRBY', KEYS[2], tenant, -tokens) <= 0 then
+    redis.call('HDEL', KEYS[2], tenant)
+    redis.call('HDEL', KEYS[3], tenant)
+  end
+end
+local tenant, tokens, weight = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local mine = tonumber(redis.call('HGET', KEYS[2], tenant) or 0)
+if ARGV[6] == '1' and mine > 0 then
+  local held, weights = 0, weight
+  local flat = redis.call('HGETALL', KEYS[2])
+  for i = 1, #flat, 2 do
+    held = held + tonumber(flat[i + 1])
+    if flat[i] ~= tenant then weights = weights + tonumber(redis.call('HGET', KEYS[3], flat[i]) or 1) end
+  end
+  if mine * weights > held * weight then return 0 end
+end
+redis.call('ZADD', KEYS[1], now + ARGV[5], ARGV[1])
+redis.call('HINCRBY', KEYS[2], tenant, tokens)
+redis.call('HSET', KEYS[3], tenant, weight)
+return 1

@@ -1,0 +1,87 @@
+"""Lua scripts: their texts lie in `lua/` folders beside their users, and servers know them by their hash."""
+
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, cast
+
+import redis
+import redis.asyncio
+from redis.exceptions import NoScriptError
+
+from penstock.redis.client import replies_once, replies_to
+
+Arguments = Sequence[str | int | float | bytes]
+Call = tuple[Sequence[str], Arguments]
+"""Keys and arguments."""
+
+
+class Script:
+    """One script's text, and the hash by which a server that has seen the text knows it.
+
+    A server that does not know the script yet is sent its text: it replies `NoScriptError` and has done nothing.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    def run(self, client: "redis.Redis", keys: Sequence[str], args: Arguments) -> Any:
+        """Return the script's reply."""
+        values = cast("list[str]", [*keys, *args])
+        try:
+            return client.evalsha(self.sha, len(keys), *values)
+        except NoScriptError:
+            return client.eval(self.text, len(keys), *values)
+
+    async def run_async(self, client: "redis.asyncio.Redis", keys: Sequence[str], args: Arguments) -> Any:
+        """Return the script's reply."""
+        values = cast("list[str]", [*keys, *args])
+        try:
+            return await cast("Any", client.evalsha(self.sha, len(keys), *values))
+        except NoScriptError:
+            return await cast("Any", client.eval(self.text, len(keys), *values))
+
+    def run_all(self, client: "redis.Redis", calls: Sequence[Call]) -> list[Any]:
+        """Return the replies to many calls, in one round trip.
+
+        Where the server does not know the script, or the connection breaks, calls may be made twice.
+        """
+        if not calls:
+            return []
+        try:
+            return self._run_pipelined(client, calls)
+        except NoScriptError:
+            client.script_load(self.text)
+            return self._run_pipelined(client, calls)
+
+    def run_once(self, client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the replies to commands of this script, and to others between them that only read, in one round trip.
+
+        Nothing is sent again: see `replies_once`.
+        """
+        try:
+            return replies_once(client, commands)
+        except NoScriptError:  # none of them was run
+            client.script_load(self.text)
+            return replies_once(client, commands)
+
+    def command(self, keys: Sequence[str | bytes], args: Arguments) -> list[Any]:
+        """Return a call as the words of a command."""
+        return ["EVALSHA", self.sha, len(keys), *keys, *args]
+
+    def _run_pipelined(self, client: "redis.Redis", calls: Sequence[Call]) -> list[Any]:
+        with client.pipeline(transaction=False) as pipe:
+            for keys, args in calls:
+                pipe.evalsha(self.sha, len(keys), *cast("list[str]", [*keys, *args]))
+            return replies_to(pipe)
+
+
+def load_script(package: str, *names: str) -> Script:
+    """Return the script whose text is that of the files `lua/<name>.lua` of a package, one after the other."""
+    folder = resources.files(package) / "lua"
+    return Script("".join((folder / f"{name}.lua").read_text("utf-8") for name in names))
+
+
+RENEW_LEASE = load_script("penstock.redis", "renew_lease")
+RELEASE_LEASE = load_script("penstock.redis", "release_lease")
