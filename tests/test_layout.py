@@ -18,6 +18,11 @@ def test_rooms_import_from_floors_below_them() -> None:
     assert {(room, other) for room, other in count_imports() if level[room] <= level[other]} == set()
 
 
+def test_endpoints_as_data_know_neither_http_nor_batches() -> None:
+    endpoints = {other for module in FILES if module.startswith("penstock.ingest.openai") for other in imported(module)}
+    assert not [other for other in endpoints if other.startswith(("penstock.ingest.gateway", "penstock.ingest.batch"))]
+
+
 def test_no_module_is_in_a_circle() -> None:
     TopologicalSorter({module: set(imported_modules(module)) - {module} for module in FILES}).prepare()
 

@@ -23,8 +23,8 @@ import redis.asyncio
 from penstock.client.sync import outages_named
 from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable
-from penstock.ingest.gateway.errors import ApiError
-from penstock.ingest.shares import BUSY_S, Held, Shares
+from penstock.ingest.errors import ApiError
+from penstock.ingest.tenant_shares import BUSY_S, Held, Shares
 from penstock.ingest.tenants import Caller
 from penstock.messages import DEFAULT_MAX_TOKENS, Usage
 from penstock.names import Pipeline, PriorityClass, rate_key

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 from penstock.messages import Tenant, Weight
 from penstock.names import CLASSES, PriorityClass
 

@@ -16,16 +16,16 @@ from penstock.client.sync import Client, make_request
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, GatewaySettings, RecordSettings
 from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError
+from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import accept as accepting
 from penstock.ingest.gateway.accept import Wishes, accept
-from penstock.ingest.gateway.card import Cards
-from penstock.ingest.gateway.errors import ApiError
 from penstock.ingest.gateway.sse import Feed
 from penstock.ingest.gateway.state import Gateway
+from penstock.ingest.gateway.stream_meta import Cards
 from penstock.ingest.gateway.streaming import whole
 from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import Card
-from penstock.ingest.openai.places import Places
+from penstock.ingest.openai.sse import Places
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, Request, decode_message, now_s
 from penstock.names import Pipeline, card_key, rate_key

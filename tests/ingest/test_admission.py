@@ -11,8 +11,8 @@ import redis.asyncio
 from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.admission import Admission, Ticket
-from penstock.ingest.gateway.errors import ApiError
-from penstock.ingest.shares import Held, Shares
+from penstock.ingest.errors import ApiError
+from penstock.ingest.tenant_shares import Held, Shares
 from penstock.ingest.tenants import Caller
 from penstock.local.processes import free_port
 from penstock.messages import Usage
@@ -178,9 +178,9 @@ async def test_what_nobody_settles_counts_for_a_while_only(
     client: "redis.asyncio.Redis", pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = gateway(client, 5.0)
-    monkeypatch.setattr("penstock.ingest.shares.TICKET_S", 0)
+    monkeypatch.setattr("penstock.ingest.tenant_shares.TICKET_S", 0)
     lost = [await door.admit(Caller("lost"), pipeline, "interactive", 100) for _ in range(3)]
-    monkeypatch.setattr("penstock.ingest.shares.TICKET_S", 60)
+    monkeypatch.setattr("penstock.ingest.tenant_shares.TICKET_S", 60)
     kept = await door.admit(Caller("kept"), pipeline, "interactive", 100)
     other = await door.admit(Caller("other"), pipeline, "interactive", 100)
     holders = await client.hkeys(pipeline.shares_key("tokens"))

@@ -19,14 +19,13 @@ import pytest
 from obstore.store import MemoryStore
 
 from penstock.ingest.batch import batches as batches_module
-from penstock.ingest.batch import ids
 from penstock.ingest.batch.batches import Batches
 from penstock.ingest.batch.lines import MAX_LINE_BYTES, PIECE, BadLine, check, split
 from penstock.ingest.batch.objects import Objects
 from penstock.ingest.batch.parts import Parts
 from penstock.ingest.batch.shapes import BatchState, NewBatch
-from penstock.ingest.batch.store import FileStore, content_path
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.batch.store import FileStore, content_path, new_id
+from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
 from penstock.local.processes import free_port, start_child, wait_until_serving
 
@@ -138,7 +137,7 @@ async def test_a_store_that_is_away_is_an_outage(bucket: str, monkeypatch: pytes
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     objects = Objects.open(bucket)
     with pytest.raises(ApiError, match="the file store cannot be used") as caught:
-        await FileStore(objects).find("t", ids.new_id("file-"))
+        await FileStore(objects).find("t", new_id("file-"))
     assert (caught.value.status, caught.value.code) == (503, "unavailable")
     objects.close()
 
@@ -156,7 +155,7 @@ async def test_files_are_their_tenants_own(objects: Objects) -> None:
         with pytest.raises(ApiError, match="no such file") as caught:
             await files.find(stranger, mine.id)
         assert caught.value.status == 404
-    unknown = ids.new_id("file-")
+    unknown = new_id("file-")
     for name in (unknown, "../mine/" + mine.id, mine.id + "/..", "", mine.id.upper()):
         with pytest.raises(ApiError, match="no such file"):
             await files.find("mine", name)
@@ -174,7 +173,7 @@ async def test_a_file_too_large_leaves_nothing(objects: Objects) -> None:
 
 async def test_what_is_over_or_has_no_file_is_swept(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     files, now = FileStore(objects), time.time_ns()
-    monkeypatch.setattr("penstock.ingest.batch.ids.time.time_ns", lambda: now - 2 * 86_400 * 10**9)
+    monkeypatch.setattr("penstock.ingest.batch.store.time.time_ns", lambda: now - 2 * 86_400 * 10**9)
     over = await files.save("t", "old.jsonl", "batch", pieces_of(b"old"), life_s=-1)
     kept = await files.save("t", "kept.jsonl", "batch", pieces_of(b"kept"))
     orphan, _ = await files.save_content("t", pieces_of(b"nobody's"))

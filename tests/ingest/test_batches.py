@@ -14,8 +14,8 @@ import pytest
 from penstock.client.aio import AsyncClient
 from penstock.config.settings import BatchSettings
 from penstock.ingest.batch.batches import Batches, place
-from penstock.ingest.batch.desk import Desk
 from penstock.ingest.batch.objects import Objects
+from penstock.ingest.batch.runner import Desk
 from penstock.ingest.batch.shapes import NewBatch
 from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack

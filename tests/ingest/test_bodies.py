@@ -8,8 +8,8 @@ import pytest
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewaySettings
 from penstock.errors import PromptTooLong
+from penstock.ingest.errors import ApiError, api_error
 from penstock.ingest.gateway.app import create_app
-from penstock.ingest.gateway.errors import ApiError, api_error
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, prompt_of
 
 TURN = {"role": "user", "content": "hi"}

@@ -9,7 +9,7 @@ import pytest
 from penstock.client.sync import make_request
 from penstock.ingest.admission import expected_output
 from penstock.ingest.batch.answer import Terms, on_terms
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.body import NO_LIMIT
 from penstock.ingest.openai.endpoint import Ask, cap_open

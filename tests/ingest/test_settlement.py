@@ -14,7 +14,7 @@ from penstock.bus.connect import connect
 from penstock.config.settings import AdmissionSettings, BusSettings
 from penstock.ingest.admission import Admission
 from penstock.ingest.keys import Book, write_book
-from penstock.ingest.shares import TICKET_S
+from penstock.ingest.tenant_shares import TICKET_S
 from penstock.ingest.tenants import Caller, TenantEntry, new_key
 from penstock.local.processes import Child, free_port
 from penstock.local.stack import Stack

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from penstock.client.reader import Event
 from penstock.errors import Cancelled, StreamDiverged
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.sse import frames
 from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Card, Endpoint, card_of
-from penstock.ingest.openai.places import Places
-from penstock.ingest.openai.telling import Telling, Told
+from penstock.ingest.openai.cursor import Telling, Told
+from penstock.ingest.openai.sse import Places
 from penstock.messages import EndEvent, ErrorInfo, Logprobs, TokenEvent, TokenLogprob, Usage
 from penstock.names import START_HASH, roll
 

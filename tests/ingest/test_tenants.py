@@ -13,7 +13,7 @@ from penstock.cli.main import app
 from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable, SettingsError
 from penstock.ingest import keys
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 from penstock.ingest.keys import Book, FileKeys, RedisKeys, read_book, source_of, write_book
 from penstock.ingest.tenants import Caller, Keyring, TenantEntry, new_key
 from penstock.local.processes import free_port

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.upload import Upload
 
 KIND = "multipart/form-data; boundary=cut"

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import PenstockError
-from penstock.ingest.gateway.figures import REFUSED, GatewayFigures
+from penstock.ingest.gateway.metrics import REFUSED, GatewayFigures
 from penstock.local.processes import free_port
 from penstock.messages import EndEvent, Timings, Usage, now_s
 from penstock.names import CLASSES, STAGES

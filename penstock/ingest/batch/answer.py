@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,9 @@ from penstock.client.aio import AsyncClient
 from penstock.client.sync import Answer
 from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, StreamDiverged, StreamExpired, StreamTimeout
 from penstock.ingest.batch.lines import Row
-from penstock.ingest.gateway.errors import ApiError, api_error
+from penstock.ingest.errors import ApiError, api_error
 from penstock.ingest.openai import ENDPOINTS, Ask, card_of, prompt_of
 from penstock.ingest.openai.endpoint import cap_open, request_ids
-from penstock.ingest.together import together
 from penstock.messages import Usage
 from penstock.redis.client import pauses
 
@@ -141,3 +140,13 @@ async def _submit(client: AsyncClient, ask: Ask) -> None:
             return
         except BusUnavailable:
             await asyncio.sleep(pause_s)
+
+
+async def together(readings: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """All answers; the first error ends the reading of the others."""
+    tasks = [asyncio.create_task(reading) for reading in readings]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

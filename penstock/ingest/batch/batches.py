@@ -21,11 +21,10 @@ import time
 
 from pydantic import BaseModel
 
-from penstock.ingest.batch.ids import is_id, made_at, new_id
 from penstock.ingest.batch.objects import Objects
 from penstock.ingest.batch.shapes import DAY_S, FILE_LIFE_S, BatchObject, BatchState, FileObject, NewBatch
-from penstock.ingest.batch.store import content_path, names_after
-from penstock.ingest.gateway.errors import ApiError, not_found
+from penstock.ingest.batch.store import content_path, is_id, made_at, names_after, new_id
+from penstock.ingest.errors import ApiError, not_found
 from penstock.ingest.tenants import Caller
 
 WINDOW_S = DAY_S

@@ -19,7 +19,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from penstock.ingest.batch.lines import PIECE
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 
 NUM_THREADS = 8
 

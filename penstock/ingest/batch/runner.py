@@ -27,7 +27,7 @@ from penstock.ingest.batch.lease import Leases
 from penstock.ingest.batch.objects import Objects
 from penstock.ingest.batch.store import FileStore
 from penstock.ingest.batch.work import ClientOf, Work, make_places
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 
 log = logging.getLogger(__name__)
 MAX_BATCHES = 8
@@ -181,3 +181,19 @@ def _giver(held: list[_Held], num_held: Counter[str], tenant: str) -> _Held | No
     if most < num_held[tenant] + 2:
         return None
     return max((one for one in held if one.birth.tenant == richest), key=lambda one: one.birth.id)
+
+
+class Desk:
+    """Made and closed within the event loop that uses it."""
+
+    def __init__(self, client: "redis.asyncio.Redis", client_of: ClientOf, settings: BatchSettings) -> None:
+        self._objects = Objects.open(settings.store_url)
+        self.settings = settings
+        self.files, self.batches = FileStore(self._objects), Batches(self._objects)
+        self.runner = BatchRunner(self._objects, client, client_of, settings)
+        self.runner.start()
+
+    async def close(self) -> None:
+        """Write what is finished, and leave the batches to others."""
+        await self.runner.close()
+        self._objects.close()

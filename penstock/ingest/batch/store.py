@@ -10,16 +10,20 @@ A crash between 1 and 2, or 3 and 4, leaves a content that no file has: room unt
 file in the first case, so its upload is repeated; in the second nobody sees it again.
 """
 
+import re
+import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Literal
 
 from pydantic import BaseModel
 
-from penstock.ingest.batch.ids import is_id, made_at, new_id
 from penstock.ingest.batch.objects import Objects
 from penstock.ingest.batch.shapes import DAY_S, FILE_LIFE_S, FileObject, Purpose
-from penstock.ingest.gateway.errors import ApiError, not_found
+from penstock.ingest.errors import ApiError, not_found
+
+Prefix = Literal["file-", "batch_"]
+_ID = re.compile(r"(file-|batch_)([0-9a-f]{12})[0-9a-f]{20}")
 
 
 class _Stored(BaseModel):
@@ -154,3 +158,20 @@ async def _limited(pieces: AsyncIterator[bytes], max_bytes: int | None) -> Async
         if max_bytes is not None and num_bytes > max_bytes:
             raise ApiError(413, f"a file may have {max_bytes:,} bytes", code="file_too_large", param="file")
         yield piece
+
+
+def new_id(prefix: Prefix) -> str:
+    """The time in milliseconds and 80 random bits, in hex."""
+    return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
+
+
+def is_id(text: str, prefix: Prefix) -> bool:
+    """Whether `text` may be such an id: only then it becomes a part of a path."""
+    match = _ID.fullmatch(text)
+    return match is not None and match[1] == prefix
+
+
+def made_at(some_id: str) -> float:
+    """When an id was made, in seconds since the epoch; 0 for what is no id."""
+    match = _ID.fullmatch(some_id)
+    return int(match[2], 16) / 1000 if match else 0.0

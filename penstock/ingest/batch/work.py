@@ -33,7 +33,7 @@ from penstock.ingest.batch.objects import Objects
 from penstock.ingest.batch.parts import Parts
 from penstock.ingest.batch.shapes import BatchState, LineError, LineErrors, RequestCounts, Status
 from penstock.ingest.batch.store import FileStore
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 
 ClientOf = Callable[[str], Awaitable[AsyncClient]]
 """The client of the pipeline that serves a model. Raises `ApiError`: 404 for an unknown one, else 503."""

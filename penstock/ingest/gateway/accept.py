@@ -24,12 +24,12 @@ from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, WithJ
 from penstock.client.sync import make_request
 from penstock.errors import PenstockError, RequestTooLarge
 from penstock.ingest.admission import Ticket
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai.body import Body
 from penstock.ingest.openai.endpoint import Ask, Card, Endpoint, cap_open, card_of
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
-from penstock.ingest.shares import BUSY_S
+from penstock.ingest.tenant_shares import BUSY_S
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, Request, RequestId, Usage, now_s
 from penstock.names import Pipeline

@@ -1,16 +1,140 @@
-"""`/v1/batches`."""
+"""`/v1/files` and `/v1/batches`."""
 
-from typing import Annotated
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 
-from penstock.ingest.batch.shapes import BatchList, BatchObject, NewBatch
-from penstock.ingest.gateway.caller import CallerDep
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.batch.shapes import (
+    FILE_LIFE_S,
+    BatchList,
+    BatchObject,
+    ExpiresAfter,
+    FileDeleted,
+    FileList,
+    FileObject,
+    NewBatch,
+)
+from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import gateway_of
+from penstock.ingest.gateway.state import CallerDep, Gateway, gateway_of
+from penstock.ingest.gateway.upload import Upload
 
 router = APIRouter()
+MAX_NAME_CHARS = 255
+_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "One request of a batch a line."},
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": FILE_LIFE_S},
+    },
+}
+
+
+@router.post(
+    "/v1/files",
+    summary="Upload a file",
+    responses=errors(400, 401, 413, 503),
+    openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
+)
+async def upload(request: Request, caller: CallerDep) -> FileObject:
+    """It goes to the store as it comes. The answer says that it is there as a whole."""
+    try:
+        return await _received(gateway_of(request), caller.tenant, Upload(request))
+    except ApiError:
+        with suppress(ClientDisconnect, RuntimeError):  # the rest, as who still sends would not read the answer
+            async for _ in request.stream():
+                pass
+        raise
+
+
+async def _received(gateway: Gateway, tenant: str, form: Upload) -> FileObject:
+    files, saved = gateway.desk.files, None
+    try:
+        while await form.begun():
+            if saved is not None:
+                raise ApiError(400, "Only one file at a time.", param="file", code="invalid_form")
+            saved = await files.save_content(tenant, form.content(), gateway.desk.settings.max_file_bytes)
+        if saved is None:
+            raise ApiError(400, "Missing required parameter: 'file'.", param="file", code="missing_required_parameter")
+        life_s = _checked(form.fields)
+        return await files.save_meta(tenant, saved, form.filename[:MAX_NAME_CHARS] or "file", "batch", life_s)
+    except BaseException:
+        if saved is not None:
+            await files.drop_content(tenant, saved[0])
+        raise
+
+
+def _checked(fields: dict[str, str]) -> int:
+    """How long the file is to be kept. Raises `ApiError` 400."""
+    if fields.get("purpose") != "batch":
+        message = "'purpose' must be 'batch': nothing else is supported by this server."
+        raise ApiError(400, message, param="purpose", code="invalid_value")
+    given = {name: fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
+    if given == {"anchor": None, "seconds": None}:
+        return FILE_LIFE_S
+    try:
+        return ExpiresAfter.model_validate(given, strict=False).seconds
+    except ValidationError as error:
+        message = f"Invalid value for 'expires_after': {error.errors()[0]['msg']}"
+        raise ApiError(400, message, param="expires_after", code="invalid_value") from None
+
+
+@router.get("/v1/files", summary="All files", responses=errors(401, 503))
+async def all_files(
+    request: Request,
+    caller: CallerDep,
+    after: Annotated[str | None, Query(max_length=128, description="The last id of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
+    order: Annotated[Literal["asc", "desc"], Query(description="By age; `desc`: the youngest first.")] = "desc",
+    purpose: Annotated[str | None, Query(max_length=64)] = None,
+) -> FileList:
+    """A page of them."""
+    files = gateway_of(request).desk.files
+    page, has_more = await files.page(caller.tenant, after=after, limit=limit, order=order, purpose=purpose)
+    ends = (page[0].id, page[-1].id) if page else (None, None)
+    return FileList(data=page, first_id=ends[0], last_id=ends[1], has_more=has_more)
+
+
+@router.get("/v1/files/{file_id}", summary="One file", responses=errors(401, 404, 503))
+async def one_file(request: Request, caller: CallerDep, file_id: str) -> FileObject:
+    """What is known of it."""
+    return await gateway_of(request).desk.files.find(caller.tenant, file_id)
+
+
+@router.get(
+    "/v1/files/{file_id}/content",
+    summary="What is in a file",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "The file.",
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        },
+        **errors(401, 404, 503),
+    },
+)
+async def content(request: Request, caller: CallerDep, file_id: str) -> StreamingResponse:
+    """In pieces, as fast as the reader takes them."""
+    files = gateway_of(request).desk.files
+    file = await files.find(caller.tenant, file_id)
+    pieces: AsyncIterator[bytes] = files.content(caller.tenant, file)
+    headers = {"content-length": str(file.bytes), "x-content-type-options": "nosniff"}
+    return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
+
+
+@router.delete("/v1/files/{file_id}", summary="Delete a file", responses=errors(401, 404, 503))
+async def delete(request: Request, caller: CallerDep, file_id: str) -> FileDeleted:
+    """Batches that were made of it go on: they have a copy."""
+    await gateway_of(request).desk.files.delete(caller.tenant, file_id)
+    return FileDeleted(id=file_id)
 
 
 @router.post("/v1/batches", summary="Make a batch", responses=errors(400, 401, 403, 404, 503))

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config.settings import GuardSettings, is_loopback
-from penstock.ingest.gateway.errors import ApiError
-from penstock.ingest.gateway.figures import REFUSED
+from penstock.ingest.errors import ApiError
+from penstock.ingest.gateway.metrics import REFUSED
 from penstock.ingest.gateway.protocol import LINGER_S
 
 MB = 2**20

@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 
 from penstock.errors import PenstockError
-from penstock.ingest.gateway.errors import ApiError, ErrorBody, api_error
-from penstock.ingest.gateway.figures import REFUSED
+from penstock.ingest.errors import ApiError, ErrorBody, api_error
+from penstock.ingest.gateway.metrics import REFUSED
 from penstock.ingest.openai import prompt_of
 from penstock.ingest.openai.body import api_error_of
 

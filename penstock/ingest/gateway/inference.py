@@ -3,22 +3,23 @@
 import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
 from penstock.errors import BusUnavailable, RequestError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.gateway.accept import Wishes, WishesDep, accept
-from penstock.ingest.gateway.caller import CallerDep
-from penstock.ingest.gateway.figures import CAME_S
 from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import Gateway, gateway_of
+from penstock.ingest.gateway.metrics import CAME_S
+from penstock.ingest.gateway.models import Served
+from penstock.ingest.gateway.state import CallerDep, Gateway, gateway_of
 from penstock.ingest.gateway.streaming import EVENTS, cancelled, event_stream, settled, settled_at_the_end, whole
 from penstock.ingest.openai import ENDPOINTS
 from penstock.ingest.openai.endpoint import Card, Endpoint
-from penstock.ingest.openai.places import Places
-from penstock.ingest.openai.telling import total
+from penstock.ingest.openai.sse import Places
+from penstock.ingest.openai.tokens import total
 from penstock.telemetry import tracing
 
 router = APIRouter()
@@ -109,3 +110,38 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | No
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+class Model(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    """Since when it is served, as far as its workers know."""
+    owned_by: str = "penstock"
+    max_model_len: int | None = None
+    """The most tokens of prompt and answer together, as vLLM tells it."""
+
+
+class ModelList(BaseModel):
+    """All models that are served."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+def _model(served: Served) -> Model:
+    return Model(id=served.name, created=int(served.since_s), max_model_len=served.max_model_len)
+
+
+@router.get("/v1/models", summary="All models", responses=errors(401, 503))
+async def all_models(request: Request, caller: CallerDep) -> ModelList:
+    """What workers say they serve."""
+    return ModelList(data=[_model(served) for served in await gateway_of(request).models.all()])
+
+
+@router.get("/v1/models/{model:path}", summary="One model", responses=errors(401, 404, 503))
+async def one_model(request: Request, caller: CallerDep, model: str) -> Model:
+    """By its name."""
+    return _model(await gateway_of(request).models.find(model))

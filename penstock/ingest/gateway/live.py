@@ -10,9 +10,8 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
 from penstock.client.sync import outages_named
-from penstock.ingest.gateway.caller import CallerDep
 from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import Gateway, gateway_of
+from penstock.ingest.gateway.state import CallerDep, Gateway, gateway_of
 from penstock.ingest.gateway.streaming import EVENTS
 from penstock.names import Pipeline
 from penstock.telemetry.timeline import Timeline, timeline_async

@@ -1,33 +1,111 @@
-"""`/metrics`: this gateway's figures and its pipelines', for Prometheus. Asks for no key."""
+"""What one gateway counts, and what it tells of the pipelines that it serves."""
 
-import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from fastapi import APIRouter, Request, Response
+import redis
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.ingest.gateway.errors import ApiError
-from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import gateway_of
-from penstock.telemetry.exposition import CONTENT_TYPE, exposition
+from penstock.config.addresses import Addresses
+from penstock.config.settings import BusSettings
+from penstock.errors import BusUnavailable
+from penstock.messages import now_s
+from penstock.names import CLASSES, STAGES
+from penstock.ops.live import Json, LiveWatch
+from penstock.telemetry import catalog
+from penstock.telemetry.meters import Meters, Reading
 
-router = APIRouter()
+REFUSED = "penstock.refused"
+"""In the scope of a request that was not let in: why not."""
+CAME_S = "penstock.came_s"
+"""In the scope of every request: when it came, in seconds since the epoch."""
+STATES = ("loading", "ready", "degraded", "draining")
+NO_ROUTE = "none"
 
 
-@router.get(
-    "/metrics",
-    summary="Figures for Prometheus",
-    response_class=Response,
-    responses={
-        200: {
-            "description": "Prometheus's text format.",
-            "content": {CONTENT_TYPE: {"schema": {"type": "string"}}},
-        },
-        **errors(404),
-    },
-)
-async def metrics(request: Request) -> Response:
-    """What cannot be learned now is absent; 404 where telemetry is off."""
-    figures = gateway_of(request).figures
-    if not figures.meters.is_on:
-        raise ApiError(404, "telemetry is off", code="telemetry_off")
-    text = await asyncio.to_thread(exposition, figures.meters)
-    return Response(text, headers={"content-type": CONTENT_TYPE})
+class GatewayFigures:
+    """One gateway's. Its event loop counts, any thread may look."""
+
+    def __init__(self, meters: Meters, addresses: Addresses, settings: BusSettings) -> None:
+        self.meters = meters
+        self.pipelines: set[str] = {addresses.pipeline}
+        """Those that are told of."""
+        self._addresses, self._settings = addresses, settings
+        self._watches: dict[str, LiveWatch] = {}
+        self._lock = threading.Lock()
+        self._num_streams = 0
+        meters.watch(self._readings)
+
+    def watch(self, pipeline: str) -> LiveWatch:
+        """The one look at a pipeline that all in this process share."""
+        with self._lock:
+            if pipeline not in self._watches:
+                addresses = self._addresses.model_copy(update={"pipeline": pipeline})
+                self._watches[pipeline] = LiveWatch(addresses, self._settings)
+            return self._watches[pipeline]
+
+    def answered(self, scope: Scope, status: int) -> None:
+        """A request was answered, or is being answered."""
+        route = getattr(scope.get("route"), "path", NO_ROUTE)
+        self.meters.counter(catalog.GATEWAY_REQUESTS, route, str(status)).add()
+        if REFUSED in scope:
+            self.meters.counter(catalog.GATEWAY_REFUSED, scope[REFUSED]).add()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Somebody reads a stream."""
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    def _readings(self) -> Iterator[Reading]:
+        yield Reading(catalog.GATEWAY_STREAMS, (), self._num_streams)
+        for name in sorted(self.pipelines):
+            look: Json | None = None
+            with suppress(BusUnavailable, redis.RedisError):  # told by `penstock_pipeline_up`
+                look = self.watch(name).look()
+            yield Reading(catalog.PIPELINE_UP, (name,), int(look is not None))
+            if look is not None:
+                yield from _of_pipeline(name, look)
+
+
+def _of_pipeline(name: str, look: Json) -> Iterator[Reading]:
+    for klass in CLASSES:
+        for stage in STAGES:
+            lag, place = look["lag"][klass][stage], (name, stage, klass)
+            yield Reading(catalog.LAG_MESSAGES, place, lag["messages"])
+            for kind in ("prompt", "output"):
+                if (tokens := lag[f"{kind}_tokens"]) is not None:
+                    yield Reading(catalog.LAG_TOKENS, (*place, kind), tokens)
+        if (wait_s := look["lag"][klass]["estimated_wait_s"]) is not None:
+            yield Reading(catalog.ESTIMATED_WAIT, (name, klass), wait_s)
+    for worker in look["workers"]:
+        for state in STATES:
+            labels = (name, worker["stage"], worker["name"], state)
+            yield Reading(catalog.WORKER_STATE, labels, int(worker["state"] == state))
+    for worker in look["lost"]:
+        yield Reading(catalog.WORKER_STATE, (name, worker["stage"], worker["name"], "lost"), 1)
+
+
+class Counted:
+    """Around all of the gateway: notes when a request comes, and counts each answer when it begins."""
+
+    def __init__(self, app: ASGIApp, figures: GatewayFigures) -> None:
+        self._app, self._figures = app, figures
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the application's life."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[CAME_S] = now_s()
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._figures.answered(scope, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)

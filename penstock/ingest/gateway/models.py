@@ -10,7 +10,7 @@ import redis.asyncio
 
 from penstock.client.sync import outages_named
 from penstock.errors import BusUnavailable
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 from penstock.names import WORKERS_KEY, pipeline_of_worker
 
 FRESH_S = 1.0

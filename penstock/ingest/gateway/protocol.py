@@ -16,7 +16,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config.settings import GuardSettings
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 
 LINGER_S = 1.0
 """How long a refused client may go on sending, so that it gets to read the answer. What it sends is dropped."""

@@ -5,10 +5,9 @@ from typing import Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from penstock.ingest.gateway.caller import CallerDep
-from penstock.ingest.gateway.errors import not_found
+from penstock.ingest.errors import not_found
 from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import Gateway, gateway_of
+from penstock.ingest.gateway.state import CallerDep, Gateway, gateway_of
 from penstock.ingest.gateway.streaming import cancelled, whole
 from penstock.ingest.openai import RESPONSES, Card
 from penstock.ingest.openai.responses import Response, begun

@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import gateway_of
 
 router = APIRouter(include_in_schema=False)

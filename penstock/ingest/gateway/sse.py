@@ -1,6 +1,6 @@
 """Server-sent events: a request's answer in pieces, from wherever its reader is.
 
-Each event has an id (`penstock.ingest.openai.places`), so a connection that ended goes on anywhere: after the client,
+Each event has an id (`penstock.ingest.openai.sse`), so a connection that ended goes on anywhere: after the client,
 a worker or this process died. Events come from the logs in Redis; nothing is kept here. A reader that is slow is waited
 for, and what comes meanwhile is dropped and read again (`AsyncClient.news`): it costs what is on its way to its socket.
 """
@@ -13,12 +13,12 @@ from contextlib import aclosing
 
 from penstock.client.reader import Event
 from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired
-from penstock.ingest.gateway.errors import ApiError, api_error
+from penstock.ingest.errors import ApiError, api_error
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai import ENDPOINTS, prompt_of
+from penstock.ingest.openai.cursor import Telling, Told
 from penstock.ingest.openai.endpoint import Card
-from penstock.ingest.openai.places import DONE, Places
-from penstock.ingest.openai.telling import Telling, Told
+from penstock.ingest.openai.sse import DONE, Places
 from penstock.messages import Usage
 
 log = logging.getLogger(__name__)

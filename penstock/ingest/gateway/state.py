@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
 from penstock.client.aio import AsyncClient
@@ -17,21 +19,26 @@ from penstock.config.settings import (
     RecordSettings,
     load_settings,
 )
+from penstock.errors import PenstockError
 from penstock.ingest.admission import Admission
-from penstock.ingest.batch.desk import Desk
-from penstock.ingest.gateway import meters
-from penstock.ingest.gateway.card import Cards
-from penstock.ingest.gateway.figures import GatewayFigures
-from penstock.ingest.gateway.looks import Looks
+from penstock.ingest.batch.runner import Desk
+from penstock.ingest.errors import ApiError
+from penstock.ingest.gateway.broadcast import Looks
+from penstock.ingest.gateway.metrics import GatewayFigures
 from penstock.ingest.gateway.models import Models
+from penstock.ingest.gateway.stream_meta import Cards
 from penstock.ingest.keys import source_of
+from penstock.ingest.metering import meter_forever
 from penstock.ingest.openai.endpoint import Card
-from penstock.ingest.tenants import Keyring
+from penstock.ingest.tenants import Caller, Keyring
 from penstock.names import Pipeline
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client
 from penstock.redis.servers import ByServer
 from penstock.telemetry.meters import Meters
+
+LOOK_S = 5.0
+"""How often it looks for further pipelines."""
 
 
 class Gateway:
@@ -59,7 +66,7 @@ class Gateway:
 
     async def open(self) -> None:
         """Before the first request."""
-        self._metering = asyncio.create_task(meters.count_all(self.models, self.addresses, self.figures.pipelines))
+        self._metering = asyncio.create_task(count_all(self.models, self.addresses, self.figures.pipelines))
         self._renewing = asyncio.create_task(self.cards.renew_on())
         self.desk = Desk(self.redis, self.client_of, load_settings(BatchSettings))
 
@@ -110,3 +117,43 @@ def gateway_of(request: HTTPConnection) -> Gateway:
     found = request.app.state.gateway
     assert isinstance(found, Gateway)
     return found
+
+
+async def count_all(models: Models, addresses: Addresses, found: set[str]) -> None:
+    """Until cancelled. The names of all pipelines that were seen are put into `found`."""
+    counting: dict[str, asyncio.Task[None]] = {}
+    try:
+        while True:
+            found |= await _pipelines(models, addresses)
+            for name in found:
+                if name not in counting or counting[name].done():
+                    own = addresses.model_copy(update={"pipeline": name})
+                    counting[name] = asyncio.create_task(meter_forever(own))
+            await asyncio.sleep(LOOK_S)
+    finally:
+        for task in counting.values():
+            task.cancel()
+        await asyncio.gather(*counting.values(), return_exceptions=True)
+
+
+async def _pipelines(models: Models, addresses: Addresses) -> set[str]:
+    try:
+        served = {model.pipeline for model in await models.all()}
+    except PenstockError:
+        served = set()
+    return served | {addresses.pipeline}
+
+
+_BEARER = HTTPBearer(auto_error=False, description="An API key, `psk_…`. An open gateway asks for none.")
+
+
+async def caller_of(request: Request, _: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)]) -> Caller:
+    """The caller, from the key alone. Raises `ApiError` 401."""
+    given = request.headers.getlist("authorization")
+    if len(given) > 1:
+        raise ApiError(401, "more than one Authorization header", code="invalid_api_key")
+    return await gateway_of(request).keyring.caller_of(given[0] if given else None)
+
+
+CallerDep = Annotated[Caller, Depends(caller_of)]
+"""Of a route: `caller: CallerDep`."""

@@ -12,13 +12,13 @@ from penstock.client.reader import Event
 from penstock.client.sync import Answer, answer_of, without_error
 from penstock.errors import BusUnavailable, PenstockError
 from penstock.ingest.admission import Ticket
-from penstock.ingest.gateway.figures import GatewayFigures
+from penstock.ingest.batch.answer import together
+from penstock.ingest.gateway.metrics import GatewayFigures
 from penstock.ingest.gateway.sse import Feed
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai.endpoint import Card
-from penstock.ingest.openai.places import Places
-from penstock.ingest.openai.telling import total
-from penstock.ingest.together import together
+from penstock.ingest.openai.sse import Places
+from penstock.ingest.openai.tokens import total
 from penstock.messages import EndEvent, Usage
 
 _EVENT: dict[str, Any] = {

@@ -7,11 +7,10 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 
 from penstock.errors import StreamExpired
-from penstock.ingest.gateway.caller import CallerDep
 from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import gateway_of
+from penstock.ingest.gateway.state import CallerDep, gateway_of
 from penstock.ingest.gateway.streaming import EVENTS, cancelled, event_stream
-from penstock.ingest.openai.places import Places
+from penstock.ingest.openai.sse import Places
 
 router = APIRouter()
 EventId = Annotated[str | None, Header(max_length=8192)]

@@ -7,7 +7,7 @@ from fastapi import Request
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 
 MAX_FIELDS, MAX_FIELD_BYTES, MAX_HEADER_BYTES = 16, 4096, 4096
 

@@ -6,9 +6,8 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
 from penstock.client.sync import outages_named
-from penstock.ingest.gateway.caller import CallerDep
 from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import gateway_of
+from penstock.ingest.gateway.state import CallerDep, gateway_of
 from penstock.ingest.metering import COUNTERS, Sums, day_keys, last_days, sums_of, total
 from penstock.names import Pipeline
 from penstock.redis.client import checked

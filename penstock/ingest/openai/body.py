@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from penstock.client.sync import RequestFields
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 from penstock.messages import MAX_LOGPROBS, TokenId
 
 MAX_CHOICES = 128

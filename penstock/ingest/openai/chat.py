@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validat
 from penstock.client.sync import Answer
 from penstock.ingest.openai.body import CompletionsBody, Name, Refused, Strict, only, parse, text_schema, unsupported
 from penstock.ingest.openai.endpoint import Ask, Card, ask_of, request_ids
-from penstock.ingest.openai.places import DONE, HOLE, NO_PLACE, Form, Piece, as_json
+from penstock.ingest.openai.sse import DONE, HOLE, NO_PLACE, Form, Piece, as_json
 from penstock.ingest.openai.tokens import CompletionUsage, TokenLogprobs, logprobs_entry, usage_of
 from penstock.messages import EndEvent, TokenEvent, Usage
 

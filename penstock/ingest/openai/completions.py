@@ -9,7 +9,7 @@ from penstock.client.sync import Answer
 from penstock.ingest.openai.body import MAX_CHOICES, CompletionsBody, Refused, only, parse
 from penstock.ingest.openai.chat import tier, wants_usage
 from penstock.ingest.openai.endpoint import Ask, Card, ask_of, request_ids
-from penstock.ingest.openai.places import DONE, HOLE, NO_PLACE, Form, Piece, as_json
+from penstock.ingest.openai.sse import DONE, HOLE, NO_PLACE, Form, Piece, as_json
 from penstock.ingest.openai.tokens import CompletionUsage, token_text, usage_of
 from penstock.messages import EndEvent, Logprobs, TokenEvent, TokenId, Usage
 

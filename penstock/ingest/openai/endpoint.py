@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.client.sync import Answer, RequestFields
 from penstock.ingest.openai.body import Body
-from penstock.ingest.openai.places import Piece
+from penstock.ingest.openai.sse import Piece
 from penstock.messages import EndEvent, TokenEvent
 
 B = TypeVar("B", bound=Body)

@@ -9,7 +9,7 @@ from penstock.client.sync import Answer
 from penstock.ingest.openai.body import Body, OptionsOfStream, Refused, Strict, only, parse, text_schema, unsupported
 from penstock.ingest.openai.chat import ROLES, text_of, tier
 from penstock.ingest.openai.endpoint import Ask, Card, ask_of
-from penstock.ingest.openai.places import DONE, HOLE, Form, Piece, as_json
+from penstock.ingest.openai.sse import DONE, HOLE, Form, Piece, as_json
 from penstock.ingest.openai.tokens import TokenLogprobs, logprobs_entry
 from penstock.messages import EndEvent, TokenEvent, Usage
 

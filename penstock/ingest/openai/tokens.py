@@ -1,6 +1,6 @@
 """Usage and log probabilities as OpenAI's answers tell them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -37,6 +37,16 @@ def usage_of(usages: Sequence[Usage], n: int = 1) -> CompletionUsage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=details,
+    )
+
+
+def total(usages: Iterable[Usage]) -> Usage:
+    """What several requests used together."""
+    used = list(usages)
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in used),
+        cached_tokens=sum(usage.cached_tokens for usage in used),
+        completion_tokens=sum(usage.completion_tokens for usage in used),
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from penstock.errors import InvalidName, StreamDiverged
-from penstock.ingest.gateway.errors import ApiError
+from penstock.ingest.errors import ApiError
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import parse_event_id
 

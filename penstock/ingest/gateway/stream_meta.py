@@ -17,7 +17,7 @@ import redis.asyncio
 from penstock.client.sync import outages_named
 from penstock.config.settings import RecordSettings
 from penstock.errors import BusUnavailable
-from penstock.ingest.gateway.errors import not_found
+from penstock.ingest.errors import not_found
 from penstock.ingest.openai.endpoint import Card
 from penstock.messages import now_s
 from penstock.names import GATEWAY_SECRET_KEY, Pipeline, card_key, is_request_id

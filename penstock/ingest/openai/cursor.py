@@ -1,11 +1,12 @@
 """What a reader is still to be told of a stream: its pieces with their ids, after the place it has come to."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.client.reader import Event
 from penstock.ingest.openai.endpoint import Card, Endpoint
-from penstock.ingest.openai.places import Piece, Places
+from penstock.ingest.openai.sse import Piece, Places
+from penstock.ingest.openai.tokens import total
 from penstock.messages import EndEvent, Usage
 
 
@@ -55,13 +56,3 @@ class Telling:
 
     def _new(self, index: int, pieces: Sequence[Piece]) -> list[Told]:
         return [Told(at, piece) for piece in pieces if (at := self._places.pass_(index, piece)) is not None]
-
-
-def total(usages: Iterable[Usage]) -> Usage:
-    """What several requests used together."""
-    used = list(usages)
-    return Usage(
-        prompt_tokens=sum(usage.prompt_tokens for usage in used),
-        cached_tokens=sum(usage.cached_tokens for usage in used),
-        completion_tokens=sum(usage.completion_tokens for usage in used),
-    )
