@@ -2,7 +2,6 @@
 
 `die STEP N`: does all that an arena can do, over and over, until it has come to the step N times, and is killed there.
 `halt STEP`: the same, but it stands still there until it is killed, and says so by making the file `halted`.
-`tight`: somebody takes most of the room just when the arena is made; ends with 0 if the rest is used.
 `work SEED`: puts and gets blocks of a few names, and ends with the number of wrong ones as its status.
 """
 
@@ -11,12 +10,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from penstock.kvstore import steps
-from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import W_DIRTY, Geometry
 from penstock.kvstore.block import Name
 from penstock.kvstore.tiers.shared import SharedTier
-from sim.small_disk import fill
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, put, read
 from tests.kvstore.children import die, halt
 
@@ -66,33 +62,13 @@ def work(directory: Path, seed: int) -> int:
     return num_wrong + tier.counters.damaged
 
 
-def tight(directory: Path) -> None:
-    """There is room for two slots beside the one that is reserved: those three are all there are."""
-
-    def reached(name: str) -> None:
-        if name == "open 4":
-            fill(directory, num_pages_left=2)
-
-    steps.reached = reached
-    tier = open_tier(directory)
-    assert tier.arena.growth.wait(30)
-    assert tier.arena.num_usable == 3
-    assert all(put(tier, [name], FORM) == [True] for name in NAMES[:5])
-    assert read(tier, NAMES[:5], FORM) == [None, None, *(content(name, FORM) for name in NAMES[2:5])]
-    assert check_integrity(tier.arena) == []
-    tier.close()
-
-
 def main(directory: Path, what: str, *rest: str) -> int:
     """Do what is said above; the status to end with."""
     if what == "die":
         return die(rest[0], int(rest[1]), partial(live, directory))
     if what == "halt":
         return halt(rest[0], partial(live, directory), directory)
-    if what == "work":
-        return work(directory, int(rest[0]))
-    tight(directory)
-    return 0
+    return work(directory, int(rest[0]))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,9 @@
 `halt STEP`: the same, but it stands still there until it is killed, and says so by making the file `halted` beside.
 `work SEED`: puts and gets blocks of a few names, and ends with the number of wrong ones as its status.
 `turn`, `start`, `wait`: the disk is smaller than the budget; ends with 0 if that does no harm.
-`limit BYTES`: no file may grow beyond that; puts blocks, and ends with 0 if that was counted and nothing was lost.
 """
 
 import random
-import resource
 import sys
 from functools import partial
 from pathlib import Path
@@ -70,16 +68,6 @@ def work(directory: Path, seed: int) -> int:
     return num_wrong + counters.damaged + counters.errors + (not num_hits)
 
 
-def limit(directory: Path, num_bytes: int) -> int:
-    """Meet EFBIG in the middle of a block, as a full disk would give ENOSPC."""
-    tier = open_tier(directory)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
-    stored = put(tier, NAMES[:3], FORM)
-    counters = tier.counters
-    tier.close()
-    return 0 if stored == [False] * 3 and counters.errors > 0 and not counters.bytes_written else 1
-
-
 def open_large(directory: Path) -> DiskTier:
     """Blocks where they are sooner too many for the disk than for the budget."""
     return DiskTier.open(FORM, directory / "kv", 100 * BUDGET)
@@ -136,7 +124,7 @@ def main(directory: Path, what: str, *rest: str) -> int:
     if what == "halt":
         return halt(rest[0], partial(live, directory), directory)
     if rest:
-        return {"work": work, "limit": limit}[what](directory, int(rest[0]))
+        return work(directory, int(rest[0]))
     {"turn": turn, "start": start, "wait": wait}[what](directory)
     return 0
 

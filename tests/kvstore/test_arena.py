@@ -17,7 +17,7 @@ from penstock.errors import KVStoreError
 from penstock.kvstore.arena import growth
 from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.arena.check import check_integrity
-from penstock.kvstore.arena.file import arena_directory, find_arenas, open_in_use, remove_arena
+from penstock.kvstore.arena.file import find_arenas, open_in_use, remove_arena
 from penstock.kvstore.arena.layout import (
     NEVER,
     NOBODY,
@@ -32,8 +32,6 @@ from penstock.kvstore.arena.layout import (
 from penstock.kvstore.arena.locks import ALLOCATION, ByteLocks
 from penstock.kvstore.block import HEADER_BYTES, Form
 from penstock.kvstore.tiers.shared import SharedTier
-from penstock.waiting import wait_until
-from sim.small_disk import run_on_small_disk
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
 
 BUDGET = 2**18
@@ -70,12 +68,6 @@ def test_an_arena_is_the_largest_that_its_budget_holds(payload_bytes: int, budge
     assert HEADER_BYTES + payload_bytes <= geometry.slot_bytes < HEADER_BYTES + payload_bytes + 4096
 
 
-def test_tables_cost_little() -> None:
-    geometry = Geometry.within(1835008, 2**28)
-    assert geometry.num_slots == 145
-    assert Geometry.within(4000, 2**28).metadata_bytes < 2**28 // 15
-
-
 def test_the_budget_is_that_of_the_file(open_tier: Open) -> None:
     tier = open_tier()
     assert tier.arena.growth.wait(30)
@@ -92,12 +84,6 @@ def test_a_budget_without_room_for_a_block(tmp_path: Path, budget: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_smallest_arena(open_tier: Open) -> None:
-    tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 1).total_bytes), new_names(3)
-    assert put(tier, names) == [True] * 3
-    assert read(tier, names) == [None, None, content(names[2])]
-
-
 # Opening.
 
 
@@ -107,11 +93,6 @@ def test_the_file_is_the_user_s_alone(open_tier: Open, tmp_path: Path) -> None:
     assert arena.pipeline == "a-b/c d"
     assert stat.S_IMODE(arena.path.stat().st_mode) == 0o600
     assert arena.in_use
-
-
-def test_shared_memory_is_where_arenas_are() -> None:
-    assert arena_directory() == Path("/dev/shm")
-    assert arena_directory("/somewhere") == Path("/somewhere")
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
@@ -219,12 +200,6 @@ def test_memory_that_runs_out_later(
     assert check_integrity(tier.arena) == []
 
 
-def test_as_much_memory_as_there_is(tmp_path: Path) -> None:
-    """Not a whole piece: see `arena_child.py`."""
-    child = run_on_small_disk(tmp_path, 24, "tests.kvstore.arena_child", "tight")
-    assert child.returncode == 0, child.tail()
-
-
 def test_no_memory_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -236,15 +211,6 @@ def test_no_memory_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # Several arenas.
-
-
-def test_two_models_side_by_side(open_tier: Open, tmp_path: Path) -> None:
-    one, other = open_tier(), open_tier(make_form("another model"), "another")
-    names = new_names(3)
-    put(one, names)
-    assert is_here(other, names) == [False] * 3
-    assert read(one, names) == [content(name) for name in names]
-    assert len(paths(tmp_path)) == 2
 
 
 def test_memory_of_a_former_model_is_given_back(open_tier: Open, tmp_path: Path) -> None:
@@ -410,10 +376,3 @@ def test_the_checker_finds_leases_that_nobody_ended(open_tier: Open) -> None:
     assert check_integrity(tier.arena) == ["a lease was not ended in time"]
     tier.arena.tidy()
     assert check_integrity(tier.arena) == []
-
-
-def test_growth_ends_with_the_tier(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = open_tier()
-    tier.close()
-    wait_until(lambda: not tier.arena.growth._thread.is_alive(), 30, "the thread ends")
-    assert tier.arena.growth.is_over

@@ -10,7 +10,7 @@ import pytest
 from penstock.kvstore import steps
 from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.file import find_arenas, remove_arena
-from penstock.kvstore.arena.layout import W_ALLOCATED, W_DIRTY, WRITING
+from penstock.kvstore.arena.layout import W_DIRTY, WRITING
 from penstock.kvstore.tiers.shared import SharedTier
 from penstock.local.processes import Child
 from tests.kvstore import children
@@ -97,17 +97,6 @@ def test_slots_of_the_living_are_left_alone(tmp_path: Path, halted: Child) -> No
     assert check_integrity(tier.arena) == []
     halted.kill()
     assert check_integrity(tier.arena) != []
-    check_sound(tier)
-    tier.close()
-
-
-@pytest.mark.parametrize("halted", ["allocate 2"], indirect=True)
-def test_another_one_goes_on_allocating(tmp_path: Path, halted: Child) -> None:
-    tier = open_tier(tmp_path)
-    assert tier.arena.tables.words[W_ALLOCATED] == 0
-    halted.kill()
-    assert tier.arena.growth.wait(30)
-    assert tier.arena.tables.words[W_ALLOCATED] == NUM_SLOTS
     check_sound(tier)
     tier.close()
 

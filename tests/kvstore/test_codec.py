@@ -119,20 +119,6 @@ def test_int8_of_zeros_tiny_and_huge_numbers(element: Element) -> None:
     assert found[3, 3] == 127
 
 
-@given(st.integers(0, 2**16 - 1))
-def test_int8_rounds_to_the_nearest_bfloat16(scale_bits: int) -> None:
-    """A row of one number and its largest give it back but for one rounding."""
-    payload = np.array([scale_bits], np.uint16).tobytes()
-    value = float(widened(memoryview(payload), "bfloat16")[0])
-    codec = Int8(PayloadShape("bfloat16", ((1, 1),)))
-    number, content = codec.encode(memoryview(payload))
-    if number == INT8:
-        got = decoded(codec, content, 2)
-        assert got is not None
-        found = float(widened(memoryview(got), "bfloat16")[0])
-        assert abs(found - value) <= abs(value) * 2**-8 + 127 * 2.0**-149 + 2.0**-133
-
-
 @pytest.mark.parametrize("length", [0, 3, 8, 4 * NUM_VALUES + 1])
 def test_int8_of_another_length_is_raw(length: int) -> None:
     """Also where that is no whole number of elements."""

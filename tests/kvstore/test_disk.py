@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import KVStoreError
 from penstock.kvstore.block import HEADER_BYTES, Name
 from penstock.kvstore.codec import PayloadShape, codec_for
 from penstock.kvstore.directory.layout import Layout, room
@@ -27,7 +26,6 @@ from tests.kvstore.blocks import (
     content,
     is_here,
     keys_of,
-    make_form,
     new_name,
     new_names,
     put,
@@ -53,22 +51,6 @@ def path_of(directory: Path, name: Name) -> Path:
 # Opening.
 
 
-def test_a_directory_that_cannot_be_one(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(KVStoreError, match="file"):
-        DiskTier.open(FORM, tmp_path / "file", AMPLE)
-    with pytest.raises(KVStoreError, match="nowhere"):
-        DiskTier.attach(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("record", [b"", b"no record", bytes(72)])
-def test_a_broken_record_is_made_anew(tier: DiskTier, tmp_path: Path, record: bytes) -> None:
-    put(tier, new_names(3))
-    (tmp_path / "lock").write_bytes(record)
-    assert tier.usage().blocks == 3
-    assert tier.check_integrity() == []
-
-
 def test_after_a_restart_of_the_machine_files_are_counted(tier: DiskTier, tmp_path: Path) -> None:
     """The record may be older than what is there, or newer."""
     name, other = new_names(2)
@@ -82,19 +64,6 @@ def test_after_a_restart_of_the_machine_files_are_counted(tier: DiskTier, tmp_pa
     assert again.usage().blocks == 1
     assert again.check_integrity() == []
     again.close()
-
-
-def test_models_share_a_directory(tier: DiskTier, tmp_path: Path) -> None:
-    """One budget, and none reads the other's blocks."""
-    form = make_form("another model", 7000)
-    other = DiskTier.open(form, tmp_path, AMPLE)
-    names = new_names(2)
-    put(tier, names[:1])
-    assert put(other, names[1:], form) == [True]
-    assert tier.usage() == other.usage()
-    assert tier.usage().blocks == 2
-    assert read(other, names, form) == [None, content(names[1], form)]
-    other.close()
 
 
 # Damage.
@@ -125,16 +94,6 @@ def test_files_cut_off_while_they_are_read(tier: DiskTier, tmp_path: Path) -> No
     assert tier.counters.errors == 0
     tier.remove(keys_of(names))
     assert tier.usage().bytes == 0
-    assert tier.check_integrity() == []
-
-
-def test_a_block_that_was_cut_off_or_grew_is_counted_right(tier: DiskTier, tmp_path: Path) -> None:
-    short, grown = new_names(2)
-    put(tier, [short, grown])
-    os.truncate(path_of(tmp_path, short), 5)
-    os.truncate(path_of(tmp_path, grown), 10 * FILE_BYTES)
-    assert read(tier, [short, grown]) == [None, None]
-    assert (tier.usage().bytes, tier.usage().blocks) == (0, 0)
     assert tier.check_integrity() == []
 
 
@@ -307,18 +266,6 @@ def test_where_all_is_leased_the_directory_is_not_listed_again(tmp_path: Path, l
     assert (len(listings) - before, tier.counters.refused) == (1, 3)
     tier.release("a job", keys_of(names[:1]))
     assert put(tier, new_names(1)) == [True]
-    tier.close()
-
-
-def test_a_lease_that_ended_makes_room(tmp_path: Path) -> None:
-    tier = DiskTier.open(FORM, tmp_path, 4 * FILE_BYTES)
-    names = new_names(4)
-    put(tier, names)
-    tier.lease("a job", keys_of(names), 0.2)
-    wait_until(lambda: put(tier, new_names(1)) == [True], 30, "the leases end")
-    assert tier.usage().leased == 0
-    assert not list((tmp_path / "leases").iterdir())
-    assert tier.check_integrity() == []
     tier.close()
 
 

@@ -1,7 +1,6 @@
 """What is special about the Redis tier: time, the index, what else a server may have."""
 
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
@@ -13,7 +12,6 @@ from penstock.kvstore.codec import PayloadShape, codec_for
 from penstock.kvstore.codec.choice import Choice
 from penstock.kvstore.tiers import address as redis_address
 from penstock.kvstore.tiers import index as redis_index
-from penstock.kvstore.tiers import server as redis_server
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.names import KV_INDEX, kv_key
 from penstock.waiting import wait_until
@@ -258,17 +256,6 @@ def test_a_value_of_another_length_is_not_taken_for_the_next_one(
     assert (tier.counters.damaged, tier.counters.errors) == (1, 0)
 
 
-def test_scripts_that_the_server_forgot(tier: RedisTier, client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
-    names = new_names(1)
-    put(tier, names)
-    client.script_flush()
-    assert read(tier, names) == [content(names[0])]
-    assert tier.counters.errors == 1
-    assert read(tier, names) == [content(names[0])]
-    assert tier.counters.errors == 1
-
-
 @pytest.mark.parametrize("leased", [False, True])
 def test_a_leased_block_that_became_larger(client: redis.Redis, kv_url: str, leased: bool) -> None:
     """One that was lost, and is stored again by somebody without its codec. `leased`: all others are, too."""
@@ -354,24 +341,3 @@ def test_a_writer_that_gives_up_leaves_the_block_of_another(tier: RedisTier, kv_
     assert read(other, names) == [content(names[0]), content(names[1]), None]
     assert (other.usage().blocks, other.usage().leased) == (2, 1)
     other.close()
-
-
-def test_threads_have_connections_of_their_own(tier: RedisTier, client: redis.Redis) -> None:
-    names: list[Name] = new_names(50)
-    put(tier, names)
-    failures: list[object] = []
-
-    def work() -> None:
-        try:
-            for _ in range(20):
-                assert read(tier, names) == [content(name) for name in names]
-        except BaseException as error:  # shown by the main thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert tier.counters.hits == 4 * 20 * 50

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 import redis
-from redis.crc import key_slot
 
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import Form, Wanted
 from penstock.kvstore.tiers import server as redis_server
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.local.valkey import ValkeyServer
-from penstock.names import KV_INDEX, kv_key
+from penstock.names import kv_key
 from penstock.redis.urls import urls_of
-from penstock.waiting import wait_until
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away, check_works
 from tests.kvstore.redis_servers import Proxy, unix_server
@@ -64,23 +62,6 @@ def test_a_password(own_server: ValkeyServer) -> None:
     check_away(RedisTier.open(FORM, [own_server.url], AMPLE, 60))
     host = f"127.0.0.1:{own_server.port}/0"
     check_works(RedisTier.open(FORM, [f"redis://:open%20sesame@{host}"], AMPLE, 60))
-
-
-def _serves(client: redis.Redis) -> bool:
-    try:
-        return client.set("ready", 1, px=60_000) is not None
-    except redis.ResponseError:
-        return False
-
-
-def test_a_cluster_takes_the_keys(tmp_path: Path) -> None:
-    """A server in cluster mode refuses commands and scripts whose keys do not share a slot."""
-    assert len({key_slot(key.encode()) for key in KV_INDEX}) == 1
-    with unix_server(tmp_path, "--cluster-enabled", "yes", "--cluster-require-full-coverage", "no") as url:
-        with redis.Redis.from_url(url) as client:
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-            wait_until(lambda: _serves(client), 20, "the cluster serves")
-        check_works(RedisTier.open(FORM, [url], AMPLE, 60))
 
 
 def test_tls(own_server: ValkeyServer, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.kvstore import steps
 from penstock.kvstore.arena.check import check_integrity
-from penstock.kvstore.arena.layout import READY, Geometry
+from penstock.kvstore.arena.layout import Geometry
 from penstock.kvstore.block import HEADER_BYTES, Block
 from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, block, content, is_here, keys_of, new_name, new_names, put, read
@@ -112,17 +112,6 @@ def test_a_half_overwritten_slot_is_a_miss(tier: SharedTier, other: SharedTier, 
     assert is_here(tier, [name, *fill]) == [False, True, True, True]
 
 
-def test_damage_is_told_from_reuse(tier: SharedTier, at_step: AtStep) -> None:
-    name = new_name()
-    put(tier, [name])
-    place = tier.arena.peek(name.key)
-    assert place is not None
-    at_step("get 1", lambda: tier.arena.tables.slot(place.slot).__setitem__(HEADER_BYTES, 1 ^ content(name)[0]))
-    assert read(tier, [name]) == [None]
-    assert (tier.counters.misses, tier.counters.damaged) == (1, 1)
-    assert tier.usage().blocks == 0
-
-
 # A put.
 
 
@@ -197,32 +186,6 @@ def test_slots_that_others_write_are_not_taken(tier: SharedTier, other: SharedTi
 # Room.
 
 
-@pytest.mark.parametrize("is_released", [True, False])
-def test_a_block_whose_lease_ended_is_the_next_to_go(tier: SharedTier, other: SharedTier, is_released: bool) -> None:
-    """If it was used longest ago, though others were chosen before its lease ended, by whoever ended it."""
-    names = new_names(NUM_SLOTS)
-    put(tier, names)
-    tier.lease("a job", keys_of(names[:1]), 600)
-    newer = new_names(2)
-    put(tier, newer[:1])
-    assert {entry.key for entry in tier.entries()} == {name.key for name in [names[0], *names[2:], newer[0]]}
-    if is_released:
-        other.release("a job", keys_of(names[:1]))
-    else:
-        other.lease("a job", keys_of(names[:1]), 0)
-    put(tier, newer[1:])
-    assert {entry.key for entry in tier.entries()} == {name.key for name in [*names[2:], *newer]}
-
-
-def test_leases_go_with_their_block(tier: SharedTier) -> None:
-    names = new_names(2)
-    put(tier, names)
-    tier.lease("a job", keys_of(names), 600)
-    tier.remove(keys_of(names[:1]))
-    assert check_integrity(tier.arena) == []
-    assert tier.arena.tables.lease_end_array.astype(bool).sum() == 1
-
-
 # Closing.
 
 
@@ -265,17 +228,3 @@ def test_a_closed_tier_has_nothing_and_takes_nothing(tier: SharedTier, other: Sh
     assert tier.usage().blocks == 0
     assert is_here(other, names) == [True, False]
     assert other.usage().leased == 0
-
-
-def test_each_evicts_what_the_other_one_put(tier: SharedTier, other: SharedTier) -> None:
-    """What was chosen to go next is chosen again when it was used meanwhile, by whomever."""
-    names = new_names(NUM_SLOTS)
-    put(tier, names)
-    put(tier, new_names(1))
-    assert is_here(other, names) == [False, True, True, True]
-    is_here(other, names[1:2])
-    put(tier, new_names(2))
-    kept = {entry.key for entry in tier.entries()}
-    assert [name.key in kept for name in names] == [False, True, False, True]
-    assert tier.arena.tables.state.tolist() == [READY] * NUM_SLOTS
-    assert (tier.counters.evictions, other.counters.evictions) == (3, 0)

@@ -139,17 +139,6 @@ def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(store: KVStore, p
     assert tier.has([names[2].key]) == [False]
 
 
-def test_swapped_blocks_are_not_used(store: KVStore, places: list[Place]) -> None:
-    """A server that mixes up its keys, or a writer that means ill."""
-    for depth, place in enumerate(places):
-        names = fill(store, 1 << depth)
-        other = store.tiers[depth].stored(names[2].key)
-        assert other
-        place.damage(store.tiers[depth], names[1].key, lambda _, other=other: other)  # type: ignore[misc]
-        assert read(store) == found(depth)[:1]
-        store.tiers[depth].remove([name.key for name in names])
-
-
 def test_another_tenant_model_or_prompt_reads_nothing_of_it(store: KVStore, make_store: MakeStore) -> None:
     fill(store)
     assert read(store, tenant="u") == []
@@ -163,12 +152,6 @@ def test_a_partial_block_is_not_used_for_a_longer_prompt(store: KVStore) -> None
     fill(store)
     assert read(store, [*PROMPT, 118]) == found(0)[:4]
     assert read(store, PROMPT[:17]) == found(0)[:4]
-
-
-def test_what_went_through_int8_is_another_models(store: KVStore, make_store: MakeStore) -> None:
-    fill(store)
-    lossy = make_store(redis_codec="int8")
-    assert read(lossy) == []
 
 
 def test_where_a_block_is_to_be_written(store: KVStore) -> None:
@@ -257,10 +240,3 @@ def test_without_its_server_a_store_lives_from_the_rest(make_store: MakeStore) -
     fill(alone)
     assert read(alone) == []
     alone.lease("job", names_of(alone))
-
-
-def test_the_report_has_everything(store: KVStore) -> None:
-    fill(store)
-    report = store.report()
-    assert list(report)[:4] == ["pool", "shared", "disk", "redis"]
-    assert report["recomputed_jobs"] == 0

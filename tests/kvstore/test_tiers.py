@@ -96,13 +96,6 @@ def test_a_block_that_is_here_already_counts_as_stored(tier: Tier) -> None:
     assert tier.usage().blocks == 1
 
 
-def test_twice_in_one_batch(tier: Tier) -> None:
-    name = new_name()
-    assert put(tier, [name, name]) == [True, True]
-    assert read(tier, [name]) == [content(name)]
-    assert tier.usage().blocks == 1
-
-
 @pytest.mark.parametrize("num_tokens", [1, 7, NUM_TOKENS])
 def test_a_partial_block(tier: Tier, num_tokens: int) -> None:
     name = new_name(num_tokens)
