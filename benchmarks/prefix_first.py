@@ -83,7 +83,7 @@ class Prefilling:
         worker, end_s = self._worker, time.monotonic() + TIMEOUT_S
         begun = False
         while not begun or worker.running or not worker.is_settled():
-            worker.turn()
+            worker.run_once()
             begun = begun or request_id in worker.running
             if time.monotonic() > end_s:
                 raise TimeoutError(f"{request_id} was not handed off")

@@ -13,9 +13,9 @@ from penstock.kvstore.store import KVStore, Layout
 from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import PrefillRole
-from penstock.prefill_worker.tokenize import PromptReader
+from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import connect_servers, record_on
-from penstock.worker import run_until_idle
+from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.workload import SETTINGS, demo_model
 
@@ -68,10 +68,10 @@ class Line:
         return Worker(role, self.pipeline, name, store, record, member)
 
     @property
-    def prompts(self) -> PromptReader:
+    def prompts(self) -> PromptTokenizer:
         """What reads the prompts of the prefill worker."""
         assert isinstance(self.prefill.role, PrefillRole)
-        return self.prefill.role.prompts
+        return self.prefill.role.prompt_reader
 
     def renew_decode(self) -> None:
         """Another decode worker, in the place of one that left."""

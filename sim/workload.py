@@ -13,7 +13,7 @@ from penstock.engine.model import LoadedModel, load
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputState
 from penstock.messages import Request, Sampling
-from penstock.prefill_worker.handoff import seed_of
+from penstock.prefill_worker.handoff import sampling_seed
 
 MAX_TOKENS = 24
 SETTINGS = EngineSettings(dtype="float32", device="cpu", max_step_tokens=128, pool_mb=64)
@@ -98,7 +98,7 @@ def _engine_tokens(engine: Engine, request: Request) -> list[int]:
         request.id,
         list(request.token_ids or ()),
         sampling=request.sampling,
-        seed=seed_of(request),
+        seed=sampling_seed(request),
         max_new=request.sampling.max_tokens,
     )
     engine.add(seq)

@@ -22,7 +22,7 @@ from penstock.local.stack import Stack
 from penstock.names import STAGES, Pipeline
 from penstock.ops.status import worker_status
 from penstock.waiting import wait_until
-from penstock.worker import Heartbeat
+from penstock.worker.heartbeat import Heartbeat
 from sim.forked import ForkedStack, fork, run_penstock
 from tests.commands import HERE, Terminal, penstock
 
@@ -174,12 +174,12 @@ def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, mo
     assert said.getvalue().startswith(f"waiting: there is no worker of pipeline '{pipeline.name}'")
     for stage in STAGES:
         beat = Heartbeat(redis_url, pipeline, stage, "one", 60)
-        beat.say(state="ready" if stage == "decode" else "loading", kafka="")
-        beat.write()
+        beat.update_status(state="ready" if stage == "decode" else "loading", kafka="")
+        beat.write_beat()
     assert find_reasons(addresses, "interactive") == ["no prefill worker is ready"]
     beat = Heartbeat(redis_url, pipeline, "prefill", "two", 60)
-    beat.say(state="ready", kafka="")
-    beat.write()
+    beat.update_status(state="ready", kafka="")
+    beat.write_beat()
     assert find_reasons(addresses, "interactive")[0].startswith("0 requests of class interactive are queued")
     silent = Addresses(stream_url=f"redis://127.0.0.1:{free_port()}/0", pipeline=pipeline.name)
     assert "does not answer" in find_reasons(silent, "interactive")[0]

@@ -24,7 +24,7 @@ from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.ops.status import worker_status
 from penstock.waiting import wait_until
-from penstock.worker import Heartbeat
+from penstock.worker.heartbeat import Heartbeat
 from sim.servers import served
 from tests.commands import HERE, Terminal, penstock
 from tests.kvstore import arena_child, children
@@ -121,7 +121,7 @@ def test_stats_of_the_workers_are_summed_by_stage(host: Host) -> None:
             ("decode", "strange", {"kv": {"redis": {"hits": "many"}, "recomputed_jobs": None}}),
         ):
             beat = stack.enter_context(Heartbeat(host.url, pipeline, stage, name, 0.5))
-            beat.watch(lambda load=load: load)  # type: ignore[misc]
+            beat.set_load_source(lambda load=load: load)  # type: ignore[misc]
         addresses = Addresses(stream_url=host.url, pipeline=pipeline.name)
         wait_until(lambda: sum("kv" in status for status in worker_status(addresses)) == 4, 30, "they say it")
         stats = json.loads(host.kv("stats", "--json", PENSTOCK_PIPELINE=pipeline.name))

@@ -12,7 +12,7 @@ import redis
 from penstock import names
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import BusSettings, RecordSettings, list_variables
-from penstock.decode_worker.result import outgoing_result
+from penstock.decode_worker.result import build_result_message
 from penstock.errors import REQUEST_ERRORS
 from penstock.messages import MAX_REQUEST_BYTES, EndEvent, Request, Result, Sampling, Wire, decode_message
 from penstock.names import CLASSES, Pipeline
@@ -243,7 +243,7 @@ def test_the_example_sends_requests_and_finds_results(example: dict[str, Any], k
         assert message.key == decode_message(Request, message.value).id == "order-1729"
     publisher = bus.publisher()
     publisher.publish(
-        [outgoing_result(pipeline, Result(id=name, finish_reason="stop"), {}) for name in ("other", "r1")]
+        [build_result_message(pipeline, Result(id=name, finish_reason="stop"), {}) for name in ("other", "r1")]
     )
     publisher.close()
     assert example["result"](kafka, "r1")["id"] == "r1"

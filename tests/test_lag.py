@@ -17,9 +17,9 @@ from penstock.engine.sequence import State
 from penstock.messages import Request, Sampling
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
 from penstock.ops.lag import Lag, PipelineLag, lag_of
-from penstock.prefill_worker.role import STEPS_AHEAD
+from penstock.prefill_worker.role import MAX_WAITING_STEPS
 from penstock.waiting import wait_until
-from penstock.worker import Heartbeat
+from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import Mean, Pace
 from penstock.worker.worker import Worker
 from sim.line import Line
@@ -171,9 +171,9 @@ def tell(addresses: Addresses) -> Iterator[Callable[[Line], None]]:
             for stage, worker in workers:
                 beat = Heartbeat(addresses.stream_url, line.pipeline, stage, f"{stage}-0", 60.0)
                 stack.callback(beat._redis.close)
-                beat.watch(lambda report=worker.report: {"load": report()})  # type: ignore[misc]
-                beat.say(state="ready")
-                beat.write()
+                beat.set_load_source(lambda report=worker.report_load: {"load": report()})  # type: ignore[misc]
+                beat.update_status(state="ready")
+                beat.write_beat()
 
         yield now
 
@@ -193,7 +193,7 @@ def turned(worker: Worker, until: Callable[[], object], what: str) -> None:
     """Turn a worker until something is so."""
 
     def now() -> object:
-        worker.turn()
+        worker.run_once()
         return until()
 
     wait_until(now, 60.0, what, every_s=0)
@@ -277,13 +277,13 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
         held: list[int] = []
 
         def done() -> bool:
-            line.prefill.turn()
+            line.prefill.run_once()
             seqs = [one.seq for one in line.prefill.running.values() if one.seq is not None]
             held.append(sum(seq.num_prompt for seq in seqs if seq.state is State.WAITING))
             return len(line.bus.read_all(line.pipeline.jobs("interactive"))) == 14
 
         wait_until(done, 60.0, "all prompts are handed off", every_s=0)
-        assert 200 <= max(held) <= STEPS_AHEAD * 64 + 200
+        assert 200 <= max(held) <= MAX_WAITING_STEPS * 64 + 200
         assert {result.error for result in line.run_until(14)} == {None}
 
 
@@ -296,12 +296,12 @@ def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) 
         work = [ask(f"a{n}", 200, 12) for n in range(14)]
         send(line, work)
         line.run_prefill(14)
-        line.decode.load.prompts["interactive"].note(200)
+        line.decode.load.mean_prompt_tokens["interactive"].note(200)
         most_held = most_waiting = 0
 
         def done() -> bool:
             nonlocal most_held, most_waiting
-            line.decode.turn()
+            line.decode.run_once()
             most_held = max(most_held, line.decode.member.held())
             most_waiting = max(most_waiting, line.decode.engine.num_waiting)
             return len(line.results()) == 14
@@ -321,7 +321,7 @@ def test_no_more_is_taken_while_fetches_wait_for_room(addresses: Addresses) -> N
     with line_of(addresses) as line:
         worker, pool = line.decode, line.decode.engine.pool
         for klass in CLASSES:
-            worker.load.prompts[klass].note(16)  # so it believes that there is room for many
+            worker.load.mean_prompt_tokens[klass].note(16)  # so it believes that there is room for many
         send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
         turned(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
         hold = pool.allocate(pool.num_blocks - 20)  # 13 blocks for one of them
@@ -342,12 +342,12 @@ def test_interactive_overtakes_batch_that_was_put_back_or_is_on_its_way(addresse
         while len(deliveries) < 2:
             deliveries += line.decode.member.poll(1.0, {"batch": 2})
         for delivery in deliveries:
-            line.decode.inbox.put_back(delivery, 60.0)
+            line.decode.queue.defer(delivery, 60.0)
         send(line, [ask("i0", 20, 4)])
         line.run_prefill(1)
         turned(line.decode, line.results, "interactive is answered")
         assert line.results()[0].id == "i0"
-        assert len(line.decode.inbox) == 2
+        assert len(line.decode.queue) == 2
 
 
 def test_batch_gives_its_places_up_and_goes_on_without_generating_again(

@@ -4,13 +4,13 @@ import pytest
 
 from penstock.errors import PromptTooLong
 from penstock.messages import Request, Sampling
-from penstock.prefill_worker.tokenize import PromptReader
+from penstock.prefill_worker.tokenize import PromptTokenizer
 from sim.workload import demo_model
 
 
 def refusal(request: Request) -> str:
     with pytest.raises(PromptTooLong) as refused:
-        PromptReader(demo_model()).read(request)
+        PromptTokenizer(demo_model()).tokenize_prompt(request)
     return str(refused.value)
 
 

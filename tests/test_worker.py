@@ -22,8 +22,11 @@ from penstock.names import REASON, TENANT, WORKERS_KEY, Pipeline, PriorityClass
 from penstock.ops.status import health, worker_status
 from penstock.redis.client import is_outage
 from penstock.waiting import wait_until
-from penstock.worker import Heartbeat, Inbox, Outages, Settler, StopSignal, slot_name, stay_on
-from penstock.worker.inbox import MAX_WAITING, POSTPONED_S
+from penstock.worker.delivery_queue import MAX_DEFERRED, POSTPONE_S, DeliveryQueue
+from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
+from penstock.worker.loop import StopSignal
+from penstock.worker.reconnect import Reconnector
+from penstock.worker.settler import Settler
 
 ROOM: dict[PriorityClass, int] = {"interactive": 10, "batch": 10}
 
@@ -52,7 +55,7 @@ def test_settling_in_the_background_tells_when_it_is_durable(addresses: Addresse
         for number, delivery in enumerate(deliveries(member, pipeline, addresses, 5)):
             output = Outgoing(pipeline.jobs("interactive"), b"job", delivery.key)
             settler.settle(Settlement(delivery, [output]), number)
-        settler.wait(timeout_s=30)
+        settler.wait_settled(timeout_s=30)
         assert len(settler) == 5, "nobody has heard of them"
         assert settler.collect() == [(number, True) for number in range(5)]
         assert len(settler) == 0
@@ -76,7 +79,7 @@ def test_a_settlement_begins_when_what_it_waits_for_is_done(addresses: Addresses
         assert settler.is_settling(first)
         assert member.holds(first)
         written.set_result(0.0)
-        settler.wait(timeout_s=30)
+        settler.wait_settled(timeout_s=30)
         assert settler.collect() == [("first", True)]
         settler.close()
 
@@ -90,7 +93,7 @@ def test_a_lost_delivery_does_not_hold_up_the_others(addresses: Addresses, pipel
         settler = Settler(member, pipeline)
         for delivery in held:
             settler.settle(Settlement(delivery), delivery.key)
-        settler.wait(timeout_s=30)
+        settler.wait_settled(timeout_s=30)
         assert dict(settler.collect()) == {held[0].key: True, held[1].key: False, held[2].key: True}
         settler.close()
 
@@ -116,7 +119,7 @@ def test_a_delivery_that_came_twice_is_settled_once(addresses: Addresses, pipeli
         for _ in range(2):
             settler.settle(Settlement(delivery, [Outgoing(pipeline.jobs("interactive"), b"job")]), "twice")
         go_on.set()
-        settler.wait(timeout_s=30)
+        settler.wait_settled(timeout_s=30)
         assert settler.collect() == [(None, True), ("twice", True), ("twice", False)]
         settler.close()
     assert len(bus.read_all(pipeline.jobs("interactive"))) == 1
@@ -136,8 +139,8 @@ def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
         ):
             output = Outgoing(pipeline.results, value, delivery.key, {TENANT: "acme"})
             settler.settle(Settlement(delivery, [output]))
-        settler.wait(timeout_s=30)
-        settler.check()
+        settler.wait_settled(timeout_s=30)
+        settler.raise_failure()
         assert settler.collect() == [(None, True)] * 3
         assert member.held() == 0
         settler.close()
@@ -152,7 +155,7 @@ def test_a_settlement_whose_first_attempt_took_long_is_tried_again(
     addresses: Addresses, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time in which a member that is alone in failing is made anew begins with its first failure."""
-    monkeypatch.setattr("penstock.worker.settler.ALONE_S", 0.0)
+    monkeypatch.setattr("penstock.worker.settler.MAX_RETRY_ALONE_S", 0.0)
     bus = connect(addresses, BusSettings())
     bus.create_topics()
     with bus.member("prefill", "a") as member:
@@ -169,11 +172,11 @@ def test_a_settlement_whose_first_attempt_took_long_is_tried_again(
         settler = Settler(member, pipeline)
         settler.settle(Settlement(delivery))
         wait_until(settler.collect, 30, "the second attempt settles it")
-        settler.check()
+        settler.raise_failure()
         settler.settle(Settlement(delivery))
         wait_until(lambda: not settler._thread.is_alive(), 30, "the second failure of one settlement ends the worker")
         with pytest.raises(BusUnavailable):
-            settler.check()
+            settler.raise_failure()
         assert attempts == [0, 1, 2, 3]
         settler.close()
 
@@ -196,13 +199,13 @@ def test_a_bus_that_does_not_return_from_a_settlement_counts_as_away(
         settler = Settler(member, pipeline)
         settler.settle(Settlement(delivery))
         assert begun.wait(30)
-        settler.check()
+        settler.raise_failure()
         assert settler.trouble == ""
-        monkeypatch.setattr("penstock.worker.settler.SLOW_S", 0.0)
-        monkeypatch.setattr("penstock.worker.settler.HUNG_S", 0.0)
+        monkeypatch.setattr("penstock.worker.settler.SLOW_CALL_S", 0.0)
+        monkeypatch.setattr("penstock.worker.settler.HUNG_CALL_S", 0.0)
         assert "settling takes" in settler.trouble
         with pytest.raises(BusUnavailable) as raised:
-            settler.check()
+            settler.raise_failure()
         assert is_outage(raised.value)
         settler.close()
         assert settler._thread.is_alive()
@@ -217,9 +220,9 @@ def test_a_fenced_member_ends_its_worker(addresses: Addresses, pipeline: Pipelin
         settler = Settler(member, pipeline)
         with bus.member("prefill", "a"):
             settler.settle(Settlement(delivery))
-            settler.wait(timeout_s=30)
+            settler.wait_settled(timeout_s=30)
         with pytest.raises(BusError):
-            settler.check()
+            settler.raise_failure()
 
 
 def test_what_was_put_back_comes_again_when_it_is_due(addresses: Addresses, pipeline: Pipeline) -> None:
@@ -227,9 +230,9 @@ def test_what_was_put_back_comes_again_when_it_is_due(addresses: Addresses, pipe
     bus.create_topics()
     with bus.member("prefill", "a") as member:
         late, soon = deliveries(member, pipeline, addresses, 2)
-        inbox = Inbox(member)
-        inbox.put_back(late, 60.0)
-        inbox.put_back(soon)
+        inbox = DeliveryQueue(member)
+        inbox.defer(late, 60.0)
+        inbox.defer(soon)
         assert inbox.poll(10, idle=True) == [soon]
         assert inbox.poll(10, idle=False) == []
         assert len(inbox) == 1
@@ -242,7 +245,7 @@ def test_batch_leaves_a_place_unless_nothing_runs(addresses: Addresses, pipeline
     publisher.publish([Outgoing(pipeline.requests("batch"), b"x", str(n)) for n in range(3)])
     publisher.close()
     with bus.member("prefill", "a") as member:
-        inbox = Inbox(member)
+        inbox = DeliveryQueue(member)
         assert inbox.poll(1, idle=False) == []
         assert len(inbox.poll(1, idle=True)) == 1
         assert len(inbox.poll(2, idle=True)) == 1
@@ -260,12 +263,12 @@ class Asked:
         return []
 
 
-def waiting_inbox(count: int, wait_s: float) -> tuple[Inbox, Asked]:
+def waiting_inbox(count: int, wait_s: float) -> tuple[DeliveryQueue, Asked]:
     """An inbox with so many interactive deliveries that were put back."""
     asked = Asked()
-    inbox = Inbox(cast("Member", asked))
+    inbox = DeliveryQueue(cast("Member", asked))
     for n in range(count):
-        inbox.put_back(Delivery("t", f"0:{n}", b"", None, {}, "interactive", 0.0), wait_s)
+        inbox.defer(Delivery("t", f"0:{n}", b"", None, {}, "interactive", 0.0), wait_s)
     return inbox, asked
 
 
@@ -273,11 +276,11 @@ def test_what_waits_for_the_lease_of_another_worker_takes_up_no_room() -> None:
     inbox, asked = waiting_inbox(32, 60.0)
     assert inbox.poll(32, 32, idle=False) == []
     assert asked.rooms == [{"interactive": 32, "batch": 31}]
-    assert inbox.num_waiting("interactive") == len(inbox) == 32
+    assert inbox.num_deferred("interactive") == len(inbox) == 32
 
 
 def test_a_class_of_which_very_many_wait_is_not_asked_for() -> None:
-    inbox, asked = waiting_inbox(MAX_WAITING, 60.0)
+    inbox, asked = waiting_inbox(MAX_DEFERRED, 60.0)
     inbox.poll(32, 32, idle=False)
     assert asked.rooms == [{"interactive": 0, "batch": 31}]
 
@@ -286,7 +289,7 @@ def test_what_is_due_is_counted_where_it_may_be_begun() -> None:
     inbox, asked = waiting_inbox(40, 0.0)
     assert len(inbox.poll(32, 32, idle=False)) == 32
     assert asked.rooms == [{"interactive": 1, "batch": 31}]
-    assert inbox.num_waiting("interactive") == 8
+    assert inbox.num_deferred("interactive") == 8
 
 
 def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,10 +297,10 @@ def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPa
     assert inbox.poll(0, 0, idle=False) == []
     assert len(inbox) == 3
     now_s = time.monotonic()
-    monkeypatch.setattr("penstock.worker.inbox.time.monotonic", lambda: now_s + POSTPONED_S)
+    monkeypatch.setattr("penstock.worker.delivery_queue.time.monotonic", lambda: now_s + POSTPONE_S)
     for num_left in (2, 1, 0):
         assert len(inbox.poll(0, 0, idle=False)) == 1, "perhaps its request is over, and it is to be settled"
-        assert len(inbox) == inbox.num_waiting("interactive") == num_left
+        assert len(inbox) == inbox.num_deferred("interactive") == num_left
 
 
 def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses, pipeline: Pipeline) -> None:
@@ -308,7 +311,7 @@ def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses
     publisher.publish([Outgoing(pipeline.requests("interactive"), b"x", str(n)) for n in range(3)])
     publisher.close()
     with bus.member("prefill", "a") as member:
-        inbox = Inbox(member)
+        inbox = DeliveryQueue(member)
         taken: list[Delivery] = []
         while len(taken) < 3:
             taken += inbox.poll(0, 1, idle=False)
@@ -322,9 +325,9 @@ def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addre
         (status,) = worker_status(addresses)
         assert (status["stage"], status["name"], status["state"]) == ("prefill", "p-0", "loading")
         assert status["pid"] == os.getpid()
-        beat.progress("weights", 0.5)
-        beat.watch(lambda: {"running": 3})
-        beat.say(now=True, state="ready")
+        beat.report_progress("weights", 0.5)
+        beat.set_load_source(lambda: {"running": 3})
+        beat.update_status(now=True, state="ready")
 
         def ready() -> bool:
             return [(s["state"], s.get("running")) for s in worker_status(addresses)] == [("ready", 3)]
@@ -345,15 +348,15 @@ def test_who_looks_takes_off_the_workers_that_are_gone(addresses: Addresses, pip
 
 
 def test_a_worker_without_a_name_gets_one_that_nobody_else_has() -> None:
-    assert slot_name("prefill-0") == "prefill-0"
-    assert slot_name("") != slot_name("")
+    assert choose_worker_name("prefill-0") == "prefill-0"
+    assert choose_worker_name("") != choose_worker_name("")
 
 
 def test_a_worker_that_is_ready_and_has_a_trouble_is_degraded(addresses: Addresses, pipeline: Pipeline) -> None:
     connect(addresses, BusSettings()).create_topics()
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
-        beat.say(state="ready")
-        beat.watch(lambda: {"reason": "Kafka: away"})
+        beat.update_status(state="ready")
+        beat.set_load_source(lambda: {"reason": "Kafka: away"})
         wait_until(lambda: [s["state"] for s in worker_status(addresses)] == ["degraded"], 10, "it says so")
         found = health(addresses, BusSettings())
         assert found.state == "degraded"
@@ -369,13 +372,13 @@ class Failing:
         self.running: list[object] = []
         self.is_abandoned = False
 
-    def turn(self, *, accept: bool = True) -> bool:
+    def run_once(self, *, accept: bool = True) -> bool:
         raise self.error
 
     def is_settled(self) -> bool:
         return True
 
-    def retire(self) -> None:
+    def stop_accepting(self) -> None:
         raise AssertionError("it was not told to stop")
 
     def close(self) -> None:
@@ -416,14 +419,14 @@ def test_an_outage_makes_a_new_worker(addresses: Addresses, pipeline: Pipeline, 
             raise BusUnavailable("the last time")
 
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
-        Outages(make, ask, beat).serve(stop, 0.0)
+        Reconnector(make, ask, beat).run_until_stopped(stop, 0.0)
     assert [worker.is_abandoned for worker in made] == [True] * 3
 
 
 @pytest.mark.parametrize("error", FAULTS, ids=repr)
 def test_anything_else_ends_it(addresses: Addresses, pipeline: Pipeline, error: Exception) -> None:
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat, pytest.raises(type(error)):
-        Outages(lambda: Failing(error), lambda: None, beat).serve(StopSignal(), 0.0)
+        Reconnector(lambda: Failing(error), lambda: None, beat).run_until_stopped(StopSignal(), 0.0)
 
 
 def test_a_place_that_a_newer_process_has_is_not_taken_back(addresses: Addresses, pipeline: Pipeline) -> None:
@@ -434,8 +437,9 @@ def test_a_place_that_a_newer_process_has_is_not_taken_back(addresses: Addresses
         newer = {**worker_status(addresses)[0], "token": "another", "since": time.time() + 1.0}
         with redis.Redis.from_url(addresses.stream_url) as client:
             client.set(pipeline.worker_key("prefill", "p-0"), json.dumps(newer))
+        reconnector = Reconnector(lambda: Failing(MemberFenced("replaced")), lambda: None, beat)
         with pytest.raises(MemberFenced):
-            Outages(lambda: Failing(MemberFenced("replaced")), lambda: None, beat).serve(StopSignal(), 0.0)
+            reconnector.run_until_stopped(StopSignal(), 0.0)
 
 
 def test_a_stop_signal_is_set_once_and_for_all() -> None:
@@ -451,7 +455,7 @@ def test_a_stop_signal_is_set_once_and_for_all() -> None:
 @pytest.mark.parametrize("cores", ["x", "0,", "100000"])
 def test_cores_that_are_not_there(cores: str) -> None:
     with pytest.raises(PenstockError, match="PENSTOCK_WORKER_CORES"):
-        stay_on(cores)
+        pin_to_cores(cores)
 
 
 class BrokenReader:

@@ -11,7 +11,7 @@ from penstock.names import Pipeline
 from penstock.ops.access import check_access
 from penstock.redis.servers import keep_lists
 from penstock.telemetry.process import telemetry
-from penstock.worker import slot_name
+from penstock.worker.heartbeat import choose_worker_name
 
 
 def gateway(
@@ -31,5 +31,5 @@ def gateway(
         raise SettingsError(wrong[0])
     check_access(addresses, "gateway")
     keep_lists(addresses.stream_url, Pipeline(addresses.pipeline))
-    with telemetry("penstock-gateway", addresses, slot_name(""), with_endpoint=False) as meters:
+    with telemetry("penstock-gateway", addresses, choose_worker_name(""), with_endpoint=False) as meters:
         serve(load_settings(GatewaySettings, **given), addresses, meters)

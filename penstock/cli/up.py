@@ -16,7 +16,7 @@ from penstock.cli.generate import in_a_shell
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, KVSettings, load_settings
 from penstock.local.stack import DEFAULT_PORT, SHARED_DIR, Stack
-from penstock.worker import StopSignal
+from penstock.worker.loop import StopSignal
 
 READY_WITHIN_S = 600.0
 DISK_MB = 1024

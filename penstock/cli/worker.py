@@ -28,7 +28,9 @@ from penstock.redis.servers import keep_lists
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.process import telemetry
 from penstock.telemetry.stage import StageFigures
-from penstock.worker import Heartbeat, Outages, StopSignal, slot_name, stay_on
+from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
+from penstock.worker.loop import StopSignal
+from penstock.worker.reconnect import Reconnector
 
 app = typer.Typer(help="Run one worker until SIGTERM.", no_args_is_help=True)
 log = logging.getLogger(__name__)
@@ -49,9 +51,9 @@ def decode() -> None:
 def run(stage: Stage) -> None:
     """Read the settings, load the model, join the group, work until told to stop."""
     addresses, settings = load_settings(Addresses), load_settings(WorkerSettings)
-    name, pipeline = slot_name(settings.name), Pipeline(addresses.pipeline)
+    name, pipeline = choose_worker_name(settings.name), Pipeline(addresses.pipeline)
     failpoints.arm(load_settings(FaultSettings).failpoints)
-    stay_on(settings.cores)
+    pin_to_cores(settings.cores)
     check_access(addresses, stage, kv=load_settings(KVSettings).redis_mb > 0)
     keep_lists(addresses.stream_url, pipeline)
     with contextlib.ExitStack() as stack:
@@ -78,14 +80,14 @@ def _work(
         from penstock.engine.limits import max_length
         from penstock.engine.opening import open_engine
         from penstock.kvstore.store import KVStore, Layout
-        from penstock.prefill_worker.ahead import Ahead
+        from penstock.prefill_worker.backpressure import DecodeBackpressure
         from penstock.prefill_worker.role import PrefillRole
         from penstock.worker.worker import Worker
     except ImportError as error:
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
     from penstock.record import connect_servers, record_on
 
-    engine = open_engine(load_settings(EngineSettings), beat.progress)
+    engine = open_engine(load_settings(EngineSettings), beat.report_progress)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
     model, pipeline = engine.model, Pipeline(addresses.pipeline)
     layout = Layout.of(model.fingerprint, model.layout)
@@ -95,7 +97,7 @@ def _work(
     bus_settings, records = load_settings(BusSettings), load_settings(RecordSettings)
     clients, bus = connect_servers(addresses.stream_url), connect(addresses, bus_settings)
     if stage == "prefill":
-        ahead = stack.enter_context(Ahead(LagWatch(addresses, bus_settings).look))
+        ahead = stack.enter_context(DecodeBackpressure(LagWatch(addresses, bus_settings).look))
         role: PrefillRole | DecodeRole = PrefillRole(pipeline, engine, ahead)
     else:
         role = DecodeRole(pipeline, engine)
@@ -122,14 +124,14 @@ def _work(
         def now() -> dict[str, object]:
             trouble = worker.settler.trouble or member.trouble or worker.record.trouble
             lately = {"recent": figures.recent()} if meters.is_on else {}
-            return view() | {"load": worker.report()} | lately | ({"reason": trouble} if trouble else {})
+            return view() | {"load": worker.report_load()} | lately | ({"reason": trouble} if trouble else {})
 
         figures.watch(view)
-        beat.watch(now)
+        beat.set_load_source(now)
         return worker
 
     length = max_length(model, engine.pool.num_blocks)
-    beat.say(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
+    beat.update_status(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
-    Outages(make, partial(bus.check, ANSWER_S), beat).serve(stop, drain_s)
+    Reconnector(make, partial(bus.check, ANSWER_S), beat).run_until_stopped(stop, drain_s)
     log.info("%s has left", name)

@@ -8,11 +8,11 @@ from penstock.bus.contract import MAX_MESSAGE_BYTES, Outgoing
 from penstock.messages import EndEvent, Job, Result, TokenEvent
 from penstock.names import Pipeline
 
-HEADER_BYTES = 65536
+MAX_HEADER_BYTES = 65536
 """More than the key and the headers of a result have."""
 
 
-def result_of(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Result | None:
+def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Result | None:
     """The result that a finished log stands for; None when the log has no end."""
     token_ids, texts, logprobs = [], [], []
     for event in log:
@@ -38,17 +38,17 @@ def result_of(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Res
     return None
 
 
-def outgoing_result(pipeline: Pipeline, result: Result, trace_headers: dict[str, str]) -> Outgoing:
+def build_result_message(pipeline: Pipeline, result: Result, trace_headers: dict[str, str]) -> Outgoing:
     """The message for the results topic."""
     headers = {names.VERSION: str(result.v), names.TENANT: result.tenant, names.CLASS: result.klass}
     message = Outgoing(pipeline.results, result.encode(), key=result.id, headers=headers | trace_headers)
     if message.num_bytes <= MAX_MESSAGE_BYTES:
         return message
-    return replace(message, value=_truncated(result).encode())
+    return replace(message, value=_truncate_result(result).encode())
 
 
-def _truncated(result: Result) -> Result:
+def _truncate_result(result: Result) -> Result:
     """A result that fits into a topic with its headers. A character is at most six bytes of JSON."""
     bare = result.model_copy(update={"text": "", "logprobs": None, "truncated": True})
-    num_left = MAX_MESSAGE_BYTES - HEADER_BYTES - len(bare.encode())
+    num_left = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES - len(bare.encode())
     return bare.model_copy(update={"text": result.text[: max(0, num_left // 6)]})

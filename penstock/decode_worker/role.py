@@ -17,7 +17,7 @@ from opentelemetry.context import Context
 from pydantic import ValidationError
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
-from penstock.decode_worker.result import outgoing_result, result_of
+from penstock.decode_worker.result import build_result, build_result_message
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputState
@@ -37,12 +37,13 @@ from penstock.messages import (
 from penstock.names import TENANT, Pipeline, PriorityClass, Stage
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import operation_in
-from penstock.worker import Held, Load, is_suspect, letters
+from penstock.worker.load import TaskLoad, WorkerLoad
+from penstock.worker.retry import is_suspect, make_dead_letters
 from penstock.worker.task import Completion, Task
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 3
+MAX_BATCH_ADMISSIONS = 3
 """To take in a job costs a turn a millisecond or two."""
 
 
@@ -50,16 +51,16 @@ class DecodeRole:
     """One decode worker's."""
 
     stage: Stage = "decode"
-    inline_bytes = MAX_MESSAGE_BYTES
+    max_inline_bytes = MAX_MESSAGE_BYTES
     hands_off = False
-    span = "settle"
+    settle_span_name = "settle"
 
     def __init__(self, pipeline: Pipeline, engine: Engine) -> None:
         self.pipeline, self.engine = pipeline, engine
 
     # 6. Claim.
 
-    def identify(self, delivery: Delivery) -> Task | None:
+    def identify_request(self, delivery: Delivery) -> Task | None:
         """The request of a job; None where not even its id can be read."""
         return self.read_message(delivery)
 
@@ -83,19 +84,19 @@ class DecodeRole:
         around = tracing.context_of(delivery.headers, tracing.about(self.pipeline, job.id, Context()))
         operation = operation_in(delivery.headers)
         task = Task(job.id, delivery, job, operation, job_name=job.job, token_ids=job.token_ids, error=error)
-        task.around = task.context = around
+        task.parent_context = task.context = around
         return task
 
-    def open_task(self, task: Task, kv: KVConnector) -> Sequence | None:
+    def build_sequence(self, task: Task, kv: KVConnector) -> Sequence | None:
         """All tokens that there are, and those to come; None where the log's last token ends the answer."""
         job, model = _job_of(task), self.engine.model
         # Prefill has cut it to its own room already; a pool that is smaller here cuts it once more.
         sampling = self.engine.cut_max_tokens(job.sampling, len(job.token_ids))
         task.message = job.model_copy(update={"sampling": sampling})
         task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
-        for event in task.said:
-            task.finish = task.output.push(event.token)[1]
-        if task.finish is not None:
+        for event in task.log_events:
+            task.finish_reason = task.output.push(event.token)[1]
+        if task.finish_reason is not None:
             return None
         task.blocks = kv.name_prompt(job.tenant, job.token_ids)
         if task.blocks.prompt_key != job.last_block:
@@ -106,23 +107,23 @@ class DecodeRole:
             sampling=sampling,
             seed=job.seed,
             max_new=sampling.max_tokens,
-            given=[event.token for event in task.said],
+            given=[event.token for event in task.log_events],
             klass=job.klass,
             tenant=job.tenant,
             weight=job.weight,
             suspect=is_suspect(task.claim),
         )
 
-    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: Load) -> int:
+    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
         """Of batch a few at once beside interactive ones, whose next tokens wait meanwhile."""
-        each, most = load.expected(klass, self.engine.settings.max_batch - len(tasks) - num_read)
+        each, most = load.estimate_admission(klass, self.engine.settings.max_batch - len(tasks) - num_read)
         if klass == "batch" and any(task.klass == "interactive" for task in tasks):
-            most = min(most, AT_ONCE)
+            most = min(most, MAX_BATCH_ADMISSIONS)
         return min(most, self.engine.room(klass, each)) if most > 0 else 0
 
     # 8. End.
 
-    def end_of(self, task: Task) -> EndEvent:
+    def build_end_event(self, task: Task) -> EndEvent:
         """The end of the log, stamped now."""
         job, num_tokens = _job_of(task), task.claim.num_tokens
         # A job that carries an error was given up in prefill, and its end there, which Redis lost, said what was used.
@@ -134,35 +135,39 @@ class DecodeRole:
         )
         timings = job.timings.model_copy(update={"decode_started": task.started_s, "finished": now_s()})
         error = None if task.error is None else ErrorInfo.from_error(task.error)
-        return EndEvent(finish_reason=task.finish or "error", text=task.tail, usage=usage, timings=timings, error=error)
+        return EndEvent(
+            finish_reason=task.finish_reason or "error", text=task.tail_text, usage=usage, timings=timings, error=error
+        )
 
     # 9. Settle.
 
-    def complete_task(self, task: Task) -> Completion | None:
+    def build_completion(self, task: Task) -> Completion | None:
         """The result that its log stands for; None where the record was lost between the claim and the reading."""
         job = _job_of(task)
-        events: list[TokenEvent | EndEvent] = [*task.said, task.end] if task.end is not None else task.claim.log
-        result = result_of(job, self.engine.model.name, events)
+        events: list[TokenEvent | EndEvent] = (
+            [*task.log_events, task.end_event] if task.end_event is not None else task.claim.log
+        )
+        result = build_result(job, self.engine.model.name, events)
         if result is None:
             return None
-        outputs, dead = [outgoing_result(self.pipeline, result, tracing.headers_of(task.around))], []
+        outputs, dead = [build_result_message(self.pipeline, result, tracing.headers_of(task.parent_context))], []
         if result.error is not None and (job.error is None or job.error.code != result.error.code):
-            error = task.error if task.end is not None and task.error is not None else result.error.to_exception()
-            dead = letters(self.pipeline, task.delivery, error, task.claim)
+            error = task.error if task.end_event is not None and task.error is not None else result.error.to_exception()
+            dead = make_dead_letters(self.pipeline, task.delivery, error, task.claim)
         return Completion(outputs, dead, {})
 
     # For the heartbeat.
 
-    def held(self, task: Task) -> Held:
+    def measure_task_load(self, task: Task) -> TaskLoad:
         """What it stands for in the heartbeat."""
         pending = task.seq.num_pending - 1 if task.seq is not None and task.is_running else 0  # else it may be stored
         sampling, num_said = _job_of(task).sampling, task.claim.num_tokens
         left, open_said = sampling.max_tokens - num_said, num_said if sampling.fit_context else None
-        return Held(task.klass, task.is_running, max(0, pending), left, open_said)
+        return TaskLoad(task.klass, task.is_running, max(0, pending), left, open_said)
 
-    def rates(self, load: Load) -> dict[str, object]:
+    def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """How fast prompts are computed, and answers decoded."""
-        return {"prompt_tokens_per_s": self.engine.rates(), "output_tokens_per_s": load.pace.tokens_per_s}
+        return {"prompt_tokens_per_s": self.engine.rates(), "output_tokens_per_s": load.throughput.tokens_per_s}
 
 
 def _readable_part(delivery: Delivery, request_id: str) -> Job:

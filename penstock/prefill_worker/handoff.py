@@ -15,33 +15,33 @@ from penstock.telemetry.genai import Operation
 from penstock.worker.task import Task
 
 
-def seed_of(request: Request) -> int:
+def sampling_seed(request: Request) -> int:
     """The seed given, or one derived from the id: the same for every attempt."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     return int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:8], "big") >> 1
 
 
-def timings_of(task: Task) -> Timings:
+def prefill_timings(task: Task) -> Timings:
     """The stages the request has been through in prefill."""
     return Timings(published=task.delivery.timestamp_s, prefill_started=task.started_s, first_token=task.first_token_s)
 
 
-def end_of(task: Task) -> EndEvent:
+def build_end_event(task: Task) -> EndEvent:
     """The end of a request that ends in prefill, stamped now."""
     num_tokens = task.claim.num_tokens
     # With a token in the log, this or an earlier attempt has computed all of the prompt.
-    prompt_tokens = len(task.token_ids) if num_tokens else task.prompt_tokens
-    usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=task.cached_tokens, completion_tokens=num_tokens)
-    timings = timings_of(task).model_copy(update={"finished": now_s()})
+    prompt_tokens = len(task.token_ids) if num_tokens else task.num_prefilled_tokens
+    usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=task.num_cached_tokens, completion_tokens=num_tokens)
+    timings = prefill_timings(task).model_copy(update={"finished": now_s()})
     error = None if task.error is None else ErrorInfo.from_error(task.error)
-    return EndEvent(finish_reason=task.finish or "error", usage=usage, timings=timings, error=error)
+    return EndEvent(finish_reason=task.finish_reason or "error", usage=usage, timings=timings, error=error)
 
 
-def job_of(task: Task, fingerprint: str) -> Job:
+def build_job(task: Task, fingerprint: str) -> Job:
     """The job reference, named and stamped now."""
     request, job_id = task.message, uuid.uuid4().hex
-    timings = timings_of(task).model_copy(update={"handed_off": now_s()})
+    timings = prefill_timings(task).model_copy(update={"handed_off": now_s()})
     error = None if task.error is None else ErrorInfo.from_error(task.error)
     if not isinstance(request, Request):
         return Job(id=task.id, job=job_id, klass=task.klass, timings=timings, error=error)
@@ -50,20 +50,20 @@ def job_of(task: Task, fingerprint: str) -> Job:
         job=job_id,
         token_ids=task.token_ids,
         sampling=request.sampling,
-        seed=seed_of(request),
+        seed=sampling_seed(request),
         tenant=request.tenant,
         weight=request.weight,
         klass=task.klass,
         deadline=request.deadline,
         fingerprint=fingerprint,
         last_block="" if task.blocks is None else task.blocks.prompt_key,
-        cached_tokens=task.cached_tokens,
+        cached_tokens=task.num_cached_tokens,
         timings=timings,
         error=error,
     )
 
 
-def outgoing_job(pipeline: Pipeline, job: Job, operation: Operation, context: Context) -> Outgoing:
+def build_job_message(pipeline: Pipeline, job: Job, operation: Operation, context: Context) -> Outgoing:
     """The message for the jobs topic of the job's class."""
     headers = {names.VERSION: str(job.v), names.TENANT: job.tenant, names.CLASS: job.klass, names.OPERATION: operation}
     trace_headers = tracing.headers_of(context) if trace.get_current_span(context).get_span_context().is_valid else {}

@@ -22,21 +22,22 @@ from penstock.errors import InvalidRequest, RequestError
 from penstock.kvstore.connector import KVConnector
 from penstock.messages import EndEvent, Request, decode_message, extract_request_id, now_s
 from penstock.names import Pipeline, PriorityClass, Stage
-from penstock.prefill_worker.ahead import Ahead
-from penstock.prefill_worker.handoff import end_of, job_of, outgoing_job, seed_of
-from penstock.prefill_worker.tokenize import PromptReader
+from penstock.prefill_worker.backpressure import DecodeBackpressure
+from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, sampling_seed
+from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import body_hash
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import operation_of
-from penstock.worker import Held, Load, cause_of, is_suspect, letters
+from penstock.worker.load import TaskLoad, WorkerLoad
+from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
 from penstock.worker.task import Completion, Task
 
 log = logging.getLogger(__name__)
 
-INLINE_BYTES = 8192
+MAX_INLINE_BYTES = 8192
 """A message up to this size is read by the loop itself, in at most two milliseconds: handing it over could cost the
 request a step of the engine."""
-STEPS_AHEAD = 4
+MAX_WAITING_STEPS = 4
 """So many steps' tokens may wait beyond what is being computed."""
 
 
@@ -44,18 +45,18 @@ class PrefillRole:
     """One prefill worker's."""
 
     stage: Stage = "prefill"
-    inline_bytes = INLINE_BYTES
+    max_inline_bytes = MAX_INLINE_BYTES
     hands_off = True
-    span = "hand_off"
+    settle_span_name = "hand_off"
 
-    def __init__(self, pipeline: Pipeline, engine: Engine, ahead: Ahead | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, engine: Engine, ahead: DecodeBackpressure | None = None) -> None:
         """`ahead`: whether decode has enough batch work; without, that is not asked."""
-        self.pipeline, self.engine, self.ahead = pipeline, engine, ahead
-        self.prompts = PromptReader(engine.model)
+        self.pipeline, self.engine, self.backpressure = pipeline, engine, ahead
+        self.prompt_reader = PromptTokenizer(engine.model)
 
     # 2. Claim.
 
-    def identify(self, delivery: Delivery) -> Task | None:
+    def identify_request(self, delivery: Delivery) -> Task | None:
         """The request of a message, or what is wrong with it; None where not even an id can be read."""
         started_s = now_s()
         try:
@@ -66,7 +67,7 @@ class PrefillRole:
             error, failure = refused, None
         except Exception as bug:  # this request's, not its neighbours'
             log.exception("a message of %s", delivery.topic)
-            error, failure = None, cause_of(bug)
+            error, failure = None, to_request_error(bug)
         request_id = extract_request_id(delivery.value, delivery.key)
         if request_id is None:
             return None
@@ -77,30 +78,30 @@ class PrefillRole:
 
     def read_message(self, delivery: Delivery) -> Task | None:
         """The request and its token ids, or what is wrong with it; None where not even an id can be read."""
-        task = self.identify(delivery)
+        task = self.identify_request(delivery)
         if task is None:
             return None
         if isinstance(task.message, Request):
             self._tokenize(task, task.message)
         task.read_s = now_s()
         whose = tracing.about(self.pipeline, task.id, Context())
-        task.context = task.around = tracing.context_of(delivery.headers, whose, delivery.timestamp_s)
+        task.context = task.parent_context = tracing.context_of(delivery.headers, whose, delivery.timestamp_s)
         return task
 
     def _tokenize(self, task: Task, request: Request) -> None:
         try:
             if request.klass not in (None, task.klass):
                 raise InvalidRequest(f"class {request.klass!r} in the topic of class {task.klass!r}")
-            task.token_ids = self.prompts.read(request)
+            task.token_ids = self.prompt_reader.tokenize_prompt(request)
         except RequestError as error:
             task.error = error
         except Exception as bug:  # this request's, not its neighbours'
             log.exception("request %s", task.id)
-            task.failure = cause_of(bug)
+            task.failure = to_request_error(bug)
 
     # 3. Compute.
 
-    def open_task(self, task: Task, kv: KVConnector) -> Sequence:
+    def build_sequence(self, task: Task, kv: KVConnector) -> Sequence:
         """The prompt, and the first token."""
         request, model = task.message, self.engine.model
         assert isinstance(request, Request)
@@ -108,13 +109,13 @@ class PrefillRole:
         task.message = request.model_copy(update={"sampling": sampling})
         task.blocks = kv.name_prompt(request.tenant, task.token_ids)
         task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
-        if self.ahead is not None and task.klass == "batch":
-            self.ahead.note()
+        if self.backpressure is not None and task.klass == "batch":
+            self.backpressure.note_batch_admitted()
         return Sequence(
             task.id,
             task.token_ids,
             sampling=sampling,
-            seed=seed_of(request),
+            seed=sampling_seed(request),
             max_new=1,
             klass=task.klass,
             tenant=request.tenant,
@@ -122,46 +123,48 @@ class PrefillRole:
             suspect=is_suspect(task.claim),
         )
 
-    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: Load) -> int:
+    def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
         """None while decode has enough to do with batch work, and only so many that it takes some steps to compute
         those that wait. Others may have time for the rest.
         """
-        if klass == "batch" and self.ahead is not None and self.ahead.is_enough:
+        if klass == "batch" and self.backpressure is not None and self.backpressure.is_active:
             return 0
         settings = self.engine.settings
-        each, most = load.expected(klass, settings.max_batch - len(tasks) - num_read)
+        each, most = load.estimate_admission(klass, settings.max_batch - len(tasks) - num_read)
         waiting = [task.seq for task in tasks if task.seq is not None and task.seq.state is State.WAITING]
         num_waiting = sum(seq.num_prompt for seq in waiting) + num_read * each
-        num_behind = (STEPS_AHEAD * settings.max_step_tokens - num_waiting) // each
+        num_behind = (MAX_WAITING_STEPS * settings.max_step_tokens - num_waiting) // each
         if num_behind == 0 and not num_waiting:
             num_behind = 1
         return min(most, self.engine.room(klass, each) - num_read, num_behind)
 
     # 5. Settle.
 
-    def end_of(self, task: Task) -> EndEvent:
+    def build_end_event(self, task: Task) -> EndEvent:
         """The end of what ends in prefill."""
-        return end_of(task)
+        return build_end_event(task)
 
-    def complete_task(self, task: Task) -> Completion:
+    def build_completion(self, task: Task) -> Completion:
         """The job reference, also of what ended."""
-        job = job_of(task, self.engine.model.fingerprint)
-        outputs = [outgoing_job(self.pipeline, job, task.operation, task.around)]
-        return Completion(outputs, letters(self.pipeline, task.delivery, task.error, task.claim), {"job": job.job})
+        job = build_job(task, self.engine.model.fingerprint)
+        outputs = [build_job_message(self.pipeline, job, task.operation, task.parent_context)]
+        return Completion(
+            outputs, make_dead_letters(self.pipeline, task.delivery, task.error, task.claim), {"job": job.job}
+        )
 
     # For the heartbeat.
 
-    def held(self, task: Task) -> Held:
+    def measure_task_load(self, task: Task) -> TaskLoad:
         """What it stands for in the heartbeat."""
         seq, message = task.seq, task.message
         left = 0 if seq is None or seq.state is State.DONE else seq.num_prompt - seq.num_computed
         is_running = seq is not None and seq.state is State.RUNNING
         if message is None:
-            return Held(task.klass, is_running, left, 0)
+            return TaskLoad(task.klass, is_running, left, 0)
         num_said = 0 if message.sampling.fit_context else None
-        return Held(task.klass, is_running, left, message.sampling.max_tokens, num_said)
+        return TaskLoad(task.klass, is_running, left, message.sampling.max_tokens, num_said)
 
-    def rates(self, load: Load) -> dict[str, object]:
+    def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """How fast prompts are computed."""
-        rates = [rate for rate in (load.pace.tokens_per_s, self.engine.rates()) if rate is not None]
+        rates = [rate for rate in (load.throughput.tokens_per_s, self.engine.rates()) if rate is not None]
         return {"prompt_tokens_per_s": max(rates, default=None)}

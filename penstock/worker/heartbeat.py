@@ -19,7 +19,7 @@ from penstock.redis.client import redis_client, replies_to
 
 log = logging.getLogger(__name__)
 
-GOODBYE_S = 60.0
+GOODBYE_TTL_S = 60.0
 """For so long it is known that a worker left in good order, and was not lost."""
 
 
@@ -64,24 +64,24 @@ class Heartbeat:
         self._wake.set()
         self._thread.join()
 
-    def say(self, *, now: bool = False, **status: object) -> None:
+    def update_status(self, *, now: bool = False, **status: object) -> None:
         """Change what the heartbeat says; `now` does not wait for the next beat."""
         self._status.update(status)
         if now:
             self._wake.set()
 
-    def watch(self, load: Callable[[], dict[str, object]]) -> None:
+    def set_load_source(self, load: Callable[[], dict[str, object]]) -> None:
         """Ask `load` at each beat for what changes all the time. With a `reason`, one that is ready is degraded."""
         self._load = load
 
-    def progress(self, what: str, share: float) -> None:
+    def report_progress(self, what: str, share: float) -> None:
         """Progress of a long load, for the key and, every tenth of it, for the log."""
         if (what, int(share * 10)) != self._logged:
             self._logged = (what, int(share * 10))
             log.info("%s: %.0f%%", what, share * 100)
-        self.say(doing=what, progress=round(share, 3))
+        self.update_status(doing=what, progress=round(share, 3))
 
-    def write(self) -> None:
+    def write_beat(self) -> None:
         """Beat now, and look whose the last beat was. Raises `redis.RedisError`."""
         if self._since_s is None:
             seconds, microseconds = self._redis.time()
@@ -97,18 +97,18 @@ class Heartbeat:
                 pipe.delete(self._left_key)
             before, *_ = replies_to(pipe)
         self._is_written = True
-        self._compare(before)
+        self._compare_token(before)
 
-    def look(self) -> bool:
+    def check_replaced(self) -> bool:
         """`is_replaced`, as of now; as it was known before where Redis does not say."""
         with suppress(redis.RedisError):
-            self._compare(self._redis.get(self._key))
+            self._compare_token(self._redis.get(self._key))
         return self.is_replaced
 
     def _run(self) -> None:
         while not self._ended and not self.is_replaced:
             try:
-                self.write()
+                self.write_beat()
             except redis.RedisError as error:
                 if self._is_written:
                     log.warning("heartbeats cannot be written: %s", error)
@@ -117,17 +117,17 @@ class Heartbeat:
             self._wake.clear()
         if self._is_written and not self.is_replaced:
             with suppress(redis.RedisError):  # else it runs out
-                self._redis.set(self._left_key, "", px=int(GOODBYE_S * 1000))
+                self._redis.set(self._left_key, "", px=int(GOODBYE_TTL_S * 1000))
                 self._redis.delete(self._key)
 
-    def _compare(self, found: object) -> None:
+    def _compare_token(self, found: object) -> None:
         if isinstance(found, bytes) and self._since_s is not None:
             other: dict[str, Any] = json.loads(found)
             is_mine = other.get("token") == self._status["token"]
             self.is_replaced = self.is_replaced or (not is_mine and other["since"] > self._since_s)
 
 
-def slot_name(given: str) -> str:
+def choose_worker_name(given: str) -> str:
     """The worker's name: the one given, or host, process id and a random part.
 
     Containers on their host's network, or with one `hostname`, may have equal process ids; of two workers with one name
@@ -136,7 +136,7 @@ def slot_name(given: str) -> str:
     return given or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def stay_on(cores: str) -> None:
+def pin_to_cores(cores: str) -> None:
     """Keep this process on some cores (`0` or `0,1`); nothing where the system has no affinity."""
     if cores and hasattr(os, "sched_setaffinity"):
         try:

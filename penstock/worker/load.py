@@ -15,7 +15,7 @@ HALF_LIFE_S = 5.0
 """Of busy time: what was done before counts half."""
 
 
-class Held(NamedTuple):
+class TaskLoad(NamedTuple):
     """A request as a worker holds it."""
 
     klass: PriorityClass
@@ -25,7 +25,7 @@ class Held(NamedTuple):
     """Left to compute."""
     output_tokens: int
     """Still to come, at most."""
-    num_said: int | None = None
+    num_generated: int | None = None
     """Output tokens so far of an answer that may fill the context: it is expected to become as long as others are."""
 
 
@@ -65,52 +65,53 @@ class Pace:
         self._since = now if is_busy else None
 
 
-class Load:
+class WorkerLoad:
     """One worker's means and paces. The loop notes, any thread may report."""
 
     def __init__(self) -> None:
-        self.prompts = {klass: Mean() for klass in CLASSES}
+        self.mean_prompt_tokens = {klass: Mean() for klass in CLASSES}
         """Prompt tokens of a message."""
-        self.outputs = {klass: Mean() for klass in CLASSES}
+        self.mean_output_tokens = {klass: Mean() for klass in CLASSES}
         """Output tokens of a message: at most so many in prefill, so many as there were in decode."""
-        self.pace = Pace()
+        self.throughput = Pace()
         """Of this stage's work: the tokens of prompts that are done, or those of answers."""
-        self.rooms: Mapping[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
+        self.capacities: Mapping[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
         """How many more requests of a class would run, at the last look."""
 
-    def expected(self, klass: PriorityClass, most: int) -> tuple[int, int]:
+    def estimate_admission(self, klass: PriorityClass, most: int) -> tuple[int, int]:
         """Prompt tokens that each of the next requests of a class may bring, and how many to take.
 
         That is `most`; before the first one came, one: it will tell.
         """
-        mean = self.prompts[klass].value
+        mean = self.mean_prompt_tokens[klass].value
         return (1, min(1, most)) if mean is None else (max(1, round(mean)), most)
 
-    def report(self, held: Iterable[Held], waiting: Mapping[PriorityClass, int]) -> dict[str, object]:
+    def summarize_load(self, held: Iterable[TaskLoad], waiting: Mapping[PriorityClass, int]) -> dict[str, object]:
         """For the heartbeat. `waiting`: messages of which nothing is known but that they are held."""
         held = list(held)
         return {
-            klass: self._of(klass, [one for one in held if one.klass == klass], waiting[klass]) for klass in CLASSES
+            klass: self._summarize_class(klass, [one for one in held if one.klass == klass], waiting[klass])
+            for klass in CLASSES
         }
 
-    def _of(self, klass: PriorityClass, held: list[Held], num_waiting: int) -> dict[str, object]:
+    def _summarize_class(self, klass: PriorityClass, held: list[TaskLoad], num_waiting: int) -> dict[str, object]:
         return {
             "requests": len(held) + num_waiting,
             "running": sum(one.is_running for one in held),
-            "room": self.rooms[klass],
+            "room": self.capacities[klass],
             "prompt_tokens": sum(one.prompt_tokens for one in held),
-            "output_tokens": sum(map(self._output_left, held)),
-            "mean_prompt_tokens": _rounded(self.prompts[klass].value),
-            "mean_output_tokens": _rounded(self.outputs[klass].value),
+            "output_tokens": sum(map(self._estimate_output_left, held)),
+            "mean_prompt_tokens": _rounded(self.mean_prompt_tokens[klass].value),
+            "mean_output_tokens": _rounded(self.mean_output_tokens[klass].value),
         }
 
-    def _output_left(self, one: Held) -> int:
+    def _estimate_output_left(self, one: TaskLoad) -> int:
         """Return how many output tokens are still to come, about."""
-        if one.num_said is None:
+        if one.num_generated is None:
             return one.output_tokens
-        mean = self.outputs[one.klass].value
+        mean = self.mean_output_tokens[one.klass].value
         expected = DEFAULT_MAX_TOKENS if mean is None else round(mean)
-        return min(one.output_tokens, max(1, expected - one.num_said))
+        return min(one.output_tokens, max(1, expected - one.num_generated))
 
 
 def _rounded(number: float | None) -> float | None:

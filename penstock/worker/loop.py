@@ -35,39 +35,41 @@ class StopSignal:
         self._event.set()
 
 
-class Loop(Protocol):
+class WorkerLoop(Protocol):
     """A worker: `turn` is its loop's body."""
 
     @property
     def running(self) -> Sized:
         """What it is working on."""
 
-    def turn(self, *, accept: bool = True) -> bool:
+    def run_once(self, *, accept: bool = True) -> bool:
         """One turn; whether it did anything. Without `accept` nothing new is taken."""
 
     def is_settled(self) -> bool:
         """Whether nothing waits, for another worker or for a commit."""
 
-    def retire(self) -> None:
+    def stop_accepting(self) -> None:
         """Take nothing more, and let others have what would come here."""
 
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
 
 
-def serve(worker: Loop, stop: StopSignal, drain_s: float, draining: Callable[[], None] = lambda: None) -> None:
+def run_until_stopped(
+    worker: WorkerLoop, stop: StopSignal, drain_s: float, draining: Callable[[], None] = lambda: None
+) -> None:
     """Work until told to stop; then finish what is running, within `drain_s`, and hand back the rest."""
     while not stop:
-        worker.turn()
+        worker.run_once()
     draining()
-    worker.retire()
+    worker.stop_accepting()
     until = time.monotonic() + drain_s
     while worker.running and time.monotonic() < until:
-        worker.turn(accept=False)
+        worker.run_once(accept=False)
     worker.close()
 
 
-def run_until_idle(worker: Loop) -> None:
+def run_until_idle(worker: WorkerLoop) -> None:
     """Work until there is nothing to do: for tests that run a pipeline in their own process."""
-    while worker.turn() or worker.running or not worker.is_settled():
+    while worker.run_once() or worker.running or not worker.is_settled():
         pass

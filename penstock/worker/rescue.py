@@ -28,19 +28,19 @@ from penstock.redis.client import is_away
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 2.0
+PATIENCE_LEASES = 2.0
 """Leases."""
-MAX_FREE = 64
+MAX_FREE_REQUESTS = 64
 """With so many requests that nobody has taken yet, no more are read for others."""
-AT_ONCE_BYTES = 4 * 2**20
+MAX_BATCH_BYTES = 4 * 2**20
 """Of messages that are put down in one round trip; a larger one goes alone."""
 MAX_WAITING_BYTES = 64 * 2**20
 """Of messages that wait in one worker and are put down. What is behind these waits for the bus."""
-LEAVE_S = 2.0
+CLOSE_TIMEOUT_S = 2.0
 """A worker that leaves waits no longer for servers that do not answer."""
 
 
-class Rescue:
+class Rescuer:
     """`read` says whose a message is, or that nobody can tell; `reader` reads adopted parts, where there are any."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Rescue:
         self._thread = threading.Thread(target=self._run, name="penstock-rescue", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what made it impossible to go on, if that was no outage."""
         if self._failure is not None:
             raise self._failure
@@ -71,7 +71,7 @@ class Rescue:
     def close(self) -> None:
         """Put down no more."""
         self._stop.set()
-        self._thread.join(LEAVE_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         calm_s = wait_s = self._record.lease_s / 2
@@ -94,13 +94,13 @@ class Rescue:
         waiting = [delivery for delivery in self._member.waiting() if delivery.klass == "interactive"]
         sums = accumulate(len(delivery.value) for delivery in waiting)
         near = waiting[: sum(1 for _ in takewhile(lambda num_bytes: num_bytes <= MAX_WAITING_BYTES, sums))]
-        self._since = {_place_of(delivery): known.get(_place_of(delivery), now_s) for delivery in near}
-        latest_s = now_s - PATIENCE * self._record.lease_s
-        late = [delivery for delivery in near if self._since[_place_of(delivery)] <= latest_s]
+        self._since = {_offset_of(delivery): known.get(_offset_of(delivery), now_s) for delivery in near}
+        latest_s = now_s - PATIENCE_LEASES * self._record.lease_s
+        late = [delivery for delivery in near if self._since[_offset_of(delivery)] <= latest_s]
         while late:
-            portion = _first_of(late)
+            portion = _take_batch(late)
             left = self._put_down(portion)
-            self._since |= {_place_of(delivery): float("inf") for delivery in portion if delivery not in left}
+            self._since |= {_offset_of(delivery): float("inf") for delivery in portion if delivery not in left}
             del late[: len(portion)]
 
     def read_adopted_parts(self) -> bool:
@@ -110,7 +110,9 @@ class Rescue:
         parts = list(self._session.adopted)
         self._put_down_found()
         if parts:
-            found = self._reader.read(parts, max(0, MAX_FREE - self._record.num_free(self._stage) - len(self._found)))
+            found = self._reader.read(
+                parts, max(0, MAX_FREE_REQUESTS - self._record.num_free(self._stage) - len(self._found))
+            )
             if found:
                 log.info("%d messages that no other %s worker reads", len(found), self._stage)
             self._found += found
@@ -123,7 +125,7 @@ class Rescue:
         left: list[Delivery] = []
         try:
             while self._found:
-                portion = _first_of(self._found)
+                portion = _take_batch(self._found)
                 left += self._put_down(portion)
                 del self._found[: len(portion)]
         finally:
@@ -131,11 +133,11 @@ class Rescue:
 
     def _put_down(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Returns those that cannot be put down now."""
-        whose = [(delivery, one) for delivery in deliveries if (one := self._whose(delivery)) is not None]
+        whose = [(delivery, one) for delivery in deliveries if (one := self._read_waiting(delivery)) is not None]
         left = {one.id for one in self._record.put_down(self._stage, [one for _, one in whose])}
         return [delivery for delivery, one in whose if one.id in left]
 
-    def _whose(self, delivery: Delivery) -> Waiting | None:
+    def _read_waiting(self, delivery: Delivery) -> Waiting | None:
         try:
             return self._read(delivery)
         except Exception:  # who claims it finds that out, and ends it
@@ -143,12 +145,12 @@ class Rescue:
             return None
 
 
-def _place_of(delivery: Delivery) -> tuple[str, str]:
+def _offset_of(delivery: Delivery) -> tuple[str, str]:
     return delivery.topic, delivery.position
 
 
-def _first_of(deliveries: Sequence[Delivery]) -> list[Delivery]:
+def _take_batch(deliveries: Sequence[Delivery]) -> list[Delivery]:
     """As many as go in one round trip."""
     sums = accumulate(len(delivery.value) for delivery in deliveries)
-    num = sum(1 for _ in takewhile(lambda num_bytes: num_bytes <= AT_ONCE_BYTES, sums))
+    num = sum(1 for _ in takewhile(lambda num_bytes: num_bytes <= MAX_BATCH_BYTES, sums))
     return list(deliveries[: max(1, num)])

@@ -20,21 +20,21 @@ from penstock.redis.client import is_away, pauses
 
 log = logging.getLogger(__name__)
 
-GIVE_UP_S = 60.0
+MAX_RETRY_S = 60.0
 """A member that could not settle for this long is done with: it may be at fault itself."""
-ALONE_S = 5.0
+MAX_RETRY_ALONE_S = 5.0
 """The same when the bus answers it, from its first failure on: then it is at fault."""
-SLOW_S, HUNG_S = 10.0, 45.0
+SLOW_CALL_S, HUNG_CALL_S = 10.0, 45.0
 """A call of the bus that takes so long is told of; and does not return any more: libraries have their bugs. What a
 member allows each of its own steps is less."""
-CLOSE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """How long a worker that leaves waits for its settlements; what is not settled then, others settle from the log."""
-MOMENT_S = 1.0
+ABANDON_TIMEOUT_S = 1.0
 """How long a settlement under way is waited for when nothing more is wanted of it."""
 
 
 @dataclass(frozen=True)
-class _Order:
+class _PendingSettlement:
     settlement: Settlement
     ticket: Any
     again: Callable[[], Settlement] | None
@@ -43,10 +43,10 @@ class _Order:
     def place(self) -> tuple[str, str] | int:
         """What it settles; one that settles nothing has a place of its own."""
         delivery = self.settlement.delivery
-        return _place_of(delivery) if delivery.is_held else id(self)
+        return _offset_of(delivery) if delivery.is_held else id(self)
 
 
-def _place_of(delivery: Delivery) -> tuple[str, str]:
+def _offset_of(delivery: Delivery) -> tuple[str, str]:
     return delivery.topic, delivery.position
 
 
@@ -66,7 +66,7 @@ class Settler:
         self._called_s: float | None = None
         """Since when the bus is at the settlement under way."""
         self._is_over = threading.Event()
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_PendingSettlement | None] = queue.SimpleQueue()
         self._open: Counter[tuple[str, str] | int] = Counter()
         self._outcomes: list[tuple[Any, bool]] = []
         self._lock = threading.Condition()
@@ -82,7 +82,7 @@ class Settler:
     def is_settling(self, delivery: Delivery) -> bool:
         """Whether it is to be settled already: it came a second time, and is looked at again when that is over."""
         with self._lock:
-            return self._open[_place_of(delivery)] > 0
+            return self._open[_offset_of(delivery)] > 0
 
     def settle(
         self,
@@ -96,15 +96,15 @@ class Settler:
         `again` makes the settlement anew, on the thread, for when it is not known whether its outputs are out: a job
         must not go out twice under one name, as both would settle the result.
         """
-        order = _Order(settlement, ticket, again)
+        order = _PendingSettlement(settlement, ticket, again)
         with self._lock:
             self._open[order.place] += 1
         if after is None:
             self._orders.put(order)
         else:
-            after.add_done_callback(lambda _: self._begin_awaited(order))
+            after.add_done_callback(lambda _: self._enqueue_awaited(order))
 
-    def _begin_awaited(self, order: _Order) -> None:
+    def _enqueue_awaited(self, order: _PendingSettlement) -> None:
         failpoint("prefill.4.written")
         self._orders.put(order)
 
@@ -114,38 +114,38 @@ class Settler:
             outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what made settling impossible, if anything did."""
         if self._failure is not None:
             raise self._failure
-        if (called_s := self._in_call_s()) > HUNG_S:
+        if (called_s := self._seconds_in_call()) > HUNG_CALL_S:
             raise BusUnavailable(f"the bus is at one settlement for {called_s:.0f} s")
 
     @property
     def trouble(self) -> str:
         """Why the last attempt failed, while it is made again, or that it takes long; else empty."""
-        called_s = self._in_call_s()
-        return f"settling takes {called_s:.0f} s so far" if called_s > SLOW_S else self._trouble
+        called_s = self._seconds_in_call()
+        return f"settling takes {called_s:.0f} s so far" if called_s > SLOW_CALL_S else self._trouble
 
-    def _in_call_s(self) -> float:
+    def _seconds_in_call(self) -> float:
         called_s = self._called_s
         return 0.0 if called_s is None else time.monotonic() - called_s
 
-    def wait(self, timeout_s: float) -> None:
+    def wait_settled(self, timeout_s: float) -> None:
         """Until everything is settled, it cannot be now, or the time is over."""
         with self._lock:
             self._lock.wait_for(lambda: not self._open or bool(self.trouble) or self._failure is not None, timeout_s)
 
     def close(self) -> None:
         """Settle what was asked for, as far as that is possible now, and end the thread."""
-        self.wait(MOMENT_S if self._member.trouble else CLOSE_S)
+        self.wait_settled(ABANDON_TIMEOUT_S if self._member.trouble else CLOSE_TIMEOUT_S)
         self.abandon()
 
     def abandon(self) -> None:
         """Settle nothing more. What the bus does not answer ends by itself, later."""
         self._is_over.set()
         self._orders.put(None)
-        self._thread.join(MOMENT_S)
+        self._thread.join(ABANDON_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
@@ -165,29 +165,35 @@ class Settler:
                 self._failure = error
                 self._lock.notify_all()
 
-    def _settle_batch(self, batch: list[_Order]) -> None:
+    def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
         """A delivery that came a second time while its first settlement was on its way is settled once."""
         unique = {order.place: order for order in reversed(batch)}
         self._settle_all([order for order in batch if unique[order.place] is order])
-        self._finish([order for order in batch if unique[order.place] is not order], settled=False)
+        self._finish_orders([order for order in batch if unique[order.place] is not order], settled=False)
 
-    def _settle_all(self, batch: list[_Order]) -> None:
+    def _settle_all(self, batch: list[_PendingSettlement]) -> None:
         waits, begun_s, troubled_s = pauses(), time.monotonic(), 0.0
         while batch and not self._is_over.is_set():
             try:
                 failpoint("settle.begun")
-                self._call([order.settlement for order in batch])
+                self._settle_on_bus([order.settlement for order in batch])
             except DeliveryLost as error:
-                lost = {_place_of(delivery) for delivery in error.deliveries}
+                lost = {_offset_of(delivery) for delivery in error.deliveries}
                 rest = [order for order in batch if order.place not in lost]
                 assert len(rest) < len(batch), "lost deliveries are of those that were to be settled"
-                self._note("")
-                self._finish([order for order in batch if order.place in lost], settled=False)
+                self._set_trouble("")
+                self._finish_orders([order for order in batch if order.place in lost], settled=False)
                 batch = rest
             except RequestTooLarge as error:  # nothing was done: whose it is shows when each is settled alone
                 if len(batch) == 1:
                     log.error("%s cannot be settled: %s", batch[0].settlement.delivery.position, error)
-                    batch = [replace(batch[0], settlement=fit(self._pipeline, batch[0].settlement, error), again=None)]
+                    batch = [
+                        replace(
+                            batch[0],
+                            settlement=replace_oversized(self._pipeline, batch[0].settlement, error),
+                            again=None,
+                        )
+                    ]
                 else:
                     for order in batch:
                         self._settle_all([order])
@@ -196,31 +202,31 @@ class Settler:
                 now_s = time.monotonic()
                 if self._member.trouble or not troubled_s:  # a first failure may have taken longer than `ALONE_S`
                     troubled_s = now_s
-                if not is_away(error) or now_s > min(begun_s + GIVE_UP_S, troubled_s + ALONE_S):
+                if not is_away(error) or now_s > min(begun_s + MAX_RETRY_S, troubled_s + MAX_RETRY_ALONE_S):
                     raise
                 batch = [replace(order, settlement=order.again()) if order.again else order for order in batch]
                 log.warning("settling failed, trying again: %s", error)
-                self._note(str(error))
+                self._set_trouble(str(error))
                 self._is_over.wait(next(waits))
             else:
                 failpoint("settle.done")
-                self._note("")
-                self._finish(batch, settled=True)
+                self._set_trouble("")
+                self._finish_orders(batch, settled=True)
                 return
 
-    def _call(self, settlements: list[Settlement]) -> None:
+    def _settle_on_bus(self, settlements: list[Settlement]) -> None:
         self._called_s = time.monotonic()
         try:
             self._member.settle(settlements)
         finally:
             self._called_s = None
 
-    def _note(self, trouble: str) -> None:
+    def _set_trouble(self, trouble: str) -> None:
         with self._lock:
             self._trouble = trouble
             self._lock.notify_all()
 
-    def _finish(self, orders: list[_Order], *, settled: bool) -> None:
+    def _finish_orders(self, orders: list[_PendingSettlement], *, settled: bool) -> None:
         with self._lock:
             self._outcomes += [(order.ticket, settled) for order in orders]
             self._open -= Counter(order.place for order in orders)
@@ -228,7 +234,7 @@ class Settler:
         self._wake()
 
 
-def fit(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Settlement:
+def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Settlement:
     """A settlement that every topic takes. A result that none takes is an error instead; a dead letter tells of it."""
     outputs: list[Outgoing] = []
     cause = InternalError(str(why))

@@ -51,26 +51,26 @@ from penstock.telemetry import tracing
 from penstock.telemetry.genai import request_attributes, usage_attributes
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.stage import StageFigures
-from penstock.worker.failures import (
+from penstock.worker.delivery_queue import IDLE_POLL_S, DeliveryQueue, deserialize_delivery
+from penstock.worker.load import WorkerLoad
+from penstock.worker.message_reader import MessageReader
+from penstock.worker.rescue import Rescuer
+from penstock.worker.retry import (
     TRUSTED_ATTEMPTS,
-    Failures,
-    cause_of,
-    cause_to_end,
+    RetryPolicy,
+    deadline_error,
     is_suspect,
-    too_late,
+    reason_to_end,
+    to_request_error,
 )
-from penstock.worker.inbox import IDLE_POLL_S, Inbox, unpack
-from penstock.worker.load import Load
-from penstock.worker.reading import Readings
-from penstock.worker.rescue import Rescue
 from penstock.worker.settler import Settler
 from penstock.worker.task import Role, Task
 
 log = logging.getLogger(__name__)
 
-MOMENT_S = 0.05
+SETTLING_DEFERRAL_S = 0.05
 """A delivery that is being settled is looked at again so soon."""
-SOON_S = 0.01
+BUSY_POLL_S = 0.01
 """So long an idle worker waits for messages while something of its own is under way."""
 
 
@@ -78,11 +78,11 @@ SOON_S = 0.01
 class Settling:
     """What is to be done when a delivery is settled."""
 
-    num_letters: int
+    num_dead_letters: int
     task: Task | None = None
     """None where it was never claimed."""
     begun_s: float = 0.0
-    about: Mapping[str, str] = field(default_factory=dict)
+    span_attributes: Mapping[str, str] = field(default_factory=dict)
     """What its span says of it."""
 
 
@@ -105,21 +105,25 @@ class Worker:
         reader = member.orphan_reader()
         self.session = Sessions(record, self.stage, name, member.parts, adopts=reader is not None)
         self.kv = KVConnector(store, self.engine, self.engine.pool.num_blocks)
-        self.settler, self.inbox, self.load = Settler(member, pipeline, self.kv.wake), Inbox(member), Load()
-        self.readings = Readings(role.read_message, self.kv.wake)
-        self.rescue = Rescue(record, self.stage, self.session, member, reader, self.waiting_of)
-        self.failures = Failures(record, self.inbox, self.figures.retried)
+        self.settler, self.queue, self.load = (
+            Settler(member, pipeline, self.kv.wake),
+            DeliveryQueue(member),
+            WorkerLoad(),
+        )
+        self.reader = MessageReader(role.read_message, self.kv.wake)
+        self.rescuer = Rescuer(record, self.stage, self.session, member, reader, self.make_claim_request)
+        self.retry_policy = RetryPolicy(record, self.queue, self.figures.retried)
         self.running: dict[str, Task] = {}
         """All that is claimed and not through with this stage, by request."""
         self._handing_off: set[Task] = set()
         """Those whose hand-off is being settled."""
-        self._sent: list[Task] = []
+        self._tasks_in_flight: list[Task] = []
         """Those with a token on its way to the log."""
         self._sent_s = 0.0
 
-    def turn(self, *, accept: bool = True) -> bool:
+    def run_once(self, *, accept: bool = True) -> bool:
         """One turn of the loop; whether it did anything. Without `accept` nothing new is taken."""
-        self._hear_news()
+        self._handle_claim_news()
         read = self._collect_events()
         deliveries = self._poll_messages() if accept else []
         self._claim_messages([*read, *self._read_messages(deliveries)])
@@ -133,24 +137,24 @@ class Worker:
         self._store_full_blocks()
         if self.role.hands_off or not self.engine.has_work():
             self._confirm_tokens()
-        self._note_pace(sampled)
+        self._record_throughput(sampled)
         if not self._is_idle() and not self.engine.has_run:
             self.kv.wait()
         return bool(deliveries or sampled)
 
     # What happened meanwhile.
 
-    def _hear_news(self) -> None:
+    def _handle_claim_news(self) -> None:
         """Let go of what others hold, and end what is to end."""
-        self.settler.check()
-        self.rescue.check()
+        self.settler.raise_failure()
+        self.rescuer.raise_failure()
         for claim, news in self.session.news():
             task = self.running.get(claim.id)
             if task is None or task.claim is not claim:
                 continue
             if news is News.LOST:
-                self._lose(task)
-            elif not task.is_sent:  # else its token is refused
+                self._drop_lost_task(task)
+            elif not task.is_in_flight:  # else its token is refused
                 task.error = Cancelled(f"cancelled in {self.stage}")
                 self._end_tasks(task)
 
@@ -159,15 +163,15 @@ class Worker:
         for event in self.kv.collect():
             match event:
                 case Loaded():
-                    self._compute(event.ticket, event)
+                    self._start_computing(event.ticket, event)
                 case Stored(task, num_blocks, begun_s, ended_s):
                     tracing.note("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
-        self._note_settled(self.settler.collect())
+        self._finish_settled(self.settler.collect())
         read = []
-        for reading in self.readings.collect():
+        for reading in self.reader.collect_read():
             if reading.claim is not None:
-                self._go_on(reading.delivery, reading.task.result(), reading.claim)
-            elif (task := self._task_of(reading.delivery, reading.task.result())) is not None:
+                self._resume_request(reading.delivery, reading.task.result(), reading.claim)
+            elif (task := self._accept_read_task(reading.delivery, reading.task.result())) is not None:
                 read.append(task)
         return read
 
@@ -175,13 +179,13 @@ class Worker:
 
     def _poll_messages(self) -> list[Delivery]:
         """What to begin now, or soon if there is nothing to do but wait."""
-        rooms = self.load.rooms = {klass: self.free_capacity(klass) for klass in CLASSES}
+        rooms = self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
         is_waited_for = len(self.settler) > 0 or len(self.kv) > 0
-        deliveries = self.inbox.poll(
+        deliveries = self.queue.poll(
             rooms["batch"],
             rooms["interactive"],
             idle=self._is_idle(),
-            wait_s=SOON_S if is_waited_for else IDLE_POLL_S,
+            wait_s=BUSY_POLL_S if is_waited_for else IDLE_POLL_S,
         )
         for _ in deliveries:
             stage_failpoint(self.stage, "prefill.1.polled", "decode.6.polled")
@@ -195,71 +199,75 @@ class Worker:
             return 0
         rank = CLASSES.index(klass)
         before = [task for task in self.running.values() if CLASSES.index(task.klass) <= rank]
-        num_read = sum(CLASSES.index(delivery.klass) <= rank for delivery in self.readings.deliveries())
+        num_read = sum(CLASSES.index(delivery.klass) <= rank for delivery in self.reader.pending_deliveries())
         return max(0, self.role.free_capacity(klass, before, num_read, self.load))
 
     def _is_idle(self) -> bool:
         """Whether there is nothing to do but wait for messages."""
-        return not self.running and not len(self.readings)
+        return not self.running and not len(self.reader)
 
     def _read_messages(self, deliveries: Iterable[Delivery]) -> list[Task]:
         """Read what is short; the rest is read beside the engine's steps."""
         tasks = []
         for delivery in deliveries:
-            if len(delivery.value) > self.role.inline_bytes:
-                self.readings.start(delivery, None)
-            elif (task := self._task_of(delivery, self.role.read_message(delivery))) is not None:
+            if len(delivery.value) > self.role.max_inline_bytes:
+                self.reader.submit(delivery, None)
+            elif (task := self._accept_read_task(delivery, self.role.read_message(delivery))) is not None:
                 tasks.append(task)
         return tasks
 
-    def _task_of(self, delivery: Delivery, task: Task | None) -> Task | None:
+    def _accept_read_task(self, delivery: Delivery, task: Task | None) -> Task | None:
         """What was read of a message, if anybody is to be told of it. If not, a dead letter tells."""
         if task is None:
-            self._bury(delivery, "invalid_request: no request id can be read, in the message or its key")
+            self._send_dead_letter(delivery, "invalid_request: no request id can be read, in the message or its key")
         elif task.read_s:
             self.figures.preprocessed(task.read_s - task.started_s)
         return task
 
-    def waiting_of(self, delivery: Delivery) -> Waiting | None:
+    def make_claim_request(self, delivery: Delivery) -> Waiting | None:
         """The request of a message that nobody has begun; None where it cannot be put down. Any thread may ask."""
-        task = self.role.identify(delivery)
-        waiting = None if task is None else task.waiting()
+        task = self.role.identify_request(delivery)
+        waiting = None if task is None else task.to_claim_request()
         return waiting if waiting is not None and waiting.message else None
 
     def _claim_messages(self, tasks: Iterable[Task]) -> None:
         """Claim what is this worker's to claim, all in one round trip."""
-        mine = [task for task in tasks if self._is_mine(task.delivery)]
-        claims = self.record.claim_all(self.stage, self.session.id, [task.waiting() for task in mine])
+        mine = [task for task in tasks if self._is_claimable(task.delivery)]
+        claims = self.record.claim_all(self.stage, self.session.id, [task.to_claim_request() for task in mine])
         for task, claimed in zip(mine, claims, strict=True):
             match claimed:
-                case Busy() if (running := self._without_delivery(task)) is not None:
+                case Busy() if (running := self._find_undelivered_task(task)) is not None:
                     running.delivery = task.delivery
                 case Busy(wait_s=wait_s):
-                    self.inbox.put_back(task.delivery, wait_s)
+                    self.queue.defer(task.delivery, wait_s)
                 case Bound():
                     self.settler.settle(Settlement(task.delivery), Settling(0))
                 case Conflict():
                     error = IdConflict(f"the id {task.id!r} belongs to a request with another body")
-                    self._bury(task.delivery, f"{error.code}: {error}")
+                    self._send_dead_letter(task.delivery, f"{error.code}: {error}")
                 case Claim():
                     stage_failpoint(self.stage, "prefill.2.claimed", "decode.6.claimed")
                     self._open_task(task, claimed)
 
-    def _is_mine(self, delivery: Delivery) -> bool:
+    def _is_claimable(self, delivery: Delivery) -> bool:
         """Whether to claim with it. If not, another has it now, or it came a second time and is being settled."""
         if self.settler.is_settling(delivery):
-            self.inbox.put_back(delivery, MOMENT_S)
+            self.queue.defer(delivery, SETTLING_DEFERRAL_S)
             return False
         return self.member.holds(delivery)
 
-    def _without_delivery(self, task: Task) -> Task | None:
+    def _find_undelivered_task(self, task: Task) -> Task | None:
         """What was taken over from the holder of this message, here."""
         running = self.running.get(task.id)
-        return running if running is not None and not running.delivery.is_held and _are_same(running, task) else None
+        return (
+            running
+            if running is not None and not running.delivery.is_held and _are_same_request(running, task)
+            else None
+        )
 
     def _take_over(self, *, accept: bool) -> None:
         """Go on with what nobody holds. Others have the deliveries, or get them later."""
-        room = max(self.load.rooms.values()) if accept and self.session.num_free else 0
+        room = max(self.load.capacities.values()) if accept and self.session.num_free else 0
         if room <= 0:
             return
         taken = self.record.take(self.stage, self.session.id, room)
@@ -267,48 +275,52 @@ class Worker:
         for one in taken:
             self.figures.took_over()
             try:
-                delivery = unpack(one.message)
-                if len(delivery.value) > self.role.inline_bytes:
+                delivery = deserialize_delivery(one.message)
+                if len(delivery.value) > self.role.max_inline_bytes:
                     self.session.add(one.claim)
-                    self.readings.start(delivery, one.claim)
+                    self.reader.submit(delivery, one.claim)
                 else:
-                    self._go_on(delivery, self.role.read_message(delivery), one.claim)
+                    self._resume_request(delivery, self.role.read_message(delivery), one.claim)
             except Exception as error:  # a message that cannot be read, or a bug: this request's
-                self._hand_on(one.claim, error)
+                self._release_failed_claim(one.claim, error)
 
-    def _go_on(self, delivery: Delivery, task: Task | None, claim: Claim) -> None:
+    def _resume_request(self, delivery: Delivery, task: Task | None, claim: Claim) -> None:
         """Go on with a request that was taken over."""
         if task is None:
-            self._hand_on(claim, InvalidRequest(f"no request id can be read in a message of {delivery.topic}"))
+            self._release_failed_claim(
+                claim, InvalidRequest(f"no request id can be read in a message of {delivery.topic}")
+            )
             return
         if task.read_s:
             self.figures.preprocessed(task.read_s - task.started_s)
         stage_failpoint(self.stage, "prefill.2.taken", "decode.6.taken")
         self._open_task(task, claim)
 
-    def _hand_on(self, claim: Claim, error: Exception) -> None:
+    def _release_failed_claim(self, claim: Claim, error: Exception) -> None:
         """Leave a request to whoever takes it later, or gets its delivery. Raises what is not about this one."""
-        cause_of(error)
+        to_request_error(error)
         log.error("request %s cannot be gone on with", claim.id, exc_info=error)
         self.session.drop(claim)
         task = self.running.get(claim.id)
         if task is not None and task.claim is claim:
-            self._forget(task)
+            self._remove_task(task)
         self.record.release(claim, failed=True, delivered=False, wait_s=self.record.settings.retry_cap_s)
 
     def _open_task(self, task: Task, claim: Claim) -> None:
         """Begin the work on a request that is claimed; what cannot be answered ends."""
-        task.claim, task.said = claim, [event for event in claim.log if isinstance(event, TokenEvent)]
-        self._note_wait(task)
-        self._replace_older(task)
+        task.claim, task.log_events = claim, [event for event in claim.log if isinstance(event, TokenEvent)]
+        self._record_queue_wait(task)
+        self._replace_older_task(task)
         if claim.ended:
             self._complete_task(task, now_s())
             return
-        cause = cause_to_end(claim, task.deadline)
+        cause = reason_to_end(claim, task.deadline)
         if task.failure is not None and isinstance(cause, AttemptsExhausted):
             cause = task.failure  # no worker was lost
         task.error = task.error or cause
-        if task.error is None and self.failures.set_aside(task.delivery, claim, has_to_wait=self._has_to_wait(claim)):
+        if task.error is None and self.retry_policy.defer_suspect(
+            task.delivery, claim, has_to_wait=self._has_to_run_apart(claim)
+        ):
             self.session.drop(claim)
             return
         task.begin_span(self.stage)
@@ -317,7 +329,7 @@ class Worker:
         self.running[task.id] = task
         self.session.add(claim)
         if task.failure is not None and task.error is None:
-            self._give_up(task, task.failure)
+            self._retry_or_end(task, task.failure)
             return
         try:
             if task.error is None and self._begin_load(task):
@@ -326,11 +338,11 @@ class Worker:
             task.error = error
         except Exception as error:  # a bug is this request's, not its neighbours'
             log.exception("request %s", task.id)
-            self._give_up(task, cause_of(error))
+            self._retry_or_end(task, to_request_error(error))
             return
         self._end_tasks(task)
 
-    def _has_to_wait(self, claim: Claim) -> bool:
+    def _has_to_run_apart(self, claim: Claim) -> bool:
         """Whether a request has to wait because of who else is here, what is handed off and not noted yet included.
 
         One that may kill the worker, and one that was claimed in vain before, are not here together: whichever of them
@@ -340,50 +352,50 @@ class Worker:
         here = [*self.running.values(), *self._handing_off]
         return claim.attempts > 1 and any(task.claim.tries >= num_tries for task in here)
 
-    def _note_wait(self, task: Task) -> None:
+    def _record_queue_wait(self, task: Task) -> None:
         """Work on a message begins. What was taken over has no wait of its own: another worker had it meanwhile."""
         delivery, begun_s = task.delivery, task.started_s
         if delivery.is_held:
             self.figures.began(delivery.klass, delivery.timestamp_s, begun_s)
         name = "queue.wait" if delivery.is_held else "taken_over"
-        tracing.note(name, task.around, delivery.timestamp_s, begun_s, topic=delivery.topic)
+        tracing.note(name, task.parent_context, delivery.timestamp_s, begun_s, topic=delivery.topic)
         if task.read_s:
-            tracing.note("preprocess", task.around, begun_s, task.read_s, bytes=len(delivery.value))
+            tracing.note("preprocess", task.parent_context, begun_s, task.read_s, bytes=len(delivery.value))
 
-    def _replace_older(self, task: Task) -> None:
+    def _replace_older_task(self, task: Task) -> None:
         """Let go of what was held until its session was over, and is claimed anew now: of its delivery, too, if that is
         another one. One that came with none goes on with the older one's.
         """
         older = self.running.get(task.id)
         if older is None:
             return
-        self._forget(older)
-        if not task.delivery.is_held and _are_same(older, task):
+        self._remove_task(older)
+        if not task.delivery.is_held and _are_same_request(older, task):
             task.delivery = older.delivery
         elif (older.delivery.topic, older.delivery.position) != (task.delivery.topic, task.delivery.position):
-            self.inbox.put_back(older.delivery)
+            self.queue.defer(older.delivery)
 
     # 3 and 6. Load.
 
     def _begin_load(self, task: Task) -> bool:
         """Have its blocks fetched; False where there is nothing to compute."""
-        seq = self.role.open_task(task, self.kv)
+        seq = self.role.build_sequence(task, self.kv)
         if seq is None:
             return False
         assert task.blocks is not None
         assert task.message is not None
         task.seq, sampling = seq, task.message.sampling
         self.engine.check(seq, sampling.max_tokens)
-        self.load.prompts[seq.klass].note(len(seq.token_ids))
+        self.load.mean_prompt_tokens[seq.klass].note(len(seq.token_ids))
         if self.role.hands_off:
             # One that may fill the context is not expected to: it would make all that waits look endless.
             expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
-            self.load.outputs[seq.klass].note(expected)
+            self.load.mean_output_tokens[seq.klass].note(expected)
         lease_to = self.pipeline.lease_owner(task.id) if self.role.hands_off else ""
         self.kv.load(task, task.blocks, seq, lease_to)
         return True
 
-    def _compute(self, task: Task, loaded: Loaded) -> None:
+    def _start_computing(self, task: Task, loaded: Loaded) -> None:
         """What could be had is in the pool: compute the rest."""
         if task is not self.running.get(task.id):
             return
@@ -409,33 +421,33 @@ class Worker:
         """One request makes steps fail; what the last step said of it is in its log by now."""
         task = self.running.get(failed.seq.id)
         if task is not None and task.seq is failed.seq:
-            self._give_up(task, failed.error)
+            self._retry_or_end(task, failed.error)
 
     def _store_full_blocks(self) -> None:
         """Have the blocks written that the last step has filled."""
         for task in self.running.values():
             if task.seq is not None and task.seq.state is State.RUNNING:
-                self._store_full(task)
+                self._store_full_blocks_of(task)
 
-    def _store_full(self, task: Task) -> None:
+    def _store_full_blocks_of(self, task: Task) -> None:
         assert task.blocks is not None
         if self.kv.store_full(task.blocks):
             stage_failpoint(self.stage, "prefill.3.shipping", "decode.7.shipping")
 
-    def _note_pace(self, sampled: Sequence[Sampled]) -> None:
+    def _record_throughput(self, sampled: Sequence[Sampled]) -> None:
         """Note what a turn brought: prompts in prefill, tokens in decode."""
         num_tokens = sum(item.seq.num_prompt for item in sampled) if self.role.hands_off else len(sampled)
-        self.load.pace.note(num_tokens, is_busy=bool(self.running))
+        self.load.throughput.note(num_tokens, is_busy=bool(self.running))
 
     # 4 and 7. Append.
 
     def _append_tokens(self, sampled: Sequence[Sampled]) -> None:
         """Send each token to its log, in one round trip; of what is computed, the last blocks follow."""
-        mine = [(task, item) for item in sampled if (task := self._computing(item)) is not None]
+        mine = [(task, item) for item in sampled if (task := self._find_sampled_task(item)) is not None]
         # What prefill computed again may have its token in the log.
         fresh = [(task, item) for task, item in mine if not (self.role.hands_off and task.claim.num_tokens)]
-        entries = [(task.claim, self._say(task, item)) for task, item in fresh]
-        self._sent, self._sent_s = [task for task, _ in fresh], now_s()
+        entries = [(task.claim, self._make_token_event(task, item)) for task, item in fresh]
+        self._tasks_in_flight, self._sent_s = [task for task, _ in fresh], now_s()
         if entries:
             self.record.send_append(entries)
             stage_failpoint(self.stage, "decode.7.sent")
@@ -443,58 +455,58 @@ class Worker:
             assert task.blocks is not None
             if self.role.hands_off:
                 self.figures.prompt_done(item.seq.num_prompt - item.seq.num_cached, item.seq.num_cached)
-                task.stored = self.kv.hand_off(task.blocks)
-            elif task.finish is not None:
-                self._store_full(task)
-            if self.role.hands_off or task.finish is not None:
+                task.blocks_stored = self.kv.hand_off(task.blocks)
+            elif task.finish_reason is not None:
+                self._store_full_blocks_of(task)
+            if self.role.hands_off or task.finish_reason is not None:
                 self.engine.remove(item.seq)
-            if not task.is_sent:
+            if not task.is_in_flight:
                 task.first_token_s = task.started_s  # not later than this
                 self._hand_off(task)
 
-    def _computing(self, item: Sampled) -> Task | None:
+    def _find_sampled_task(self, item: Sampled) -> Task | None:
         """Whose token that is, if it is still wanted."""
         task = self.running.get(item.seq.id)
         return task if task is not None and task.seq is item.seq else None
 
-    def _say(self, task: Task, item: Sampled) -> TokenEvent:
+    def _make_token_event(self, task: Task, item: Sampled) -> TokenEvent:
         """The event of its next token."""
         assert task.output is not None
-        text, task.finish = task.output.push(item.token_id)
+        text, task.finish_reason = task.output.push(item.token_id)
         logprobs = token_texts(self.engine.model.tokenizer).fill(item.logprobs, item.token_id)
         event = task.claim.next_event(item.token_id, text, logprobs)
-        task.said.append(event)
-        task.is_sent = True
+        task.log_events.append(event)
+        task.is_in_flight = True
         return event
 
     def _confirm_tokens(self) -> None:
         """Act on what became of the tokens that were sent last."""
-        if not self._sent:
+        if not self._tasks_in_flight:
             return
         outcomes, written_s, ended = self.record.collect(), time.monotonic(), []
-        sent, self._sent = self._sent, []
+        sent, self._tasks_in_flight = self._tasks_in_flight, []
         for task, outcome in zip(sent, outcomes, strict=True):
             stage_failpoint(self.stage, "prefill.4.appended", "decode.7.confirmed")
-            task.is_sent = False
+            task.is_in_flight = False
             if task is not self.running.get(task.id):
                 continue
             if outcome is AppendOutcome.FENCED:
-                self._lose(task)
+                self._drop_lost_task(task)
             elif outcome is AppendOutcome.CANCELLED:
-                task.said.pop()
+                task.log_events.pop()
                 task.error = Cancelled(f"cancelled in {self.stage}")
                 ended.append(task)
             else:
-                self._count_token(task, written_s)
-                if task.finish is not None:
+                self._record_token_metrics(task, written_s)
+                if task.finish_reason is not None:
                     ended.append(task)
                 elif self.role.hands_off:
                     self._hand_off(task)
         self._end_tasks(*ended)
 
-    def _count_token(self, task: Task, written_s: float) -> None:
+    def _record_token_metrics(self, task: Task, written_s: float) -> None:
         if not self.role.hands_off:
-            self.figures.token(task.since_last(written_s))
+            self.figures.token(task.measure_token_gap(written_s))
             return
         task.first_token_s = now_s()
         self.figures.first_token(task.operation, task.delivery.timestamp_s)
@@ -506,16 +518,16 @@ class Worker:
         """End what is too late."""
         overdue = []
         for task in self.running.values():
-            if (error := too_late(task.deadline)) is not None:
+            if (error := deadline_error(task.deadline)) is not None:
                 task.error = error
-                task.tail = task.output.flush() if task.output is not None else ""
+                task.tail_text = task.output.flush() if task.output is not None else ""
                 overdue.append(task)
         self._end_tasks(*overdue)
 
-    def _give_up(self, task: Task, error: RequestError) -> None:
+    def _retry_or_end(self, task: Task, error: RequestError) -> None:
         """The work on it failed: it is tried again later, or ends."""
-        if self.failures.try_again(task.delivery, task.claim, error):
-            self._forget(task)
+        if self.retry_policy.retry_later(task.delivery, task.claim, error):
+            self._remove_task(task)
         else:
             task.error = error
             self._end_tasks(task)
@@ -525,17 +537,17 @@ class Worker:
         begun_s, fenced = now_s(), []
         for task in tasks:
             if task.error is not None:
-                task.finish = "cancelled" if isinstance(task.error, Cancelled) else "error"
-            self._forget(task)
-        ends = [(task.claim, self.role.end_of(task)) for task in tasks]
+                task.finish_reason = "cancelled" if isinstance(task.error, Cancelled) else "error"
+            self._remove_task(task)
+        ends = [(task.claim, self.role.build_end_event(task)) for task in tasks]
         for task, (claim, end), done in zip(tasks, ends, self.record.finish_all(ends), strict=True):
             if not done:
                 fenced.append(task)
                 continue
             stage_failpoint(self.stage, "prefill.2.ended", "decode.8.ended")
-            task.end = end
+            task.end_event = end
             if not self.role.hands_off:
-                self.load.outputs[task.klass].note(claim.num_tokens)
+                self.load.mean_output_tokens[task.klass].note(claim.num_tokens)
             self.figures.ended(task.klass, task.operation, end)
             tracing.note("end", task.context, begun_s, now_s(), **usage_attributes(end.usage, end.finish_reason))
             self._complete_task(task, begun_s)
@@ -546,7 +558,7 @@ class Worker:
     def _hand_off(self, task: Task) -> None:
         """It is through with this stage, and has not ended."""
         begun_s = now_s()
-        self._forget(task)
+        self._remove_task(task)
         self._complete_task(task, begun_s)
 
     def _complete_task(self, task: Task, begun_s: float) -> None:
@@ -554,18 +566,18 @@ class Worker:
 
         `begun_s`: where its last span ended, or before. The settlement's begins there: a life has no gaps.
         """
-        through = self.role.complete_task(task)
+        through = self.role.build_completion(task)
         if through is None:
-            self.inbox.put_back(task.delivery)
+            self.queue.defer(task.delivery)
             return
         if self.role.hands_off:
             self._handing_off.add(task)
             self.session.add(task.claim)
         if self.role.hands_off or task.delivery.is_held:
-            settlement = Settlement(task.delivery, through.outputs + through.letters)
-            settling = Settling(len(through.letters), task, begun_s, through.about)
+            settlement = Settlement(task.delivery, through.outputs + through.dead_letters)
+            settling = Settling(len(through.dead_letters), task, begun_s, through.span_attributes)
             again = partial(self._make_settlement_anew, task) if self.role.hands_off else None
-            self.settler.settle(settlement, settling, again, task.stored)
+            self.settler.settle(settlement, settling, again, task.blocks_stored)
             stage_failpoint(self.stage, "decode.9.asked")
         if not self.role.hands_off:
             blocks = task.blocks or self.kv.name_prompt(task.tenant, task.token_ids)
@@ -573,24 +585,26 @@ class Worker:
 
     def _make_settlement_anew(self, task: Task) -> Settlement:
         """The same hand-off under a new name. The settler's thread asks; nobody changes the task any more."""
-        through = self.role.complete_task(task)
+        through = self.role.build_completion(task)
         assert through is not None, "a job can always be made"
-        return Settlement(task.delivery, through.outputs + through.letters)
+        return Settlement(task.delivery, through.outputs + through.dead_letters)
 
-    def _bury(self, delivery: Delivery, reason: str) -> None:
+    def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
         """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""
         self.settler.settle(Settlement(delivery, [dead_message(self.pipeline, delivery, reason)]), Settling(1))
 
-    def _note_settled(self, outcomes: Iterable[tuple[Settling | None, bool]]) -> None:
+    def _finish_settled(self, outcomes: Iterable[tuple[Settling | None, bool]]) -> None:
         """Count what is settled. Claims of what was handed off are given up, those of what was not are given back."""
         handed, left = [], []
         for settling, settled in outcomes:
             if settling is None or settling.task is None:
-                self.figures.buried(settling.num_letters * settled if settling else 0)
+                self.figures.buried(settling.num_dead_letters * settled if settling else 0)
                 continue
             task = settling.task
-            self.figures.buried(settling.num_letters * settled)
-            tracing.note(self.role.span, task.around, settling.begun_s, now_s(), **settling.about)
+            self.figures.buried(settling.num_dead_letters * settled)
+            tracing.note(
+                self.role.settle_span_name, task.parent_context, settling.begun_s, now_s(), **settling.span_attributes
+            )
             if not self.role.hands_off:
                 continue
             failpoint("prefill.5.settled")
@@ -600,7 +614,7 @@ class Worker:
                 left.append((task.claim, task.delivery.is_held))
                 continue
             handed.append(task.claim)
-            if task.end is None and not task.claim.ended:
+            if task.end_event is None and not task.claim.ended:
                 self.figures.handed_off(task.klass)
         self.record.handed_all(handed)
         if handed:
@@ -609,9 +623,9 @@ class Worker:
 
     # Letting go.
 
-    def _lose(self, task: Task) -> None:
+    def _drop_lost_task(self, task: Task) -> None:
         """Let go of a request that another worker holds now, or may."""
-        self._forget(task)
+        self._remove_task(task)
         self._give_back(task)
 
     def _give_back(self, *tasks: Task) -> None:
@@ -620,9 +634,9 @@ class Worker:
         """
         self.record.release_all([(task.claim, task.delivery.is_held) for task in tasks])
         for task in tasks:
-            self.inbox.put_back(task.delivery)
+            self.queue.defer(task.delivery)
 
-    def _forget(self, task: Task) -> None:
+    def _remove_task(self, task: Task) -> None:
         """Let go of a request, with all that it has in the engine."""
         task.span.end()
         del self.running[task.id]
@@ -630,17 +644,17 @@ class Worker:
         if task.seq is not None:
             self.engine.remove(task.seq)
 
-    def report(self) -> dict[str, object]:
+    def report_load(self) -> dict[str, object]:
         """What it holds and how fast it is, for the heartbeat. Any thread may ask."""
-        held = [self.role.held(task) for task in list(self.running.values())]
-        read = [delivery.klass for delivery in self.readings.deliveries()]
-        waiting = {klass: self.inbox.num_waiting(klass) + read.count(klass) for klass in CLASSES}
-        return self.load.report(held, waiting) | self.role.rates(self.load)
+        held = [self.role.measure_task_load(task) for task in list(self.running.values())]
+        read = [delivery.klass for delivery in self.reader.pending_deliveries()]
+        waiting = {klass: self.queue.num_deferred(klass) + read.count(klass) for klass in CLASSES}
+        return self.load.summarize_load(held, waiting) | self.role.report_rates(self.load)
 
-    def retire(self) -> None:
+    def stop_accepting(self) -> None:
         """Take nothing more. What runs goes on under its claim; who has its delivery then settles it, from its log."""
-        self.settler.wait(MOMENT_S)
-        self.rescue.close()
+        self.settler.wait_settled(SETTLING_DEFERRAL_S)
+        self.rescuer.close()
         # Else others read what was read here, until the bus has given it away.
         with contextlib.suppress(redis.RedisError):
             self.session.disown()
@@ -651,7 +665,7 @@ class Worker:
 
     def is_settled(self) -> bool:
         """Whether nothing waits, for another worker or for a commit, and nothing is being read."""
-        return not any(len(one) for one in (self.inbox, self.settler, self.kv, self.readings))
+        return not any(len(one) for one in (self.queue, self.settler, self.kv, self.reader))
 
     def close(self) -> None:
         """Hand back what is not finished, and leave the group. Engine and store stay."""
@@ -659,25 +673,25 @@ class Worker:
         self._hand_back()
         self.kv.close()
         self.settler.close()
-        self._note_settled(self.settler.collect())
+        self._finish_settled(self.settler.collect())
         self._leave_group()
 
     def abandon(self) -> None:
-        """Let go of everything, as a crash would: see `penstock.worker.outage`. Engine and store stay."""
+        """Let go of everything, as a crash would: see `penstock.worker.reconnect`. Engine and store stay."""
         with contextlib.suppress(redis.RedisError):  # where Redis is not away, the attempts need not count
             self._hand_back()
         self.settler.abandon()
         self.kv.abandon()
         with contextlib.suppress(redis.RedisError):
-            self._note_settled(self.settler.collect())
+            self._finish_settled(self.settler.collect())
         self._leave_group()
 
     def _hand_back(self) -> None:
         """Leave what runs and what is being read to others."""
         tasks = list(self.running.values())
         for task in tasks:
-            self._forget(task)
-        read = self.readings.close()
+            self._remove_task(task)
+        read = self.reader.close()
         for claim in read:
             self.session.drop(claim)
         self.record.release_all(
@@ -685,12 +699,12 @@ class Worker:
         )
 
     def _leave_group(self) -> None:
-        self.rescue.close()
+        self.rescuer.close()
         self.session.close()
         self.record.close()
         self.member.close()
 
 
-def _are_same(one: Task, other: Task) -> bool:
+def _are_same_request(one: Task, other: Task) -> bool:
     """Whether two messages of a request ask for the same: with one body, or by one job."""
-    return (one.body, one.job_name) == (other.body, other.job_name)
+    return (one.body_hash, one.job_name) == (other.body_hash, other.job_name)

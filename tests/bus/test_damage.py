@@ -17,7 +17,7 @@ from penstock.bus.streams.bus import StreamsBus
 from penstock.config.settings import BusSettings
 from penstock.names import ORIGIN, REASON, Pipeline
 from penstock.waiting import wait_until
-from penstock.worker import pack, unpack
+from penstock.worker.delivery_queue import deserialize_delivery, serialize_delivery
 from tests.bus.buses import ROOM, SETTINGS, answered, publish, take, values
 
 NUM_GOOD = 40
@@ -104,7 +104,7 @@ def test_bytes_in_key_and_headers_come_back_as_they_were(
     publish(made, [sent])
     with made.member("prefill", "a") as member:
         (taken,) = take(member, 1)
-        kept = unpack(pack(taken))
+        kept = deserialize_delivery(serialize_delivery(taken))
         assert (kept.key, kept.headers) == (taken.key, taken.headers)
         member.settle([Settlement(taken, [dead_message(pipeline, taken, "unreadable")])])
     (letter,) = made.read_all(pipeline.dead)

@@ -51,15 +51,15 @@ def live(line: Line, history: History) -> None:
     line.run_prefill(1)
     zombie = line.decode
     while not (zombie.running and zombie.running[request.id].claim.num_tokens > 5):
-        zombie.turn()
+        zombie.run_once()
     zombie.session.stop()
     line.add_decode("decode-1")
     while request.id not in line.decode.running:
-        line.decode.turn()
+        line.decode.run_once()
     err(zombie)
     while not line.results():
-        zombie.turn()
-        line.decode.turn()
+        zombie.run_once()
+        line.decode.run_once()
     write_down(line, request.id, history)
     zombie.close()
 

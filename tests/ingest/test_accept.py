@@ -74,7 +74,7 @@ class Place:
 @pytest.fixture
 def place(pipeline: Pipeline, redis_url: str) -> Iterator[Place]:
     beat = Heartbeat(redis_url, pipeline, "prefill", "nobody", 1.0)
-    beat.say(state="ready", model=pipeline.name)
+    beat.update_status(state="ready", model=pipeline.name)
     with beat:
         made = Place(pipeline, redis_url)
         yield made

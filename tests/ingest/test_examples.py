@@ -16,7 +16,7 @@ from penstock.local.processes import Child, start_child
 from penstock.messages import Request, Result, decode_message
 from penstock.names import CLASSES, Pipeline
 from penstock.waiting import wait_until
-from penstock.worker import run_until_idle
+from penstock.worker.loop import run_until_idle
 from sim.line import Line
 from sim.servers import started
 from tests.ingest import nodejs

@@ -146,7 +146,7 @@ def read_reply(connection: socket.socket, timeout_s: float = 20) -> Reply:
 def door(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     pipeline = Pipeline(f"t-{uuid.uuid4().hex[:12]}")
     beat = Heartbeat(redis_url, pipeline, "prefill", "nobody", 1.0)
-    beat.say(state="ready", model=MODEL)
+    beat.update_status(state="ready", model=MODEL)
     with beat:
         found = Door(pipeline, redis_url, tmp_path_factory.mktemp("hostile"))
         yield found

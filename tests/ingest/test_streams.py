@@ -83,7 +83,7 @@ class Stage:
 def stage(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     pipeline = Pipeline(f"t-stage-{os.getpid()}")
     with Heartbeat(redis_url, pipeline, "decode", "scripted-0", 0.5) as beat:
-        beat.say(now=True, state="ready", model="scripted")
+        beat.update_status(now=True, state="ready", model="scripted")
         made = Stage(redis_url, pipeline, tmp_path_factory.mktemp("stage"))
         yield made
         assert made.gateway.stop(20) == 0

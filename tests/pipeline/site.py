@@ -22,7 +22,7 @@ from penstock.local.processes import Child
 from penstock.local.valkey import ReplicatedValkey, ValkeyServer
 from penstock.messages import Request, Result
 from penstock.ops.status import worker_status
-from penstock.prefill_worker.handoff import seed_of
+from penstock.prefill_worker.handoff import sampling_seed
 from penstock.redis.client import ANSWER_S
 from penstock.waiting import wait_until
 from sim.forked import ForkedStack
@@ -133,7 +133,7 @@ def answers() -> list[Answer]:
             request.id,
             list(request.token_ids or ()),
             sampling=request.sampling,
-            seed=seed_of(request),
+            seed=sampling_seed(request),
             max_new=MAX_TOKENS,
         )
         for request in asked

@@ -113,7 +113,7 @@ def test_of_what_is_too_large_nothing_is_kept(line: Line) -> None:
     kept = line.client.hget(line.pipeline.record_key("large"), "message")
     assert not kept
     waiting = Delivery(line.pipeline.requests("batch"), "0:0", value, None, {}, "batch", 0.0)
-    assert line.prefill.waiting_of(waiting) is None
+    assert line.prefill.make_claim_request(waiting) is None
 
 
 def test_an_id_used_twice_with_another_body(line: Line) -> None:

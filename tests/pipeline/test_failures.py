@@ -22,7 +22,8 @@ from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_m
 from penstock.names import Pipeline, Stage
 from penstock.record import Busy, Claim, body_hash
 from penstock.waiting import wait_until
-from penstock.worker import pack, run_until_idle
+from penstock.worker.delivery_queue import serialize_delivery
+from penstock.worker.loop import run_until_idle
 from sim.forked import fork
 from sim.line import Line
 from sim.workload import alone, requests
@@ -156,13 +157,13 @@ def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
     """It has no delivery to keep: it is taken over again, until it ends."""
     silent = line.prefill
     line.send(poison())
-    wait_until(lambda: silent.turn() or silent.running, 30, "a claim", 0)
+    wait_until(lambda: silent.run_once() or silent.running, 30, "a claim", 0)
     silent.session.stop()
     line.add_prefill("prefill-1")
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
 
     def is_dead() -> bool:
-        line.prefill.turn()
+        line.prefill.run_once()
         return bool(line.dead())
 
     wait_until(is_dead, 30, "a dead letter", 0)
@@ -180,14 +181,14 @@ def test_what_was_taken_over_waits_before_it_is_tried_again(redis_url: str, pipe
     with line_on(redis_url, pipeline, record=RecordSettings(retry_first_s=600, retry_cap_s=600, lease_s=0.4)) as line:
         silent = line.prefill
         line.send(poison())
-        wait_until(lambda: silent.turn() or silent.running, 20, "a claim", 0)
+        wait_until(lambda: silent.run_once() or silent.running, 20, "a claim", 0)
         silent.session.stop()
         line.add_prefill("prefill-1")
         breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
         key, free = pipeline.record_key("poison"), pipeline.free_key("prefill")
 
         def is_left_alone() -> bool:
-            line.prefill.turn()
+            line.prefill.run_once()
             return line.client.hmget(key, "session", "attempts") == [b"", b"2"]
 
         wait_until(is_left_alone, 20, "it failed, and is given back", 0)
@@ -223,14 +224,14 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> N
     record, topic = line.decode.record, line.pipeline.jobs("interactive")
     job = Delivery(topic, "0:0", BAD_JOB, "bad", {}, "interactive", 0.0)
     who_died = alive(record, "decode", "who died")
-    record.claim_decode("bad", who_died, "j1", pack(job))
+    record.claim_decode("bad", who_died, "j1", serialize_delivery(job))
     record.claim_decode("other", who_died, "j2", b"of another version")
 
     def attempts(request_id: str) -> int:
         return int(line.client.hget(line.pipeline.record_key(request_id), "attempts") or 0)
 
     def is_tried() -> bool:
-        line.decode.turn()
+        line.decode.run_once()
         return bool(record.read_log("bad")) and attempts("other") == 2
 
     wait_until(is_tried, 30, "both are taken over", 0)
@@ -247,7 +248,7 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> N
 def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topic, read = line.pipeline.requests("interactive"), line.prompts.read
+    topic, read = line.pipeline.requests("interactive"), line.prompts.tokenize_prompt
     fails = iter([True])
 
     def read_later(request: Request) -> list[int]:
@@ -255,13 +256,13 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
             raise RuntimeError("a bug")
         return read(request)
 
-    monkeypatch.setattr(line.prompts, "read", read_later)
+    monkeypatch.setattr(line.prompts, "tokenize_prompt", read_later)
     delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
     who_died = alive(line.prefill.record, "prefill", "who died")
-    line.prefill.record.claim_prefill(GOOD.id, who_died, body_hash(GOOD), pack(delivery))
+    line.prefill.record.claim_prefill(GOOD.id, who_died, body_hash(GOOD), serialize_delivery(delivery))
 
     def is_handed_off() -> bool:
-        line.prefill.turn()
+        line.prefill.run_once()
         return bool(line.bus.read_all(line.pipeline.jobs("interactive")))
 
     wait_until(is_handed_off, 30, "its job", 0)
@@ -293,13 +294,13 @@ def test_waiting_times_grow_up_to_the_cap(redis_url: str, pipeline: Pipeline) ->
 
 
 def hands_off(line: Line, request_id: str) -> bool:
-    line.prefill.turn()
+    line.prefill.run_once()
     return request_id in {job.key for job in line.bus.read_all(line.pipeline.jobs("interactive"))}
 
 
 def keeps(line: Line, count: int) -> bool:
-    line.prefill.turn()
-    return len(line.prefill.inbox) == count
+    line.prefill.run_once()
+    return len(line.prefill.queue) == count
 
 
 def test_what_failed_waits_through_its_workers_death(line: Line) -> None:
@@ -340,7 +341,7 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: Line, stage: Stage) -
     most = 0
 
     def is_through() -> bool:
-        worker.turn()
+        worker.run_once()
         nonlocal most
         suspects = [one for one in worker.running.values() if one.seq is not None and one.seq.suspect]
         most = max(most, len(suspects))

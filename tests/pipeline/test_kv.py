@@ -13,7 +13,7 @@ from penstock.kvstore.connector import Loaded, Stored
 from penstock.kvstore.store import KVStore
 from penstock.messages import Request, Result, Sampling
 from penstock.names import Pipeline
-from penstock.worker import run_until_idle
+from penstock.worker.loop import run_until_idle
 from sim.line import Line
 from sim.workload import SETTINGS, alone, requests
 
@@ -109,8 +109,8 @@ def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: Line) 
     line.send(request)
     line.run_prefill(1)
     decode = line.decode
-    while not decode.running or len(next(iter(decode.running.values())).said) < BLOCK + 4:
-        decode.turn()
+    while not decode.running or len(next(iter(decode.running.values())).log_events) < BLOCK + 4:
+        decode.run_once()
     decode.close()  # hands back what is not finished
     line.renew_decode()
     loaded: list[Loaded] = []
@@ -145,7 +145,7 @@ def test_the_end_of_leases_hashes_no_prompt_again(line: Line, monkeypatch: pytes
     line.send(request)
     line.run_prefill(1)
     while not line.decode.running:
-        line.decode.turn()
+        line.decode.run_once()
     num_hashed = 0
 
     def counted(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
@@ -213,7 +213,7 @@ def test_cancelled_while_its_blocks_are_fetched(line: Line, stage: str, monkeypa
     if stage == "prefill":
         line.send(request.model_copy(update={"id": "second"}))
     while not begun.is_set():
-        worker.turn()
+        worker.run_once()
     line.prefill.record.cancel("second")
     go_on.set()
     results = line.run_until(2)
@@ -227,16 +227,16 @@ def test_no_step_waits_for_a_tier(line: Line, monkeypatch: pytest.MonkeyPatch) -
     line.send(quick.model_copy(update={"id": "quick"}))
     line.run_prefill(1)
     while not line.decode.engine.num_running:
-        line.decode.turn()
+        line.decode.run_once()
     line.send(slow.model_copy(update={"id": "slow"}))
     while "slow" not in {job.key for job in line.bus.read_all(line.pipeline.jobs("interactive"))}:
         run_until_idle(line.prefill)
     begun, go_on = held_up(line.decode.store, monkeypatch)
     while not begun.is_set():
-        line.decode.turn()
-    said = line.decode.running["quick"].said
+        line.decode.run_once()
+    said = line.decode.running["quick"].log_events
     while len(said) < GREEDY.max_tokens:
-        line.decode.turn()
+        line.decode.run_once()
     assert "slow" in line.decode.running
     go_on.set()
     assert {result.id for result in line.run_until(2)} == {"quick", "slow"}

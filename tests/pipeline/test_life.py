@@ -15,7 +15,7 @@ from penstock.messages import Request, Sampling, Usage, now_s
 from penstock.names import Pipeline
 from penstock.record import body_hash
 from penstock.waiting import wait_until
-from penstock.worker import StopSignal, run_until_idle, serve
+from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
 from sim.line import Line
 
 
@@ -67,7 +67,7 @@ def test_cancelled_in_the_middle(line: Line) -> None:
     line.send(ask("cut", max_tokens=800))
     line.run_prefill(1)
     while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 5):
-        line.decode.turn()
+        line.decode.run_once()
     assert line.decode.record.cancel("cut")
     (result,) = line.run_until(1)
     assert result.finish_reason == "cancelled"
@@ -130,14 +130,14 @@ def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) ->
 
 def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claimed and given back; then a typed error, a dead letter, and the next request is served."""
-    read = line.prompts.read
+    read = line.prompts.tokenize_prompt
 
     def broken(request: Request) -> list[int]:
         if request.id == "trips":
             raise ZeroDivisionError("a bug")
         return read(request)
 
-    monkeypatch.setattr(line.prompts, "read", broken)
+    monkeypatch.setattr(line.prompts, "tokenize_prompt", broken)
     line.send(ask("trips"), ask("walks"))
     results = {result.id: result for result in line.run_until(2)}
     assert results["walks"].error is None
@@ -197,7 +197,7 @@ def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: Line) -> None:
     line.send(ask("long", max_tokens=60))
     line.run_prefill(1)
     stop = StopSignal()
-    thread = threading.Thread(target=serve, args=(line.decode, stop, 0.0))
+    thread = threading.Thread(target=run_until_stopped, args=(line.decode, stop, 0.0))
     thread.start()
     with Client(line.addresses) as client:
         events = client.stream("long")
@@ -219,8 +219,8 @@ def test_ended_while_its_prompt_is_computed(line: Line, how: str) -> None:
     token_ids = [5 + n % 200 for n in range(900)]
     line.send(ask("stopped", prompt=None, token_ids=token_ids))
     prefill = line.prefill
-    while not (prefill.running and prefill.running["stopped"].prompt_tokens > 0):
-        prefill.turn()
+    while not (prefill.running and prefill.running["stopped"].num_prefilled_tokens > 0):
+        prefill.run_once()
     task = prefill.running["stopped"]
     assert task.message is not None
     if how == "cancelled":
@@ -229,7 +229,7 @@ def test_ended_while_its_prompt_is_computed(line: Line, how: str) -> None:
         task.message = task.message.model_copy(update={"deadline": now_s()})
 
     def has_ended() -> bool:  # no step is made: it hears of it without one
-        prefill._hear_news()
+        prefill._handle_claim_news()
         prefill._end_overdue()
         return not prefill.running
 

@@ -68,7 +68,7 @@ def test_a_change_of_workers_changes_nothing(line: Line) -> None:
     line.send(ask("cut", context - 20, NO_LIMIT))
     line.run_prefill(1)
     while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 10):
-        line.decode.turn()
+        line.decode.run_once()
     line.decode.close()
     line.renew_decode()
     cut = next(result for result in line.run_until(2) if result.id == "cut")
@@ -79,22 +79,22 @@ def test_what_workers_say_of_their_load_does_not_grow_with_the_context(line: Lin
     """Expected are as many tokens as answers lately had; before the first one ended, as many as the default limit."""
     line.send(ask("first", 20, NO_LIMIT))
     line.run_prefill(1)
-    prefill = line.prefill.report()["interactive"]
+    prefill = line.prefill.report_load()["interactive"]
     assert isinstance(prefill, dict)
     assert prefill["mean_output_tokens"] == DEFAULT_MAX_TOKENS
 
     def left() -> object:
-        told = line.decode.report()["interactive"]
+        told = line.decode.report_load()["interactive"]
         assert isinstance(told, dict)
         return told["output_tokens"]
 
     while "first" not in line.decode.running or line.decode.running["first"].claim.num_tokens < 6:
-        line.decode.turn()
+        line.decode.run_once()
     task = line.decode.running["first"]
     assert left() == DEFAULT_MAX_TOKENS - task.claim.num_tokens
-    line.decode.load.outputs["interactive"].note(40)
+    line.decode.load.mean_output_tokens["interactive"].note(40)
     assert left() == 40 - task.claim.num_tokens
     while task.claim.num_tokens < 45:
-        line.decode.turn()
+        line.decode.run_once()
     assert left() == 1
-    assert line.decode.load.outputs["interactive"].value == 40
+    assert line.decode.load.mean_output_tokens["interactive"].value == 40

@@ -23,7 +23,7 @@ from penstock.errors import BusUnavailable
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.ops.status import health
-from penstock.worker.loop import Loop
+from penstock.worker.loop import WorkerLoop
 from sim.line import Line
 from tests.pipeline.site import LONG_S, NUM_REQUESTS, Site, answers, hanging, leave, site_on, streaming, work
 
@@ -44,7 +44,7 @@ def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipe
         workers = (line.prefill, line.decode)
         for worker in workers:
             while not worker.running:
-                worker.turn()
+                worker.run_once()
         server.kill()
         for worker in workers:
             with pytest.raises((redis.ConnectionError, BusUnavailable)):
@@ -60,9 +60,9 @@ def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipe
         assert {result.error for result in line.run_until(2 * NUM_REQUESTS)} == {None}
 
 
-def turn_for_ever(worker: Loop) -> NoReturn:
+def turn_for_ever(worker: WorkerLoop) -> NoReturn:
     while True:
-        worker.turn()
+        worker.run_once()
 
 
 def test_redis_hangs(embedded: Site) -> None:

@@ -9,17 +9,17 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings
 from penstock.messages import Request
 from penstock.names import Pipeline
-from penstock.prefill_worker.role import INLINE_BYTES, PrefillRole
-from penstock.prefill_worker.tokenize import PromptReader
+from penstock.prefill_worker.role import MAX_INLINE_BYTES, PrefillRole
+from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import Session
 from penstock.waiting import wait_until
-from penstock.worker import run_until_idle
+from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.line import Line
 from sim.workload import alone, demo_model, requests
 
 
-class Reader(PromptReader):
+class Reader(PromptTokenizer):
     """Reads the request `long` once it is let."""
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class Reader(PromptReader):
         self.failures = 0
         """So many times more reading `long` fails."""
 
-    def read(self, request: Request) -> list[int]:
+    def tokenize_prompt(self, request: Request) -> list[int]:
         self.begun.append(request.id)
         if request.id == "long":
             assert self.is_let.wait(60)
             if self.failures:
                 self.failures -= 1
                 raise RuntimeError("a bug in the tokenizer")
-        return super().read(request)
+        return super().tokenize_prompt(request)
 
 
 @pytest.fixture
@@ -55,19 +55,19 @@ def work(pipeline: Pipeline) -> list[Request]:
 
 def slowed(worker: Worker) -> Reader:
     assert isinstance(worker.role, PrefillRole)
-    worker.role.prompts = reader = Reader()
+    worker.role.prompt_reader = reader = Reader()
     return reader
 
 
 def publish_long(line: Line, request: Request) -> None:
-    line.publish(request.encode() + b" " * INLINE_BYTES, request.id)  # JSON may end in spaces
+    line.publish(request.encode() + b" " * MAX_INLINE_BYTES, request.id)  # JSON may end in spaces
 
 
 def turn_until(worker: Worker, request_id: str, reader: Reader) -> None:
     """Turn until the worker has begun to read a request."""
 
     def has_begun() -> bool:
-        worker.turn()
+        worker.run_once()
         return request_id in reader.begun
 
     wait_until(has_begun, 30, f"{request_id} is being read", 0)
@@ -80,7 +80,7 @@ def test_neighbours_go_on_while_a_long_message_is_read(line: Line, work: list[Re
     line.send(*work[:3])
 
     def are_handed_off() -> bool:
-        line.prefill.turn()
+        line.prefill.run_once()
         return len(line.bus.read_all(line.pipeline.jobs("interactive"))) == 3
 
     wait_until(are_handed_off, 30, "the neighbours' jobs", 0)
@@ -93,14 +93,14 @@ def test_neighbours_go_on_while_a_long_message_is_read(line: Line, work: list[Re
 
 def test_what_is_being_read_counts_against_room(line: Line, work: list[Request]) -> None:
     reader = slowed(line.prefill)
-    line.prefill.load.prompts["interactive"].note(1)
-    line.prefill.turn()
-    room = line.prefill.load.rooms["interactive"]
+    line.prefill.load.mean_prompt_tokens["interactive"].note(1)
+    line.prefill.run_once()
+    room = line.prefill.load.capacities["interactive"]
     assert room > 1
     publish_long(line, work[-1])
     turn_until(line.prefill, "long", reader)
-    line.prefill.turn()
-    assert line.prefill.load.rooms["interactive"] == room - 1
+    line.prefill.run_once()
+    assert line.prefill.load.capacities["interactive"] == room - 1
     assert not line.prefill.is_settled()
     reader.is_let.set()
     line.run_until(1)
@@ -122,7 +122,7 @@ def taking_over(line: Line, request: Request) -> tuple[Worker, Reader]:
     publish_long(line, request)
     silent = line.prefill
     while not silent.running:
-        silent.turn()
+        silent.run_once()
     silent.session.stop()
     line.add_prefill("prefill-1")
     reader = slowed(line.prefill)

@@ -39,7 +39,7 @@ def test_tokens_and_logprobs_are_the_same_after_a_change_of_workers(line: Line) 
     line.send(ask("cut"))
     line.run_prefill(1)
     while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > NUM_TOKENS // 2):
-        line.decode.turn()
+        line.decode.run_once()
     line.decode.close()
     line.renew_decode()
     cut = next(result for result in line.run_until(2) if result.id == "cut")

@@ -14,9 +14,9 @@ from penstock.config.settings import BusSettings, RecordSettings
 from penstock.local.kafka import KafkaServer
 from penstock.messages import EndEvent, Request, Sampling, TokenEvent
 from penstock.names import Pipeline, Stage
-from penstock.prefill_worker.role import STEPS_AHEAD
+from penstock.prefill_worker.role import MAX_WAITING_STEPS
 from penstock.waiting import wait_until
-from penstock.worker import run_until_idle
+from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.forked import fork, run_penstock
 from sim.line import Line
@@ -58,7 +58,7 @@ def goes_on(line: Line, request_id: str, *workers: Worker) -> list[TokenEvent | 
 
     def has_ended() -> bool:
         for worker in workers:
-            worker.turn()
+            worker.run_once()
         return not reader.is_alive()
 
     wait_until(has_ended, 60, "the stream's end", 0)
@@ -71,7 +71,7 @@ def fallen_silent(line: Line, request: Request) -> Worker:
     line.run_prefill(1)
     silent = line.decode
     while not (silent.running and silent.running["long"].claim.num_tokens > 5):
-        silent.turn()
+        silent.run_once()
     silence(silent)
     line.add_decode("decode-1")
     return silent
@@ -86,8 +86,8 @@ def test_another_decode_worker_goes_on_and_the_holder_of_the_delivery_settles(li
     if not line.addresses.kafka:  # Kafka gives a part of the partitions, and their deliveries, to who joins
         assert line.results() == []  # the delivery is the zombie's, and nobody else settles it
     while not line.results():
-        zombie.turn()
-        line.decode.turn()
+        zombie.run_once()
+        line.decode.run_once()
     run_until_idle(zombie)
     (result,) = line.results()
     assert result.token_ids == expected
@@ -101,14 +101,14 @@ def test_another_prefill_worker_goes_on(line: Line) -> None:
     line.send(request)
     zombie = line.prefill
     while not zombie.running:
-        zombie.turn()
+        zombie.run_once()
     silence(zombie)
     line.add_prefill("prefill-1")
     line.run_prefill(1)
     run_until_idle(line.decode)
     expected = alone([request])["long"].token_ids
     assert [result.token_ids for result in line.results()] == [expected]
-    zombie.turn()
+    zombie.run_once()
     run_until_idle(zombie)
     run_until_idle(line.decode)
     assert len(line.results()) == 1
@@ -121,10 +121,10 @@ def test_a_prompt_longer_than_a_worker_takes_ahead_is_taken_over_alone(redis_url
     engine = SETTINGS.model_copy(update={"max_step_tokens": 8})
     with Line(addresses, RecordSettings(lease_s=LEASE_S), engine=engine) as line:
         silent, first = line.prefill, long(4)
-        assert len(first.token_ids or ()) > STEPS_AHEAD * 8
+        assert len(first.token_ids or ()) > MAX_WAITING_STEPS * 8
         line.send(first)
         while not silent.running:
-            silent.turn()
+            silent.run_once()
         silence(silent)
         line.add_prefill("prefill-1")
         line.send(first.model_copy(update={"id": "another"}))
@@ -136,7 +136,7 @@ def test_a_delivery_that_comes_to_who_took_over_settles_there(line: Line) -> Non
     request = long(60)
     silent = fallen_silent(line, request)
     while "long" not in line.decode.running:
-        line.decode.turn()
+        line.decode.run_once()
     if not line.addresses.kafka:  # there who joins may get the delivery before it takes over
         assert not line.decode.running["long"].delivery.is_held
     silent.member.close()  # now its group knows
@@ -155,25 +155,25 @@ def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(redis_u
         line.send(*answers)
         line.run_prefill(2)
         while len(first.running) < 2:
-            first.turn()
+            first.run_once()
         silence(first)
         line.add_decode("decode-1")
         heir = line.decode
         while len(heir.running) < 2:
-            heir.turn()
+            heir.run_once()
         first.member.close()
         line.add_decode("decode-2")
-        while len(line.decode.inbox) < 2:
-            line.decode.turn()
+        while len(line.decode.queue) < 2:
+            line.decode.run_once()
         line.send(long(4).model_copy(update={"id": "new"}))
         line.run_prefill(3)
 
         def has_answered() -> bool:
-            line.decode.turn()
+            line.decode.run_once()
             return [result.id for result in line.results()] == ["new"]
 
         wait_until(has_answered, 30, "the new request's result", 0)
-        assert len(heir.running) == len(line.decode.inbox) == 2
+        assert len(heir.running) == len(line.decode.queue) == 2
         heir.close()
 
 
@@ -215,7 +215,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
         def all_ended() -> bool:
             both = line.prefill, line.decode
             for worker in [one for one in both if one.running] or both:  # who has nothing to do waits for messages
-                worker.turn()
+                worker.run_once()
             found = {name: line.prefill.record.status(name) for name in left if name not in ended}
             ended.update(name for name, status in found.items() if status and status.stage == "end")
             return len(ended) == len(left)

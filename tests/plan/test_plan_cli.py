@@ -11,7 +11,7 @@ import pytest
 from penstock.errors import PlanError
 from penstock.names import STAGES, Pipeline
 from penstock.plan.trace import Arrival, read
-from penstock.worker import Heartbeat
+from penstock.worker.heartbeat import Heartbeat
 from tests.commands import Terminal
 
 TRACE = [
@@ -38,9 +38,9 @@ def beating(redis_url: str, pipeline: Pipeline) -> Iterator[dict[str, str]]:
     with ExitStack() as stack:
         for stage in STAGES:
             beat = stack.enter_context(Heartbeat(redis_url, pipeline, stage, f"{stage}-0", 30.0))
-            beat.watch(lambda stage=stage: loads[stage])  # type: ignore[misc]
-            beat.say(state="ready", model="demo")
-            beat.write()
+            beat.set_load_source(lambda stage=stage: loads[stage])  # type: ignore[misc]
+            beat.update_status(state="ready", model="demo")
+            beat.write_beat()
         yield {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_STREAM_URL": redis_url}
 
 

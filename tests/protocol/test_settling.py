@@ -12,7 +12,8 @@ from penstock.errors import BusUnavailable
 from penstock.messages import Job, Request, Sampling, TokenEvent, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
-from penstock.worker import Settler, run_until_idle
+from penstock.worker.loop import run_until_idle
+from penstock.worker.settler import Settler
 from sim.line import Line
 from tests.bus.buses import make_bus, publish, take, values
 
@@ -100,7 +101,7 @@ def test_a_delivery_that_is_being_settled_is_not_claimed_again(redis_url: str, p
         line.prefill.settler._open[delivery.topic, delivery.position] += 1
         line.prefill._claim_messages(line.prefill._read_messages([delivery]))
         assert line.prefill.record.status("r1") is None
-        assert len(line.prefill.inbox) == 1
+        assert len(line.prefill.queue) == 1
         line.prefill.settler._open.clear()
         assert len(line.run_until(1)) == 1
         assert not line.prefill.member.holds(delivery)
@@ -114,12 +115,12 @@ def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(redis_url: str,
         line.run_prefill(1)
         (first,) = line.bus.read_all(pipeline.jobs("interactive"))
         while not line.decode.running:
-            line.decode.turn()
+            line.decode.run_once()
         line.client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
         second = decode_message(Job, first.value).model_copy(update={"job": "another"})
         line.publish(second.encode(), "r1", pipeline.jobs("interactive"))
         while "another" not in [running.job_name for running in line.decode.running.values()]:
-            line.decode.turn()
+            line.decode.run_once()
         (result,) = line.run_until(1)
         run_until_idle(line.decode)
         assert len(result.token_ids) == 40

@@ -9,8 +9,7 @@ from penstock.bus.contract import Delivery
 from penstock.names import Pipeline, Stage
 from penstock.record import Record, Session, Waiting
 from penstock.waiting import wait_until
-from penstock.worker import Rescue
-from penstock.worker.rescue import AT_ONCE_BYTES
+from penstock.worker.rescue import MAX_BATCH_BYTES, Rescuer
 
 
 def delivery(name: str, value: bytes = b"message", klass: str = "interactive") -> Delivery:
@@ -51,7 +50,7 @@ def session(hasty: Record) -> Iterator[Session]:
 
 def test_what_waits_is_put_down_once_and_batch_work_is_not(hasty: Record, session: Session) -> None:
     member = Member([delivery("r1"), delivery("b1", klass="batch"), delivery("r2")], {})
-    rescue = Rescue(hasty, "prefill", session, member, member, whose)  # type: ignore[arg-type]
+    rescue = Rescuer(hasty, "prefill", session, member, member, whose)  # type: ignore[arg-type]
     wait_until(lambda: hasty.num_free("prefill") == 2, 20, "both are free")
     assert hasty.status("b1") is None
     assert {taken.claim.id for taken in hasty.take("prefill", session.id, 9)} == {"r1", "r2"}
@@ -70,7 +69,7 @@ class Full(Record):
             self.failures -= 1
             raise redis.TimeoutError("slow")
         num_bytes = sum(len(one.message) for one in waiting)
-        assert num_bytes <= AT_ONCE_BYTES or len(waiting) == 1
+        assert num_bytes <= MAX_BATCH_BYTES or len(waiting) == 1
         return super().put_down(stage, waiting)
 
 
@@ -93,7 +92,7 @@ def test_what_is_a_server_s_that_is_away_is_put_down_when_it_answers(
     record = Half(client, pipeline, hasty.settings)
     with Session(record, "prefill", "p1", adopts=True) as session:
         member = Member([delivery("r1"), delivery("r2")], {"topic:0": [delivery("r3"), delivery("r4")]})
-        rescue = Rescue(record, "prefill", session, member, member, whose)  # type: ignore[arg-type]
+        rescue = Rescuer(record, "prefill", session, member, member, whose)  # type: ignore[arg-type]
         wait_until(lambda: record.num_free("prefill") == 2, 20, "those of the other server are free")
         assert {taken.claim.id for taken in record.take("prefill", session.id, 9)} == {"r2", "r4"}
         record.is_away = False
@@ -104,14 +103,14 @@ def test_what_is_a_server_s_that_is_away_is_put_down_when_it_answers(
 def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
     client: "redis.Redis", pipeline: Pipeline, hasty: Record
 ) -> None:
-    large = bytes(AT_ONCE_BYTES * 2 // 3)
+    large = bytes(MAX_BATCH_BYTES * 2 // 3)
     others = [delivery(f"r{number}", large) for number in range(3)] + [delivery("r3", large * 2)]
     hasty.renew("prefill", "dead/1", 0, ["topic:0"])
     hasty.reap("prefill", 0, "dead/1")
     record = Full(client, pipeline, hasty.settings)
     with Session(record, "prefill", "p1", adopts=True) as session:
         member = Member([], {"topic:0": others})
-        rescue = Rescue(record, "prefill", session, member, member, whose)  # type: ignore[arg-type]
+        rescue = Rescuer(record, "prefill", session, member, member, whose)  # type: ignore[arg-type]
         wait_until(lambda: record.num_free("prefill") == 4, 20, "all are free")
         assert not record.failures
         rescue.close()
@@ -121,10 +120,10 @@ def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
 def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> None:
     member = Member([], {})
     member.error = ZeroDivisionError("a bug")
-    rescue = Rescue(hasty, "prefill", session, member, member, whose)  # type: ignore[arg-type]
+    rescue = Rescuer(hasty, "prefill", session, member, member, whose)  # type: ignore[arg-type]
     wait_until(lambda: rescue._failure is not None, 20, "it fails")
     with pytest.raises(ZeroDivisionError):
-        rescue.check()
+        rescue.raise_failure()
     rescue.close()
 
 
@@ -135,7 +134,7 @@ def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Sess
         return whose(found)
 
     member = Member([delivery("r1"), delivery("r2")], {})
-    rescue = Rescue(hasty, "prefill", session, member, member, read)  # type: ignore[arg-type]
+    rescue = Rescuer(hasty, "prefill", session, member, member, read)  # type: ignore[arg-type]
     wait_until(lambda: hasty.num_free("prefill") == 1, 20, "the other is free")
-    rescue.check()
+    rescue.raise_failure()
     rescue.close()

@@ -18,60 +18,60 @@ import redis
 from penstock.errors import BusUnavailable, MemberFenced
 from penstock.redis.client import is_outage, pauses
 from penstock.worker.heartbeat import Heartbeat
-from penstock.worker.loop import Loop, StopSignal, serve
+from penstock.worker.loop import StopSignal, WorkerLoop, run_until_stopped
 
 log = logging.getLogger(__name__)
 
-STEADY_S = 10.0
+STEADY_RUN_S = 10.0
 """A worker that lived this long ends a series of outages: after the next one it pauses as briefly as at first."""
 
 
-class Worker(Loop, Protocol):
+class AbandonableWorker(WorkerLoop, Protocol):
     """A loop that can be let go of."""
 
     def abandon(self) -> None:
         """End the threads and empty the engine. Nothing that needs a server is waited for longer than a moment."""
 
 
-class Outages:
+class Reconnector:
     """Keeps a worker serving. `make` joins with a new one; `ask_bus` raises while the bus is away."""
 
-    def __init__(self, make: Callable[[], Worker], ask_bus: Callable[[], object], beat: Heartbeat) -> None:
+    def __init__(self, make: Callable[[], AbandonableWorker], ask_bus: Callable[[], object], beat: Heartbeat) -> None:
         self._make, self._ask_bus, self._beat = make, ask_bus, beat
 
-    def serve(self, stop: StopSignal, drain_s: float) -> None:
+    def run_until_stopped(self, stop: StopSignal, drain_s: float) -> None:
         """Serve until told to stop. What is no outage is raised, and ends the process."""
         waits = pauses()
         while not stop:
             begun_s, worker = time.monotonic(), None
             try:
                 worker = self._make()
-                self._beat.say(now=True, state="ready", reason="")
-                serve(worker, stop, drain_s, lambda: self._beat.say(now=True, state="draining"))
+                self._beat.update_status(now=True, state="ready", reason="")
+                run_until_stopped(worker, stop, drain_s, lambda: self._beat.update_status(now=True, state="draining"))
             except Exception as error:
                 if not self._is_outage(error):
                     raise
                 log.warning("degraded: %s", error)
-                self._beat.say(now=True, state="degraded", reason=str(error))
+                self._beat.update_status(now=True, state="degraded", reason=str(error))
                 if worker is not None:
                     worker.abandon()  # 1
-                waits = pauses() if time.monotonic() - begun_s > STEADY_S else waits
-                self._wait(stop, waits)  # 2
+                waits = pauses() if time.monotonic() - begun_s > STEADY_RUN_S else waits
+                self._wait_for_servers(stop, waits)  # 2
 
     def _is_outage(self, error: Exception) -> bool:
         """A member is fenced when it was away too long; or because another process has its place, and keeps it."""
-        return is_outage(error) or (isinstance(error, MemberFenced) and not self._beat.look())
+        return is_outage(error) or (isinstance(error, MemberFenced) and not self._beat.check_replaced())
 
-    def _wait(self, stop: StopSignal, waits: Iterator[float]) -> None:
+    def _wait_for_servers(self, stop: StopSignal, waits: Iterator[float]) -> None:
         begun_s = time.monotonic()
         while not stop.wait(next(waits)):
             try:
-                self._beat.write()
+                self._beat.write_beat()
                 self._ask_bus()
             except (redis.RedisError, BusUnavailable) as error:
                 if not is_outage(error):
                     raise
-                self._beat.say(reason=str(error))
+                self._beat.update_status(reason=str(error))
                 continue
             if self._beat.is_replaced:
                 raise MemberFenced("another process has this worker's place")

@@ -28,7 +28,7 @@ from penstock.worker.task import Task
 
 
 @dataclass(frozen=True)
-class Reading:
+class PendingMessage:
     """A message that is being read."""
 
     delivery: Delivery
@@ -37,7 +37,7 @@ class Reading:
     task: "Future[Task | None]"
 
 
-class Readings:
+class MessageReader:
     """Reads long messages in their order, on one thread. All methods but `__len__` and `deliveries` are the loop's.
 
     `wake` is called on the thread after each message.
@@ -46,23 +46,23 @@ class Readings:
     def __init__(self, read: Callable[[Delivery], Task | None], wake: Callable[[], None]) -> None:
         self._read, self._wake = read, wake
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reading")
-        self._open: deque[Reading] = deque()
+        self._open: deque[PendingMessage] = deque()
 
     def __len__(self) -> int:
         """Messages that were not collected yet."""
         return len(self._open)
 
-    def deliveries(self) -> list[Delivery]:
+    def pending_deliveries(self) -> list[Delivery]:
         """Those messages. Any thread may ask."""
         return [reading.delivery for reading in list(self._open)]
 
-    def start(self, delivery: Delivery, claim: Claim | None) -> None:
+    def submit(self, delivery: Delivery, claim: Claim | None) -> None:
         """Have a message read; `claim` where its request was taken over."""
         future = self._pool.submit(self._read, delivery)
-        self._open.append(Reading(delivery, claim, future))
+        self._open.append(PendingMessage(delivery, claim, future))
         future.add_done_callback(lambda _: self._wake())
 
-    def collect(self) -> Iterator[Reading]:
+    def collect_read(self) -> Iterator[PendingMessage]:
         """The messages that were read, in their order."""
         while self._open and self._open[0].task.done():
             yield self._open.popleft()

@@ -4,7 +4,12 @@ import pytest
 
 from penstock.errors import BusUnavailable
 from penstock.ops.lag import PipelineLag
-from penstock.prefill_worker.ahead import ENOUGH, ENOUGH_S, Ahead, has_enough
+from penstock.prefill_worker.backpressure import (
+    MAX_QUEUED_MESSAGES,
+    MAX_QUEUED_S,
+    DecodeBackpressure,
+    has_enough_queued,
+)
 from penstock.waiting import wait_until
 from tests.test_lag import beat, look
 
@@ -20,15 +25,15 @@ def waiting(messages: int, rate: float | None = 500.0) -> PipelineLag:
 def test_what_decode_holds_is_not_what_waits_for_it() -> None:
     assert waiting(8).ahead_s == 0.0
     assert waiting(28).ahead_s == 2.0
-    assert not has_enough(waiting(8 + int(10 * ENOUGH_S)))
-    assert has_enough(waiting(9 + int(10 * ENOUGH_S)))
+    assert not has_enough_queued(waiting(8 + int(10 * MAX_QUEUED_S)))
+    assert has_enough_queued(waiting(9 + int(10 * MAX_QUEUED_S)))
 
 
 def test_where_nothing_was_measured_messages_count() -> None:
     assert waiting(200, rate=None).ahead_s is None
-    assert not has_enough(waiting(ENOUGH, rate=None))
-    assert has_enough(waiting(ENOUGH + 1, rate=None))
-    assert has_enough(look([beat("prefill", 1000.0)], jobs_batch=ENOUGH + 1))  # nobody decodes
+    assert not has_enough_queued(waiting(MAX_QUEUED_MESSAGES, rate=None))
+    assert has_enough_queued(waiting(MAX_QUEUED_MESSAGES + 1, rate=None))
+    assert has_enough_queued(look([beat("prefill", 1000.0)], jobs_batch=MAX_QUEUED_MESSAGES + 1))  # nobody decodes
 
 
 class Pipe:
@@ -47,17 +52,17 @@ class Pipe:
 
 
 def test_it_looks_when_batch_work_comes_and_until_decode_wants_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.prefill_worker.ahead.LOOK_S", 0.01)
+    monkeypatch.setattr("penstock.prefill_worker.backpressure.POLL_INTERVAL_S", 0.01)
     pipe = Pipe()
-    with Ahead(pipe.look) as ahead:
-        assert not ahead.is_enough
+    with DecodeBackpressure(pipe.look) as ahead:
+        assert not ahead.is_active
         assert pipe.looks == 0
-        ahead.note()
-        wait_until(lambda: ahead.is_enough, 20, "it was seen that decode has enough")
+        ahead.note_batch_admitted()
+        wait_until(lambda: ahead.is_active, 20, "it was seen that decode has enough")
         pipe.messages = 8
-        wait_until(lambda: not ahead.is_enough, 20, "it was seen that decode wants more")
+        wait_until(lambda: not ahead.is_active, 20, "it was seen that decode wants more")
         pipe.messages = 1000
-        ahead.note()
-        wait_until(lambda: ahead.is_enough, 20, "it was seen again")
+        ahead.note_batch_admitted()
+        wait_until(lambda: ahead.is_active, 20, "it was seen again")
         pipe.messages = None
-        wait_until(lambda: not ahead.is_enough, 20, "servers that are away hold up nothing")
+        wait_until(lambda: not ahead.is_active, 20, "servers that are away hold up nothing")

@@ -12,26 +12,26 @@ from penstock.names import PriorityClass
 
 IDLE_POLL_S = 0.2
 """How long an idle worker waits in one poll: also how soon it sees that it should stop."""
-MAX_WAITING = 1000
+MAX_DEFERRED = 1000
 """Of a class of which so many deliveries wait, no more are taken: each costs a look a second."""
-POSTPONED_S = 2.0
+POSTPONE_S = 2.0
 """Without room a delivery is looked at so much later. By then a worker with room has taken its request over."""
 
 
 @dataclass(order=True)
-class _Waiting:
+class _Deferred:
     due_s: float
     order: int
     delivery: Delivery = field(compare=False)
     is_postponed: bool = field(default=False, compare=False)
 
 
-class Inbox:
+class DeliveryQueue:
     """A member's deliveries, with a place for those that have to be looked at again."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_Deferred] = []
         self._num_waiting: Counter[PriorityClass] = Counter()
         self._count = 0
 
@@ -39,15 +39,15 @@ class Inbox:
         """Deliveries that wait to be looked at again."""
         return len(self._waiting)
 
-    def put_back(self, delivery: Delivery, wait_s: float = 0.0) -> None:
+    def defer(self, delivery: Delivery, wait_s: float = 0.0) -> None:
         """Look at a delivery again in `wait_s` seconds: its request is held by another, whose session may end.
 
         One that is not held is somebody else's to look at.
         """
         if delivery.is_held:
-            self._push(delivery, wait_s)
+            self._push_deferred(delivery, wait_s)
 
-    def num_waiting(self, klass: PriorityClass) -> int:
+    def num_deferred(self, klass: PriorityClass) -> int:
         """Deliveries of a class that wait to be looked at again. Any thread may ask."""
         return self._num_waiting[klass]
 
@@ -64,27 +64,27 @@ class Inbox:
             "interactive": room if interactive_room is None else interactive_room,
             "batch": room,
         }
-        due = self._due(rooms)
+        due = self._pop_due(rooms)
         if max(rooms.values()) <= 0 and not idle:
             return due
         found = Counter(delivery.klass for delivery in due)
-        fresh = {klass: self._fresh_room(klass, number, found[klass]) for klass, number in rooms.items()}
+        fresh = {klass: self._fresh_capacity(klass, number, found[klass]) for klass, number in rooms.items()}
         fresh["batch"] = fresh["batch"] - 1 if fresh["batch"] > 1 else fresh["batch"] * idle
-        timeout_s = self._next_in_s(wait_s) if idle and not due else 0.0
+        timeout_s = self._seconds_to_next(wait_s) if idle and not due else 0.0
         return due + self._member.poll(timeout_s, fresh)
 
-    def _fresh_room(self, klass: PriorityClass, room: int, num_due: int) -> int:
+    def _fresh_capacity(self, klass: PriorityClass, room: int, num_due: int) -> int:
         """At least one where there is room at all: with many that wait, some are always due."""
-        return 0 if self._num_waiting[klass] >= MAX_WAITING else max(min(1, room), room - num_due)
+        return 0 if self._num_waiting[klass] >= MAX_DEFERRED else max(min(1, room), room - num_due)
 
-    def _due(self, rooms: Mapping[PriorityClass, int]) -> list[Delivery]:
+    def _pop_due(self, rooms: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return as many of those due as there is room for; without room, one of those postponed, of each class.
 
         If its request is over it is to be settled. If not it is claimed beyond the room, so there is only one a turn.
         """
         ready: list[Delivery] = []
         left, now_s = dict(rooms), time.monotonic()
-        postponed: list[_Waiting] = []
+        postponed: list[_Deferred] = []
         while self._waiting and self._waiting[0].due_s <= now_s:
             one = heapq.heappop(self._waiting)
             klass = one.delivery.klass
@@ -96,23 +96,23 @@ class Inbox:
                 postponed.append(one)
             else:
                 self._num_waiting[klass] -= 1
-                self._push(one.delivery, POSTPONED_S, is_postponed=True)
+                self._push_deferred(one.delivery, POSTPONE_S, is_postponed=True)
         for one in postponed:
             heapq.heappush(self._waiting, one)
         return ready
 
-    def _push(self, delivery: Delivery, wait_s: float, *, is_postponed: bool = False) -> None:
+    def _push_deferred(self, delivery: Delivery, wait_s: float, *, is_postponed: bool = False) -> None:
         self._count += 1
         self._num_waiting[delivery.klass] += 1
-        heapq.heappush(self._waiting, _Waiting(time.monotonic() + wait_s, self._count, delivery, is_postponed))
+        heapq.heappush(self._waiting, _Deferred(time.monotonic() + wait_s, self._count, delivery, is_postponed))
 
-    def _next_in_s(self, most_s: float) -> float:
+    def _seconds_to_next(self, most_s: float) -> float:
         if not self._waiting:
             return most_s
         return max(0.0, min(most_s, self._waiting[0].due_s - time.monotonic()))
 
 
-def pack(delivery: Delivery) -> bytes:
+def serialize_delivery(delivery: Delivery) -> bytes:
     """A delivery as a claim keeps it in Redis for whoever goes on without it: a line of JSON, then the message."""
     about = {
         "topic": delivery.topic,
@@ -124,7 +124,7 @@ def pack(delivery: Delivery) -> bytes:
     return json.dumps(about).encode() + b"\n" + delivery.value
 
 
-def unpack(parcel: bytes) -> Delivery:
+def deserialize_delivery(parcel: bytes) -> Delivery:
     """The message as a delivery that nobody holds: it cannot be settled."""
     line, value = parcel.split(b"\n", 1)
     about = json.loads(line)

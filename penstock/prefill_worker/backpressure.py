@@ -17,26 +17,26 @@ from penstock.ops.lag import PipelineLag
 
 log = logging.getLogger(__name__)
 
-ENOUGH_S = 2.0
+MAX_QUEUED_S = 2.0
 """So much work decode finds waiting: several times what passes between a look and the next prompt."""
-ENOUGH = 64
+MAX_QUEUED_MESSAGES = 64
 """So many messages, while nobody knows how long they take."""
-LOOK_S = 0.5
-LEAVE_S = 0.5
+POLL_INTERVAL_S = 0.5
+CLOSE_TIMEOUT_S = 0.5
 """A worker that leaves waits no longer for a look: servers may hang."""
 
 
-class Ahead:
+class DecodeBackpressure:
     """Looks while batch work comes in, in a thread of its own."""
 
     def __init__(self, look: Callable[[], PipelineLag]) -> None:
-        self.is_enough = False
+        self.is_active = False
         """Whether decode has enough to do. Where the servers do not say, it has not."""
         self._look = look
         self._taken, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
 
-    def note(self) -> None:
+    def note_batch_admitted(self) -> None:
         """A batch request was taken: look how many of them wait."""
         self._taken.set()
 
@@ -47,23 +47,23 @@ class Ahead:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._taken.set()
-        self._thread.join(LEAVE_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._over.is_set():
-            if not self.is_enough:
+            if not self.is_active:
                 self._taken.wait()
                 self._taken.clear()
             try:
-                self.is_enough = has_enough(self._look())
+                self.is_active = has_enough_queued(self._look())
             except (BusUnavailable, redis.RedisError) as error:
                 log.debug("nobody says what waits for decode: %s", error)
-                self.is_enough = False
-            self._over.wait(LOOK_S)
+                self.is_active = False
+            self._over.wait(POLL_INTERVAL_S)
 
 
-def has_enough(lag: PipelineLag) -> bool:
+def has_enough_queued(lag: PipelineLag) -> bool:
     """Whether so much batch work waits for decode that it will not run dry."""
     if lag.ahead_s is None:
-        return lag.stages["decode"]["batch"].messages > ENOUGH
-    return lag.ahead_s > ENOUGH_S
+        return lag.stages["decode"]["batch"].messages > MAX_QUEUED_MESSAGES
+    return lag.ahead_s > MAX_QUEUED_S

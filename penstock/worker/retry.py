@@ -37,29 +37,29 @@ from penstock.messages import now_s
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
 from penstock.redis.client import is_outage
-from penstock.worker.inbox import Inbox
+from penstock.worker.delivery_queue import DeliveryQueue
 
 TRUSTED_ATTEMPTS = 2
 """Claims without a new token that may be bad luck: a request has company in them."""
-ASIDE_S = 0.25
+SUSPECT_DEFERRAL_S = 0.25
 """How long a request that is set aside is left alone."""
 
 
-class Failures:
+class RetryPolicy:
     """What one worker does with requests whose work fails."""
 
-    def __init__(self, record: Record, inbox: Inbox, retried: Callable[[str], None]) -> None:
+    def __init__(self, record: Record, inbox: DeliveryQueue, retried: Callable[[str], None]) -> None:
         """`retried` is told the code of each error after which something is tried again."""
         self._record, self._inbox, self._retried = record, inbox, retried
 
-    def try_again(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
+    def retry_later(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
         """Give a request up for now; False if it was tried often enough: it is to end with its error."""
         tries = claim.tries
         if tries >= self._record.settings.fail_attempts:
             return False
         delay_s = self._delay_s(tries)
         self._record.release(claim, failed=True, delivered=delivery.is_held, wait_s=delay_s)  # 1
-        self._inbox.put_back(delivery, delay_s)  # 2
+        self._inbox.defer(delivery, delay_s)  # 2
         self._retried(error.code)
         return True
 
@@ -67,27 +67,27 @@ class Failures:
         settings = self._record.settings
         return min(settings.retry_cap_s, settings.retry_first_s * settings.retry_factor ** max(0, tries - 1))
 
-    def set_aside(self, delivery: Delivery, claim: Claim, *, has_to_wait: bool) -> bool:
+    def defer_suspect(self, delivery: Delivery, claim: Claim, *, has_to_wait: bool) -> bool:
         """Whether a claimed request waits, because of who else is here (`has_to_wait`). Then it is given back, and the
         attempt does not count.
         """
         if not has_to_wait or claim.exhausted or claim.cancelled:
             return False
-        self._record.release(claim, delivered=delivery.is_held, wait_s=ASIDE_S)
-        self._inbox.put_back(delivery, ASIDE_S)
+        self._record.release(claim, delivered=delivery.is_held, wait_s=SUSPECT_DEFERRAL_S)
+        self._inbox.defer(delivery, SUSPECT_DEFERRAL_S)
         return True
 
 
-def cause_to_end(claim: Claim, deadline: float | None) -> RequestError | None:
+def reason_to_end(claim: Claim, deadline: float | None) -> RequestError | None:
     """Cancelled, tried too often, or too late; None when there is work to do."""
     if claim.cancelled:
         return Cancelled("cancelled")
     if claim.exhausted:
         return AttemptsExhausted(f"worker lost: {claim.attempts - 1} in a row, without a new token of this request")
-    return too_late(deadline)
+    return deadline_error(deadline)
 
 
-def too_late(deadline: float | None) -> RequestError | None:
+def deadline_error(deadline: float | None) -> RequestError | None:
     """`DeadlineExceeded` once the deadline (seconds since the epoch) has passed."""
     if deadline is not None and now_s() > deadline:
         return DeadlineExceeded("the deadline passed before the answer was complete")
@@ -99,7 +99,7 @@ def is_suspect(claim: Claim) -> bool:
     return claim.attempts > TRUSTED_ATTEMPTS
 
 
-def cause_of(error: Exception) -> RequestError:
+def to_request_error(error: Exception) -> RequestError:
     """What to tell of an error that came up in the work on one request. Raises it if it says nothing about that one."""
     if is_outage(error) or isinstance(error, BusError):
         raise error
@@ -109,7 +109,7 @@ def cause_of(error: Exception) -> RequestError:
     return cause
 
 
-def letters(
+def make_dead_letters(
     pipeline: Pipeline, delivery: Delivery, error: RequestError | None, claim: Claim | None = None
 ) -> list[Outgoing]:
     """The dead letter of a request that ends so, if somebody should look at it."""
