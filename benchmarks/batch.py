@@ -62,13 +62,13 @@ def killed_and_gone_on(stack: Stack, folder: Path, count: int) -> int:
     kills = 0
     for kill in range(1, KILLS + 1):
         child, goal = start(stack, folder), count * kill // (KILLS + 1)
-        wait_until(lambda: finished(folder) >= goal or not child.alive(), PATIENCE_S, f"{goal} rows", every_s=0.2)  # noqa: B023
-        kills += child.alive()
+        wait_until(lambda: finished(folder) >= goal or not child.is_alive(), PATIENCE_S, f"{goal} rows", every_s=0.2)  # noqa: B023
+        kills += child.is_alive()
         child.kill()
         print(f"killed with {finished(folder):,} of {count:,} rows in the journal")
     last = start(stack, folder)
     if last.wait(PATIENCE_S) not in (0, 1):
-        raise RuntimeError(last.tail())
+        raise RuntimeError(last.read_log_tail())
     return kills
 
 
@@ -92,7 +92,7 @@ def run(given: Arguments) -> dict[str, float]:
         folder = Path(name)
         write_rows(folder / "in.jsonl", count)
         with Stack(folder / "stack", pipeline="batch", environment=ENVIRONMENT) as stack:
-            stack.wait_ready(600)
+            stack.wait_until_ready(600)
             begun_s = time.monotonic()
             kills = killed_and_gone_on(stack, folder, count)
             took_s = time.monotonic() - begun_s

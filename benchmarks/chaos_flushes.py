@@ -66,7 +66,7 @@ def _flush(
         done, later_s = clients.done + chance.randint(8, 24), time.monotonic() + chance.uniform(0.2, 2.0)
         until_s = time.monotonic() + PATIENCE_S
         while (clients.done < done or time.monotonic() < later_s) and time.monotonic() < until_s:
-            stack.tend()
+            stack.restart_dead()
             clients.check()
             progress(f"{number} of {flushes} flushes, {clients.done} of {clients.count} answered", 0)
             time.sleep(TEND_S)

@@ -33,7 +33,7 @@ from benchmarks.watch import Sample, Watch, growth, open_files, resident_mb
 from penstock.bus.connect import connect
 from penstock.config.settings import BusSettings
 from penstock.local.kafka import SHORT_TIMEOUTS
-from penstock.local.stack import Worker
+from penstock.local.stack import WorkerSlot
 from penstock.waiting import wait_until
 from sim.chaos.checker import Finding, check, tally
 from sim.chaos.clients import LONG, Clients, errand, known
@@ -84,7 +84,7 @@ class Endured:
         return {f"endurance_{name}_{bus}": value for name, value in (told | tally(self.findings) | grown).items()}
 
 
-def fate(worker: Worker, life: int) -> Fate:
+def fate(worker: WorkerSlot, life: int) -> Fate:
     """The first worker of each stage lives on; the others' lives are short, and some of them are interrupted."""
     chance = random.Random(f"{SEED}/{worker.name}/{life}")
     if worker.name.endswith("-0"):
@@ -120,7 +120,7 @@ def endure(bus: Bus, minutes: float, directory: Path, nursery: Nursery, progress
         stack = DoomedStack(directory / "stack", nursery, history, servers, fate, (2, 2), settings)
         exits.enter_context(stack)
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
-        stack.wait_ready(120)
+        stack.wait_until_ready(120)
         sample = sampler(stack, servers, client)
         before = sample()
         with Clients(history, stack.addresses, partial(errand, SEED), UNDER_WAY, PATIENCE_S) as clients:
@@ -140,7 +140,7 @@ def _press_on(seconds: float, stack: DoomedStack, clients: Clients, passed: Call
     """The load itself."""
     begun = time.monotonic()
     while (at_s := time.monotonic() - begun) < seconds:
-        stack.tend()
+        stack.restart_dead()
         clients.check()
         passed(at_s)
         time.sleep(0.05)
@@ -150,7 +150,7 @@ def _come_to_rest(stack: DoomedStack, sample: Callable[[], Sample], before: Samp
     """Wait until nothing is left, or it will not go: keys in Redis that were not there before, and messages."""
 
     def left() -> tuple[float, float]:
-        stack.tend()
+        stack.restart_dead()
         now = sample()
         return now["keys"]["Redis"] - before["keys"]["Redis"], now["lag"]["all topics"]
 

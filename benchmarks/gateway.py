@@ -33,7 +33,7 @@ from benchmarks.common import Arguments, arguments, machine, report, save
 from benchmarks.gateway_readers import Reader, Seen, Streams
 from benchmarks.interference import STREAM_NEW, Measured, alternate, batch_tokens, prompt, stream_gaps
 from benchmarks.interference import Seen as Window
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
 
@@ -92,9 +92,9 @@ def running(environment: dict[str, str]) -> Iterator[Stack]:
     """A pipeline with a gateway, ready."""
     with (
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
-        Stack(Path(directory), gateway=free_port(), environment=_ENVIRONMENT | environment) as stack,
+        Stack(Path(directory), gateway=find_free_port(), environment=_ENVIRONMENT | environment) as stack,
     ):
-        stack.wait_ready(300)
+        stack.wait_until_ready(300)
         yield stack
 
 

@@ -228,7 +228,7 @@ def run(given: Arguments) -> dict[str, float]:
         tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as directory,
         Stack(Path(directory), environment=_ENVIRONMENT) as stack,
     ):
-        stack.wait_ready(300)
+        stack.wait_until_ready(300)
         with Client(stack.addresses) as client:
             side = Piped(client)
             side.window(1.0, busy=True)

@@ -36,13 +36,13 @@ from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputState
 from penstock.errors import DependencyMissing
-from penstock.local.kafka import find_kafka
-from penstock.local.stack import REDIS_MB, Stack
+from penstock.local.kafka import find_or_start_kafka
+from penstock.local.stack import REDIS_MB_VARIABLE, Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Sampling
 
 # All workers are on this host: they share blocks in memory, as where `Stack` starts the Valkey server.
-ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", REDIS_MB: "0"}
+ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu", REDIS_MB_VARIABLE: "0"}
 SETTINGS = EngineSettings(dtype="float32", device="cpu")
 WIDE = "bare, two threads"
 SHORT = 4
@@ -136,13 +136,13 @@ def sides() -> Iterator[dict[str, Side]]:
         made = {BARE: Side(Bare(1), Meter([os.getpid()]))}
         buses = {"embedded": ""}
         try:
-            buses["kafka"] = exits.enter_context(find_kafka(directory / "kafka"))
+            buses["kafka"] = exits.enter_context(find_or_start_kafka(directory / "kafka"))
         except DependencyMissing as missing:
             print(f"without Kafka: {missing}")
         for name, kafka in buses.items():
             server = exits.enter_context(ValkeyServer(directory / f"{name}-valkey"))
             stack = Stack(directory / name, kafka=kafka, redis=server.url, environment=ENVIRONMENT)
-            exits.enter_context(stack).wait_ready(300)
+            exits.enter_context(stack).wait_until_ready(300)
             piped = Piped(exits.enter_context(Client(stack.addresses)))
             made[name] = Side(piped, Meter(_processes(stack, server), find_brokers() if kafka else ()))
         yield made

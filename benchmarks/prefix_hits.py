@@ -185,6 +185,6 @@ def measure_hits(count: int) -> Hits:
             "PENSTOCK_KV_STORE_SHARED_DIR": memory,
         }
         with Stack(Path(directory), pipeline="hits", prefill=2, decode=2, environment=environment) as stack:
-            stack.wait_ready(300)
+            stack.wait_until_ready(300)
             with Client(stack.addresses) as client:
                 return offline(send(client, list(workload(count))))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child
-from penstock.local.stack import Stack, Worker
+from penstock.local.stack import Stack, WorkerSlot
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request
 from penstock.names import STAGES
@@ -52,8 +52,8 @@ class RollingStack(Stack):
 
     drain_s = DRAIN_S
 
-    def _launch(self, worker: Worker, environment: Mapping[str, str]) -> Child:
-        return super()._launch(worker, {**environment, "PENSTOCK_WORKER_DRAIN_S": str(self.drain_s)})
+    def _start_worker(self, worker: WorkerSlot, environment: Mapping[str, str]) -> Child:
+        return super()._start_worker(worker, {**environment, "PENSTOCK_WORKER_DRAIN_S": str(self.drain_s)})
 
 
 class QuickStack(RollingStack, ForkedStack):
@@ -90,7 +90,7 @@ class Roll:
                 server.start()
                 self._some_more(clients)
 
-    def _of_each_stage(self, most: int | None) -> list[Worker]:
+    def _of_each_stage(self, most: int | None) -> list[WorkerSlot]:
         workers = self._stack.workers
         return [one for stage in STAGES for one in [each for each in workers if each.stage == stage][:most]]
 
@@ -111,20 +111,20 @@ class Roll:
 
     def _while(self, clients: Clients, condition: Callable[[], bool]) -> None:
         while condition():
-            self._stack.tend()
+            self._stack.restart_dead()
             clients.check()
             time.sleep(0.05)
 
-    def _restart(self, worker: Worker) -> None:
+    def _restart(self, worker: WorkerSlot) -> None:
         """SIGTERM, its end, and its successor."""
         assert worker.child is not None
         begun = time.monotonic()
         status = worker.child.stop(GRACE_S)
         self.drains.append(time.monotonic() - begun)
         if status != 0:
-            raise RuntimeError(f"{worker.name} ended with status {status}:\n{self._stack.log_tail(worker)}")
+            raise RuntimeError(f"{worker.name} ended with status {status}:\n{self._stack.read_log_tail(worker)}")
         worker.was_ready = False
-        self._stack.wait_ready(300)
+        self._stack.wait_until_ready(300)
 
 
 def go_through(bus: str, directory: Path, progress: Told, *, quick: bool) -> tuple[Path, list[float]]:
@@ -143,7 +143,7 @@ def go_through(bus: str, directory: Path, progress: Told, *, quick: bool) -> tup
             directory / "stack", kafka=bootstrap, redis=valkey.url, prefill=2, decode=2, environment=ENVIRONMENT
         )
         stack = exits.enter_context(made)
-        stack.wait_ready(300)
+        stack.wait_until_ready(300)
         history = exits.enter_context(History(path))
         roll = Roll(stack, servers, history, progress)
         roll.steady("warm", 0.0)

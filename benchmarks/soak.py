@@ -93,7 +93,7 @@ def system() -> Iterator[tuple[Stack, ValkeyServer, list[Place], Path]]:
             "PENSTOCK_KV_STORE_REDIS_MB": str(BUDGET_MB),
         }
         stack = exits.enter_context(Stack(directory / "stack", pipeline="soak", environment=environment))
-        stack.wait_ready(300)
+        stack.wait_until_ready(300)
         settings = KVSettings(shared_dir=memory, disk_mb=BUDGET_MB, disk_dir=str(disk), redis_mb=BUDGET_MB)
         places = open_places(settings, [server.url], exits, None, print)
         if len(places) != 3:

@@ -24,7 +24,7 @@ from benchmarks.common import Arguments, arguments, machine, report, spread
 from benchmarks.pipeline import Piped, measure, prompts
 from penstock.client.sync import Client
 from penstock.config.settings import BusSettings
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.ops.live import LiveWatch
 
@@ -119,7 +119,7 @@ def sides() -> Iterator[dict[str, Callable[[int, int, int], float]]]:
     """Both, up and warm: tokens a second of a load, given a seed, so many prompts, and so many tokens for each."""
     with contextlib.ExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-benchmark-")))
-        port, to = free_port(), exits.enter_context(receiver())
+        port, to = find_free_port(), exits.enter_context(receiver())
         told = {
             "PENSTOCK_TELEMETRY_PORT": str(port),
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{to.server_port}",
@@ -131,7 +131,7 @@ def sides() -> Iterator[dict[str, Callable[[int, int, int], float]]]:
         }
         made: dict[str, Callable[[int, int, int], float]] = {}
         for name, stack in stacks.items():
-            exits.enter_context(stack).wait_ready(300)
+            exits.enter_context(stack).wait_until_ready(300)
             piped = Piped(exits.enter_context(Client(stack.addresses)))
 
             def once(seed: int, load: int, max_new: int, name: str = name, piped: Piped = piped) -> float:

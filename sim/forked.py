@@ -12,7 +12,7 @@ from subprocess import TimeoutExpired
 from typing import Any, cast
 
 from penstock.local.processes import Child
-from penstock.local.stack import Slot, Stack
+from penstock.local.stack import ProcessSlot, Stack
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -62,8 +62,8 @@ def fork(
 class ForkedStack(Stack):
     """A stack whose workers and gateway are forked; else as any other."""
 
-    def _start_child(self, slot: Slot, arguments: list[str], environment: Mapping[str, str]) -> Child:
-        return fork(slot.name, self._log(slot), run_penstock, *arguments, environment=environment)
+    def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
+        return fork(slot.name, self._log_path(slot), run_penstock, *arguments, environment=environment)
 
 
 def run_penstock(*arguments: str) -> None:

@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from penstock.cli.main import main
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 
 HERE = Path(__file__).parents[1]
 SCREEN = {"COLUMNS": "200"}
@@ -19,7 +19,7 @@ SCREEN = {"COLUMNS": "200"}
 def penstock(*arguments: str, **environment: str) -> "CompletedProcess[str]":
     """The command as a process, where no Redis answers unless the environment says so."""
     command = [sys.executable, "-m", "penstock.cli.main", *arguments]
-    here = {**os.environ, **SCREEN, "PENSTOCK_STREAM_URL": f"redis://127.0.0.1:{free_port()}/0", **environment}
+    here = {**os.environ, **SCREEN, "PENSTOCK_STREAM_URL": f"redis://127.0.0.1:{find_free_port()}/0", **environment}
     return subprocess.run(command, env=here, cwd=HERE, timeout=90, text=True, capture_output=True, check=False)
 
 
@@ -36,7 +36,7 @@ class Terminal:
         with self._patch.context() as patched:
             patched.setattr("sys.argv", command)
             patched.setattr("sys.stdin", io.StringIO(typed))
-            here = {**SCREEN, "PENSTOCK_STREAM_URL": f"redis://127.0.0.1:{free_port()}/0", **environment}
+            here = {**SCREEN, "PENSTOCK_STREAM_URL": f"redis://127.0.0.1:{find_free_port()}/0", **environment}
             for name, value in here.items():
                 patched.setenv(name, value)
             with pytest.raises(SystemExit) as ended:

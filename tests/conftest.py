@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from penstock.local.kafka import find_kafka
-from penstock.local.valkey import find_redis
+from penstock.local.kafka import find_or_start_kafka
+from penstock.local.valkey import find_or_start_redis
 from penstock.names import Pipeline
 from sim import forked
 from sim.servers import served
@@ -26,13 +26,13 @@ settings.load_profile("untimed")
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The bootstrap address of a real Kafka."""
-    yield from served(find_kafka(tmp_path_factory.mktemp("kafka")))
+    yield from served(find_or_start_kafka(tmp_path_factory.mktemp("kafka")))
 
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The url of a real Redis. It is shared: tests keep apart by their pipeline's name."""
-    yield from served(find_redis(tmp_path_factory.mktemp("redis")))
+    yield from served(find_or_start_redis(tmp_path_factory.mktemp("redis")))
 
 
 @pytest.fixture(autouse=True)

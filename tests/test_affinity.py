@@ -20,7 +20,7 @@ from penstock.bus.affinity import (
     ranking,
 )
 from penstock.bus.contract import Outgoing
-from penstock.client.sync import RequestFields, make_request, outgoing
+from penstock.client.sync import RequestFields, make_request, prepare_message
 from penstock.messages import Request
 from penstock.names import Pipeline
 
@@ -82,7 +82,7 @@ def test_nothing_else_of_a_request_counts() -> None:
 
 def test_what_the_client_sends_has_it() -> None:
     request = Request(id="r", prompt="x", session="s")
-    span, message = outgoing(Pipeline("p"), request)
+    span, message = prepare_message(Pipeline("p"), request)
     span.end()
     assert (message.affinity, message.key) == (affinity_of(request), "r")
     assert b'"session":"s"' in message.value

@@ -17,7 +17,7 @@ from penstock.cli.generate import Reading, find_other_bus, find_reasons, in_a_sh
 from penstock.cli.main import COMMANDS, load_command
 from penstock.config.addresses import Addresses
 from penstock.errors import BusUnavailable
-from penstock.local.processes import free_port, start_child
+from penstock.local.processes import find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.names import STAGES, Pipeline
 from penstock.ops.status import worker_status
@@ -30,7 +30,7 @@ from tests.commands import HERE, Terminal, penstock
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with ForkedStack(tmp_path_factory.mktemp("cli")) as made:
-        made.wait_ready(120)
+        made.wait_until_ready(120)
         yield made
 
 
@@ -42,7 +42,7 @@ def url(stack: Stack) -> str:
 def run_worker(directory: Path, stage: str, **settings: str) -> tuple[int, str]:
     """How a worker ends that cannot start, and what it prints."""
     worker = fork("worker", directory / "log", run_penstock, "worker", stage, environment={**os.environ, **settings})
-    return worker.wait(60), worker.tail(1000)
+    return worker.wait(60), worker.read_log_tail(1000)
 
 
 def test_an_unknown_setting_names_the_nearest() -> None:
@@ -123,7 +123,7 @@ def test_no_client_is_imported_for_the_help(arguments: list[str], code: int) -> 
 
 
 def test_a_server_that_is_away_is_named_with_its_setting(terminal: Terminal, redis_url: str) -> None:
-    port = free_port()
+    port = find_free_port()
     redis = terminal("generate", "x", PENSTOCK_STREAM_URL=f"redis://:secret@127.0.0.1:{port}/0")
     advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL"
     assert redis.stderr.splitlines()[-1] == f"penstock: Redis at 127.0.0.1:{port} does not answer: {advice}"
@@ -136,7 +136,7 @@ def test_a_server_that_is_away_is_named_with_its_setting(terminal: Terminal, red
 
 
 def test_options_for_addresses_go_before_the_settings_in_what_is_said(tmp_path: Path) -> None:
-    port = free_port()
+    port = find_free_port()
     done = penstock("up", "--redis", f"redis://127.0.0.1:{port}/0", "--data", str(tmp_path))
     assert done.stderr.splitlines()[-1].startswith(f"penstock: Redis at 127.0.0.1:{port} does not answer")
 
@@ -181,7 +181,7 @@ def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, mo
     beat.update_status(state="ready", kafka="")
     beat.write_beat()
     assert find_reasons(addresses, "interactive")[0].startswith("0 requests of class interactive are queued")
-    silent = Addresses(stream_url=f"redis://127.0.0.1:{free_port()}/0", pipeline=pipeline.name)
+    silent = Addresses(stream_url=f"redis://127.0.0.1:{find_free_port()}/0", pipeline=pipeline.name)
     assert "does not answer" in find_reasons(silent, "interactive")[0]
 
 
@@ -193,10 +193,10 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_up_serves_until_interrupted(tmp_path: Path) -> None:
-    port = free_port()
+    port = find_free_port()
     log = tmp_path / "up.log"
     command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(port), "--data", str(tmp_path / "data")]
-    command += ["--gateway-port", str(free_port())]
+    command += ["--gateway-port", str(find_free_port())]
     child = start_child(command, name="up", log=log, directory=HERE)
     addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0")
     wait_until(lambda: log.exists() and "Or:  curl" in log.read_text(), 120, "penstock up", every_s=0.1)
@@ -212,20 +212,29 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     decode = next(status["pid"] for status in states if status["stage"] == "decode")
     os.kill(decode, signal.SIGKILL)
     wait_until(lambda: "decode-0 ended with status -9 and is started again" in log.read_text(), 60, "it is said")
-    child.send(signal.SIGINT)
+    child.send_signal(signal.SIGINT)
     assert child.wait(60) == 0
 
 
 def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    command = [sys.executable, "-m", "penstock.cli.main", "up", "--port", str(free_port()), "--data", str(tmp_path)]
-    command += ["--gateway-port", str(free_port())]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.cli.main",
+        "up",
+        "--port",
+        str(find_free_port()),
+        "--data",
+        str(tmp_path),
+    ]
+    command += ["--gateway-port", str(find_free_port())]
     environment = {**os.environ, "PENSTOCK_KV_STORE_SHARED_DIR": str(shared), "PENSTOCK_KV_STORE_DISK_MB": "0"}
     child = start_child(command, name="up", log=tmp_path / "up.log", environment=environment, directory=HERE)
     wait_until((tmp_path / "prefill-0.log").exists, 60, "the first worker was started")
-    child.send(signal.SIGTERM)
-    assert child.wait(60) == 0, child.tail()
-    assert "Penstock is up" not in child.tail()
-    assert "stopping" in child.tail()
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 0, child.read_log_tail()
+    assert "Penstock is up" not in child.read_log_tail()
+    assert "stopping" in child.read_log_tail()
     assert not list(shared.iterdir())

@@ -19,7 +19,7 @@ from penstock.kvstore.codec.lossless import Lossless
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tools import Place as Shown
 from penstock.kvstore.tools import codec_name, look_at
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.ops.status import worker_status
@@ -138,7 +138,7 @@ def test_stats_of_the_workers_are_summed_by_stage(host: Host) -> None:
 
 
 def test_stats_tell_of_a_server_that_is_away(host: Host) -> None:
-    away = f"redis://127.0.0.1:{free_port()}/0"
+    away = f"redis://127.0.0.1:{find_free_port()}/0"
     shown = host.kv("stats", PENSTOCK_KV_URL=away, code=1)
     assert "does not answer" in " ".join(shown.split())
     assert "shared" in shown

@@ -15,7 +15,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import load_settings
 from penstock.errors import AccessRefused, SettingsError
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.local.valkey import ReplicatedValkey
 from penstock.ops.access import check_access
 from penstock.record.live import LiveFeed
@@ -94,12 +94,12 @@ def test_who_is_not_let_in_is_told_why(group: ReplicatedValkey) -> None:
         check_access(Addresses(stream_url=url.replace("/penstock/", "/other/")))
     with pytest.raises(AccessRefused, match="wrong user or password: see PENSTOCK_STREAM_URL"):
         check_access(Addresses(stream_url=url.replace("//", "//me:wrong@")))
-    check_access(Addresses(stream_url=f"redis+sentinel://127.0.0.1:{free_port()}/penstock/0"))  # away: waited for
+    check_access(Addresses(stream_url=f"redis+sentinel://127.0.0.1:{find_free_port()}/penstock/0"))  # away: waited for
 
 
 def test_a_sentinel_that_is_away_is_passed_over(group: ReplicatedValkey) -> None:
     """Doctor says which."""
-    away = free_port()
+    away = find_free_port()
     url = group.url.replace("//", f"//127.0.0.1:{away},")
     with redis_client(url) as client:
         assert client.ping()

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from penstock.config.addresses import Addresses
 from penstock.errors import ServersDiffer
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.names import WORKERS_KEY, Pipeline
 from penstock.redis.servers import check_list, keep_list, keep_lists, place_of
 from penstock.redis.urls import name_of
@@ -91,7 +91,7 @@ def test_one_server_alone_may_be_called_by_any_name(redis_url: str, pipeline: Pi
     keep_lists(redis_url, pipeline)
     keep_lists(f"{redis_url}#other", pipeline)
     with pytest.raises(ServersDiffer, match="one server"):
-        keep_lists(f"redis://127.0.0.1:{free_port()}/0,{redis_url}", pipeline)
+        keep_lists(f"redis://127.0.0.1:{find_free_port()}/0,{redis_url}", pipeline)
 
 
 def test_the_list_is_changed_when_nothing_is_under_way(terminal: Terminal, redis_url: str, pipeline: Pipeline) -> None:
@@ -100,7 +100,7 @@ def test_the_list_is_changed_when_nothing_is_under_way(terminal: Terminal, redis
     here = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_STREAM_URL": both, "PENSTOCK_TELEMETRY": "off"}
     alone = here | {"PENSTOCK_STREAM_URL": redis_url}
     keep_lists(both, pipeline)
-    for command in (["worker", "prefill"], ["worker", "decode"], ["gateway", "--port", str(free_port())]):
+    for command in (["worker", "prefill"], ["worker", "decode"], ["gateway", "--port", str(find_free_port())]):
         refused = terminal(*command, **alone)
         assert refused.returncode == 1
         assert "spread over s1, s2, and PENSTOCK_STREAM_URL here names one server" in refused.stderr

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.local import memory
 from penstock.local.processes import start_child
-from penstock.local.stack import SHARED_DIR, Stack, shares_of_cores
+from penstock.local.stack import SHARED_DIR_VARIABLE, Stack, split_cores
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
 
@@ -16,8 +16,8 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from penstock.local import memory
-memory.MEMORY = Path(sys.argv[1])
-memory_of_a_stack = memory.OwnMemory()
+memory.SHARED_MEMORY_DIRECTORY = Path(sys.argv[1])
+memory_of_a_stack = memory.StackMemory()
 (memory_of_a_stack.path / "arena").touch()
 time.sleep(600)
 """
@@ -26,10 +26,10 @@ time.sleep(600)
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The place of shared memory."""
-    monkeypatch.delenv(SHARED_DIR, raising=False)
-    monkeypatch.setattr(memory, "MEMORY", tmp_path / "shm")
-    memory.MEMORY.mkdir()
-    return memory.MEMORY
+    monkeypatch.delenv(SHARED_DIR_VARIABLE, raising=False)
+    monkeypatch.setattr(memory, "SHARED_MEMORY_DIRECTORY", tmp_path / "shm")
+    memory.SHARED_MEMORY_DIRECTORY.mkdir()
+    return memory.SHARED_MEMORY_DIRECTORY
 
 
 def a_stack(directory: Path, redis_url: str, pipeline: Pipeline) -> Stack:
@@ -40,11 +40,11 @@ def test_a_stack_without_workers_is_ready_at_once(
     shared: Path, tmp_path: Path, redis_url: str, pipeline: Pipeline
 ) -> None:
     with a_stack(tmp_path, redis_url, pipeline) as stack:
-        stack.wait_ready(1.0)
-        stack.tend()
+        stack.wait_until_ready(1.0)
+        stack.restart_dead()
         assert len(list(shared.iterdir())) == 1
     assert not list(shared.iterdir())
-    assert shares_of_cores(0) == []
+    assert split_cores(0) == []
 
 
 def test_memory_of_a_killed_stack_goes_when_the_next_one_starts(
@@ -77,7 +77,7 @@ def test_a_directory_that_was_removed_before_it_was_locked_is_made_again(
         lock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", removed_first)
-    made = memory.OwnMemory()
+    made = memory.StackMemory()
     assert num_removed == 1
     assert list(shared.iterdir()) == [made.path]
     made.close()

@@ -16,8 +16,8 @@ from penstock.cli.generate import print_stream
 from penstock.cli.up import READY_WITHIN_S, curl_body, curl_line, port_of_gateway
 from penstock.client.sync import Client
 from penstock.errors import PenstockError
-from penstock.local.kafka import find_kafka
-from penstock.local.processes import free_port
+from penstock.local.kafka import find_or_start_kafka
+from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.messages import Sampling
 
@@ -42,12 +42,12 @@ def demo(
         bootstrap = ""
         if kafka:
             console.print("starting Kafka", style="dim")
-            bootstrap = exits.enter_context(find_kafka(directory / "kafka"))
-        gateway = port_of_gateway(free_port())
+            bootstrap = exits.enter_context(find_or_start_kafka(directory / "kafka"))
+        gateway = port_of_gateway(find_free_port())
         parts = "a prefill and a decode worker" if gateway is None else "a prefill and a decode worker and a gateway"
         console.print(f"starting Redis, {parts}{' on Kafka' if kafka else ''}", style="dim")
         stack = exits.enter_context(Stack(directory, kafka=bootstrap, gateway=gateway))
-        stack.wait_ready(READY_WITHIN_S, lambda line: console.print(f"  {line}", style="dim"))
+        stack.wait_until_ready(READY_WITHIN_S, lambda line: console.print(f"  {line}", style="dim"))
         client = exits.enter_context(Client(stack.addresses))
         for number, (prompt, sampling) in enumerate(PROMPTS):
             begun_s = time.perf_counter()

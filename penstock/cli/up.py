@@ -15,7 +15,7 @@ from penstock.cli.explain import explained
 from penstock.cli.generate import in_a_shell
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, KVSettings, load_settings
-from penstock.local.stack import DEFAULT_PORT, SHARED_DIR, Stack
+from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
 from penstock.worker.loop import StopSignal
 
 READY_WITHIN_S = 600.0
@@ -34,7 +34,7 @@ def kv_environment() -> dict[str, str]:
 
     settings = load_settings(KVSettings)
     disk_mb = settings.disk_mb if "disk_mb" in settings.model_fields_set else DISK_MB
-    return {SHARED_DIR: str(arena_directory(settings.shared_dir)), "PENSTOCK_KV_STORE_DISK_MB": str(disk_mb)}
+    return {SHARED_DIR_VARIABLE: str(arena_directory(settings.shared_dir)), "PENSTOCK_KV_STORE_DISK_MB": str(disk_mb)}
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def curl_line(gateway_url: str) -> str:
 def up(
     kafka: Annotated[str, typer.Option(help="Kafka bootstrap servers; without them the bus is Redis Streams.")] = "",
     redis: Annotated[str, typer.Option(help="A Redis url; without one a server is started.")] = "",
-    port: Annotated[int, typer.Option(help="Port of the server that is started.")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(help="Port of the server that is started.")] = DEFAULT_REDIS_PORT,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     gateway_port: Annotated[int | None, typer.Option(help="Port of the gateway, unless the settings say it.")] = None,
@@ -101,7 +101,7 @@ def up(
         if not stop:
             print_hints(stack, console)
         while not stop:
-            for died in stack.tend():
+            for died in stack.restart_dead():
                 console.print(died)
             time.sleep(0.2)
         console.print("stopping")
@@ -111,9 +111,9 @@ def wait_ready(stack: Stack, console: Console, stop: StopSignal) -> None:
     """Wait until all is ready: on a terminal with a line that changes, else with one for each change."""
     if console.is_terminal:
         with console.status("starting") as status:
-            stack.wait_ready(READY_WITHIN_S, status.update, lambda: bool(stop))
+            stack.wait_until_ready(READY_WITHIN_S, status.update, lambda: bool(stop))
     else:
-        stack.wait_ready(READY_WITHIN_S, console.print, lambda: bool(stop))
+        stack.wait_until_ready(READY_WITHIN_S, console.print, lambda: bool(stop))
 
 
 def print_hints(stack: Stack, console: Console) -> None:

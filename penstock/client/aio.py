@@ -17,18 +17,18 @@ from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.client.reader import Event, StreamReader
 from penstock.client.sync import (
-    PIECE,
-    SILENCE_S,
+    MAX_LIVE_SILENCE_S,
+    MAX_LOG_READ_EVENTS,
     Answer,
     RequestFields,
-    answer_of,
+    build_answer,
     check_conflict,
+    end_span,
     make_request,
-    outages_named,
-    outgoing,
-    resolve,
-    span_ended,
-    without_error,
+    prepare_message,
+    raise_bus_unavailable,
+    raise_error_end,
+    resolve_addresses,
 )
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings, load_settings
@@ -56,7 +56,7 @@ class AsyncClient:
         bus: BusSettings | None = None,
         record: RecordSettings | None = None,
     ) -> None:
-        self._addresses = resolve(addresses, kafka, redis, pipeline)
+        self._addresses = resolve_addresses(addresses, kafka, redis, pipeline)
         self._settings = bus or load_settings(BusSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
         settings = record or load_settings(RecordSettings)
@@ -83,9 +83,9 @@ class AsyncClient:
 
         Its trace begins now, or at `since_s` (seconds since the epoch), where somebody has waited for it since then.
         """
-        span, message = outgoing(self._pipeline, request, since_s)
-        with span_ended(span):
-            await self._publish(message)
+        span, message = prepare_message(self._pipeline, request, since_s)
+        with end_span(span):
+            await self._publish_message(message)
 
     async def stream(self, request_id: str, after: str | None = None, timeout_s: float = 60.0) -> AsyncIterator[Event]:
         """The tokens after the event id `after` as they come, then the `EndEvent`; as `Client.stream`.
@@ -94,7 +94,7 @@ class AsyncClient:
         """
         async with aclosing(self.news(request_id, after, timeout_s)) as batches:
             async for batch in batches:
-                for event in without_error(batch):
+                for event in raise_error_end(batch):
                     yield event
 
     async def news(
@@ -114,13 +114,13 @@ class AsyncClient:
         try:
             over = time.monotonic() + timeout_s
             while reader.end is None or news:
-                payloads, is_more = await box.take(min(SILENCE_S, over - time.monotonic()))
+                payloads, is_more = await box.take(min(MAX_LIVE_SILENCE_S, over - time.monotonic()))
                 news += [event for payload in payloads for event in reader.feed_live(parse_event(payload))]
-                is_more = is_more or reader.behind
+                is_more = is_more or reader.is_behind
                 while news or is_more:
                     if news:
                         try:
-                            is_known = is_known or await self._is_of(request_id, body)
+                            is_known = is_known or await self._has_body(request_id, body)
                         except BusUnavailable:
                             break  # the next silence tries again
                         yield news
@@ -146,21 +146,21 @@ class AsyncClient:
 
     async def result(self, request_id: str, timeout_s: float = 60.0) -> Answer:
         """The whole answer, when it is complete; raises as `stream` does."""
-        return answer_of(request_id, [event async for event in self.stream(request_id, timeout_s=timeout_s)])
+        return build_answer(request_id, [event async for event in self.stream(request_id, timeout_s=timeout_s)])
 
     async def cancel(self, request_id: str) -> bool:
         """Ask for a request's end; False when it has ended already. Raises `BusUnavailable`."""
-        with outages_named():
+        with raise_bus_unavailable():
             return await self._logs[request_id].cancel(request_id)
 
     async def status(self, request_id: str) -> Status | None:
         """What is known of a request; None: nothing yet, or nothing any more. Raises `BusUnavailable`."""
-        with outages_named():
+        with raise_bus_unavailable():
             return await self._logs[request_id].status(request_id)
 
     async def lag(self) -> PipelineLag:
         """How much work waits in the pipeline, in tokens; as `Client.lag`."""
-        with outages_named():
+        with raise_bus_unavailable():
             return await asyncio.to_thread(self._watch.look)
 
     async def estimated_wait(self, klass: PriorityClass = "interactive") -> float | None:
@@ -192,48 +192,48 @@ class AsyncClient:
     async def _catch_up(self, request_id: str, reader: StreamReader, *, is_last: bool) -> tuple[list[Event], bool]:
         """A piece of what the log has more, and whether there may be another."""
         try:
-            with outages_named():
-                read = await self._logs[request_id].read(request_id, reader.log_after, PIECE)
+            with raise_bus_unavailable():
+                read = await self._logs[request_id].read(request_id, reader.log_after, MAX_LOG_READ_EVENTS)
                 news = reader.feed_log(read)
-                if reader.gives_up(is_last=is_last) and await self._logs[request_id].status(request_id) is None:
+                if reader.should_give_up(is_last=is_last) and await self._logs[request_id].status(request_id) is None:
                     raise StreamExpired(f"the log of {request_id} is gone")
         except BusUnavailable:
             return [], False  # the next silence tries again
-        return news, len(read) == PIECE and reader.end is None
+        return news, len(read) == MAX_LOG_READ_EVENTS and reader.end is None
 
-    async def _is_of(self, request_id: str, body: str) -> bool:
+    async def _has_body(self, request_id: str, body: str) -> bool:
         """Return whether a request's record names its body, which is then this one. Raises as `check_conflict`."""
         status = await self.status(request_id)
         check_conflict(request_id, body, status)
         return status is not None and status.body != ""
 
-    async def _publish(self, message: Outgoing) -> None:
+    async def _publish_message(self, message: Outgoing) -> None:
         """Return once the message is durable; it waits for no other message's acknowledgement."""
         handed_over: asyncio.Future[Future[None]] = asyncio.get_running_loop().create_future()
         self._waiting.append((message, handed_over))
         if self._handing_over is None or self._handing_over.done():
-            self._handing_over = asyncio.create_task(self._hand_over())
+            self._handing_over = asyncio.create_task(self._publish_waiting())
         await asyncio.wrap_future(await handed_over)
 
-    async def _hand_over(self) -> None:
+    async def _publish_waiting(self) -> None:
         """Hand all that waits to the bus, until nothing does; on a thread, because that may block."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
-                sent = await asyncio.to_thread(self._send_now, [message for message, _ in batch])
+                sent = await asyncio.to_thread(self._send_batch, [message for message, _ in batch])
             except Exception as error:  # whoever submitted it raises it
-                sent = [_failed(error) for _ in batch]
+                sent = [_make_failed_future(error) for _ in batch]
             for (_, handed_over), one in zip(batch, sent, strict=True):
                 if not handed_over.done():  # else its caller was cancelled
                     handed_over.set_result(one)
 
-    def _send_now(self, batch: list[Outgoing]) -> list[Future[None]]:
+    def _send_batch(self, batch: list[Outgoing]) -> list[Future[None]]:
         if self._publisher is None:
             self._publisher = connect(self._addresses, self._settings).publisher()
         return self._publisher.send(batch)
 
 
-def _failed(error: Exception) -> Future[None]:
+def _make_failed_future(error: Exception) -> Future[None]:
     future: Future[None] = Future()
     future.set_exception(error)
     return future

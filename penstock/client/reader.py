@@ -10,7 +10,7 @@ from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, parse_event_id, roll
 
 Event = TokenEvent | EndEvent
-KEPT = 1024
+MIN_KEPT_HASHES = 1024
 """At least so many hashes are kept of what was read, to know it again: a long stream costs no more memory."""
 
 
@@ -22,9 +22,9 @@ class StreamReader:
     """
 
     def __init__(self, after: str | None = None) -> None:
-        self.behind = True
+        self.is_behind = True
         """An event is missing, or may be: read the log after position `log_after` and `feed_log` it."""
-        self.log_missing = False
+        self.is_log_missing = False
         """The log last fed lacks what this reader has seen: it expired, or it is being made again."""
         self.has_met = False
         """Something was read here: a log that is missing now was lost with its server, it has not expired."""
@@ -44,20 +44,20 @@ class StreamReader:
         """Where to read the log from: the last token seen comes first, as a proof that it is the same log."""
         return max(self.num_tokens - 2, -1)
 
-    def gives_up(self, *, is_last: bool) -> bool:
+    def should_give_up(self, *, is_last: bool) -> bool:
         """Whether a log that is missing is waited for no longer, unless there is a record: one that was met here was
         lost with its server and may be made again, until the patience is over (`is_last`).
         """
-        return self.log_missing and (is_last or not self.has_met)
+        return self.is_log_missing and (is_last or not self.has_met)
 
     def feed_live(self, event: Event) -> list[Event]:
-        """What a live event adds: itself, or nothing. A gap before it makes the reader `behind`."""
+        """What a live event adds: itself, or nothing. A gap before it sets `is_behind`."""
         self.has_met = True
-        place, rolled = self._place(event)
+        place, rolled = self._locate_event(event)
         if place > self.num_tokens:
-            self.behind = True
+            self.is_behind = True
             return []
-        return self._take(event, place, rolled)
+        return self._accept_event(event, place, rolled)
 
     def feed_log(self, events: Iterable[Event]) -> list[Event]:
         """What a reading of the log after position `log_after` adds."""
@@ -65,20 +65,20 @@ class StreamReader:
         num_events = 0
         for event in events:
             num_events += 1
-            place, rolled = self._place(event)
+            place, rolled = self._locate_event(event)
             if place > self.num_tokens:
                 raise StreamDiverged(f"the log has a hole after token {self.num_tokens - 1}")
-            taken += self._take(event, place, rolled)
-        self.behind = False
-        self.log_missing = num_events == 0 and self.num_tokens > 0
+            taken += self._accept_event(event, place, rolled)
+        self.is_behind = False
+        self.is_log_missing = num_events == 0 and self.num_tokens > 0
         self.has_met = self.has_met or num_events > 0
         return taken
 
-    def _place(self, event: Event) -> tuple[int, str]:
+    def _locate_event(self, event: Event) -> tuple[int, str]:
         """How many tokens come before the event, and of a token the rolling hash."""
         return (event.usage.completion_tokens, "") if isinstance(event, EndEvent) else parse_event_id(event.id)
 
-    def _take(self, event: Event, position: int, rolled: str) -> list[Event]:
+    def _accept_event(self, event: Event, position: int, rolled: str) -> list[Event]:
         """The event if it is the next one, nothing if it was seen; it is not past the next one."""
         if self.end is not None:
             return []
@@ -95,7 +95,7 @@ class StreamReader:
         if rolled != roll(self._hashes[-1] if self._hashes else START_HASH, event.token):
             raise StreamDiverged(f"token {position} does not follow what was seen")
         self._hashes.append(rolled)
-        if len(self._hashes) == 2 * KEPT:
-            del self._hashes[:KEPT]
-            self._first += KEPT
+        if len(self._hashes) == 2 * MIN_KEPT_HASHES:
+            del self._hashes[:MIN_KEPT_HASHES]
+            self._first += MIN_KEPT_HASHES
         return [event]

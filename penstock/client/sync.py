@@ -49,9 +49,9 @@ from penstock.redis.servers import ByServer
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import operation_of, request_attributes
 
-SILENCE_S = 1.0
+MAX_LIVE_SILENCE_S = 1.0
 """A stream silent for this long is looked up in the log: its live events may be going nowhere."""
-PIECE = 128
+MAX_LOG_READ_EVENTS = 128
 """Events that are read of a log at once."""
 
 
@@ -115,7 +115,7 @@ class Client:
         bus: BusSettings | None = None,
         record: RecordSettings | None = None,
     ) -> None:
-        self._addresses = resolve(addresses, kafka, redis, pipeline)
+        self._addresses = resolve_addresses(addresses, kafka, redis, pipeline)
         self._settings = bus or load_settings(BusSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
         settings, self._servers = (
@@ -137,13 +137,13 @@ class Client:
         called_s = messages.now_s()
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
-            with suppress(BusUnavailable), outages_named():  # then the workers will tell
+            with suppress(BusUnavailable), raise_bus_unavailable():  # then the workers will tell
                 check_conflict(request.id, body_hash(request), self._logs[request.id].status(request.id))
         with self._lock:
             if self._publisher is None:
                 self._publisher = connect(self._addresses, self._settings).publisher()
-        span, message = outgoing(self._pipeline, request, called_s)
-        with span_ended(span):
+        span, message = prepare_message(self._pipeline, request, called_s)
+        with end_span(span):
             self._publisher.publish([message])
         return request.id
 
@@ -157,7 +157,7 @@ class Client:
         A log that vanishes while it is read was lost with its server, and is made again where the bus still has
         the request; that is waited for.
         """
-        return self._read(request_id, StreamReader(after), timeout_s)
+        return self._read_stream(request_id, StreamReader(after), timeout_s)
 
     def generate(
         self, prompt: str | None = None, timeout_s: float = 60.0, **fields: Unpack[RequestFields]
@@ -167,16 +167,16 @@ class Client:
 
     def result(self, request_id: str, timeout_s: float = 60.0) -> Answer:
         """The whole answer, when it is complete; raises as `stream` does."""
-        return answer_of(request_id, list(self.stream(request_id, timeout_s=timeout_s)))
+        return build_answer(request_id, list(self.stream(request_id, timeout_s=timeout_s)))
 
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end; False when it has ended already. Raises `BusUnavailable`."""
-        with outages_named():
+        with raise_bus_unavailable():
             return self._logs[request_id].cancel(request_id)
 
     def lag(self) -> PipelineLag:
         """How much work waits in the pipeline, in tokens. Raises `BusUnavailable`."""
-        with outages_named():
+        with raise_bus_unavailable():
             return self._watch.look()
 
     def estimated_wait(self, klass: PriorityClass = "interactive") -> float | None:
@@ -207,7 +207,7 @@ class Client:
     ) -> None:
         self.close()
 
-    def _read(self, request_id: str, reader: StreamReader, timeout_s: float) -> Iterator[Event]:
+    def _read_stream(self, request_id: str, reader: StreamReader, timeout_s: float) -> Iterator[Event]:
         """Subscribe, read the log, go on live; read the log again at a gap and after a silence."""
         with self._lock:
             if self._live is None:
@@ -215,12 +215,12 @@ class Client:
         with self._live[request_id].listen(self._pipeline.live_channel(request_id)) as mailbox:
             over = time.monotonic() + timeout_s
             while reader.end is None:
-                payload = mailbox.get(min(SILENCE_S, over - time.monotonic()))
+                payload = mailbox.get(min(MAX_LIVE_SILENCE_S, over - time.monotonic()))
                 news = reader.feed_live(parse_event(payload)) if payload is not None else []
-                is_more = payload is None or reader.behind
+                is_more = payload is None or reader.is_behind
                 while news or is_more:
                     if news:
-                        yield from without_error(news)
+                        yield from raise_error_end(news)
                         over = time.monotonic() + timeout_s
                     is_last = time.monotonic() >= over
                     news, is_more = self._catch_up(request_id, reader, is_last=is_last) if is_more else ([], False)
@@ -230,17 +230,17 @@ class Client:
     def _catch_up(self, request_id: str, reader: StreamReader, *, is_last: bool) -> tuple[list[Event], bool]:
         """A piece of what the log has more, and whether there may be another."""
         try:
-            with outages_named():
-                read = self._logs[request_id].read(request_id, reader.log_after, PIECE)
+            with raise_bus_unavailable():
+                read = self._logs[request_id].read(request_id, reader.log_after, MAX_LOG_READ_EVENTS)
                 news = reader.feed_log(read)
-                if reader.gives_up(is_last=is_last) and self._logs[request_id].status(request_id) is None:
+                if reader.should_give_up(is_last=is_last) and self._logs[request_id].status(request_id) is None:
                     raise StreamExpired(f"the log of {request_id} is gone")
         except BusUnavailable:
             return [], False  # the next silence tries again
-        return news, len(read) == PIECE and reader.end is None
+        return news, len(read) == MAX_LOG_READ_EVENTS and reader.end is None
 
 
-def resolve(addresses: Addresses | None, kafka: str, redis: str, pipeline: str) -> Addresses:
+def resolve_addresses(addresses: Addresses | None, kafka: str, redis: str, pipeline: str) -> Addresses:
     """`addresses`, or those of the environment, with what is given put in place."""
     given = {"kafka": kafka, "stream_url": redis, "pipeline": pipeline}
     given = {name: value for name, value in given.items() if value}
@@ -255,13 +255,13 @@ def make_request(prompt: str | None, fields: RequestFields) -> Request:
         part["class" if name == "klass" else name] = value
     body["id"] = uuid.uuid4().hex if body.get("id") is None else body["id"]
     try:
-        encoded = json.dumps(body, ensure_ascii=False, default=_plain).encode()
+        encoded = json.dumps(body, ensure_ascii=False, default=_to_plain_value).encode()
     except (TypeError, ValueError) as error:
         raise InvalidRequest(str(error)) from None
     return messages.decode_message(Request, encoded)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_value(value: Any) -> Any:
     if isinstance(value, ChatMessage):
         return value.model_dump()
     if isinstance(value, Mapping):
@@ -277,7 +277,7 @@ def check_conflict(request_id: str, body: str, status: Status | None) -> None:
         raise IdConflict(f"{request_id} was used for another request")
 
 
-def outgoing(pipeline: Pipeline, request: Request, since_s: float | None = None) -> tuple[Span, Outgoing]:
+def prepare_message(pipeline: Pipeline, request: Request, since_s: float | None = None) -> tuple[Span, Outgoing]:
     """The message to publish, and the span it begins, now or in the past, which is still to be ended."""
     klass = request.klass or "interactive"
     context = tracing.about(pipeline, request.id)
@@ -292,7 +292,7 @@ def outgoing(pipeline: Pipeline, request: Request, since_s: float | None = None)
 
 
 @contextmanager
-def outages_named() -> Iterator[None]:
+def raise_bus_unavailable() -> Iterator[None]:
     """Turn an outage of Redis into `BusUnavailable`."""
     try:
         yield
@@ -303,7 +303,7 @@ def outages_named() -> Iterator[None]:
 
 
 @contextmanager
-def span_ended(span: Span) -> Iterator[None]:
+def end_span(span: Span) -> Iterator[None]:
     """End the span with the context."""
     try:
         yield
@@ -311,7 +311,7 @@ def span_ended(span: Span) -> Iterator[None]:
         span.end()
 
 
-def without_error(news: Sequence[Event]) -> Iterator[Event]:
+def raise_error_end(news: Sequence[Event]) -> Iterator[Event]:
     """The events; an end with an error raises it."""
     for event in news:
         if isinstance(event, EndEvent) and event.error is not None:
@@ -319,7 +319,7 @@ def without_error(news: Sequence[Event]) -> Iterator[Event]:
         yield event
 
 
-def answer_of(request_id: str, events: Sequence[Event]) -> Answer:
+def build_answer(request_id: str, events: Sequence[Event]) -> Answer:
     """The answer that a whole stream makes."""
     *tokens, end = events
     assert isinstance(end, EndEvent), "a stream that raised nothing has its end"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import redis.asyncio
 
-from penstock.client.sync import outages_named
+from penstock.client.sync import raise_bus_unavailable
 from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError
@@ -115,7 +115,7 @@ class Admission:
         """Headers for the answer. Raises `ApiError` 429."""
         if caller.requests_per_min is None and caller.tokens_per_min is None:
             return {}
-        with outages_named():
+        with raise_bus_unavailable():
             limits = [caller.requests_per_min or 0, caller.tokens_per_min or 0]
             keys = [rate_key(caller.tenant)]
             taken: list[int] = await TAKE_TOKENS.run_async(self._client, keys, [*limits, num_tokens])
@@ -138,7 +138,7 @@ class Admission:
         limit, back = ticket.caller.tokens_per_min, ticket.num_tokens - usage.prompt_tokens - usage.completion_tokens
         if limit is None or not back:
             return
-        with outages_named():
+        with raise_bus_unavailable():
             args = [ticket.caller.requests_per_min or 0, limit, back]
             await GIVE_TOKENS.run_async(self._client, [rate_key(ticket.caller.tenant)], args)
 

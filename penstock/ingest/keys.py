@@ -18,7 +18,7 @@ import redis
 import redis.asyncio
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.client.sync import outages_named
+from penstock.client.sync import raise_bus_unavailable
 from penstock.config.settings import AdmissionSettings, is_loopback
 from penstock.errors import SettingsError
 from penstock.ingest.tenants import KeyEntry, KeySource, TenantEntry
@@ -110,7 +110,7 @@ class RedisKeys:
         until, text = self._cache.get((table, field), (0.0, None))
         if time.monotonic() < until:
             return text
-        with outages_named():
+        with raise_bus_unavailable():
             raw = cast("bytes | None", await self._client.hget(table, field))
         if len(self._cache) >= MAX_CACHED:  # somebody tries out ids
             self._cache.clear()

@@ -23,24 +23,24 @@ from confluent_kafka.admin import AdminClient
 from penstock.errors import DependencyMissing
 from penstock.local.processes import (
     Child,
-    container_engine_answers,
-    free_port,
+    find_free_port,
+    is_container_engine_running,
     start_child,
     wait_until_serving,
 )
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.waiting import wait_until
 
-VERSION = "4.3.1"
-IMAGE = f"apache/kafka:{VERSION}"
-MIN_JAVA = 17
-_MISSING = f"no Kafka: set PENSTOCK_KAFKA, or run Docker, or install Java {MIN_JAVA}+ and Maven"
+KAFKA_VERSION = "4.3.1"
+KAFKA_IMAGE = f"apache/kafka:{KAFKA_VERSION}"
+MIN_JAVA_VERSION = 17
+_MISSING_ADVICE = f"no Kafka: set PENSTOCK_KAFKA, or run Docker, or install Java {MIN_JAVA_VERSION}+ and Maven"
 
 _POM = f"""<project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
   <groupId>penstock</groupId><artifactId>kafka-jars</artifactId><version>1</version><packaging>pom</packaging>
   <dependencies>
-    <dependency><groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>{VERSION}</version></dependency>
+    <dependency><groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>{KAFKA_VERSION}</version></dependency>
     <dependency><groupId>org.slf4j</groupId><artifactId>slf4j-simple</artifactId><version>1.7.36</version></dependency>
   </dependencies>
 </project>
@@ -86,7 +86,7 @@ BROKER_SETTINGS = {
 }
 """What both the broker from the jars and the one in a container are given."""
 
-_JVM = ("-Xms64m", "-Xmx320m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
+_JVM_OPTIONS = ("-Xms64m", "-Xmx320m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Quorum:
     """Each directory's name in the quorum."""
 
     @classmethod
-    def of(cls, num_nodes: int) -> Self:
+    def create_new(cls, num_nodes: int) -> Self:
         """Return a new cluster's quorum; its nodes are numbered from 1."""
         nodes = range(1, num_nodes + 1)
-        return cls(_random_id(), {node: free_port() for node in nodes}, {node: _random_id() for node in nodes})
+        return cls(_random_id(), {node: find_free_port() for node in nodes}, {node: _random_id() for node in nodes})
 
-    def settings(self) -> dict[str, str]:
+    def broker_settings(self) -> dict[str, str]:
         """What all its brokers are given: with three of them one may be lost."""
         addresses = [f"127.0.0.1:{port}" for port in self.ports.values()]
         copies = min(3, len(self.ports))
@@ -119,7 +119,7 @@ class Quorum:
             "controlled.shutdown.enable": "true" if copies > 1 else "false",
         }
 
-    def voters(self) -> str:
+    def format_voters(self) -> str:
         """As the tool that formats a directory wants to be told."""
         return ",".join(f"{node}@127.0.0.1:{port}:{self.directory_ids[node]}" for node, port in self.ports.items())
 
@@ -147,10 +147,10 @@ class KafkaServer:
         quorum: Quorum | None = None,
     ) -> None:
         self.directory = directory
-        self.port = port or free_port()
+        self.port = port or find_free_port()
         self.node = node
         self._advertised, self._timeouts = advertised or self.port, timeouts
-        self._quorum = quorum or Quorum.of(1)
+        self._quorum = quorum or Quorum.create_new(1)
         self._child: Child | None = None
 
     @property
@@ -165,28 +165,28 @@ class KafkaServer:
 
     def start(self) -> Self:
         """Format the storage if it is new, start, and wait until it answers; raises `DependencyMissing`."""
-        self.launch()
+        self.start_process()
         self.wait_until_serving()
         return self
 
-    def launch(self) -> None:
+    def start_process(self) -> None:
         """Start without waiting: a node of several answers only when most of them run. Raises `DependencyMissing`."""
-        if self._child is not None and self._child.alive():
+        if self._child is not None and self._child.is_alive():
             return
         java, jars = find_java(), find_jars()
         self.directory.mkdir(parents=True, exist_ok=True)
         config = self.directory / "server.properties"
         if not config.exists():
-            config.write_text("".join(f"{name}={value}\n" for name, value in self._settings().items()))
-            self._format(java, jars, config)
+            config.write_text("".join(f"{name}={value}\n" for name, value in self._build_settings().items()))
+            self._format_storage(java, jars, config)
         log = self.directory / "kafka.log"
-        command = [java, *_JVM, *_java_logging("warn"), "-cp", f"{jars}/*", "kafka.Kafka", str(config)]
+        command = [java, *_JVM_OPTIONS, *_java_logging_options("warn"), "-cp", f"{jars}/*", "kafka.Kafka", str(config)]
         self._child = start_child(command, name="Kafka", log=log, directory=self.directory)
 
     def wait_until_serving(self) -> None:
         """Wait until clients are answered; raises `DependencyMissing`."""
         assert self._child is not None, "it was launched"
-        wait_until_serving(self._child, lambda: answers(self.bootstrap), 60.0)
+        wait_until_serving(self._child, lambda: is_serving(self.bootstrap), 60.0)
 
     def stop(self) -> None:
         """End in order."""
@@ -200,10 +200,10 @@ class KafkaServer:
             self._child.kill()
             self._child = None
 
-    def _settings(self) -> dict[str, str]:
+    def _build_settings(self) -> dict[str, str]:
         return (
             BROKER_SETTINGS
-            | self._quorum.settings()
+            | self._quorum.broker_settings()
             | dict(self._timeouts)
             | {
                 "process.roles": "broker,controller",
@@ -215,10 +215,10 @@ class KafkaServer:
             }
         )
 
-    def _format(self, java: str, jars: Path, config: Path) -> None:
-        tool = [java, *_JVM, *_java_logging("off"), "-cp", f"{jars}/*", "kafka.tools.StorageTool"]
-        cluster, voters = self._quorum.cluster_id, self._quorum.voters()
-        _run([*tool, "format", "--initial-controllers", voters, "-t", cluster, "-c", str(config)])
+    def _format_storage(self, java: str, jars: Path, config: Path) -> None:
+        tool = [java, *_JVM_OPTIONS, *_java_logging_options("off"), "-cp", f"{jars}/*", "kafka.tools.StorageTool"]
+        cluster, voters = self._quorum.cluster_id, self._quorum.format_voters()
+        _run_command([*tool, "format", "--initial-controllers", voters, "-t", cluster, "-c", str(config)])
 
     def __enter__(self) -> Self:
         return self.start()
@@ -231,7 +231,7 @@ class KafkaCluster:
     """Several brokers that copy from each other, with their data below `directory`."""
 
     def __init__(self, directory: Path, num_brokers: int = 3, *, timeouts: Mapping[str, str] = SHORT_TIMEOUTS) -> None:
-        quorum = Quorum.of(num_brokers)
+        quorum = Quorum.create_new(num_brokers)
         self.servers = {
             node: KafkaServer(directory / f"broker-{node}", timeouts=timeouts, node=node, quorum=quorum)
             for node in quorum.ports
@@ -246,11 +246,11 @@ class KafkaCluster:
     def start(self) -> Self:
         """Start all, and wait until each is in the cluster; raises `DependencyMissing`."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
-            for launched in [pool.submit(server.launch) for server in self.servers.values()]:
+            for launched in [pool.submit(server.start_process) for server in self.servers.values()]:
                 launched.result()
         for server in self.servers.values():
             server.wait_until_serving()
-        wait_until(lambda: answers(self.bootstrap, num_brokers=len(self.servers)), 60.0, "all brokers are known")
+        wait_until(lambda: is_serving(self.bootstrap, num_brokers=len(self.servers)), 60.0, "all brokers are known")
         return self
 
     def stop(self) -> None:
@@ -265,7 +265,7 @@ class KafkaCluster:
         self.stop()
 
 
-def answers(bootstrap: str, timeout_s: float = 1.0, num_brokers: int = 1) -> bool:
+def is_serving(bootstrap: str, timeout_s: float = 1.0, num_brokers: int = 1) -> bool:
     """Whether a broker answers there that knows so many which can hold topics."""
     try:
         admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0, "socket.timeout.ms": 2000})
@@ -281,34 +281,34 @@ def find_java() -> str:
         if candidate and Path(candidate).exists():
             told = subprocess.run([candidate, "-version"], capture_output=True, text=True, check=False).stderr
             match = re.search(r'version "(\d+)', told)
-            if match and int(match[1]) >= MIN_JAVA:
+            if match and int(match[1]) >= MIN_JAVA_VERSION:
                 return candidate
-    raise DependencyMissing(_MISSING)
+    raise DependencyMissing(_MISSING_ADVICE)
 
 
 def find_jars() -> Path:
     """The folder of the broker's jars, fetched through Maven the first time; raises `DependencyMissing`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-    jars = cache / f"kafka-{VERSION}"
+    jars = cache / f"kafka-{KAFKA_VERSION}"
     if jars.is_dir():
         return jars
     maven = shutil.which("mvn")
     if maven is None:
-        raise DependencyMissing(_MISSING)
-    sys.stderr.write(f"penstock: fetching Apache Kafka {VERSION} through Maven (44 MB, once) ...\n")
+        raise DependencyMissing(_MISSING_ADVICE)
+    sys.stderr.write(f"penstock: fetching Apache Kafka {KAFKA_VERSION} through Maven (44 MB, once) ...\n")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         Path(scratch, "pom.xml").write_text(_POM)
         out = Path(scratch, "jars")
         goal = ["-q", "-B", "dependency:copy-dependencies", f"-DoutputDirectory={out}"]
-        _run([maven, *goal, "-f", f"{scratch}/pom.xml"], timeout_s=900)
+        _run_command([maven, *goal, "-f", f"{scratch}/pom.xml"], timeout_s=900)
         # Whoever comes second finds the folder there: the same jars.
         with contextlib.suppress(OSError):
             out.rename(jars)
     return jars
 
 
-def _run(command: list[str], timeout_s: float = 120) -> str:
+def _run_command(command: list[str], timeout_s: float = 120) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
@@ -318,12 +318,12 @@ def _run(command: list[str], timeout_s: float = 120) -> str:
     return done.stdout
 
 
-def _java_logging(level: str) -> list[str]:
+def _java_logging_options(level: str) -> list[str]:
     return [f"-Dorg.slf4j.simpleLogger.defaultLogLevel={level}", "-Dorg.slf4j.simpleLogger.showDateTime=true"]
 
 
 @contextlib.contextmanager
-def find_kafka(directory: Path, address: str | None = None) -> Iterator[str]:
+def find_or_start_kafka(directory: Path, address: str | None = None) -> Iterator[str]:
     """A Kafka's address: the one given (or `PENSTOCK_KAFKA`), else a container, else our own broker.
 
     Raises `DependencyMissing` with one line that says what to install.
@@ -331,8 +331,8 @@ def find_kafka(directory: Path, address: str | None = None) -> Iterator[str]:
     given = address or os.environ.get("PENSTOCK_KAFKA", "")
     if given:
         yield given
-    elif container_engine_answers():
-        with _container() as bootstrap:
+    elif is_container_engine_running():
+        with _start_container() as bootstrap:
             yield bootstrap
     else:
         with KafkaServer(directory) as server:
@@ -340,10 +340,10 @@ def find_kafka(directory: Path, address: str | None = None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _container() -> Iterator[str]:
+def _start_container() -> Iterator[str]:
     from testcontainers.core.container import DockerContainer
 
-    port = free_port()
+    port = find_free_port()
     settings = (
         BROKER_SETTINGS
         | SHORT_TIMEOUTS
@@ -358,11 +358,11 @@ def _container() -> Iterator[str]:
             "inter.broker.listener.name": "PLAINTEXT",
         }
     )
-    container = DockerContainer(IMAGE)
+    container = DockerContainer(KAFKA_IMAGE)
     container.ports["9092/tcp"] = ("127.0.0.1", port)  # type: ignore[assignment]
     for name, value in settings.items():
         container.with_env(f"KAFKA_{name.upper().replace('.', '_')}", value)
     with container:
         bootstrap = f"127.0.0.1:{port}"
-        wait_until(lambda: answers(bootstrap), 90.0, "the Kafka container answers")
+        wait_until(lambda: is_serving(bootstrap), 90.0, "the Kafka container answers")
         yield bootstrap

@@ -11,17 +11,17 @@ import shutil
 import tempfile
 from pathlib import Path
 
-MEMORY = Path("/dev/shm")
-_PREFIX = f"penstock-stack-{os.geteuid()}-"
+SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
+_DIRECTORY_PREFIX = f"penstock-stack-{os.geteuid()}-"
 
 
-class OwnMemory:
+class StackMemory:
     """A new directory in memory, where the system has such a place."""
 
     def __init__(self) -> None:
-        base = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-        _remove_dead(base)
-        self.path, self._fd = _make(base)
+        base = SHARED_MEMORY_DIRECTORY if SHARED_MEMORY_DIRECTORY.is_dir() else Path(tempfile.gettempdir())
+        _remove_abandoned(base)
+        self.path, self._fd = _create_locked_directory(base)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -29,10 +29,10 @@ class OwnMemory:
         os.close(self._fd)
 
 
-def _make(base: Path) -> tuple[Path, int]:
+def _create_locked_directory(base: Path) -> tuple[Path, int]:
     """A directory, and the descriptor that holds its lock."""
     while True:
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=base))
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -42,9 +42,9 @@ def _make(base: Path) -> tuple[Path, int]:
         # Before it was locked another stack took it for a dead one's.
 
 
-def _remove_dead(base: Path) -> None:
+def _remove_abandoned(base: Path) -> None:
     """Remove this user's directories whose owners are dead."""
-    for path in base.glob(f"{_PREFIX}*"):
+    for path in base.glob(f"{_DIRECTORY_PREFIX}*"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -61,7 +61,7 @@ class Child:
         """The exit status, minus the signal's number for a signal, None while it runs."""
         return self._process.poll()
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it still runs."""
         if self._process.poll() is None:
             return True
@@ -79,7 +79,7 @@ class Child:
 
     def stop(self, timeout_s: float = 10.0) -> int:
         """Ask it to end, wait, and kill it if it does not; returns the exit status."""
-        self._signal(signal.SIGTERM)
+        self._send_signal(signal.SIGTERM)
         try:
             return self.wait(timeout_s)
         except TimeoutError:
@@ -87,20 +87,20 @@ class Child:
 
     def kill(self) -> int:
         """End it at once, as a crash would."""
-        self._signal(signal.SIGKILL)
+        self._send_signal(signal.SIGKILL)
         return self.wait(30.0)
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send any other signal (SIGSTOP and SIGCONT make a pause)."""
-        self._signal(number)
+        self._send_signal(number)
 
-    def tail(self, num_lines: int = 20) -> str:
+    def read_log_tail(self, num_lines: int = 20) -> str:
         """The last lines of its log, for an error message."""
         if self.log is None or not self.log.exists():
             return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _send_signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
@@ -133,24 +133,24 @@ def start_child(
                 start_new_session=True,
             )
 
-    child = Child(name, _on_spawner_thread(fork), log)
+    child = Child(name, _fork_on_spawner_thread(fork), log)
     _children.add(child)
     return child
 
 
-def _on_spawner_thread(fork: Fork) -> "subprocess.Popen[bytes]":
+def _fork_on_spawner_thread(fork: Fork) -> "subprocess.Popen[bytes]":
     global _spawner_pid, _spawn_queue  # noqa: PLW0603 - one thread a process, made when first needed
     with _spawn_lock:
         if _spawner_pid != os.getpid():
             _spawn_queue = queue.SimpleQueue()
-            threading.Thread(target=_spawn_forever, args=(_spawn_queue,), name="spawner", daemon=True).start()
+            threading.Thread(target=_serve_forks, args=(_spawn_queue,), name="spawner", daemon=True).start()
             _spawner_pid = os.getpid()
     done: Future[subprocess.Popen[bytes]] = Future()
     _spawn_queue.put((done, fork))
     return done.result()
 
 
-def _spawn_forever(work: ForkQueue) -> None:
+def _serve_forks(work: ForkQueue) -> None:
     while True:
         done, fork = work.get()
         try:
@@ -167,10 +167,10 @@ def _stop_children() -> None:
             child.kill()
 
 
-_given: set[int] = set()
+_reserved_ports: set[int] = set()
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A TCP port that is free on this machine now, and was not given out here before.
 
     It lies below those that systems give to outgoing connections: none of these takes it before the server has it.
@@ -179,24 +179,24 @@ def free_port() -> int:
         port = 15_000 + secrets.randbelow(17_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            if port not in _given:
-                _given.add(port)
+            if port not in _reserved_ports:
+                _reserved_ports.add(port)
                 return port
 
 
 def wait_until_serving(child: Child, condition: Callable[[], object], timeout_s: float) -> None:
     """Wait until a server we started answers; raises `DependencyMissing` if it cannot run here."""
     with contextlib.suppress(TimeoutError):
-        wait_until(lambda: not child.alive() or condition(), timeout_s, child.name, every_s=0.02)
-        if child.alive():
+        wait_until(lambda: not child.is_alive() or condition(), timeout_s, child.name, every_s=0.02)
+        if child.is_alive():
             return
-    state = "does not answer" if child.alive() else f"ended with status {child.returncode}"
-    tail = child.tail()
+    state = "does not answer" if child.is_alive() else f"ended with status {child.returncode}"
+    tail = child.read_log_tail()
     child.kill()
     raise DependencyMissing(f"{child.name} {state}; its log ends:\n{tail}")
 
 
-def container_engine_answers() -> bool:
+def is_container_engine_running() -> bool:
     """Whether containers can be started here: `testcontainers` is installed and an engine answers a ping."""
     if find_spec("testcontainers") is None:
         return False

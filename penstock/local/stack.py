@@ -19,28 +19,30 @@ from penstock.bus.connect import connect
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import PenstockError
-from penstock.local.memory import OwnMemory
+from penstock.local.memory import StackMemory
 from penstock.local.processes import Child, start_child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Stage
 from penstock.ops.access import check_access
 from penstock.ops.status import worker_status
 
-DEFAULT_PORT = 7379
-STORE, METRICS_PORT = "PENSTOCK_BATCH_STORE", "PENSTOCK_TELEMETRY_PORT"
-REDIS_MB, SHARED_DIR = "PENSTOCK_KV_STORE_REDIS_MB", "PENSTOCK_KV_STORE_SHARED_DIR"
-SECRET_FILES = ("PENSTOCK_STREAM_URL_FILE", "PENSTOCK_KV_URL_FILE")
+DEFAULT_REDIS_PORT = 7379
+BATCH_STORE_VARIABLE = "PENSTOCK_BATCH_STORE"
+METRICS_PORT_VARIABLE = "PENSTOCK_TELEMETRY_PORT"
+REDIS_MB_VARIABLE = "PENSTOCK_KV_STORE_REDIS_MB"
+SHARED_DIR_VARIABLE = "PENSTOCK_KV_STORE_SHARED_DIR"
+SECRET_FILE_VARIABLES = ("PENSTOCK_STREAM_URL_FILE", "PENSTOCK_KV_URL_FILE")
 """Read here; the workers are given what is in them."""
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Before a worker that died is started again: longer the more often it died soon after its start."""
-STEADY_S = 20.0
+MIN_STEADY_S = 20.0
 """A worker that lived this long has not failed to start."""
-ASK_S = 1.0
+GATEWAY_TIMEOUT_S = 1.0
 """How long the gateway may take to say that it is ready."""
 
 
 @dataclass
-class Slot:
+class ProcessSlot:
     """One worker's place, or the gateway's, and the process that fills it now."""
 
     name: str
@@ -52,13 +54,13 @@ class Slot:
 
 
 @dataclass
-class Worker(Slot):
+class WorkerSlot(ProcessSlot):
     """One worker's."""
 
     stage: Stage = field(kw_only=True)
 
 
-def shares_of_cores(num_workers: int) -> list[list[int]]:
+def split_cores(num_workers: int) -> list[list[int]]:
     """The cores of this process, dealt out to the workers as evenly as they go; no shares where there are too few.
 
     Threads that compute on cores of their own do not wait for each other's.
@@ -94,13 +96,15 @@ class Stack:
         self.addresses = load_settings(Addresses, pipeline=pipeline, kafka=kafka, stream_url=url)
         self._environment = dict(environment or {})
         if self._server is not None:  # all workers are on this host: they need no other tier to share blocks
-            self._environment.setdefault(REDIS_MB, os.environ.get(REDIS_MB, "0"))
-        self._environment.setdefault(STORE, os.environ.get(STORE) or str(directory / "files"))
-        self._own_memory: OwnMemory | None = None
+            self._environment.setdefault(REDIS_MB_VARIABLE, os.environ.get(REDIS_MB_VARIABLE, "0"))
+        self._environment.setdefault(
+            BATCH_STORE_VARIABLE, os.environ.get(BATCH_STORE_VARIABLE) or str(directory / "files")
+        )
+        self._own_memory: StackMemory | None = None
         slots: list[tuple[Stage, int]] = [("prefill", prefill), ("decode", decode)]
-        self.workers = [Worker(f"{stage}-{n}", stage=stage) for stage, count in slots for n in range(count)]
-        self._shares = shares_of_cores(len(self.workers))
-        self.gateway = None if gateway is None else Slot("gateway")
+        self.workers = [WorkerSlot(f"{stage}-{n}", stage=stage) for stage, count in slots for n in range(count)]
+        self._shares = split_cores(len(self.workers))
+        self.gateway = None if gateway is None else ProcessSlot("gateway")
         self._gateway_port = gateway
 
     @property
@@ -111,17 +115,17 @@ class Stack:
     def start(self) -> Self:
         """Start the server, make the topics, start the workers and the gateway."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        if not (self._environment.keys() | os.environ.keys()) & {SHARED_DIR}:
-            self._own_memory = OwnMemory()
-            self._environment[SHARED_DIR] = str(self._own_memory.path)
+        if not (self._environment.keys() | os.environ.keys()) & {SHARED_DIR_VARIABLE}:
+            self._own_memory = StackMemory()
+            self._environment[SHARED_DIR_VARIABLE] = str(self._own_memory.path)
         if self._server is not None:
             self._server.start()
         check_access(self.addresses)
         bus = connect(self.addresses, load_settings(BusSettings))
         bus.create_topics()
         bus.move_old_retries()
-        for worker in self._all():
-            self._start(worker)
+        for worker in self._all_slots():
+            self._start_slot(worker)
         return self
 
     def stop(self) -> None:
@@ -132,7 +136,7 @@ class Stack:
         self.stop_workers()
         if self._own_memory is not None:
             self._own_memory.close()
-            del self._environment[SHARED_DIR]
+            del self._environment[SHARED_DIR_VARIABLE]
             self._own_memory = None
         if self._server is not None:
             self._server.stop()
@@ -141,34 +145,34 @@ class Stack:
         """Let every worker finish or hand back what it has, and leave."""
         children = [worker.child for worker in self.workers if worker.child is not None]
         for child in children:
-            child.send(signal.SIGTERM)
+            child.send_signal(signal.SIGTERM)
         for child in children:
             child.stop(timeout_s=30.0)
         for worker in self.workers:
             worker.child = None
 
-    def tend(self) -> list[str]:
+    def restart_dead(self) -> list[str]:
         """Start again what died, and return a line for each that did. To be called now and then."""
         died = []
         if self._server is not None:
             pid = self._server.pid
             if self._server.start().pid != pid:
                 died.append("Redis had ended, and is started again")
-        for worker in self._all():
-            if worker.child is not None and not worker.child.alive():
+        for worker in self._all_slots():
+            if worker.child is not None and not worker.child.is_alive():
                 lived_s = time.monotonic() - worker.started_at
-                worker.failures = 0 if lived_s > STEADY_S else worker.failures + 1
+                worker.failures = 0 if lived_s > MIN_STEADY_S else worker.failures + 1
                 delay_s = RESTART_DELAYS_S[min(worker.failures, len(RESTART_DELAYS_S) - 1)]
                 died.append(
                     f"{worker.name} ended with status {worker.child.returncode} and is started again; "
-                    f"its log: {self._log(worker)}"
+                    f"its log: {self._log_path(worker)}"
                 )
                 worker.child, worker.start_at = None, time.monotonic() + delay_s
             if worker.child is None and time.monotonic() >= worker.start_at:
-                self._start(worker)
+                self._start_slot(worker)
         return died
 
-    def wait_ready(
+    def wait_until_ready(
         self,
         timeout_s: float,
         progress: Callable[[str], None] = lambda line: None,
@@ -180,26 +184,26 @@ class Stack:
         Raises `PenstockError` with the end of its log when one cannot start.
         """
         end, said = time.monotonic() + timeout_s, ""
-        failures_before = {worker.name: worker.failures for worker in self._all()}
-        while not stop() and not all(worker.was_ready for worker in self._all()):
-            line = self._look()
+        failures_before = {worker.name: worker.failures for worker in self._all_slots()}
+        while not stop() and not all(worker.was_ready for worker in self._all_slots()):
+            line = self._describe_states()
             if line != said:
                 progress(line)
                 said = line
-            for died in self.tend():
+            for died in self.restart_dead():
                 progress(died)
-            for failed in (w for w in self._all() if w.failures >= failures_before[w.name] + 2):
-                raise PenstockError(f"{failed.name} does not start; its log ends:\n{self.log_tail(failed)}")
+            for failed in (w for w in self._all_slots() if w.failures >= failures_before[w.name] + 2):
+                raise PenstockError(f"{failed.name} does not start; its log ends:\n{self.read_log_tail(failed)}")
             if time.monotonic() > end:
                 raise PenstockError(f"not ready within {timeout_s:g} s: {line}")
             time.sleep(0.02)
 
-    def log_tail(self, worker: Slot, num_lines: int = 15) -> str:
+    def read_log_tail(self, worker: ProcessSlot, num_lines: int = 15) -> str:
         """The last lines a worker wrote."""
-        file = self._log(worker)
+        file = self._log_path(worker)
         return "\n".join(file.read_text(errors="replace").splitlines()[-num_lines:]) if file.exists() else ""
 
-    def _look(self) -> str:
+    def _describe_states(self) -> str:
         """Each worker's state in one line; marks those that are ready."""
         states = {status["name"]: status for status in worker_status(self.addresses)}
         parts = []
@@ -212,27 +216,27 @@ class Stack:
                 state = f"{status['doing']} {float(status['progress']):.0%}"
             parts.append(f"{worker.name} {state}")
         if self.gateway is not None:
-            self.gateway.was_ready = self.gateway.was_ready or self._gateway_answers()
+            self.gateway.was_ready = self.gateway.was_ready or self._is_gateway_answering()
             parts.append(f"gateway {'ready' if self.gateway.was_ready else 'starting'}")
         return ", ".join(parts)
 
-    def _gateway_answers(self) -> bool:
+    def _is_gateway_answering(self) -> bool:
         """Whether our gateway answers, and not another program on its port."""
         if self.gateway is None or self.gateway.child is None:
             return False
         try:
-            with urllib.request.urlopen(f"{self.gateway_url}/healthz", timeout=ASK_S) as answer:
+            with urllib.request.urlopen(f"{self.gateway_url}/healthz", timeout=GATEWAY_TIMEOUT_S) as answer:
                 return bool(json.load(answer)["pid"] == self.gateway.child.pid)
         except (OSError, ValueError, KeyError):
             return False
 
-    def _all(self) -> list[Slot]:
+    def _all_slots(self) -> list[ProcessSlot]:
         return [*self.workers, *([] if self.gateway is None else [self.gateway])]
 
-    def _start(self, worker: Slot) -> None:
+    def _start_slot(self, worker: ProcessSlot) -> None:
         addresses = self.addresses
         environment = {
-            **{name: value for name, value in os.environ.items() if name not in SECRET_FILES},
+            **{name: value for name, value in os.environ.items() if name not in SECRET_FILE_VARIABLES},
             "PENSTOCK_PIPELINE": addresses.pipeline,
             "PENSTOCK_KAFKA": addresses.kafka,
             "PENSTOCK_STREAM_URL": addresses.stream_url,
@@ -240,26 +244,26 @@ class Stack:
             "PENSTOCK_WORKER_NAME": worker.name,
             **self._environment,
         }
-        share = self._shares[self.workers.index(worker)] if isinstance(worker, Worker) else []
+        share = self._shares[self.workers.index(worker)] if isinstance(worker, WorkerSlot) else []
         if share and not environment.keys() & {"PENSTOCK_WORKER_CORES", "PENSTOCK_ENGINE_THREADS"}:
             environment["PENSTOCK_WORKER_CORES"] = ",".join(map(str, share))
             environment["PENSTOCK_ENGINE_THREADS"] = str(len(share))
-        if (port := int(environment.get(METRICS_PORT, "0"))) and isinstance(worker, Worker):
-            environment[METRICS_PORT] = str(port + self.workers.index(worker))
+        if (port := int(environment.get(METRICS_PORT_VARIABLE, "0"))) and isinstance(worker, WorkerSlot):
+            environment[METRICS_PORT_VARIABLE] = str(port + self.workers.index(worker))
         worker.was_ready, worker.started_at = False, time.monotonic()
-        if isinstance(worker, Worker):
-            worker.child = self._launch(worker, environment)
+        if isinstance(worker, WorkerSlot):
+            worker.child = self._start_worker(worker, environment)
         else:
             worker.child = self._start_child(worker, ["gateway", "--port", str(self._gateway_port)], environment)
 
-    def _launch(self, worker: Worker, environment: Mapping[str, str]) -> Child:
+    def _start_worker(self, worker: WorkerSlot, environment: Mapping[str, str]) -> Child:
         return self._start_child(worker, ["worker", worker.stage], environment)
 
-    def _start_child(self, slot: Slot, arguments: list[str], environment: Mapping[str, str]) -> Child:
+    def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
         command = [sys.executable, "-m", "penstock.cli.main", *arguments]
-        return start_child(command, name=slot.name, log=self._log(slot), environment=environment)
+        return start_child(command, name=slot.name, log=self._log_path(slot), environment=environment)
 
-    def _log(self, worker: Slot) -> Path:
+    def _log_path(self, worker: ProcessSlot) -> Path:
         return self.directory / f"{worker.name}.log"
 
     def __enter__(self) -> Self:

@@ -12,16 +12,16 @@ import redis
 from penstock.errors import DependencyMissing, PenstockError
 from penstock.local.processes import (
     Child,
-    container_engine_answers,
-    free_port,
+    find_free_port,
+    is_container_engine_running,
     start_child,
     wait_until_serving,
 )
 from penstock.redis.sentinel import find_masters
 from penstock.waiting import wait_until
 
-IMAGE = "valkey/valkey:9"
-SOCKET = "valkey.sock"
+VALKEY_IMAGE = "valkey/valkey:9"
+SOCKET_NAME = "valkey.sock"
 
 
 def find_binary() -> Path:
@@ -44,7 +44,7 @@ class ValkeyServer:
     ) -> None:
         """`replica_of`: the port of the server that it copies, until Sentinels say otherwise."""
         self.directory = directory
-        self.port = port or free_port()
+        self.port = port or find_free_port()
         self.appendonly = appendonly
         self._replica_of = replica_of
         self._child: Child | None = None
@@ -57,7 +57,7 @@ class ValkeyServer:
     @property
     def unix_url(self) -> str:
         """The same server's unix socket; its path may have about 100 characters."""
-        return f"unix://{self.directory.resolve() / SOCKET}?db=0"
+        return f"unix://{self.directory.resolve() / SOCKET_NAME}?db=0"
 
     @property
     def pid(self) -> int | None:
@@ -66,20 +66,20 @@ class ValkeyServer:
 
     def start(self) -> Self:
         """Start, and wait until it answers; raises `DependencyMissing`."""
-        if self._child is not None and self._child.alive():
+        if self._child is not None and self._child.is_alive():
             return self
         self._check_port()
         self.directory.mkdir(parents=True, exist_ok=True)
-        command = self._command()
+        command = self._build_command()
         self._child = start_child(command, name="Valkey", log=self.directory / "valkey.log", directory=self.directory)
-        wait_until_serving(self._child, self._answers, 30.0)
+        wait_until_serving(self._child, self._is_answering, 30.0)
         return self
 
-    def _command(self) -> list[str]:
+    def _build_command(self) -> list[str]:
         options = {
             "bind": "127.0.0.1",
             "port": str(self.port),
-            "unixsocket": SOCKET,
+            "unixsocket": SOCKET_NAME,
             "unixsocketperm": "700",
             "dir": str(self.directory),
             "appendonly": "yes" if self.appendonly else "no",
@@ -115,7 +115,7 @@ class ValkeyServer:
             self._child.kill()
             self._child = None
 
-    def _answers(self) -> bool:
+    def _is_answering(self) -> bool:
         with (
             contextlib.suppress(OSError),
             socket.create_connection(("127.0.0.1", self.port), 1.0) as connection,
@@ -138,7 +138,7 @@ class ValkeySentinel(ValkeyServer):
         super().__init__(directory)
         self._service, self._master, self._down_after_s = service, master, down_after_s
 
-    def _command(self) -> list[str]:
+    def _build_command(self) -> list[str]:
         config = self.directory / "sentinel.conf"
         if not config.exists():  # it keeps there what it finds out
             lines = [
@@ -215,7 +215,7 @@ class ReplicatedValkey:
 
 
 @contextlib.contextmanager
-def find_redis(directory: Path, address: str | None = None) -> Iterator[str]:
+def find_or_start_redis(directory: Path, address: str | None = None) -> Iterator[str]:
     """The url of a Redis: the address given (or `PENSTOCK_STREAM_URL`), else a container, else our Valkey.
 
     Raises `DependencyMissing` with one line that says what to install.
@@ -223,8 +223,8 @@ def find_redis(directory: Path, address: str | None = None) -> Iterator[str]:
     given = address or os.environ.get("PENSTOCK_STREAM_URL", "")
     if given:
         yield given
-    elif container_engine_answers():
-        with _container() as url:
+    elif is_container_engine_running():
+        with _start_container() as url:
             yield url
     else:
         with ValkeyServer(directory) as server:
@@ -232,12 +232,12 @@ def find_redis(directory: Path, address: str | None = None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _container() -> Iterator[str]:
+def _start_container() -> Iterator[str]:
     from testcontainers.core.container import DockerContainer
     from testcontainers.core.waiting_utils import wait_for_logs
 
-    port = free_port()
-    container = DockerContainer(IMAGE, command="valkey-server --save '' --appendonly yes")
+    port = find_free_port()
+    container = DockerContainer(VALKEY_IMAGE, command="valkey-server --save '' --appendonly yes")
     container.ports["6379/tcp"] = ("127.0.0.1", port)  # type: ignore[assignment]
     with container:
         wait_for_logs(container, "Ready to accept connections", timeout=60)

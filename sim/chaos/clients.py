@@ -14,7 +14,7 @@ from typing import Self
 import redis
 
 from penstock.bus.connect import connect
-from penstock.client.sync import Client, outgoing
+from penstock.client.sync import Client, prepare_message
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, RequestError, StreamError
@@ -141,7 +141,7 @@ class Clients:
     def _publish(self, work: list[Request]) -> None:
         pipeline = Pipeline(self._addresses.pipeline)
         with contextlib.closing(connect(self._addresses, BusSettings()).publisher()) as publisher:
-            publisher.publish([outgoing(pipeline, request)[1] for request in work])
+            publisher.publish([prepare_message(pipeline, request)[1] for request in work])
 
     def _go_on(self) -> None:
         while not self._over.is_set():

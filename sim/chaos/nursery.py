@@ -35,7 +35,7 @@ class Nursery:
         """All its workers have it."""
         command = self.disk.command([sys.executable, "-m", "sim.chaos.nursery", str(path)])
         self._process = start_child(command, name="nursery", log=directory / "nursery.log")
-        wait_until(lambda: path.exists() or not self._process.alive(), 120, "the nursery is ready")
+        wait_until(lambda: path.exists() or not self._process.is_alive(), 120, "the nursery is ready")
         self.disk.look_from(self._process.pid)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(path))
@@ -53,7 +53,7 @@ class Nursery:
         with self._lock:
             self._socket.sendall(json.dumps(order).encode() + b"\n")
             if not self._lock.wait_for(lambda: self._born, 60):
-                raise TimeoutError("the nursery forks nothing; its log ends:\n" + self._process.tail())
+                raise TimeoutError("the nursery forks nothing; its log ends:\n" + self._process.read_log_tail())
             pid = self._born.pop()
         return Child(name, cast(Any, Forked(self, pid)), log)
 

@@ -6,7 +6,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 
 CHUNK = 2**16
 
@@ -15,7 +15,7 @@ class Proxy:
     """Forwards a port to another one, from a thread of its own. What it does to connections is changed from any."""
 
     def __init__(self, target_port: int, port: int | None = None) -> None:
-        self.port, self.target_port = port or free_port(), target_port
+        self.port, self.target_port = port or find_free_port(), target_port
         self._loop = asyncio.new_event_loop()
         self._flows = asyncio.Event()
         self._flows.set()

@@ -143,7 +143,7 @@ def _knows_members(stack: DoomedStack, stage: Stage) -> bool:
 
 def _tend_until(stack: DoomedStack, condition: Callable[[], bool], what: str, every_s: float = 0.05) -> None:
     def look() -> bool:
-        stack.tend()
+        stack.restart_dead()
         return condition()
 
     wait_until(look, PATIENCE_S, what, every_s=every_s)
@@ -181,7 +181,7 @@ class _Wave:
             wait_until(partial(self._have_gone_on, before), PATIENCE_S, f"what {name} had goes on", every_s=0.02)
 
     def _states(self) -> dict[str, Status]:
-        self._stack.tend()
+        self._stack.restart_dead()
         seen = {request_id: self._log.status(request_id) for request_id in self._ids}
         return {request_id: status for request_id, status in seen.items() if status is not None}
 

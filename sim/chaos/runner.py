@@ -15,7 +15,7 @@ from penstock.bus.connect import connect
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.local.kafka import SHORT_TIMEOUTS
-from penstock.local.stack import Stack, Worker
+from penstock.local.stack import Stack, WorkerSlot
 from penstock.messages import Result, decode_message, extract_request_id
 from penstock.names import REASON, Pipeline
 from sim.chaos import clock
@@ -98,7 +98,7 @@ def run(plan: Round, directory: Path, nursery: Nursery, progress: Progress = lam
 def doomed(plan: Round, directory: Path, nursery: Nursery, history: History, servers: Servers) -> DoomedStack:
     """The stack of a round."""
 
-    def fate(worker: Worker, life: int) -> Fate:
+    def fate(worker: WorkerSlot, life: int) -> Fate:
         return fate_of(plan.seed, plan.bus, worker.stage, worker.name, life)
 
     more, settings = int(plan.with_mishaps), SETTINGS | nursery.disk.settings()
@@ -121,7 +121,7 @@ def _rage(
     with Mischief(stack, servers, clients, history) as mischief:
         fault = next(coming)
         while (at_s := time.monotonic() - begun) < plan.seconds and stack.toll.kills.total() < plan.kills:
-            stack.tend()
+            stack.restart_dead()
             clients.check()
             mischief.check()
             while fault.at_s <= at_s:
@@ -137,7 +137,7 @@ def calm(stack: Stack, clients: Clients, patience_s: float, progress: Told) -> N
     bus, results = connect(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline).results
     until, look_at, answered = time.monotonic() + patience_s, 0.0, False
     while time.monotonic() < until and not (answered and clients.is_idle):
-        stack.tend()
+        stack.restart_dead()
         if clients.is_idle and time.monotonic() > look_at:
             answered = clients.accepted <= {
                 extract_request_id(message.value, None) for message in bus.read_all(results)

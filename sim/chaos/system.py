@@ -17,8 +17,8 @@ import redis
 from penstock.bus.connect import connect
 from penstock.config.settings import BusSettings
 from penstock.local.kafka import KafkaServer
-from penstock.local.processes import Child, free_port
-from penstock.local.stack import Slot, Stack, Worker
+from penstock.local.processes import Child, find_free_port
+from penstock.local.stack import ProcessSlot, Stack, WorkerSlot
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
@@ -42,7 +42,7 @@ ENVIRONMENT = {
 """So many attempts, as here workers die far more often than requests make a step forward."""
 AGAIN_S = 0.3
 """Before a worker that fell is started again; those that were killed are at once."""
-FateOf = Callable[[Worker, int], Fate]
+FateOf = Callable[[WorkerSlot, int], Fate]
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Servers:
         self.kafka_proxy: Proxy | None = None
         self.bootstrap = ""
         if bus == "kafka":
-            self.kafka_proxy = Proxy(free_port())
+            self.kafka_proxy = Proxy(find_free_port())
             port, advertised = self.kafka_proxy.target_port, self.kafka_proxy.port
             self.kafka = KafkaServer(directory / "kafka", port, advertised=advertised, timeouts=timeouts)
             self.bootstrap = f"127.0.0.1:{advertised}"
@@ -136,7 +136,7 @@ class Servers:
 class DoomedStack(Stack):
     """A stack whose workers are forked in a nursery, reach Redis each through a proxy of its own, and meet their fates.
 
-    `tend` is the hand of fate: to be called often.
+    `restart_dead` is the hand of fate: to be called often.
     """
 
     def __init__(
@@ -174,15 +174,15 @@ class DoomedStack(Stack):
     def child_of(self, name: str) -> Child | None:
         """The process in a slot, if it lives."""
         child = next(worker.child for worker in self.workers if worker.name == name)
-        return child if child is not None and child.alive() else None
+        return child if child is not None and child.is_alive() else None
 
-    def kill(self, worker: Worker) -> None:
+    def kill(self, worker: WorkerSlot) -> None:
         """At once."""
-        if worker.child is not None and worker.child.alive():
+        if worker.child is not None and worker.child.is_alive():
             self._lives[worker.name].killed = True
             worker.child.kill()
 
-    def is_ready(self, worker: Worker) -> bool:
+    def is_ready(self, worker: WorkerSlot) -> bool:
         """Whether the process in the slot now has said that it serves."""
         return worker.name in self._lives and self._lives[worker.name].ready_at > 0
 
@@ -190,18 +190,18 @@ class DoomedStack(Stack):
         """Stop all workers and servers at once, `wait`, and let them go on. Workers' fates wait, too."""
         with self._hand:
             begun = time.monotonic()
-            children = [worker.child for worker in self.workers if worker.child is not None and worker.child.alive()]
+            children = [worker.child for worker in self.workers if worker.child is not None and worker.child.is_alive()]
             for child in children:
-                child.send(signal.SIGSTOP)
+                child.send_signal(signal.SIGSTOP)
             self._servers.send(signal.SIGSTOP)
             wait()
             self._servers.send(signal.SIGCONT)
             for child in children:
-                child.send(signal.SIGCONT)
+                child.send_signal(signal.SIGCONT)
             for life in self._lives.values():
                 life.ready_at += time.monotonic() - begun if life.ready_at else 0.0
 
-    def tend(self) -> list[str]:
+    def restart_dead(self) -> list[str]:
         """See who is ready, stop, continue and kill, bury the dead, and start others in their places."""
         if self._hand.acquire(blocking=False):
             try:
@@ -213,13 +213,13 @@ class DoomedStack(Stack):
     def _tend(self) -> None:
         self._look_who_is_ready()
         for worker in self.workers:
-            if worker.child is not None and worker.child.alive():
+            if worker.child is not None and worker.child.is_alive():
                 self._see_to(worker, worker.child, self._lives[worker.name])
-            if worker.child is not None and not worker.child.alive():
+            if worker.child is not None and not worker.child.is_alive():
                 self._bury(worker, worker.child, self._lives[worker.name])
                 worker.child = None
             if worker.child is None and time.monotonic() > worker.start_at:
-                self._start(worker)
+                self._start_slot(worker)
 
     def start(self) -> Self:
         """Start the proxies and clocks, and then as every stack."""
@@ -244,14 +244,14 @@ class DoomedStack(Stack):
         """Let go whoever is stopped, and then as every stack."""
         for worker in self.workers:
             if worker.child is not None:
-                worker.child.send(signal.SIGCONT)
+                worker.child.send_signal(signal.SIGCONT)
         super().stop_workers()
 
-    def _start(self, worker: Slot) -> None:
+    def _start_slot(self, worker: ProcessSlot) -> None:
         if worker.name not in self.away:
-            super()._start(worker)
+            super()._start_slot(worker)
 
-    def _launch(self, worker: Worker, environment: Mapping[str, str]) -> Child:
+    def _start_worker(self, worker: WorkerSlot, environment: Mapping[str, str]) -> Child:
         number = self._births[worker.name]
         self._births[worker.name] += 1
         fate = self._fate_of(worker, number) if self.is_doomed else None
@@ -261,7 +261,7 @@ class DoomedStack(Stack):
             own["PENSTOCK_STREAM_URL"] = f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"
         if fate is not None and fate.order:
             own["PENSTOCK_FAILPOINTS"] = fate.order
-        own_log, own_clock = self._log(worker), self.clocks[worker.name]
+        own_log, own_clock = self._log_path(worker), self.clocks[worker.name]
         child = self._nursery.fork(worker.name, worker.stage, {**environment, **own}, own_log, own_clock)
         self._history.note("start", worker=worker.name, life=number, pid=child.pid, order=fate.order if fate else "")
         return child
@@ -276,11 +276,11 @@ class DoomedStack(Stack):
                 if child is not None and (status.get("state"), status.get("pid")) == ("ready", child.pid):
                     self._lives[worker.name].ready_at = time.monotonic()
 
-    def _see_to(self, worker: Worker, child: Child, life: _Life) -> None:
+    def _see_to(self, worker: WorkerSlot, child: Child, life: _Life) -> None:
         now, fate = time.monotonic(), life.fate
         if worker.name in self.away and not life.leaves:
             life.leaves = True
-            child.send(signal.SIGTERM)
+            child.send_signal(signal.SIGTERM)
         if self._nursery.is_stopped(child.pid):
             pause_s = fate.pause_s if fate else 0.0
             if not life.stopped_at:
@@ -289,16 +289,16 @@ class DoomedStack(Stack):
                 self._history.note("stopped", worker=worker.name, life=life.number)
             elif now > life.stopped_at + pause_s:
                 self._history.note("continued", worker=worker.name, life=life.number)
-                child.send(signal.SIGCONT)
+                child.send_signal(signal.SIGCONT)
                 life.was_paused, life.ready_at = True, now
         elif fate is not None and life.ready_at and self.is_doomed:
             due = life.ready_at + (1.0 if life.was_paused else fate.after_s)
             if now > due and fate.pause_s and not life.was_paused:
-                child.send(signal.SIGSTOP)
+                child.send_signal(signal.SIGSTOP)
             elif now > due:
                 self.kill(worker)
 
-    def _bury(self, worker: Worker, child: Child, life: _Life) -> None:
+    def _bury(self, worker: WorkerSlot, child: Child, life: _Life) -> None:
         step = ANY_TIME if life.killed or life.fate is None else life.fate.point
         if child.returncode == -9:
             self.toll.kills[worker.stage, step] += 1
@@ -307,6 +307,6 @@ class DoomedStack(Stack):
             self._history.note("left", worker=worker.name, life=life.number)
         else:
             worker.start_at = time.monotonic() + AGAIN_S
-            last = self.log_tail(worker, 1)
+            last = self.read_log_tail(worker, 1)
             self.toll.fell.append(f"{worker.name}: {last}")
             self._history.note("fell", worker=worker.name, life=life.number, status=child.returncode, story=last)

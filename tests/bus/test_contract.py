@@ -286,7 +286,7 @@ def test_redelivery_after_a_crash(
 ) -> None:
     publish(bus, numbered(pipeline.jobs("interactive"), 1))
     victim = spawn("victim", "hold")
-    wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {victim.tail()}")
+    wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {victim.read_log_tail()}")
     with bus.member("decode", "b") as member:
         assert member.poll(0.0, ROOM) == []
         victim.kill()
@@ -300,12 +300,12 @@ def test_who_slept_too_long_cannot_settle(
 ) -> None:
     publish(bus, numbered(pipeline.jobs("interactive"), 1))
     sleeper = spawn("sleeper", "hold")
-    wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {sleeper.tail()}")
-    sleeper.send(signal.SIGSTOP)
+    wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {sleeper.read_log_tail()}")
+    sleeper.send_signal(signal.SIGSTOP)
     with bus.member("decode", "b") as member:
         (d,) = take(member, 1)
         (tmp_path / "go").touch()
-        sleeper.send(signal.SIGCONT)
+        sleeper.send_signal(signal.SIGCONT)
         wait_until((tmp_path / "outcome").exists, 30.0, "the sleeper tried to settle")
         assert (tmp_path / "outcome").read_text() == "DeliveryLost"
         member.settle([answered(pipeline, d)])

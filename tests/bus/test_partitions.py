@@ -16,7 +16,7 @@ from penstock.bus.kafka import partitions as kafka_partitions
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import client_settings
 from penstock.bus.kafka.partitions import ANY, Partitions
-from penstock.client.sync import Client, outgoing
+from penstock.client.sync import Client, prepare_message
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
@@ -95,7 +95,7 @@ def test_a_plain_producer_goes_anywhere(bus: KafkaBus, kafka: str, pipeline: Pip
 def test_a_hot_session_is_spread(bus: KafkaBus, pipeline: Pipeline) -> None:
     messages = []
     for number in range(120):
-        span, message = outgoing(pipeline, Request(id=f"r{number}", prompt="x", session="hot"))
+        span, message = prepare_message(pipeline, Request(id=f"r{number}", prompt="x", session="hot"))
         span.end()
         messages.append(message)
     publish(bus, messages)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.local import processes
-from penstock.local.processes import free_port, start_child
+from penstock.local.processes import find_free_port, start_child
 from penstock.waiting import wait_until
 
 PARENT = """
@@ -36,7 +36,7 @@ def test_children_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: told.exists() and told.read_text(), 20.0, "the child runs")
     pid = int(told.read_text())
     assert runs(pid)
-    assert parent.alive()
+    assert parent.is_alive()
     parent.kill()
     wait_until(lambda: not runs(pid), 30, "the child ended too")
 
@@ -48,22 +48,22 @@ def test_stop_asks_first_and_then_kills(tmp_path: Path) -> None:
     polite = start_child([sys.executable, "-c", "import time; time.sleep(600)"], name="polite")
     assert polite.stop(10.0) == -signal.SIGTERM
     child = start_child([sys.executable, "-c", stubborn], name="stubborn", log=tmp_path / "log")
-    wait_until(lambda: child.tail() == "up", 30, "it ignores the signal")
+    wait_until(lambda: child.read_log_tail() == "up", 30, "it ignores the signal")
     with pytest.raises(TimeoutError, match="stubborn"):
         child.wait(0.01)
     assert child.stop(0.1) == -signal.SIGKILL
-    assert not child.alive()
+    assert not child.is_alive()
 
 
 def test_who_ended_by_itself_is_not_remembered() -> None:
     child = start_child([sys.executable, "-c", ""], name="short")
     assert child in processes._children
-    wait_until(lambda: not child.alive(), 30, "it ended")
+    wait_until(lambda: not child.is_alive(), 30, "it ended")
     assert child not in processes._children
     assert child.returncode == 0
 
 
 def test_a_free_port_and_a_condition_that_never_comes() -> None:
-    assert 1024 <= free_port() < 65536
+    assert 1024 <= find_free_port() < 65536
     with pytest.raises(TimeoutError, match="the moon turns blue"):
         wait_until(lambda: False, 0.02, "the moon turns blue")

@@ -8,7 +8,7 @@ from penstock.bus.kafka.client import client_settings
 from penstock.bus.kafka.stuck import Stuck, find_stuck
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.names import Pipeline
 from tests.commands import Terminal
 
@@ -50,4 +50,4 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
 @pytest.mark.thorough  # fifteen seconds of waiting
 def test_no_broker_is_one_error() -> None:
     with pytest.raises(BusUnavailable):
-        find_stuck(client_settings(f"127.0.0.1:{free_port()}"), ["t"], 0.0)
+        find_stuck(client_settings(f"127.0.0.1:{find_free_port()}"), ["t"], 0.0)

@@ -12,7 +12,7 @@ from penstock.client.sync import Client
 from penstock.errors import DeadlineExceeded
 from penstock.kvstore import steps
 from penstock.kvstore.tiers.disk import DiskTier
-from penstock.local.stack import Worker
+from penstock.local.stack import WorkerSlot
 from penstock.messages import now_s
 from penstock.waiting import wait_until
 from sim.chaos import clock
@@ -31,7 +31,7 @@ def stack(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """One worker of each stage, which nobody kills."""
     directory = tmp_path_factory.mktemp("hazards")
 
-    def fate(worker: Worker, life: int) -> Fate:
+    def fate(worker: WorkerSlot, life: int) -> Fate:
         return Fate(ANY_TIME, 1, math.inf)
 
     with History(directory / "history.jsonl") as history, Servers(directory, "embedded", {}) as servers:
@@ -45,7 +45,7 @@ def stack(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def all_ready(stack: DoomedStack) -> bool:
-    stack.tend()
+    stack.restart_dead()
     return all(stack.is_ready(worker) for worker in stack.workers if worker.name not in stack.away)
 
 
@@ -114,7 +114,7 @@ def test_a_worker_comes_and_leaves(stack: DoomedStack) -> None:
     stack.away.add("decode-1")
 
     def is_gone() -> bool:
-        stack.tend()
+        stack.restart_dead()
         return stack.child_of("decode-1") is None
 
     wait_until(is_gone, 60, "it has left")
@@ -126,12 +126,12 @@ def test_a_worker_follows_one_whose_clock_was_ahead(stack: DoomedStack) -> None:
     worker = next(worker for worker in stack.workers if worker.stage == "decode")
 
     def serves() -> bool:
-        stack.tend()
+        stack.restart_dead()
         return stack.is_ready(worker)
 
     for by_s in (900.0, 0.0):
         clock.put(stack.clocks[worker.name], by_s)
         stack.kill(worker)
-        stack.tend()
+        stack.restart_dead()
         wait_until(serves, 60, "the next one serves")
     assert ask(stack, 3)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.rolling_phases import Roll, work
 from penstock.local.kafka import SHORT_TIMEOUTS
-from penstock.local.stack import Worker
+from penstock.local.stack import WorkerSlot
 from sim.chaos.checker import check
 from sim.chaos.faults import ANY_TIME, Bus, Fate
 from sim.chaos.history import History, read
@@ -18,7 +18,7 @@ from sim.chaos.system import DoomedStack, Servers
 from tests.chaos.test_chaos import BUSES, needs
 
 
-def fate(worker: Worker, life: int) -> Fate:
+def fate(worker: WorkerSlot, life: int) -> Fate:
     """Nobody is killed."""
     return Fate(ANY_TIME, 1, math.inf)
 
@@ -35,7 +35,7 @@ def test_a_rolling_restart_adds_no_error(bus: Bus, nursery: Nursery, tmp_path: P
         settings = {"PENSTOCK_WORKER_DRAIN_S": "0.2"}
         stack = DoomedStack(tmp_path / "stack", nursery, history, servers, fate, (2, 2), settings)
         exits.enter_context(stack)
-        stack.wait_ready(120)
+        stack.wait_until_ready(120)
         roll = Roll(stack, [], history, lambda line: None)
         roll.workers("rolling")
         write_down(stack, history)

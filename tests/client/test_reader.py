@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client.reader import KEPT, Event, StreamReader
+from penstock.client.reader import MIN_KEPT_HASHES, Event, StreamReader
 from penstock.errors import InvalidName, StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, roll
@@ -42,7 +42,7 @@ def test_any_interleaving_gives_every_event_once(data: st.DataObject) -> None:
             got += reader.feed_live(events[data.draw(st.integers(0, written - 1))])
         elif action == "log":
             got += reader.feed_log(log_of(events[:written], reader))
-            assert not reader.behind
+            assert not reader.is_behind
         assert got == events[start : start + len(got)]
     got += reader.feed_log(log_of(events, reader))
     assert got == events[start:]
@@ -74,16 +74,16 @@ def diverge() -> None:
 def test_a_gap_asks_for_the_log_from_the_last_token_seen() -> None:
     events = stream_of([1, 2, 3])
     reader = StreamReader()
-    assert (reader.behind, reader.log_after) == (True, -1)
+    assert (reader.is_behind, reader.log_after) == (True, -1)
     assert reader.feed_log(events[:1]) == events[:1]
     assert reader.feed_live(events[2]) == []
-    assert (reader.behind, reader.log_after) == (True, -1)
+    assert (reader.is_behind, reader.log_after) == (True, -1)
     assert reader.feed_log(events[:3]) == events[1:3]
-    assert (reader.behind, reader.log_after) == (False, 1)
+    assert (reader.is_behind, reader.log_after) == (False, 1)
     early = StreamReader(id_of(events[0]))
     early.feed_log(events[:1])
     assert early.feed_live(events[3]) == []
-    assert early.behind
+    assert early.is_behind
 
 
 def test_a_log_without_what_was_seen_is_missing() -> None:
@@ -91,9 +91,9 @@ def test_a_log_without_what_was_seen_is_missing() -> None:
     fresh, resumed = StreamReader(), StreamReader(id_of(events[1]))
     fresh.feed_log([])
     resumed.feed_log([])
-    assert (fresh.log_missing, resumed.log_missing) == (False, True)
+    assert (fresh.is_log_missing, resumed.is_log_missing) == (False, True)
     resumed.feed_log(events[1:])
-    assert not resumed.log_missing
+    assert not resumed.is_log_missing
 
 
 def test_a_log_that_ends_too_early_or_has_a_hole_is_another_one() -> None:
@@ -109,13 +109,13 @@ def test_an_event_id_has_to_be_one() -> None:
 
 
 def test_a_long_stream_is_read_with_bounded_memory_and_its_last_part_is_still_known() -> None:
-    events = stream_of(list(range(5 * KEPT)))
+    events = stream_of(list(range(5 * MIN_KEPT_HASHES)))
     reader = StreamReader()
     assert reader.feed_log(events[:-1]) == events[:-1]
-    assert len(reader._hashes) < 2 * KEPT
-    assert reader.num_tokens == 5 * KEPT
+    assert len(reader._hashes) < 2 * MIN_KEPT_HASHES
+    assert reader.num_tokens == 5 * MIN_KEPT_HASHES
     assert reader.feed_live(events[0]) == []
     assert reader.feed_live(events[-2]) == []
-    other = TokenEvent.at_position(5 * KEPT - 1, "0" * 16, 1, "")
+    other = TokenEvent.at_position(5 * MIN_KEPT_HASHES - 1, "0" * 16, 1, "")
     with pytest.raises(StreamDiverged):
         reader.feed_live(other)

@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # t
 
 from penstock.local import kafka, valkey
 from penstock.local.kafka import BROKER_SETTINGS, KafkaServer
-from penstock.local.processes import free_port, start_child
+from penstock.local.processes import find_free_port, start_child
 from penstock.waiting import wait_until
 from sim.servers import started
 from tests.commands import Terminal
@@ -71,8 +71,8 @@ def test_who_is_told_to_stop_has_the_time_and_memory_holds_what_is_put_into_it()
 
 
 def test_the_images_of_servers_are_those_that_tests_use() -> None:
-    assert SERVICES["kafka"]["image"] == kafka.IMAGE
-    assert SERVICES["redis-stream"]["image"] == SERVICES["redis-kv"]["image"] == valkey.IMAGE
+    assert SERVICES["kafka"]["image"] == kafka.KAFKA_IMAGE
+    assert SERVICES["redis-stream"]["image"] == SERVICES["redis-kv"]["image"] == valkey.VALKEY_IMAGE
 
 
 def broker_settings() -> dict[str, str]:
@@ -114,7 +114,7 @@ def scripts(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("service", ["redis-stream", "redis-kv"])
 def test_a_real_redis_takes_its_command(service: str, scripts: Path, tmp_path: Path) -> None:
-    port, password = free_port(), environment(service)["REDISCLI_AUTH"]
+    port, password = find_free_port(), environment(service)["REDISCLI_AUTH"]
     path = {"PATH": f"{scripts}:{os.environ['PATH']}", "PORT": str(port), "REDISCLI_AUTH": password}
     child = start_child(SERVICES[service]["command"], name=service, environment=path, directory=tmp_path)
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import yaml
 
-from penstock.local.processes import free_port, start_child
+from penstock.local.processes import find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
 from sim.forked import ForkedStack
@@ -45,7 +45,7 @@ class Prometheus:
 
     def __init__(self, directory: Path, targets: dict[str, int]) -> None:
         binary = program("prometheus", PACKAGE)
-        self.port = free_port()
+        self.port = find_free_port()
         config = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
         config["rule_files"] = [str(DOCKER / "prometheus" / name) for name in config["rule_files"]]
@@ -89,11 +89,11 @@ class Prometheus:
 
 def test_prometheus_scrapes_a_running_pipeline_and_every_panel_has_something_to_show(tmp_path: Path) -> None:
     program("prometheus", PACKAGE)
-    first = next(port for port in iter(free_port, None) if port % 2 == 0)
-    ports = {"gateway": free_port(), "prefill": first, "decode": first + 1}
+    first = next(port for port in iter(find_free_port, None) if port % 2 == 0)
+    ports = {"gateway": find_free_port(), "prefill": first, "decode": first + 1}
     environment = {"PENSTOCK_TELEMETRY_PORT": str(first), "PENSTOCK_ENGINE_POOL_MB": "64"}
     with ForkedStack(tmp_path / "stack", gateway=ports["gateway"], environment=environment) as stack:
-        stack.wait_ready(150)
+        stack.wait_until_ready(150)
         prometheus = Prometheus(tmp_path, ports)
         try:
             _look_at_what_is_well(stack, prometheus)
@@ -132,9 +132,9 @@ def _ask_for_answers(gateway_url: str) -> None:
 def _look_at_probes(ports: dict[str, int]) -> None:
     for port in ports.values():
         assert (_status(port, "healthz"), _status(port, "readyz")) == (200, 200)
-    assert _healthy(gateway=ports["gateway"], worker=free_port()) == 0
-    assert _healthy(gateway=free_port(), worker=ports["decode"]) == 0
-    assert _healthy(gateway=free_port(), worker=free_port()) == 1
+    assert _healthy(gateway=ports["gateway"], worker=find_free_port()) == 0
+    assert _healthy(gateway=find_free_port(), worker=ports["decode"]) == 0
+    assert _healthy(gateway=find_free_port(), worker=find_free_port()) == 1
 
 
 def _look_at_probes_while_redis_is_away(ports: dict[str, int]) -> None:

@@ -18,7 +18,7 @@ from penstock.engine.memory import available_bytes
 from penstock.engine.model import load
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from sim.forked import fork, run_penstock
 from tests.engine import peak
 
@@ -83,8 +83,8 @@ def test_the_peak_is_what_stays(tmp_path: Path, dtype: str, packed: bool) -> Non
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux says what the peak was")
     child = fork("peak", tmp_path / "log", peak.main, tmp_path / "model", dtype, packed)
-    assert child.wait(120) == 0, child.tail()
-    assert float(child.tail(1)) <= 1.1
+    assert child.wait(120) == 0, child.read_log_tail()
+    assert float(child.read_log_tail(1)) <= 1.1
 
 
 # Damaged weights
@@ -297,9 +297,9 @@ def test_a_system_that_does_not_say(tmp_path: Path) -> None:
 
 def test_a_worker_ends_with_one_line(copy: Path, tmp_path: Path) -> None:
     os.truncate(copy / WEIGHTS, 5000)
-    nobody = f"redis://127.0.0.1:{free_port()}/0"
+    nobody = f"redis://127.0.0.1:{find_free_port()}/0"
     given = {**os.environ, "PENSTOCK_STREAM_URL": nobody, "PENSTOCK_ENGINE_MODEL": str(copy)}
     child = fork("worker", tmp_path / "log", run_penstock, "worker", "prefill", environment=given)
     assert child.wait(90) == 1
-    assert f"penstock: cannot load model '{copy}': {WEIGHTS} is damaged or cut off" in child.tail(1)
-    assert "Traceback" not in child.tail(1000)
+    assert f"penstock: cannot load model '{copy}': {WEIGHTS} is damaged or cut off" in child.read_log_tail(1)
+    assert "Traceback" not in child.read_log_tail(1000)

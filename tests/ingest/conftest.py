@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from sim.forked import ForkedStack
 
@@ -29,8 +29,8 @@ ENVIRONMENT = {
 def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One prefill and two decode workers, and a gateway."""
     directory = tmp_path_factory.mktemp("line")
-    with ForkedStack(directory, pipeline="door", decode=2, gateway=free_port(), environment=ENVIRONMENT) as stack:
-        stack.wait_ready(150)
+    with ForkedStack(directory, pipeline="door", decode=2, gateway=find_free_port(), environment=ENVIRONMENT) as stack:
+        stack.wait_until_ready(150)
         yield stack
 
 

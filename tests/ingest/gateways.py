@@ -8,8 +8,8 @@ from penstock.waiting import wait_until
 
 def wait_until_ready(child: Child, port: int) -> None:
     """Until it answers; fails with the end of its log if it ends instead."""
-    wait_until(lambda: not child.alive() or _is_ready(port), 60, f"{child.name} is ready", every_s=0.05)
-    assert child.alive(), child.tail()
+    wait_until(lambda: not child.is_alive() or _is_ready(port), 60, f"{child.name} is ready", every_s=0.05)
+    assert child.is_alive(), child.read_log_tail()
 
 
 def _is_ready(port: int) -> bool:

@@ -14,7 +14,7 @@ from penstock.ingest.admission import Admission, Ticket
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenant_shares import Held, Shares
 from penstock.ingest.tenants import Caller
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.messages import Usage
 from penstock.names import CLASSES, Pipeline
 from penstock.ops.lag import PipelineLag
@@ -201,7 +201,7 @@ async def test_requests_that_come_together_look_once(client: "redis.asyncio.Redi
 
 
 async def test_without_redis_nobody_with_a_limit_is_admitted() -> None:
-    client = async_redis_client(f"redis://127.0.0.1:{free_port()}/0")
+    client = async_redis_client(f"redis://127.0.0.1:{find_free_port()}/0")
     door = gateway(client)
     with pytest.raises(BusUnavailable):
         await door.admit(Caller(requests_per_min=10), DEMO, "interactive", 1)

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from penstock.local.processes import Child, free_port
+from penstock.local.processes import Child, find_free_port
 from penstock.local.stack import Stack
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
@@ -37,7 +37,7 @@ def start(line: Stack, folder: Path, *command: str) -> Child:
 @pytest.fixture
 def own(line: Stack, tmp_path: Path) -> Iterator[openai.OpenAI]:
     """The SDK at a gateway with a folder of its own."""
-    port = free_port()
+    port = find_free_port()
     gateway, address = start(line, tmp_path, "gateway", "--port", str(port)), f"http://127.0.0.1:{port}"
     wait_until_ready(gateway, port)
     with openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60) as sdk:
@@ -81,7 +81,7 @@ def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.Op
         return own.batches.retrieve(made.id).status == "completed"
 
     wait_until(lambda: result_ids(line, ours) and result_ids(line, theirs), 60, "some results")
-    assert running.alive()
+    assert running.is_alive()
     assert not is_over()
     emptied(line)
     wait_until(lambda: result_ids(line, theirs) or is_over(), 60, "more results")
@@ -91,7 +91,7 @@ def test_a_redis_that_loses_everything_costs_no_line(line: Stack, own: openai.Op
     batch = own.batches.retrieve(made.id)
     assert batch.error_file_id is None
     assert each_once(read(own.files.content(batch.output_file_id or "").read()), ROWS)
-    assert running.wait(60) == 0, running.tail()
+    assert running.wait(60) == 0, running.read_log_tail()
     assert finished(output) == ROWS
     assert each_once(read_file(output), ROWS)
 

@@ -49,8 +49,8 @@ def test_killed_at_any_time_it_goes_on(stack: Stack, tmp_path: Path) -> None:
         file.write(b'{"ok": [1, 2')
 
     child = start(stack, tmp_path)
-    wait_until(lambda: finished(output) > killed_at or not child.alive(), 60, "more rows")
-    child.send(signal.SIGINT)
+    wait_until(lambda: finished(output) > killed_at or not child.is_alive(), 60, "more rows")
+    child.send_signal(signal.SIGINT)
     assert child.wait(60) in (130, 1, -signal.SIGINT)  # the last where it came before or after the run itself
 
     assert start(stack, tmp_path).wait(120) == 1  # a row failed

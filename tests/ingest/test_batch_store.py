@@ -27,7 +27,7 @@ from penstock.ingest.batch.shapes import BatchState, NewBatch
 from penstock.ingest.batch.store import FileStore, content_path, new_id
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
-from penstock.local.processes import free_port, start_child, wait_until_serving
+from penstock.local.processes import find_free_port, start_child, wait_until_serving
 
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 NEW = NewBatch(input_file_id="", endpoint=CHAT, completion_window="24h")
@@ -39,7 +39,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if given := os.environ.get("TEST_S3_URL"):
         yield given
         return
-    port = free_port()
+    port = find_free_port()
     endpoint = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = start_child(command, name="S3", log=tmp_path_factory.mktemp("s3") / "log")
@@ -134,7 +134,7 @@ async def test_an_upload_that_was_given_up_leaves_nothing_at_the_server(bucket: 
 
 
 async def test_a_store_that_is_away_is_an_outage(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{find_free_port()}")
     objects = Objects.open(bucket)
     with pytest.raises(ApiError, match="the file store cannot be used") as caught:
         await FileStore(objects).find("t", new_id("file-"))

@@ -252,7 +252,7 @@ def test_a_batch_goes_on_when_its_gateway_is_killed(stack: Stack, sdk: openai.Op
     assert stack.gateway.child is not None
     stack.gateway.child.kill()
     stack.gateway.was_ready = False
-    stack.wait_ready(60)
+    stack.wait_until_ready(60)
     batch = ended(sdk, made.id)
     assert batch.status == "completed"
     assert each_once(read(content_of(sdk, batch.output_file_id)), count)

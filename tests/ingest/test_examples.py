@@ -79,10 +79,10 @@ class Backend:
         def step() -> bool:
             run_until_idle(self.line.prefill)
             run_until_idle(self.line.decode)
-            return not process.alive()
+            return not process.is_alive()
 
         wait_until(step, 90, "the backend has its answers")
-        assert process.returncode == 0, process.tail()
+        assert process.returncode == 0, process.read_log_tail()
 
 
 def written(line: Line, results: list[Result], *, committed: bool) -> None:
@@ -110,14 +110,14 @@ def line(kafka: str, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
 def test_a_backend_gets_one_answer_to_each_question(language: str, line: Line, tmp_path: Path) -> None:
     backend = Backend(started(lambda: LANGUAGES[language](tmp_path)), line, tmp_path)
     process = backend.start()
-    wait_until(lambda: len(backend.rows()) == 3 or not process.alive(), 60, "the questions are in the table")
+    wait_until(lambda: len(backend.rows()) == 3 or not process.is_alive(), 60, "the questions are in the table")
     lies = [Result(id=one, finish_reason="stop", text="never said") for one in backend.rows()]
     written(line, lies, committed=False)
     written(line, [Result(id="somebody-elses", finish_reason="stop")], committed=True)
     backend.answered(process)
 
     first = backend.rows()
-    assert len(first) == 3, process.tail()
+    assert len(first) == 3, process.read_log_tail()
     said = {request.prompt: answer for request, answer in first.values()}
     assert all(answer is not None and answer.tenant == "shop" for answer in said.values())
     for prompt, klass in (("In the beginning", "interactive"), ("And God said", "batch")):

@@ -20,7 +20,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.ingest.keys import Book, write_book
 from penstock.ingest.tenants import TenantEntry, new_key
-from penstock.local.processes import Child, free_port, start_child
+from penstock.local.processes import Child, find_free_port, start_child
 from penstock.messages import Request, Result, Usage, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
@@ -62,7 +62,7 @@ class Door:
     """A gateway process, two tenants, and the pipeline behind it, whose requests nobody takes."""
 
     def __init__(self, pipeline: Pipeline, redis_url: str, folder: Path) -> None:
-        self.port, self.pipeline = free_port(), pipeline
+        self.port, self.pipeline = find_free_port(), pipeline
         self.bus = connect(Addresses(kafka="", stream_url=redis_url, pipeline=pipeline.name), BusSettings())
         self.bus.create_topics()
         self.acme, acme_id, acme = new_key("acme")
@@ -85,7 +85,7 @@ class Door:
 
     def is_well(self) -> bool:
         """Whether it answers somebody else."""
-        assert self.process.alive(), self.process.tail()
+        assert self.process.is_alive(), self.process.read_log_tail()
         try:
             return self.ask(request("GET", "/healthz", {})).status == 200
         except OSError:

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.client.sync import Client
 from penstock.config.settings import RecordSettings
-from penstock.local.processes import Child, free_port
+from penstock.local.processes import Child, find_free_port
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.record import Log
@@ -34,7 +34,7 @@ def expected(line: Stack) -> str:
 @pytest.fixture
 def doomed(line: Stack, tmp_path: Path) -> Iterator[tuple[str, Child]]:
     """A gateway beside the stack's own."""
-    port = free_port()
+    port = find_free_port()
     own = {"PENSTOCK_STREAM_URL": line.addresses.stream_url, "PENSTOCK_PIPELINE": line.addresses.pipeline}
     log = tmp_path / "doomed.log"
     child = fork("doomed", log, run_penstock, "gateway", "--port", str(port), environment=os.environ | own)
@@ -92,4 +92,4 @@ def test_a_stream_goes_on_after_its_decode_worker_was_killed(line: Stack, expect
     assert source.last_event_id == "done"
     with Client(line.addresses) as client:
         assert client.result(json.loads(told[0].data)["id"]).text == expected
-    line.tend()
+    line.restart_dead()

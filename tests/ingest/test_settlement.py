@@ -16,7 +16,7 @@ from penstock.ingest.admission import Admission
 from penstock.ingest.keys import Book, write_book
 from penstock.ingest.tenant_shares import TICKET_S
 from penstock.ingest.tenants import Caller, TenantEntry, new_key
-from penstock.local.processes import Child, free_port
+from penstock.local.processes import Child, find_free_port
 from penstock.local.stack import Stack
 from penstock.messages import Result, Usage, decode_message
 from penstock.names import CLASSES, Pipeline, rate_key
@@ -79,7 +79,7 @@ class Door:
 
 @pytest.fixture(scope="module")
 def door(line: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    folder, port, (key, key_id, entry) = tmp_path_factory.mktemp("door"), free_port(), new_key(TENANT)
+    folder, port, (key, key_id, entry) = tmp_path_factory.mktemp("door"), find_free_port(), new_key(TENANT)
     limits = TenantEntry(tokens_per_min=PER_MIN)
     write_book(folder / "keys.json", Book(tenants={TENANT: limits}, keys={key_id: entry}))
     own = {

@@ -16,7 +16,7 @@ import redis
 from penstock.bus.connect import connect
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.local.processes import Child, free_port, start_child
+from penstock.local.processes import Child, find_free_port, start_child
 from penstock.messages import Request, decode_message
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
@@ -43,7 +43,7 @@ class Stage:
 
     def start(self, name: str) -> tuple[str, Child]:
         """A gateway that answers."""
-        port = free_port()
+        port = find_free_port()
         command = [sys.executable, "-m", "penstock.cli.main", "gateway", "--port", str(port)]
         own = {"PENSTOCK_STREAM_URL": self.addresses.stream_url, "PENSTOCK_PIPELINE": self.pipeline.name}
         child = start_child(command, name=name, log=self.folder / f"{name}.log", environment=os.environ | own)
@@ -286,7 +286,7 @@ def test_a_gateway_that_stops_sends_its_readers_elsewhere(stage: Stage) -> None:
     source = EventSource(address, f"/v1/streams/{stream_id}")
     events = source.connect()
     first = next(events)
-    leaving.send(signal.SIGTERM)
+    leaving.send_signal(signal.SIGTERM)
     (told,) = events
     assert (told.event, told.body["error"]["code"]) == ("error", "gateway_stopping")
     assert source.last_event_id == first.id, "the place in the stream stays"

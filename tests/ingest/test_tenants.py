@@ -16,7 +16,7 @@ from penstock.ingest import keys
 from penstock.ingest.errors import ApiError
 from penstock.ingest.keys import Book, FileKeys, RedisKeys, read_book, source_of, write_book
 from penstock.ingest.tenants import Caller, Keyring, TenantEntry, new_key
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.names import KEYS_KEY, TENANTS_KEY
 from penstock.redis.client import async_redis_client, redis_client
@@ -140,7 +140,7 @@ async def test_open_only_where_nobody_else_can_come(own_redis: str) -> None:
 
 
 async def test_keys_in_a_redis_that_is_away() -> None:
-    client = async_redis_client(f"redis://127.0.0.1:{free_port()}/0")
+    client = async_redis_client(f"redis://127.0.0.1:{find_free_port()}/0")
     with pytest.raises(BusUnavailable):
         await Keyring(RedisKeys(client)).caller_of(f"Bearer {new_key('acme')[0]}")
     await client.aclose()

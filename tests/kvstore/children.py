@@ -26,7 +26,7 @@ def halted(main: Main, directory: Path, step: str) -> Iterator[Child]:
     child = start(main, directory, "halt", step)
     wait_until((directory / "halted").exists, 60, "the child comes to the step")
     yield child
-    if child.alive():
+    if child.is_alive():
         child.kill()
 
 

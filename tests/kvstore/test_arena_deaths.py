@@ -45,7 +45,7 @@ DEATHS = [(step, 1) for step in steps.ARENA] + [(step, 7) for step in steps.AREN
 @pytest.mark.parametrize(("step", "times"), DEATHS)
 def test_killed_at_a_step(tmp_path: Path, step: str, times: int) -> None:
     child = start(tmp_path, "die", step, str(times))
-    assert child.wait(60) == -9, child.tail()
+    assert child.wait(60) == -9, child.read_log_tail()
     tier = open_tier(tmp_path)
     check_sound(tier)
     tier.close()

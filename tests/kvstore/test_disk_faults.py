@@ -62,7 +62,7 @@ DEATHS += [(step, 7) for step in steps.DISK if not step.startswith("open")]
 @pytest.mark.parametrize(("step", "times"), DEATHS)
 def test_killed_at_a_step(tmp_path: Path, step: str, times: int) -> None:
     child = start(tmp_path, "die", step, str(times))
-    assert child.wait(60) == -9, child.tail()
+    assert child.wait(60) == -9, child.read_log_tail()
     tier = open_tier(tmp_path)
     assert tier.check_integrity() == []
     check_sound(tier, tmp_path)
@@ -116,7 +116,7 @@ def test_files_of_the_living_are_left_alone_and_count(tmp_path: Path, halted: Ch
 
 def test_two_writers_at_a_small_budget(tmp_path: Path, tier: DiskTier) -> None:
     workers = [start(tmp_path, "work", str(seed)) for seed in range(2)]
-    assert [child.wait(120) for child in workers] == [0, 0], [child.tail() for child in workers]
+    assert [child.wait(120) for child in workers] == [0, 0], [child.read_log_tail() for child in workers]
     check_sound(tier, tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_killed_again_and_again_while_others_work(tmp_path: Path, tier: DiskTier
         assert start(tmp_path, "die", step, "3").wait(60) == -9
         tier.release("a job", keys_of(NAMES))
         tier.release("another", keys_of(NAMES))
-    assert worker.wait(120) == 0, worker.tail()
+    assert worker.wait(120) == 0, worker.read_log_tail()
     check_sound(tier, tmp_path)
 
 

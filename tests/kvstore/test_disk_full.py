@@ -100,7 +100,7 @@ def test_a_draft_that_cannot_be_removed_counts_until_it_can(
 def test_a_disk_smaller_than_the_budget(tmp_path: Path, what: str) -> None:
     """See `disk_child.py`."""
     child = run_on_small_disk(tmp_path, 24, "tests.kvstore.disk_child", what)
-    assert child.returncode == 0, child.tail()
+    assert child.returncode == 0, child.read_log_tail()
 
 
 def test_a_disk_that_stays_full_is_left_alone(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:

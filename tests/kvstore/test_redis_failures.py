@@ -12,7 +12,7 @@ from penstock.kvstore.block import HEADER_BYTES
 from penstock.kvstore.tiers import server as redis_server
 from penstock.kvstore.tiers.index import SCRIPTS
 from penstock.kvstore.tiers.redis import RedisTier
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.waiting import wait_until
 from tests.kvstore.blocks import FORM, content, is_here, new_names, put, read
@@ -21,7 +21,7 @@ from tests.kvstore.redis_servers import Proxy
 
 
 def test_a_server_that_is_not_there() -> None:
-    tier = RedisTier.open(FORM, [f"redis://127.0.0.1:{free_port()}/0"], AMPLE, 60)
+    tier = RedisTier.open(FORM, [f"redis://127.0.0.1:{find_free_port()}/0"], AMPLE, 60)
     check_away(tier)
     assert (tier.counters.misses, tier.counters.bytes_written) == (2, 0)
 

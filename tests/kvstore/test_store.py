@@ -11,7 +11,7 @@ from penstock.config.settings import KVSettings
 from penstock.kvstore.block import Block, Name, Wanted
 from penstock.kvstore.codec import PayloadShape
 from penstock.kvstore.store import KVStore, Layout
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
 
 SIZE = 4
@@ -232,11 +232,11 @@ def test_blocks_live_on_in_another_process_s_store(store: KVStore, make_store: M
 
 
 def test_without_its_server_a_store_lives_from_the_rest(make_store: MakeStore) -> None:
-    store = make_store(url=f"redis://127.0.0.1:{free_port()}/0")
+    store = make_store(url=f"redis://127.0.0.1:{find_free_port()}/0")
     fill(store)
     assert read(store) == found(0)
     assert store.tiers[2].counters.errors > 0
-    alone = make_store(url=f"redis://127.0.0.1:{free_port()}/0", shared_mb=0, disk_mb=0)
+    alone = make_store(url=f"redis://127.0.0.1:{find_free_port()}/0", shared_mb=0, disk_mb=0)
     fill(alone)
     assert read(alone) == []
     alone.lease("job", names_of(alone))

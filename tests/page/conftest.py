@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from sim.forked import ForkedStack
 from sim.servers import started
 from tests.ingest.conftest import ENVIRONMENT
@@ -36,6 +36,6 @@ def tabs(browser: Browser) -> Iterator[Tabs]:
 def line(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedStack]:
     """One prefill and two decode workers, and a gateway; not started where there is no browser to look at it."""
     directory = tmp_path_factory.mktemp("page")
-    with ForkedStack(directory, pipeline="page", decode=2, gateway=free_port(), environment=ENVIRONMENT) as stack:
-        stack.wait_ready(240)
+    with ForkedStack(directory, pipeline="page", decode=2, gateway=find_free_port(), environment=ENVIRONMENT) as stack:
+        stack.wait_until_ready(240)
         yield stack

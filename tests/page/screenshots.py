@@ -16,7 +16,7 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Page, ViewportSize
 
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
 from sim.chaos.proxy import Proxy
@@ -100,9 +100,9 @@ def main(folder: Path) -> None:
     views = (("light", SHEET, "light", 1.0), ("dark", SHEET, "dark", 1.0), ("phone", PHONE, "light", 1.5))
     with (
         tempfile.TemporaryDirectory() as scratch,
-        Stack(Path(scratch), pipeline="demo", decode=2, gateway=free_port()) as stack,
+        Stack(Path(scratch), pipeline="demo", decode=2, gateway=find_free_port()) as stack,
     ):
-        stack.wait_ready(300)
+        stack.wait_until_ready(300)
         port = int(stack.gateway_url.rpartition(":")[2])
         with chromium() as browser, Proxy(port) as proxy, busy(stack.gateway_url):
             tabs = Tabs(browser)

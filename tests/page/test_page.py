@@ -14,7 +14,7 @@ from playwright.sync_api import Page, expect
 
 from penstock.ingest.keys import Book
 from penstock.ingest.tenants import new_key
-from penstock.local.processes import free_port, start_child
+from penstock.local.processes import find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
 from sim.chaos.proxy import Proxy
@@ -192,9 +192,9 @@ def test_a_line_tells_its_scale_and_its_time(tabs: Tabs, line: Stack) -> None:
 
 
 def test_without_a_worker_nothing_can_be_sent(tabs: Tabs, tmp_path: Path) -> None:
-    port = free_port()
+    port = find_free_port()
     with ForkedStack(tmp_path, pipeline="empty", prefill=0, decode=0, gateway=port, environment=ENVIRONMENT) as stack:
-        stack.wait_ready(120)
+        stack.wait_until_ready(120)
         page = tabs.open(stack.gateway_url)
         expect(page.locator("#no-model")).to_contain_text("No worker serves a model yet")
         expect(page.locator("#send")).to_be_disabled()
@@ -210,14 +210,14 @@ def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path
     other, other_id, other_entry = new_key("other")
     book = tmp_path / "keys.json"
     book.write_text(Book(keys={my_id: my_entry, other_id: other_entry}).model_dump_json())
-    port = free_port()
+    port = find_free_port()
     own = {"STREAM_URL": line.addresses.stream_url, "PIPELINE": line.addresses.pipeline, "GATEWAY_KEYS": str(book)}
     environment = os.environ | {f"PENSTOCK_{name}": value for name, value in own.items()}
     command = [sys.executable, "-m", "penstock.cli.main", "gateway", "--port", str(port)]
     gateway = start_child(command, name="guarded", log=tmp_path / "guarded.log", environment=environment)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: not gateway.alive() or answers(url), 120, "the gateway answers", every_s=0.1)
+        wait_until(lambda: not gateway.is_alive() or answers(url), 120, "the gateway answers", every_s=0.1)
         for path in ("/v1/live", "/v1/requests/chatcmpl-1/timeline"):
             assert httpx.get(url + path, timeout=30).status_code == 401
         page = tabs.open(url)
@@ -283,5 +283,5 @@ def test_a_killed_worker_is_shown_as_lost(tabs: Tabs, line: Stack) -> None:
     expect(page.locator("[data-worker='decode-0']")).to_have_attribute("data-state", "ready")
     ask(page, "Art thou still there?", 8)
     wait_for_state(page, "done")
-    line.tend()
+    line.restart_dead()
     expect(row).to_have_attribute("data-state", "ready", timeout=120_000)

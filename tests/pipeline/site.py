@@ -74,7 +74,7 @@ class Site:
 
     def pids(self) -> list[int]:
         """Of the worker processes that run."""
-        return [worker.child.pid for worker in self.stack.workers if worker.child and worker.child.alive()]
+        return [worker.child.pid for worker in self.stack.workers if worker.child and worker.child.is_alive()]
 
     def states(self) -> list[str]:
         return [status["state"] for status in worker_status(self.stack.addresses)]
@@ -84,13 +84,13 @@ class Site:
 
         def are_ready() -> bool:
             if tend:
-                self.stack.tend()
+                self.stack.restart_dead()
             return self.states() == ["ready", "ready"]
 
         try:
             wait_until(are_ready, 90, "both workers are ready", every_s=0.05)
         except TimeoutError as error:
-            gone = [child.tail() for child in self._children() if not child.alive()]
+            gone = [child.read_log_tail() for child in self._children() if not child.is_alive()]
             raise TimeoutError(f"{error}: {gone}, {worker_status(self.stack.addresses)}") from None
 
     def _children(self) -> list[Child]:
@@ -200,6 +200,6 @@ def leave(site: Site) -> None:
     children = [worker.child for worker in site.stack.workers if worker.child is not None]
     begun_s = time.monotonic()
     for child in children:
-        child.send(signal.SIGTERM)
+        child.send_signal(signal.SIGTERM)
     assert [child.wait(60.0) for child in children] == [0, 0]
     assert time.monotonic() - begun_s < LEAVE_WITHIN_S

@@ -33,7 +33,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     name = f"equality-{request.param}-{random.getrandbits(32):08x}"
     made = ForkedStack(directory, pipeline=name, kafka=kafka, prefill=2, decode=2, environment=environment)
     with made as running:
-        running.wait_ready(120)
+        running.wait_until_ready(120)
         yield running
         running.stop_workers()
         counts = Counter(result.id for result in results_of(running.addresses))
@@ -47,7 +47,7 @@ def tended(stack: Stack) -> Iterator[None]:
 
     def tend() -> None:
         while not ended.wait(0.1):
-            stack.tend()
+            stack.restart_dead()
 
     thread = threading.Thread(target=tend)
     thread.start()
@@ -94,7 +94,7 @@ def test_tokens_equal_the_undivided_model(stack: Stack) -> None:
 def test_workers_leave_on_request(stack: Stack) -> None:
     """SIGTERM in the middle of work: what runs is finished or handed back, and every process ends with status 0."""
     work = requests(12, "leaving", max_tokens=60)
-    stack.wait_ready(120)
+    stack.wait_until_ready(120)
     with Client(stack.addresses) as client, tended(stack):
         streams = Streams(client, work)
         submit(client, work)

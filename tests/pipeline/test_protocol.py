@@ -19,7 +19,7 @@ def test_the_example_runs_against_a_live_pipeline(kafka: str, tmp_path: Path) ->
     script = tmp_path / "backend.py"
     script.write_text(example)
     with ForkedStack(tmp_path / "stack", pipeline=f"example-{os.getpid()}", kafka=kafka) as stack:
-        stack.wait_ready(120)
+        stack.wait_until_ready(120)
         addresses = stack.addresses
         here = os.environ | {"KAFKA": kafka, "REDIS": addresses.stream_url, "PIPELINE": addresses.pipeline}
         done = subprocess.run(

@@ -24,7 +24,7 @@ def spans(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("traced")
     file = directory / "spans.jsonl"
     with ForkedStack(directory, environment={"PENSTOCK_TRACE_FILE": str(file)}) as stack:
-        stack.wait_ready(120)
+        stack.wait_until_ready(120)
         generate(stack, {"PENSTOCK_TRACE_FILE": str(file)})
         generate(stack, {})
     return [json.loads(line) for line in file.read_text().splitlines()]

@@ -19,7 +19,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 
 from penstock.errors import DependencyMissing
 from penstock.local.kafka import KafkaServer
-from penstock.local.processes import Child, free_port, start_child, wait_until_serving
+from penstock.local.processes import Child, find_free_port, start_child, wait_until_serving
 from tests.security.certificates import Authority
 
 USERS = {
@@ -36,7 +36,7 @@ class SecureKafka(KafkaServer):
 
     def __init__(self, directory: Path, authority: Authority) -> None:
         super().__init__(directory)
-        self._sasl, self._tls = free_port(), free_port()
+        self._sasl, self._tls = find_free_port(), find_free_port()
         self._authority = authority
 
     @property
@@ -60,11 +60,11 @@ class SecureKafka(KafkaServer):
             future.result(15)
         return self
 
-    def _settings(self) -> dict[str, str]:
+    def _build_settings(self) -> dict[str, str]:
         certificate, key = self._authority.sign("broker")
         keystore = self.directory / "broker.pem"
         keystore.write_text(key.read_text() + certificate.read_text())
-        plain = super()._settings()
+        plain = super()._build_settings()
         listeners = f",SASL_SSL://{self.sasl},SSL://{self.tls}"
         users = " ".join(f'user_{name}="{word}"' for name, word in USERS.items())
         module = "org.apache.kafka.common.security"
@@ -107,7 +107,7 @@ class SecureRedis:
 
     def __init__(self, directory: Path, authority: Authority, users: str) -> None:
         self.directory = directory
-        self.port = free_port()
+        self.port = find_free_port()
         self._authority, self._users = authority, users
         self._child: Child | None = None
 

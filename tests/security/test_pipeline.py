@@ -12,7 +12,7 @@ import pytest
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings, load_settings
-from penstock.local.processes import Child, free_port
+from penstock.local.processes import Child, find_free_port
 from penstock.names import Pipeline
 from penstock.ops.status import worker_status
 from penstock.record import Record
@@ -50,10 +50,10 @@ def workers(directory: Path, access: dict[str, str]) -> Iterator[list[Child]]:
     try:
         yield children
         for child in children:
-            assert child.stop(30) == 0, child.tail()
+            assert child.stop(30) == 0, child.read_log_tail()
     finally:
         for child in children:
-            if child.alive():
+            if child.is_alive():
                 child.kill()
 
 
@@ -141,8 +141,8 @@ def test_the_processes(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         wait_until(lambda: are_ready(addresses), 60, "both workers are ready again", every_s=0.05)
         with Client(addresses) as client:
             assert list(client.generate("And God said", max_tokens=4))
-        assert all(child.alive() for child in children)
-        assert all("Traceback" not in child.tail(1000) for child in children)
+        assert all(child.is_alive() for child in children)
+        assert all("Traceback" not in child.read_log_tail(1000) for child in children)
 
 
 def kafka(site: Site, bus: str, user: str) -> dict[str, str]:
@@ -166,7 +166,7 @@ def ask_gateway(terminal: Terminal, directory: Path, access: dict[str, str]) -> 
     keyed = access | {"PENSTOCK_GATEWAY_KEYS": "redis", "PENSTOCK_BATCH_STORE": str(directory / "files")}
     made = terminal("keys", "create", "acme", **keyed)
     key = next(word for word in made.stdout.split() if word.startswith("psk_"))
-    port = free_port()
+    port = find_free_port()
     gateway = fork(
         "gateway", directory / "gateway", run_penstock, "gateway", "--port", str(port),
         environment={**os.environ, **keyed},
@@ -188,7 +188,7 @@ def ask_gateway(terminal: Terminal, directory: Path, access: dict[str, str]) -> 
         wait_until(answers, 60, "the gateway answers", every_s=0.05)
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert answer.read().rstrip().endswith(b"data: [DONE]")
-        assert gateway.stop(30) == 0, gateway.tail()
+        assert gateway.stop(30) == 0, gateway.read_log_tail()
     finally:
-        if gateway.alive():
+        if gateway.is_alive():
             gateway.kill()

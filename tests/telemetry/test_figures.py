@@ -16,7 +16,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import PenstockError
 from penstock.ingest.gateway.metrics import REFUSED, GatewayFigures
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.messages import EndEvent, Timings, Usage, now_s
 from penstock.names import CLASSES, STAGES
 from penstock.ops.live import Json, LiveWatch
@@ -209,7 +209,7 @@ def test_prometheus_reads_the_values(meters: Meters) -> None:
 
 
 def test_a_worker_serves_them_and_a_taken_port_is_an_error(meters: Meters) -> None:
-    port = free_port()
+    port = find_free_port()
     with endpoint(meters, "127.0.0.1", port) as bound:
         assert bound == port
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:

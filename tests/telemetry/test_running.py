@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.client.sync import Client
 from penstock.config.settings import BusSettings
-from penstock.local.processes import free_port
+from penstock.local.processes import find_free_port
 from penstock.local.stack import Stack
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
@@ -86,7 +86,7 @@ def asked(client: Client, max_tokens: int) -> tuple[str, float]:
 def consecutive_ports() -> list[int]:
     """Two."""
     while True:
-        first = free_port()
+        first = find_free_port()
         if first < 65000 and first % 2 == 0:
             return [first, first + 1]
 
@@ -107,7 +107,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         }
         directory = tmp_path_factory.mktemp("telemetry")
         with ForkedStack(directory, pipeline="telemetry", environment=os.environ | environment) as stack:
-            stack.wait_ready(120)
+            stack.wait_until_ready(120)
             yield Site(stack, receiver, ports, Pipeline("telemetry"))
 
 
@@ -197,7 +197,7 @@ def states(look: Json) -> list[str]:
 
 def tended(stack: Stack) -> bool:
     """What has died is started again."""
-    stack.tend()
+    stack.restart_dead()
     return True
 
 
@@ -240,7 +240,7 @@ def test_a_look_shows_work_and_a_killed_worker(site: Site) -> None:
     look = until("it has left", lambda one: len(one["workers"]) == 1)
     assert look["lost"] == [], "it said goodbye"
     decode.start_at = 0.0
-    site.stack.tend()
+    site.stack.restart_dead()
     until("a worker for the other tests", lambda one: states(one) == ["ready", "ready"])
 
 
@@ -252,7 +252,7 @@ def spans(pipeline: Pipeline, count: int) -> list[ReadableSpan]:
 
 
 def test_spans_of_a_redis_that_is_away_are_lost_and_nothing_else(pipeline: Pipeline) -> None:
-    exporter = RedisSpanExporter(f"redis://127.0.0.1:{free_port()}/0", 60)
+    exporter = RedisSpanExporter(f"redis://127.0.0.1:{find_free_port()}/0", 60)
     assert [exporter.export(spans(pipeline, 3)) for _ in range(3)] == [SpanExportResult.FAILURE] * 3
     exporter.shutdown()
 

@@ -26,11 +26,11 @@ PROMPTS = (
 
 @contextlib.contextmanager
 def pipeline(directory: Path, server: ValkeyServer, *, prefill: int = 1, decode: int = 2) -> Iterator[Stack]:
-    """Workers on a server that others may stop and start; nobody restarts a worker unless `tend` is called."""
+    """Workers on a server that others may stop and start; nobody restarts a worker unless `restart_dead` is called."""
     with ForkedStack(
         directory, pipeline="demo", redis=server.url, prefill=prefill, decode=decode, environment=ENVIRONMENT
     ) as stack:
-        stack.wait_ready(150)
+        stack.wait_until_ready(150)
         yield stack
 
 

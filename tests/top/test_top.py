@@ -137,7 +137,7 @@ async def test_a_killed_worker_is_lost_until_it_is_back(stack: Stack) -> None:
         worker.was_ready = False
 
         def is_back(lines: list[str]) -> bool:
-            stack.tend()
+            stack.restart_dead()
             return bool(line_of(lines, "decode-1", "ready")) and not line_of(lines, "lost")
 
         await until(pilot, is_back, "another has its place")

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
-from penstock.client.sync import outages_named
+from penstock.client.sync import raise_bus_unavailable
 from penstock.ingest.gateway.handlers import errors
 from penstock.ingest.gateway.state import CallerDep, Gateway, gateway_of
 from penstock.ingest.gateway.streaming import EVENTS
@@ -105,7 +105,7 @@ async def life(request: Request, caller: CallerDep, request_id: str) -> LifeList
     gateway = gateway_of(request)
     card = await gateway.cards.of_tenant(request_id, caller.tenant)
     pipeline = Pipeline(card.pipeline)
-    with outages_named():
+    with raise_bus_unavailable():
         reads = (timeline_async(gateway.servers[one], pipeline, one) for one in card.request_ids)
         found = await asyncio.gather(*reads)
     return LifeList(id=card.id, choices=[_life(one, line) for one, line in zip(card.request_ids, found, strict=True)])

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import redis.asyncio
 
-from penstock.client.sync import outages_named
+from penstock.client.sync import raise_bus_unavailable
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError
 from penstock.names import WORKERS_KEY, pipeline_of_worker
@@ -68,7 +68,7 @@ class Models:
     async def _read(self) -> None:
         now = time.monotonic()
         try:
-            with outages_named():
+            with raise_bus_unavailable():
                 beats = await self._beats()
         except BusUnavailable:
             if not self._known:

@@ -9,7 +9,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.client.reader import Event
-from penstock.client.sync import Answer, answer_of, without_error
+from penstock.client.sync import Answer, build_answer, raise_error_end
 from penstock.errors import BusUnavailable, PenstockError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.batch.answer import together
@@ -87,7 +87,7 @@ async def whole(gateway: Gateway, card: Card) -> list[Answer]:
 
 async def _whole(request_id: str, news: AsyncGenerator[list[Event], None]) -> Answer:
     async with aclosing(news):
-        return answer_of(request_id, [event async for events in news for event in without_error(events)])
+        return build_answer(request_id, [event async for events in news for event in raise_error_end(events)])
 
 
 async def _used(news: AsyncGenerator[list[Event], None]) -> Usage:
