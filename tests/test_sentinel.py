@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import os
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -113,6 +116,22 @@ def test_a_sentinel_that_is_away_is_passed_over(group: ReplicatedValkey) -> None
             client.ping()
         assert is_away(raised.value)
         assert "MARK" not in str(raised.value)
+
+
+def test_a_late_reply_is_never_taken_for_that_to_the_next_command(group: ReplicatedValkey) -> None:
+    with redis_client(group.url, answer_s=0.4) as client:
+        client.mset({"first": "1", "second": "2"})
+        master = group.master.pid
+        assert master is not None
+        os.kill(master, signal.SIGSTOP)
+        going_on = threading.Timer(0.5, os.kill, (master, signal.SIGCONT))  # while the second command waits
+        going_on.start()
+        try:
+            with pytest.raises(redis.TimeoutError):
+                client.get("first")
+            assert client.get("second") == b"2"
+        finally:
+            going_on.join()
 
 
 def test_every_kind_of_connection_finds_the_next_master(group: ReplicatedValkey) -> None:

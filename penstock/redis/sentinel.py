@@ -127,13 +127,30 @@ class MasterPool(redis.sentinel.SentinelConnectionPool):
     def __init__(self, url: str, **options: Any) -> None:
         address = parse_sentinels(url)
         manager = _Sentinels(address, sentinel_kwargs={**address.sentinel_options(), "retry": Retry(NoBackoff(), 0)})
-        super().__init__(address.service, manager, **(options | address.server_options()))  # type: ignore[no-untyped-call]
+        given = options | address.server_options()
+        given["connection_class"] = _TLSConnection if given.pop("ssl") else _Connection
+        super().__init__(address.service, manager, **given)  # type: ignore[no-untyped-call]
 
     def disconnect(self, inuse_connections: bool = True) -> None:
         """Close the connections; with those in use, those to the Sentinels too."""
         super().disconnect(inuse_connections)
         if inuse_connections:
             self.sentinel_manager.close()
+
+
+class _Connection(redis.sentinel.SentinelManagedConnection):
+    """A connection that is closed when a reply cannot be read.
+
+    redis-py would keep this kind, and only this one (https://github.com/redis/redis-py/pull/4292): after a time limit
+    the late reply would be taken for that to the next command.
+    """
+
+    def read_response(self, disable_decoding: bool = False, *, disconnect_on_error: bool = True, **options: Any) -> Any:
+        return super().read_response(disable_decoding, disconnect_on_error=disconnect_on_error, **options)  # type: ignore[no-untyped-call]
+
+
+class _TLSConnection(_Connection, redis.sentinel.SentinelManagedSSLConnection):
+    pass
 
 
 class _Sentinels(redis.sentinel.Sentinel):
