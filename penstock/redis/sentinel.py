@@ -145,8 +145,8 @@ class _Connection(redis.sentinel.SentinelManagedConnection):
     the late reply would be taken for that to the next command.
     """
 
-    def read_response(self, disable_decoding: bool = False, *, disconnect_on_error: bool = True, **options: Any) -> Any:
-        return super().read_response(disable_decoding, disconnect_on_error=disconnect_on_error, **options)  # type: ignore[no-untyped-call]
+    def read_response(self, *given: Any, disconnect_on_error: bool | None = True, **options: Any) -> Any:
+        return super().read_response(*given, disconnect_on_error=disconnect_on_error, **options)
 
 
 class _TLSConnection(_Connection, redis.sentinel.SentinelManagedSSLConnection):
