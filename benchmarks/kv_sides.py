@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.peers.shapes import SHAPES
-from penstock.kvstore.block import HEADER_BYTES, Block, Form, Name, Wanted
+from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, BlockKey, ReadRequest
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.shared import SharedTier
 from penstock.kvstore.tiers.wire import command
@@ -33,9 +33,9 @@ _TIMEOUT_S = 60.0
 _CHECK = -1
 
 
-def form(block_bytes: int) -> Form:
+def form(block_bytes: int) -> BlockFormat:
     """The form of a model with blocks of that size."""
-    return Form(hashlib.sha256(b"%d" % block_bytes).digest(), b"benchmark layout", block_bytes)
+    return BlockFormat(hashlib.sha256(b"%d" % block_bytes).digest(), b"benchmark layout", block_bytes)
 
 
 def touched(num_bytes: int) -> memoryview:
@@ -62,18 +62,18 @@ class Blocks:
         chance = np.random.default_rng(0)
         np.frombuffer(self.source, np.uint64)[:] = chance.integers(0, 2**63, count * size // 8, np.uint64)
 
-    def names(self, number: int) -> list[Name]:
+    def names(self, number: int) -> list[BlockKey]:
         """New names in every round."""
         keys = (hashlib.sha256(b"%d %d %d" % (self.size, number, at)).digest() for at in range(self.count))
-        return [Name(key, BLOCK_TOKENS, b"benchmark tenant") for key in keys]
+        return [BlockKey(key, BLOCK_TOKENS, b"benchmark tenant") for key in keys]
 
     def blocks(self, number: int) -> list[Block]:
         """To write."""
         return [Block(*pair) for pair in zip(self.names(number), pieces(self.source, self.size), strict=True)]
 
-    def wanted(self, number: int) -> list[Wanted]:
+    def wanted(self, number: int) -> list[ReadRequest]:
         """To read."""
-        return [Wanted(*pair) for pair in zip(self.names(number), pieces(self.target, self.size), strict=True)]
+        return [ReadRequest(*pair) for pair in zip(self.names(number), pieces(self.target, self.size), strict=True)]
 
     def check(self, where: str) -> None:
         """Raises `RuntimeError` if what was read last is not what was written."""
@@ -94,7 +94,7 @@ def put(tier: Tier, blocks: Sequence[Block]) -> None:
         raise RuntimeError(f"the {tier.name} tier did not take all blocks: {tier.counters}")
 
 
-def get(tier: Tier, wanted: Sequence[Wanted]) -> None:
+def get(tier: Tier, wanted: Sequence[ReadRequest]) -> None:
     """Raises `RuntimeError` if the tier does not have them all."""
     if not all(tier.get(wanted)):
         raise RuntimeError(f"the {tier.name} tier did not have all blocks: {tier.counters}")
@@ -106,7 +106,7 @@ def put_and_get(tier: Tier, blocks: Blocks, number: int) -> tuple[float, float]:
     np.frombuffer(blocks.target, np.uint8)[:] = 0
     put_s, get_s = timed(lambda: put(tier, writing)), timed(lambda: get(tier, reading))
     blocks.check(f"the {tier.name} tier")
-    tier.remove([block.name.key for block in writing])
+    tier.remove([block.key.hash for block in writing])
     return put_s, get_s
 
 
@@ -191,7 +191,7 @@ class Socket:
 
     def seconds(self, number: int, *, drain: bool) -> float:
         """Of reading them all side by side; with `drain` each over the one before, so that they stay in the caches."""
-        gets = [command("GET", kv_key(name.key)) for name in self._blocks.names(number)]
+        gets = [command("GET", kv_key(name.hash)) for name in self._blocks.names(number)]
         size, receive = self._reply_bytes, self._socket.recv_into
         begun_s = time.perf_counter()
         self._socket.sendall(b"".join(gets[:_AHEAD]))

@@ -20,7 +20,7 @@ from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.engine.opening import open_engine
-from penstock.kvstore.store import KVStore, Layout
+from penstock.kvstore.store import KVLayout, KVStore
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Job, decode_message
 from penstock.names import Pipeline
@@ -54,9 +54,9 @@ class Prefilling:
         self._bus = connect(addresses, BusSettings())
         self._bus.create_topics()
         self.engine = open_engine(settings)
-        layout = Layout.of(self.engine.model.fingerprint, self.engine.model.layout)
+        layout = KVLayout.from_pool(self.engine.model.fingerprint, self.engine.model.layout)
         self.store = KVStore.open(layout, kv, addresses.stream_url, addresses.pipeline)
-        self.store.measure_against(self.engine.rates)
+        self.store.set_compute_speed(self.engine.rates)
         self._redis = redis.Redis.from_url(addresses.stream_url)
         record = Record(self._redis, self._pipeline, RecordSettings())
         member = self._bus.member("prefill", "prefill-0")
@@ -94,8 +94,8 @@ class Prefilling:
 
     def leave_only(self, tier: str, token_ids: list[int]) -> None:
         """Take the prefix from the tiers above this one. Raises `RuntimeError` where it is not in this one."""
-        names = self.store.chain("default").extend(token_ids)
-        keys = [name.key for name in names]
+        names = self.store.make_hasher("default").hash_full_blocks(token_ids)
+        keys = [name.hash for name in names]
         if tier != "pool":
             pool = self.engine.pool
             pool.release(pool.allocate(pool.num_free))  # what was cached is not kept
@@ -107,14 +107,14 @@ class Prefilling:
 
     def forget(self, token_ids: list[int]) -> None:
         """Take a prefix from everywhere below the pool."""
-        keys = [name.key for name in self.store.chain("default").extend(token_ids)]
+        keys = [name.hash for name in self.store.make_hasher("default").hash_full_blocks(token_ids)]
         for tier in self.store.tiers:
             tier.remove(keys)
 
     def thoughts(self) -> str:
         """What the store believes to know about its tiers and the engine."""
         compute_s = self.store.layout.block_size / (self.engine.rates() or float("inf"))
-        speeds = {tier.name: self.store.cost.speed(tier.name).block_s or 0.0 for tier in self.store.tiers}
+        speeds = {tier.name: self.store.cost.tier_speed(tier.name).block_s or 0.0 for tier in self.store.tiers}
         told = ", ".join(f"{_SHORT.get(name, name)} {block_s * 1000:.2f}" for name, block_s in speeds.items())
         return f"ms a block: {told}; computed {compute_s * 1000:.1f}"
 

@@ -33,7 +33,7 @@ from penstock.kvstore.arena.layout import WRITING
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.kvstore.tiers.shared import SharedTier
-from penstock.kvstore.tools import Place, open_places
+from penstock.kvstore.tools import TierLocation, open_tiers
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 
@@ -41,7 +41,7 @@ BUDGET_MB = 24
 VALKEY = "Valkey, blocks"
 
 
-def sampler(stack: Stack, server: ValkeyServer, places: list[Place]) -> Callable[[], Sample]:
+def sampler(stack: Stack, server: ValkeyServer, places: list[TierLocation]) -> Callable[[], Sample]:
     """Memory of the processes, and what is used of each tier's budget."""
     pids = {worker.name: worker.child.pid for worker in stack.workers if worker.child is not None}
     pids[VALKEY] = server.pid or 0
@@ -54,7 +54,7 @@ def sampler(stack: Stack, server: ValkeyServer, places: list[Place]) -> Callable
     return sample
 
 
-def leaks(places: list[Place], disk: Path) -> list[str]:
+def leaks(places: list[TierLocation], disk: Path) -> list[str]:
     """What is left behind, in words, with no process at work."""
     found = []
     for place in places:
@@ -65,7 +65,7 @@ def leaks(places: list[Place], disk: Path) -> list[str]:
             found += [f"shared: {writing} slots are being written"] if writing else []
         elif isinstance(tier, DiskTier | RedisTier):
             found += [f"{place.name}: {line}" for line in tier.check_integrity()]
-        usage = place.usage()
+        usage = place.read_usage()
         found += [f"{place.name}: {usage.leased} blocks are leased"] if usage.leased else []
         found += [f"{place.name}: {usage.bytes} bytes, {usage.budget} allowed"] if usage.bytes > usage.budget else []
     files = (file for file in disk.rglob("*") if file.is_file())
@@ -73,7 +73,7 @@ def leaks(places: list[Place], disk: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def system() -> Iterator[tuple[Stack, ValkeyServer, list[Place], Path]]:
+def system() -> Iterator[tuple[Stack, ValkeyServer, list[TierLocation], Path]]:
     """The stack, ready, its KV server, and its tiers as one sees them from outside."""
     with contextlib.ExitStack() as exits:
         memory = exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-", dir=SHM))
@@ -95,7 +95,7 @@ def system() -> Iterator[tuple[Stack, ValkeyServer, list[Place], Path]]:
         stack = exits.enter_context(Stack(directory / "stack", pipeline="soak", environment=environment))
         stack.wait_until_ready(300)
         settings = KVSettings(shared_dir=memory, disk_mb=BUDGET_MB, disk_dir=str(disk), redis_mb=BUDGET_MB)
-        places = open_places(settings, [server.url], exits, None, print)
+        places = open_tiers(settings, [server.url], exits, None, print)
         if len(places) != 3:
             raise RuntimeError(f"three tiers should be there: {[place.name for place in places]}")
         yield stack, server, places, disk

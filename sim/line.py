@@ -9,7 +9,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
 from penstock.decode_worker.role import DecodeRole
 from penstock.engine.engine import Engine
-from penstock.kvstore.store import KVStore, Layout
+from penstock.kvstore.store import KVLayout, KVStore
 from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import PrefillRole
@@ -57,7 +57,7 @@ class Line:
 
     def _worker(self, stage: Stage, name: str) -> Worker:
         engine = Engine(demo_model(), self.engine_settings)
-        layout = Layout.of(engine.model.fingerprint, engine.model.layout)
+        layout = KVLayout.from_pool(engine.model.fingerprint, engine.model.layout)
         store = KVStore.open(
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )

@@ -17,8 +17,8 @@ from penstock.kvstore.codec import INT8, LOSSLESS
 from penstock.kvstore.codec.int8 import Int8
 from penstock.kvstore.codec.lossless import Lossless
 from penstock.kvstore.tiers.contract import Tier
-from penstock.kvstore.tools import Place as Shown
-from penstock.kvstore.tools import codec_name, look_at
+from penstock.kvstore.tools import TierLocation as Shown
+from penstock.kvstore.tools import codec_name, inspect_block
 from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
@@ -151,16 +151,16 @@ def test_inspect_by_a_beginning_of_the_key(host: Host) -> None:
     for kind in KINDS:
         put(host.tiers[kind], names[:1] if kind == "disk" else names)
     host.tiers["redis"].lease("a job", keys_of(names), 60)
-    key = names[0].key
+    key = names[0].hash
     for beginning in (key.hex(), key.hex().upper(), key.hex()[:16]):
         shown = " ".join(host.kv("inspect", beginning).split())
         assert shown.count(key.hex()) == len(KINDS)
-        for text in ("16", "raw, 3,000 bytes for 3,000", FORM.fingerprint.hex(), names[0].tag.hex(), "s ago"):
+        for text in ("16", "raw, 3,000 bytes for 3,000", FORM.fingerprint.hex(), names[0].tenant_tag.hex(), "s ago"):
             assert shown.count(text) >= len(KINDS)
         assert "leases 1" in shown
         assert "leases 0" in shown
         assert shown.count("right") == 2 * len(KINDS)
-    several = sorted(name.key.hex() for name in names)
+    several = sorted(name.hash.hex() for name in names)
     shared = next(a[:1] for a, b in itertools.pairwise(several) if a[0] == b[0])
     assert f"keys begin with {shared}" in host.kv("inspect", shared, code=1)
     assert "no block's key begins with" in host.kv("inspect", "0" * 64, code=1)
@@ -178,27 +178,27 @@ def test_damage_is_found_named_and_removed(host: Host, kind: str) -> None:
     tier, other = host.tiers[kind], new_names(1)[0]
     bad = new_names(4)
     put(tier, [*bad, other])
-    stranger = tier.stored(other.key) or b""
+    stranger = tier.stored(other.hash) or b""
     num_blocks = 20 * len(KINDS) + 5
     assert f"checked {num_blocks} blocks" in (whole := host.kv("verify"))
     assert "all whole" in whole
-    host.damage(kind, bad[0].key, flipped(10))
-    host.damage(kind, bad[1].key, flipped(3000))
-    host.damage(kind, bad[2].key, lambda stored: stored[:1500])
-    host.damage(kind, bad[3].key, lambda _: stranger)
+    host.damage(kind, bad[0].hash, flipped(10))
+    host.damage(kind, bad[1].hash, flipped(3000))
+    host.damage(kind, bad[2].hash, lambda stored: stored[:1500])
+    host.damage(kind, bad[3].hash, lambda _: stranger)
     expected = {
         bad[0]: "the header's checksum is wrong",
         bad[1]: "the content's checksum is wrong",
         bad[2]: "the content's checksum is wrong" if kind == "shared" else "1,308 bytes of content, 3,000 were written",
-        bad[3]: f"it is another block, {other.key.hex()[:16]}…",
+        bad[3]: f"it is another block, {other.hash.hex()[:16]}…",
     }
     shown = host.kv("verify", code=1)
     assert f"checked {num_blocks} blocks" in shown
     assert "4 damaged" in shown
     for name, problem in expected.items():
-        assert f"{name.key.hex()}\n       {problem}" in shown
+        assert f"{name.hash.hex()}\n       {problem}" in shown
     for name in (bad[1], bad[3]):
-        assert expected[name] in " ".join(host.kv("inspect", name.key.hex(), code=1).split())
+        assert expected[name] in " ".join(host.kv("inspect", name.hash.hex(), code=1).split())
     assert "4 damaged, 4 removed" in host.kv("verify", "--tier", kind, "--remove", code=1)
     assert "checked 21 blocks" in host.kv("verify", "--tier", kind)
     assert not any(tier.has(keys_of(bad)))
@@ -219,11 +219,11 @@ def test_evict_takes_what_is_named_and_spares_what_is_leased(host: Host) -> None
     for tier in host.tiers.values():
         put(tier, names)
         tier.lease("a job", keys_of(names[:1]), 60)
-    assert "removed 6 blocks" in host.kv("evict", names[1].key.hex(), names[2].key.hex()[:20])
-    assert "removed 1 blocks" in host.kv("evict", "--tier", "disk", names[3].key.hex())
-    assert "removed 0 blocks; 3 are leased" in " ".join(host.kv("evict", names[0].key.hex()).split())
-    assert "no block's key begins with" in host.kv("evict", names[1].key.hex(), code=1)
-    assert "removed 1 blocks" in host.kv("evict", "--tier", "redis", "--leased", names[0].key.hex())
+    assert "removed 6 blocks" in host.kv("evict", names[1].hash.hex(), names[2].hash.hex()[:20])
+    assert "removed 1 blocks" in host.kv("evict", "--tier", "disk", names[3].hash.hex())
+    assert "removed 0 blocks; 3 are leased" in " ".join(host.kv("evict", names[0].hash.hex()).split())
+    assert "no block's key begins with" in host.kv("evict", names[1].hash.hex(), code=1)
+    assert "removed 1 blocks" in host.kv("evict", "--tier", "redis", "--leased", names[0].hash.hex())
     here = {kind: tier.has(keys_of(names)) for kind, tier in host.tiers.items()}
     assert here == {
         "shared": [True, False, False, True, True, True],
@@ -337,17 +337,17 @@ def test_a_block_that_is_being_replaced_is_read_again(host: Host) -> None:
     (name,) = new_names(1)
     tier = host.tiers["redis"]
     put(tier, [name])
-    stored = tier.stored(name.key) or b""
-    host.damage("redis", name.key, flipped(3000))
+    stored = tier.stored(name.hash) or b""
+    host.damage("redis", name.hash, flipped(3000))
 
     class Replaced(Shown):
-        def stored(self, key: bytes) -> bytes | None:
-            found = super().stored(key)
+        def read_stored(self, key: bytes) -> bytes | None:
+            found = super().read_stored(key)
             with redis.Redis.from_url(host.url) as client:
                 client.set(f"penstock:kv:{key.hex()}", stored)
             return found
 
-    finding = look_at(Replaced(tier, ""), name.key)
+    finding = inspect_block(Replaced(tier, ""), name.hash)
     assert finding is not None
     assert not finding.problem
-    assert look_at(Shown(tier, ""), bytes(32)) is None
+    assert inspect_block(Shown(tier, ""), bytes(32)) is None

@@ -325,10 +325,10 @@ def test_no_more_is_taken_while_fetches_wait_for_room(addresses: Addresses) -> N
         send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
         turned(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
         hold = pool.allocate(pool.num_blocks - 20)  # 13 blocks for one of them
-        turned(worker, lambda: worker.kv.is_wanting("batch"), "a fetch waits for room")
+        turned(worker, lambda: worker.kv.has_waiting_loads("batch"), "a fetch waits for room")
         assert worker.free_capacity("batch") == 0
         assert worker.free_capacity("interactive") > 0
-        assert not worker.kv.is_wanting("interactive")
+        assert not worker.kv.has_waiting_loads("interactive")
         turned(worker, lambda: len(line.results()) == 3, "all are answered")
         pool.release(hold)
 

@@ -124,7 +124,7 @@ def _copying() -> Iterator[Finding]:
         return
     from penstock.kvstore.native import library
 
-    native = library.load()
+    native = library.load_library()
     if native is not None:
         yield Finding("ok", "native copying", f"{native.isa}; KV blocks are copied and checked in one pass")
         return

@@ -21,8 +21,8 @@ from penstock.ops.status import worker_status
 from penstock.redis.urls import urls_of
 
 if TYPE_CHECKING:
-    from penstock.kvstore.tiers.contract import Entry
-    from penstock.kvstore.tools import Place
+    from penstock.kvstore.tiers.contract import TierEntry
+    from penstock.kvstore.tools import TierLocation
 
 app = typer.Typer(help="The KV store: what is in its tiers, and whether it is whole.", no_args_is_help=True)
 
@@ -56,7 +56,7 @@ def inspect(
     """Everything about one block, in each tier that has it. Exit code 1 if it is damaged."""
     from_key = check_hex(key)
     with places() as found:
-        listed = [(place, place.entries()) for place in found]
+        listed = [(place, place.list_entries()) for place in found]
         wanted = one_key(from_key, [entry for _, entries in listed for entry in entries])
         damaged = False
         for place, entries in listed:
@@ -74,14 +74,14 @@ def verify(
     """Read and check every block: header, key, and checksum of the content. Exit code 1 if any is damaged."""
     num_checked = num_bytes = num_damaged = num_removed = 0
     with places(tier) as found, progress() as bar:
-        from penstock.kvstore.tools import look_at, removed
+        from penstock.kvstore.tools import inspect_block, remove_in_batches
 
         for place in found:
-            entries = place.entries()
+            entries = place.list_entries()
             task = bar.add_task(place.name, total=sum(entry.bytes for entry in entries))
-            damaged: list[Entry] = []
+            damaged: list[TierEntry] = []
             for entry in entries:
-                finding = look_at(place, entry.key)
+                finding = inspect_block(place, entry.key)
                 bar.advance(task, entry.bytes)
                 if finding is None:  # gone since it was listed
                     continue
@@ -91,7 +91,7 @@ def verify(
                     damaged.append(entry)
                     kv_show.print_damage(console(), place, finding)
             num_damaged += len(damaged)
-            num_removed += sum(count for count, _ in removed(place, damaged)) if remove else 0
+            num_removed += sum(count for count, _ in remove_in_batches(place, damaged)) if remove else 0
     kv_show.print_verdict(console(), num_checked, num_bytes, num_damaged, num_removed if remove else None)
     raise typer.Exit(1 if num_damaged else 0)
 
@@ -112,7 +112,7 @@ def evict(
         raise typer.BadParameter("give KEYs, --all or --older-than, one of them")
     is_old = unused_for(older_than) if older_than is not None else None
     with places(tier) as found:
-        listed = [(place, place.entries()) for place in found]
+        listed = [(place, place.list_entries()) for place in found]
         if keys:
             known = [entry for _, entries in listed for entry in entries]
             wanted = {one_key(check_hex(key), known) for key in keys}
@@ -128,25 +128,25 @@ def evict(
     kv_show.print_evicted(console(), num_removed, num_kept)
 
 
-def remove_all(chosen: "list[tuple[Place, list[Entry]]]") -> int:
+def remove_all(chosen: "list[tuple[TierLocation, list[TierEntry]]]") -> int:
     """Remove the blocks chosen in each tier; how many there were."""
-    from penstock.kvstore.tools import removed
+    from penstock.kvstore.tools import remove_in_batches
 
     num_removed = 0
     with progress() as bar:
         for place, entries in chosen:
             task = bar.add_task(place.name, total=sum(entry.bytes for entry in entries))
-            for count, num_bytes in removed(place, entries):
+            for count, num_bytes in remove_in_batches(place, entries):
                 num_removed += count
                 bar.advance(task, num_bytes)
     return num_removed
 
 
 @contextmanager
-def places(tier: TierName | None = None) -> "Iterator[list[Place]]":
+def places(tier: TierName | None = None) -> "Iterator[list[TierLocation]]":
     """The tiers there are. Raises `KVStoreError` if there is none (of that name), or `DependencyMissing`."""
     try:
-        from penstock.kvstore.tools import open_places
+        from penstock.kvstore.tools import open_tiers
     except ImportError as error:
         raise DependencyMissing(
             f"penstock kv needs xxhash: pip install xxhash, or 'penstock[worker]' ({error})"
@@ -155,7 +155,7 @@ def places(tier: TierName | None = None) -> "Iterator[list[Place]]":
     addresses = load_settings(Addresses)
     with ExitStack() as stack:
         urls = urls_of(addresses.kv_url or addresses.stream_url)
-        found = open_places(
+        found = open_tiers(
             load_settings(KVSettings), urls, stack, tier, Console(stderr=True, highlight=False, markup=False).print
         )
         if not found:
@@ -170,7 +170,7 @@ def check_hex(text: str) -> str:
     return text.lower()
 
 
-def one_key(beginning: str, entries: "list[Entry]") -> bytes:
+def one_key(beginning: str, entries: "list[TierEntry]") -> bytes:
     """The one key that begins so. Raises `InvalidName` if several do, `KVStoreError` if none does."""
     found = sorted({entry.key for entry in entries if entry.key.hex().startswith(beginning)})
     if not found:
@@ -181,7 +181,7 @@ def one_key(beginning: str, entries: "list[Entry]") -> bytes:
     return found[0]
 
 
-def unused_for(text: str) -> "Callable[[Entry], bool]":
+def unused_for(text: str) -> "Callable[[TierEntry], bool]":
     """Whether a block was not used for as long as `text` says. Raises `typer.BadParameter` if that is no time."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None:

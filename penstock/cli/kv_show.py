@@ -12,8 +12,8 @@ from penstock.errors import KVStoreError
 from penstock.names import STAGES
 
 if TYPE_CHECKING:
-    from penstock.kvstore.tiers.contract import Entry
-    from penstock.kvstore.tools import Finding, Place
+    from penstock.kvstore.tiers.contract import TierEntry
+    from penstock.kvstore.tools import BlockReport, TierLocation
 
 SUMMED = ("hits", "misses", "damaged", "evictions", "refused", "errors", "bytes_read", "bytes_written")
 TIERS = ("pool", "shared", "disk", "redis")
@@ -39,11 +39,11 @@ def ago(seconds: float) -> str:
 # stats
 
 
-def usage_row(place: "Place") -> Row:
+def usage_row(place: "TierLocation") -> Row:
     """One tier for `stats`; with `error` if it does not answer."""
-    row: Row = {"tier": place.name, "where": place.where}
+    row: Row = {"tier": place.name, "where": place.location}
     try:
-        usage = place.usage()
+        usage = place.read_usage()
     except KVStoreError as error:
         return row | {"error": str(error)}
     return row | {"blocks": usage.blocks, "bytes": usage.bytes, "budget": usage.budget, "leased": usage.leased}
@@ -114,17 +114,17 @@ def _table(first: str, *others: str) -> Table:
 # inspect
 
 
-def print_block(console: Console, place: "Place", entry: "Entry") -> bool:
+def print_block(console: Console, place: "TierLocation", entry: "TierEntry") -> bool:
     """One block in one tier; whether it is damaged."""
-    from penstock.kvstore.tools import codec_name, look_at
+    from penstock.kvstore.tools import codec_name, inspect_block
 
-    finding = look_at(place, entry.key)
+    finding = inspect_block(place, entry.key)
     if finding is None:
         console.print(f"{entry.key.hex()}: gone from {place.name} while it was looked for")
         return False
     used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.used_s))
     lines = {
-        "tier": f"{place.name}, {place.where}",
+        "tier": f"{place.name}, {place.location}",
         "bytes": f"{finding.bytes:,}, counted as {entry.bytes:,}",
         "last used": f"{used}, {ago(time.time() - entry.used_s)}",
         "leases": str(entry.leases),
@@ -134,11 +134,11 @@ def print_block(console: Console, place: "Place", entry: "Entry") -> bool:
         header = finding.header
         lines |= {
             "content": finding.content_problem or "right",
-            "tokens": str(header.name.num_tokens),
+            "tokens": str(header.key.num_tokens),
             "codec": f"{codec_name(header.codec)}, {header.content_bytes:,} bytes for {header.payload_bytes:,}",
             "model": header.fingerprint.hex(),
             "layout": header.layout.hex(),
-            "tenant tag": header.name.tag.hex(),
+            "tenant tag": header.key.tenant_tag.hex(),
         }
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True, width=10)
@@ -155,7 +155,7 @@ def print_block(console: Console, place: "Place", entry: "Entry") -> bool:
 # verify and evict
 
 
-def print_damage(console: Console, place: "Place", finding: "Finding") -> None:
+def print_damage(console: Console, place: "TierLocation", finding: "BlockReport") -> None:
     """One damaged block."""
     console.print(f"{place.name:6} {finding.key.hex()}\n       [red]{escape(finding.problem)}[/]", soft_wrap=True)
 

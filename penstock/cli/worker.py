@@ -79,7 +79,7 @@ def _work(
         from penstock.decode_worker.role import DecodeRole
         from penstock.engine.limits import max_length
         from penstock.engine.opening import open_engine
-        from penstock.kvstore.store import KVStore, Layout
+        from penstock.kvstore.store import KVLayout, KVStore
         from penstock.prefill_worker.backpressure import DecodeBackpressure
         from penstock.prefill_worker.role import PrefillRole
         from penstock.worker.worker import Worker
@@ -90,10 +90,10 @@ def _work(
     engine = open_engine(load_settings(EngineSettings), beat.report_progress)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
     model, pipeline = engine.model, Pipeline(addresses.pipeline)
-    layout = Layout.of(model.fingerprint, model.layout)
+    layout = KVLayout.from_pool(model.fingerprint, model.layout)
     store = KVStore.open(layout, load_settings(KVSettings), addresses.kv_url or addresses.stream_url, pipeline.name)
     stack.callback(store.close)
-    store.measure_against(engine.rates)
+    store.set_compute_speed(engine.rates)
     bus_settings, records = load_settings(BusSettings), load_settings(RecordSettings)
     clients, bus = connect_servers(addresses.stream_url), connect(addresses, bus_settings)
     if stage == "prefill":
@@ -118,7 +118,7 @@ def _work(
                 "running": len(worker.running),
                 "waiting": engine.num_waiting,
                 "pool": pool,
-                "kv": store.report(),
+                "kv": store.collect_stats(),
             }
 
         def now() -> dict[str, object]:

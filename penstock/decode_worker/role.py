@@ -98,8 +98,8 @@ class DecodeRole:
             task.finish_reason = task.output.push(event.token)[1]
         if task.finish_reason is not None:
             return None
-        task.blocks = kv.name_prompt(job.tenant, job.token_ids)
-        if task.blocks.prompt_key != job.last_block:
+        task.blocks = kv.hash_prompt(job.tenant, job.token_ids)
+        if task.blocks.last_prompt_hash != job.last_block:
             log.warning("%s: its KV is of another model or secret, computing it again", job.id)
         return Sequence(
             job.id,

@@ -34,22 +34,22 @@ _CHECKSUM = struct.Struct("<Q")
 _PADDING = bytes(HEADER_BYTES - _FIELDS.size - _CHECKSUM.size)
 
 
-def tenant_salt(secret: str, tenant: str) -> bytes:
+def derive_tenant_salt(secret: str, tenant: str) -> bytes:
     """The salt that keeps a tenant's blocks apart (32 bytes): HMAC-SHA256 of the tenant, so no client can choose it."""
     return hmac.digest(secret.encode(), tenant.encode(), "sha256")
 
 
-def tenant_tag(salt: bytes) -> bytes:
+def derive_tenant_tag(salt: bytes) -> bytes:
     """What a header says of the salt (16 bytes): enough to tell tenants apart, nothing to make keys from."""
     return hashlib.sha256(b"penstock kv tenant" + salt).digest()[:16]
 
 
-def chain_root(fingerprint: str, salt: bytes) -> bytes:
+def hash_chain_root(fingerprint: str, salt: bytes) -> bytes:
     """The parent of a sequence's first block. `fingerprint`: 64 hex digits."""
     return hashlib.sha256(b"penstock kv 1" + bytes.fromhex(fingerprint) + salt).digest()
 
 
-def chain_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """The keys of the blocks that hold `token_ids` after `parent`, in order; the last may stand for a partial block."""
     packed = array("I", token_ids).tobytes()
     width = block_size * array("I").itemsize
@@ -60,18 +60,18 @@ def chain_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list
     return keys
 
 
-def always() -> bool:
+def is_always_valid() -> bool:
     """The page tag of memory that nobody else writes."""
     return True
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class BlockKey:
     """Which block it is: all that has to agree before its bytes are used."""
 
-    key: bytes
+    hash: bytes
     num_tokens: int
-    tag: bytes
+    tenant_tag: bytes
     """Of the tenant (`tenant_tag`)."""
 
 
@@ -79,27 +79,27 @@ class Name:
 class Block:
     """A block to write. `payload` may be a view of the pool, which is read while this process goes on."""
 
-    name: Name
+    key: BlockKey
     payload: memoryview
     """K and V of all layers, `Form.payload_bytes` bytes."""
-    is_valid: Callable[[], bool] = always
+    is_valid: Callable[[], bool] = is_always_valid
     """The page tag: whether the memory still holds this block. Asked after the checksum was taken over the content and
     before anybody can find the block; if not, nothing is stored."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadRequest:
     """A block to read, and where to: `Form.payload_bytes` writable bytes, of undefined content if it is not found."""
 
-    name: Name
-    into: memoryview
+    key: BlockKey
+    target: memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a stored block says of itself."""
 
-    name: Name
+    key: BlockKey
     fingerprint: bytes
     layout: bytes
     codec: int
@@ -111,8 +111,8 @@ class Header:
     def pack(self) -> bytes:
         """The header's `HEADER_BYTES` bytes."""
         fields = _FIELDS.pack(
-            MAGIC, VERSION, self.codec, 0, self.name.num_tokens, 0, self.payload_bytes, self.content_bytes,
-            self.name.key, self.fingerprint, self.layout, self.name.tag, self.checksum,
+            MAGIC, VERSION, self.codec, 0, self.key.num_tokens, 0, self.payload_bytes, self.content_bytes,
+            self.key.hash, self.fingerprint, self.layout, self.key.tenant_tag, self.checksum,
         )  # fmt: skip
         return b"".join((fields, _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields)), _PADDING))
 
@@ -131,11 +131,11 @@ class Header:
         )
         if (magic, version) != (MAGIC, VERSION):
             raise DamagedBlock(f"{magic!r}, version {version}: not a block of this version")
-        return cls(Name(key, num_tokens, tag), fingerprint, layout, codec, payload, content, checksum)
+        return cls(BlockKey(key, num_tokens, tag), fingerprint, layout, codec, payload, content, checksum)
 
 
 @dataclass(frozen=True)
-class Form:
+class BlockFormat:
     """What all blocks of a model have in common."""
 
     fingerprint: bytes
@@ -143,11 +143,11 @@ class Form:
     """16 bytes that stand for dtype, block size and the shapes of all layers."""
     payload_bytes: int
 
-    def header(self, name: Name, checksum: int, codec: int = RAW, content_bytes: int | None = None) -> Header:
+    def make_header(self, name: BlockKey, checksum: int, codec: int = RAW, content_bytes: int | None = None) -> Header:
         """The header of a block of this form."""
         length = self.payload_bytes if content_bytes is None else content_bytes
         return Header(name, self.fingerprint, self.layout, codec, self.payload_bytes, length, checksum)
 
-    def is_header_of(self, header: Header, name: Name) -> bool:
+    def is_header_of(self, header: Header, name: BlockKey) -> bool:
         """Whether a stored block is exactly the one asked for; its content is still to be checked."""
-        return header == self.header(name, header.checksum, header.codec, header.content_bytes)
+        return header == self.make_header(name, header.checksum, header.codec, header.content_bytes)

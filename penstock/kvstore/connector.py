@@ -15,10 +15,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from penstock.kvstore.block import Name
-from penstock.kvstore.chain import Chain
-from penstock.kvstore.store import KVStore, Lack
-from penstock.kvstore.transfers import Fetch, Pool, Ship, Transfers
+from penstock.kvstore.block import BlockKey
+from penstock.kvstore.chain import BlockHasher
+from penstock.kvstore.store import KVStore, MissingTiers
+from penstock.kvstore.transfers import LoadOperation, Pool, StoreOperation, Transfers
 from penstock.names import PriorityClass
 
 
@@ -33,61 +33,61 @@ class Engine(Pool, Protocol):
 
 
 @dataclass(eq=False)
-class Blocks:
+class SequenceBlocks:
     """One sequence's blocks."""
 
-    chain: Chain
+    hasher: BlockHasher
     """Names the full ones."""
-    tail: Name | None
+    tail_key: BlockKey | None
     """Of the prompt's last block, if that is partial."""
-    num_prompt: int
+    num_prompt_blocks: int
     """Full blocks of the prompt."""
     seq: Any = None
     """The engine's sequence, once they are loaded for one."""
-    ticket: Any = None
+    context: Any = None
     """Whose they are: events have it as it was."""
-    lease_to: str = ""
+    lease_owner: str = ""
     """The job that they are kept for."""
-    lacks: dict[int, Lack] = field(default_factory=dict)
+    missing_tiers: dict[int, MissingTiers] = field(default_factory=dict)
     """Blocks that are still to be written, and the tiers that lack them. Known when they were loaded."""
-    num_seen: int = 0
+    num_stored_blocks: int = 0
     """Full blocks, as of the last look at them."""
 
-    def prompt_names(self) -> list[Name]:
+    def prompt_keys(self) -> list[BlockKey]:
         """Of the prompt's blocks, a partial last one included."""
-        names = self.chain.names[: self.num_prompt]
-        return [*names, self.tail] if self.tail else names
+        names = self.hasher.keys[: self.num_prompt_blocks]
+        return [*names, self.tail_key] if self.tail_key else names
 
     @property
-    def prompt_key(self) -> str:
+    def last_prompt_hash(self) -> str:
         """Hex key of the prompt's last block: a chain over all tokens before it."""
-        return self.prompt_names()[-1].key.hex()
+        return self.prompt_keys()[-1].hash.hex()
 
 
 @dataclass(frozen=True)
 class Loaded:
     """What could be had of a sequence's blocks is in the pool: the engine can compute the rest."""
 
-    ticket: Any
+    context: Any
     """Whose they are."""
     num_blocks: int
     """Of its prompt."""
-    num_held: int
+    num_pool_blocks: int
     """So many the pool had already."""
-    num_found: int
+    num_tier_blocks: int
     """So many a tier had."""
-    begun_s: float
-    ended_s: float
+    started_s: float
+    finished_s: float
 
 
 @dataclass(frozen=True)
 class Stored:
     """Blocks that a job waits for are where decode workers can read them, or cannot be brought there."""
 
-    ticket: Any
+    context: Any
     num_blocks: int
-    begun_s: float
-    ended_s: float
+    started_s: float
+    finished_s: float
 
 
 class KVConnector:
@@ -102,32 +102,32 @@ class KVConnector:
         """What is under way and was not collected yet."""
         return len(self._transfers)
 
-    def name_prompt(self, tenant: str, token_ids: Sequence[int]) -> Blocks:
+    def hash_prompt(self, tenant: str, token_ids: Sequence[int]) -> SequenceBlocks:
         """Name the blocks of a tenant's prompt."""
-        chain = self.store.chain(tenant)
-        chain.extend(token_ids)
-        return Blocks(chain, chain.tail(token_ids), len(chain.names))
+        chain = self.store.make_hasher(tenant)
+        chain.hash_full_blocks(token_ids)
+        return SequenceBlocks(chain, chain.hash_tail_block(token_ids), len(chain.keys))
 
-    def load(self, ticket: Any, blocks: Blocks, seq: Any, lease_to: str = "") -> None:
+    def load_blocks(self, ticket: Any, blocks: SequenceBlocks, seq: Any, lease_to: str = "") -> None:
         """Have the blocks fetched of all tokens that a sequence has, output included; `Loaded` says what came.
 
         With `lease_to` its prompt is computed for that job, and what the hand-off tier has of it is kept. Without, the
         sequence is that job: its prompt's partial block is read too, and what is gone is counted.
         """
-        blocks.ticket, blocks.seq, blocks.lease_to = ticket, seq, lease_to
-        blocks.chain.extend(seq.token_ids)
-        seq.prefix_keys = [name.key for name in blocks.chain.names]
+        blocks.context, blocks.seq, blocks.lease_owner = ticket, seq, lease_to
+        blocks.hasher.hash_full_blocks(seq.token_ids)
+        seq.prefix_keys = [name.hash for name in blocks.hasher.keys]
         to_share = (len(seq.token_ids) - 1) // self.store.layout.block_size  # the last token is always computed
-        fetch = Fetch(blocks, blocks.chain.names[:to_share], klass=seq.klass, lease_to=lease_to)
+        fetch = LoadOperation(blocks, blocks.hasher.keys[:to_share], klass=seq.klass, lease_owner=lease_to)
         if not lease_to:
-            fetch.tail, fetch.tail_index = blocks.tail, blocks.num_prompt
-        self._transfers.fetch(fetch)
+            fetch.tail_key, fetch.tail_index = blocks.tail_key, blocks.num_prompt_blocks
+        self._transfers.submit_load(fetch)
 
-    def is_wanting(self, klass: PriorityClass) -> bool:
+    def has_waiting_loads(self, klass: PriorityClass) -> bool:
         """Whether some of that class and above wait for room in the pool."""
-        return self._transfers.is_wanting(klass)
+        return self._transfers.has_waiting_loads(klass)
 
-    def store_full(self, blocks: Blocks) -> bool:
+    def store_full_blocks(self, blocks: SequenceBlocks) -> bool:
         """Have the blocks written that are full and that some tier lacks, those of the answer too; whether there were
         any.
 
@@ -135,66 +135,66 @@ class KVConnector:
         """
         seq = blocks.seq
         num_full = self._engine.completed_blocks(seq)
-        if num_full <= blocks.num_seen:
+        if num_full <= blocks.num_stored_blocks:
             return False
-        added = blocks.chain.extend(seq.token_ids) if not blocks.lease_to else []
+        added = blocks.hasher.hash_full_blocks(seq.token_ids) if not blocks.lease_owner else []
         if added:
-            self._engine.name_blocks(seq, [name.key for name in added])
-            first = len(blocks.chain.names) - len(added)
-            blocks.lacks |= {first + n: self.store.everywhere for n in range(len(added))}
-        blocks.num_seen = num_full
-        ship = self._ship_of(blocks, num_full)
+            self._engine.name_blocks(seq, [name.hash for name in added])
+            first = len(blocks.hasher.keys) - len(added)
+            blocks.missing_tiers |= {first + n: self.store.all_tiers for n in range(len(added))}
+        blocks.num_stored_blocks = num_full
+        ship = self._make_store_operation(blocks, num_full)
         if ship.blocks:
-            self._transfers.ship(seq, ship)
+            self._transfers.submit_store(seq, ship)
         return bool(ship.blocks)
 
-    def hand_off(self, blocks: Blocks) -> "Future[float]":
+    def hand_off_prompt(self, blocks: SequenceBlocks) -> "Future[float]":
         """Have all blocks of a prompt written that are not yet. Returns what is done, with the time, once the job may
         go out: they are written, or cannot be. `Stored` says so to the loop.
         """
-        ship = self._ship_of(blocks, len(blocks.prompt_names()))
-        self._transfers.ship(blocks.seq, ship)
-        return ship.written
+        ship = self._make_store_operation(blocks, len(blocks.prompt_keys()))
+        self._transfers.submit_store(blocks.seq, ship)
+        return ship.is_written
 
-    def _ship_of(self, blocks: Blocks, upto: int) -> Ship:
-        names = [*blocks.chain.names, *([blocks.tail] if blocks.tail else [])]
-        ready = [index for index in blocks.lacks if index < upto]
-        cargo = [(index, names[index], blocks.lacks.pop(index)) for index in ready]
-        return Ship(blocks, cargo, lease_to=blocks.lease_to, klass=blocks.seq.klass)
+    def _make_store_operation(self, blocks: SequenceBlocks, upto: int) -> StoreOperation:
+        names = [*blocks.hasher.keys, *([blocks.tail_key] if blocks.tail_key else [])]
+        ready = [index for index in blocks.missing_tiers if index < upto]
+        cargo = [(index, names[index], blocks.missing_tiers.pop(index)) for index in ready]
+        return StoreOperation(blocks, cargo, lease_owner=blocks.lease_owner, klass=blocks.seq.klass)
 
-    def release(self, owner: str, blocks: Blocks) -> None:
+    def release_leases(self, owner: str, blocks: SequenceBlocks) -> None:
         """End a job's leases on its prompt."""
-        self._transfers.release(owner, blocks.prompt_names())
+        self._transfers.submit_release(owner, blocks.prompt_keys())
 
-    def collect(self) -> Iterator[Loaded | Stored]:
+    def collect_events(self) -> Iterator[Loaded | Stored]:
         """What is done, in the order of its doing."""
-        for done in self._transfers.collect():
+        for done in self._transfers.collect_finished():
             match done:
-                case Fetch():
-                    yield self._loaded(done)
-                case Ship() if done.lease_to and done.blocks:
-                    yield Stored(done.ticket.ticket, len(done.blocks), done.begun_s, done.ended_s)
+                case LoadOperation():
+                    yield self._make_loaded_event(done)
+                case StoreOperation() if done.lease_owner and done.blocks:
+                    yield Stored(done.context.context, len(done.blocks), done.started_s, done.finished_s)
 
-    def _loaded(self, fetch: Fetch) -> Loaded:
-        blocks: Blocks = fetch.ticket
-        num_read = len(fetch.lacks)
-        wanted = [*blocks.chain.names, *([blocks.tail] if fetch.lease_to and blocks.tail else [])]
-        lacks = [*fetch.lacks, *[self.store.everywhere] * (len(wanted) - num_read)]
-        blocks.lacks = {index: lack for index, lack in enumerate(lacks) if lack}
+    def _make_loaded_event(self, fetch: LoadOperation) -> Loaded:
+        blocks: SequenceBlocks = fetch.context
+        num_read = len(fetch.missing_tiers)
+        wanted = [*blocks.hasher.keys, *([blocks.tail_key] if fetch.lease_owner and blocks.tail_key else [])]
+        lacks = [*fetch.missing_tiers, *[self.store.all_tiers] * (len(wanted) - num_read)]
+        blocks.missing_tiers = {index: lack for index, lack in enumerate(lacks) if lack}
         blocks.seq.tail = fetch.tail_payload
-        num_prompt, has_tail = len(blocks.prompt_names()), fetch.tail_payload is not None
-        if not fetch.lease_to:
+        num_prompt, has_tail = len(blocks.prompt_keys()), fetch.tail_payload is not None
+        if not fetch.lease_owner:
             self.store.count_recomputed(num_prompt - num_read - has_tail)
-        found = num_read - fetch.held + has_tail
-        return Loaded(blocks.ticket, num_prompt, fetch.held, found, fetch.begun_s, fetch.ended_s)
+        found = num_read - fetch.num_pool_blocks + has_tail
+        return Loaded(blocks.context, num_prompt, fetch.num_pool_blocks, found, fetch.started_s, fetch.finished_s)
 
-    def wait(self) -> None:
+    def wait_for_event(self) -> None:
         """Until something can be collected, or `wake` is called, for a moment at most."""
-        self._transfers.wait()
+        self._transfers.wait_for_finished()
 
-    def wake(self) -> None:
+    def wake_waiter(self) -> None:
         """End a `wait` under way, or else the next one. Any thread may."""
-        self._transfers.wake()
+        self._transfers.wake_waiter()
 
     def close(self) -> None:
         """Write what jobs wait for, drop the rest, and stop."""

@@ -11,56 +11,56 @@ from typing import TypeVar
 from penstock.config.settings import KVSettings
 from penstock.errors import DamagedBlock, DependencyMissing, KVStoreError
 from penstock.kvstore.block import HEADER_BYTES, RAW, Header
-from penstock.kvstore.copying import hashed
-from penstock.kvstore.tiers.contract import Entry, Tier, Usage
+from penstock.kvstore.copying import compute_checksum
+from penstock.kvstore.tiers.contract import Tier, TierEntry, TierUsage
 from penstock.redis.urls import shown
 
 T = TypeVar("T")
-CODECS = {RAW: "raw", 1: "lossless", 2: "int8"}
+CODEC_NAMES = {RAW: "raw", 1: "lossless", 2: "int8"}
 """Named here, as the codecs themselves need packages that a look does not."""
 REMOVE_BATCH = 256
 """Blocks that are removed at a time."""
 
 
 @dataclass(frozen=True)
-class Place:
+class TierLocation:
     """A tier and where it is."""
 
     tier: Tier
-    where: str
+    location: str
 
     @property
     def name(self) -> str:
         """The tier's name."""
         return self.tier.name
 
-    def usage(self) -> Usage:
+    def read_usage(self) -> TierUsage:
         """What is there. Raises `KVStoreError` if that cannot be asked."""
-        return self._asked(self.tier.usage)
+        return self._ask_tier(self.tier.usage)
 
-    def entries(self) -> list[Entry]:
+    def list_entries(self) -> list[TierEntry]:
         """All blocks, the least recently used first. Raises `KVStoreError` if they cannot be listed."""
-        return self._asked(lambda: sorted(self.tier.entries(), key=lambda entry: (entry.used_s, entry.key)))
+        return self._ask_tier(lambda: sorted(self.tier.entries(), key=lambda entry: (entry.used_s, entry.key)))
 
-    def stored(self, key: bytes) -> bytes | None:
+    def read_stored(self, key: bytes) -> bytes | None:
         """A block as it lies there. Raises `KVStoreError` if that cannot be asked."""
-        return self._asked(lambda: self.tier.stored(key))
+        return self._ask_tier(lambda: self.tier.stored(key))
 
-    def remove(self, keys: list[bytes]) -> int:
+    def remove_blocks(self, keys: list[bytes]) -> int:
         """Forget these blocks; how many were there. Raises `KVStoreError` if that cannot be asked."""
-        return self._asked(lambda: self.tier.remove(keys))
+        return self._ask_tier(lambda: self.tier.remove(keys))
 
-    def _asked(self, ask: Callable[[], T]) -> T:
+    def _ask_tier(self, ask: Callable[[], T]) -> T:
         """A tier raises nothing; a person wants to know that what it says is not all there is."""
         errors = self.tier.counters.errors
         answer = ask()
         if self.tier.counters.errors > errors:
-            raise KVStoreError(f"the {self.name} tier at {self.where} does not answer")
+            raise KVStoreError(f"the {self.name} tier at {self.location} does not answer")
         return answer
 
 
 @dataclass(frozen=True)
-class Finding:
+class BlockReport:
     """What a look at one stored block showed."""
 
     key: bytes
@@ -77,64 +77,64 @@ class Finding:
         return self.header_problem or self.content_problem
 
 
-def examine(key: bytes, stored: bytes) -> Finding:
+def examine_block(key: bytes, stored: bytes) -> BlockReport:
     """Check a stored block all through: header, key, length and checksum of the content."""
     try:
         header = Header.unpack(stored)
     except DamagedBlock as damage:
-        return Finding(key, len(stored), None, str(damage), "")
+        return BlockReport(key, len(stored), None, str(damage), "")
     content = memoryview(stored)[HEADER_BYTES:]
-    of_header = "" if header.name.key == key else f"it is another block, {header.name.key.hex()[:16]}…"
+    of_header = "" if header.key.hash == key else f"it is another block, {header.key.hash.hex()[:16]}…"
     of_content = ""
     if len(content) != header.content_bytes:
         of_content = f"{len(content):,} bytes of content, {header.content_bytes:,} were written"
-    elif hashed(content) != header.checksum:
+    elif compute_checksum(content) != header.checksum:
         of_content = "the content's checksum is wrong"
-    return Finding(key, len(stored), header, of_header, of_content)
+    return BlockReport(key, len(stored), header, of_header, of_content)
 
 
 def codec_name(number: int) -> str:
     """What the codec of that number in headers is called."""
-    return CODECS.get(number, f"unknown, number {number}")
+    return CODEC_NAMES.get(number, f"unknown, number {number}")
 
 
-def look_at(place: Place, key: bytes) -> Finding | None:
+def inspect_block(place: TierLocation, key: bytes) -> BlockReport | None:
     """Examine a block where it lies; None if it is not there.
 
     Workers go on meanwhile: one that seems damaged is read again, as it may just have been replaced.
     """
     for _ in range(2):
-        stored = place.stored(key)
+        stored = place.read_stored(key)
         if stored is None:
             return None
-        finding = examine(key, stored)
+        finding = examine_block(key, stored)
         if not finding.problem:
             break
     return finding
 
 
-def removed(place: Place, entries: Sequence[Entry]) -> Iterator[tuple[int, int]]:
+def remove_in_batches(place: TierLocation, entries: Sequence[TierEntry]) -> Iterator[tuple[int, int]]:
     """Remove blocks, a batch at a time: how many of each batch were there, and its bytes as they were listed."""
     for start in range(0, len(entries), REMOVE_BATCH):
         batch = entries[start : start + REMOVE_BATCH]
-        yield place.remove([entry.key for entry in batch]), sum(entry.bytes for entry in batch)
+        yield place.remove_blocks([entry.key for entry in batch]), sum(entry.bytes for entry in batch)
 
 
-def open_places(
+def open_tiers(
     settings: KVSettings, urls: Sequence[str], stack: ExitStack, only: str | None, tell: Callable[[str], None]
-) -> list[Place]:
+) -> list[TierLocation]:
     """Every tier there is (or the `only` one), in the order in which workers read them; the stack closes them.
 
     Shared memory and disk count if they are there, whoever made them; Redis if the settings give it a budget. What is
     there and cannot be opened is left out, and the reason told. With `only` it is raised: `KVStoreError`, or
     `DependencyMissing`; but one arena among several is told in any case.
     """
-    openers: dict[str, Callable[[], Iterator[Place]]] = {
-        "shared": lambda: _shared(settings.shared_dir, tell),
-        "disk": lambda: _disk(settings),
-        "redis": lambda: _redis(urls if settings.redis_mb else ()),
+    openers: dict[str, Callable[[], Iterator[TierLocation]]] = {
+        "shared": lambda: _open_shared_tiers(settings.shared_dir, tell),
+        "disk": lambda: _open_disk_tier(settings),
+        "redis": lambda: _open_redis_tier(urls if settings.redis_mb else ()),
     }
-    found: list[Place] = []
+    found: list[TierLocation] = []
     for name, opener in openers.items():
         if only not in (None, name):
             continue
@@ -151,7 +151,7 @@ def open_places(
     return found
 
 
-def _shared(directory: str, tell: Callable[[str], None]) -> Iterator[Place]:
+def _open_shared_tiers(directory: str, tell: Callable[[str], None]) -> Iterator[TierLocation]:
     from penstock.kvstore.arena.file import find_arenas
     from penstock.kvstore.tiers.shared import SharedTier
 
@@ -162,18 +162,18 @@ def _shared(directory: str, tell: Callable[[str], None]) -> Iterator[Place]:
             tell(f"left out: {error}")
             continue
         used = "" if arena.in_use else ", in no process"
-        yield Place(tier, f"{arena.path}{used}")
+        yield TierLocation(tier, f"{arena.path}{used}")
 
 
-def _disk(settings: KVSettings) -> Iterator[Place]:
+def _open_disk_tier(settings: KVSettings) -> Iterator[TierLocation]:
     from penstock.kvstore.tiers.disk import DiskTier
 
     if settings.disk_path.is_dir():
-        yield Place(DiskTier.attach(settings.disk_path), str(settings.disk_path))
+        yield TierLocation(DiskTier.attach(settings.disk_path), str(settings.disk_path))
 
 
-def _redis(urls: Sequence[str]) -> Iterator[Place]:
+def _open_redis_tier(urls: Sequence[str]) -> Iterator[TierLocation]:
     from penstock.kvstore.tiers.redis import RedisTier
 
     if urls:
-        yield Place(RedisTier.attach(urls), ", ".join(map(shown, urls)))
+        yield TierLocation(RedisTier.attach(urls), ", ".join(map(shown, urls)))

@@ -24,19 +24,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from penstock.kvstore.block import Block, Name, Wanted
-from penstock.kvstore.store import KVStore, Lack
+from penstock.kvstore.block import Block, BlockKey, ReadRequest
+from penstock.kvstore.store import KVStore, MissingTiers
 from penstock.messages import now_s
 from penstock.names import CLASSES, PriorityClass
 
 log = logging.getLogger(__name__)
 
-MOMENT_S = 0.01
-FOR_NOBODY = len(CLASSES)
+MAX_WAIT_S = 0.01
+LOWEST_RANK = len(CLASSES)
 """The rank of what no job waits for, after those of the classes."""
 
 
-class Lent(Protocol):
+class PinnedBlock(Protocol):
     """A block that the pool lends for reading."""
 
     payload: memoryview
@@ -45,7 +45,7 @@ class Lent(Protocol):
         """The page tag: whether the memory is still this block's."""
 
 
-class Landing(Protocol):
+class StagedBlocks(Protocol):
     """Room in the pool for the blocks of some keys: `held` leading ones are there, the next go to `views`."""
 
     held: int
@@ -69,58 +69,58 @@ class Pool(Protocol):
 
 
 @dataclass(eq=False)
-class Fetch:
+class LoadOperation:
     """What a sequence wants from the tiers, and what it got."""
 
-    ticket: Any
+    context: Any
     """Whose it is; comes back as it was."""
-    names: Sequence[Name]
+    keys: Sequence[BlockKey]
     """Of the full blocks, from the first on."""
-    tail: Name | None = None
+    tail_key: BlockKey | None = None
     """The prompt's partial block: read if no full one is there in its place, and all before it are."""
     tail_index: int = 0
-    lease_to: str = ""
+    lease_owner: str = ""
     """Keep what the hand-off tier has, for this job."""
     klass: PriorityClass = "interactive"
-    held: int = 0
+    num_pool_blocks: int = 0
     """Blocks that the pool had already."""
-    lacks: list[Lack] = field(default_factory=list)
+    missing_tiers: list[MissingTiers] = field(default_factory=list)
     """For each leading block that is in the pool now: which tiers are to be given it."""
     tail_payload: memoryview | None = None
-    begun_s: float = 0.0
-    ended_s: float = 0.0
+    started_s: float = 0.0
+    finished_s: float = 0.0
     """When it was read, in seconds since the epoch."""
 
 
 @dataclass(eq=False)
-class Ship:
+class StoreOperation:
     """Blocks of a sequence on their way down."""
 
-    ticket: Any
+    context: Any
     """Whose they are; comes back as it was."""
-    blocks: Sequence[tuple[int, Name, Lack]]
+    blocks: Sequence[tuple[int, BlockKey, MissingTiers]]
     """Index, name, and the tiers that are to be given it."""
-    lease_to: str = ""
+    lease_owner: str = ""
     """Keep them in the hand-off tier, for this job. Without one nobody waits for them, and they may be left out."""
     klass: PriorityClass = "interactive"
-    written: "Future[float]" = field(default_factory=Future)
+    is_written: "Future[float]" = field(default_factory=Future)
     """Done with `ended_s`, once they are written or cannot be; never, where everything was dropped."""
-    begun_s: float = 0.0
-    ended_s: float = 0.0
+    started_s: float = 0.0
+    finished_s: float = 0.0
     """When it was written up to the hand-off tier."""
 
 
-class _Cargo(NamedTuple):
-    name: Name
-    lent: Lent
-    lack: Lack
+class _BlockWrite(NamedTuple):
+    key: BlockKey
+    pinned: PinnedBlock
+    missing_tiers: MissingTiers
     is_optional: bool
     """Whether anybody waits for it."""
-    is_behind: bool
+    is_below: bool
     """Whether it is to be written behind the hand-off tier, too."""
 
-    def block(self) -> tuple[Block, Lack]:
-        return Block(self.name, self.lent.payload, self.lent.is_valid), self.lack
+    def make_block(self) -> tuple[Block, MissingTiers]:
+        return Block(self.key, self.pinned.payload, self.pinned.is_valid), self.missing_tiers
 
 
 class Transfers:
@@ -132,13 +132,15 @@ class Transfers:
     def __init__(self, store: KVStore, pool: Pool, max_optional: int) -> None:
         self._store, self._pool, self._max_optional = store, pool, max_optional
         self._num_open = self._num_optional = 0
-        self._wanting: dict[PriorityClass, deque[Fetch]] = {klass: deque() for klass in CLASSES}
+        self._waiting_loads: dict[PriorityClass, deque[LoadOperation]] = {klass: deque() for klass in CLASSES}
         """Fetches for which the pool has no room yet."""
         self._is_closing = self._is_abandoned = False
-        self._done: queue.SimpleQueue[tuple[Fetch | Ship | None, Landing | None, list[_Cargo]]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[
+            tuple[LoadOperation | StoreOperation | None, StagedBlocks | None, list[_BlockWrite]]
+        ] = queue.SimpleQueue()
         """What is done, None for writes behind, and what of the pool's it had."""
         self._is_done = threading.Event()
-        self._in, self._out, self._behind = _Thread("in"), _Thread("out"), _Thread("behind")
+        self._in, self._out, self._below = _TransferThread("in"), _TransferThread("out"), _TransferThread("behind")
 
     def __len__(self) -> int:
         """Fetches and ships that were not collected yet."""
@@ -146,59 +148,59 @@ class Transfers:
 
     # The loop's side.
 
-    def is_wanting(self, klass: PriorityClass) -> bool:
+    def has_waiting_loads(self, klass: PriorityClass) -> bool:
         """Whether fetches of that class and above wait for room in the pool."""
-        return any(self._wanting[one] for one in CLASSES[: CLASSES.index(klass) + 1])
+        return any(self._waiting_loads[one] for one in CLASSES[: CLASSES.index(klass) + 1])
 
-    def fetch(self, fetch: Fetch) -> None:
+    def submit_load(self, fetch: LoadOperation) -> None:
         """Read what the tiers have of it and the pool has not."""
         self._num_open += 1
-        if fetch.names or fetch.tail is not None:
-            self._wanting[fetch.klass].append(fetch)
-            self._begin_fetches()
+        if fetch.keys or fetch.tail_key is not None:
+            self._waiting_loads[fetch.klass].append(fetch)
+            self._start_loads()
         else:
-            fetch.begun_s = fetch.ended_s = now_s()
-            self._report(fetch, None, [])
+            fetch.started_s = fetch.finished_s = now_s()
+            self._post_finished(fetch, None, [])
 
-    def _begin_fetches(self) -> None:
+    def _start_loads(self) -> None:
         """Those that there is room for, in order."""
         for rank, klass in enumerate(CLASSES):
-            waiting = self._wanting[klass]
+            waiting = self._waiting_loads[klass]
             while waiting:
                 fetch = waiting[0]
-                landing = self._pool.land([name.key for name in fetch.names], klass)
+                landing = self._pool.land([name.hash for name in fetch.keys], klass)
                 if landing is None:
                     return
                 waiting.popleft()
-                fetch.held = landing.held
+                fetch.num_pool_blocks = landing.held
                 self._store.stats.pool_hits += landing.held
-                self._store.stats.pool_misses += len(fetch.names) - landing.held
-                self._in.do(rank, partial(self._fetch, fetch, landing))
+                self._store.stats.pool_misses += len(fetch.keys) - landing.held
+                self._in.submit(rank, partial(self._run_load, fetch, landing))
 
-    def ship(self, seq: Any, ship: Ship) -> None:
+    def submit_store(self, seq: Any, ship: StoreOperation) -> None:
         """Write its blocks; it is collected when others can read them."""
-        needs_behind = self._store.needs_behind
-        num_optional = sum(not ship.lease_to or needs_behind(lack) for *_, lack in ship.blocks)
+        needs_behind = self._store.is_missing_below
+        num_optional = sum(not ship.lease_owner or needs_behind(lack) for *_, lack in ship.blocks)
         has_room = self._num_optional + num_optional <= self._max_optional
         if has_room:
             self._num_optional += num_optional
         else:
             self._store.stats.not_written += num_optional
         cargo = [
-            _Cargo(name, self._pool.lend(seq, index), lack, is_behind or not ship.lease_to, is_behind)
+            _BlockWrite(name, self._pool.lend(seq, index), lack, is_behind or not ship.lease_owner, is_behind)
             for index, name, lack in ship.blocks
-            if ship.lease_to or has_room
+            if ship.lease_owner or has_room
             for is_behind in (has_room and needs_behind(lack),)
         ]
         self._num_open += 1
-        rank = CLASSES.index(ship.klass) if ship.lease_to else FOR_NOBODY
-        self._out.do(rank, partial(self._ship, ship, cargo))
+        rank = CLASSES.index(ship.klass) if ship.lease_owner else LOWEST_RANK
+        self._out.submit(rank, partial(self._run_store, ship, cargo))
 
-    def release(self, owner: str, names: Sequence[Name]) -> None:
+    def submit_release(self, owner: str, names: Sequence[BlockKey]) -> None:
         """End a job's leases."""
-        self._out.do(FOR_NOBODY, partial(self._release, owner, names))
+        self._out.submit(LOWEST_RANK, partial(self._run_release, owner, names))
 
-    def collect(self) -> Iterator[Fetch | Ship]:
+    def collect_finished(self) -> Iterator[LoadOperation | StoreOperation]:
         """What is done, in the order of its doing. The pool gets back what it gave.
 
         At the end fetches begin that there was no room for: after the caller has added what was fetched.
@@ -207,101 +209,103 @@ class Transfers:
         while not self._done.empty():
             one, landing, cargo = self._done.get()
             if landing is not None:
-                assert isinstance(one, Fetch)
-                self._pool.close_landing(landing, max(0, len(one.lacks) - one.held))
+                assert isinstance(one, LoadOperation)
+                self._pool.close_landing(landing, max(0, len(one.missing_tiers) - one.num_pool_blocks))
             for each in cargo:
-                self._pool.give_back(each.lent)
+                self._pool.give_back(each.pinned)
             self._num_optional -= sum(each.is_optional for each in cargo)
             if one is not None:
                 self._num_open -= 1
                 yield one
-        self._begin_fetches()
+        self._start_loads()
 
-    def wait(self) -> None:
+    def wait_for_finished(self) -> None:
         """Until something can be collected, for a moment: who has nothing to compute looks at other things too."""
-        self._is_done.wait(MOMENT_S)
+        self._is_done.wait(MAX_WAIT_S)
 
-    def wake(self) -> None:
+    def wake_waiter(self) -> None:
         """End a `wait` under way, or else the next one, as something other than a transfer is done. Any thread may."""
         self._is_done.set()
 
     def close(self) -> None:
         """Write what jobs wait for, drop the rest, and stop. Nothing may be handed in afterwards."""
-        self._end()
+        self._shut_down()
 
     def abandon(self) -> None:
         """Drop everything, and stop: no job is to be settled here any more. A block on its way is waited for, as its
         memory is the pool's.
         """
         self._is_abandoned = True
-        self._end()
+        self._shut_down()
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         self._is_closing = True
-        for waiting in self._wanting.values():
+        for waiting in self._waiting_loads.values():
             waiting.clear()
-        for thread in (self._in, self._out, self._behind):
+        for thread in (self._in, self._out, self._below):
             thread.close()
-        list(self.collect())
+        list(self.collect_finished())
 
     # The threads' side.
 
-    def _fetch(self, fetch: Fetch, landing: Landing) -> None:
-        fetch.begun_s = now_s()
+    def _run_load(self, fetch: LoadOperation, landing: StagedBlocks) -> None:
+        fetch.started_s = now_s()
         try:
             if not self._is_closing:
-                self._read(fetch, landing)
+                self._read_blocks(fetch, landing)
         finally:
-            fetch.ended_s = now_s()
-            self._report(fetch, landing, [])
+            fetch.finished_s = now_s()
+            self._post_finished(fetch, landing, [])
 
-    def _read(self, fetch: Fetch, landing: Landing) -> None:
+    def _read_blocks(self, fetch: LoadOperation, landing: StagedBlocks) -> None:
         store, held = self._store, landing.held
-        keys = [name.key for name in fetch.names]
-        wanted = [Wanted(name, view) for name, view in zip(fetch.names[held:], landing.views, strict=False)]
-        depths = [*store.depths(keys[:held]), *store.load(wanted)]
-        if fetch.tail is not None and len(depths) == fetch.tail_index:
+        keys = [name.hash for name in fetch.keys]
+        wanted = [ReadRequest(name, view) for name, view in zip(fetch.keys[held:], landing.views, strict=False)]
+        depths = [*store.find_tiers(keys[:held]), *store.load_blocks(wanted)]
+        if fetch.tail_key is not None and len(depths) == fetch.tail_index:
             into = memoryview(bytearray(store.layout.payload_bytes))
-            fetch.tail_payload = into if store.load([Wanted(fetch.tail, into)]) else None
-        fetch.lacks = store.lacking(keys[: len(depths)], depths, hand_off=bool(fetch.lease_to))
-        if fetch.lease_to:
-            named = zip(fetch.names, fetch.lacks, strict=False)
-            store.lease(fetch.lease_to, [name for name, lack in named if store.has_handed_off(lack)])
+            fetch.tail_payload = into if store.load_blocks([ReadRequest(fetch.tail_key, into)]) else None
+        fetch.missing_tiers = store.find_missing_tiers(keys[: len(depths)], depths, hand_off=bool(fetch.lease_owner))
+        if fetch.lease_owner:
+            named = zip(fetch.keys, fetch.missing_tiers, strict=False)
+            store.lease_blocks(fetch.lease_owner, [name for name, lack in named if store.is_in_hand_off_tier(lack)])
 
-    def _ship(self, ship: Ship, cargo: list[_Cargo]) -> None:
-        ship.begun_s = now_s()
+    def _run_store(self, ship: StoreOperation, cargo: list[_BlockWrite]) -> None:
+        ship.started_s = now_s()
         try:
-            is_wanted = not self._is_abandoned if ship.lease_to else not self._is_closing
+            is_wanted = not self._is_abandoned if ship.lease_owner else not self._is_closing
             if is_wanted:
-                self._store.put([one.block() for one in cargo], behind=False)
-            if is_wanted and ship.lease_to:
-                self._store.lease(ship.lease_to, [one.name for one in cargo])
+                self._store.store_blocks([one.make_block() for one in cargo], behind=False)
+            if is_wanted and ship.lease_owner:
+                self._store.lease_blocks(ship.lease_owner, [one.key for one in cargo])
         finally:
-            ship.ended_s = now_s()
-            behind = [one for one in cargo if one.is_behind]
+            ship.finished_s = now_s()
+            behind = [one for one in cargo if one.is_below]
             if behind:
-                self._behind.do(FOR_NOBODY, partial(self._write_behind, behind))
-            self._report(ship, None, [one for one in cargo if not one.is_behind])
+                self._below.submit(LOWEST_RANK, partial(self._run_store_below, behind))
+            self._post_finished(ship, None, [one for one in cargo if not one.is_below])
             if not self._is_abandoned:
-                ship.written.set_result(ship.ended_s)
+                ship.is_written.set_result(ship.finished_s)
 
-    def _release(self, owner: str, names: Sequence[Name]) -> None:
+    def _run_release(self, owner: str, names: Sequence[BlockKey]) -> None:
         if not self._is_abandoned:
-            self._store.release(owner, names)
+            self._store.release_leases(owner, names)
 
-    def _write_behind(self, cargo: list[_Cargo]) -> None:
+    def _run_store_below(self, cargo: list[_BlockWrite]) -> None:
         try:
             if not self._is_closing:
-                self._store.put([one.block() for one in cargo], behind=True)
+                self._store.store_blocks([one.make_block() for one in cargo], behind=True)
         finally:
-            self._report(None, None, cargo)
+            self._post_finished(None, None, cargo)
 
-    def _report(self, done: Fetch | Ship | None, landing: Landing | None, cargo: list[_Cargo]) -> None:
+    def _post_finished(
+        self, done: LoadOperation | StoreOperation | None, landing: StagedBlocks | None, cargo: list[_BlockWrite]
+    ) -> None:
         self._done.put((done, landing, cargo))
         self._is_done.set()
 
 
-class _Thread:
+class _TransferThread:
     """Does one task after the other, by rank. One that fails is logged, and what it was to bring is computed again.
 
     The thread starts with its first task: without a tier behind the hand-off tier nothing is ever written there.
@@ -311,9 +315,9 @@ class _Thread:
         self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
         self._count = itertools.count()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_tasks, name=f"kv-{name}", daemon=True)
 
-    def do(self, rank: int, task: Callable[[], None]) -> None:
+    def submit(self, rank: int, task: Callable[[], None]) -> None:
         """Have a task done. Only one thread at a time may call this."""
         self._tasks.put((rank, next(self._count), task))
         if self._thread.ident is None:
@@ -322,13 +326,13 @@ class _Thread:
     def close(self) -> None:
         """Once all is done."""
         if self._thread.ident is not None:
-            self.do(FOR_NOBODY + 1, self._stop)
+            self.submit(LOWEST_RANK + 1, self._mark_closed)
             self._thread.join()
 
-    def _stop(self) -> None:
+    def _mark_closed(self) -> None:
         self._is_closed = True
 
-    def _run(self) -> None:
+    def _run_tasks(self) -> None:
         while not self._is_closed:
             *_, task = self._tasks.get()
             try:

@@ -107,7 +107,7 @@ class PrefillRole:
         assert isinstance(request, Request)
         sampling = self.engine.cut_max_tokens(request.sampling, len(task.token_ids))
         task.message = request.model_copy(update={"sampling": sampling})
-        task.blocks = kv.name_prompt(request.tenant, task.token_ids)
+        task.blocks = kv.hash_prompt(request.tenant, task.token_ids)
         task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()

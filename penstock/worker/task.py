@@ -13,7 +13,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence, State
 from penstock.engine.text import OutputState
 from penstock.errors import RequestError, RequestTooLarge
-from penstock.kvstore.connector import Blocks, KVConnector
+from penstock.kvstore.connector import KVConnector, SequenceBlocks
 from penstock.messages import EndEvent, FinishReason, Job, Request, TokenEvent, now_s
 from penstock.names import PriorityClass, Stage
 from penstock.record import Claim, Waiting
@@ -51,7 +51,7 @@ class Task:
     """What it is held with, once it is claimed."""
     seq: Sequence | None = None
     """None before there is something to compute, or where nothing is."""
-    blocks: Blocks | None = None
+    blocks: SequenceBlocks | None = None
     blocks_stored: "Future[float] | None" = None
     """Done when the blocks are stored that have to be before it may be settled."""
     output: OutputState | None = None

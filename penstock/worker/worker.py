@@ -106,11 +106,11 @@ class Worker:
         self.session = Sessions(record, self.stage, name, member.parts, adopts=reader is not None)
         self.kv = KVConnector(store, self.engine, self.engine.pool.num_blocks)
         self.settler, self.queue, self.load = (
-            Settler(member, pipeline, self.kv.wake),
+            Settler(member, pipeline, self.kv.wake_waiter),
             DeliveryQueue(member),
             WorkerLoad(),
         )
-        self.reader = MessageReader(role.read_message, self.kv.wake)
+        self.reader = MessageReader(role.read_message, self.kv.wake_waiter)
         self.rescuer = Rescuer(record, self.stage, self.session, member, reader, self.make_claim_request)
         self.retry_policy = RetryPolicy(record, self.queue, self.figures.retried)
         self.running: dict[str, Task] = {}
@@ -139,7 +139,7 @@ class Worker:
             self._confirm_tokens()
         self._record_throughput(sampled)
         if not self._is_idle() and not self.engine.has_run:
-            self.kv.wait()
+            self.kv.wait_for_event()
         return bool(deliveries or sampled)
 
     # What happened meanwhile.
@@ -160,10 +160,10 @@ class Worker:
 
     def _collect_events(self) -> list[Task]:
         """Go on with what was loaded, stored and settled. Returns what was read and is to be claimed."""
-        for event in self.kv.collect():
+        for event in self.kv.collect_events():
             match event:
                 case Loaded():
-                    self._start_computing(event.ticket, event)
+                    self._start_computing(event.context, event)
                 case Stored(task, num_blocks, begun_s, ended_s):
                     tracing.note("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
         self._finish_settled(self.settler.collect())
@@ -195,7 +195,7 @@ class Worker:
         """How many more requests of a class to take: none while some of it wait for blocks. What is being read has its
         room already.
         """
-        if self.kv.is_wanting(klass):
+        if self.kv.has_waiting_loads(klass):
             return 0
         rank = CLASSES.index(klass)
         before = [task for task in self.running.values() if CLASSES.index(task.klass) <= rank]
@@ -392,7 +392,7 @@ class Worker:
             expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
             self.load.mean_output_tokens[seq.klass].note(expected)
         lease_to = self.pipeline.lease_owner(task.id) if self.role.hands_off else ""
-        self.kv.load(task, task.blocks, seq, lease_to)
+        self.kv.load_blocks(task, task.blocks, seq, lease_to)
         return True
 
     def _start_computing(self, task: Task, loaded: Loaded) -> None:
@@ -402,8 +402,8 @@ class Worker:
         assert task.seq is not None
         stage_failpoint(self.stage, "prefill.3.fetched", "decode.6.fetched")
         self.engine.add(task.seq)
-        found = {"blocks": loaded.num_blocks, "held": loaded.num_held, "found": loaded.num_found}
-        tracing.note("kv.read", task.context, loaded.begun_s, loaded.ended_s, **found)
+        found = {"blocks": loaded.num_blocks, "held": loaded.num_pool_blocks, "found": loaded.num_tier_blocks}
+        tracing.note("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
 
     # 3 and 7. Step.
 
@@ -431,7 +431,7 @@ class Worker:
 
     def _store_full_blocks_of(self, task: Task) -> None:
         assert task.blocks is not None
-        if self.kv.store_full(task.blocks):
+        if self.kv.store_full_blocks(task.blocks):
             stage_failpoint(self.stage, "prefill.3.shipping", "decode.7.shipping")
 
     def _record_throughput(self, sampled: Sequence[Sampled]) -> None:
@@ -455,7 +455,7 @@ class Worker:
             assert task.blocks is not None
             if self.role.hands_off:
                 self.figures.prompt_done(item.seq.num_prompt - item.seq.num_cached, item.seq.num_cached)
-                task.blocks_stored = self.kv.hand_off(task.blocks)
+                task.blocks_stored = self.kv.hand_off_prompt(task.blocks)
             elif task.finish_reason is not None:
                 self._store_full_blocks_of(task)
             if self.role.hands_off or task.finish_reason is not None:
@@ -580,8 +580,8 @@ class Worker:
             self.settler.settle(settlement, settling, again, task.blocks_stored)
             stage_failpoint(self.stage, "decode.9.asked")
         if not self.role.hands_off:
-            blocks = task.blocks or self.kv.name_prompt(task.tenant, task.token_ids)
-            self.kv.release(self.pipeline.lease_owner(task.id), blocks)
+            blocks = task.blocks or self.kv.hash_prompt(task.tenant, task.token_ids)
+            self.kv.release_leases(self.pipeline.lease_owner(task.id), blocks)
 
     def _make_settlement_anew(self, task: Task) -> Settlement:
         """The same hand-off under a new name. The settler's thread asks; nobody changes the task any more."""

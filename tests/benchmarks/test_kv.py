@@ -13,7 +13,7 @@ from benchmarks.soak import leaks
 from penstock.kvstore.arena.layout import WRITING
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.kvstore.tiers.shared import SharedTier
-from penstock.kvstore.tools import Place
+from penstock.kvstore.tools import TierLocation
 from penstock.messages import Timings
 
 PREFIX = list(range(100, 100 + 2 * BLOCK))
@@ -108,11 +108,11 @@ def test_what_is_left_behind_is_found(tmp_path: Path) -> None:
     blocks, disk = Blocks(2, 4096), tmp_path / "disk"
     shared = SharedTier.open(blocks.form, "test", 2**20, str(tmp_path))
     stored = DiskTier.open(blocks.form, disk, 2**20)
-    keys = [name.key for name in blocks.names(0)]
+    keys = [name.hash for name in blocks.names(0)]
     for tier in (shared, stored):
         put(tier, blocks.blocks(0))
     stored.close()  # its process is at an end
-    places = [Place(shared, "here"), Place(DiskTier.attach(disk), "there")]
+    places = [TierLocation(shared, "here"), TierLocation(DiskTier.attach(disk), "there")]
     assert leaks(places, disk) == []
 
     for place in places:

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from penstock.kvstore.arena.layout import W_DIRTY, Geometry
-from penstock.kvstore.block import Name
+from penstock.kvstore.block import BlockKey
 from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, put, read
 from tests.kvstore.children import die, halt
 
 FORM = make_form("a model that dies")
-NAMES = [Name(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]
+NAMES = [BlockKey(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]
 NUM_SLOTS = 8
 
 

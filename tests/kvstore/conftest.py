@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kvstore.block import Form
+from penstock.kvstore.block import BlockFormat
 from penstock.kvstore.tiers.contract import Tier
 from penstock.local.valkey import ValkeyServer
 from sim.servers import served
 from tests.kvstore.places import Change, DiskPlace, Place, RedisPlace, SharedPlace
 
-MakeTier = Callable[[Form, int], Tier]
+MakeTier = Callable[[BlockFormat, int], Tier]
 Damage = Callable[[Tier, bytes, Change], None]
 
 
@@ -37,7 +37,7 @@ def make_tier(place: Place) -> Iterator[MakeTier]:
     """Opens tiers, all at the same place; closes them at the end."""
     with contextlib.ExitStack() as stack:
 
-        def make(form: Form, budget_bytes: int) -> Tier:
+        def make(form: BlockFormat, budget_bytes: int) -> Tier:
             tier = place.open(form, budget_bytes)
             stack.callback(tier.close)
             return tier

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from penstock.kvstore.block import HEADER_BYTES, Name
+from penstock.kvstore.block import HEADER_BYTES, BlockKey
 from penstock.kvstore.directory.layout import room
 from penstock.kvstore.tiers import disk
 from penstock.kvstore.tiers.disk import DiskTier
@@ -21,7 +21,7 @@ from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, ke
 from tests.kvstore.children import die, halt
 
 FORM = make_form("a model that dies")
-NAMES = [Name(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]
+NAMES = [BlockKey(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]
 NUM_ROOMS = 8
 BUDGET = NUM_ROOMS * room(HEADER_BYTES + PAYLOAD_BYTES)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import redis
 
-from penstock.kvstore.block import Form
+from penstock.kvstore.block import BlockFormat
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.kvstore.tiers.redis import RedisTier
@@ -22,7 +22,7 @@ Change = Callable[[bytes], bytes]
 class Place(Protocol):
     """A place that is empty at first."""
 
-    def open(self, form: Form, budget_bytes: int) -> Tier:
+    def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """Another tier there."""
 
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
@@ -35,7 +35,7 @@ class SharedPlace:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def open(self, form: Form, budget_bytes: int) -> Tier:
+    def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """See `Place.open`."""
         return SharedTier.open(form, "demo", budget_bytes, str(self._directory))
 
@@ -55,7 +55,7 @@ class DiskPlace:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def open(self, form: Form, budget_bytes: int) -> Tier:
+    def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """See `Place.open`."""
         return DiskTier.open(form, self._directory, budget_bytes)
 
@@ -74,7 +74,7 @@ class RedisPlace:
         with redis.Redis.from_url(url) as client:
             client.flushall()
 
-    def open(self, form: Form, budget_bytes: int) -> Tier:
+    def open(self, form: BlockFormat, budget_bytes: int) -> Tier:
         """See `Place.open`."""
         return RedisTier.open(form, [self._url], budget_bytes, keep_s=600.0)
 

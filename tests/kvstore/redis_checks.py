@@ -1,6 +1,6 @@
 """What tests of the Redis tier share."""
 
-from penstock.kvstore.block import HEADER_BYTES, Form
+from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 from penstock.kvstore.tiers.redis import RedisTier
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
 
@@ -9,7 +9,7 @@ STORED_BYTES = HEADER_BYTES + PAYLOAD_BYTES
 LARGE_FORM = make_form("a large model", 300_000)
 
 
-def check_away(tier: RedisTier, form: Form = FORM) -> None:
+def check_away(tier: RedisTier, form: BlockFormat = FORM) -> None:
     before, names = tier.counters.errors, new_names(2)
     assert read(tier, names, form) == [None, None]
     assert put(tier, names, form) == [False, False]
@@ -19,11 +19,11 @@ def check_away(tier: RedisTier, form: Form = FORM) -> None:
     assert tier.remove(keys_of(names)) == 0
     assert tier.usage().blocks == 0
     assert list(tier.entries()) == []
-    assert tier.stored(names[0].key) is None
+    assert tier.stored(names[0].hash) is None
     assert tier.counters.errors == before + 9
 
 
-def check_works(tier: RedisTier, form: Form = FORM) -> None:
+def check_works(tier: RedisTier, form: BlockFormat = FORM) -> None:
     names = new_names(20)
     assert put(tier, names, form) == [True] * 20
     tier.lease("a job", keys_of(names), 60)

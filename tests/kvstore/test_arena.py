@@ -20,17 +20,17 @@ from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.file import find_arenas, open_in_use, remove_arena
 from penstock.kvstore.arena.layout import (
     NEVER,
-    NOBODY,
+    NO_SLOT,
     W_ALLOCATED,
     W_FREE_HEAD,
     W_LEASE_TOP,
-    W_NEXT_END,
+    W_NEXT_LEASE_END,
     W_NUM_FREE,
     W_NUM_READY,
     Geometry,
 )
-from penstock.kvstore.arena.locks import ALLOCATION, ByteLocks
-from penstock.kvstore.block import HEADER_BYTES, Form
+from penstock.kvstore.arena.locks import ALLOCATION_BYTE, ByteLocks
+from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, make_form, new_names, put, read
 
@@ -42,7 +42,7 @@ Open = Callable[..., SharedTier]
 def open_tier(tmp_path: Path) -> Iterator[Open]:
     opened: list[SharedTier] = []
 
-    def make(form: Form = FORM, pipeline: str = "demo", budget: int = BUDGET) -> SharedTier:
+    def make(form: BlockFormat = FORM, pipeline: str = "demo", budget: int = BUDGET) -> SharedTier:
         opened.append(SharedTier.open(form, pipeline, budget, str(tmp_path)))
         return opened[-1]
 
@@ -153,7 +153,7 @@ def test_opening_does_not_wait_for_memory(open_tier: Open, monkeypatch: pytest.M
     first.close()
     path.unlink()
     empty = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    ByteLocks(empty).lock(ALLOCATION)
+    ByteLocks(empty).lock(ALLOCATION_BYTE)
     tier, names = open_tier(), new_names(5)
     writer = threading.Thread(target=put, args=(tier, names))
     writer.start()
@@ -316,7 +316,7 @@ def test_the_lease_table_is_bounded(open_tier: Open, caplog: pytest.LogCaptureFi
     assert caplog.text.count("lease table") == 1
     tier.lease("3", keys_of(names[:1]), 0)
     tier.lease("late", keys_of(names[1:]), 600)
-    assert {entry.key: entry.leases for entry in tier.entries()} == {names[0].key: 7, names[1].key: 1}
+    assert {entry.key: entry.leases for entry in tier.entries()} == {names[0].hash: 7, names[1].hash: 1}
     assert check_integrity(tier.arena) == []
 
 
@@ -329,7 +329,7 @@ def test_a_lease_is_renewed_where_the_table_is_full(open_tier: Open) -> None:
         tier.lease(str(number), keys_of(names[:1]), 600)
     tier.lease("a job", keys_of(names), 600)
     assert (tier.arena.tables.lease_end_array > time.monotonic_ns() + 500 * 10**9).sum() == 8
-    assert {entry.key: entry.leases for entry in tier.entries()} == {names[0].key: 7, names[1].key: 1}
+    assert {entry.key: entry.leases for entry in tier.entries()} == {names[0].hash: 7, names[1].hash: 1}
     assert check_integrity(tier.arena) == []
 
 
@@ -352,8 +352,8 @@ def swap_in_index(arena: Arena) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        set_word(W_FREE_HEAD, NOBODY), set_word(W_NUM_FREE, 3), set_word(W_NUM_READY, 3),
-        set_word(W_ALLOCATED, 3), set_word(W_LEASE_TOP, 0), set_word(W_NEXT_END, NEVER), change("state", 0, 0),
+        set_word(W_FREE_HEAD, NO_SLOT), set_word(W_NUM_FREE, 3), set_word(W_NUM_READY, 3),
+        set_word(W_ALLOCATED, 3), set_word(W_LEASE_TOP, 0), set_word(W_NEXT_LEASE_END, NEVER), change("state", 0, 0),
         change("state", 1, 1), change("state", 9, 1), change("state", 9, 2), change("generation", 0, 7),
         change("lease_count", 2, 1), change("lease_end", 0, 0), change("lease_slot", 1, 0), change("next_free", 7, 2),
         swap_in_index,

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import W_DIRTY, Geometry
-from penstock.kvstore.block import Name
+from penstock.kvstore.block import BlockKey
 from penstock.kvstore.tiers.shared import SharedTier
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, make_form, read
 
@@ -21,7 +21,7 @@ PICKS = st.integers(0, 20)
 OWNERS = st.sampled_from(["one", "two", "three"])
 TIERS = st.integers(0, 1)
 FORM = make_form("a machine")
-NAMES = [Name(bytes([number % 3]) * 8 + bytes([number]) * 24, 16, TAG) for number in range(10)]
+NAMES = [BlockKey(bytes([number % 3]) * 8 + bytes([number]) * 24, 16, TAG) for number in range(10)]
 """Their keys collide in the index."""
 
 
@@ -85,14 +85,14 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(tier=TIERS, number=PICKS)
     def has(self, tier: int, number: int) -> None:
         key = self.pick(number)
-        assert self.tiers[tier].has([NAMES[key].key]) == [key in self.order]
+        assert self.tiers[tier].has([NAMES[key].hash]) == [key in self.order]
         if key in self.order:
             self.use(key)
 
     @rule(tier=TIERS, owner=OWNERS, numbers=st.lists(PICKS, max_size=3))
     def lease(self, tier: int, owner: str, numbers: list[int]) -> None:
         keys = [self.pick(number) for number in numbers]
-        self.tiers[tier].lease(owner, [NAMES[key].key for key in keys], 600)
+        self.tiers[tier].lease(owner, [NAMES[key].hash for key in keys], 600)
         for key in keys:
             if key in self.order:
                 self.leases.setdefault(key, set()).add(owner)
@@ -100,28 +100,28 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(tier=TIERS, owner=OWNERS, numbers=st.lists(PICKS, max_size=3))
     def release(self, tier: int, owner: str, numbers: list[int]) -> None:
         keys = [self.pick(number) for number in numbers]
-        self.tiers[tier].release(owner, [NAMES[key].key for key in keys])
+        self.tiers[tier].release(owner, [NAMES[key].hash for key in keys])
         for key in keys:
             self.leases.get(key, set()).discard(owner)
 
     @rule(tier=TIERS, owner=OWNERS, number=PICKS)
     def lease_that_is_over(self, tier: int, owner: str, number: int) -> None:
         key = self.pick(number)
-        self.tiers[tier].lease(owner, [NAMES[key].key], 0)
+        self.tiers[tier].lease(owner, [NAMES[key].hash], 0)
         self.tiers[tier].arena.tidy()
         self.leases.get(key, set()).discard(owner)
 
     @rule(tier=TIERS, number=PICKS)
     def remove(self, tier: int, number: int) -> None:
         key = self.pick(number)
-        assert self.tiers[tier].remove([NAMES[key].key]) == (key in self.order)
+        assert self.tiers[tier].remove([NAMES[key].hash]) == (key in self.order)
         self.forget(key)
 
     @rule(tier=TIERS, number=PICKS, at=st.integers(0, PAYLOAD_BYTES + 143))
     def damage(self, tier: int, number: int, at: int) -> None:
         key = self.pick(number)
         arena = self.tiers[tier].arena
-        if (place := arena.peek(NAMES[key].key)) is not None:
+        if (place := arena.peek(NAMES[key].hash)) is not None:
             arena.tables.slot(place.slot)[at] ^= 1
             assert read(self.tiers[tier], [NAMES[key]], FORM) == [None]
             self.forget(key)
@@ -144,7 +144,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @invariant()
     def everything_agrees(self) -> None:
         entries = sorted(self.tiers[0].entries(), key=lambda entry: entry.used_s)
-        seen = {next(key for key in range(10) if NAMES[key].key == entry.key): entry.leases for entry in entries}
+        seen = {next(key for key in range(10) if NAMES[key].hash == entry.key): entry.leases for entry in entries}
         assert seen == {key: len(self.leases.get(key, ())) for key in self.order}
         usage = self.tiers[1].usage()
         assert (usage.blocks, usage.leased) == (len(self.order), sum(map(bool, self.leases.values())))
@@ -165,7 +165,7 @@ def test_the_order_of_use_is_one_of_the_host(tmp_path: Path) -> None:
     tier = SharedTier.open(FORM, "demo", Geometry(PAYLOAD_BYTES, NUM_SLOTS).total_bytes, str(tmp_path))
     tier.put([block(name, FORM) for name in NAMES[:4]])
     for _ in range(200):
-        tier.has([name.key for name in NAMES[:4]])
+        tier.has([name.hash for name in NAMES[:4]])
     used = [used_ns for _, used_ns, _ in tier.arena.rows()]
     assert len(set(used)) == 4
     tier.close()

@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import DamagedBlock
-from penstock.kvstore.block import HEADER_BYTES, Form, Header, Name, tenant_salt, tenant_tag
+from penstock.kvstore.block import HEADER_BYTES, BlockFormat, BlockKey, Header, derive_tenant_salt, derive_tenant_tag
 
 KEY = hashlib.sha256(b"key").digest()
 MODEL = hashlib.sha256(b"model").digest()
-TAG = tenant_tag(tenant_salt("secret", "default"))
-FORM = Form(MODEL, b"layout".ljust(16), 64)
-NAME = Name(KEY, 16, TAG)
-HEADER = FORM.header(NAME, checksum=7)
+TAG = derive_tenant_tag(derive_tenant_salt("secret", "default"))
+FORM = BlockFormat(MODEL, b"layout".ljust(16), 64)
+NAME = BlockKey(KEY, 16, TAG)
+HEADER = FORM.make_header(NAME, checksum=7)
 STORED = HEADER.pack()
 U64 = st.integers(0, 2**64 - 1)
 
 
 @given(st.binary(min_size=32, max_size=32), st.integers(0, 2**32 - 1), U64, st.integers(0, 255), U64)
 def test_what_is_packed_is_unpacked(key: bytes, num_tokens: int, checksum: int, codec: int, length: int) -> None:
-    header = FORM.header(Name(key, num_tokens, TAG), checksum, codec, length)
+    header = FORM.make_header(BlockKey(key, num_tokens, TAG), checksum, codec, length)
     stored = header.pack()
     assert len(stored) == HEADER_BYTES
     assert Header.unpack(stored) == Header.unpack(memoryview(stored + b"content")) == header
@@ -62,9 +62,9 @@ def test_another_version_is_not_read() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": Name(MODEL, 16, TAG)},
-        {"name": Name(KEY, 15, TAG)},
-        {"name": Name(KEY, 16, tenant_tag(tenant_salt("secret", "other")))},
+        {"key": BlockKey(MODEL, 16, TAG)},
+        {"key": BlockKey(KEY, 15, TAG)},
+        {"key": BlockKey(KEY, 16, derive_tenant_tag(derive_tenant_salt("secret", "other")))},
         {"fingerprint": KEY},
         {"layout": bytes(16)},
         {"payload_bytes": 65},
@@ -77,11 +77,11 @@ def test_a_block_is_only_itself(change: dict[str, object]) -> None:
 
 
 def test_codec_and_length_of_the_content_are_the_writers_choice() -> None:
-    assert FORM.is_header_of(FORM.header(NAME, 1, codec=1, content_bytes=10), NAME)
+    assert FORM.is_header_of(FORM.make_header(NAME, 1, codec=1, content_bytes=10), NAME)
 
 
 def test_a_tag_does_not_give_the_salt_away() -> None:
-    salt = tenant_salt("secret", "default")
+    salt = derive_tenant_salt("secret", "default")
     assert len(TAG) == 16
     assert TAG not in salt
     assert salt[:16] not in TAG

@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import native
-from penstock.kvstore.copying import UNIT, Pieces, copy_hashed, copy_hashed_in_pieces, hashed
+from penstock.kvstore.copying import (
+    HASH_UNIT_BYTES,
+    HashingCopy,
+    compute_checksum,
+    copy_and_hash,
+    copy_and_hash_in_pieces,
+)
 from penstock.kvstore.native import build, library
 
 CopyHashed = Callable[[memoryview, memoryview], int]
@@ -24,14 +30,14 @@ VARIANTS = ["avx512", "avx2", "plain", "pieces"]
 def copying(request: pytest.FixtureRequest) -> Iterator[CopyHashed]:
     """Each way to copy that this machine has."""
     if request.param == "pieces":
-        yield copy_hashed_in_pieces
+        yield copy_and_hash_in_pieces
         return
-    loaded = library.load()
-    if loaded is None or not loaded.select(request.param):
+    loaded = library.load_library()
+    if loaded is None or not loaded.select_isa(request.param):
         pytest.skip(f"no native copying with {request.param} here")
     assert loaded.isa == request.param
-    yield copy_hashed
-    loaded.select("")
+    yield copy_and_hash
+    loaded.select_isa("")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,7 @@ def content() -> bytes:
 def test_the_library_is_built_where_there_is_a_compiler() -> None:
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no compiler")
-    assert library.load() is not None
+    assert library.load_library() is not None
 
 
 def test_every_length_up_to_5000(copying: CopyHashed, content: bytes) -> None:
@@ -76,7 +82,7 @@ def test_a_source_that_changes_meanwhile_gives_the_checksum_of_the_copy(copying:
         others = [content, bytes(LARGE)]
         while not stop.is_set():
             others.reverse()
-            copy_hashed(memoryview(source), memoryview(others[0]))
+            copy_and_hash(memoryview(source), memoryview(others[0]))
 
     writer = threading.Thread(target=scribble)
     writer.start()
@@ -91,68 +97,82 @@ def test_a_source_that_changes_meanwhile_gives_the_checksum_of_the_copy(copying:
 def test_views_of_other_items_count_bytes(copying: CopyHashed) -> None:
     into = bytearray(32)
     source = memoryview(bytes(range(32))).cast("I")
-    assert copying(memoryview(into).cast("Q"), source) == hashed(bytes(range(32)))
+    assert copying(memoryview(into).cast("Q"), source) == compute_checksum(bytes(range(32)))
     assert into == bytes(range(32))
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 9 * UNIT), st.lists(st.integers(1, 4), max_size=8), st.integers(0, 64))
+@given(st.integers(0, 9 * HASH_UNIT_BYTES), st.lists(st.integers(1, 4), max_size=8), st.integers(0, 64))
 def test_in_pieces(copying: CopyHashed, content: bytes, length: int, sizes: list[int], into_at: int) -> None:
     """Any pieces of whole units, and what is left."""
     memory, source = bytearray(length + into_at + 1), memoryview(content)[:length]
-    _in_pieces(copying, memoryview(memory)[into_at:-1], source, [size * UNIT for size in sizes])
+    _in_pieces(copying, memoryview(memory)[into_at:-1], source, [size * HASH_UNIT_BYTES for size in sizes])
     assert memory[into_at:-1] == source
     assert not any(memory[:into_at])
     assert memory[-1] == 0
 
 
-@pytest.mark.parametrize("length", [0, 1, 240, 241, UNIT, UNIT + 1, 2 * UNIT, LARGE, LARGE - 1, LARGE - UNIT])
+@pytest.mark.parametrize(
+    "length",
+    [
+        0,
+        1,
+        240,
+        241,
+        HASH_UNIT_BYTES,
+        HASH_UNIT_BYTES + 1,
+        2 * HASH_UNIT_BYTES,
+        LARGE,
+        LARGE - 1,
+        LARGE - HASH_UNIT_BYTES,
+    ],
+)
 def test_in_large_pieces(copying: CopyHashed, content: bytes, length: int) -> None:
     _in_pieces(copying, memoryview(bytearray(length)), memoryview(content)[:length], [2**20] * 2)
 
 
 def _in_pieces(copying: CopyHashed, into: memoryview, source: memoryview, sizes: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if copying is copy_hashed_in_pieces:
-            patch.setattr(library, "load", lambda: None)
-        pieces, start = Pieces(into), 0
+        if copying is copy_and_hash_in_pieces:
+            patch.setattr(library, "load_library", lambda: None)
+        pieces, start = HashingCopy(into), 0
         for size in sizes:
             if start + size < len(source):
-                pieces.add(source[start : start + size])
+                pieces.add_piece(source[start : start + size])
                 start += size
         if start < len(source):
             with pytest.raises(ValueError, match="only"):
-                pieces.checksum()
-            pieces.add(source[start:])
-        assert pieces.checksum() == xxhash.xxh3_64_intdigest(source)
+                pieces.finish_checksum()
+            pieces.add_piece(source[start:])
+        assert pieces.finish_checksum() == xxhash.xxh3_64_intdigest(source)
         assert into == source
 
 
 def test_a_piece_that_is_none(copying: CopyHashed) -> None:
-    pieces = Pieces(memoryview(bytearray(3 * UNIT)))
-    for wrong in (UNIT - 1, 3 * UNIT + 1):
+    pieces = HashingCopy(memoryview(bytearray(3 * HASH_UNIT_BYTES)))
+    for wrong in (HASH_UNIT_BYTES - 1, 3 * HASH_UNIT_BYTES + 1):
         with pytest.raises(ValueError, match="no piece"):
-            pieces.add(memoryview(bytes(wrong)))
-    pieces.add(memoryview(bytes(UNIT)))
+            pieces.add_piece(memoryview(bytes(wrong)))
+    pieces.add_piece(memoryview(bytes(HASH_UNIT_BYTES)))
     with pytest.raises(ValueError, match="no piece"):
-        pieces.add(memoryview(bytes(2 * UNIT + 1)))
-    pieces.add(memoryview(bytes(2 * UNIT)))
-    assert pieces.checksum() == hashed(bytes(3 * UNIT))
+        pieces.add_piece(memoryview(bytes(2 * HASH_UNIT_BYTES + 1)))
+    pieces.add_piece(memoryview(bytes(2 * HASH_UNIT_BYTES)))
+    assert pieces.finish_checksum() == compute_checksum(bytes(3 * HASH_UNIT_BYTES))
 
 
-@pytest.mark.parametrize("length", [0, 240, UNIT, 3 * UNIT, 3 * UNIT + 1])
+@pytest.mark.parametrize("length", [0, 240, HASH_UNIT_BYTES, 3 * HASH_UNIT_BYTES, 3 * HASH_UNIT_BYTES + 1])
 def test_an_empty_piece_changes_nothing(copying: CopyHashed, content: bytes, length: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if copying is copy_hashed_in_pieces:
-            patch.setattr(library, "load", lambda: None)
+        if copying is copy_and_hash_in_pieces:
+            patch.setattr(library, "load_library", lambda: None)
         source, nothing = memoryview(content)[:length], memoryview(b"")
-        pieces = Pieces(into := memoryview(bytearray(length)))
-        for start in range(0, length, UNIT):
-            pieces.add(nothing)
-            pieces.add(source[start : start + UNIT])
+        pieces = HashingCopy(into := memoryview(bytearray(length)))
+        for start in range(0, length, HASH_UNIT_BYTES):
+            pieces.add_piece(nothing)
+            pieces.add_piece(source[start : start + HASH_UNIT_BYTES])
         for _ in range(2):
-            pieces.add(nothing)
-        assert pieces.checksum() == hashed(source)
+            pieces.add_piece(nothing)
+        assert pieces.finish_checksum() == compute_checksum(source)
         assert into == source
 
 
@@ -171,7 +191,7 @@ def test_a_foreign_library_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path
     for content in (None, b"no library"):
         if content is not None:
             foreign.write_bytes(content)
-        assert library.load.__wrapped__() is None
+        assert library.load_library.__wrapped__() is None
 
 
 def test_a_library_of_another_version_is_left_out(
@@ -184,7 +204,7 @@ def test_a_library_of_another_version_is_left_out(
     source.write_text('extern "C" int penstock_copy_hashed() { return 0; }')
     native.link_library(older, ["-fPIC", str(source)])
     monkeypatch.setattr(library, "LIBRARY", older)
-    assert library.load.__wrapped__() is None
+    assert library.load_library.__wrapped__() is None
     assert "penstock_copy_piece" in caplog.text
     assert "python -m penstock.kvstore.native.build" in caplog.text
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kvstore.block import HEADER_BYTES, Name
+from penstock.kvstore.block import HEADER_BYTES, BlockKey
 from penstock.kvstore.codec import PayloadShape, codec_for
 from penstock.kvstore.directory.layout import Layout, room
 from penstock.kvstore.tiers import disk
@@ -44,8 +44,8 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
     tier.close()
 
 
-def path_of(directory: Path, name: Name) -> Path:
-    return directory / name.key.hex()[:2] / f"{name.key.hex()}.kv"
+def path_of(directory: Path, name: BlockKey) -> Path:
+    return directory / name.hash.hex()[:2] / f"{name.hash.hex()}.kv"
 
 
 # Opening.
@@ -132,7 +132,7 @@ def test_a_block_that_the_disk_lost_goes(tier: DiskTier, monkeypatch: pytest.Mon
     """It could never be read again, and each question after it would be a use."""
     lost, kept = new_names(2)
     put(tier, [lost, kept])
-    tier.lease("a job", [lost.key], 600)
+    tier.lease("a job", [lost.hash], 600)
 
     def fails(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -153,7 +153,7 @@ def test_a_block_that_was_copied_in_and_removed(tier: DiskTier, tmp_path: Path) 
     put(tier, [mine])
     path_of(tmp_path, copied).parent.mkdir(exist_ok=True)
     shutil.copy(path_of(tmp_path, mine), path_of(tmp_path, copied))
-    assert [tier.remove([name.key]) for name in (mine, copied)] == [1, 1]
+    assert [tier.remove([name.hash]) for name in (mine, copied)] == [1, 1]
     assert (tier.usage().blocks, tier.usage().bytes) == (0, 0)
     assert tier.counters.errors == 0
 
@@ -161,16 +161,16 @@ def test_a_block_that_was_copied_in_and_removed(tier: DiskTier, tmp_path: Path) 
 def test_a_lease_of_a_file_that_is_gone_is_none_of_the_next(tier: DiskTier, tmp_path: Path) -> None:
     (name,) = new_names(1)
     put(tier, [name])
-    tier.lease("a job", [name.key], 600)
+    tier.lease("a job", [name.hash], 600)
     path_of(tmp_path, name).unlink()
-    tier.lease("a job", [name.key], 600)
+    tier.lease("a job", [name.hash], 600)
     assert not list((tmp_path / "leases").rglob("*.*"))
     put(tier, [name])
-    tier.lease("a job", [name.key], 600)
+    tier.lease("a job", [name.hash], 600)
     path_of(tmp_path, name).unlink()
     put(tier, [name])
     for _ in range(2):
-        tier.lease("a job", [name.key], 600)
+        tier.lease("a job", [name.hash], 600)
     assert path_of(tmp_path, name).stat().st_nlink == 2
     assert [entry.leases for entry in tier.entries()] == [1]
 
@@ -277,7 +277,7 @@ def test_blocks_are_written_as_the_codec_says(tmp_path: Path, choice: str) -> No
     name, payload = new_name(), bytes(PAYLOAD_BYTES)
     tier = DiskTier.open(FORM, tmp_path, AMPLE, codec_for(choice, SHAPE))  # type: ignore[arg-type]
     assert tier.put([replace(block(name), payload=memoryview(payload))]) == [True]
-    stored = tier.stored(name.key)
+    stored = tier.stored(name.hash)
     assert stored is not None
     assert len(stored) < HEADER_BYTES + PAYLOAD_BYTES
     assert read(tier, [name]) == [payload]
@@ -310,7 +310,7 @@ def test_damage_in_compressed_blocks(tmp_path: Path) -> None:
 def test_the_checker_sees_what_is_wrong(tier: DiskTier, tmp_path: Path) -> None:
     name, leased = new_names(2)
     put(tier, [name, leased])
-    tier.lease("a job", [leased.key], 600)
+    tier.lease("a job", [leased.hash], 600)
     path_of(tmp_path, leased).unlink()
     (tmp_path / "writers" / "0123").mkdir()
     (tmp_path / "writers" / "0123" / "draft").write_bytes(b"left")

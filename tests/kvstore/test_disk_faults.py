@@ -166,7 +166,7 @@ def test_attached_for_tools(tmp_path: Path, tier: DiskTier) -> None:
     tool = DiskTier.attach(tmp_path / "kv")
     assert tool.usage() == tier.usage()
     assert {entry.key for entry in tool.entries()} == set(keys_of(names))
-    assert tool.stored(names[0].key) == tier.stored(names[0].key)
+    assert tool.stored(names[0].hash) == tier.stored(names[0].hash)
     assert tool.remove(keys_of(names[:2])) == 2
     assert is_here(tier, names) == [False, False, True]
     tool.close()
@@ -310,7 +310,7 @@ def test_strangers_in_the_directory(tmp_path: Path, tier: DiskTier) -> None:
     for call in everything(tier):
         call()
     for name in NAMES:
-        if not (root / name.key.hex()[:2]).is_file():
+        if not (root / name.hash.hex()[:2]).is_file():
             assert put(tier, [name], FORM) == [True]
     assert tier.usage().bytes == BUDGET
     assert tier.counters.errors == 0

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.kvstore.block import HEADER_BYTES, Name
+from penstock.kvstore.block import HEADER_BYTES, BlockKey
 from penstock.kvstore.tiers.disk import DiskTier
 from tests.kvstore.blocks import TAG, block, content, make_form, read
 
@@ -18,7 +18,7 @@ SIZES = [1, 2]
 """Pages a block has, by model: they share the budget."""
 FORMS = [make_form(f"model {pages}", pages * 4096 - HEADER_BYTES) for pages in SIZES]
 NUM_PAGES = 6
-NAMES = [Name(bytes([number]) * 32, 16, TAG) for number in range(8)]
+NAMES = [BlockKey(bytes([number]) * 32, 16, TAG) for number in range(8)]
 KEYS, TIERS = st.integers(0, 7), st.integers(0, 1)
 MANY = st.sampled_from([range(8), range(0, 8, 2), range(3)]) | st.lists(KEYS, max_size=4)
 OWNERS = st.sampled_from(["one", "two"])
@@ -56,7 +56,7 @@ class DiskMachine(RuleBasedStateMachine):
         size, kept = SIZES[key % 2], {key for key in self.here if self.leases.get(key)}
         fits = sum(SIZES[other % 2] for other in kept) + size <= NUM_PAGES
         assert stored == (fits and is_valid)
-        left = {other for other in self.here if NAMES[other].key in self.listed()}
+        left = {other for other in self.here if NAMES[other].hash in self.listed()}
         assert kept <= left
         evicted = sorted(SIZES[other % 2] for other in self.here - left)
         if evicted and fits:
@@ -71,30 +71,30 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(which=TIERS, key=KEYS)
     def has(self, which: int, key: int) -> None:
-        assert self.tiers[which].has([NAMES[key].key]) == [key in self.here]
+        assert self.tiers[which].has([NAMES[key].hash]) == [key in self.here]
 
     @rule(which=TIERS, owner=OWNERS, keys=MANY, seconds=st.sampled_from([600, 600, 0]))
     def lease(self, which: int, owner: str, keys: Sequence[int], seconds: float) -> None:
-        self.tiers[which].lease(owner, [NAMES[key].key for key in keys], seconds)
+        self.tiers[which].lease(owner, [NAMES[key].hash for key in keys], seconds)
         for key in self.here.intersection(keys):
             owners = self.leases.setdefault(key, set())
             (owners.add if seconds else owners.discard)(owner)
 
     @rule(which=TIERS, owner=OWNERS, keys=MANY)
     def release(self, which: int, owner: str, keys: Sequence[int]) -> None:
-        self.tiers[which].release(owner, [NAMES[key].key for key in keys])
+        self.tiers[which].release(owner, [NAMES[key].hash for key in keys])
         for key in keys:
             self.leases.get(key, set()).discard(owner)
 
     @rule(which=TIERS, key=KEYS)
     def remove(self, which: int, key: int) -> None:
-        assert self.tiers[which].remove([NAMES[key].key]) == (key in self.here)
+        assert self.tiers[which].remove([NAMES[key].hash]) == (key in self.here)
         self.forget(key)
 
     @rule(key=KEYS, length=st.integers(0, 9000))
     def damage(self, key: int, length: int) -> None:
         """Files that are cut off, or grow, are found and gone, and the usage is right."""
-        path = Path(self.directory.name, NAMES[key].key.hex()[:2], f"{NAMES[key].key.hex()}.kv")
+        path = Path(self.directory.name, NAMES[key].hash.hex()[:2], f"{NAMES[key].hash.hex()}.kv")
         if key in self.here and length != path.stat().st_size:
             os.truncate(path, length)
             assert read(self.tiers[key % 2], [NAMES[key]], FORMS[key % 2]) == [None]
@@ -119,7 +119,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_agrees(self) -> None:
-        assert self.listed() == {NAMES[key].key: len(self.leases.get(key, ())) for key in self.here}
+        assert self.listed() == {NAMES[key].hash: len(self.leases.get(key, ())) for key in self.here}
         usage = self.tiers[1].usage()
         assert usage.bytes == self.pages() * 4096 <= usage.budget
         assert (usage.blocks, usage.leased) == (len(self.here), sum(map(bool, self.leases.values())))

@@ -8,20 +8,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.config.settings import KVSettings
-from penstock.kvstore.block import Name, chain_keys, chain_root, tenant_salt, tenant_tag
-from penstock.kvstore.chain import Chain
+from penstock.kvstore.block import BlockKey, derive_tenant_salt, derive_tenant_tag, hash_blocks, hash_chain_root
+from penstock.kvstore.chain import BlockHasher
 from penstock.kvstore.codec import PayloadShape
-from penstock.kvstore.store import KVStore, Layout
+from penstock.kvstore.store import KVLayout, KVStore
 
 FINGERPRINT = "5a" * 32
-ROOT = chain_root(FINGERPRINT, tenant_salt("secret", "default"))
+ROOT = hash_chain_root(FINGERPRINT, derive_tenant_salt("secret", "default"))
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 SIZES = st.integers(1, 16)
 
 
 @given(TOKENS, SIZES)
 def test_one_key_a_block_and_all_different(tokens: list[int], size: int) -> None:
-    keys = chain_keys(ROOT, tokens, size)
+    keys = hash_blocks(ROOT, tokens, size)
     assert len(keys) == -(-len(tokens) // size)
     assert len({ROOT, *keys}) == len(keys) + 1
     assert all(len(key) == 32 for key in keys)
@@ -29,9 +29,9 @@ def test_one_key_a_block_and_all_different(tokens: list[int], size: int) -> None
 
 @given(TOKENS, TOKENS, TOKENS, SIZES)
 def test_the_same_prefix_has_the_same_keys(prefix: list[int], one: list[int], two: list[int], size: int) -> None:
-    first, second = chain_keys(ROOT, prefix + one, size), chain_keys(ROOT, prefix + two, size)
+    first, second = hash_blocks(ROOT, prefix + one, size), hash_blocks(ROOT, prefix + two, size)
     num_full = len(prefix) // size
-    assert first[:num_full] == second[:num_full] == chain_keys(ROOT, prefix[: num_full * size], size)
+    assert first[:num_full] == second[:num_full] == hash_blocks(ROOT, prefix[: num_full * size], size)
 
 
 @given(TOKENS, SIZES, st.data())
@@ -39,8 +39,8 @@ def test_another_token_changes_every_key_from_there_on(tokens: list[int], size: 
     assume(tokens)
     place = data.draw(st.integers(0, len(tokens) - 1))
     other = data.draw(st.integers(0, 2**31 - 1).filter(lambda token: token != tokens[place]))
-    before = chain_keys(ROOT, tokens, size)
-    after = chain_keys(ROOT, [*tokens[:place], other, *tokens[place + 1 :]], size)
+    before = hash_blocks(ROOT, tokens, size)
+    after = hash_blocks(ROOT, [*tokens[:place], other, *tokens[place + 1 :]], size)
     same = place // size
     assert before[:same] == after[:same]
     assert set(before[same:]).isdisjoint(after[same:])
@@ -48,32 +48,32 @@ def test_another_token_changes_every_key_from_there_on(tokens: list[int], size: 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=40), SIZES)
 def test_a_partial_block_has_another_key_than_the_full_one(tokens: list[int], size: int) -> None:
-    assert chain_keys(ROOT, tokens, size)[-1] != chain_keys(ROOT, tokens[:-1], size)[-1]
+    assert hash_blocks(ROOT, tokens, size)[-1] != hash_blocks(ROOT, tokens[:-1], size)[-1]
 
 
 @given(TOKENS, SIZES, st.lists(st.integers(0, 40), max_size=5))
 def test_a_chain_that_grows_names_what_a_whole_one_does(tokens: list[int], size: int, looks: list[int]) -> None:
-    tag = tenant_tag(b"salt")
-    chain = Chain(ROOT, tag, size)
-    added: list[Name] = []
+    tag = derive_tenant_tag(b"salt")
+    chain = BlockHasher(ROOT, tag, size)
+    added: list[BlockKey] = []
     for length in [*sorted(looks), len(tokens)]:
-        added += chain.extend(tokens[: min(length, len(tokens))])
+        added += chain.hash_full_blocks(tokens[: min(length, len(tokens))])
     num_full = len(tokens) // size
-    keys = chain_keys(ROOT, tokens, size)
-    assert added == chain.names == [Name(key, size, tag) for key in keys[:num_full]]
-    assert chain.extend(tokens) == []
+    keys = hash_blocks(ROOT, tokens, size)
+    assert added == chain.keys == [BlockKey(key, size, tag) for key in keys[:num_full]]
+    assert chain.hash_full_blocks(tokens) == []
     rest = len(tokens) % size
-    assert chain.tail(tokens) == (Name(keys[-1], rest, tag) if rest else None)
+    assert chain.hash_tail_block(tokens) == (BlockKey(keys[-1], rest, tag) if rest else None)
 
 
 def keys_of(
     tenant: str, secret: str, fingerprint: str, block_size: int = 4, settings: KVSettings | None = None
 ) -> set[bytes]:
-    layout = Layout(fingerprint, block_size, 8, PayloadShape("float32", ((block_size, 1),)))
+    layout = KVLayout(fingerprint, block_size, 8, PayloadShape("float32", ((block_size, 1),)))
     settings = (settings or KVSettings()).model_copy(update={"salt_secret": secret})
-    chain = KVStore(layout, [], settings).chain(tenant)
-    chain.extend(range(12))
-    return {name.key for name in chain.names}
+    chain = KVStore(layout, [], settings).make_hasher(tenant)
+    chain.hash_full_blocks(range(12))
+    return {name.hash for name in chain.keys}
 
 
 def test_tenants_secrets_models_and_block_sizes_share_no_keys() -> None:
@@ -91,8 +91,10 @@ def test_tenants_secrets_models_and_block_sizes_share_no_keys() -> None:
 
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_salts(one: str, two: str) -> None:
-    assert (tenant_salt("secret", one) == tenant_salt("secret", two)) == (one == two)
-    assert (tenant_salt(one, "tenant") == tenant_salt(two, "tenant")) == (one.rstrip("\0") == two.rstrip("\0"))
+    assert (derive_tenant_salt("secret", one) == derive_tenant_salt("secret", two)) == (one == two)
+    assert (derive_tenant_salt(one, "tenant") == derive_tenant_salt(two, "tenant")) == (
+        one.rstrip("\0") == two.rstrip("\0")
+    )
 
 
 GOLDEN = [
@@ -101,14 +103,14 @@ GOLDEN = [
     "3855a8cbfe132cd95c8fc25f3bc4817f1568c9208bf3c7b3ee621995559c52a2",
 ]
 PROGRAM = f"""
-from penstock.kvstore.block import chain_keys, chain_root, tenant_salt
-root = chain_root({FINGERPRINT!r}, tenant_salt("secret", "default"))
-print(*(key.hex() for key in chain_keys(root, [302, 17, 4, 2**31 - 1, 0], 2)))
+from penstock.kvstore.block import hash_blocks, hash_chain_root, derive_tenant_salt
+root = hash_chain_root({FINGERPRINT!r}, derive_tenant_salt("secret", "default"))
+print(*(key.hex() for key in hash_blocks(root, [302, 17, 4, 2**31 - 1, 0], 2)))
 """
 
 
 def test_keys_are_the_same_in_every_process_and_version() -> None:
-    assert [key.hex() for key in chain_keys(ROOT, [302, 17, 4, 2**31 - 1, 0], 2)] == GOLDEN
+    assert [key.hex() for key in hash_blocks(ROOT, [302, 17, 4, 2**31 - 1, 0], 2)] == GOLDEN
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     other = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment, timeout=60

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 import redis
 
-from penstock.kvstore.block import HEADER_BYTES, Block, Name, Wanted
+from penstock.kvstore.block import HEADER_BYTES, Block, BlockKey, ReadRequest
 from penstock.kvstore.codec import PayloadShape, codec_for
 from penstock.kvstore.codec.choice import Choice
 from penstock.kvstore.tiers import address as redis_address
@@ -58,7 +58,7 @@ def test_use_renews_a_block_s_time(client: redis.Redis, kv_url: str) -> None:
     read(long, names[:1])
     is_here(long, names[1:2])
     put(long, names[2:3])
-    left = [client.pttl(kv_key(name.key)) for name in names]
+    left = [client.pttl(kv_key(name.hash)) for name in names]
     assert 0 < left[3] <= 10_000
     assert all(10_000 < time <= 1_000_000 for time in left[:3])
 
@@ -67,8 +67,8 @@ def test_a_lease_outlives_a_block_s_time(client: redis.Redis, kv_url: str) -> No
     tier, names = RedisTier.open(FORM, [kv_url], AMPLE, 0.05), new_names(2)
     put(tier, names)
     tier.lease("a job", keys_of(names[:1]), 600)
-    assert client.pttl(kv_key(names[0].key)) > 500_000
-    wait_until(lambda: not client.exists(kv_key(names[1].key)), 30, "the other one's time is over")
+    assert client.pttl(kv_key(names[0].hash)) > 500_000
+    wait_until(lambda: not client.exists(kv_key(names[1].hash)), 30, "the other one's time is over")
     assert is_here(tier, names) == [True, False]
     wait_until(lambda: put(tier, new_names(1)) and tier.usage().blocks <= 2, 30, "its entry is gone as well")
     assert tier.counters.evictions == 0
@@ -83,7 +83,7 @@ def test_an_entry_without_block_is_forgotten(
 ) -> None:
     names = new_names(3)
     put(tier, names)
-    client.delete(*(kv_key(name.key) for name in names[:2]))
+    client.delete(*(kv_key(name.hash) for name in names[:2]))
     assert is_here(tier, names) == [False, False, True]
     assert tier.usage().blocks == 3, "a writer may just be about to write them"
     monkeypatch.setattr(redis_index, "GRACE_MS", -10)  # all of this may happen within one millisecond
@@ -122,7 +122,7 @@ def test_a_block_that_nobody_noted_is_put_out_where_there_is_no_room(client: red
     put(tier, names[1:])
     tier.lease("a job", keys_of(names[1:]), 600)
     assert is_here(tier, names) == [False, True, True, True]
-    client.set(kv_key(names[0].key), "what nobody noted", px=60_000)
+    client.set(kv_key(names[0].hash), "what nobody noted", px=60_000)
     assert put(tier, names[:1]) == [False]
     assert tier.counters.refused == 1
     assert on_server(client, names) == [False, True, True, True]
@@ -130,8 +130,8 @@ def test_a_block_that_nobody_noted_is_put_out_where_there_is_no_room(client: red
     assert tier.check_integrity() == []
 
 
-def on_server(client: redis.Redis, names: Sequence[Name]) -> list[bool]:
-    return [client.exists(kv_key(name.key)) == 1 for name in names]
+def on_server(client: redis.Redis, names: Sequence[BlockKey]) -> list[bool]:
+    return [client.exists(kv_key(name.hash)) == 1 for name in names]
 
 
 def test_what_a_call_puts_out_again_it_does_not_say_is_here(
@@ -191,7 +191,7 @@ def test_the_index_stays_whole_whatever_happens(client: redis.Redis, kv_url: str
             case 6:
                 tier.remove(keys_of(some[:1]))
             case 7:
-                client.delete(kv_key(some[0].key))
+                client.delete(kv_key(some[0].hash))
         usage = tier.usage()
         assert usage.bytes <= usage.budget
         if step % 10 == 0:
@@ -207,10 +207,10 @@ def test_a_check_finds_what_does_not_agree(tier: RedisTier, client: redis.Redis)
     names = new_names(2)
     put(tier, names)
     client.hincrby(KV_INDEX[5], "sum", 7)
-    client.persist(kv_key(names[0].key))
+    client.persist(kv_key(names[0].hash))
     assert len(tier.check_integrity()) == 2
     client.hincrby(KV_INDEX[5], "sum", -7)
-    client.pexpire(kv_key(names[0].key), 1000)
+    client.pexpire(kv_key(names[0].hash), 1000)
 
 
 def test_tools_look_and_change_nothing(tier: RedisTier, kv_url: str) -> None:
@@ -221,7 +221,7 @@ def test_tools_look_and_change_nothing(tier: RedisTier, kv_url: str) -> None:
     assert looking.usage() == tier.usage()
     assert is_here(looking, names) == [True] * 3
     assert {entry.key: entry for entry in looking.entries()} == before
-    assert looking.stored(names[0].key) == tier.stored(names[0].key)
+    assert looking.stored(names[0].hash) == tier.stored(names[0].hash)
     assert looking.remove(keys_of(names[:2])) == 2
     assert tier.usage().blocks == 1
     looking.close()
@@ -234,7 +234,7 @@ def test_a_key_of_another_type_is_damage(tier: RedisTier, client: redis.Redis) -
     names = new_names(3)
     put(tier, names[2:])
     for name in names[:2]:
-        client.rpush(kv_key(name.key), "not a block")
+        client.rpush(kv_key(name.hash), "not a block")
     assert is_here(tier, names[:1]) == [False]
     assert read(tier, [names[0], names[2]]) == [None, content(names[2])]
     assert (tier.counters.damaged, tier.counters.errors) == (1, 0)
@@ -248,10 +248,10 @@ def test_a_value_of_another_length_is_not_taken_for_the_next_one(
 ) -> None:
     names = new_names(3)
     put(tier, names)
-    client.setrange(kv_key(names[1].key), length - 3, b"\r\n$")
-    value = client.get(kv_key(names[1].key))
+    client.setrange(kv_key(names[1].hash), length - 3, b"\r\n$")
+    value = client.get(kv_key(names[1].hash))
     assert isinstance(value, bytes)
-    client.set(kv_key(names[1].key), value[:length], keepttl=True)
+    client.set(kv_key(names[1].hash), value[:length], keepttl=True)
     assert read(tier, names) == [content(names[0]), None, content(names[2])]
     assert (tier.counters.damaged, tier.counters.errors) == (1, 0)
 
@@ -265,7 +265,7 @@ def test_a_leased_block_that_became_larger(client: redis.Redis, kv_url: str, lea
     assert coded.put([Block(names[0], memoryview(bytes(PAYLOAD_BYTES)))]) == [True]
     assert put(tier, names[1:]) == [True, True]
     tier.lease("a job", keys_of(names if leased else names[:1]), 600)
-    client.delete(kv_key(names[0].key))
+    client.delete(kv_key(names[0].hash))
     assert put(tier, names[:1]) == [not leased]
     assert on_server(client, names) == [not leased, leased, True]
     assert (tier.usage().blocks, tier.usage().bytes) == (2, 2 * STORED_BYTES)
@@ -288,11 +288,11 @@ def test_blocks_of_any_codec_lie_side_by_side(tier: RedisTier, client: redis.Red
     assert tier.put(blocks[2:]) == [True]
     assert coded.usage().bytes < 3 * STORED_BYTES
     places = [bytearray(PAYLOAD_BYTES) for _ in names]
-    wanted = [Wanted(name, memoryview(place)) for name, place in zip(names, places, strict=True)]
+    wanted = [ReadRequest(name, memoryview(place)) for name, place in zip(names, places, strict=True)]
     assert coded.get(wanted) == [True] * 3
     assert places == payloads
     assert coded.counters.bytes_written == 2 * PAYLOAD_BYTES
-    client.setrange(kv_key(names[0].key), HEADER_BYTES + 50, b"?!")
+    client.setrange(kv_key(names[0].hash), HEADER_BYTES + 50, b"?!")
     assert coded.get(wanted) == [False, True, True]
     assert tier.get(wanted[1:]) == [False, True], "one who knows no codec"
     assert (coded.counters.damaged, tier.counters.damaged) == (1, 1)
@@ -324,7 +324,7 @@ def test_memory_that_changes_after_it_was_hashed_is_damage(tier: RedisTier) -> N
     changed = block(name, is_valid=is_valid)
     changed = type(changed)(name, memoryview(payload), is_valid)
     assert tier.put([changed]) == [True]
-    assert tier.get([Wanted(name, memoryview(bytearray(PAYLOAD_BYTES)))]) == [False]
+    assert tier.get([ReadRequest(name, memoryview(bytearray(PAYLOAD_BYTES)))]) == [False]
     assert tier.counters.damaged == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from penstock.errors import KVStoreError
-from penstock.kvstore.block import Form, Wanted
+from penstock.kvstore.block import BlockFormat, ReadRequest
 from penstock.kvstore.tiers import server as redis_server
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.local.valkey import ValkeyServer
@@ -34,7 +34,7 @@ def empty_url(kv_url: str) -> str:
 
 
 @pytest.mark.parametrize("form", [FORM, LARGE_FORM], ids=["small", "large"])
-def test_a_unix_socket(tmp_path: Path, form: Form) -> None:
+def test_a_unix_socket(tmp_path: Path, form: BlockFormat) -> None:
     with unix_server(tmp_path) as url:
         check_works(RedisTier.open(form, [url], AMPLE, 60), form)
 
@@ -45,9 +45,9 @@ def test_damage_on_several_connections(tmp_path: Path) -> None:
     with unix_server(tmp_path) as url, redis.Redis.from_url(url) as client:
         tier = RedisTier.open(LARGE_FORM, [url], AMPLE, 60)
         put(tier, names, LARGE_FORM)
-        client.setrange(kv_key(names[2].key), 1000, b"?")
-        client.delete(kv_key(names[5].key))
-        client.set(kv_key(names[7].key), b"")
+        client.setrange(kv_key(names[2].hash), 1000, b"?")
+        client.delete(kv_key(names[5].hash))
+        client.set(kv_key(names[7].hash), b"")
         expected = [None if at in (2, 5, 7) else content(name, LARGE_FORM) for at, name in enumerate(names)]
         assert read(tier, names, LARGE_FORM) == expected
         assert (tier.counters.hits, tier.counters.misses, tier.counters.damaged) == (8, 3, 2)
@@ -110,11 +110,11 @@ def test_one_address_down_loses_its_share_only(empty_url: str, own_server: Valke
     put(tier, names)
     here = {entry.key for entry in RedisTier.attach([empty_url]).entries()}
     own_server.kill()
-    expected = [content(name) if name.key in here else None for name in names]
+    expected = [content(name) if name.hash in here else None for name in names]
     assert read(tier, names) == expected
     assert tier.counters.errors == 1
-    assert is_here(tier, names) == [name.key in here for name in names]
-    assert put(tier, names) == [name.key in here for name in names]
+    assert is_here(tier, names) == [name.hash in here for name in names]
+    assert put(tier, names) == [name.hash in here for name in names]
     assert tier.usage().blocks == len(here)
     tier.close()
 
@@ -148,7 +148,7 @@ def test_nothing_is_received_after_a_get_that_raised(empty_url: str, own_server:
         slow = [name for name, here in zip(names, is_here(looking, names), strict=True) if here]
         fast = next(name for name in names if name not in slow)
         places = [bytearray(PAYLOAD_BYTES) for _ in slow]
-        wanted = [Wanted(name, memoryview(place)) for name, place in zip(slow, places, strict=True)]
+        wanted = [ReadRequest(name, memoryview(place)) for name, place in zip(slow, places, strict=True)]
 
         def release() -> None:
             over.wait(0.3)
@@ -158,7 +158,7 @@ def test_nothing_is_received_after_a_get_that_raised(empty_url: str, own_server:
         releasing = threading.Thread(target=release)
         releasing.start()
         with pytest.raises(TypeError):
-            tier.get([Wanted(fast, memoryview(bytes(PAYLOAD_BYTES))), *wanted])  # that cannot be written to
+            tier.get([ReadRequest(fast, memoryview(bytes(PAYLOAD_BYTES))), *wanted])  # that cannot be written to
         over.set()
         assert places == [content(name) for name in slow]
         releasing.join()

@@ -84,7 +84,7 @@ def test_a_slot_that_is_given_away_and_back_under_a_reader(
     put(tier, [name])
 
     def away_and_back() -> None:
-        assert other.remove([name.key]) == 1
+        assert other.remove([name.hash]) == 1
         assert put(other, [name]) == [True]
 
     at_step("get 3", away_and_back)
@@ -100,11 +100,11 @@ def test_a_half_overwritten_slot_is_a_miss(tier: SharedTier, other: SharedTier, 
     put(tier, [name, *fill])
 
     def while_it_reads() -> None:
-        other.remove([name.key])
-        (place,) = other.arena.take([usurper.key])
+        other.remove([name.hash])
+        (place,) = other.arena.take([usurper.hash])
         assert place is not None
         other.arena.tables.slot(place.slot)[HEADER_BYTES:] = content(usurper)
-        other.arena.publish([(place, usurper.key, False)])
+        other.arena.publish([(place, usurper.hash, False)])
 
     at_step("get 1", while_it_reads)
     assert read(tier, [name]) == [None]
@@ -224,7 +224,7 @@ def test_a_closed_tier_has_nothing_and_takes_nothing(tier: SharedTier, other: Sh
     tier.release("a job", keys_of(names))
     assert tier.remove(keys_of(names)) == 0
     assert list(tier.entries()) == []
-    assert tier.stored(names[0].key) is None
+    assert tier.stored(names[0].hash) is None
     assert tier.usage().blocks == 0
     assert is_here(other, names) == [True, False]
     assert other.usage().leased == 0

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from penstock.config.settings import KVSettings
-from penstock.kvstore.block import Block, Name, Wanted
+from penstock.kvstore.block import Block, BlockKey, ReadRequest
 from penstock.kvstore.codec import PayloadShape
-from penstock.kvstore.store import KVStore, Layout
+from penstock.kvstore.store import KVLayout, KVStore
 from penstock.local.processes import find_free_port
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
 
 SIZE = 4
-LAYOUT = Layout("5a" * 32, SIZE, 24, PayloadShape("float32", ((6, 1),)))
+LAYOUT = KVLayout("5a" * 32, SIZE, 24, PayloadShape("float32", ((6, 1),)))
 PROMPT = list(range(100, 118))
 """18 tokens: four full blocks and one of two."""
 ALL = 0b111
@@ -35,7 +35,7 @@ def make_store(settings: KVSettings, kv_url: str) -> Iterator[MakeStore]:
     made = []
     RedisPlace(kv_url)  # empty
 
-    def make(layout: Layout = LAYOUT, url: str = kv_url, **changes: object) -> KVStore:
+    def make(layout: KVLayout = LAYOUT, url: str = kv_url, **changes: object) -> KVStore:
         made.append(KVStore.open(layout, settings.model_copy(update=changes), url, "demo"))
         return made[-1]
 
@@ -58,11 +58,11 @@ def places(tmp_path: Path, kv_url: str, store: KVStore) -> list[Place]:
     return [SharedPlace(tmp_path), DiskPlace(tmp_path / "disk"), kept]
 
 
-def names_of(store: KVStore, tokens: Sequence[int] = PROMPT, tenant: str = "t") -> list[Name]:
-    chain = store.chain(tenant)
-    chain.extend(tokens)
-    tail = chain.tail(tokens)
-    return [*chain.names, *([tail] if tail else [])]
+def names_of(store: KVStore, tokens: Sequence[int] = PROMPT, tenant: str = "t") -> list[BlockKey]:
+    chain = store.make_hasher(tenant)
+    chain.hash_full_blocks(tokens)
+    tail = chain.hash_tail_block(tokens)
+    return [*chain.keys, *([tail] if tail else [])]
 
 
 def expected(tokens: Sequence[int] = PROMPT) -> list[bytes]:
@@ -71,20 +71,21 @@ def expected(tokens: Sequence[int] = PROMPT) -> list[bytes]:
     return [hashlib.sha256(repr(list(tokens[:end])).encode()).digest()[: LAYOUT.payload_bytes] for end in ends]
 
 
-def fill(store: KVStore, lack: int = ALL, tokens: Sequence[int] = PROMPT, tenant: str = "t") -> list[Name]:
+def fill(store: KVStore, lack: int = ALL, tokens: Sequence[int] = PROMPT, tenant: str = "t") -> list[BlockKey]:
     names = names_of(store, tokens, tenant)
     blocks = [(Block(name, memoryview(one)), lack) for name, one in zip(names, expected(tokens), strict=True)]
-    store.put(blocks, behind=False)
-    store.put(blocks, behind=True)
+    store.store_blocks(blocks, behind=False)
+    store.store_blocks(blocks, behind=True)
     return names
 
 
 def read(store: KVStore, tokens: Sequence[int] = PROMPT, tenant: str = "t", start: int = 0) -> list[tuple[bytes, int]]:
     """Payloads found, each with the tier it came from."""
     wanted = [
-        Wanted(name, memoryview(bytearray(LAYOUT.payload_bytes))) for name in names_of(store, tokens, tenant)[start:]
+        ReadRequest(name, memoryview(bytearray(LAYOUT.payload_bytes)))
+        for name in names_of(store, tokens, tenant)[start:]
     ]
-    return [(bytes(one.into), depth) for one, depth in zip(wanted, store.load(wanted), strict=False)]
+    return [(bytes(one.target), depth) for one, depth in zip(wanted, store.load_blocks(wanted), strict=False)]
 
 
 def found(depth: int, tokens: Sequence[int] = PROMPT) -> list[tuple[bytes, int]]:
@@ -115,9 +116,9 @@ def test_reading_may_start_later(store: KVStore, depth: int) -> None:
 
 def test_the_prefix_ends_at_the_first_block_that_no_tier_has(store: KVStore) -> None:
     names = fill(store)
-    store.tiers[0].remove([names[0].key, names[2].key, names[3].key])
-    store.tiers[1].remove([names[0].key, names[3].key])
-    store.tiers[2].remove([names[3].key])
+    store.tiers[0].remove([names[0].hash, names[2].hash, names[3].hash])
+    store.tiers[1].remove([names[0].hash, names[3].hash])
+    store.tiers[2].remove([names[3].hash])
     payloads = expected()
     assert read(store) == [(payloads[0], 2), (payloads[1], 0), (payloads[2], 1)]
     assert read(store, start=3) == []
@@ -128,15 +129,15 @@ def test_the_prefix_ends_at_the_first_block_that_no_tier_has(store: KVStore) -> 
 def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(store: KVStore, places: list[Place], depth: int) -> None:
     names = fill(store)
     for upper in store.tiers[:depth]:
-        upper.remove([name.key for name in names])
+        upper.remove([name.hash for name in names])
     tier = store.tiers[depth]
-    places[depth].damage(tier, names[2].key, lambda stored: stored[:-1] + bytes([stored[-1] ^ 1]))
+    places[depth].damage(tier, names[2].hash, lambda stored: stored[:-1] + bytes([stored[-1] ^ 1]))
     want = found(depth)
     if depth < 2:
         want[2] = (want[2][0], depth + 1)
     assert read(store) == (want if depth < 2 else want[:2])
     assert (tier.counters.hits, tier.counters.damaged) == (4, 1)
-    assert tier.has([names[2].key]) == [False]
+    assert tier.has([names[2].hash]) == [False]
 
 
 def test_another_tenant_model_or_prompt_reads_nothing_of_it(store: KVStore, make_store: MakeStore) -> None:
@@ -144,7 +145,7 @@ def test_another_tenant_model_or_prompt_reads_nothing_of_it(store: KVStore, make
     assert read(store, tenant="u") == []
     assert read(store, [7, *PROMPT[1:]]) == []
     assert read(store, [*PROMPT[:7], 7]) == found(0)[:1]
-    assert read(make_store(Layout("5b" * 32, SIZE, 24, LAYOUT.shape))) == []
+    assert read(make_store(KVLayout("5b" * 32, SIZE, 24, LAYOUT.shape))) == []
     assert read(make_store(salt_secret="other")) == []
 
 
@@ -156,49 +157,49 @@ def test_a_partial_block_is_not_used_for_a_longer_prompt(store: KVStore) -> None
 
 def test_where_a_block_is_to_be_written(store: KVStore) -> None:
     names = fill(store, 0b110)
-    keys = [name.key for name in names]
+    keys = [name.hash for name in names]
     store.tiers[2].remove(keys[3:])
-    depths = store.depths(keys)
+    depths = store.find_tiers(keys)
     assert depths == [1, 1, 1, 1, 1]
-    assert store.hand_off == 2
-    assert store.lacking(keys, depths, hand_off=True) == [0b001, 0b001, 0b001, 0b101, 0b101]
-    assert store.lacking(keys, depths, hand_off=False) == [0b001] * 5
-    assert [store.has_handed_off(lack) for lack in (0b001, 0b101)] == [True, False]
+    assert store.hand_off_index == 2
+    assert store.find_missing_tiers(keys, depths, hand_off=True) == [0b001, 0b001, 0b001, 0b101, 0b101]
+    assert store.find_missing_tiers(keys, depths, hand_off=False) == [0b001] * 5
+    assert [store.is_in_hand_off_tier(lack) for lack in (0b001, 0b101)] == [True, False]
 
 
 def test_the_hand_off_tier_is_the_first_that_all_can_read(make_store: MakeStore) -> None:
     store = make_store(redis_mb=0)
-    assert store.hand_off == 0
-    assert [store.needs_behind(lack) for lack in (0b00, 0b01, 0b11)] == [False, False, True]
+    assert store.hand_off_index == 0
+    assert [store.is_missing_below(lack) for lack in (0b00, 0b01, 0b11)] == [False, False, True]
     names = names_of(store)
     blocks = [(Block(name, memoryview(one)), 0b11) for name, one in zip(names, expected(), strict=True)]
-    store.put(blocks, behind=False)
+    store.store_blocks(blocks, behind=False)
     assert [tier.usage().blocks for tier in store.tiers] == [5, 0]
-    store.put(blocks, behind=True)
+    store.store_blocks(blocks, behind=True)
     assert [tier.usage().blocks for tier in store.tiers] == [5, 5]
-    assert make_store(redis_mb=0, shared_mb=0).hand_off == 0
+    assert make_store(redis_mb=0, shared_mb=0).hand_off_index == 0
     alone = make_store(redis_mb=0, shared_mb=0, disk_mb=0)
-    assert (alone.hand_off, alone.everywhere) == (-1, 0)
+    assert (alone.hand_off_index, alone.all_tiers) == (-1, 0)
     assert read(alone) == []
-    alone.lease("job", names)
-    alone.release("job", names)
+    alone.lease_blocks("job", names)
+    alone.release_leases("job", names)
 
 
 def test_leases_are_taken_in_the_hand_off_tier(store: KVStore) -> None:
     names = fill(store)
-    store.lease("job", names)
+    store.lease_blocks("job", names)
     assert [tier.usage().leased for tier in store.tiers] == [0, 0, 5]
-    store.release("job", names)
+    store.release_leases("job", names)
     assert store.tiers[2].usage().leased == 0
 
 
 def test_what_is_slower_than_computing_is_not_read(store: KVStore) -> None:
     names = fill(store)
-    store.tiers[0].remove([name.key for name in names[2:]])
-    store.measure_against(lambda: 40.0)  # 100 ms a block
-    store.cost.speed("shared").read(1, 0.0)
-    assert store.cost.speed("disk").look()
-    store.cost.speed("disk").read(1, 1.0)
+    store.tiers[0].remove([name.hash for name in names[2:]])
+    store.set_compute_speed(lambda: 40.0)  # 100 ms a block
+    store.cost.tier_speed("shared").record_read(1, 0.0)
+    assert store.cost.tier_speed("disk").begin_probe()
+    store.cost.tier_speed("disk").record_read(1, 1.0)
     assert read(store) == found(0)[:2]
     assert store.stats.not_worth == 3
 
@@ -210,15 +211,15 @@ def test_memory_is_read_though_its_reader_waits_for_a_processor(
     """Of memory the processor time counts: the engine would wait as well. A disk that takes long is left alone."""
     names = fill(store)
     for tier in store.tiers[:depth]:
-        tier.remove([name.key for name in names])
+        tier.remove([name.hash for name in names])
     tier, get = store.tiers[depth], store.tiers[depth].get
 
-    def get_late(wanted: Sequence[Wanted]) -> list[bool]:
+    def get_late(wanted: Sequence[ReadRequest]) -> list[bool]:
         time.sleep(0.05)
         return get(wanted)
 
     monkeypatch.setattr(tier, "get", get_late)
-    store.measure_against(lambda: 1000.0)  # 4 ms a block
+    store.set_compute_speed(lambda: 1000.0)  # 4 ms a block
     for _ in range(3):
         num_read = len(read(store))
     assert num_read == (len(names) if tier.name == "shared" else 0)
@@ -239,4 +240,4 @@ def test_without_its_server_a_store_lives_from_the_rest(make_store: MakeStore) -
     alone = make_store(url=f"redis://127.0.0.1:{find_free_port()}/0", shared_mb=0, disk_mb=0)
     fill(alone)
     assert read(alone) == []
-    alone.lease("job", names_of(alone))
+    alone.lease_blocks("job", names_of(alone))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.kvstore.block import HEADER_BYTES, Form, Name, Wanted
+from penstock.kvstore.block import HEADER_BYTES, BlockFormat, BlockKey, ReadRequest
 from penstock.kvstore.tiers.contract import Tier
 from penstock.waiting import wait_until
 from tests.kvstore.blocks import (
@@ -38,15 +38,15 @@ def tier(make_tier: MakeTier) -> Tier:
     return make_tier(FORM, AMPLE)
 
 
-def fill(tier: Tier) -> list[Name]:
+def fill(tier: Tier) -> list[BlockKey]:
     """Put blocks, one at a time, until there is no room for another one; what is there then, the oldest first."""
-    names: list[Name] = []
+    names: list[BlockKey] = []
     while not tier.counters.evictions:
         names += new_names(1)
         assert put(tier, names[-1:]) == [True]
         assert len(names) < 1000
     kept = {entry.key for entry in tier.entries()}
-    return [name for name in names if name.key in kept]
+    return [name for name in names if name.hash in kept]
 
 
 # Put and get.
@@ -110,7 +110,7 @@ def test_a_view_of_something_larger(tier: Tier) -> None:
     middle = memoryview(payload)[PAYLOAD_BYTES : 2 * PAYLOAD_BYTES]
     tier.put([replace(block(name), payload=middle)])
     middle[:] = bytes(PAYLOAD_BYTES)
-    assert tier.get([Wanted(name, middle)]) == [True]
+    assert tier.get([ReadRequest(name, middle)]) == [True]
     assert payload == b"\7" * PAYLOAD_BYTES + content(name) + b"\7" * PAYLOAD_BYTES
 
 
@@ -137,7 +137,7 @@ def test_large_blocks(make_tier: MakeTier) -> None:
     [lambda name: replace(name, tag=bytes(16)), lambda name: replace(name, num_tokens=NUM_TOKENS - 1)],
     ids=["another tenant", "another number of tokens"],
 )
-def test_a_block_of_the_same_key_that_is_another_one(tier: Tier, other: Callable[[Name], Name]) -> None:
+def test_a_block_of_the_same_key_that_is_another_one(tier: Tier, other: Callable[[BlockKey], BlockKey]) -> None:
     name = new_name()
     put(tier, [name])
     assert read(tier, [other(name)]) == [None]
@@ -153,14 +153,14 @@ def test_a_block_of_the_same_key_that_is_another_one(tier: Tier, other: Callable
     ],
     ids=["another model", "another layout", "another size"],
 )
-def test_a_block_of_another_model_is_a_miss(make_tier: MakeTier, form: Form) -> None:
+def test_a_block_of_another_model_is_a_miss(make_tier: MakeTier, form: BlockFormat) -> None:
     ours, theirs, name = make_tier(FORM, AMPLE), make_tier(form, AMPLE), new_name()
     put(ours, [name])
     assert read(theirs, [name], form) == [None]
     assert theirs.counters.misses == 1
 
 
-def check_damage_was_removed(tier: Tier, *names: Name) -> None:
+def check_damage_was_removed(tier: Tier, *names: BlockKey) -> None:
     """Each of the blocks was asked for once, found damaged, and is gone; it can be put again."""
     counters = tier.counters
     assert (counters.hits, counters.misses, counters.damaged) == (0, len(names), len(names))
@@ -189,7 +189,7 @@ def test_a_flipped_bit_is_a_miss(tier: Tier, damage: Damage, at: int) -> None:
         return stored[:at] + bytes([stored[at] ^ 1 << bit]) + stored[at + 1 :]
 
     put(tier, [name])
-    damage(tier, name.key, flip)
+    damage(tier, name.hash, flip)
     assert read(tier, [name]) == [None]
     check_damage_was_removed(tier, name)
 
@@ -198,7 +198,7 @@ def test_a_flipped_bit_is_a_miss(tier: Tier, damage: Damage, at: int) -> None:
 def test_a_truncated_block_is_a_miss(tier: Tier, damage: Damage, length: int) -> None:
     name = new_name()
     put(tier, [name])
-    damage(tier, name.key, lambda stored: stored[:length])
+    damage(tier, name.hash, lambda stored: stored[:length])
     assert read(tier, [name]) == [None]
     check_damage_was_removed(tier, name)
 
@@ -206,11 +206,11 @@ def test_a_truncated_block_is_a_miss(tier: Tier, damage: Damage, length: int) ->
 def test_swapped_blocks_are_misses(tier: Tier, damage: Damage) -> None:
     one, two = new_names(2)
     put(tier, [one, two])
-    first, second = tier.stored(one.key), tier.stored(two.key)
+    first, second = tier.stored(one.hash), tier.stored(two.hash)
     assert first
     assert second
-    damage(tier, one.key, lambda _: second)
-    damage(tier, two.key, lambda _: first)
+    damage(tier, one.hash, lambda _: second)
+    damage(tier, two.hash, lambda _: first)
     assert read(tier, [one, two]) == [None, None]
     check_damage_was_removed(tier, one, two)
 
@@ -218,9 +218,9 @@ def test_swapped_blocks_are_misses(tier: Tier, damage: Damage) -> None:
 def test_the_header_of_one_on_the_content_of_another(tier: Tier, damage: Damage) -> None:
     one, two = new_names(2)
     put(tier, [one, two])
-    other = tier.stored(two.key)
+    other = tier.stored(two.hash)
     assert other
-    damage(tier, one.key, lambda stored: stored[:HEADER_BYTES] + other[HEADER_BYTES:])
+    damage(tier, one.hash, lambda stored: stored[:HEADER_BYTES] + other[HEADER_BYTES:])
     assert read(tier, [one]) == [None]
     check_damage_was_removed(tier, one)
 
@@ -228,7 +228,7 @@ def test_the_header_of_one_on_the_content_of_another(tier: Tier, damage: Damage)
 def test_damage_does_not_spread(tier: Tier, damage: Damage) -> None:
     names = new_names(7)
     put(tier, names)
-    damage(tier, names[3].key, lambda stored: bytes(len(stored)))
+    damage(tier, names[3].hash, lambda stored: bytes(len(stored)))
     found = read(tier, names)
     assert found == [content(name) if name is not names[3] else None for name in names]
     assert (tier.counters.hits, tier.counters.misses, tier.counters.damaged) == (6, 1, 1)
@@ -237,8 +237,8 @@ def test_damage_does_not_spread(tier: Tier, damage: Damage) -> None:
 def test_a_leased_block_that_is_damaged_is_removed(tier: Tier, damage: Damage) -> None:
     name = new_name()
     put(tier, [name])
-    tier.lease("a job", [name.key], 60)
-    damage(tier, name.key, lambda stored: bytes(len(stored)))
+    tier.lease("a job", [name.hash], 60)
+    damage(tier, name.hash, lambda stored: bytes(len(stored)))
     assert read(tier, [name]) == [None]
     check_damage_was_removed(tier, name)
     assert tier.usage().leased == 0
@@ -253,7 +253,7 @@ def test_memory_that_became_another_block_s_is_not_stored(tier: Tier) -> None:
     assert read(tier, [bad, good]) == [None, content(good)]
     assert tier.counters.damaged == 0
     assert tier.counters.bytes_written == PAYLOAD_BYTES
-    assert [entry.key for entry in tier.entries()] == [good.key]
+    assert [entry.key for entry in tier.entries()] == [good.hash]
     assert put(tier, [bad]) == [True]
 
 
@@ -295,20 +295,20 @@ def test_a_batch_larger_than_the_budget(make_tier: MakeTier) -> None:
     assert tier.counters.damaged == 0
 
 
-def use_by_get(tier: Tier, name: Name) -> None:
+def use_by_get(tier: Tier, name: BlockKey) -> None:
     assert read(tier, [name]) == [content(name)]
 
 
-def use_by_has(tier: Tier, name: Name) -> None:
+def use_by_has(tier: Tier, name: BlockKey) -> None:
     assert is_here(tier, [name]) == [True]
 
 
-def use_by_put(tier: Tier, name: Name) -> None:
+def use_by_put(tier: Tier, name: BlockKey) -> None:
     assert put(tier, [name]) == [True]
 
 
 @pytest.mark.parametrize("use", [use_by_get, use_by_has, use_by_put])
-def test_what_was_used_longest_ago_goes_first(make_tier: MakeTier, use: Callable[[Tier, Name], None]) -> None:
+def test_what_was_used_longest_ago_goes_first(make_tier: MakeTier, use: Callable[[Tier, BlockKey], None]) -> None:
     tier = make_tier(FORM, 2 * SMALL)
     names = fill(tier)
     used = names[::2]
@@ -319,7 +319,7 @@ def test_what_was_used_longest_ago_goes_first(make_tier: MakeTier, use: Callable
     for name in added:
         assert put(tier, [name]) == [True]
     kept = {entry.key for entry in tier.entries()}
-    here = [name.key in kept for name in order]
+    here = [name.hash in kept for name in order]
     assert here == sorted(here), "something went before what was used longer ago"
     assert not here[0]
     assert all(here[-len(added) - 1 :])
@@ -337,7 +337,7 @@ def test_leased_blocks_stay_and_go_when_they_are_released(make_tier: MakeTier) -
     for name in new_names(30):
         assert put(tier, [name]) == [True]
     kept = {entry.key: entry.leases for entry in tier.entries()}
-    assert [kept.get(name.key) for name in leased] == [1, 1]
+    assert [kept.get(name.hash) for name in leased] == [1, 1]
     assert sum(kept.values()) == 2
     tier.release("a job", keys_of(leased))
     tier.release("a job", keys_of(leased))
@@ -359,28 +359,28 @@ def test_a_lease_ends_with_its_time(make_tier: MakeTier) -> None:
 def test_a_second_lease_of_the_same_owner_moves_the_end(make_tier: MakeTier) -> None:
     tier, (longer, shorter) = make_tier(FORM, AMPLE), new_names(2)
     put(tier, [longer, shorter])
-    tier.lease("a job", [longer.key], 0.05)
-    tier.lease("a job", [longer.key], 600)
-    tier.lease("a job", [shorter.key], 600)
-    tier.lease("a job", [shorter.key], 0.05)
+    tier.lease("a job", [longer.hash], 0.05)
+    tier.lease("a job", [longer.hash], 600)
+    tier.lease("a job", [shorter.hash], 600)
+    tier.lease("a job", [shorter.hash], 0.05)
     wait_until(lambda: tier.usage().leased == 1, 30, "the shorter lease runs out")
-    assert {entry.key: entry.leases for entry in tier.entries()} == {longer.key: 1, shorter.key: 0}
-    tier.release("a job", [longer.key])
+    assert {entry.key: entry.leases for entry in tier.entries()} == {longer.hash: 1, shorter.hash: 0}
+    tier.release("a job", [longer.hash])
     assert tier.usage().leased == 0
 
 
 def test_owners_are_independent(make_tier: MakeTier) -> None:
     tier, other, name = make_tier(FORM, AMPLE), make_tier(FORM, AMPLE), new_name()
     put(tier, [name])
-    tier.lease("one", [name.key], 600)
-    other.lease("two", [name.key], 600)
+    tier.lease("one", [name.hash], 600)
+    other.lease("two", [name.hash], 600)
     assert [entry.leases for entry in tier.entries()] == [2]
     assert tier.usage().leased == 1
-    other.release("one", [name.key])
+    other.release("one", [name.hash])
     assert [entry.leases for entry in tier.entries()] == [1]
-    tier.release("three", [name.key])
+    tier.release("three", [name.hash])
     assert tier.usage().leased == 1
-    tier.release("two", [name.key])
+    tier.release("two", [name.hash])
     assert tier.usage().leased == 0
 
 
@@ -395,7 +395,7 @@ def test_when_all_is_leased_a_block_is_refused(make_tier: MakeTier) -> None:
     names = fill(tier)
     while put(tier, extra := new_names(1)) == [True]:  # a tier may put out more than it must at a time
         tier.lease("a job", keys_of(names + extra), 600)
-        names = [*(name for name in names if name.key in {entry.key for entry in tier.entries()}), *extra]
+        names = [*(name for name in names if name.hash in {entry.key for entry in tier.entries()}), *extra]
         assert len(names) < 100
     assert tier.counters.refused == 1
     assert is_here(tier, extra) == [False]
@@ -408,8 +408,8 @@ def test_when_all_is_leased_a_block_is_refused(make_tier: MakeTier) -> None:
 def test_a_lease_ends_with_its_block(tier: Tier) -> None:
     name = new_name()
     put(tier, [name])
-    tier.lease("a job", [name.key], 600)
-    assert tier.remove([name.key]) == 1
+    tier.lease("a job", [name.hash], 600)
+    assert tier.remove([name.hash]) == 1
     assert tier.usage().leased == 0
     put(tier, [name])
     assert [entry.leases for entry in tier.entries()] == [0]
@@ -456,12 +456,12 @@ def test_entries_and_stored_show_what_is_there(tier: Tier) -> None:
     entries = {entry.key: entry for entry in tier.entries()}
     assert entries.keys() == set(keys_of(names))
     for name in names:
-        assert entries[name.key].bytes >= STORED_BYTES
-        stored = tier.stored(name.key)
+        assert entries[name.hash].bytes >= STORED_BYTES
+        stored = tier.stored(name.hash)
         assert stored is not None
         assert len(stored) == STORED_BYTES
         assert stored[HEADER_BYTES:] == content(name)
-    assert tier.stored(new_name().key) is None
+    assert tier.stored(new_name().hash) is None
     assert (tier.counters.hits, tier.counters.misses) == (0, 0)
 
 
@@ -471,7 +471,7 @@ def test_entries_tell_the_order_of_use(tier: Tier) -> None:
         put(tier, [name])
     use_by_get(tier, names[0])
     used = {entry.key: entry.used_s for entry in tier.entries()}
-    assert used[names[0].key] >= used[names[3].key] >= used[names[1].key]
+    assert used[names[0].hash] >= used[names[3].hash] >= used[names[1].hash]
 
 
 # Threads.

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.settings import KVSettings
 from penstock.kvstore.store import KVStore
-from penstock.kvstore.transfers import Fetch, Ship, Transfers
+from penstock.kvstore.transfers import LoadOperation, StoreOperation, Transfers
 from penstock.waiting import wait_until
 from tests.kvstore.test_store import LAYOUT, PROMPT, expected, fill, names_of, read
 
@@ -69,11 +69,11 @@ def store(tmp_path: Path) -> Iterator[KVStore]:
     store.close()
 
 
-def collected(transfers: Transfers, count: int = 1) -> list[Fetch | Ship]:
-    done: list[Fetch | Ship] = []
+def collected(transfers: Transfers, count: int = 1) -> list[LoadOperation | StoreOperation]:
+    done: list[LoadOperation | StoreOperation] = []
 
     def enough() -> bool:
-        done.extend(transfers.collect())
+        done.extend(transfers.collect_finished())
         return len(done) >= count
 
     wait_until(enough, 20, "the transfers")
@@ -83,7 +83,7 @@ def collected(transfers: Transfers, count: int = 1) -> list[Fetch | Ship]:
 
 def all_back(transfers: Transfers, pool: Pool) -> None:
     def done() -> bool:
-        list(transfers.collect())
+        list(transfers.collect_finished())
         return len(pool.returned) == len(pool.lent)
 
     wait_until(done, 20, "all is given back")
@@ -93,10 +93,10 @@ def all_back(transfers: Transfers, pool: Pool) -> None:
 def test_what_the_tiers_have_lands(store: KVStore) -> None:
     names, pool = fill(store, 0b11), Pool(held=1)
     transfers = Transfers(store, pool, 10)
-    transfers.fetch(Fetch("mine", names[:4], names[4], 4))
+    transfers.submit_load(LoadOperation("mine", names[:4], names[4], 4))
     (done,) = collected(transfers)
-    assert isinstance(done, Fetch)
-    assert (done.ticket, done.held, done.lacks) == ("mine", 1, [0, 0, 0, 0])
+    assert isinstance(done, LoadOperation)
+    assert (done.context, done.num_pool_blocks, done.missing_tiers) == ("mine", 1, [0, 0, 0, 0])
     assert pool.landed == [expected()[1:4]]
     assert done.tail_payload is not None
     assert bytes(done.tail_payload) == expected()[4]
@@ -107,9 +107,9 @@ def test_what_the_tiers_have_lands(store: KVStore) -> None:
 def test_a_tail_without_its_blocks_is_not_read(store: KVStore) -> None:
     names, pool = fill(store, 0b11), Pool(room=2)
     transfers = Transfers(store, pool, 10)
-    transfers.fetch(Fetch("mine", names[:4], names[4], 4))
+    transfers.submit_load(LoadOperation("mine", names[:4], names[4], 4))
     (done,) = collected(transfers)
-    assert isinstance(done, Fetch)
+    assert isinstance(done, LoadOperation)
     assert done.tail_payload is None
     assert pool.landed == [expected()[:2]]
     transfers.close()
@@ -117,28 +117,28 @@ def test_a_tail_without_its_blocks_is_not_read(store: KVStore) -> None:
 
 def test_what_the_tiers_lack_is_said(store: KVStore) -> None:
     names, pool = fill(store, 0b10), Pool(held=3)
-    store.tiers[1].remove([names[0].key])
+    store.tiers[1].remove([names[0].hash])
     transfers = Transfers(store, pool, 10)
-    transfers.fetch(Fetch("mine", names[:4]))
+    transfers.submit_load(LoadOperation("mine", names[:4]))
     (done,) = collected(transfers)
-    assert isinstance(done, Fetch)
-    assert done.lacks == [0b11, 0b01, 0b01, 0b01]
+    assert isinstance(done, LoadOperation)
+    assert done.missing_tiers == [0b11, 0b01, 0b01, 0b01]
     transfers.close()
 
 
 def test_shipped_blocks_can_be_read_and_go_behind(store: KVStore) -> None:
     names, pool = names_of(store), Pool()
     transfers = Transfers(store, pool, 10)
-    ship = Ship("mine", [(i, name, store.everywhere) for i, name in enumerate(names)], "job")
-    transfers.ship("seq", ship)
+    ship = StoreOperation("mine", [(i, name, store.all_tiers) for i, name in enumerate(names)], "job")
+    transfers.submit_store("seq", ship)
     (done,) = collected(transfers)
     assert done is ship
-    assert ship.written.result(20) == ship.ended_s
+    assert ship.is_written.result(20) == ship.finished_s
     assert [payload for payload, _ in read(store)] == expected()
     assert store.tiers[0].usage().leased == 5
     all_back(transfers, pool)
     assert store.tiers[1].usage().blocks == 5
-    transfers.release("job", names)
+    transfers.submit_release("job", names)
     transfers.close()
     assert store.tiers[0].usage().leased == 0
 
@@ -146,7 +146,9 @@ def test_shipped_blocks_can_be_read_and_go_behind(store: KVStore) -> None:
 def test_what_would_take_up_too_much_of_the_pool_is_not_written_behind(store: KVStore) -> None:
     names, pool = names_of(store), Pool()
     transfers = Transfers(store, pool, 4)
-    transfers.ship("seq", Ship("mine", [(i, name, store.everywhere) for i, name in enumerate(names)], "job"))
+    transfers.submit_store(
+        "seq", StoreOperation("mine", [(i, name, store.all_tiers) for i, name in enumerate(names)], "job")
+    )
     collected(transfers)
     all_back(transfers, pool)
     transfers.close()
@@ -158,16 +160,16 @@ def test_what_no_job_waits_for_takes_up_so_much_of_the_pool_at_most(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, pool, gate = names_of(store), Pool(), threading.Event()
-    held_up(store, "put", gate, monkeypatch)
+    held_up(store, "store_blocks", gate, monkeypatch)
     transfers = Transfers(store, pool, 3)
     for i, name in enumerate(names):
-        transfers.ship("seq", Ship(i, [(i, name, store.everywhere)]))
+        transfers.submit_store("seq", StoreOperation(i, [(i, name, store.all_tiers)]))
     assert len(pool.lent) == 3
     assert store.stats.not_written == 2
     gate.set()
-    assert {one.ticket for one in collected(transfers, 5)} == set(range(5))
+    assert {one.context for one in collected(transfers, 5)} == set(range(5))
     all_back(transfers, pool)
-    transfers.ship("seq", Ship("again", [(3, names[3], store.everywhere)]))
+    transfers.submit_store("seq", StoreOperation("again", [(3, names[3], store.all_tiers)]))
     collected(transfers)
     all_back(transfers, pool)
     transfers.close()
@@ -191,16 +193,16 @@ def test_interactive_before_batch_and_what_needs_nothing_at_once(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, gate = fill(store, 0b11), threading.Event()
-    begun = held_up(store, "load", gate, monkeypatch)
+    begun = held_up(store, "load_blocks", gate, monkeypatch)
     transfers = Transfers(store, Pool(), 10)
-    transfers.fetch(Fetch("first", names[:4], klass="batch"))
+    transfers.submit_load(LoadOperation("first", names[:4], klass="batch"))
     assert begun.wait(20)
-    transfers.fetch(Fetch("batch", names[:4], klass="batch"))
-    transfers.fetch(Fetch("interactive", names[:4]))
-    transfers.fetch(Fetch("nothing", []))
-    assert [one.ticket for one in transfers.collect()] == ["nothing"]
+    transfers.submit_load(LoadOperation("batch", names[:4], klass="batch"))
+    transfers.submit_load(LoadOperation("interactive", names[:4]))
+    transfers.submit_load(LoadOperation("nothing", []))
+    assert [one.context for one in transfers.collect_finished()] == ["nothing"]
     gate.set()
-    assert [one.ticket for one in collected(transfers, 3)] == ["first", "interactive", "batch"]
+    assert [one.context for one in collected(transfers, 3)] == ["first", "interactive", "batch"]
     transfers.close()
 
 
@@ -208,12 +210,12 @@ def test_a_fetch_without_room_waits_and_those_behind_it(store: KVStore) -> None:
     names, pool = fill(store, 0b11), Pool(room=0)
     pool.is_full = True
     transfers = Transfers(store, pool, 10)
-    transfers.fetch(Fetch("batch", names[:2], klass="batch"))
-    transfers.fetch(Fetch("one", names[:4]))
-    transfers.fetch(Fetch("two", names[:1]))
-    assert list(transfers.collect()) == []
+    transfers.submit_load(LoadOperation("batch", names[:2], klass="batch"))
+    transfers.submit_load(LoadOperation("one", names[:4]))
+    transfers.submit_load(LoadOperation("two", names[:1]))
+    assert list(transfers.collect_finished()) == []
     pool.is_full, pool.room = False, 99
-    assert [one.ticket for one in collected(transfers, 3)] == ["one", "two", "batch"]
+    assert [one.context for one in collected(transfers, 3)] == ["one", "two", "batch"]
     assert pool.landed == [expected()[:4], expected()[:1], expected()[:2]]
     transfers.close()
 
@@ -221,31 +223,31 @@ def test_a_fetch_without_room_waits_and_those_behind_it(store: KVStore) -> None:
 def test_closing_drops_what_no_job_waits_for(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the pool lent comes back, and every landing is closed."""
     names, pool, gate = names_of(store), Pool(), threading.Event()
-    writes = held_up(store, "put", gate, monkeypatch)
-    reads = held_up(store, "load", gate, monkeypatch)
+    writes = held_up(store, "store_blocks", gate, monkeypatch)
+    reads = held_up(store, "load_blocks", gate, monkeypatch)
     transfers = Transfers(store, pool, 10)
-    ship = Ship("job", [(0, names[0], store.everywhere)], "job")
-    transfers.ship("seq", ship)
-    transfers.ship("seq", Ship("answer", [(1, names[1], store.everywhere)]))
-    transfers.fetch(Fetch("one", names[:4]))
-    transfers.fetch(Fetch("two", names[:4]))
+    ship = StoreOperation("job", [(0, names[0], store.all_tiers)], "job")
+    transfers.submit_store("seq", ship)
+    transfers.submit_store("seq", StoreOperation("answer", [(1, names[1], store.all_tiers)]))
+    transfers.submit_load(LoadOperation("one", names[:4]))
+    transfers.submit_load(LoadOperation("two", names[:4]))
     assert writes.wait(20)
     assert reads.wait(20)
     closing = threading.Timer(0.05, gate.set)
     closing.start()
     transfers.close()
     closing.join()
-    assert ship.written.done()
+    assert ship.is_written.done()
     assert set(pool.returned) == set(pool.lent)
     assert len(pool.landed) == 2
-    assert store.depths([name.key for name in names[:2]]) == [0, 2]
+    assert store.find_tiers([name.hash for name in names[:2]]) == [0, 2]
 
 
 def test_a_block_that_was_recycled_under_its_reader_is_not_stored(store: KVStore) -> None:
     names, pool = names_of(store), Pool()
     pool.valid = False
     transfers = Transfers(store, pool, 10)
-    transfers.ship("seq", Ship("mine", [(0, names[0], store.everywhere)]))
+    transfers.submit_store("seq", StoreOperation("mine", [(0, names[0], store.all_tiers)]))
     collected(transfers)
     all_back(transfers, pool)
     transfers.close()
@@ -260,27 +262,27 @@ def test_a_failure_in_a_thread_loses_nothing(store: KVStore, monkeypatch: pytest
 
     names, pool = names_of(store), Pool(held=2)
     transfers = Transfers(store, pool, 10)
-    monkeypatch.setattr(store, "load", broken)
-    monkeypatch.setattr(store, "put", broken)
-    transfers.fetch(Fetch("one", names[:4]))
-    transfers.ship("seq", Ship("two", [(0, names[0], store.everywhere)]))
-    done = {one.ticket: one for one in collected(transfers, 2)}
-    assert isinstance(done["one"], Fetch)
-    assert done["one"].lacks == []
+    monkeypatch.setattr(store, "load_blocks", broken)
+    monkeypatch.setattr(store, "store_blocks", broken)
+    transfers.submit_load(LoadOperation("one", names[:4]))
+    transfers.submit_store("seq", StoreOperation("two", [(0, names[0], store.all_tiers)]))
+    done = {one.context: one for one in collected(transfers, 2)}
+    assert isinstance(done["one"], LoadOperation)
+    assert done["one"].missing_tiers == []
     assert pool.landed == [[]]
     all_back(transfers, pool)
     monkeypatch.undo()
-    transfers.fetch(Fetch("three", names[:4]))
-    assert collected(transfers)[0].ticket == "three"
+    transfers.submit_load(LoadOperation("three", names[:4]))
+    assert collected(transfers)[0].context == "three"
     transfers.close()
 
 
 def test_waiting_ends_with_the_transfer(store: KVStore) -> None:
     transfers = Transfers(store, Pool(), 10)
-    transfers.fetch(Fetch("mine", names_of(store, PROMPT[:8])))
-    done: list[Fetch | Ship] = []
+    transfers.submit_load(LoadOperation("mine", names_of(store, PROMPT[:8])))
+    done: list[LoadOperation | StoreOperation] = []
     while not done:
-        transfers.wait()
-        done = list(transfers.collect())
+        transfers.wait_for_finished()
+        done = list(transfers.collect_finished())
     assert len(done) == 1
     transfers.close()

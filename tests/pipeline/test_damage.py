@@ -68,8 +68,8 @@ def run_damaged(line: Line, place: Place) -> tuple[dict[str, list[int]], dict[st
     line.send(*work)
     line.run_prefill(len(work))
     for request in work:
-        chain = line.prefill.store.chain(request.tenant)
-        place.damage(line.decode.store.tiers[0], chain.extend(request.token_ids or [])[0].key, flip)
+        chain = line.prefill.store.make_hasher(request.tenant)
+        place.damage(line.decode.store.tiers[0], chain.hash_full_blocks(request.token_ids or [])[0].hash, flip)
     results = line.run_until(len(work))
     expected = {request_id: answer.token_ids for request_id, answer in alone(work).items()}
     return {result.id: result.token_ids for result in results}, expected
@@ -92,7 +92,7 @@ def test_without_the_checksum_it_would(line: Line, tmp_path: Path, monkeypatch: 
         into[:] = source
         return 0
 
-    monkeypatch.setattr(shared, "copy_hashed", copied)
+    monkeypatch.setattr(shared, "copy_and_hash", copied)
     got, expected = run_damaged(line, place_of(line, tmp_path))
     assert got.keys() == expected.keys()
     assert got != expected

@@ -16,7 +16,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.engine.batch import Batch
 from penstock.errors import REQUEST_ERRORS, KVStoreError
-from penstock.kvstore.chain import Chain
+from penstock.kvstore.chain import BlockHasher
 from penstock.local.processes import Child
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
 from penstock.names import Pipeline, Stage
@@ -134,14 +134,14 @@ def test_out_of_memory_has_its_code(line: Line) -> None:
 def test_what_cannot_even_begin_ends_and_stops_nobody(
     line: Line, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: str
 ) -> None:
-    right = line.prefill.store.chain
+    right = line.prefill.store.make_hasher
 
-    def broken(tenant: str) -> Chain:
+    def broken(tenant: str) -> BlockHasher:
         if tenant == "odd":
             raise error("its blocks")
         return right(tenant)
 
-    monkeypatch.setattr(line.prefill.store, "chain", broken)
+    monkeypatch.setattr(line.prefill.store, "make_hasher", broken)
     work = requests(2, line.pipeline.name)
     line.send(work[0], poison().model_copy(update={"tenant": "odd"}), work[1])
     result = check(line, work, line.run_until(3))["poison"]

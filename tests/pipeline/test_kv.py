@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import KVSettings
-from penstock.kvstore.block import Wanted, chain_keys
+from penstock.kvstore.block import ReadRequest, hash_blocks
 from penstock.kvstore.connector import Loaded, Stored
 from penstock.kvstore.store import KVStore
 from penstock.messages import Request, Result, Sampling
@@ -114,7 +114,7 @@ def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: Line) 
     decode.close()  # hands back what is not finished
     line.renew_decode()
     loaded: list[Loaded] = []
-    collect = line.decode.kv.collect
+    collect = line.decode.kv.collect_events
 
     def noted() -> Iterator[Loaded | Stored]:
         for event in collect():
@@ -122,10 +122,10 @@ def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: Line) 
                 loaded.append(event)
             yield event
 
-    line.decode.kv.collect = noted  # type: ignore[method-assign]
+    line.decode.kv.collect_events = noted  # type: ignore[method-assign]
     (result,) = line.run_until(1)
     assert result.token_ids == expected
-    assert loaded[0].num_held + loaded[0].num_found == (2 * BLOCK + 3 + BLOCK + 3) // BLOCK
+    assert loaded[0].num_pool_blocks + loaded[0].num_tier_blocks == (2 * BLOCK + 3 + BLOCK + 3) // BLOCK
 
 
 def test_leases_live_as_long_as_the_job(line: Line) -> None:
@@ -151,9 +151,9 @@ def test_the_end_of_leases_hashes_no_prompt_again(line: Line, monkeypatch: pytes
     def counted(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
         nonlocal num_hashed
         num_hashed += len(token_ids)
-        return chain_keys(parent, token_ids, block_size)
+        return hash_blocks(parent, token_ids, block_size)
 
-    monkeypatch.setattr("penstock.kvstore.chain.chain_keys", counted)
+    monkeypatch.setattr("penstock.kvstore.chain.hash_blocks", counted)
     line.run_until(1)
     assert num_hashed <= GREEDY.max_tokens + 2 * BLOCK
     assert line.decode.record._appends._link._connection is not None
@@ -187,14 +187,14 @@ def test_tenants_share_nothing(line: Line) -> None:
 def held_up(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Reading blocks waits: one event says that it has begun, the other lets it go on."""
     begun, go_on = threading.Event(), threading.Event()
-    load: Callable[[Sequence[Wanted]], list[int]] = store.load
+    load: Callable[[Sequence[ReadRequest]], list[int]] = store.load_blocks
 
-    def slow(wanted: Sequence[Wanted]) -> list[int]:
+    def slow(wanted: Sequence[ReadRequest]) -> list[int]:
         begun.set()
         assert go_on.wait(60)
         return load(wanted)
 
-    monkeypatch.setattr(store, "load", slow)
+    monkeypatch.setattr(store, "load_blocks", slow)
     return begun, go_on
 
 

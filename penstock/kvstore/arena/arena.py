@@ -21,13 +21,13 @@ from penstock.kvstore.arena.file import (
     SETTING,
     arena_path,
     closing_on_error,
-    make,
+    initialize_arena,
     open_in_use,
-    remove_former,
-    superblock,
+    read_file_superblock,
+    remove_stale_arenas,
 )
-from penstock.kvstore.arena.growth import Growth
-from penstock.kvstore.arena.guard import Changing, Guard
+from penstock.kvstore.arena.growth import ArenaAllocator
+from penstock.kvstore.arena.guard import TablesChange, TablesLock
 from penstock.kvstore.arena.layout import (
     READY,
     W_ALLOCATED,
@@ -38,50 +38,50 @@ from penstock.kvstore.arena.layout import (
     Geometry,
     Tables,
 )
-from penstock.kvstore.arena.locks import MAX_OWNERS, OWNERS, ByteLocks
-from penstock.kvstore.arena.slots import Slots
-from penstock.kvstore.block import Form
+from penstock.kvstore.arena.locks import FIRST_OWNER_BYTE, MAX_OWNERS, ByteLocks
+from penstock.kvstore.arena.slots import SlotTable
+from penstock.kvstore.block import BlockFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotRef:
     """A slot, as long as it holds the same block: its generation changes when it is given to another one."""
 
     slot: int
     generation: int
 
 
-HERE = Place(-1, 0)
+ALREADY_STORED = SlotRef(-1, 0)
 """What `take` answers for a block that is in the arena already."""
 
 
 class Arena:
     """One opening of an arena. Methods may be called from several threads."""
 
-    def __init__(self, path: Path, fd: int, geometry: Geometry, form: Form) -> None:
+    def __init__(self, path: Path, fd: int, geometry: Geometry, form: BlockFormat) -> None:
         self.path, self.geometry, self.form = path, geometry, form
         self.num_evicted = 0
         """Blocks that this process put out to make room."""
         self._fd, self._locks = fd, ByteLocks(fd)
         self.tables = Tables(mmap.mmap(fd, geometry.total_bytes), geometry)
-        self._slots = Slots(self.tables)
-        self._guard = Guard(self._slots, self._locks)
-        self._changing = Changing(self._guard)
-        self.growth = Growth(fd, self.tables, self._slots, self._locks, self._changing)
+        self._slots = SlotTable(self.tables)
+        self._guard = TablesLock(self._slots, self._locks)
+        self._changing = TablesChange(self._guard)
+        self.growth = ArenaAllocator(fd, self.tables, self._slots, self._locks, self._changing)
         self.owner = self._become_owner()
 
     @classmethod
-    def open(cls, form: Form, pipeline: str, budget_bytes: int, directory: str = "") -> "Arena":
+    def open(cls, form: BlockFormat, pipeline: str, budget_bytes: int, directory: str = "") -> "Arena":
         """The host's arena for this pipeline and form: the steps in file.py. Raises `KVStoreError`."""
         geometry = Geometry.within(form.payload_bytes, budget_bytes)
         if not geometry.num_slots:
             raise KVStoreError(f"{SETTING}: {budget_bytes} bytes hold no block of {geometry.slot_bytes} bytes")
         path = arena_path(directory, pipeline, form, geometry)
-        remove_former(directory, pipeline, keep=path)
+        remove_stale_arenas(directory, pipeline, keep=path)
         fd = open_in_use(path, create=True)
         with closing_on_error(fd, path):
             steps.reached("open 1")
-            make(fd, path, geometry, form, pipeline)
+            initialize_arena(fd, path, geometry, form, pipeline)
             arena = cls(path, fd, geometry, form)
         arena.growth.start()
         return arena
@@ -91,7 +91,7 @@ class Arena:
         """An arena that is there already, whatever its form. Raises `KVStoreError`."""
         fd = open_in_use(path, create=False)
         with closing_on_error(fd, path):
-            described = superblock(fd)
+            described = read_file_superblock(fd)
             if described is None:
                 raise KVStoreError(f"shared memory: {path} is not an arena of this version")
             return cls(path, fd, *described)
@@ -101,20 +101,20 @@ class Arena:
         """Slots that have memory, or will."""
         return self.tables.words[W_ALLOCATED] if self.growth.is_over else self.geometry.num_slots
 
-    def find(self, keys: Sequence[bytes]) -> list[Place | None]:
+    def find(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
         """Where blocks are that can be read. Those were used now."""
         with self._guard as is_open:
             if not is_open:
                 return [None] * len(keys)
             return [self._use(slot) if slot >= 0 else None for slot in self._find(keys)]
 
-    def peek(self, key: bytes) -> Place | None:
+    def peek(self, key: bytes) -> SlotRef | None:
         """Where a block is; it was not used by that."""
         with self._guard as is_open:
             (slot,) = self._find([key]) if is_open else (-1,)
-            return Place(slot, self.tables.generation[slot]) if slot >= 0 else None
+            return SlotRef(slot, self.tables.generation[slot]) if slot >= 0 else None
 
-    def take(self, keys: Sequence[bytes]) -> list[Place | None]:
+    def take(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
         """Slots to write these blocks in; `HERE` for those that are here, None where all room is taken.
 
         They are this process's alone until it publishes them.
@@ -126,20 +126,20 @@ class Arena:
             if self.tables.words[W_NUM_FREE] < len(keys):
                 self._tidy()
             places = [self._take(key) for key in keys]
-            self._guard.num_writing += sum(place is not None and place is not HERE for place in places)
+            self._guard.num_writing += sum(place is not None and place is not ALREADY_STORED for place in places)
             return places
 
-    def publish(self, places: Sequence[tuple[Place, bytes, bool]]) -> list[bool]:
+    def publish(self, places: Sequence[tuple[SlotRef, bytes, bool]]) -> list[bool]:
         """Each slot taken, with its key and whether the block is whole there: now it is found, or the slot is free."""
         with self._changing:
             self._guard.wrote(len(places))
             return [self._publish(*one) for one in places]
 
-    def is_still(self, place: Place) -> bool:
+    def is_still(self, place: SlotRef) -> bool:
         """Whether the slot was not given to another block meanwhile. Without the lock."""
         return self.tables.generation[place.slot] == place.generation
 
-    def drop(self, places: Sequence[Place]) -> int:
+    def drop(self, places: Sequence[SlotRef]) -> int:
         """Forget the blocks that lie there still, leased or not; how many did."""
         with self._changing as is_open:
             num_dropped = 0
@@ -213,23 +213,23 @@ class Arena:
         find = self._slots.index.find
         return [find(key) for key in keys]
 
-    def _use(self, slot: int) -> Place:
+    def _use(self, slot: int) -> SlotRef:
         """The block there was used now."""
         tables = self.tables
         now = tables.words[W_CLOCK] = max(tables.words[W_CLOCK] + 1, time.monotonic_ns())
         tables.used[slot] = now
-        return Place(slot, tables.generation[slot])
+        return SlotRef(slot, tables.generation[slot])
 
-    def _take(self, key: bytes) -> Place | None:
+    def _take(self, key: bytes) -> SlotRef | None:
         if (slot := self._slots.index.find(key)) >= 0:
             self._use(slot)
-            return HERE
+            return ALREADY_STORED
         if not self.tables.words[W_NUM_FREE]:
             self.num_evicted += self._slots.evict()
         slot = self._slots.take(key, self.owner)
-        return Place(slot, self.tables.generation[slot]) if slot >= 0 else None
+        return SlotRef(slot, self.tables.generation[slot]) if slot >= 0 else None
 
-    def _publish(self, place: Place, key: bytes, is_whole: bool) -> bool:
+    def _publish(self, place: SlotRef, key: bytes, is_whole: bool) -> bool:
         tables, slot = self.tables, place.slot
         if tables.state[slot] != WRITING or tables.owner[slot] != self.owner or not self.is_still(place):
             return False
@@ -246,7 +246,7 @@ class Arena:
     def _tidy(self) -> None:
         self._expire()
         for owner in self._slots.writers():
-            if owner != self.owner and not self._locks.is_held_elsewhere(OWNERS + owner):
+            if owner != self.owner and not self._locks.is_held_elsewhere(FIRST_OWNER_BYTE + owner):
                 self._slots.reclaim(owner)
 
     def _expire(self) -> None:
@@ -256,7 +256,7 @@ class Arena:
     def _become_owner(self) -> int:
         """Lock a byte of one's own, and free what its former owner and other dead ones were writing."""
         with self._changing:
-            mine = next((owner for owner in range(MAX_OWNERS) if self._locks.try_lock(OWNERS + owner)), None)
+            mine = next((owner for owner in range(MAX_OWNERS) if self._locks.try_lock(FIRST_OWNER_BYTE + owner)), None)
             if mine is None:
                 raise KVStoreError(f"shared memory: {self.path} is open in {MAX_OWNERS} processes")
             self._slots.reclaim(mine)

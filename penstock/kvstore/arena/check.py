@@ -7,33 +7,38 @@ import numpy as np
 from penstock.kvstore.arena.arena import Arena
 from penstock.kvstore.arena.layout import (
     FREE,
-    NOBODY,
+    NO_SLOT,
     READY,
     W_ALLOCATED,
     W_FREE_HEAD,
     W_LEASE_TOP,
-    W_NEXT_END,
+    W_NEXT_LEASE_END,
     W_NUM_FREE,
     W_NUM_READY,
     WRITING,
     Tables,
 )
-from penstock.kvstore.arena.locks import OWNERS, ByteLocks
+from penstock.kvstore.arena.locks import FIRST_OWNER_BYTE, ByteLocks
 
 
 def check_integrity(arena: Arena) -> list[str]:
     """What is wrong, in words; nothing, once dead owners' slots and leases that ran out were cleared (`tidy`)."""
     with arena.holding() as locks:
         tables = arena.tables
-        return _free(tables) + _index(tables) + _leases(tables) + _writers(tables, locks, arena.owner)
+        return (
+            _check_free_list(tables)
+            + _check_index(tables)
+            + _check_leases(tables)
+            + _check_writers(tables, locks, arena.owner)
+        )
 
 
-def _free(tables: Tables) -> list[str]:
+def _check_free_list(tables: Tables) -> list[str]:
     """Each slot is in one place: on the free list, or being written, or ready, or without memory yet."""
     words, wrong = tables.words, []
     listed: list[int] = []
     slot = words[W_FREE_HEAD]
-    while slot != NOBODY and len(listed) <= tables.geometry.num_slots:
+    while slot != NO_SLOT and len(listed) <= tables.geometry.num_slots:
         listed.append(slot)
         slot = tables.next_free[slot]
     free = np.flatnonzero(tables.state_array[: words[W_ALLOCATED]] == FREE).tolist()
@@ -46,7 +51,7 @@ def _free(tables: Tables) -> list[str]:
     return wrong
 
 
-def _index(tables: Tables) -> list[str]:
+def _check_index(tables: Tables) -> list[str]:
     """It holds the ready slots, each once, where they are found; no key has two."""
     wrong = []
     ready = np.flatnonzero(tables.state_array == READY).tolist()
@@ -68,7 +73,7 @@ def _index(tables: Tables) -> list[str]:
     return wrong
 
 
-def _leases(tables: Tables) -> list[str]:
+def _check_leases(tables: Tables) -> list[str]:
     """They are on blocks that are there, are counted, and none is behind the table's end or over its time."""
     wrong = []
     rows = np.flatnonzero(tables.lease_end_array)
@@ -84,15 +89,15 @@ def _leases(tables: Tables) -> list[str]:
     if len(rows) and rows[-1] >= tables.words[W_LEASE_TOP]:
         wrong.append("a lease behind the end of the table")
     ends = tables.lease_end_array[rows]
-    if len(rows) and ends.min() < tables.words[W_NEXT_END]:
+    if len(rows) and ends.min() < tables.words[W_NEXT_LEASE_END]:
         wrong.append("a lease ends before the next end")
     if (ends < time.monotonic_ns() - 10**9).any():
         wrong.append("a lease was not ended in time")
     return wrong
 
 
-def _writers(tables: Tables, locks: ByteLocks, mine: int) -> list[str]:
+def _check_writers(tables: Tables, locks: ByteLocks, mine: int) -> list[str]:
     """Who writes a slot lives."""
     owners = np.unique(tables.owner_array[tables.state_array == WRITING]).tolist()
-    dead = [owner for owner in owners if owner != mine and not locks.is_held_elsewhere(OWNERS + owner)]
+    dead = [owner for owner in owners if owner != mine and not locks.is_held_elsewhere(FIRST_OWNER_BYTE + owner)]
     return [f"owner {owner} is dead and has slots" for owner in dead]

@@ -23,9 +23,9 @@ from urllib.parse import quote, unquote
 
 from penstock.errors import KVStoreError
 from penstock.kvstore import steps
-from penstock.kvstore.arena.layout import PAGE, VERSION, Geometry, read_superblock, write_superblock
-from penstock.kvstore.arena.locks import IN_USE, ByteLocks
-from penstock.kvstore.block import Form
+from penstock.kvstore.arena.layout import PAGE_BYTES, VERSION, Geometry, read_superblock, write_superblock
+from penstock.kvstore.arena.locks import IN_USE_BYTE, ByteLocks
+from penstock.kvstore.block import BlockFormat
 
 SETTING = "PENSTOCK_KV_STORE_SHARED_MB"
 _PREFIX = "penstock-kv"
@@ -48,9 +48,9 @@ def arena_directory(directory: str = "") -> Path:
     return Path(directory) if directory else shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
-def arena_path(directory: str, pipeline: str, form: Form, geometry: Geometry) -> Path:
+def arena_path(directory: str, pipeline: str, form: BlockFormat, geometry: Geometry) -> Path:
     """The file of an arena."""
-    words = f"{VERSION}|{_boot()}|{geometry.num_slots}|{geometry.slot_bytes}|{form.payload_bytes}"
+    words = f"{VERSION}|{_read_boot_id()}|{geometry.num_slots}|{geometry.slot_bytes}|{form.payload_bytes}"
     digest = hashlib.sha256(form.fingerprint + form.layout + words.encode()).hexdigest()[:16]
     return arena_directory(directory) / f"{_PREFIX}-{os.geteuid()}-{digest}-{quote(pipeline, safe='')}"
 
@@ -63,7 +63,7 @@ def find_arenas(directory: str = "") -> list[ArenaFile]:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 pipeline = unquote(path.name.split("-", 4)[-1])
-                held = ByteLocks(fd).is_held_elsewhere(IN_USE)
+                held = ByteLocks(fd).is_held_elsewhere(IN_USE_BYTE)
                 found.append(ArenaFile(path, pipeline, os.fstat(fd).st_size, held))
             finally:
                 os.close(fd)
@@ -79,16 +79,16 @@ def remove_arena(path: Path) -> bool:
     except OSError:
         return False
     try:
-        if not ByteLocks(fd).try_lock(IN_USE):
+        if not ByteLocks(fd).try_lock(IN_USE_BYTE):
             return False
-        if _is_at(fd, path):
+        if _is_same_file(fd, path):
             path.unlink(missing_ok=True)
         return True
     finally:
         os.close(fd)
 
 
-def remove_former(directory: str, pipeline: str, keep: Path) -> None:
+def remove_stale_arenas(directory: str, pipeline: str, keep: Path) -> None:
     """Remove the pipeline's arenas of other forms that nobody uses: memory of former models."""
     for arena in find_arenas(directory):
         if arena.pipeline == pipeline and arena.path != keep and not arena.in_use:
@@ -109,8 +109,8 @@ def open_in_use(path: Path, *, create: bool) -> int:
             status = os.fstat(fd)
             if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
                 raise KVStoreError(f"shared memory: {path} is not this user's alone; remove it")
-            ByteLocks(fd).lock(IN_USE, shared=True)
-            if _is_at(fd, path):
+            ByteLocks(fd).lock(IN_USE_BYTE, shared=True)
+            if _is_same_file(fd, path):
                 return fd
         except BaseException:
             os.close(fd)
@@ -118,12 +118,12 @@ def open_in_use(path: Path, *, create: bool) -> int:
         os.close(fd)
 
 
-def make(fd: int, path: Path, geometry: Geometry, form: Form, pipeline: str) -> None:
+def initialize_arena(fd: int, path: Path, geometry: Geometry, form: BlockFormat, pipeline: str) -> None:
     """Steps 2 to 4, where nobody has done them. Raises `KVStoreError`."""
     locks = ByteLocks(fd)
     locks.lock_metadata()
-    if superblock(fd) is None:
-        _reserve(fd, path, geometry, geometry.metadata_bytes + geometry.slot_bytes)
+    if read_file_superblock(fd) is None:
+        _reserve_file(fd, path, geometry, geometry.metadata_bytes + geometry.slot_bytes)
         steps.reached("open 2")
         with mmap.mmap(fd, geometry.metadata_bytes) as memory:
             write_superblock(memory, geometry, form, pipeline)
@@ -131,9 +131,9 @@ def make(fd: int, path: Path, geometry: Geometry, form: Form, pipeline: str) -> 
     locks.unlock_metadata()
 
 
-def superblock(fd: int) -> tuple[Geometry, Form] | None:
+def read_file_superblock(fd: int) -> tuple[Geometry, BlockFormat] | None:
     """What the file says it is; None if it is no arena (yet)."""
-    described = read_superblock(os.pread(fd, PAGE, 0))
+    described = read_superblock(os.pread(fd, PAGE_BYTES, 0))
     return described if described and os.fstat(fd).st_size >= described[0].total_bytes else None
 
 
@@ -153,27 +153,27 @@ def closing_on_error(fd: int, path: Path) -> Iterator[None]:
         raise
 
 
-def _reserve(fd: int, path: Path, geometry: Geometry, first_bytes: int) -> None:
+def _reserve_file(fd: int, path: Path, geometry: Geometry, first_bytes: int) -> None:
     """Step 2: an empty file of the arena's size, its first bytes with memory. Raises `KVStoreError`."""
     os.ftruncate(fd, 0)
     system = os.fstatvfs(fd)
     free = system.f_bavail * system.f_frsize
     if free < geometry.total_bytes:
-        raise KVStoreError(_no_room(path, geometry, f"{free // 2**20} MB are free"))
+        raise KVStoreError(_no_space_message(path, geometry, f"{free // 2**20} MB are free"))
     os.ftruncate(fd, geometry.total_bytes)
     try:
         os.posix_fallocate(fd, 0, first_bytes)
     except OSError as error:
         os.ftruncate(fd, 0)
-        raise KVStoreError(_no_room(path, geometry, str(error.strerror))) from None
+        raise KVStoreError(_no_space_message(path, geometry, str(error.strerror))) from None
 
 
-def _no_room(path: Path, geometry: Geometry, why: str) -> str:
+def _no_space_message(path: Path, geometry: Geometry, why: str) -> str:
     """What to say where an arena does not fit."""
     return f"shared memory: no room for {geometry.total_bytes // 2**20} MB in {path.parent} ({why}): lower {SETTING}"
 
 
-def _is_at(fd: int, path: Path) -> bool:
+def _is_same_file(fd: int, path: Path) -> bool:
     """Whether the open file is still the one of that name."""
     try:
         named = path.lstat()
@@ -183,7 +183,7 @@ def _is_at(fd: int, path: Path) -> bool:
     return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 
 
-def _boot() -> str:
+def _read_boot_id() -> str:
     """Which boot of the host this is: clocks begin again with each."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -19,26 +19,26 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from penstock.kvstore import steps
-from penstock.kvstore.arena.layout import PAGE, W_ALLOCATED, W_NUM_FREE, Tables
-from penstock.kvstore.arena.locks import ALLOCATION, ByteLocks
-from penstock.kvstore.arena.slots import Slots
+from penstock.kvstore.arena.layout import PAGE_BYTES, W_ALLOCATED, W_NUM_FREE, Tables
+from penstock.kvstore.arena.locks import ALLOCATION_BYTE, ByteLocks
+from penstock.kvstore.arena.slots import SlotTable
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 * 2**20
 _POPULATE_WRITE = 23
-_BUSY_S = 0.02
+_ALLOCATION_POLL_S = 0.02
 """How long a thread waits before it looks again whether another process has allocated something."""
 
 
-class Growth:
+class ArenaAllocator:
     """Allocates an arena's slots until all of them have memory."""
 
     def __init__(
         self,
         fd: int,
         tables: Tables,
-        slots: Slots,
+        slots: SlotTable,
         locks: ByteLocks,
         changing: AbstractContextManager[object],
     ) -> None:
@@ -87,7 +87,7 @@ class Growth:
             elif self._failed:
                 return
             elif not self._allocate(wait=False):
-                self._stopped.wait(_BUSY_S)
+                self._stopped.wait(_ALLOCATION_POLL_S)
 
     def _piece(self) -> int:
         return max(1, PIECE_BYTES // self._tables.geometry.slot_bytes)
@@ -100,13 +100,13 @@ class Growth:
             if self._failed:
                 return False
             if wait:
-                self._locks.lock(ALLOCATION)
-            elif not self._locks.try_lock(ALLOCATION):
+                self._locks.lock(ALLOCATION_BYTE)
+            elif not self._locks.try_lock(ALLOCATION_BYTE):
                 return False
             try:
                 self._allocate_next()
             finally:
-                self._locks.unlock(ALLOCATION)
+                self._locks.unlock(ALLOCATION_BYTE)
         finally:
             self._one_at_a_time.release()
         steps.reached("allocate 4")
@@ -141,4 +141,4 @@ class Growth:
         pages = np.frombuffer(self._tables.memory, np.uint8)[start : start + count * geometry.slot_bytes]
         address = ctypes.c_void_p(pages.ctypes.data)
         if self._madvise(address, ctypes.c_size_t(len(pages)), _POPULATE_WRITE):
-            pages[::PAGE].max()  # an older kernel: reading maps them too
+            pages[::PAGE_BYTES].max()  # an older kernel: reading maps them too

@@ -9,13 +9,13 @@ from types import TracebackType
 from penstock.kvstore import steps
 from penstock.kvstore.arena.layout import W_DIRTY
 from penstock.kvstore.arena.locks import ByteLocks
-from penstock.kvstore.arena.slots import Slots
+from penstock.kvstore.arena.slots import SlotTable
 
 
-class Guard:
+class TablesLock:
     """`with guard as is_open:` holds tables that agree with each other, unless this opening is closed."""
 
-    def __init__(self, slots: Slots, locks: ByteLocks) -> None:
+    def __init__(self, slots: SlotTable, locks: ByteLocks) -> None:
         self.words = slots.words
         self.num_writing = 0
         """Slots that threads of this process are writing; none can be closed over that."""
@@ -66,10 +66,10 @@ class Guard:
             return True
 
 
-class Changing:
+class TablesChange:
     """`with changing as is_open:` is the guard for changes. What raises in it leaves tables that are made again."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: TablesLock) -> None:
         self._guard = guard
 
     def __enter__(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from penstock.kvstore.arena.layout import READY, Tables
 
 
-class Index:
+class SlotIndex:
     """The READY slots by key."""
 
     def __init__(self, tables: Tables) -> None:

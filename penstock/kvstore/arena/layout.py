@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kvstore.block import HEADER_BYTES, Form
+from penstock.kvstore.block import HEADER_BYTES, BlockFormat
 
 MAGIC = int.from_bytes(b"PKVARENA", "little")
 VERSION = 1
-PAGE = 4096
+PAGE_BYTES = 4096
 LEASES_PER_SLOT = 4
-NOBODY = 0xFFFFFFFF
+NO_SLOT = 0xFFFFFFFF
 """No slot: the end of the free list."""
 FREE, WRITING, READY = 0, 1, 2
 """What a slot is; each change of it is the writing of one byte."""
@@ -32,7 +32,7 @@ W_CLOCK = 13
 """The last time of use given out: nanoseconds of the host's monotonic clock, each one once."""
 W_NUM_UNLEASED = 14
 """How often blocks lost their last lease: whoever has chosen what to evict before that chooses again."""
-W_NEXT_END, W_LEASE_TOP = 15, 16
+W_NEXT_LEASE_END, W_LEASE_TOP = 15, 16
 """No lease ends before the first; none lies at or behind the second in the table."""
 _FORM_AT, _PIPELINE_AT, _SUPERBLOCK = 1024, 1088, 4096
 NEVER = 2**63 - 1
@@ -48,7 +48,7 @@ class Geometry:
     @property
     def slot_bytes(self) -> int:
         """Header and payload, in whole pages."""
-        return _rounded(HEADER_BYTES + self.payload_bytes, PAGE)
+        return _round_up(HEADER_BYTES + self.payload_bytes, PAGE_BYTES)
 
     @property
     def num_leases(self) -> int:
@@ -74,8 +74,8 @@ class Geometry:
     @property
     def metadata_bytes(self) -> int:
         """Superblock and tables; the slots begin here."""
-        sizes = (_rounded(count * np.dtype(kind).itemsize, 64) for _, kind, count in self.tables)
-        return _rounded(_SUPERBLOCK + sum(sizes), PAGE)
+        sizes = (_round_up(count * np.dtype(kind).itemsize, 64) for _, kind, count in self.tables)
+        return _round_up(_SUPERBLOCK + sum(sizes), PAGE_BYTES)
 
     @property
     def total_bytes(self) -> int:
@@ -85,7 +85,7 @@ class Geometry:
     @classmethod
     def within(cls, payload_bytes: int, budget_bytes: int) -> "Geometry":
         """The largest arena that a budget holds; it may have no slots."""
-        few, many = 0, budget_bytes // _rounded(HEADER_BYTES + payload_bytes, PAGE) + 1
+        few, many = 0, budget_bytes // _round_up(HEADER_BYTES + payload_bytes, PAGE_BYTES) + 1
         while many - few > 1:
             middle = (few + many) // 2
             few, many = (middle, many) if cls(payload_bytes, middle).total_bytes <= budget_bytes else (few, middle)
@@ -106,17 +106,20 @@ class Tables:
         for name, kind, count in geometry.tables:
             num_bytes = count * np.dtype(kind).itemsize
             views[name] = whole[at : at + num_bytes].cast(kind)  # type: ignore[call-overload]
-            at += _rounded(num_bytes, 64)
+            at += _round_up(num_bytes, 64)
         self.key, self.generation, self.used = views["key"], views["generation"], views["used"]
         self.next_free, self.lease_count = views["next_free"], views["lease_count"]
         self.owner, self.state, self.index = views["owner"], views["state"], views["index"]
         self.lease_owner, self.lease_generation = views["lease_owner"], views["lease_generation"]
         self.lease_end, self.lease_slot = views["lease_end"], views["lease_slot"]
-        self.generation_array, self.used_array = _array(self.generation), _array(self.used)
-        self.owner_array, self.state_array = _array(self.owner), _array(self.state)
-        self.index_array, self.lease_count_array = _array(self.index), _array(self.lease_count)
-        self.lease_owner_array, self.lease_generation_array = _array(self.lease_owner), _array(self.lease_generation)
-        self.lease_end_array, self.lease_slot_array = _array(self.lease_end), _array(self.lease_slot)
+        self.generation_array, self.used_array = _as_array(self.generation), _as_array(self.used)
+        self.owner_array, self.state_array = _as_array(self.owner), _as_array(self.state)
+        self.index_array, self.lease_count_array = _as_array(self.index), _as_array(self.lease_count)
+        self.lease_owner_array, self.lease_generation_array = (
+            _as_array(self.lease_owner),
+            _as_array(self.lease_generation),
+        )
+        self.lease_end_array, self.lease_slot_array = _as_array(self.lease_end), _as_array(self.lease_slot)
 
     def slot(self, number: int) -> memoryview:
         """A slot's header and payload."""
@@ -128,19 +131,19 @@ class Tables:
         return bytes(self.key[32 * slot : 32 * slot + 32])
 
 
-def write_superblock(memory: mmap.mmap, geometry: Geometry, form: Form, pipeline: str) -> None:
+def write_superblock(memory: mmap.mmap, geometry: Geometry, form: BlockFormat, pipeline: str) -> None:
     """Make an arena of a file of zeros. The version is written last: without it, it is none."""
     words = memoryview(memory)[:1024].cast("Q")
     memory[_FORM_AT : _FORM_AT + 48] = form.fingerprint + form.layout
     name = pipeline.encode()[: _SUPERBLOCK - _PIPELINE_AT]
     memory[_PIPELINE_AT : _PIPELINE_AT + len(name)] = name
     words[W_NUM_SLOTS], words[W_PAYLOAD_BYTES] = geometry.num_slots, geometry.payload_bytes
-    words[W_FREE_HEAD], words[W_NEXT_END] = NOBODY, NEVER
+    words[W_FREE_HEAD], words[W_NEXT_LEASE_END] = NO_SLOT, NEVER
     words[W_MAGIC] = MAGIC
     words[W_VERSION] = VERSION
 
 
-def read_superblock(start: bytes) -> tuple[Geometry, Form] | None:
+def read_superblock(start: bytes) -> tuple[Geometry, BlockFormat] | None:
     """What an arena that begins with these bytes is; None if it is none, of another version, or not ready."""
     if len(start) < _SUPERBLOCK:
         return None
@@ -148,13 +151,13 @@ def read_superblock(start: bytes) -> tuple[Geometry, Form] | None:
     if (words[W_MAGIC], words[W_VERSION]) != (MAGIC, VERSION):
         return None
     payload_bytes = words[W_PAYLOAD_BYTES]
-    form = Form(start[_FORM_AT : _FORM_AT + 32], start[_FORM_AT + 32 : _FORM_AT + 48], payload_bytes)
+    form = BlockFormat(start[_FORM_AT : _FORM_AT + 32], start[_FORM_AT + 32 : _FORM_AT + 48], payload_bytes)
     return Geometry(payload_bytes, words[W_NUM_SLOTS]), form
 
 
-def _rounded(size: int, unit: int) -> int:
+def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def _array(view: "memoryview[int]") -> NDArray[np.unsignedinteger]:
+def _as_array(view: "memoryview[int]") -> NDArray[np.unsignedinteger]:
     return np.frombuffer(view, dtype=view.format)

@@ -13,12 +13,12 @@ from itertools import chain
 import numpy as np
 
 from penstock.kvstore import steps
-from penstock.kvstore.arena.layout import NEVER, READY, W_LEASE_TOP, W_NEXT_END, W_NUM_UNLEASED, Tables
+from penstock.kvstore.arena.layout import NEVER, READY, W_LEASE_TOP, W_NEXT_LEASE_END, W_NUM_UNLEASED, Tables
 
 log = logging.getLogger(__name__)
 
 
-class Leases:
+class LeaseTable:
     """The lease table of an arena."""
 
     def __init__(self, tables: Tables) -> None:
@@ -29,7 +29,7 @@ class Leases:
         """Lease READY slots; where the owner has a lease already its end moves."""
         tables, now = self._tables, time.monotonic_ns()
         end = min(now + int(seconds * 1e9), NEVER - 1)
-        hashed, rows, holes = _hash(owner), self._rows(owner), self._holes()
+        hashed, rows, holes = _hash_owner(owner), self._rows(owner), self._holes()
         for slot in slots:
             row = rows.get(slot)
             if row is None:
@@ -46,7 +46,7 @@ class Leases:
                 tables.lease_count[slot] += 1
             else:
                 tables.lease_end[row] = end
-            self._words[W_NEXT_END] = min(self._words[W_NEXT_END], end)
+            self._words[W_NEXT_LEASE_END] = min(self._words[W_NEXT_LEASE_END], end)
             steps.reached("lease 2")
 
     def release(self, owner: str, slots: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ class Leases:
 
     def is_due(self) -> bool:
         """Whether the time of some may be over."""
-        return time.monotonic_ns() >= self._words[W_NEXT_END]
+        return time.monotonic_ns() >= self._words[W_NEXT_LEASE_END]
 
     def expire(self) -> None:
         """End those whose time is over."""
@@ -103,7 +103,7 @@ class Leases:
         ends = self._tables.lease_end_array[: self._words[W_LEASE_TOP]]
         rows = np.flatnonzero(ends)
         self._words[W_LEASE_TOP] = int(rows[-1]) + 1 if len(rows) else 0
-        self._words[W_NEXT_END] = int(ends[rows].min()) if len(rows) else NEVER
+        self._words[W_NEXT_LEASE_END] = int(ends[rows].min()) if len(rows) else NEVER
 
     def _discount(self, slot: int) -> None:
         self._tables.lease_count[slot] -= 1
@@ -113,7 +113,7 @@ class Leases:
     def _rows(self, owner: str) -> dict[int, int]:
         """The owner's leases: slot → row."""
         tables, top = self._tables, self._words[W_LEASE_TOP]
-        mine = (tables.lease_owner_array[:top] == _hash(owner)) & (tables.lease_end_array[:top] > 0)
+        mine = (tables.lease_owner_array[:top] == _hash_owner(owner)) & (tables.lease_end_array[:top] > 0)
         rows = np.flatnonzero(mine)
         return dict(zip(tables.lease_slot_array[rows].tolist(), rows.tolist(), strict=True))
 
@@ -129,5 +129,5 @@ class Leases:
             log.warning("the lease table of the shared memory is full: some blocks are not kept from eviction")
 
 
-def _hash(owner: str) -> int:
+def _hash_owner(owner: str) -> int:
     return int.from_bytes(hashlib.blake2b(owner.encode(), digest_size=8).digest(), "little")

@@ -8,13 +8,13 @@ import errno
 import fcntl
 import struct
 
-METADATA = 0
+METADATA_BYTE = 0
 """Held for every change of the tables."""
-ALLOCATION = 1
+ALLOCATION_BYTE = 1
 """Held while a piece of memory is allocated."""
-IN_USE = 2
+IN_USE_BYTE = 2
 """Shared by all who have the arena open; who removes it holds it alone."""
-OWNERS = 1024
+FIRST_OWNER_BYTE = 1024
 """The first of the owners' bytes: each opening holds one of its own, which shows that it lives."""
 MAX_OWNERS = 1024
 
@@ -26,7 +26,7 @@ class ByteLocks:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._metadata = (_flock(fcntl.F_WRLCK, METADATA), _flock(fcntl.F_UNLCK, METADATA))
+        self._metadata = (_pack_flock(fcntl.F_WRLCK, METADATA_BYTE), _pack_flock(fcntl.F_UNLCK, METADATA_BYTE))
 
     def lock_metadata(self) -> None:
         """`lock(METADATA)`, faster."""
@@ -38,12 +38,12 @@ class ByteLocks:
 
     def lock(self, byte: int, *, shared: bool = False) -> None:
         """Wait for the lock, alone or shared with others."""
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _flock(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte))
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _pack_flock(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte))
 
     def try_lock(self, byte: int) -> bool:
         """Take the lock, alone, if nobody else holds it."""
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, byte))
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _pack_flock(fcntl.F_WRLCK, byte))
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
@@ -52,17 +52,17 @@ class ByteLocks:
 
     def unlock(self, byte: int) -> None:
         """Give it back."""
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, byte))
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _pack_flock(fcntl.F_UNLCK, byte))
 
     def unlock_all(self) -> None:
         """Give back all of them; closing the file is not enough while it is mapped."""
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, 0, length=0))
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _pack_flock(fcntl.F_UNLCK, 0, length=0))
 
     def is_held_elsewhere(self, byte: int) -> bool:
         """Whether another opening holds it, shared or alone."""
-        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, byte))
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _pack_flock(fcntl.F_WRLCK, byte))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-def _flock(kind: int, byte: int, length: int = 1) -> bytes:
+def _pack_flock(kind: int, byte: int, length: int = 1) -> bytes:
     return _FLOCK.pack(kind, 0, byte, length, 0)

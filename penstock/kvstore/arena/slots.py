@@ -3,10 +3,10 @@
 import numpy as np
 
 from penstock.kvstore import steps
-from penstock.kvstore.arena.index import Index
+from penstock.kvstore.arena.index import SlotIndex
 from penstock.kvstore.arena.layout import (
     FREE,
-    NOBODY,
+    NO_SLOT,
     READY,
     W_ALLOCATED,
     W_FREE_HEAD,
@@ -16,15 +16,15 @@ from penstock.kvstore.arena.layout import (
     WRITING,
     Tables,
 )
-from penstock.kvstore.arena.leases import Leases
+from penstock.kvstore.arena.leases import LeaseTable
 
 
-class Slots:
+class SlotTable:
     """The slot table of an arena, with the index and the leases that go with it."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables, self.words = tables, tables.words
-        self.index, self.leases = Index(tables), Leases(tables)
+        self.index, self.leases = SlotIndex(tables), LeaseTable(tables)
         self._victims: list[tuple[int, int]] = []
         """Slots and the time of their last use: what is to go next, the last one first."""
         self._chosen_at = 0
@@ -101,7 +101,7 @@ class Slots:
         tables, words = self._tables, self.words
         self.leases.rebuild()
         steps.reached("rebuild 1")
-        words[W_FREE_HEAD], words[W_NUM_FREE] = NOBODY, 0
+        words[W_FREE_HEAD], words[W_NUM_FREE] = NO_SLOT, 0
         states = tables.state_array[: words[W_ALLOCATED]]
         for slot in np.flatnonzero(states == FREE).tolist()[::-1]:
             self._push(slot)
@@ -141,7 +141,7 @@ class Slots:
     def _pop(self) -> int:
         words = self.words
         slot = words[W_FREE_HEAD]
-        if slot == NOBODY:
+        if slot == NO_SLOT:
             return -1
         words[W_FREE_HEAD] = self._tables.next_free[slot]
         words[W_NUM_FREE] -= 1

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import DamagedBlock
 from penstock.kvstore import steps
-from penstock.kvstore.block import HEADER_BYTES, RAW, Form, Header, Wanted
-from penstock.kvstore.copying import Pieces
+from penstock.kvstore.block import HEADER_BYTES, RAW, BlockFormat, Header, ReadRequest
+from penstock.kvstore.copying import HashingCopy
 
 if TYPE_CHECKING:
     from penstock.kvstore.codec import Codecs
@@ -45,7 +45,7 @@ class _Buffers(threading.local):
 class Files:
     """Reads and writes the blocks of one form."""
 
-    def __init__(self, form: Form, codec: "Codecs | None") -> None:
+    def __init__(self, form: BlockFormat, codec: "Codecs | None") -> None:
         self._form, self._codec = form, codec
         self._buffers = _Buffers()
 
@@ -72,7 +72,7 @@ class Files:
             os.close(fd)
         self._moved(len(content), begun)
 
-    def read(self, path: str, wanted: Wanted) -> tuple[Found, int]:
+    def read(self, path: str, wanted: ReadRequest) -> tuple[Found, int]:
         """Steps 1 to 3 of a get; what was found, and the number of the file that was read. Raises `OSError`."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -97,7 +97,7 @@ class Files:
         finally:
             os.close(fd)
 
-    def _is_whole(self, fd: int, size: int, wanted: Wanted) -> bool:
+    def _is_whole(self, fd: int, size: int, wanted: ReadRequest) -> bool:
         """Steps 2 and 3 of a get, of a file of `size` bytes, which may change meanwhile."""
         length = size - HEADER_BYTES
         if not 0 <= length <= 2 * self._form.payload_bytes:
@@ -105,11 +105,11 @@ class Files:
         begun = time.perf_counter()
         piece = self._buffers.piece[:length]
         header = self._header(fd, piece)
-        if header is None or not self._form.is_header_of(header, wanted.name) or header.content_bytes != length:
+        if header is None or not self._form.is_header_of(header, wanted.key) or header.content_bytes != length:
             return False
         steps.reached("get 2")
         if header.codec == RAW:
-            checksum = _read_on(fd, piece, wanted.into) if length == len(wanted.into) else None
+            checksum = _read_on(fd, piece, wanted.target) if length == len(wanted.target) else None
             self._moved(size, begun)
             return checksum == header.checksum
         if self._codec is None or not self._codec.knows(header.codec):
@@ -117,7 +117,7 @@ class Files:
         content = memoryview(bytearray(length))
         checksum = _read_on(fd, piece, content)
         self._moved(size, begun)
-        return checksum == header.checksum and self._codec.decode_into(header.codec, content, wanted.into)
+        return checksum == header.checksum and self._codec.decode_into(header.codec, content, wanted.target)
 
     def _header(self, fd: int, piece: memoryview) -> Header | None:
         """The header, and after it the first piece of the content; None if they are not there."""
@@ -135,12 +135,12 @@ class Files:
 
 def _read_on(fd: int, piece: memoryview, into: memoryview) -> int | None:
     """Step 3 of a get: `piece`, and what follows it in the file, to `into`; its checksum, or None if there is less."""
-    pieces, start = Pieces(into), 0
+    pieces, start = HashingCopy(into), 0
     while start < len(into):
         if start:
             piece = piece[: len(into) - start]
             if os.preadv(fd, [piece], HEADER_BYTES + start) != len(piece):
                 return None
-        pieces.add(piece)
+        pieces.add_piece(piece)
         start += len(piece)
-    return pieces.checksum()
+    return pieces.finish_checksum()

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.kvstore.copying import hashed
+from penstock.kvstore.copying import compute_checksum
 from penstock.kvstore.directory import leases, writers
 from penstock.kvstore.directory.layout import Layout, make_folder, room
 
@@ -134,7 +134,7 @@ class Ledger:
             return None
         fields = stored[: _RECORD.size]
         magic, boot, is_certain, used, blocks, budget, changes = _RECORD.unpack(fields)
-        if _CHECKSUM.unpack_from(stored, _RECORD.size)[0] != hashed(fields) or magic != MAGIC:
+        if _CHECKSUM.unpack_from(stored, _RECORD.size)[0] != compute_checksum(fields) or magic != MAGIC:
             return None
         if not is_certain or boot != self._boot:
             # The count is made anew, the rest is still good.
@@ -146,7 +146,7 @@ class Ledger:
         now = self.record
         used, blocks = max(0, now.used), max(0, now.blocks)
         fields = _RECORD.pack(MAGIC, self._boot, is_certain, used, blocks, now.budget, now.changes)
-        os.pwrite(self._fd, fields + _CHECKSUM.pack(hashed(fields)), 0)
+        os.pwrite(self._fd, fields + _CHECKSUM.pack(compute_checksum(fields)), 0)
 
 
 def _boot() -> bytes:

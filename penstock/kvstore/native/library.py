@@ -11,14 +11,14 @@ from penstock.kvstore.native.build import LIBRARY
 
 log = logging.getLogger("penstock.kv")
 
-Sums = c_uint64 * 8
+HashState = c_uint64 * 8
 """What is kept of a copy between its pieces."""
 
 _READ = 0
 _WRITE = 1
 
 
-class _View(Structure):
+class _PyBuffer(Structure):
     """Python's `Py_buffer`: memory that stays where it is until it is released."""
 
     _fields_: ClassVar = [
@@ -28,10 +28,10 @@ class _View(Structure):
     ]  # fmt: skip
 
 
-_hold = pythonapi.PyObject_GetBuffer
-_hold.argtypes, _hold.restype = [py_object, c_void_p, c_int], c_int
-_release = pythonapi.PyBuffer_Release
-_release.argtypes, _release.restype = [c_void_p], None
+_get_buffer = pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes, _get_buffer.restype = [py_object, c_void_p, c_int], c_int
+_release_buffer = pythonapi.PyBuffer_Release
+_release_buffer.argtypes, _release_buffer.restype = [c_void_p], None
 
 
 class Library:
@@ -46,46 +46,46 @@ class Library:
         self._select = handle.penstock_copying_select
         self._select.argtypes, self._select.restype = [c_char_p], c_char_p
         self.isa = ""
-        self.select("")
+        self.select_isa("")
 
-    def select(self, isa: str) -> bool:
+    def select_isa(self, isa: str) -> bool:
         """Work on the named instruction set from now on, or on the best one for ""; whether this processor has it."""
         name = self._select(isa.encode())
         if name is not None:
             self.isa = name.decode()
         return name is not None
 
-    def copy_hashed(self, into: memoryview, source: memoryview) -> int:
+    def copy_and_hash(self, into: memoryview, source: memoryview) -> int:
         """See `penstock.kvstore.copying.copy_hashed`."""
-        with _held(into, _WRITE) as target, _held(source, _READ) as origin:
+        with _pinned_buffer(into, _WRITE) as target, _pinned_buffer(source, _READ) as origin:
             if target.bytes != origin.bytes:
                 raise ValueError(f"{origin.bytes} bytes do not fit over {target.bytes}")
             return int(self._copy_hashed(target.start, origin.start, target.bytes))
 
     def copy_piece(self, sums: "ctypes.Array[c_uint64]", into: memoryview, source: memoryview, start: int) -> int:
         """See `kvstore.copying.Pieces`: `source` to `into[start:]`; the checksum after the last piece, or 0."""
-        with _held(into, _WRITE) as target, _held(source, _READ) as origin:
+        with _pinned_buffer(into, _WRITE) as target, _pinned_buffer(source, _READ) as origin:
             if start + origin.bytes > target.bytes:
                 raise ValueError(f"{origin.bytes} bytes do not fit over the last {target.bytes - start}")
             return int(self._copy_piece(sums, target.start, origin.start, start, origin.bytes, target.bytes))
 
 
-class _held(contextlib.AbstractContextManager[_View]):  # noqa: N801 (used as a function)
+class _pinned_buffer(contextlib.AbstractContextManager[_PyBuffer]):  # noqa: N801 (used as a function)
     """The memory of an object, which stays where it is meanwhile."""
 
     def __init__(self, found: memoryview, flags: int) -> None:
-        self._view = _View()
-        _hold(found, byref(self._view), flags)
+        self._view = _PyBuffer()
+        _get_buffer(found, byref(self._view), flags)
 
-    def __enter__(self) -> _View:
+    def __enter__(self) -> _PyBuffer:
         return self._view
 
     def __exit__(self, *_: object) -> None:
-        _release(byref(self._view))
+        _release_buffer(byref(self._view))
 
 
 @functools.cache
-def load() -> Library | None:
+def load_library() -> Library | None:
     """The library of this process, or None where it was not built, or for another kind of machine or version."""
     if not LIBRARY.is_file():
         return None

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.kvstore.block import HEADER_BYTES, RAW, Block, Form, Wanted
-from penstock.kvstore.copying import hashed
-from penstock.kvstore.tiers.contract import Counters
+from penstock.kvstore.block import HEADER_BYTES, RAW, Block, BlockFormat, ReadRequest
+from penstock.kvstore.copying import compute_checksum
+from penstock.kvstore.tiers.contract import TierCounters
 from penstock.kvstore.tiers.index import AT_ONCE, Index, Uses
 from penstock.kvstore.tiers.receive import Found, receive
 from penstock.kvstore.tiers.server import Server
@@ -44,11 +44,11 @@ Content = tuple[Block, int, Part]
 class Address:
     """One server. Nothing here raises for it: a call that failed did less, and is counted as an error."""
 
-    def __init__(self, server: Server, form: Form, index: Index, codec: "Codecs | None") -> None:
+    def __init__(self, server: Server, form: BlockFormat, index: Index, codec: "Codecs | None") -> None:
         self._server, self._form, self._index, self._codec = server, form, index, codec
         self._window = max(2, min(AT_ONCE, BATCH_BYTES // (HEADER_BYTES + form.payload_bytes) // server.lanes))
 
-    def ask(self, call: Callable[[Wire, Index], T], counters: Counters) -> T | None:
+    def ask(self, call: Callable[[Wire, Index], T], counters: TierCounters) -> T | None:
         """What `call` returns, or None if the server did not do it."""
         return self._server.ask(lambda wire: call(wire, self._index), counters)
 
@@ -56,7 +56,7 @@ class Address:
         """Close the connections."""
         self._server.close()
 
-    def get(self, wanted: Sequence[Wanted], counters: Counters) -> list[bool]:
+    def get(self, wanted: Sequence[ReadRequest], counters: TierCounters) -> list[bool]:
         """See `Tier.get`."""
         found = [False] * len(wanted)
         lanes = min(self._server.lanes, len(wanted))
@@ -66,13 +66,13 @@ class Address:
         counters.bytes_read += sum(found) * self._form.payload_bytes
         return found
 
-    def put(self, blocks: Sequence[Block], counters: Counters) -> list[bool]:
+    def put(self, blocks: Sequence[Block], counters: TierCounters) -> list[bool]:
         """See `Tier.put`."""
         stored: set[bytes] = set()
         self._server.ask(lambda wire: self._write(wire, blocks, stored, counters), counters)
-        return [block.name.key in stored for block in blocks]
+        return [block.key.hash in stored for block in blocks]
 
-    def has(self, keys: Sequence[bytes], counters: Counters) -> list[bool]:
+    def has(self, keys: Sequence[bytes], counters: TierCounters) -> list[bool]:
         """See `Tier.has`."""
 
         def look(wire: Wire) -> list[bool]:
@@ -82,7 +82,9 @@ class Address:
 
         return self._server.ask(look, counters) or [False] * len(keys)
 
-    def _read(self, wires: Sequence[Wire], wanted: Sequence[Wanted], found: list[bool], counters: Counters) -> None:
+    def _read(
+        self, wires: Sequence[Wire], wanted: Sequence[ReadRequest], found: list[bool], counters: TierCounters
+    ) -> None:
         """Each connection has every so-manieth block; a piece is received from each in turn."""
         results: dict[int, tuple[Found, int]] = {}
         lanes = [
@@ -102,15 +104,15 @@ class Address:
         for index, want in enumerate(wanted):
             kind, length = results[index]
             if kind is Found.WHOLE:
-                uses.sizes[want.name.key] = length
+                uses.sizes[want.key.hash] = length
             else:
-                (uses.absent if kind is Found.NOTHING else uses.damaged).append(want.name.key)
+                (uses.absent if kind is Found.NOTHING else uses.damaged).append(want.key.hash)
         self._index.note(wires[0], uses, counters)
 
     def _lane(
         self,
         wire: Wire,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[ReadRequest],
         indices: Sequence[int],
         found: list[bool],
         results: dict[int, tuple[Found, int]],
@@ -120,18 +122,18 @@ class Address:
         for done, index in enumerate(indices):
             if asked < len(indices) and asked - done <= self._window // 2:
                 part = indices[asked : done + self._window]
-                wire.send([b"".join(command("GET", kv_key(wanted[i].name.key)) for i in part)])
+                wire.send([b"".join(command("GET", kv_key(wanted[i].key.hash)) for i in part)])
                 asked = done + self._window
             results[index] = yield from receive(wire, self._form, wanted[index], self._codec)
             found[index] = results[index][0] is Found.WHOLE
 
-    def _write(self, wire: Wire, blocks: Sequence[Block], stored: set[bytes], counters: Counters) -> None:
-        sizes = _sizes(wire, [block.name.key for block in blocks])
+    def _write(self, wire: Wire, blocks: Sequence[Block], stored: set[bytes], counters: TierCounters) -> None:
+        sizes = _sizes(wire, [block.key.hash for block in blocks])
         gone = self._index.note(wire, Uses(sizes), counters)
         stored.update(sizes.keys() - gone)
         counters.refused += len(sizes.keys() & gone)
         batch, total = list[Content](), 0
-        for block in {block.name.key: block for block in blocks if block.name.key not in sizes}.values():
+        for block in {block.key.hash: block for block in blocks if block.key.hash not in sizes}.values():
             number, content = self._encoded(block)
             batch.append((block, number, content))
             total += HEADER_BYTES + len(content)
@@ -146,9 +148,9 @@ class Address:
             return RAW, block.payload
         return self._codec.encode(block.payload)
 
-    def _write_batch(self, wire: Wire, batch: Sequence[Content], stored: set[bytes], counters: Counters) -> None:
+    def _write_batch(self, wire: Wire, batch: Sequence[Content], stored: set[bytes], counters: TierCounters) -> None:
         """Steps 2 to 5."""
-        sizes = [(block.name.key, HEADER_BYTES + len(content)) for block, _, content in batch]
+        sizes = [(block.key.hash, HEADER_BYTES + len(content)) for block, _, content in batch]
         room = self._index.make_room(wire, sizes, counters)
         stored -= room.gone
         sent, failed, refusal, begun = list[bytes](), list[bytes](), None, time.perf_counter()
@@ -156,7 +158,7 @@ class Address:
             if ok:
                 parts = self._parts(block, number, content)
                 wire.send(parts)
-                (sent if parts else failed).append(block.name.key)
+                (sent if parts else failed).append(block.key.hash)
         for key in sent:
             reply = wire.reply()
             if reply == b"OK":
@@ -180,10 +182,10 @@ class Address:
 
     def _parts(self, block: Block, number: int, content: Part) -> list[Part]:
         """The command that stores a block; nothing, if its memory holds something else by now."""
-        header = self._form.header(block.name, hashed(content), number, len(content))
+        header = self._form.make_header(block.key, compute_checksum(content), number, len(content))
         if not block.is_valid():
             return []
-        key, keep = kv_key(block.name.key).encode(), b"%d" % self._index.keep_ms
+        key, keep = kv_key(block.key.hash).encode(), b"%d" % self._index.keep_ms
         begin = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, HEADER_BYTES + len(content))
         return [begin + header.pack(), content, b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(keep), keep)]
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.kvstore.block import Block, Wanted
+from penstock.kvstore.block import Block, ReadRequest
 
 
 @dataclass
-class Counters:
+class TierCounters:
     """What one tier saw since it was opened, in blocks and bytes."""
 
     hits: int = 0
@@ -35,7 +35,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Usage:
+class TierUsage:
     """What a tier holds now, whoever put it there."""
 
     blocks: int
@@ -47,7 +47,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TierEntry:
     """One block as `entries` lists it."""
 
     key: bytes
@@ -61,14 +61,14 @@ class Tier(Protocol):
     """A place for stored blocks."""
 
     name: str
-    counters: Counters
+    counters: TierCounters
 
     clock: Callable[[], float]
     """What its reads are timed by, in seconds. Of a tier that only copies memory it is the calling thread's processor
     time: on a busy host the thread waits for a processor, and computing would wait for one too.
     """
 
-    def get(self, wanted: Sequence[Wanted]) -> list[bool]:
+    def get(self, wanted: Sequence[ReadRequest]) -> list[bool]:
         """Read each block to where it is wanted; which of them are whole. Those were used now."""
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
@@ -90,10 +90,10 @@ class Tier(Protocol):
     def remove(self, keys: Sequence[bytes]) -> int:
         """Forget these blocks, leased or not; how many were here."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """What the tier holds."""
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[TierEntry]:
         """What is in it, in no order; what changes meanwhile may be missed."""
 
     def stored(self, key: bytes) -> bytes | None:

@@ -32,14 +32,14 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from penstock.errors import KVStoreError
 from penstock.kvstore import steps
-from penstock.kvstore.block import HEADER_BYTES, Block, Form, Wanted
-from penstock.kvstore.copying import hashed
+from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, ReadRequest
+from penstock.kvstore.copying import compute_checksum
 from penstock.kvstore.directory import leases
 from penstock.kvstore.directory.check import check
 from penstock.kvstore.directory.directory import FULL, Directory, Draft
 from penstock.kvstore.directory.files import Files, Found
 from penstock.kvstore.directory.layout import room
-from penstock.kvstore.tiers.contract import Counters, Entry, Usage
+from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 
 if TYPE_CHECKING:
     from penstock.kvstore.codec import Codecs
@@ -58,8 +58,8 @@ class DiskTier:
 
     name, clock = "disk", staticmethod(time.perf_counter)
 
-    def __init__(self, directory: Directory, form: Form, codec: "Codecs | None") -> None:
-        self.counters = Counters()
+    def __init__(self, directory: Directory, form: BlockFormat, codec: "Codecs | None") -> None:
+        self.counters = TierCounters()
         self._directory, self._form = directory, form
         self._files = Files(form, codec)
         self._counting = threading.Lock()
@@ -68,7 +68,7 @@ class DiskTier:
         self._batch = max(1, min(BATCH, BATCH_BYTES // size, directory.budget // 4 // size))
 
     @classmethod
-    def open(cls, form: Form, directory: Path, budget_bytes: int, codec: "Codecs | None" = None) -> Self:
+    def open(cls, form: BlockFormat, directory: Path, budget_bytes: int, codec: "Codecs | None" = None) -> Self:
         """The blocks in a directory, which is made if it is not there. Raises `KVStoreError` if it cannot be used.
 
         A full disk is no reason for that: it is read, and written as soon as it has room.
@@ -88,21 +88,21 @@ class DiskTier:
         Raises `KVStoreError`.
         """
         try:
-            return cls(Directory(directory, 0, writes=False), Form(bytes(32), bytes(16), 0), None)
+            return cls(Directory(directory, 0, writes=False), BlockFormat(bytes(32), bytes(16), 0), None)
         except OSError as error:
             raise KVStoreError(f"{directory}: no directory with KV blocks: {error}") from error
 
-    def get(self, wanted: Sequence[Wanted]) -> list[bool]:
+    def get(self, wanted: Sequence[ReadRequest]) -> list[bool]:
         """See `Tier.get`, and the steps above."""
         found, suspects, failed = list[Found](), dict[bytes, int | None](), False
         for one in wanted:
             try:
-                kind, number = self._files.read(self._path(one.name.key), one)
+                kind, number = self._files.read(self._path(one.key.hash), one)
             except OSError:
                 kind, number, failed = Found.NOTHING, 0, True
             found.append(kind)
             if kind is Found.DAMAGED:
-                suspects[one.name.key] = number
+                suspects[one.key.hash] = number
         if suspects:
             self._try(lambda: self._directory.drop(suspects), 0)
         with self._counting:
@@ -116,14 +116,14 @@ class DiskTier:
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """See `Tier.put`, and the steps above."""
-        here = self.has([block.name.key for block in blocks])
-        stored = {block.name.key for block, is_here in zip(blocks, here, strict=True) if is_here}
-        new = list({block.name.key: block for block in blocks if block.name.key not in stored}.values())
+        here = self.has([block.key.hash for block in blocks])
+        stored = {block.key.hash for block, is_here in zip(blocks, here, strict=True) if is_here}
+        new = list({block.key.hash: block for block in blocks if block.key.hash not in stored}.values())
         for start in range(0, len(new), self._batch):
             if not self._directory.is_writable or time.monotonic() < self._rests_until:
                 break
             stored |= self._put(new[start : start + self._batch])
-        return [block.name.key in stored for block in blocks]
+        return [block.key.hash in stored for block in blocks]
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier.has`."""
@@ -143,27 +143,27 @@ class DiskTier:
         """See `Tier.remove`."""
         return self._try(lambda: self._directory.drop(dict.fromkeys(keys)), 0) if keys else 0
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """See `Tier.usage`. Files count in whole pages; what is reserved counts too."""
 
-        def look() -> Usage:
+        def look() -> TierUsage:
             record = self._directory.ledger.peek()
             num_leased = len(set(leases.running(self._directory.layout)))
-            return Usage(record.blocks, record.used, record.budget, num_leased)
+            return TierUsage(record.blocks, record.used, record.budget, num_leased)
 
-        return self._try(look, Usage(0, 0, self._directory.budget, 0))
+        return self._try(look, TierUsage(0, 0, self._directory.budget, 0))
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[TierEntry]:
         """See `Tier.entries`."""
 
-        def look() -> list[Entry]:
+        def look() -> list[TierEntry]:
             running = Counter(leases.running(self._directory.layout))
             return [
-                Entry(key, room(stat.st_size), stat.st_mtime_ns / 1e9, running[key])
+                TierEntry(key, room(stat.st_size), stat.st_mtime_ns / 1e9, running[key])
                 for key, stat in self._directory.layout.blocks()
             ]
 
-        return iter(self._try(look, list[Entry]()))
+        return iter(self._try(look, list[TierEntry]()))
 
     def stored(self, key: bytes) -> bytes | None:
         """See `Tier.stored`."""
@@ -194,7 +194,7 @@ class DiskTier:
                 if draft is not None and not self._try(partial(self._write, draft, *made, batch_bytes), instead=False):
                     break
                 if draft is not None and made[0].is_valid():
-                    named[draft] = made[0].name.key
+                    named[draft] = made[0].key.hash
                 steps.reached("put 3")
         finally:  # whatever happened, a draft gets its name or goes
             if named:
@@ -208,7 +208,7 @@ class DiskTier:
 
     def _write(self, draft: Draft, block: Block, number: int, content: memoryview, batch_bytes: int) -> bool:
         """Step 2 of a put. Where the disk is full, as many bytes of blocks go as the batch has."""
-        header = self._form.header(block.name, hashed(content), number, len(content))
+        header = self._form.make_header(block.key, compute_checksum(content), number, len(content))
         try:
             self._files.write(draft.path, header.pack(), content)
         except OSError as error:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from penstock.kvstore.tiers.address import Address
-from penstock.kvstore.tiers.contract import Counters, Entry
+from penstock.kvstore.tiers.contract import TierCounters, TierEntry
 from penstock.kvstore.tiers.index import AT_ONCE, Index, page, replies
 from penstock.kvstore.tiers.wire import NotRedis, Reply, Wire, command
 from penstock.names import KV_INDEX
@@ -13,7 +13,7 @@ from penstock.names import KV_INDEX
 USED, HELD, SIZES, LEASES, _, _ = KV_INDEX
 
 
-def entries(address: Address, counters: Counters) -> Iterator[Entry]:
+def entries(address: Address, counters: TierCounters) -> Iterator[TierEntry]:
     """See `Tier.entries`. Ends early when the server does not answer."""
     seen: set[bytes] = set()
     for part in (HELD, USED):
@@ -29,7 +29,7 @@ def entries(address: Address, counters: Counters) -> Iterator[Entry]:
                 break
 
 
-def _piece(part: str, cursor: bytes, wire: Wire, _: Index) -> tuple[bytes, list[Entry]]:
+def _piece(part: str, cursor: bytes, wire: Wire, _: Index) -> tuple[bytes, list[TierEntry]]:
     """Some entries of a part of the index, and where to go on."""
     wire.send([command("ZSCAN", part, cursor, "COUNT", AT_ONCE), command("TIME")])
     cursor, found = page(wire)
@@ -43,7 +43,7 @@ def _piece(part: str, cursor: bytes, wire: Wire, _: Index) -> tuple[bytes, list[
         case [bytes(seconds), bytes(micros)], list(), list():
             now = int(seconds) * 1000 + int(micros) // 1000
             return cursor, [
-                Entry(key, int(size), float(score) / 1e6, _running(owners, now))
+                TierEntry(key, int(size), float(score) / 1e6, _running(owners, now))
                 for key, score, size, owners in zip(keys, used, sizes, leases, strict=True)
                 if isinstance(size, bytes)
             ]

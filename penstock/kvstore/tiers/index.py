@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from penstock.kvstore.tiers.contract import Counters, Usage
+from penstock.kvstore.tiers.contract import TierCounters, TierUsage
 from penstock.kvstore.tiers.wire import NotRedis, Refused, Reply, Wire, command
 from penstock.names import KV_INDEX, kv_key
 from penstock.redis.scripts import Script, load_script
@@ -56,7 +56,7 @@ class Index:
     budget: int
     keep_ms: int
 
-    def note(self, wire: Wire, uses: Uses, counters: Counters) -> set[bytes]:
+    def note(self, wire: Wire, uses: Uses, counters: TierCounters) -> set[bytes]:
         """These blocks were used now. One that the index does not know is taken in; what goes for it, and what is
         damaged, is deleted. Returns what was: it may be of the very blocks.
         """
@@ -76,7 +76,7 @@ class Index:
         self.delete(wire, uses.damaged)
         return gone.union(uses.damaged)
 
-    def make_room(self, wire: Wire, pairs: Sequence[tuple[bytes, int]], counters: Counters) -> Room:
+    def make_room(self, wire: Wire, pairs: Sequence[tuple[bytes, int]], counters: TierCounters) -> Room:
         """Room for at most `AT_ONCE` blocks (key, bytes): which may be written. What goes for them is deleted."""
         wire.send([self._take(pairs, [])])
         room = self._room(wire, counters)
@@ -117,13 +117,13 @@ class Index:
             wire.send([self._call(RELEASE, owner, *part)])
             replies(wire, 1)
 
-    def usage(self, wire: Wire) -> Usage:
+    def usage(self, wire: Wire) -> TierUsage:
         """See `Tier.usage`."""
         wire.send([self._call(USAGE)])
         (reply,) = replies(wire, 1)
         if not isinstance(reply, list) or len(reply) != 4:
             raise NotRedis(f"not what the script says: {reply!r}")
-        return Usage(*numbers(reply))
+        return TierUsage(*numbers(reply))
 
     def check(self, wire: Wire) -> list[str]:
         """What does not agree in the index, and blocks that would stay for ever; reads all there is."""
@@ -149,7 +149,7 @@ class Index:
         words = [word for pair in pairs for word in pair]
         return self._call(TAKE, GRACE_MS, len(pairs), *words, *absent)
 
-    def _room(self, wire: Wire, counters: Counters) -> Room:
+    def _room(self, wire: Wire, counters: TierCounters) -> Room:
         """The reply to `_take`."""
         (reply,) = replies(wire, 1)
         match reply:

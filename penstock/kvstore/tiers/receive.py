@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import xxhash
 
 from penstock.errors import DamagedBlock
-from penstock.kvstore.block import HEADER_BYTES, RAW, Form, Header, Wanted
+from penstock.kvstore.block import HEADER_BYTES, RAW, BlockFormat, Header, ReadRequest
 from penstock.kvstore.tiers.wire import Refused, Wire
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Found(Enum):
     DAMAGED = "damaged"
 
 
-def receive(wire: Wire, form: Form, want: Wanted, codecs: "Codecs | None") -> Receiving[tuple[Found, int]]:
+def receive(wire: Wire, form: BlockFormat, want: ReadRequest, codecs: "Codecs | None") -> Receiving[tuple[Found, int]]:
     """Read the reply to a GET, to its end, in pieces; what it was, and how many bytes."""
     try:
         length = wire.length()
@@ -48,23 +48,23 @@ def receive(wire: Wire, form: Form, want: Wanted, codecs: "Codecs | None") -> Re
 
 
 def _content(
-    wire: Wire, form: Form, want: Wanted, start: memoryview, length: int, codecs: "Codecs | None"
+    wire: Wire, form: BlockFormat, want: ReadRequest, start: memoryview, length: int, codecs: "Codecs | None"
 ) -> Receiving[bool]:
     """Read the `length` bytes after the header; whether they are the content of the block that is wanted."""
     try:
         header = Header.unpack(start)
     except DamagedBlock:
         header = None
-    if header is None or not form.is_header_of(header, want.name) or header.content_bytes != length:
+    if header is None or not form.is_header_of(header, want.key) or header.content_bytes != length:
         wire.skip(length)
         return False
-    if header.codec == RAW and length == len(want.into):
-        return (yield from _checked(wire, want.into, header))
+    if header.codec == RAW and length == len(want.target):
+        return (yield from _checked(wire, want.target, header))
     if codecs is None or not codecs.knows(header.codec) or length > 2 * form.payload_bytes:
         wire.skip(length)
         return False
     content = memoryview(bytearray(length))
-    return (yield from _checked(wire, content, header)) and codecs.decode_into(header.codec, content, want.into)
+    return (yield from _checked(wire, content, header)) and codecs.decode_into(header.codec, content, want.target)
 
 
 def _checked(wire: Wire, into: memoryview, header: Header) -> Receiving[bool]:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from penstock.errors import KVStoreError
-from penstock.kvstore.block import Block, Form, Wanted
+from penstock.kvstore.block import Block, BlockFormat, ReadRequest
 from penstock.kvstore.tiers.address import Address
-from penstock.kvstore.tiers.contract import Counters, Entry, Usage
+from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 from penstock.kvstore.tiers.entries import entries
 from penstock.kvstore.tiers.index import Index
 from penstock.kvstore.tiers.server import Server
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 T = TypeVar("T")
 
-UNKNOWN = Form(bytes(32), bytes(16), 0)
+UNKNOWN = BlockFormat(bytes(32), bytes(16), 0)
 """The form that no block has."""
 
 
@@ -39,7 +39,7 @@ class RedisTier:
     name, clock = "redis", staticmethod(time.perf_counter)
 
     def __init__(self, addresses: Sequence[Address], spread: Spread) -> None:
-        self.counters = Counters()
+        self.counters = TierCounters()
         self._addresses = list(addresses)
         self._spread = spread
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class RedisTier:
 
     @classmethod
     def open(
-        cls, form: Form, urls: Sequence[str], budget_bytes: int, keep_s: float, codec: "Codecs | None" = None
+        cls, form: BlockFormat, urls: Sequence[str], budget_bytes: int, keep_s: float, codec: "Codecs | None" = None
     ) -> Self:
         """The blocks of a model at these addresses (in any order), `budget_bytes` at each of them.
 
@@ -61,20 +61,20 @@ class RedisTier:
         return cls._at(UNKNOWN, urls, Index(0, 0), None)
 
     @classmethod
-    def _at(cls, form: Form, urls: Sequence[str], index: Index, codec: "Codecs | None") -> Self:
+    def _at(cls, form: BlockFormat, urls: Sequence[str], index: Index, codec: "Codecs | None") -> Self:
         distinct = list(dict.fromkeys(urls))
         if not distinct:
             raise KVStoreError("a Redis tier needs an address")
         large = form.payload_bytes >= LARGE
         return cls([Address(Server(url, large), form, index, codec) for url in distinct], Spread(distinct))
 
-    def get(self, wanted: Sequence[Wanted]) -> list[bool]:
+    def get(self, wanted: Sequence[ReadRequest]) -> list[bool]:
         """See `Tier.get`."""
-        return self._spread_over([want.name.key for want in wanted], wanted, Address.get)
+        return self._spread_over([want.key.hash for want in wanted], wanted, Address.get)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """See `Tier.put`."""
-        return self._spread_over([block.name.key for block in blocks], blocks, Address.put)
+        return self._spread_over([block.key.hash for block in blocks], blocks, Address.put)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier.has`."""
@@ -92,33 +92,33 @@ class RedisTier:
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `Tier.remove`."""
 
-        def remove(at: Address, part: list[bytes], count: Counters) -> int:
+        def remove(at: Address, part: list[bytes], count: TierCounters) -> int:
             return at.ask(lambda wire, index: index.delete(wire, part), count) or 0
 
         return sum(self._each(list(dict.fromkeys(keys)), remove))
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """See `Tier.usage`. Of the servers that answer, added up."""
         found = self._all(lambda at, count: at.ask(lambda wire, index: index.usage(wire), count))
         parts = [usage for usage in found if usage is not None]
-        return Usage(
+        return TierUsage(
             sum(part.blocks for part in parts),
             sum(part.bytes for part in parts),
             sum(part.budget for part in parts),
             sum(part.leased for part in parts),
         )
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[TierEntry]:
         """See `Tier.entries`."""
         for address in self._addresses:
-            counters = Counters()
+            counters = TierCounters()
             yield from entries(address, counters)
             self._add(counters)
 
     def stored(self, key: bytes) -> bytes | None:
         """See `Tier.stored`."""
 
-        def read(address: Address, _: list[bytes], counters: Counters) -> bytes | None:
+        def read(address: Address, _: list[bytes], counters: TierCounters) -> bytes | None:
             def ask(wire: Wire, _: Index) -> bytes | None:
                 wire.send([command("GET", kv_key(key))])
                 reply = wire.reply()
@@ -140,7 +140,10 @@ class RedisTier:
         self._side_by_side.close()
 
     def _spread_over(
-        self, keys: Sequence[bytes], items: Sequence[Item], call: Callable[[Address, list[Item], Counters], list[bool]]
+        self,
+        keys: Sequence[bytes],
+        items: Sequence[Item],
+        call: Callable[[Address, list[Item], TierCounters], list[bool]],
     ) -> list[bool]:
         """What `call` says of each item, each at its key's address."""
         dealt = self._spread.deal(keys)
@@ -151,27 +154,27 @@ class RedisTier:
                 result[index] = ok
         return result
 
-    def _each(self, keys: Sequence[bytes], call: Callable[[Address, list[bytes], Counters], T]) -> list[T]:
+    def _each(self, keys: Sequence[bytes], call: Callable[[Address, list[bytes], TierCounters], T]) -> list[T]:
         """What `call` says at each address that holds some of the keys."""
         dealt = self._spread.deal(keys)
         return self._run(
             [partial(call, self._addresses[place], [keys[i] for i in indices]) for place, indices in dealt.items()]
         )
 
-    def _all(self, call: Callable[[Address, Counters], T]) -> list[T]:
+    def _all(self, call: Callable[[Address, TierCounters], T]) -> list[T]:
         """What `call` says at each address."""
         return self._run([partial(call, address) for address in self._addresses])
 
-    def _run(self, calls: Sequence[Callable[[Counters], T]]) -> list[T]:
+    def _run(self, calls: Sequence[Callable[[TierCounters], T]]) -> list[T]:
         """Do them side by side."""
-        counted = [Counters() for _ in calls]
+        counted = [TierCounters() for _ in calls]
         try:
             return self._side_by_side.run([partial(call, part) for call, part in zip(calls, counted, strict=True)])
         finally:
             for counters in counted:
                 self._add(counters)
 
-    def _add(self, counters: Counters) -> None:
+    def _add(self, counters: TierCounters) -> None:
         with self._lock:
-            for field in fields(Counters):
+            for field in fields(TierCounters):
                 setattr(self.counters, field.name, getattr(self.counters, field.name) + getattr(counters, field.name))

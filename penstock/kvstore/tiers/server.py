@@ -11,7 +11,7 @@ import redis
 from redis.connection import ConnectionInterface
 
 from penstock.errors import KVStoreError
-from penstock.kvstore.tiers.contract import Counters
+from penstock.kvstore.tiers.contract import TierCounters
 from penstock.kvstore.tiers.index import SCRIPTS
 from penstock.kvstore.tiers.wire import NotRedis, Refused, Wire, command
 from penstock.redis.client import connection_pool
@@ -52,11 +52,11 @@ class Server:
         self._closed = False
         self._ask_again_at = 0.0
 
-    def ask(self, call: Callable[[Wire], T], counters: Counters) -> T | None:
+    def ask(self, call: Callable[[Wire], T], counters: TierCounters) -> T | None:
         """What `call` returns, or None, counted and logged, when the server did not do it."""
         return self.ask_on(1, lambda wires: call(wires[0]), counters)
 
-    def ask_on(self, count: int, call: Callable[[list[Wire]], T], counters: Counters) -> T | None:
+    def ask_on(self, count: int, call: Callable[[list[Wire]], T], counters: TierCounters) -> T | None:
         """The same on several connections at once."""
         if self._closed or time.monotonic() < self._ask_again_at:
             counters.errors += 1

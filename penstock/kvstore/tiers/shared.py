@@ -26,10 +26,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.kvstore import steps
-from penstock.kvstore.arena.arena import HERE, Arena, Place
-from penstock.kvstore.block import HEADER_BYTES, Block, Form, Wanted
-from penstock.kvstore.copying import copy_hashed
-from penstock.kvstore.tiers.contract import Counters, Entry, Usage
+from penstock.kvstore.arena.arena import ALREADY_STORED, Arena, SlotRef
+from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, ReadRequest
+from penstock.kvstore.copying import copy_and_hash
+from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 
 BATCH, BATCH_BYTES = 32, 8 * 2**20
 """So many slots are taken at a time, and published together; a quarter of the arena, if that is less."""
@@ -42,13 +42,13 @@ class SharedTier:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.counters = Counters()
+        self.counters = TierCounters()
         self._form = arena.form
         self._batch = min(BATCH, BATCH_BYTES // arena.geometry.slot_bytes)
         self._counting = threading.Lock()
 
     @classmethod
-    def open(cls, form: Form, pipeline: str, budget_bytes: int, directory: str = "") -> "SharedTier":
+    def open(cls, form: BlockFormat, pipeline: str, budget_bytes: int, directory: str = "") -> "SharedTier":
         """The host's arena for the pipeline, made if there is none; its memory comes in the background.
 
         The budget is that of the whole file. Raises `KVStoreError` where it has no room, or the directory is no good.
@@ -60,9 +60,9 @@ class SharedTier:
         """An arena that is there, whatever its form, for tools. Raises `KVStoreError`."""
         return cls(Arena.attach(path))
 
-    def get(self, wanted: Sequence[Wanted]) -> list[bool]:
+    def get(self, wanted: Sequence[ReadRequest]) -> list[bool]:
         """See `Tier.get`, and the steps above."""
-        places = self.arena.find([one.name.key for one in wanted])
+        places = self.arena.find([one.key.hash for one in wanted])
         steps.reached("get 1")
         whole = [place is not None and self._read(place, one) for place, one in zip(places, wanted, strict=True)]
         suspects = [place for place, is_whole in zip(places, whole, strict=True) if place and not is_whole]
@@ -98,18 +98,18 @@ class SharedTier:
         """See `Tier.remove`."""
         return self.arena.remove(keys)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """See `Tier.usage`. The tables count as used."""
         num_blocks, num_leased = self.arena.count()
         geometry = self.arena.geometry
         used = geometry.metadata_bytes + num_blocks * geometry.slot_bytes
-        return Usage(num_blocks, used, geometry.total_bytes, num_leased)
+        return TierUsage(num_blocks, used, geometry.total_bytes, num_leased)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[TierEntry]:
         """See `Tier.entries`."""
         began = time.time() - time.monotonic()
         for key, used_ns, num_leases in self.arena.rows():
-            yield Entry(key, self.arena.geometry.slot_bytes, began + used_ns / 1e9, num_leases)
+            yield TierEntry(key, self.arena.geometry.slot_bytes, began + used_ns / 1e9, num_leases)
 
     def stored(self, key: bytes) -> bytes | None:
         """See `Tier.stored`."""
@@ -123,47 +123,47 @@ class SharedTier:
         """See `Tier.close`."""
         self.arena.close()
 
-    def _read(self, place: Place, wanted: Wanted) -> bool:
+    def _read(self, place: SlotRef, wanted: ReadRequest) -> bool:
         """Steps 2 and 3 of a get."""
         stored = self.arena.tables.slot(place.slot)
-        checksum = copy_hashed(wanted.into, stored[HEADER_BYTES:])
+        checksum = copy_and_hash(wanted.target, stored[HEADER_BYTES:])
         steps.reached("get 2")
-        is_whole = stored[:HEADER_BYTES] == self._form.header(wanted.name, checksum).pack()
+        is_whole = stored[:HEADER_BYTES] == self._form.make_header(wanted.key, checksum).pack()
         steps.reached("get 3")
         return is_whole and self.arena.is_still(place)
 
     def _put(self, blocks: Sequence[Block]) -> list[bool]:
-        places = self.arena.take([block.name.key for block in blocks])
+        places = self.arena.take([block.key.hash for block in blocks])
         steps.reached("put 1")
         mine = [
             (place, block)
             for place, block in zip(places, blocks, strict=True)
-            if place is not None and place is not HERE
+            if place is not None and place is not ALREADY_STORED
         ]
-        written: list[tuple[Place, bytes, bool]] = []
+        written: list[tuple[SlotRef, bytes, bool]] = []
         try:
             for place, block in mine:
-                written.append((place, block.name.key, self._write(place, block)))
+                written.append((place, block.key.hash, self._write(place, block)))
         finally:  # if one could not be written its slot is free again, and the caller is told why
-            written += [(place, block.name.key, False) for place, block in mine[len(written) :]]
+            written += [(place, block.key.hash, False) for place, block in mine[len(written) :]]
             published = iter(self.arena.publish(written) if written else ())
             steps.reached("put 5")
-        stored = [place is HERE or (place is not None and next(published)) for place in places]
+        stored = [place is ALREADY_STORED or (place is not None and next(published)) for place in places]
         with self._counting:
             self.counters.refused += sum(place is None for place in places)
             self.counters.evictions = self.arena.num_evicted
-            taken = sum(stored) - sum(place is HERE for place in places)
+            taken = sum(stored) - sum(place is ALREADY_STORED for place in places)
             self.counters.bytes_written += taken * self._form.payload_bytes
         return stored
 
-    def _write(self, place: Place, block: Block) -> bool:
+    def _write(self, place: SlotRef, block: Block) -> bool:
         """Steps 2 to 4 of a put; whether the block is whole."""
         into = self.arena.tables.slot(place.slot)
-        checksum = copy_hashed(into[HEADER_BYTES:], block.payload)
+        checksum = copy_and_hash(into[HEADER_BYTES:], block.payload)
         steps.reached("put 2")
         is_valid = block.is_valid()
         steps.reached("put 3")
         if is_valid:
-            into[:HEADER_BYTES] = self._form.header(block.name, checksum).pack()
+            into[:HEADER_BYTES] = self._form.make_header(block.key, checksum).pack()
         steps.reached("put 4")
         return is_valid
