@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.client.aio import AsyncClient as AsyncClient
-    from penstock.client.sync import Answer as Answer
+    from penstock.client.core import Answer as Answer
     from penstock.client.sync import Client as Client
 
 __all__ = ["Answer", "AsyncClient", "Client"]
-_HOMES = {"Answer": "penstock.client.sync", "AsyncClient": "penstock.client.aio", "Client": "penstock.client.sync"}
+_HOMES = {"Answer": "penstock.client.core", "AsyncClient": "penstock.client.aio", "Client": "penstock.client.sync"}
 
 
 def __getattr__(name: str) -> Any:

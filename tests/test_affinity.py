@@ -20,7 +20,7 @@ from penstock.bus.affinity import (
     ranking,
 )
 from penstock.bus.contract import Outgoing
-from penstock.client.sync import RequestFields, make_request, prepare_message
+from penstock.client.core import RequestFields, make_request, prepare_message
 from penstock.messages import Request
 from penstock.names import Pipeline
 

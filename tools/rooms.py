@@ -27,7 +27,7 @@ FLOORS = (
     ("cli",),
 )
 """From the ground up. A room imports from floors below its own; rooms of one floor do not know each other."""
-LAZY = {("penstock", "penstock.client.sync"), ("penstock", "penstock.client.aio")}
+LAZY = {("penstock", f"penstock.client.{name}") for name in ("core", "sync", "aio")}
 """`penstock/__init__.py` imports the clients when somebody asks it for them."""
 
 

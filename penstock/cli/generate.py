@@ -15,7 +15,7 @@ from rich.console import Console
 
 from penstock.bus.connect import connect
 from penstock.cli.explain import explain
-from penstock.client.reader import Event
+from penstock.client.core import Event
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, TraceSettings, load_settings

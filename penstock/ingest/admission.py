@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 import redis.asyncio
 
-from penstock.client.sync import raise_bus_unavailable
 from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError
@@ -29,6 +28,7 @@ from penstock.ingest.tenants import Caller
 from penstock.messages import DEFAULT_MAX_TOKENS, Usage
 from penstock.names import Pipeline, PriorityClass, rate_key
 from penstock.ops.lag import PipelineLag
+from penstock.redis.client import translate_outages
 from penstock.redis.scripts import load_script
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Admission:
         """Headers for the answer. Raises `ApiError` 429."""
         if caller.requests_per_min is None and caller.tokens_per_min is None:
             return {}
-        with raise_bus_unavailable():
+        with translate_outages():
             limits = [caller.requests_per_min or 0, caller.tokens_per_min or 0]
             keys = [rate_key(caller.tenant)]
             taken: list[int] = await TAKE_TOKENS.run_async(self._client, keys, [*limits, num_tokens])
@@ -138,7 +138,7 @@ class Admission:
         limit, back = ticket.caller.tokens_per_min, ticket.num_tokens - usage.prompt_tokens - usage.completion_tokens
         if limit is None or not back:
             return
-        with raise_bus_unavailable():
+        with translate_outages():
             args = [ticket.caller.requests_per_min or 0, limit, back]
             await GIVE_TOKENS.run_async(self._client, [rate_key(ticket.caller.tenant)], args)
 

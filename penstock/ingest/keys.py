@@ -18,12 +18,12 @@ import redis
 import redis.asyncio
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.client.sync import raise_bus_unavailable
 from penstock.config.settings import AdmissionSettings, is_loopback
 from penstock.errors import SettingsError
 from penstock.ingest.tenants import KeyEntry, KeySource, TenantEntry
 from penstock.messages import Tenant
 from penstock.names import KEYS_KEY, TENANTS_KEY
+from penstock.redis.client import translate_outages
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class RedisKeys:
         until, text = self._cache.get((table, field), (0.0, None))
         if time.monotonic() < until:
             return text
-        with raise_bus_unavailable():
+        with translate_outages():
             raw = cast("bytes | None", await self._client.hget(table, field))
         if len(self._cache) >= MAX_CACHED:  # somebody tries out ids
             self._cache.clear()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
-from penstock.client.sync import raise_bus_unavailable
 from penstock.names import Pipeline
+from penstock.redis.client import translate_outages
 from penstock.redis.scripts import load_script
 
 TICKET_S = 60
@@ -47,12 +47,12 @@ class Shares:
         num_tokens = max(1, num_tokens)
         held = Held(pipeline, f"{uuid.uuid4().hex}|{tenant}|{num_tokens}", tenant, num_tokens)
         words: list[str | float] = [held.ticket, tenant, num_tokens, weight, TICKET_S, int(is_full)]
-        with raise_bus_unavailable():
+        with translate_outages():
             return held if await ENTER_SHARE.run_async(self._client, _keys(pipeline), words) else None
 
     async def leave(self, held: Held) -> None:
         """Hold them no more. Raises `BusUnavailable`: then they count until their time is over."""
-        with raise_bus_unavailable():
+        with translate_outages():
             await LEAVE_SHARE.run_async(self._client, _keys(held.pipeline), [held.ticket, held.tenant, held.num_tokens])
 
 

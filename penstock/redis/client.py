@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import redis
@@ -82,6 +83,17 @@ def is_outage(error: BaseException) -> bool:
     """The same for who was let in before: then a refusal too may be over soon, as when a password is changed."""
     refusal = error.__cause__ if isinstance(error, BusUnavailable) else error
     return is_away(error) or isinstance(refusal, (*_REFUSED, NoPermissionError))
+
+
+@contextmanager
+def translate_outages() -> Iterator[None]:
+    """Raise `BusUnavailable` instead of an error that means that Redis is away."""
+    try:
+        yield
+    except redis.RedisError as error:
+        if is_away(error):
+            raise BusUnavailable(f"Redis: {error}") from error
+        raise
 
 
 def replies_to(pipe: "redis.client.Pipeline") -> list[Any]:

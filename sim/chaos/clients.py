@@ -14,7 +14,8 @@ from typing import Self
 import redis
 
 from penstock.bus.connect import connect
-from penstock.client.sync import Client, prepare_message
+from penstock.client.core import prepare_message
+from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, RequestError, StreamError

@@ -16,7 +16,8 @@ from penstock.bus.kafka import partitions as kafka_partitions
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import client_settings
 from penstock.bus.kafka.partitions import ANY, Partitions
-from penstock.client.sync import Client, prepare_message
+from penstock.client.core import prepare_message
+from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client.reader import MIN_KEPT_HASHES, Event, StreamReader
+from penstock.client.core import MIN_KEPT_HASHES, Event, StreamReader
 from penstock.errors import InvalidName, StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import START_HASH, roll

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from penstock import Client
-from penstock.client.reader import Event
+from penstock.client.core import Event
 from penstock.errors import (
     Cancelled,
     InvalidName,

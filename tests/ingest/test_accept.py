@@ -12,7 +12,8 @@ import redis
 
 from penstock.bus.streams.bus import StreamsBus
 from penstock.client.aio import AsyncClient
-from penstock.client.sync import Client, make_request
+from penstock.client.core import make_request
+from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, GatewaySettings, RecordSettings
 from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.client.sync import make_request
+from penstock.client.core import make_request
 from penstock.ingest.admission import expected_output
 from penstock.ingest.batch.answer import Terms, on_terms
 from penstock.ingest.errors import ApiError

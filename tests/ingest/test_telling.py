@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client.reader import Event
+from penstock.client.core import Event
 from penstock.errors import Cancelled, StreamDiverged
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.sse import frames

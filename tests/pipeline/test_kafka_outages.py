@@ -11,7 +11,7 @@ import pytest
 
 from penstock.bus.contract import Delivery, Outgoing, Settlement
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.client.sync import Answer as WholeAnswer
+from penstock.client.core import Answer as WholeAnswer
 from penstock.client.sync import Client
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced

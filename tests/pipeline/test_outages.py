@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from penstock.client.aio import AsyncClient
-from penstock.client.sync import Answer as WholeAnswer
+from penstock.client.core import Answer as WholeAnswer
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.client.aio import AsyncClient
-from penstock.client.sync import Answer
+from penstock.client.core import Answer
 from penstock.errors import BusUnavailable, DeadlineExceeded, RequestError, StreamDiverged, StreamExpired, StreamTimeout
 from penstock.ingest.batch.lines import Row
 from penstock.ingest.errors import ApiError, api_error

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from fastapi import Header
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
-from penstock.client.sync import make_request
+from penstock.client.core import make_request
 from penstock.errors import PenstockError, RequestTooLarge
 from penstock.ingest.admission import Ticket
 from penstock.ingest.errors import ApiError

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
-from penstock.client.sync import raise_bus_unavailable
 from penstock.ingest.gateway.handlers import errors
 from penstock.ingest.gateway.state import CallerDep, Gateway, gateway_of
 from penstock.ingest.gateway.streaming import EVENTS
 from penstock.names import Pipeline
+from penstock.redis.client import translate_outages
 from penstock.telemetry.timeline import Timeline, timeline_async
 
 router = APIRouter()
@@ -105,7 +105,7 @@ async def life(request: Request, caller: CallerDep, request_id: str) -> LifeList
     gateway = gateway_of(request)
     card = await gateway.cards.of_tenant(request_id, caller.tenant)
     pipeline = Pipeline(card.pipeline)
-    with raise_bus_unavailable():
+    with translate_outages():
         reads = (timeline_async(gateway.servers[one], pipeline, one) for one in card.request_ids)
         found = await asyncio.gather(*reads)
     return LifeList(id=card.id, choices=[_life(one, line) for one, line in zip(card.request_ids, found, strict=True)])

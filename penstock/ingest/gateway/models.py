@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import redis.asyncio
 
-from penstock.client.sync import raise_bus_unavailable
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError
 from penstock.names import WORKERS_KEY, pipeline_of_worker
+from penstock.redis.client import translate_outages
 
 FRESH_S = 1.0
 """How long what was read is believed."""
@@ -68,7 +68,7 @@ class Models:
     async def _read(self) -> None:
         now = time.monotonic()
         try:
-            with raise_bus_unavailable():
+            with translate_outages():
                 beats = await self._beats()
         except BusUnavailable:
             if not self._known:

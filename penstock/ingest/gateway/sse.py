@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
-from penstock.client.reader import Event
+from penstock.client.core import Event
 from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired
 from penstock.ingest.errors import ApiError, api_error
 from penstock.ingest.gateway.state import Gateway

@@ -9,7 +9,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
 from penstock.client.aio import AsyncClient
-from penstock.client.reader import Event
+from penstock.client.core import Event
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
     AdmissionSettings,

@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import redis.asyncio
 
-from penstock.client.sync import raise_bus_unavailable
 from penstock.config.settings import RecordSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import not_found
 from penstock.ingest.openai.endpoint import Card
 from penstock.messages import now_s
 from penstock.names import GATEWAY_SECRET_KEY, Pipeline, card_key, is_request_id
+from penstock.redis.client import translate_outages
 from penstock.redis.servers import ByServer
 
 log = logging.getLogger(__name__)
@@ -49,14 +49,14 @@ class Cards:
         They are made with a secret, which the first gateway leaves in Redis. Whoever knows tenant and key cannot tell
         them, and so cannot produce a request of his own under an id that a gateway will use.
         """
-        with raise_bus_unavailable():
+        with translate_outages():
             found = cast("bytes | None", await self._client.set(GATEWAY_SECRET_KEY, self._secret, nx=True, get=True))
         self._secret = found or self._secret
         return hmac.digest(self._secret, f"{tenant}\n{key}".encode(), "sha256").hex()[:32]
 
     async def put(self, card: Card) -> Card:
         """Keep a card; returns it, or the one that was there before under its id."""
-        with raise_bus_unavailable():
+        with translate_outages():
             found = cast(
                 "bytes | None",
                 await self._client.set(card_key(card.id), card.model_dump_json(), nx=True, get=True, px=self._keep_ms),
@@ -68,14 +68,14 @@ class Cards:
     async def note_published(self, card: Card) -> None:
         """Note in a card that its requests are durable, as of now."""
         noted = card.model_copy(update={"published": now_s()})
-        with raise_bus_unavailable():
+        with translate_outages():
             await self._client.set(card_key(card.id), noted.model_dump_json(), xx=True, keepttl=True)
 
     async def find(self, stream_id: str) -> Card | None:
         """The card of an id, whoever's it is."""
         if not is_request_id(stream_id):
             return None
-        with raise_bus_unavailable():
+        with translate_outages():
             found: Any = await self._client.get(card_key(stream_id))
         return None if found is None else Card.model_validate_json(found)
 
@@ -90,13 +90,13 @@ class Cards:
     async def forget(self, card: Card) -> None:
         """Nobody can read its stream any more."""
         self._open.pop(card.id, None)
-        with raise_bus_unavailable():
+        with translate_outages():
             await self._client.delete(card_key(card.id))
 
     async def ended(self, card: Card) -> None:
         """Its requests have ended: it is kept as long as their records from now on."""
         self._open.pop(card.id, None)
-        with raise_bus_unavailable():
+        with translate_outages():
             await self._client.pexpire(card_key(card.id), self._keep_ms)
 
     def let_go(self, card: Card) -> None:
@@ -120,7 +120,7 @@ class Cards:
         for first in range(0, len(renewed), AT_ONCE):
             cards = renewed[first : first + AT_ONCE]
             has_ended = await self._have_ended(cards)
-            with raise_bus_unavailable():
+            with translate_outages():
                 async with self._client.pipeline(transaction=False) as batch:
                     for card in cards:
                         batch.pexpire(card_key(card.id), self._keep_ms)
@@ -149,7 +149,7 @@ class Cards:
 
 async def _ended_of(server: "redis.asyncio.Redis", keys: list[str]) -> list[str]:
     """Return which of these records on a server say that their requests have ended. Raises `BusUnavailable`."""
-    with raise_bus_unavailable():
+    with translate_outages():
         async with server.pipeline(transaction=False) as batch:
             for key in keys:
                 batch.hget(key, "stage")

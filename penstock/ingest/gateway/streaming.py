@@ -8,8 +8,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from penstock.client.reader import Event
-from penstock.client.sync import Answer, build_answer, raise_error_end
+from penstock.client.core import Answer, Event, build_answer, raise_on_error
 from penstock.errors import BusUnavailable, PenstockError
 from penstock.ingest.admission import Ticket
 from penstock.ingest.batch.answer import together
@@ -87,7 +86,7 @@ async def whole(gateway: Gateway, card: Card) -> list[Answer]:
 
 async def _whole(request_id: str, news: AsyncGenerator[list[Event], None]) -> Answer:
     async with aclosing(news):
-        return build_answer(request_id, [event async for events in news for event in raise_error_end(events)])
+        return build_answer(request_id, [event async for events in news for event in raise_on_error(events)])
 
 
 async def _used(news: AsyncGenerator[list[Event], None]) -> Usage:

@@ -5,12 +5,11 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
-from penstock.client.sync import raise_bus_unavailable
 from penstock.ingest.gateway.handlers import errors
 from penstock.ingest.gateway.state import CallerDep, gateway_of
 from penstock.ingest.metering import COUNTERS, Sums, day_keys, last_days, sums_of, total
 from penstock.names import Pipeline
-from penstock.redis.client import checked
+from penstock.redis.client import checked, translate_outages
 
 router = APIRouter()
 
@@ -55,7 +54,7 @@ async def usage(
     for name in sorted(pipelines):
         for key in day_keys(Pipeline(name), wanted):
             batch.hmget(key, fields)
-    with raise_bus_unavailable():
+    with translate_outages():
         rows: list[list[bytes | None]] = checked(await batch.execute(raise_on_error=False))
     found: dict[str, list[Sums]] = {}
     for number, row in enumerate(rows):

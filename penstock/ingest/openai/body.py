@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from penstock.client.sync import RequestFields
+from penstock.client.core import RequestFields
 from penstock.ingest.errors import ApiError
 from penstock.messages import MAX_LOGPROBS, TokenId
 

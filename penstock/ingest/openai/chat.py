@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from penstock.client.sync import Answer
+from penstock.client.core import Answer
 from penstock.ingest.openai.body import CompletionsBody, Name, Refused, Strict, only, parse, text_schema, unsupported
 from penstock.ingest.openai.endpoint import Ask, Card, ask_of, request_ids
 from penstock.ingest.openai.sse import DONE, HOLE, NO_PLACE, Form, Piece, as_json

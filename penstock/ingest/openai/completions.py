@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from penstock.client.sync import Answer
+from penstock.client.core import Answer
 from penstock.ingest.openai.body import MAX_CHOICES, CompletionsBody, Refused, only, parse
 from penstock.ingest.openai.chat import tier, wants_usage
 from penstock.ingest.openai.endpoint import Ask, Card, ask_of, request_ids

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from penstock.client.reader import Event
+from penstock.client.core import Event
 from penstock.ingest.openai.endpoint import Card, Endpoint
 from penstock.ingest.openai.sse import Piece, Places
 from penstock.ingest.openai.tokens import total

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.client.sync import Answer, RequestFields
+from penstock.client.core import Answer, RequestFields
 from penstock.ingest.openai.body import Body
 from penstock.ingest.openai.sse import Piece
 from penstock.messages import EndEvent, TokenEvent

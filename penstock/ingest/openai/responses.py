@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from penstock.client.sync import Answer
+from penstock.client.core import Answer
 from penstock.ingest.openai.body import Body, OptionsOfStream, Refused, Strict, only, parse, text_schema, unsupported
 from penstock.ingest.openai.chat import ROLES, text_of, tier
 from penstock.ingest.openai.endpoint import Ask, Card, ask_of

@@ -1,0 +1,295 @@
+"""What both clients share, without I/O: requests and their messages, a stream's state, the errors they raise.
+
+`Client` and `AsyncClient` do the I/O between these steps: they send what `prepare_message` returns, and feed a
+`StreamReader` what arrives on the live channel and in the log.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from opentelemetry.trace import Span
+
+from penstock import messages, names
+from penstock.bus.affinity import affinity_of
+from penstock.bus.contract import Outgoing
+from penstock.config.addresses import Addresses
+from penstock.config.settings import load_settings
+from penstock.errors import IdConflict, InvalidRequest, StreamDiverged, StreamTimeout
+from penstock.messages import (
+    ChatMessage,
+    EndEvent,
+    FinishReason,
+    Logprobs,
+    Request,
+    Sampling,
+    Timings,
+    TokenEvent,
+    Usage,
+)
+from penstock.names import START_HASH, Pipeline, PriorityClass, parse_event_id, roll
+from penstock.record.log import Status
+from penstock.telemetry import tracing
+from penstock.telemetry.genai import operation_of, request_attributes
+
+Event = TokenEvent | EndEvent
+
+MIN_KEPT_HASHES = 1024
+"""Rolling hashes that a reader keeps at least, to recognise events it has seen. Bounds the memory of a long stream."""
+MAX_LIVE_SILENCE_S = 1.0
+"""After this long without a live event the log is read: the live events may be lost."""
+MAX_LOG_READ_EVENTS = 128
+"""Events that one read of a log returns at most."""
+
+
+class RequestFields(TypedDict, total=False):
+    """The fields of `Request` and `Sampling` that a caller may give besides the prompt."""
+
+    messages: Sequence[ChatMessage | dict[str, str]] | None
+    token_ids: Sequence[int] | None
+    id: str | None
+    model: str | None
+    tenant: str
+    weight: float
+    session: str | None
+    klass: PriorityClass
+    deadline: float | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
+    seed: int | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    max_tokens: int
+    fit_context: Literal[True] | None
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer."""
+
+    id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    logprobs: list[Logprobs]
+    """One for each of `token_ids`; empty unless asked for."""
+
+
+def resolve_addresses(addresses: Addresses | None, kafka: str, redis: str, pipeline: str) -> Addresses:
+    """Return `addresses`, or those of the settings, with the given values in their places."""
+    given = {"kafka": kafka, "stream_url": redis, "pipeline": pipeline}
+    given = {name: value for name, value in given.items() if value}
+    return load_settings(Addresses, **given) if addresses is None else addresses.model_copy(update=given)
+
+
+def make_request(prompt: str | None, fields: RequestFields) -> Request:
+    """Return a valid request made of a caller's arguments. Raises `InvalidRequest` or `RequestTooLarge`."""
+    body: dict[str, Any] = {"v": messages.VERSION, "prompt": prompt, "sampling": {}}
+    for name, value in fields.items():
+        part = body["sampling"] if name in Sampling.model_fields else body
+        part["class" if name == "klass" else name] = value
+    body["id"] = uuid.uuid4().hex if body.get("id") is None else body["id"]
+    try:
+        encoded = json.dumps(body, ensure_ascii=False, default=_to_plain_value).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(str(error)) from None
+    return messages.decode_message(Request, encoded)
+
+
+def _to_plain_value(value: Any) -> Any:
+    """Return an argument as a value that JSON has. Raises `TypeError`."""
+    if isinstance(value, ChatMessage):
+        return value.model_dump()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Iterable):
+        return list(value)
+    raise TypeError(f"a request cannot carry {type(value).__name__}")
+
+
+def check_conflict(request_id: str, body: str, status: Status | None) -> None:
+    """Raise `IdConflict` if the id's record names a body with another hash than `body`."""
+    if status is not None and status.body not in ("", body):
+        raise IdConflict(f"{request_id} was used for another request")
+
+
+def prepare_message(pipeline: Pipeline, request: Request, since_s: float | None = None) -> tuple[Span, Outgoing]:
+    """Return the message to publish and its span, which the caller ends.
+
+    The span begins now, or at `since_s` (seconds since the epoch).
+    """
+    klass = request.klass or "interactive"
+    context = tracing.about(pipeline, request.id)
+    span = tracing.begin("request", context, since_s, id=request.id, klass=klass)
+    span.set_attributes(request_attributes(operation_of(request), request.model))
+    headers = {names.VERSION: str(request.v), names.TENANT: request.tenant, names.CLASS: klass}
+    if request.deadline is not None:
+        headers[names.DEADLINE] = str(request.deadline)
+    headers |= tracing.headers_of(tracing.within(span))
+    topic = pipeline.requests(klass)
+    return span, Outgoing(topic, request.encode(), request.id, headers, affinity_of(request))
+
+
+@contextmanager
+def end_span(span: Span) -> Iterator[None]:
+    """End the span when the context ends."""
+    try:
+        yield
+    finally:
+        span.end()
+
+
+def raise_on_error(events: Sequence[Event]) -> Iterator[Event]:
+    """Yield the events. Raises the error of an `EndEvent` that has one, instead of yielding it."""
+    for event in events:
+        if isinstance(event, EndEvent) and event.error is not None:
+            raise event.error.to_exception()
+        yield event
+
+
+def build_answer(request_id: str, events: Sequence[Event]) -> Answer:
+    """Return the answer that consists of a whole stream's events, the `EndEvent` included."""
+    *tokens, end = events
+    assert isinstance(end, EndEvent), "a stream that raised nothing has its end"
+    return Answer(
+        id=request_id,
+        text="".join(event.text for event in events),
+        token_ids=[event.token for event in tokens if isinstance(event, TokenEvent)],
+        finish_reason=end.finish_reason,
+        usage=end.usage,
+        timings=end.timings,
+        logprobs=[event.logprobs for event in tokens if isinstance(event, TokenEvent) and event.logprobs is not None],
+    )
+
+
+class StreamDeadline:
+    """When a reader gives up: after `timeout_s` seconds without a new event."""
+
+    def __init__(self, request_id: str, timeout_s: float) -> None:
+        self._request_id, self._timeout_s = request_id, timeout_s
+        self.renew()
+
+    def renew(self) -> None:
+        """Count from now: there was a new event."""
+        self._ends_at = time.monotonic() + self._timeout_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time has passed."""
+        return time.monotonic() >= self._ends_at
+
+    @property
+    def live_wait_s(self) -> float:
+        """Seconds to wait for a live event before the log is read."""
+        return min(MAX_LIVE_SILENCE_S, self._ends_at - time.monotonic())
+
+    def check(self) -> None:
+        """Raise `StreamTimeout` if the time has passed."""
+        if self.is_over:
+            raise StreamTimeout(f"nothing new about {self._request_id} for {self._timeout_s:g} s")
+
+
+class StreamReader:
+    """One reader's position in one stream: at the beginning, or after the event id it saw last.
+
+    It merges a live channel, which may drop events, with the log, and returns every event once, in order. It computes
+    each token's rolling hash again, so a stream that is not the one read so far raises `StreamDiverged`.
+    """
+
+    def __init__(self, after: str | None = None) -> None:
+        self.is_behind = True
+        """An event is missing, or may be: read the log after position `log_after` and call `feed_log`."""
+        self.is_log_missing = False
+        """The last read of the log lacked events that this reader has seen: the log expired, or is being remade."""
+        self.has_read_event = False
+        """This reader has read an event: a log that is missing now was lost with its server, it did not expire."""
+        self.end: EndEvent | None = None
+        self._first, self._hashes = 0, list[str]()
+        if after is not None:
+            self._first, rolled = parse_event_id(after)
+            self._hashes.append(rolled)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens before this reader's position, which is the position of the next one."""
+        return self._first + len(self._hashes)
+
+    @property
+    def log_after(self) -> int:
+        """The position to read the log after. The last token seen comes again: its hash proves the log is the same."""
+        return max(self.num_tokens - 2, -1)
+
+    def should_give_up(self, *, is_last: bool) -> bool:
+        """Return whether a missing log is final unless the request has a record.
+
+        A log that was met here was lost with its server and may be remade, so only the last attempt gives it up.
+        """
+        return self.is_log_missing and (is_last or not self.has_read_event)
+
+    def may_have_more(self, num_read: int) -> bool:
+        """Return whether the log may hold more events, after a read that returned `num_read`."""
+        return num_read == MAX_LOG_READ_EVENTS and self.end is None
+
+    def feed_live(self, event: Event) -> list[Event]:
+        """Return the live event if it is the next one, else nothing. A gap before it sets `is_behind`."""
+        self.has_read_event = True
+        position, rolled = self._locate_event(event)
+        if position > self.num_tokens:
+            self.is_behind = True
+            return []
+        return self._accept_event(event, position, rolled)
+
+    def feed_log(self, events: Iterable[Event]) -> list[Event]:
+        """Return those events that are new, of a read of the log after position `log_after`."""
+        accepted: list[Event] = []
+        num_events = 0
+        for event in events:
+            num_events += 1
+            position, rolled = self._locate_event(event)
+            if position > self.num_tokens:
+                raise StreamDiverged(f"the log has a hole after token {self.num_tokens - 1}")
+            accepted += self._accept_event(event, position, rolled)
+        self.is_behind = False
+        self.is_log_missing = num_events == 0 and self.num_tokens > 0
+        self.has_read_event = self.has_read_event or num_events > 0
+        return accepted
+
+    def _locate_event(self, event: Event) -> tuple[int, str]:
+        """Return the number of tokens before the event, and a token's rolling hash ("" for the end)."""
+        return (event.usage.completion_tokens, "") if isinstance(event, EndEvent) else parse_event_id(event.id)
+
+    def _accept_event(self, event: Event, position: int, rolled: str) -> list[Event]:
+        """Return the event if it is the next one, nothing if it was seen. `position` is at most the next one."""
+        if self.end is not None:
+            return []
+        num_tokens = self.num_tokens
+        if isinstance(event, EndEvent):
+            if position < num_tokens:
+                raise StreamDiverged(f"the stream ended after {position} of the {num_tokens} tokens seen")
+            self.end = event
+            return [event]
+        if position < num_tokens:
+            if position >= self._first and rolled != self._hashes[position - self._first]:
+                raise StreamDiverged(f"token {position} is another one than was seen")
+            return []
+        if rolled != roll(self._hashes[-1] if self._hashes else START_HASH, event.token):
+            raise StreamDiverged(f"token {position} does not follow what was seen")
+        self._hashes.append(rolled)
+        if len(self._hashes) == 2 * MIN_KEPT_HASHES:
+            del self._hashes[:MIN_KEPT_HASHES]
+            self._first += MIN_KEPT_HASHES
+        return [event]
