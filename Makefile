@@ -1,4 +1,4 @@
-# make demo | demo-kafka | test | test-all | install | format | lint
+# make demo | demo-kafka | test | unit | install | format | lint
 PYTHON ?= python3
 BIN := .venv/bin
 # Which build of torch: cpu, auto (by the GPU's driver), or one of uv's other names such as cu128.
@@ -6,7 +6,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,cpu)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt
 # Without bytecode each worker compiles torch and transformers anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: install demo demo-kafka test test-all format lint clean
+.PHONY: install demo demo-kafka test unit format lint clean
 
 install: .venv/installed
 
@@ -30,10 +30,10 @@ demo-kafka: install
 	@$(BIN)/penstock demo --kafka --since $(STARTED)
 
 test: install
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not thorough"
-
-test-all: install
 	$(BIN)/python -m pytest -n 4 --dist worksteal
+
+unit: install
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not server and not model"
 
 format: install
 	$(BIN)/ruff format .

@@ -119,18 +119,6 @@ DRAWS = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 3)), max_size=300)
 
 
 @given(DRAWS, num_partitions)
-def test_the_same_calls_give_the_same_partitions(draws: list[tuple[int, float]], count: int) -> None:
-    def play() -> list[int]:
-        spread, now_s, found = Spread(), 0.0, []
-        for key, passed_s in draws:
-            now_s += passed_s
-            found.append(spread.partition(str(key), count, now_s))
-        return found
-
-    assert play() == play()
-
-
-@given(DRAWS, num_partitions)
 def test_a_partition_is_always_among_the_first_of_the_keys_own(draws: list[tuple[int, float]], count: int) -> None:
     spread, now_s, seen = Spread(), 0.0, Counter[str]()
     for number, passed_s in draws:

@@ -23,7 +23,7 @@ from penstock.names import STAGES, Pipeline
 from penstock.ops.status import worker_status
 from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
-from sim.forked import ForkedStack, fork, run_penstock
+from sim.forked import ForkedStack
 from tests.commands import HERE, Terminal, penstock
 
 
@@ -37,26 +37,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.fixture
 def url(stack: Stack) -> str:
     return stack.addresses.stream_url
-
-
-def run_worker(directory: Path, stage: str, **settings: str) -> tuple[int, str]:
-    """How a worker ends that cannot start, and what it prints."""
-    worker = fork("worker", directory / "log", run_penstock, "worker", stage, environment={**os.environ, **settings})
-    return worker.wait(60), worker.read_log_tail(1000)
-
-
-def test_an_unknown_setting_names_the_nearest() -> None:
-    done = penstock("doctor", PENSTOCK_PIPELIN="x")
-    assert done.returncode == 1
-    assert "PENSTOCK_PIPELIN is not a setting; the nearest is PENSTOCK_PIPELINE" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_bad_setting_is_named(tmp_path: Path) -> None:
-    code, printed = run_worker(tmp_path, "prefill", PENSTOCK_RECORD_LEASE_S="soon")
-    assert code == 1
-    assert "PENSTOCK_RECORD_LEASE_S" in printed
-    assert "Traceback" not in printed
 
 
 def test_doctor_says_what_to_do_where_nothing_runs(terminal: Terminal) -> None:
@@ -183,13 +163,6 @@ def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, mo
     assert find_reasons(addresses, "interactive")[0].startswith("0 requests of class interactive are queued")
     silent = Addresses(stream_url=f"redis://127.0.0.1:{find_free_port()}/0", pipeline=pipeline.name)
     assert "does not answer" in find_reasons(silent, "interactive")[0]
-
-
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    code, printed = run_worker(tmp_path, "decode", PENSTOCK_ENGINE_MODEL=str(tmp_path / "nowhere"))
-    assert code == 1
-    assert "nowhere" in printed
-    assert "Traceback" not in printed
 
 
 def test_up_serves_until_interrupted(tmp_path: Path) -> None:

@@ -139,14 +139,6 @@ def test_check_tells_everything_at_once(terminal: Terminal) -> None:
     assert terminal("config", "check").stdout == "nothing is wrong with the settings\n"
 
 
-@pytest.mark.parametrize("variable", BAD)
-def test_each_of_them_alone(terminal: Terminal, variable: str) -> None:
-    done = terminal("config", "check", **{variable: BAD[variable]})
-    assert done.returncode == 1
-    assert variable in done.stderr
-    assert MARK not in done.stderr
-
-
 TOGETHER = {
     "sasl without a user": ({"KAFKA": "k:1", "KAFKA_SECURITY": "sasl_ssl"}, "PENSTOCK_KAFKA_USER"),
     "a user without sasl": ({"KAFKA": "k:1", "KAFKA_USER": "me"}, "need sasl_ssl, not plaintext"),

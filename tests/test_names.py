@@ -73,14 +73,6 @@ def test_keys_of_different_requests_are_different(one: str, two: str, first: str
         assert keys(one, first).isdisjoint(keys(two, second))
 
 
-@given(IDS)
-def test_the_keys_of_a_request_share_a_slot(request_id: str) -> None:
-    """Redis Cluster hashes what is between the first brace and the next closing one."""
-    pipeline = Pipeline("p")
-    for key in (pipeline.record_key(request_id), pipeline.log_key(request_id)):
-        assert key.split("{", 1)[1].split("}", 1)[0] == request_id
-
-
 def test_kv_keys() -> None:
     assert kv_key(b"\x00\xff") == "penstock:kv:00ff"
 
@@ -142,15 +134,6 @@ def test_the_hash_covers_every_token_up_to_its_position(tokens: list[int], data:
     before, after = chain(tokens), chain([*tokens[:place], other, *tokens[place + 1 :]])
     assert before[:place] == after[:place]
     assert all(one != two for one, two in zip(before[place:], after[place:], strict=True))
-
-
-def test_header_names_are_different_and_lower_case() -> None:
-    headers = [
-        names.VERSION, names.TENANT, names.CLASS, names.DEADLINE, names.ATTEMPT, names.ORIGIN,
-        names.REASON,
-    ]  # fmt: skip
-    assert len(set(headers)) == len(headers)
-    assert all(header == header.lower() and header.startswith("penstock-") for header in headers)
 
 
 @given(PIPELINES, st.sampled_from(names.STAGES), st.text(min_size=1))

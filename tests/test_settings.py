@@ -9,7 +9,6 @@ from penstock.config.settings import (
     SETTINGS_CLASSES,
     BusSettings,
     EngineSettings,
-    KVSettings,
     RecordSettings,
     check_environment,
     list_variables,
@@ -86,13 +85,6 @@ def test_a_bad_value_is_named(
 def test_an_unknown_name_given_in_code_is_an_error() -> None:
     with pytest.raises(SettingsError, match="PENSTOCK_PIPELIN: "):
         load_settings(Addresses, pipelin="demo")
-
-
-def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_KV_STORE_SALT_SECRET", "correct horse")
-    settings = load_settings(KVSettings)
-    assert settings.salt_secret == "correct horse"
-    assert "correct horse" not in f"{settings!r} {settings}"
 
 
 def test_variables_are_distinct_and_explained() -> None:

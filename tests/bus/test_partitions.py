@@ -155,15 +155,6 @@ def test_brokers_that_did_not_answer_in_time_are_asked_again_soon(
     wait_until(lambda: partitions.choose(message) == ranking("a", NUM)[0], 30, "its partitions are known")
 
 
-def test_without_an_answer_from_the_brokers_the_key_decides(
-    bus: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kafka_partitions, "ANSWER_S", 0.0)
-    topic = pipeline.requests("batch")
-    publish(bus, [Outgoing(topic, b"x", "k", {}, "a")])
-    assert values(bus.read_all(topic)) == [b"x"]
-
-
 class Brokers:
     """Stands for a producer: says which partitions of any topic have a leader, as librdkafka does."""
 

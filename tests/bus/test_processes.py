@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.local import processes
-from penstock.local.processes import find_free_port, start_child
+from penstock.local.processes import start_child
 from penstock.waiting import wait_until
 
 PARENT = """
@@ -61,9 +61,3 @@ def test_who_ended_by_itself_is_not_remembered() -> None:
     wait_until(lambda: not child.is_alive(), 30, "it ended")
     assert child not in processes._children
     assert child.returncode == 0
-
-
-def test_a_free_port_and_a_condition_that_never_comes() -> None:
-    assert 1024 <= find_free_port() < 65536
-    with pytest.raises(TimeoutError, match="the moon turns blue"):
-        wait_until(lambda: False, 0.02, "the moon turns blue")

@@ -4,11 +4,8 @@ import pytest
 from confluent_kafka import Producer
 
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.kafka.client import client_settings
 from penstock.bus.kafka.stuck import Stuck, find_stuck
 from penstock.config.settings import BusSettings
-from penstock.errors import BusUnavailable
-from penstock.local.processes import find_free_port
 from penstock.names import Pipeline
 from tests.commands import Terminal
 
@@ -45,9 +42,3 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
     producer.commit_transaction(30)
     assert find_stuck(bus.clients, pipeline.topics(), 1.0) == []
     assert "ok    transactions        none holds up a partition" in terminal("doctor", **servers).stdout
-
-
-@pytest.mark.thorough  # fifteen seconds of waiting
-def test_no_broker_is_one_error() -> None:
-    with pytest.raises(BusUnavailable):
-        find_stuck(client_settings(f"127.0.0.1:{find_free_port()}"), ["t"], 0.0)

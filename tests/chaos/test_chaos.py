@@ -9,7 +9,6 @@ from penstock.local.kafka import find_jars, find_java
 from penstock.names import STAGES
 from sim.chaos.faults import ANY_TIME, MISHAPS, MISHAPS_ON_KAFKA, Bus, fate_of, faults, mishaps, points_of
 from sim.chaos.nursery import Nursery
-from sim.chaos.recovery import Plan, measured
 from sim.chaos.runner import Round, run
 from sim.servers import started
 
@@ -31,17 +30,6 @@ def test_nothing_is_lost_doubled_or_wrong(bus: Bus, nursery: Nursery, tmp_path: 
     assert outcome.findings == []
     assert {process for process, _ in outcome.toll.kills} >= set(STAGES)
     assert sum(count for (_, step), count in outcome.toll.kills.items() if step != ANY_TIME) > 0
-
-
-@pytest.mark.thorough  # a figure of `benchmarks.chaos`
-def test_streams_of_a_dead_worker_go_on_soon(nursery: Nursery, tmp_path: Path) -> None:
-    """Far sooner than any bus would give the work to another; what it takes on a quiet machine is a benchmark."""
-    plan = Plan(waves=1, kills=1, streams=12, length=150)
-    with measured("embedded", tmp_path / "recovery", nursery, plan) as found:
-        assert found.seconds
-    assert found.findings == []
-    assert found.kills == 1
-    assert found.quantile(0.5) < 6.0
 
 
 def test_a_seed_says_what_happens() -> None:

@@ -15,7 +15,6 @@ from penstock.engine.engine import Engine
 from penstock.engine.model import DEMO_MODEL, LoadedModel, load
 from penstock.engine.opening import open_engine
 from penstock.engine.shrink import CannotShrink
-from penstock.engine.storage import KVStorage
 from penstock.errors import EngineCheckFailed, ModelLoadError
 from tests.engine.helpers import generate, handed_over, run, sequence
 
@@ -139,16 +138,3 @@ def test_a_copy_that_lost_a_kind_of_layer_is_not_used(monkeypatch: pytest.Monkey
     demo = load(EngineSettings())
     check(demo, EngineSettings())
     assert proved == [demo]
-
-
-def test_swapped_rows_in_a_hand_over_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = KVStorage.read
-
-    def swapped(storage: KVStorage, block: int, num_rows: int) -> memoryview:
-        content = bytes(right(storage, block, num_rows))
-        half = len(content) // 2
-        return memoryview(content[half:] + content[:half])
-
-    monkeypatch.setattr(KVStorage, "read", swapped)
-    with pytest.raises(EngineCheckFailed, match="handed-over"):
-        check(load(EngineSettings()), EngineSettings())

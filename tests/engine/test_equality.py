@@ -50,11 +50,6 @@ def test_greedy_equals_generate(
     assert engine.pool.num_hits > 0  # those with a common prefix that came later
 
 
-def test_one_at_a_time_equals_generate(demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    engine = Engine(demo, EngineSettings(max_batch=1, pool_mb=16))
-    assert run(engine, [sequence(p, NUM_NEW) for p in prompts[:12]]) == expected[:12]
-
-
 def test_one_token_a_step(demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
     engine = Engine(demo, EngineSettings(max_step_tokens=1))
     assert run(engine, [sequence(p, NUM_NEW) for p in prompts[:5]]) == expected[:5]

@@ -45,22 +45,6 @@ def test_a_missing_directory(tmp_path: Path) -> None:
         load(_settings(tmp_path / "nowhere"))
 
 
-def test_truncated_weights(tiny_dir: Path, tmp_path: Path) -> None:
-    directory = _copy(tiny_dir, tmp_path)
-    weights = (directory / "model.safetensors").read_bytes()
-    (directory / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(ModelLoadError, match="cannot load model"):
-        load(_settings(directory))
-
-
-def test_weights_that_lack_a_layer(tiny_dir: Path, tmp_path: Path) -> None:
-    directory = _copy(tiny_dir, tmp_path)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(ModelLoadError, match="the weights lack"):
-        load(_settings(directory))
-
-
 def test_an_index_that_names_a_file_that_is_not_there(tiny_dir: Path, tmp_path: Path) -> None:
     directory = _copy(tiny_dir, tmp_path)
     index = directory / "model.safetensors.index.json"
@@ -114,25 +98,3 @@ def test_a_pool_smaller_than_a_block(demo: LoadedModel) -> None:
     large = load(EngineSettings(block_size=1024))
     with pytest.raises(ModelLoadError, match="POOL_MB"):
         Engine(large, EngineSettings(block_size=1024, pool_mb=1))
-
-
-def test_removing_in_any_state(demo: LoadedModel) -> None:
-    engine = Engine(demo, EngineSettings(max_batch=2, pool_mb=16))
-    seqs = [sequence([5 + i] * 40, 6) for i in range(4)]
-    for seq in seqs:
-        engine.add(seq)
-    assert (engine.num_waiting, engine.num_running, engine.room()) == (4, 0, 0)
-    engine.step()
-    assert (engine.num_waiting, engine.num_running) == (2, 2)
-    for seq in (seqs[0], seqs[0], seqs[3]):
-        engine.remove(seq)
-    assert engine.has_work()
-    while engine.has_work():
-        engine.step()
-    engine.remove(seqs[1])
-    engine.remove(seqs[2])
-    engine.pool.check_integrity()
-    assert engine.num_free_blocks == engine.pool.num_blocks
-    assert [seq.num_output for seq in seqs[1:3]] == [6, 6]
-    assert engine.room() == 2
-    assert engine.step() == []

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine import accelerate
 from penstock.engine.accelerate import speed_up
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import library
@@ -21,7 +20,6 @@ from penstock.engine.layer import NativeLayer
 from penstock.engine.masks import is_interval
 from penstock.engine.model import LoadedModel, load
 from penstock.engine.sequence import Sequence
-from penstock.errors import SequenceFailed
 from penstock.messages import Sampling
 from tests.engine.helpers import generate, handed_over, run, sequence
 
@@ -113,19 +111,6 @@ def test_a_resumed_request_goes_on_as_if_nothing_had_happened(fast: LoadedModel)
         assert run(_engine(fast, chunk=33), resumed) == alone, f"resumed after {cut} tokens"
 
 
-def test_without_kernels_the_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = _fast("float32")
-    monkeypatch.setattr(accelerate, "load", lambda: None)
-    plain = _fast("float32")
-    assert plain.native is None
-    assert run(_engine(plain), _sequences()) == run(_engine(fast), _sequences())
-
-
-def test_blocks_of_another_instruction_set_are_not_taken_for_ours() -> None:
-    assert _fast("float32").fingerprint == load(EngineSettings(dtype="float32")).fingerprint
-    assert _fast("bfloat16").fingerprint != load(EngineSettings(dtype="bfloat16")).fingerprint
-
-
 @pytest.mark.parametrize("broken", ["norm", "scale"])
 def test_a_layer_that_only_looks_like_the_common_one_stays_as_it_is(broken: str) -> None:
     model = load(EngineSettings(dtype="float32"))
@@ -161,20 +146,6 @@ def test_the_original_weights_are_gone() -> None:
     gc.collect()
     assert originals
     assert not [part for part in originals if part() is not None]
-
-
-def test_a_step_that_failed_can_be_tried_again(fast: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = run(_engine(fast), [_sequence(3)])
-    engine, seq = _engine(fast), _sequence(3)
-    engine.add(seq)
-    engine.step()
-    with monkeypatch.context() as broken:
-        broken.setattr("penstock.engine.engine.logprobs", lambda *args: 1 / 0)
-        with pytest.raises(SequenceFailed, match="ZeroDivisionError"):
-            engine.step()
-    while engine.has_work():
-        engine.step()
-    assert [seq.output] == right
 
 
 def test_a_library_for_another_machine_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

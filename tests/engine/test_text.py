@@ -136,12 +136,6 @@ def test_half_a_character_at_the_end_is_shown_as_such(tokenizer: Any) -> None:
     assert set("".join(texts)) == {"\ufffd"}
 
 
-@given(tokens=st.lists(st.integers(2, 1023), min_size=1, max_size=60))
-def test_replaying_gives_the_same_texts(tokenizer: Any, tokens: list[int]) -> None:
-    stop = ["the", "\n"]
-    assert _push_all(tokenizer, tokens, stop=stop)[0] == _push_all(tokenizer, tokens, stop=stop)[0]
-
-
 # Byte fallback.
 
 A, SPACE_A, UNKNOWN = 259 + WORDS.index("a"), 259 + WORDS.index("▁a"), 259 + WORDS.index("\ufffd")

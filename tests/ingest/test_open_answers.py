@@ -1,9 +1,7 @@
 """Answers without a limit: what is asked of the pipeline, what is reserved for them, and where they end."""
 
-import uuid
 from typing import Any
 
-import openai
 import pytest
 
 from penstock.client.core import make_request
@@ -15,7 +13,6 @@ from penstock.ingest.openai.body import NO_LIMIT
 from penstock.ingest.openai.endpoint import Ask, cap_open
 from penstock.ingest.tenants import Caller
 from penstock.messages import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
-from sim.workload import demo_model
 
 TURNS: list[Any] = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"messages": TURNS}
@@ -86,59 +83,3 @@ def test_as_much_is_reserved_as_answers_lately_took(
 ) -> None:
     assert expected_output(Caller(tokens_per_min=per_min), 100, NO_LIMIT, num_open, mean) == expected
     assert expected_output(Caller(tokens_per_min=per_min), 100, 5, num_open, mean) == min(5, expected)
-
-
-# On a running gateway.
-
-
-def long_prompt(num_left: int) -> str:
-    """A prompt after which a chat of it has about so many tokens left."""
-    words = f"{uuid.uuid4().hex} " + "and the king said unto his people " * 1000
-    tokenizer = demo_model().tokenizer
-    token_ids = tokenizer(words)["input_ids"][: demo_model().context_length - num_left]
-    said: str = tokenizer.decode(token_ids, skip_special_tokens=True)
-    return said
-
-
-def test_a_chat_ends_with_the_context_or_before(sdk: openai.OpenAI) -> None:
-    context = demo_model().context_length
-    asked: dict[str, Any] = {
-        "model": "demo",
-        "messages": [{"role": "user", "content": long_prompt(DEFAULT_MAX_TOKENS + 60)}],
-        "temperature": 0,
-    }
-    on = {"ignore_eos": True}
-    whole = sdk.chat.completions.create(**asked, extra_body=on)
-    assert whole.usage is not None
-    assert whole.choices[0].finish_reason == "length"
-    assert whole.usage.total_tokens == context
-    assert whole.usage.completion_tokens > DEFAULT_MAX_TOKENS
-    chunks = list(
-        sdk.chat.completions.create(**asked, extra_body=on, stream=True, stream_options={"include_usage": True})
-    )
-    assert chunks[-2].choices[0].finish_reason == "length"
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.total_tokens == context
-    ended = sdk.chat.completions.create(**asked, logit_bias={str(min(demo_model().eos_token_ids)): 100})
-    assert ended.usage is not None
-    assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 1)
-    with pytest.raises(openai.BadRequestError):  # what does not fit is refused where it was asked for
-        sdk.chat.completions.create(**asked, max_tokens=whole.usage.completion_tokens + 1)
-
-
-def test_a_response_ends_with_the_context_or_before(sdk: openai.OpenAI) -> None:
-    tokenizer, context = demo_model().tokenizer, demo_model().context_length
-    asked: dict[str, Any] = {"model": "demo", "input": long_prompt(DEFAULT_MAX_TOKENS + 60), "temperature": 0}
-    whole = sdk.responses.create(**asked, extra_body={"ignore_eos": True})
-    assert whole.usage is not None
-    assert whole.incomplete_details is not None
-    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert whole.max_output_tokens is None
-    assert whole.usage.total_tokens == context
-    assert whole.usage.output_tokens > DEFAULT_MAX_TOKENS
-    end = tokenizer(whole.output_text)["input_ids"][DEFAULT_MAX_TOKENS + 20]
-    *_, last = sdk.responses.create(**asked, extra_body={"stop_token_ids": [end]}, stream=True)
-    assert last.type == "response.completed"
-    assert last.response.status == "completed"
-    assert last.response.usage is not None
-    assert 0 < last.response.usage.output_tokens < whole.usage.output_tokens

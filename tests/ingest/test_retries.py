@@ -19,22 +19,3 @@ def test_what_came_too_late_is_not_asked_again(line: Stack, sdk: openai.OpenAI) 
     assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
     wait_until(lambda: len(result_ids(line, "cmpl-")) > before, 60, "its result")
     assert len(result_ids(line, "cmpl-")) == before + 1
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        ("/completions", [], "The body must be a JSON object, sent as application/json."),
-        ("/batches", [], "The body must be a JSON object, sent as application/json."),
-        (
-            "/completions",
-            {"model": "demo", "prompt": "x", "best_of": 3},
-            "'best_of' other than 'n' is not supported by this server",
-        ),
-    ],
-)
-def test_an_error_is_in_our_words(sdk: openai.OpenAI, path: str, body: object, said: str) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        sdk.post(path, cast_to=object, body=body)
-    assert isinstance(refused.value.body, dict)
-    assert refused.value.body["message"] == said

@@ -17,7 +17,7 @@ from penstock.client.sync import Client
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence
 from penstock.engine.text import OutputState
-from penstock.local.kafka import KafkaCluster, KafkaServer
+from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ReplicatedValkey, ValkeyServer
 from penstock.messages import Request, Result
@@ -101,14 +101,13 @@ class Site:
 
 
 class ReplicatedSite(Site):
-    """The same where one server may be lost: Redis behind a Sentinel, and three brokers where Kafka is the bus."""
+    """The same where Redis may be lost: it is behind a Sentinel, and the bus, too."""
 
     def __init__(self, directory: Path, bus: str) -> None:
         super().__init__(directory, "")
         self.group = ReplicatedValkey(directory / "group")
-        self.brokers = KafkaCluster(directory / "brokers") if bus == "kafka" else None
-        self._servers = [server for server in (self.group, self.brokers) if server is not None]
-        self._redis_url, self._bootstrap = self.group.url, self.brokers.bootstrap if self.brokers is not None else ""
+        self._servers = [self.group]
+        self._redis_url = self.group.url
 
 
 def site_on(bus: str, tmp_path_factory: pytest.TempPathFactory, kind: type[S]) -> Iterator[S]:

@@ -20,17 +20,16 @@ pytestmark = pytest.mark.timeout(400)
 NUM_REQUESTS = 24
 
 
-@pytest.fixture(scope="module", params=[pytest.param("embedded", marks=pytest.mark.thorough), "kafka"])
-def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
+@pytest.fixture(scope="module")
+def stack(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     environment = {
         "PENSTOCK_ENGINE_DTYPE": "float32",
         "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(SETTINGS.max_step_tokens),
         "PENSTOCK_ENGINE_MAX_BATCH": "8",
         "PENSTOCK_ENGINE_POOL_MB": "64",
     }
-    directory = tmp_path_factory.mktemp(f"stack-{request.param}")
-    name = f"equality-{request.param}-{random.getrandbits(32):08x}"
+    directory = tmp_path_factory.mktemp("stack")
+    name = f"equality-{random.getrandbits(32):08x}"
     made = ForkedStack(directory, pipeline=name, kafka=kafka, prefill=2, decode=2, environment=environment)
     with made as running:
         running.wait_until_ready(120)

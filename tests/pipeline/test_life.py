@@ -175,23 +175,6 @@ def test_chat_tokens_are_those_of_the_template(line: Line, monkeypatch: pytest.M
     assert sorted(given) == [False, True]
 
 
-def test_chat_messages_go_through_the_chat_template(line: Line) -> None:
-    line.send(ask("chat", prompt=None, messages=[{"role": "user", "content": "In the beginning"}]), ask("plain"))
-    results = {result.id: result for result in line.run_until(2)}
-    assert results["chat"].error is None
-    assert results["chat"].usage.prompt_tokens >= results["plain"].usage.prompt_tokens
-
-
-def test_stop_strings_end_the_answer_before_them(line: Line) -> None:
-    line.send(ask("whole", max_tokens=40))
-    (whole,) = line.run_until(1)
-    stop = whole.text.split()[4]
-    line.send(ask("cut", sampling=Sampling(max_tokens=40, temperature=0, stop=[stop])))
-    cut = next(result for result in line.run_until(2) if result.id == "cut")
-    assert cut.finish_reason == "stop"
-    assert cut.text == whole.text[: whole.text.index(stop)]
-
-
 def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: Line) -> None:
     """With no time to drain, the request is another worker's at once, and goes on where it was."""
     line.send(ask("long", max_tokens=60))

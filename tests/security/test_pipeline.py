@@ -69,10 +69,7 @@ def are_ready(addresses: Addresses) -> bool:
     return [status["state"] for status in worker_status(addresses)] == ["ready", "ready"]
 
 
-OTHERS = [pytest.param(how, marks=pytest.mark.thorough) for how in ("PLAIN", "client certificate")]
-
-
-@pytest.mark.parametrize("bus", ["redis", "SCRAM-SHA-512", *OTHERS])
+@pytest.mark.parametrize("bus", ["redis", "SCRAM-SHA-512", "PLAIN", "client certificate"])
 def test_the_pipeline(site: Site, bus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both workers as the one user, whoever asks and reads as the other; KV goes through Redis."""
     worker, client = (
