@@ -80,7 +80,7 @@ def asked_twice(stack: Stack, folder: Path) -> int:
     """Requests that have more than one result."""
     run = json.loads((folder / "out.jsonl.journal").read_bytes().splitlines()[0])["run"]
     bus = connect(stack.addresses, BusSettings())
-    results = bus.read_all(Pipeline(stack.addresses.pipeline).results)
+    results = bus.read_all(Pipeline(stack.addresses.pipeline).results_topic)
     ids = Counter(decode_message(Result, message.value).id for message in results)
     return sum(times - 1 for name, times in ids.items() if name.startswith(f"cmpl-{run}-"))
 

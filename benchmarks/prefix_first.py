@@ -88,7 +88,8 @@ class Prefilling:
             if time.monotonic() > end_s:
                 raise TimeoutError(f"{request_id} was not handed off")
         jobs = (
-            decode_message(Job, message.value) for message in self._bus.read_all(self._pipeline.jobs("interactive"))
+            decode_message(Job, message.value)
+            for message in self._bus.read_all(self._pipeline.job_topic("interactive"))
         )
         return next(job for job in jobs if job.id == request_id)
 

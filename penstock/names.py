@@ -69,17 +69,17 @@ _WORKER_KEY = re.compile(rf"penstock:({_NAME.pattern}):worker:[^:]+:.+", re.DOTA
 _ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:-]{{0,{MAX_ID_CHARS - 1}}}")
 
 # Message headers.
-VERSION = "penstock-version"
-TENANT = "penstock-tenant"
-CLASS = "penstock-class"
-DEADLINE = "penstock-deadline"
-ATTEMPT = "penstock-attempt"
-ORIGIN = "penstock-origin"
-REASON = "penstock-reason"
-STACK = "penstock-stack"
-BURIED = "penstock-buried"
-TRUNCATED = "penstock-truncated"
-OPERATION = "penstock-operation"
+VERSION_HEADER = "penstock-version"
+TENANT_HEADER = "penstock-tenant"
+CLASS_HEADER = "penstock-class"
+DEADLINE_HEADER = "penstock-deadline"
+ATTEMPT_HEADER = "penstock-attempt"
+ORIGIN_HEADER = "penstock-origin"
+REASON_HEADER = "penstock-reason"
+STACK_HEADER = "penstock-stack"
+BURIED_HEADER = "penstock-buried"
+TRUNCATED_HEADER = "penstock-truncated"
+OPERATION_HEADER = "penstock-operation"
 
 
 def is_request_id(text: str) -> bool:
@@ -97,38 +97,38 @@ class Pipeline:
         if _NAME.fullmatch(self.name) is None:
             raise InvalidName(f"{self.name!r} cannot name a pipeline: letters, digits, '-' and '_', at most 64")
 
-    def requests(self, klass: PriorityClass) -> str:
+    def request_topic(self, klass: PriorityClass) -> str:
         """Where clients put requests of a class."""
         return f"penstock.{self.name}.requests.{klass}"
 
-    def jobs(self, klass: PriorityClass) -> str:
+    def job_topic(self, klass: PriorityClass) -> str:
         """Where prefill leaves job references of a class."""
         return f"penstock.{self.name}.jobs.{klass}"
 
     @property
-    def results(self) -> str:
+    def results_topic(self) -> str:
         """The one result of each request."""
         return f"penstock.{self.name}.results"
 
     @property
-    def dead(self) -> str:
+    def dead_letter_topic(self) -> str:
         """What nobody can answer."""
         return f"penstock.{self.name}.dead"
 
-    def inputs(self, stage: Stage) -> dict[PriorityClass, str]:
+    def input_topics(self, stage: Stage) -> dict[PriorityClass, str]:
         """The topics a stage works off, by class."""
-        return {klass: self.requests(klass) if stage == "prefill" else self.jobs(klass) for klass in CLASSES}
+        return {klass: self.request_topic(klass) if stage == "prefill" else self.job_topic(klass) for klass in CLASSES}
 
-    def topics(self) -> list[str]:
+    def all_topics(self) -> list[str]:
         """All topics, in the order of the diagram."""
-        work = [topic for stage in STAGES for topic in self.inputs(stage).values()]
-        return [*work, self.results, self.dead]
+        work = [topic for stage in STAGES for topic in self.input_topics(stage).values()]
+        return [*work, self.results_topic, self.dead_letter_topic]
 
-    def old_retries(self) -> list[str]:
+    def old_retry_topics(self) -> list[str]:
         """Where an older version put what was to be tried again."""
         return [f"penstock.{self.name}.retries.{klass}" for klass in CLASSES]
 
-    def group(self, stage: Stage) -> str:
+    def consumer_group(self, stage: Stage) -> str:
         """The consumer group of a stage's workers."""
         return f"penstock.{self.name}.{stage}"
 
@@ -264,7 +264,7 @@ KV_INDEX = tuple(f"penstock:{{kv}}:{part}" for part in ("used", "held", "sizes",
 START_HASH = "0" * 16
 
 
-def roll(previous: str, token_id: int) -> str:
+def roll_hash(previous: str, token_id: int) -> str:
     """The rolling hash after `token_id`: 16 hex digits over the hash before it and the token (4 bytes, big endian)."""
     return hashlib.sha256(bytes.fromhex(previous) + token_id.to_bytes(4, "big")).hexdigest()[:16]
 

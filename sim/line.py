@@ -79,7 +79,7 @@ class Line:
 
     def publish(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
         """Put raw bytes in the interactive requests topic, or another."""
-        self.publisher.publish([Outgoing(topic or self.pipeline.requests("interactive"), value, key)])
+        self.publisher.publish([Outgoing(topic or self.pipeline.request_topic("interactive"), value, key)])
 
     def send(self, *requests: Request) -> None:
         """Publish requests."""
@@ -88,11 +88,11 @@ class Line:
 
     def results(self) -> list[Result]:
         """Everything in the results topic."""
-        return [decode_message(Result, message.value) for message in self.bus.read_all(self.pipeline.results)]
+        return [decode_message(Result, message.value) for message in self.bus.read_all(self.pipeline.results_topic)]
 
     def dead(self) -> list[Outgoing]:
         """Everything in the dead-letter topic."""
-        return self.bus.read_all(self.pipeline.dead)
+        return self.bus.read_all(self.pipeline.dead_letter_topic)
 
     def run_until_buried(self, count: int) -> list[Outgoing]:
         """Turn both workers until the dead-letter topic has `count` messages: partitions are read in any order."""
@@ -103,7 +103,7 @@ class Line:
 
     def run_prefill(self, num_jobs: int) -> None:
         """Turn the prefill worker alone until it has handed off that many jobs."""
-        while len(self.bus.read_all(self.pipeline.jobs("interactive"))) < num_jobs:
+        while len(self.bus.read_all(self.pipeline.job_topic("interactive"))) < num_jobs:
             run_until_idle(self.prefill)
 
     def run_until(self, count: int) -> list[Result]:

@@ -55,7 +55,7 @@ def test_doctor_finds_a_missing_topic(terminal: Terminal, redis_url: str, pipeli
     missing = terminal("doctor", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
     assert "penstock topics create" in missing.stdout
     made = terminal("topics", "create", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
-    assert all(f"made {topic}" in made.stdout for topic in pipeline.topics())
+    assert all(f"made {topic}" in made.stdout for topic in pipeline.all_topics())
     again = terminal("topics", "create", PENSTOCK_STREAM_URL=redis_url, PENSTOCK_PIPELINE=pipeline.name)
     assert "all topics exist" in again.stdout
 

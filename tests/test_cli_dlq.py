@@ -69,7 +69,7 @@ def test_dead_requests_are_listed_shown_and_asked_again(line: Line, terminal: Te
         "out_of_memory: MemoryError: no room",
         "in broken",
         '"token_ids": [',
-        line.pipeline.jobs("interactive"),
+        line.pipeline.job_topic("interactive"),
     ):
         assert part in shown
 
@@ -92,14 +92,24 @@ def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: P
     dlq = Desk(Addresses(pipeline=pipeline.name, stream_url=redis_url), terminal)
     assert "penstock topics create" in dlq("list", code=1)
     bus.create_topics()
-    origin = {names.ORIGIN: pipeline.requests("batch"), names.REASON: "id_conflict: \x1b[2J twice"}
+    origin = {names.ORIGIN_HEADER: pipeline.request_topic("batch"), names.REASON_HEADER: "id_conflict: \x1b[2J twice"}
     good = Request(id="good", prompt="x", sampling=Sampling(max_tokens=1), deadline=1.0)
     letters = [
-        Outgoing(pipeline.dead, b"{not json \x1b[2J", None, origin),
-        Outgoing(pipeline.dead, b'{"v": 1, "id": "cut", "pro', "cut", {**origin, names.TRUNCATED: "9000000"}),
-        Outgoing(pipeline.dead, b'{"v": 1, "id": "lost", "prompt": "x"}', "lost", {}),
-        Outgoing(pipeline.dead, b'{"v": 1, "id": "bad", "prompt": ""}', "bad", origin),
-        Outgoing(pipeline.dead, good.encode(), "good", {**origin, names.TENANT: "default", names.ATTEMPT: "x"}),
+        Outgoing(pipeline.dead_letter_topic, b"{not json \x1b[2J", None, origin),
+        Outgoing(
+            pipeline.dead_letter_topic,
+            b'{"v": 1, "id": "cut", "pro',
+            "cut",
+            {**origin, names.TRUNCATED_HEADER: "9000000"},
+        ),
+        Outgoing(pipeline.dead_letter_topic, b'{"v": 1, "id": "lost", "prompt": "x"}', "lost", {}),
+        Outgoing(pipeline.dead_letter_topic, b'{"v": 1, "id": "bad", "prompt": ""}', "bad", origin),
+        Outgoing(
+            pipeline.dead_letter_topic,
+            good.encode(),
+            "good",
+            {**origin, names.TENANT_HEADER: "default", names.ATTEMPT_HEADER: "x"},
+        ),
     ]
     publisher = bus.publisher()
     publisher.publish(letters)
@@ -117,8 +127,8 @@ def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: P
         "penstock: bad would be refused again: invalid_request",
     ):
         assert part in told
-    (again,) = bus.read_all(pipeline.requests("batch"))
-    assert (again.key, dict(again.headers)) == ("good.retry-1", {names.TENANT: "default"})
+    (again,) = bus.read_all(pipeline.request_topic("batch"))
+    assert (again.key, dict(again.headers)) == ("good.retry-1", {names.TENANT_HEADER: "default"})
     assert "deadline" not in json.loads(again.value)
     assert "\x1b" not in dlq("show", nameless)
     assert "penstock: no dead letter has the id 'who'" in dlq("requeue", "who", code=1)
@@ -131,7 +141,9 @@ def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: P
 def letter(request_id: str, **headers: str) -> Letter:
     value = json.dumps({"v": 1, "id": request_id, "prompt": "x"}).encode()
     known = {name.replace("_", "-"): text for name, text in headers.items()}
-    return Letter.of(Outgoing("dead", value, request_id, {names.ORIGIN: Pipeline("p").requests("batch"), **known}))
+    return Letter.of(
+        Outgoing("dead", value, request_id, {names.ORIGIN_HEADER: Pipeline("p").request_topic("batch"), **known})
+    )
 
 
 def test_numbers_go_on_from_the_first_id() -> None:

@@ -16,7 +16,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import SETTINGS_CLASSES, KVSettings, list_variables, load_settings
 from penstock.config.sources import list_secret_variables
 from penstock.errors import SettingsError
-from penstock.redis.urls import all_shown
+from penstock.redis.urls import hide_passwords
 from tests.commands import Terminal
 
 MARK = "Zq9"
@@ -99,7 +99,7 @@ def test_no_password_is_shown_of_a_url_that_is_wrong(word: str) -> None:
         f"redis://me:{word}@host/0", f"redis://{word.replace(':', '')}@host", f"me:{word}@host", f"redis://me:{word}",
         f"rediss://h/0?password={word.replace('&', '').replace('#', '')}", f"redis://a,redis://me:{word}@b:1/0",
     ):  # fmt: skip
-        assert MARK not in all_shown(url)
+        assert MARK not in hide_passwords(url)
 
 
 def test_all_that_may_be_secret_may_come_from_a_file() -> None:

@@ -60,7 +60,7 @@ def test_the_channels_are_the_topics_and_keys_of_names() -> None:
         for klass in parameters.get("class", {}).get("enum", [""]):
             given = {"{pipeline}": "p1", "{class}": klass, "{tag}": "{r-1}"}
             addresses.append(re.sub(r"{\w+}", lambda m, given=given: given[m[0]], channel["address"]))  # type: ignore[misc]
-    assert sorted(addresses) == sorted([*pipeline.topics(), pipeline.log_key("r-1"), pipeline.live_channel("r-1")])
+    assert sorted(addresses) == sorted([*pipeline.all_topics(), pipeline.log_key("r-1"), pipeline.live_channel("r-1")])
 
 
 def holds(whole: Any, part: Any) -> bool:
@@ -120,13 +120,13 @@ def test_the_settings_page_is_up_to_date() -> None:
 
 def test_all_topics_and_keys_are_named() -> None:
     pipeline = Pipeline("PIPELINE")
-    wanted = [*pipeline.topics(), pipeline.log_key("ID"), pipeline.live_channel("ID"), pipeline.record_key("ID")]
+    wanted = [*pipeline.all_topics(), pipeline.log_key("ID"), pipeline.live_channel("ID"), pipeline.record_key("ID")]
     for name in wanted:
         assert f"`{name.replace('PIPELINE', '<pipeline>').replace('ID', '<id>')}`" in PROTOCOL
     assert pipeline.stream_key("<topic>").replace("PIPELINE", "<pipeline>") in PROTOCOL
     demo = Pipeline("demo")
-    assert f"XADD {demo.stream_key(demo.requests('interactive'))} * key" in PROTOCOL
-    assert f"STREAMS {demo.stream_key(demo.results)} " in PROTOCOL
+    assert f"XADD {demo.stream_key(demo.request_topic('interactive'))} * key" in PROTOCOL
+    assert f"STREAMS {demo.stream_key(demo.results_topic)} " in PROTOCOL
 
 
 def test_all_fields_are_listed_with_their_defaults() -> None:
@@ -157,7 +157,7 @@ def test_the_rolling_hash_example_is_right() -> None:
     assert len(table) == 3
     for position, token, hashed, event in table:
         assert hashed == f"`{rolled}` `{int(token):08x}`"
-        rolled = names.roll(rolled, int(token))
+        rolled = names.roll_hash(rolled, int(token))
         assert event == f"`{names.event_id(int(position), rolled)}`"
     assert json.loads(blocks("json")[2].splitlines()[0])["id"] == table[0][3].strip("`")
 
@@ -223,7 +223,7 @@ def test_the_example_resumes_and_notices_another_answer(
     for after, rest in zip(ids, ([6, 7], [7], []), strict=True):
         found = list(example["stream"](client, "r1", after=after))
         assert [event["token"] for event in found[:-1]] == rest
-    for wrong in (names.event_id(0, names.roll(names.START_HASH, 6)), names.event_id(3, ids[2].split("-")[1])):
+    for wrong in (names.event_id(0, names.roll_hash(names.START_HASH, 6)), names.event_id(3, ids[2].split("-")[1])):
         with pytest.raises(RuntimeError, match="not the answer"):
             list(example["stream"](client, "r1", after=wrong))
 
@@ -239,7 +239,7 @@ def test_the_example_sends_requests_and_finds_results(example: dict[str, Any], k
     (request, *_) = blocks("json")
     for klass in CLASSES:
         example["submit"](kafka, json.loads(request) | {"class": klass})
-        (message,) = bus.read_all(pipeline.requests(klass))
+        (message,) = bus.read_all(pipeline.request_topic(klass))
         assert message.key == decode_message(Request, message.value).id == "order-1729"
     publisher = bus.publisher()
     publisher.publish(

@@ -47,7 +47,7 @@ def beat(stage: str, rate: float | None, state: str = "ready", **classes: Mappin
 
 def look(workers: list[dict[str, Any]], **unsettled: int) -> PipelineLag:
     """`requests_batch=3`: three messages in that topic."""
-    counts = {topic: 0 for stage in STAGES for topic in DEMO.inputs(stage).values()}
+    counts = {topic: 0 for stage in STAGES for topic in DEMO.input_topics(stage).values()}
     for name, count in unsettled.items():
         counts[f"penstock.demo.{name.replace('_', '.')}"] = count
     return lag_of(DEMO, counts, workers)
@@ -186,7 +186,7 @@ def ask(name: str, length: int, max_tokens: int, klass: PriorityClass = "interac
 
 def send(line: Line, work: list[Request]) -> None:
     for request in work:
-        line.publish(request.encode(), request.id, line.pipeline.requests(request.klass or "interactive"))
+        line.publish(request.encode(), request.id, line.pipeline.request_topic(request.klass or "interactive"))
 
 
 def turned(worker: Worker, until: Callable[[], object], what: str) -> None:
@@ -262,7 +262,7 @@ def test_the_command_shows_what_waits(terminal: Terminal, redis_url: str, pipeli
 
 
 def num_jobs(line: Line, klass: PriorityClass) -> int:
-    return len(line.bus.read_all(line.pipeline.jobs(klass)))
+    return len(line.bus.read_all(line.pipeline.job_topic(klass)))
 
 
 def line_of(addresses: Addresses, **engine: Any) -> Line:
@@ -280,7 +280,7 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
             line.prefill.run_once()
             seqs = [one.seq for one in line.prefill.running.values() if one.seq is not None]
             held.append(sum(seq.num_prompt for seq in seqs if seq.state is State.WAITING))
-            return len(line.bus.read_all(line.pipeline.jobs("interactive"))) == 14
+            return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
 
         wait_until(done, 60.0, "all prompts are handed off", every_s=0)
         assert 200 <= max(held) <= MAX_WAITING_STEPS * 64 + 200

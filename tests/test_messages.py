@@ -42,7 +42,7 @@ from penstock.messages import (
     decode_message,
     extract_request_id,
 )
-from penstock.names import CLASSES, START_HASH, is_request_id, roll
+from penstock.names import CLASSES, START_HASH, is_request_id, roll_hash
 from penstock.record.log import parse_event
 
 GOOD: dict[str, Any] = {"v": 1, "id": "r", "prompt": "x"}
@@ -255,7 +255,7 @@ RESULTS = st.builds(
 TOKEN_EVENTS = st.builds(
     TokenEvent.at_position,
     st.integers(0, 10**9 - 1),
-    st.builds(roll, st.just(START_HASH), TOKENS),
+    st.builds(roll_hash, st.just(START_HASH), TOKENS),
     TOKENS,
     st.text(),
     st.none() | LOGPROBS,

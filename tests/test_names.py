@@ -18,7 +18,7 @@ from penstock.names import (
     kv_key,
     parse_event_id,
     pipeline_of_worker,
-    roll,
+    roll_hash,
 )
 
 HOSTILE = [
@@ -48,7 +48,7 @@ def test_request_ids(name: str) -> None:
 
 @given(PIPELINES)
 def test_topics_are_legal_in_kafka_and_all_different(name: str) -> None:
-    topics = Pipeline(name).topics()
+    topics = Pipeline(name).all_topics()
     assert len(topics) == len(set(topics)) == 6
     assert all(len(topic) <= 249 and set(topic) <= set("._-") | set(map(chr, range(128))) for topic in topics)
     assert all(part.isalnum() for topic in topics for part in topic.replace("-", "").replace("_", "").split("."))
@@ -56,9 +56,9 @@ def test_topics_are_legal_in_kafka_and_all_different(name: str) -> None:
 
 def test_stages_read_what_the_stage_before_writes() -> None:
     pipeline = Pipeline("p")
-    assert pipeline.inputs("prefill") == {klass: pipeline.requests(klass) for klass in CLASSES}
-    assert pipeline.inputs("decode") == {klass: pipeline.jobs(klass) for klass in CLASSES}
-    assert pipeline.group("prefill") != pipeline.group("decode")
+    assert pipeline.input_topics("prefill") == {klass: pipeline.request_topic(klass) for klass in CLASSES}
+    assert pipeline.input_topics("decode") == {klass: pipeline.job_topic(klass) for klass in CLASSES}
+    assert pipeline.consumer_group("prefill") != pipeline.consumer_group("decode")
 
 
 @given(PIPELINES, PIPELINES, IDS, IDS)
@@ -82,7 +82,7 @@ def test_kv_keys() -> None:
 
 @given(st.integers(0, 10**9 - 1), TOKENS)
 def test_event_ids_round_trip(position: int, token: int) -> None:
-    rolled = roll(START_HASH, token)
+    rolled = roll_hash(START_HASH, token)
     text = event_id(position, rolled)
     assert parse_event_id(text) == (position, rolled)
     assert event_id(*parse_event_id(text)) == text
@@ -117,14 +117,14 @@ def test_any_text_is_an_event_id_or_an_invalid_name(text: str) -> None:
 def chain(tokens: list[int]) -> list[str]:
     rolled = [START_HASH]
     for token in tokens:
-        rolled.append(roll(rolled[-1], token))
+        rolled.append(roll_hash(rolled[-1], token))
     return rolled[1:]
 
 
 def test_the_rolling_hash_is_what_the_protocol_says() -> None:
     """Stored logs and foreign readers rely on these values."""
     assert chain([302, 17, 4]) == ["f816e6a17711cef4", "67d53d841f204f56", "108655e99ff8868d"]
-    assert roll(START_HASH, 302) == hashlib.sha256(bytes(8) + bytes([0, 0, 1, 46])).hexdigest()[:16]
+    assert roll_hash(START_HASH, 302) == hashlib.sha256(bytes(8) + bytes([0, 0, 1, 46])).hexdigest()[:16]
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=8), st.data())

@@ -33,8 +33,8 @@ def test_settings_topics_and_figures_are_those_of_the_code() -> None:
         for topic, kept in listed
         for klass in CLASSES
     }
-    assert sorted(days) == sorted(Pipeline("p").topics())
-    kept_ms = {topic: RESULTS_KEPT_MS if topic == Pipeline("p").results else WORK_KEPT_MS for topic in days}
+    assert sorted(days) == sorted(Pipeline("p").all_topics())
+    kept_ms = {topic: RESULTS_KEPT_MS if topic == Pipeline("p").results_topic else WORK_KEPT_MS for topic in days}
     assert {topic: kept * 86_400_000 for topic, kept in days.items()} == kept_ms
     assert f"offsets.retention.minutes={WORK_KEPT_MS // 60_000}" in BOOK
     assert f"{LOG_BYTES:,} bytes for each stream and {LOG_TOKEN_BYTES} for each of its tokens" in BOOK

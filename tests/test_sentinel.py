@@ -24,7 +24,7 @@ from penstock.ops.access import check_access
 from penstock.record.live import LiveFeed
 from penstock.redis.client import async_redis_client, is_away, redis_client
 from penstock.redis.sentinel import parse_sentinels
-from penstock.redis.urls import all_shown, shown, urls_of
+from penstock.redis.urls import hide_password, hide_passwords, split_urls
 from penstock.waiting import wait_until
 from sim.servers import served_by
 from tests.kvstore.blocks import FORM, new_names, put, read
@@ -41,7 +41,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplicatedValkey
 
 def test_an_address_names_sentinels_users_service_and_database() -> None:
     found = parse_sentinels(TWO)
-    assert (found.places, found.service, found.db) == ((("one", 1), ("two", 2)), "the service", 3)
+    assert (found.hosts, found.service, found.db) == ((("one", 1), ("two", 2)), "the service", 3)
     assert (found.username, found.password) == ("s", "mark")
     options = found.server_options()
     assert {name: options[name] for name in ("username", "password", "db", "ssl")} == {
@@ -50,9 +50,9 @@ def test_an_address_names_sentinels_users_service_and_database() -> None:
         "db": 3,
         "ssl": True,
     }
-    assert found.url_of(("::1", 7)) == "rediss://me:p%40ss,word@[::1]:7/3"
+    assert found.server_url(("::1", 7)) == "rediss://me:p%40ss,word@[::1]:7/3"
     plain = parse_sentinels("redis+sentinel://[::1],two/svc")
-    assert (plain.places, plain.db) == ((("::1", 26379), ("two", 26379)), 0)
+    assert (plain.hosts, plain.db) == ((("::1", 26379), ("two", 26379)), 0)
     assert not plain.server_options()["ssl"]
 
 
@@ -65,7 +65,7 @@ def test_certificates_are_for_servers_and_sentinels(monkeypatch: pytest.MonkeyPa
 
 
 def test_commas_of_an_address_do_not_divide_a_setting() -> None:
-    assert urls_of(f"redis://a, {TWO},redis://b, c") == ["redis://a", TWO, "redis://b", "c"]
+    assert split_urls(f"redis://a, {TWO},redis://b, c") == ["redis://a", TWO, "redis://b", "c"]
 
 
 @given(st.text("abc:@/?#,&%", max_size=12).map("MARK{}".format))
@@ -75,9 +75,10 @@ def test_no_password_is_shown(word: str) -> None:
         f"redis+sentinel://one:1,two:{word}",
         f"redis+sentinel://one:1,two:2/svc?sentinel_password={word.replace('&', '').replace('#', '')}",
     ):
-        assert "MARK" not in all_shown(f"redis://a,{url}")
+        assert "MARK" not in hide_passwords(f"redis://a,{url}")
     assert (
-        shown(TWO) == "rediss+sentinel://me:***@one:1,two:2/the%20service/3?sentinel_username=s&sentinel_password=***"
+        hide_password(TWO)
+        == "rediss+sentinel://me:***@one:1,two:2/the%20service/3?sentinel_username=s&sentinel_password=***"
     )
 
 

@@ -13,8 +13,8 @@ from penstock.config.addresses import Addresses
 from penstock.errors import ServersDiffer
 from penstock.local.processes import find_free_port
 from penstock.names import WORKERS_KEY, Pipeline
-from penstock.redis.servers import check_list, keep_list, keep_lists, place_of
-from penstock.redis.urls import name_of
+from penstock.redis.servers import check_server_list, choose_server, store_server_list, store_server_lists
+from penstock.redis.urls import server_name
 from tests.commands import Terminal
 
 PROTOCOL = (Path(__file__).parents[1] / "docs/protocol.md").read_text("utf-8")
@@ -28,13 +28,13 @@ def test_the_choice_is_that_of_the_protocol() -> None:
     )
     assert len(found) >= 3
     for request_id, *scores, chosen in found:
-        assert THREE[place_of(THREE, request_id)] == chosen
+        assert THREE[choose_server(THREE, request_id)] == chosen
         assert THREE[scores.index(max(scores))] == chosen
     assert {chosen for *_, chosen in found} == set(THREE)
 
 
 def test_servers_get_even_shares() -> None:
-    counts = Counter(place_of(THREE, request_id) for request_id in IDS)
+    counts = Counter(choose_server(THREE, request_id) for request_id in IDS)
     assert all(0.31 < counts[index] / len(IDS) < 0.36 for index in range(3)), counts
 
 
@@ -42,8 +42,8 @@ def test_a_server_more_takes_its_part_and_all_else_stays() -> None:
     """Wherever in the list it is put."""
     for place in range(4):
         four = (*THREE[:place], "s4", *THREE[place:])
-        moved = [one for one in IDS if four[place_of(four, one)] != THREE[place_of(THREE, one)]]
-        assert {four[place_of(four, one)] for one in moved} == {"s4"}
+        moved = [one for one in IDS if four[choose_server(four, one)] != THREE[choose_server(THREE, one)]]
+        assert {four[choose_server(four, one)] for one in moved} == {"s4"}
         assert 0.22 < len(moved) / len(IDS) < 0.28
 
 
@@ -61,7 +61,7 @@ def test_a_server_more_takes_its_part_and_all_else_stays() -> None:
     ],
 )
 def test_a_server_s_name_stays_where_its_password_or_master_changes(url: str, name: str) -> None:
-    assert name_of(url) == name
+    assert server_name(url) == name
     assert Addresses(stream_url=f"{url},redis://other:1/0").first_url == url
 
 
@@ -78,20 +78,20 @@ def test_names_that_are_none_or_not_their_own_are_refused(urls: str) -> None:
 
 def test_who_comes_with_another_list_is_refused(redis_url: str, pipeline: Pipeline) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        check_list(client, pipeline, ["a", "b"])
-        keep_list(client, pipeline, ["a", "b"])
-        keep_list(client, pipeline, ["a", "b"])
+        check_server_list(client, pipeline, ["a", "b"])
+        store_server_list(client, pipeline, ["a", "b"])
+        store_server_list(client, pipeline, ["a", "b"])
         for other in (["b", "a"], ["a"], ["a", "b", "c"]):
             with pytest.raises(ServersDiffer, match="penstock servers change"):
-                keep_list(client, pipeline, other)
+                store_server_list(client, pipeline, other)
 
 
 def test_one_server_alone_may_be_called_by_any_name(redis_url: str, pipeline: Pipeline) -> None:
     """Also where another one, of which it is not known yet whether it keeps the same, is away."""
-    keep_lists(redis_url, pipeline)
-    keep_lists(f"{redis_url}#other", pipeline)
+    store_server_lists(redis_url, pipeline)
+    store_server_lists(f"{redis_url}#other", pipeline)
     with pytest.raises(ServersDiffer, match="one server"):
-        keep_lists(f"redis://127.0.0.1:{find_free_port()}/0,{redis_url}", pipeline)
+        store_server_lists(f"redis://127.0.0.1:{find_free_port()}/0,{redis_url}", pipeline)
 
 
 def test_the_list_is_changed_when_nothing_is_under_way(terminal: Terminal, redis_url: str, pipeline: Pipeline) -> None:
@@ -99,7 +99,7 @@ def test_the_list_is_changed_when_nothing_is_under_way(terminal: Terminal, redis
     both = f"{redis_url}#s1,{redis_url.removesuffix('/0')}/1#s2"
     here = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_STREAM_URL": both, "PENSTOCK_TELEMETRY": "off"}
     alone = here | {"PENSTOCK_STREAM_URL": redis_url}
-    keep_lists(both, pipeline)
+    store_server_lists(both, pipeline)
     for command in (["worker", "prefill"], ["worker", "decode"], ["gateway", "--port", str(find_free_port())]):
         refused = terminal(*command, **alone)
         assert refused.returncode == 1
@@ -114,8 +114,8 @@ def test_the_list_is_changed_when_nothing_is_under_way(terminal: Terminal, redis
         client.sadd(WORKERS_KEY, pipeline.worker_key("decode", "d1"))
         assert "d1 still run" in terminal("servers", "change", **alone).stderr
         client.delete(pipeline.worker_key("decode", "d1"))
-        job = client.xadd(pipeline.stream_key(pipeline.jobs("batch")), {"value": "{}"})
+        job = client.xadd(pipeline.stream_key(pipeline.job_topic("batch")), {"value": "{}"})
         assert "1 jobs wait" in terminal("servers", "change", **alone).stderr
-        client.xdel(pipeline.stream_key(pipeline.jobs("batch")), job)
+        client.xdel(pipeline.stream_key(pipeline.job_topic("batch")), job)
     assert terminal("servers", "change", **alone).returncode == 0
-    keep_lists(redis_url, pipeline)
+    store_server_lists(redis_url, pipeline)

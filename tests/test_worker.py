@@ -18,7 +18,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusError, BusUnavailable, MemberFenced, PenstockError
 from penstock.messages import Result, decode_message
-from penstock.names import REASON, TENANT, WORKERS_KEY, Pipeline, PriorityClass
+from penstock.names import REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
 from penstock.ops.status import health, worker_status
 from penstock.redis.client import is_outage
 from penstock.waiting import wait_until
@@ -39,7 +39,7 @@ def addresses(redis_url: str, pipeline: Pipeline) -> Addresses:
 def deliveries(member: Member, pipeline: Pipeline, addresses: Addresses, count: int) -> list[Delivery]:
     """That many fresh deliveries, held by the member."""
     publisher = connect(addresses, BusSettings()).publisher()
-    publisher.publish([Outgoing(pipeline.requests("interactive"), b"x", str(n)) for n in range(count)])
+    publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(count)])
     publisher.close()
     held: list[Delivery] = []
     while len(held) < count:
@@ -53,7 +53,7 @@ def test_settling_in_the_background_tells_when_it_is_durable(addresses: Addresse
     with bus.member("prefill", "a") as member:
         settler = Settler(member, pipeline)
         for number, delivery in enumerate(deliveries(member, pipeline, addresses, 5)):
-            output = Outgoing(pipeline.jobs("interactive"), b"job", delivery.key)
+            output = Outgoing(pipeline.job_topic("interactive"), b"job", delivery.key)
             settler.settle(Settlement(delivery, [output]), number)
         settler.wait_settled(timeout_s=30)
         assert len(settler) == 5, "nobody has heard of them"
@@ -61,7 +61,7 @@ def test_settling_in_the_background_tells_when_it_is_durable(addresses: Addresse
         assert len(settler) == 0
         assert member.held() == 0
         settler.close()
-    assert len(bus.read_all(pipeline.jobs("interactive"))) == 5
+    assert len(bus.read_all(pipeline.job_topic("interactive"))) == 5
 
 
 def test_a_settlement_begins_when_what_it_waits_for_is_done(addresses: Addresses, pipeline: Pipeline) -> None:
@@ -117,12 +117,12 @@ def test_a_delivery_that_came_twice_is_settled_once(addresses: Addresses, pipeli
         settler.settle(Settlement(other))
         assert begun.wait(30)
         for _ in range(2):
-            settler.settle(Settlement(delivery, [Outgoing(pipeline.jobs("interactive"), b"job")]), "twice")
+            settler.settle(Settlement(delivery, [Outgoing(pipeline.job_topic("interactive"), b"job")]), "twice")
         go_on.set()
         settler.wait_settled(timeout_s=30)
         assert settler.collect() == [(None, True), ("twice", True), ("twice", False)]
         settler.close()
-    assert len(bus.read_all(pipeline.jobs("interactive"))) == 1
+    assert len(bus.read_all(pipeline.job_topic("interactive"))) == 1
 
 
 def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
@@ -137,18 +137,18 @@ def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
         for delivery, value in zip(
             deliveries(member, pipeline, addresses, 3), (fine, b"x" * MAX_MESSAGE_BYTES, fine), strict=True
         ):
-            output = Outgoing(pipeline.results, value, delivery.key, {TENANT: "acme"})
+            output = Outgoing(pipeline.results_topic, value, delivery.key, {TENANT_HEADER: "acme"})
             settler.settle(Settlement(delivery, [output]))
         settler.wait_settled(timeout_s=30)
         settler.raise_failure()
         assert settler.collect() == [(None, True)] * 3
         assert member.held() == 0
         settler.close()
-    results = [decode_message(Result, message.value) for message in bus.read_all(pipeline.results)]
+    results = [decode_message(Result, message.value) for message in bus.read_all(pipeline.results_topic)]
     assert [result.error.code if result.error else "" for result in results] == ["", "internal_error", ""]
     assert (results[1].id, results[1].tenant) == ("1", "acme")
-    (letter,) = bus.read_all(pipeline.dead)
-    assert letter.headers[REASON].startswith("internal_error")
+    (letter,) = bus.read_all(pipeline.dead_letter_topic)
+    assert letter.headers[REASON_HEADER].startswith("internal_error")
 
 
 def test_a_settlement_whose_first_attempt_took_long_is_tried_again(
@@ -242,7 +242,7 @@ def test_batch_leaves_a_place_unless_nothing_runs(addresses: Addresses, pipeline
     bus = connect(addresses, BusSettings())
     bus.create_topics()
     publisher = bus.publisher()
-    publisher.publish([Outgoing(pipeline.requests("batch"), b"x", str(n)) for n in range(3)])
+    publisher.publish([Outgoing(pipeline.request_topic("batch"), b"x", str(n)) for n in range(3)])
     publisher.close()
     with bus.member("prefill", "a") as member:
         inbox = DeliveryQueue(member)
@@ -307,8 +307,8 @@ def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses
     bus = connect(addresses, BusSettings())
     bus.create_topics()
     publisher = bus.publisher()
-    publisher.publish([Outgoing(pipeline.requests("batch"), b"x", "batch")])
-    publisher.publish([Outgoing(pipeline.requests("interactive"), b"x", str(n)) for n in range(3)])
+    publisher.publish([Outgoing(pipeline.request_topic("batch"), b"x", "batch")])
+    publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(3)])
     publisher.close()
     with bus.member("prefill", "a") as member:
         inbox = DeliveryQueue(member)

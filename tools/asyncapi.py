@@ -26,29 +26,29 @@ _PARAMETERS: Json = {
     "tag": {"description": "The request's id in braces (a Redis Cluster hash tag).", "examples": ["{r-1}"]},
 }
 _HEADERS: dict[str, Json] = {
-    names.VERSION: {"description": "The message's version, as in its `v`.", "const": str(VERSION)},
-    names.TENANT: {"description": "Whose request it is, as in the message."},
-    names.CLASS: {"description": "As in the topic's name.", "enum": list(CLASSES)},
-    names.DEADLINE: {
+    names.VERSION_HEADER: {"description": "The message's version, as in its `v`.", "const": str(VERSION)},
+    names.TENANT_HEADER: {"description": "Whose request it is, as in the message."},
+    names.CLASS_HEADER: {"description": "As in the topic's name.", "enum": list(CLASSES)},
+    names.DEADLINE_HEADER: {
         "description": "The message's `deadline`, as decimal text.",
         "pattern": r"^[0-9]+(\.[0-9]+)?$",
     },
-    names.ATTEMPT: {
+    names.ATTEMPT_HEADER: {
         "description": "Dead-letter topic: how often it was tried since it last said something.",
         "pattern": "^[0-9]{1,9}$",
     },
-    names.OPERATION: {
+    names.OPERATION_HEADER: {
         "description": "Of jobs: what was asked for, as figures call it.",
         "enum": ["chat", "text_completion"],
     },
-    names.ORIGIN: {"description": "Dead-letter topic: the topic it was in."},
-    names.REASON: {"description": "Dead-letter topic: why it is there."},
-    names.STACK: {"description": "Dead-letter topic: where in the workers' code it failed, if that is known."},
-    names.BURIED: {
+    names.ORIGIN_HEADER: {"description": "Dead-letter topic: the topic it was in."},
+    names.REASON_HEADER: {"description": "Dead-letter topic: why it is there."},
+    names.STACK_HEADER: {"description": "Dead-letter topic: where in the workers' code it failed, if that is known."},
+    names.BURIED_HEADER: {
         "description": "Dead-letter topic: since when, in milliseconds since the epoch.",
         "pattern": "^[0-9]{1,15}$",
     },
-    names.TRUNCATED: {
+    names.TRUNCATED_HEADER: {
         "description": "Dead-letter topic: the message was cut to fit, and had this many bytes.",
         "pattern": "^[0-9]{1,15}$",
     },
@@ -98,10 +98,12 @@ def document() -> Json:
 def _channels() -> Json:
     klass = CLASSES[0]
     return {
-        "requests": _topic(_NAMES.requests(klass), "Requests. Durable here means accepted.", [Request], klass),
-        "jobs": _topic(_NAMES.jobs(klass), "From prefill to decode: keys of KV blocks, never tensors.", [Job], klass),
-        "results": _topic(_NAMES.results, "One result for each request. Read with read_committed.", [Result]),
-        "dead": _topic(_NAMES.dead, "Messages nobody can do anything with, as they came.", [Request, Job]),
+        "requests": _topic(_NAMES.request_topic(klass), "Requests. Durable here means accepted.", [Request], klass),
+        "jobs": _topic(
+            _NAMES.job_topic(klass), "From prefill to decode: keys of KV blocks, never tensors.", [Job], klass
+        ),
+        "results": _topic(_NAMES.results_topic, "One result for each request. Read with read_committed.", [Result]),
+        "dead": _topic(_NAMES.dead_letter_topic, "Messages nobody can do anything with, as they came.", [Request, Job]),
         "log": _stream(
             _NAMES.log_key("ID"),
             "A Redis stream, field `e`: token p is entry p-1, the end after n tokens n-2.",
@@ -159,7 +161,7 @@ def _operation(action: str, channel: str, models: list[type[Wire]], summary: str
         "messages": [{"$ref": f"#/channels/{channel}/messages/{model.__name__}"} for model in models],
     }
     if stage is not None:
-        group = _NAMES.group(stage).replace("PIPELINE", "<pipeline>")
+        group = _NAMES.consumer_group(stage).replace("PIPELINE", "<pipeline>")
         kafka = {"groupId": {"type": "string", "description": f"`{group}`"}, "bindingVersion": "0.5.0"}
         operation["bindings"] = {"kafka": kafka}
     return operation
@@ -189,14 +191,18 @@ def _messages() -> Json:
 
 def _headers(payload: Json) -> Json:
     klass = payload.get("class", CLASSES[0])
-    return {names.VERSION: str(VERSION), names.TENANT: payload.get("tenant", "default"), names.CLASS: klass}
+    return {
+        names.VERSION_HEADER: str(VERSION),
+        names.TENANT_HEADER: payload.get("tenant", "default"),
+        names.CLASS_HEADER: klass,
+    }
 
 
 def examples() -> dict[str, dict[str, Json]]:
     """Payloads by message and name: requests as producers write them, the others as workers do."""
     said, rolled = [], names.START_HASH
     for position, (token, text) in enumerate(_TOKENS):
-        rolled = names.roll(rolled, token)
+        rolled = names.roll_hash(rolled, token)
         said.append(TokenEvent.at_position(position, rolled, token, text))
     answer = {"text": "".join(event.text for event in said), "token_ids": [event.token for event in said]}
     stages = ("published", "prefill_started", "first_token", "handed_off", "decode_started", "finished")

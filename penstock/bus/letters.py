@@ -8,7 +8,15 @@ since the epoch).
 import time
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing
-from penstock.names import ATTEMPT, BURIED, ORIGIN, REASON, STACK, TRUNCATED, Pipeline
+from penstock.names import (
+    ATTEMPT_HEADER,
+    BURIED_HEADER,
+    ORIGIN_HEADER,
+    REASON_HEADER,
+    STACK_HEADER,
+    TRUNCATED_HEADER,
+    Pipeline,
+)
 
 MAX_REASON_CHARS = 1000
 MAX_STACK_CHARS = 6000
@@ -19,18 +27,21 @@ def dead_message(pipeline: Pipeline, delivery: Delivery, reason: str, stack: str
     """What goes to the dead-letter topic for a delivery that was tried so often."""
     headers = dict(delivery.headers)
     if stack:
-        headers[STACK] = stack[-MAX_STACK_CHARS:]
-    headers[ORIGIN] = delivery.topic
-    headers[REASON] = reason[:MAX_REASON_CHARS]
-    headers[ATTEMPT] = str(attempts)
-    headers[BURIED] = str(int(time.time() * 1000))
-    message = Outgoing(pipeline.dead, delivery.value, delivery.key, headers)
+        headers[STACK_HEADER] = stack[-MAX_STACK_CHARS:]
+    headers[ORIGIN_HEADER] = delivery.topic
+    headers[REASON_HEADER] = reason[:MAX_REASON_CHARS]
+    headers[ATTEMPT_HEADER] = str(attempts)
+    headers[BURIED_HEADER] = str(int(time.time() * 1000))
+    message = Outgoing(pipeline.dead_letter_topic, delivery.value, delivery.key, headers)
     return message if message.num_bytes <= MAX_MESSAGE_BYTES else _cut(message)
 
 
 def _cut(message: Outgoing) -> Outgoing:
     """The beginning of a message that no topic takes whole, and what is known of it: a dead letter always fits."""
-    kept = {name: message.headers[name][:MAX_REASON_CHARS] for name in (ORIGIN, REASON, ATTEMPT, BURIED)}
-    kept[TRUNCATED] = str(len(message.value))
+    kept = {
+        name: message.headers[name][:MAX_REASON_CHARS]
+        for name in (ORIGIN_HEADER, REASON_HEADER, ATTEMPT_HEADER, BURIED_HEADER)
+    }
+    kept[TRUNCATED_HEADER] = str(len(message.value))
     key = message.key if message.key is not None and len(message.key) <= MAX_REASON_CHARS else None
     return Outgoing(message.topic, message.value[: MAX_MESSAGE_BYTES // 2], key, kept)

@@ -3,10 +3,10 @@
 from penstock.bus.contract import Bus, Delivery, Outgoing
 from penstock.bus.letters import dead_message
 from penstock.errors import UpgradeNeeded
-from penstock.names import ATTEMPT, ORIGIN, REASON, STACK, Pipeline
+from penstock.names import ATTEMPT_HEADER, ORIGIN_HEADER, REASON_HEADER, STACK_HEADER, Pipeline
 
 NOT_BEFORE = "penstock-not-before"
-_OLD_HEADERS = (ATTEMPT, NOT_BEFORE, ORIGIN, REASON, STACK)
+_OLD_HEADERS = (ATTEMPT_HEADER, NOT_BEFORE, ORIGIN_HEADER, REASON_HEADER, STACK_HEADER)
 
 
 def check_upgraded(bus: Bus) -> None:
@@ -25,8 +25,8 @@ def still_running(stage: str) -> UpgradeNeeded:
 
 def moved(pipeline: Pipeline, delivery: Delivery) -> Outgoing:
     """A message of a retry topic as it goes back to where it came from; to the dead letters if it does not say that."""
-    origin = delivery.headers.get(ORIGIN, "")
-    if origin not in (pipeline.requests(delivery.klass), pipeline.jobs(delivery.klass)):
+    origin = delivery.headers.get(ORIGIN_HEADER, "")
+    if origin not in (pipeline.request_topic(delivery.klass), pipeline.job_topic(delivery.klass)):
         return dead_message(pipeline, delivery, "in the retry topic, but from no known topic")
     headers = {name: text for name, text in delivery.headers.items() if name not in _OLD_HEADERS}
     return Outgoing(origin, delivery.value, delivery.key, headers)

@@ -24,7 +24,7 @@ from penstock.config.settings import (
 )
 from penstock.config.sources import SettingsClass, is_secret, read_config_file, read_given_values, variable_name
 from penstock.errors import SettingsError
-from penstock.redis.urls import all_shown
+from penstock.redis.urls import hide_passwords
 
 app = typer.Typer(help="What the settings are, and whether they are right.", no_args_is_help=True)
 
@@ -80,7 +80,7 @@ def printable(settings: BaseSettings, name: str) -> object:
     if not is_secret(type(settings), name):
         return value
     if name.endswith("url"):
-        return all_shown(value)
+        return hide_passwords(value)
     return "***" if (value.get_secret_value() if isinstance(value, SecretStr) else value) else ""
 
 

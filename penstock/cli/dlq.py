@@ -104,9 +104,9 @@ class _Office:
 
     def letters(self) -> list[Letter]:
         """All there are."""
-        if self.pipeline.dead in self.bus.missing_topics():
+        if self.pipeline.dead_letter_topic in self.bus.missing_topics():
             raise DeadLetterError(f"the pipeline {self.pipeline.name!r} has no topics yet: penstock topics create")
-        return [Letter.of(message) for message in self.bus.read_all(self.pipeline.dead)]
+        return [Letter.of(message) for message in self.bus.read_all(self.pipeline.dead_letter_topic)]
 
     def find(self, id_: str) -> list[Letter]:
         """Those of one id, the newest last. Raises `DeadLetterError` if there is none."""
@@ -138,12 +138,12 @@ def _office() -> Iterator[_Office]:
 
 
 def _about(letter: Letter) -> dict[str, Any]:
-    attempts = letter.header(names.ATTEMPT)
+    attempts = letter.header(names.ATTEMPT_HEADER)
     return {
         "id": letter.id,
         "buried": letter.buried_s,
-        "reason": letter.header(names.REASON),
-        "origin": letter.header(names.ORIGIN),
+        "reason": letter.header(names.REASON_HEADER),
+        "origin": letter.header(names.ORIGIN_HEADER),
         "attempts": int(attempts) if attempts.isascii() and attempts.isdecimal() else None,
     }
 
@@ -171,11 +171,11 @@ def _print(console: Console, letter: Letter) -> None:
     lines = Table("", "", box=None, pad_edge=False, show_header=False)
     lines.add_row("dead since", _when(letter.buried_s))
     for name, text in sorted(letter.message.headers.items()):
-        if name not in (names.STACK, names.BURIED):
+        if name not in (names.STACK_HEADER, names.BURIED_HEADER):
             lines.add_row(name, _plain(text))
     console.print(lines)
-    if letter.header(names.STACK):
-        console.print(_plain("\n" + letter.header(names.STACK).rstrip()), soft_wrap=True)
+    if letter.header(names.STACK_HEADER):
+        console.print(_plain("\n" + letter.header(names.STACK_HEADER).rstrip()), soft_wrap=True)
     try:
         message = json.dumps(json.loads(letter.message.value), indent=1, ensure_ascii=False)
     except (ValueError, RecursionError):

@@ -26,8 +26,8 @@ from penstock.names import Pipeline
 from penstock.ops.status import worker_status
 from penstock.redis.client import redis_client
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
-from penstock.redis.servers import check_list
-from penstock.redis.urls import name_of, shown, urls_of
+from penstock.redis.servers import check_server_list
+from penstock.redis.urls import hide_password, server_name, split_urls
 
 State = Literal["ok", "note", "fail"]
 STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "red"}
@@ -184,30 +184,36 @@ def _redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
             memory, persistence = client.info("memory"), client.info("persistence")
     except (redis.RedisError, ValueError) as error:
         advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL / PENSTOCK_KV_URL"
-        yield Finding("fail", what, f"{shown(url)}: {error}", advice)
+        yield Finding("fail", what, f"{hide_password(url)}: {error}", advice)
         return
     policy = memory.get("maxmemory_policy", "?")
     if not evicting_is_fine and policy != "noeviction" and memory.get("maxmemory", 0):
         yield Finding(
-            "fail", what, f"{shown(url)}: evicts ({policy})", "logs must not be evicted: maxmemory-policy noeviction"
+            "fail",
+            what,
+            f"{hide_password(url)}: evicts ({policy})",
+            "logs must not be evicted: maxmemory-policy noeviction",
         )
     elif not evicting_is_fine and not persistence.get("aof_enabled"):
         yield Finding(
-            "note", what, f"{shown(url)}: {version}, no append-only file", "a restart loses streams: appendonly yes"
+            "note",
+            what,
+            f"{hide_password(url)}: {version}, no append-only file",
+            "a restart loses streams: appendonly yes",
         )
     else:
-        yield Finding("ok", what, f"{shown(url)}: {version}")
+        yield Finding("ok", what, f"{hide_password(url)}: {version}")
 
 
 def _stream_redis(addresses: Addresses) -> Iterator[Finding]:
     """Each server, and whether they all know the same list of servers."""
-    names, pipeline = [name_of(url) for url in urls_of(addresses.stream_url)], Pipeline(addresses.pipeline)
-    for url, name in zip(urls_of(addresses.stream_url), names, strict=True):
+    names, pipeline = [server_name(url) for url in split_urls(addresses.stream_url)], Pipeline(addresses.pipeline)
+    for url, name in zip(split_urls(addresses.stream_url), names, strict=True):
         what = "stream Redis" if len(names) == 1 else f"stream Redis {name}"
         yield from _redis(what, url, evicting_is_fine=False)
         try:
             with redis_client(url) as client:
-                check_list(client, pipeline, names)
+                check_server_list(client, pipeline, names)
         except redis.RedisError:
             continue  # it was told already
         except ServersDiffer as error:
@@ -215,7 +221,7 @@ def _stream_redis(addresses: Addresses) -> Iterator[Finding]:
 
 
 def _kv_redis(addresses: Addresses) -> Iterator[Finding]:
-    for url in urls_of(addresses.kv_url or addresses.stream_url):
+    for url in split_urls(addresses.kv_url or addresses.stream_url):
         yield from _redis("KV Redis", url, evicting_is_fine=True)
 
 
@@ -226,7 +232,7 @@ def _bus(addresses: Addresses) -> Iterator[Finding]:
         yield Finding("ok", kind, bus.check())
         missing = bus.missing_topics()
     except (PenstockError, redis.RedisError) as error:
-        where = addresses.kafka or shown(addresses.first_url)
+        where = addresses.kafka or hide_password(addresses.first_url)
         yield Finding("fail", kind, f"{where}: {error}", "start it, or set PENSTOCK_KAFKA / PENSTOCK_STREAM_URL")
         return
     if missing:
@@ -265,7 +271,7 @@ def _transactions(bus: Bus) -> Iterator[Finding]:
     if not isinstance(bus, KafkaBus):
         return
     try:
-        found = find_stuck(bus.clients, bus.pipeline.topics(), bus.settings.transaction_timeout_s)
+        found = find_stuck(bus.clients, bus.pipeline.all_topics(), bus.settings.transaction_timeout_s)
     except BusUnavailable as error:
         yield Finding("fail", "transactions", f"not known: {error}", "ask again when the brokers answer")
         return

@@ -11,8 +11,8 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import AccessRefused, BusUnavailable, PenstockError, RequestError, SettingsError
 from penstock.ops.access import check_access
-from penstock.redis.client import ANSWER_S, is_away, redis_client
-from penstock.redis.urls import shown, urls_of
+from penstock.redis.client import REDIS_TIMEOUT_S, is_away, redis_client
+from penstock.redis.urls import hide_password, split_urls
 
 
 def explain(error: BaseException, addresses: Addresses | None = None) -> str | None:
@@ -46,7 +46,7 @@ def explained(addresses: Addresses) -> Iterator[None]:
 
 def find_silent(addresses: Addresses) -> str:
     """Return which server does not answer now and what to do about it; empty where all of them answer."""
-    for url in urls_of(addresses.stream_url):
+    for url in split_urls(addresses.stream_url):
         try:
             with closing(redis_client(url)) as client:
                 client.ping()
@@ -56,7 +56,7 @@ def find_silent(addresses: Addresses) -> str:
                 return f"Redis at {_place(url)} does not answer: {advice}"
     if addresses.kafka:
         try:
-            connect(addresses, load_settings(BusSettings)).check(ANSWER_S)
+            connect(addresses, load_settings(BusSettings)).check(REDIS_TIMEOUT_S)
         except BusUnavailable:
             return f"Kafka at {addresses.kafka} does not answer: start it, or set PENSTOCK_KAFKA to where it is"
     return ""
@@ -66,4 +66,4 @@ def _place(url: str) -> str:
     """Return where a server is: host and port, or the whole address without its password where it has neither."""
     parts = urlsplit(url)
     is_plain = parts.scheme in ("redis", "rediss") and parts.hostname
-    return f"{parts.hostname}:{parts.port or 6379}" if is_plain else shown(url)
+    return f"{parts.hostname}:{parts.port or 6379}" if is_plain else hide_password(url)

@@ -9,7 +9,7 @@ from penstock.config.settings import BatchSettings, GatewaySettings, GuardSettin
 from penstock.errors import DependencyMissing, SettingsError
 from penstock.names import Pipeline
 from penstock.ops.access import check_access
-from penstock.redis.servers import keep_lists
+from penstock.redis.servers import store_server_lists
 from penstock.telemetry.process import telemetry
 from penstock.worker.heartbeat import choose_worker_name
 
@@ -30,6 +30,6 @@ def gateway(
     if wrong := check_together(load_settings(GuardSettings), load_settings(BatchSettings)):
         raise SettingsError(wrong[0])
     check_access(addresses, "gateway")
-    keep_lists(addresses.stream_url, Pipeline(addresses.pipeline))
+    store_server_lists(addresses.stream_url, Pipeline(addresses.pipeline))
     with telemetry("penstock-gateway", addresses, choose_worker_name(""), with_endpoint=False) as meters:
         serve(load_settings(GatewaySettings, **given), addresses, meters)

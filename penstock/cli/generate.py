@@ -25,8 +25,8 @@ from penstock.messages import TokenEvent
 from penstock.names import PriorityClass
 from penstock.ops.lag import LagWatch, PipelineLag
 from penstock.ops.status import health_of, worker_status
-from penstock.redis.client import ANSWER_S
-from penstock.redis.urls import all_shown
+from penstock.redis.client import REDIS_TIMEOUT_S
+from penstock.redis.urls import hide_passwords
 from penstock.telemetry.process import recording
 
 WAITS_S = 2.0
@@ -122,12 +122,12 @@ def told_while_waiting(reading: Reading, addresses: Addresses, klass: PriorityCl
 def find_reasons(addresses: Addresses, klass: PriorityClass) -> list[str]:
     """Return why a request may have to wait, as servers and workers tell it now."""
     try:
-        connect(addresses, load_settings(BusSettings)).check(ANSWER_S)
+        connect(addresses, load_settings(BusSettings)).check(REDIS_TIMEOUT_S)
         workers = worker_status(addresses)
         if other := find_other_bus(workers, addresses):
             return [other]
         if not workers:
-            where = f"pipeline {addresses.pipeline!r} at {all_shown(addresses.stream_url)}"
+            where = f"pipeline {addresses.pipeline!r} at {hide_passwords(addresses.stream_url)}"
             return [f"there is no worker of {where}: see PENSTOCK_PIPELINE and PENSTOCK_STREAM_URL"]
         if reasons := health_of(workers).reasons:
             return list(reasons)
@@ -168,7 +168,7 @@ def in_a_shell(addresses: Addresses, command: str) -> str:
     for name in ("pipeline", "kafka", "stream_url"):
         value = getattr(addresses, name)
         if value != Addresses.model_fields[name].default:
-            text = all_shown(value) if is_secret(Addresses, name) else value
+            text = hide_passwords(value) if is_secret(Addresses, name) else value
             words.append(f"{variable_name(Addresses, name)}={shlex.quote(text)}")
     return " ".join([*words, command])
 

@@ -18,7 +18,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import KVSettings, load_settings
 from penstock.errors import DependencyMissing, InvalidName, KVStoreError
 from penstock.ops.status import worker_status
-from penstock.redis.urls import urls_of
+from penstock.redis.urls import split_urls
 
 if TYPE_CHECKING:
     from penstock.kvstore.tiers.contract import TierEntry
@@ -154,7 +154,7 @@ def places(tier: TierName | None = None) -> "Iterator[list[TierLocation]]":
     logging.getLogger("penstock.kvstore").setLevel(logging.ERROR)  # what does not answer is told here
     addresses = load_settings(Addresses)
     with ExitStack() as stack:
-        urls = urls_of(addresses.kv_url or addresses.stream_url)
+        urls = split_urls(addresses.kv_url or addresses.stream_url)
         found = open_tiers(
             load_settings(KVSettings), urls, stack, tier, Console(stderr=True, highlight=False, markup=False).print
         )

@@ -12,8 +12,8 @@ from penstock.errors import ServersDiffer
 from penstock.names import Pipeline
 from penstock.ops.status import worker_status
 from penstock.redis.client import redis_client
-from penstock.redis.servers import ByServer, change_list, in_words
-from penstock.redis.urls import shown, urls_of
+from penstock.redis.servers import ByServer, describe_server_list, replace_server_list
+from penstock.redis.urls import hide_password, split_urls
 
 app = typer.Typer(help="The Redis servers that requests are spread over.", no_args_is_help=True)
 
@@ -22,10 +22,10 @@ app = typer.Typer(help="The Redis servers that requests are spread over.", no_ar
 def list_servers() -> None:
     """Each server, and the list that it was told to be part of."""
     addresses = load_settings(Addresses)
-    pipeline, clients = Pipeline(addresses.pipeline), ByServer.of(addresses.stream_url, redis_client)
+    pipeline, clients = Pipeline(addresses.pipeline), ByServer.from_urls(addresses.stream_url, redis_client)
     table = Table("name", "address", "its list", box=None, pad_edge=False)
-    for name, url, client in zip(clients.names, urls_of(addresses.stream_url), clients.parts, strict=True):
-        table.add_row(name, shown(url), _list_of(client, pipeline))
+    for name, url, client in zip(clients.names, split_urls(addresses.stream_url), clients.parts, strict=True):
+        table.add_row(name, hide_password(url), _list_of(client, pipeline))
     Console(highlight=False).print(table)
 
 
@@ -36,18 +36,18 @@ def change() -> None:
     Requests wait in their topics meanwhile. What was begun and not ended would begin again on another server.
     """
     addresses = load_settings(Addresses)
-    pipeline, clients = Pipeline(addresses.pipeline), ByServer.of(addresses.stream_url, redis_client)
+    pipeline, clients = Pipeline(addresses.pipeline), ByServer.from_urls(addresses.stream_url, redis_client)
     if running := [worker["name"] for worker in worker_status(addresses)]:
         raise ServersDiffer(f"{', '.join(running)} still run: stop all workers and gateways before the list is changed")
     unsettled = connect(addresses, load_settings(BusSettings)).unsettled()
-    jobs = sum(unsettled[topic] for topic in pipeline.inputs("decode").values())
+    jobs = sum(unsettled[topic] for topic in pipeline.input_topics("decode").values())
     if jobs:
         raise ServersDiffer(
             f"{jobs} jobs wait for decode: run the workers with the list as it was until `penstock lag` says 0, and "
             "change it then"
         )
     for client in clients.parts:
-        change_list(client, pipeline, clients.names)
+        replace_server_list(client, pipeline, clients.names)
     Console(highlight=False).print(f"{pipeline.name}: {', '.join(clients.names)}")
 
 
@@ -56,4 +56,4 @@ def _list_of(client: "redis.Redis", pipeline: Pipeline) -> str:
         found: object = client.get(pipeline.servers_key)
     except redis.RedisError as error:
         return f"away: {error}"
-    return in_words(found.decode()) if isinstance(found, bytes) else "none yet"
+    return describe_server_list(found.decode()) if isinstance(found, bytes) else "none yet"

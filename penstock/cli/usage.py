@@ -11,7 +11,7 @@ from rich.table import Table
 from penstock.config.addresses import Addresses
 from penstock.config.settings import load_settings
 from penstock.names import Pipeline
-from penstock.redis.client import redis_client, replies_to
+from penstock.redis.client import execute_pipeline, redis_client
 
 if TYPE_CHECKING:
     from penstock.ingest.metering import Sums
@@ -46,7 +46,7 @@ def _read(days: int) -> "dict[str, dict[str, Sums]]":
     with redis_client(addresses.first_url) as client, client.pipeline(transaction=False) as batch:
         for key in day_keys(Pipeline(addresses.pipeline), wanted):
             batch.hgetall(key)
-        return {day: sums_of(reply) for day, reply in zip(wanted, replies_to(batch), strict=True) if reply}
+        return {day: sums_of(reply) for day, reply in zip(wanted, execute_pipeline(batch), strict=True) if reply}
 
 
 def _table(rows: "list[tuple[str, str, Sums]]", *, by_day: bool) -> Table:

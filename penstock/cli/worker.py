@@ -23,8 +23,8 @@ from penstock.errors import DependencyMissing
 from penstock.names import Pipeline, Stage
 from penstock.ops.access import check_access
 from penstock.ops.lag import LagWatch
-from penstock.redis.client import ANSWER_S
-from penstock.redis.servers import keep_lists
+from penstock.redis.client import REDIS_TIMEOUT_S
+from penstock.redis.servers import store_server_lists
 from penstock.telemetry.meters import Meters
 from penstock.telemetry.process import telemetry
 from penstock.telemetry.stage import StageFigures
@@ -55,7 +55,7 @@ def run(stage: Stage) -> None:
     failpoints.arm(load_settings(FaultSettings).failpoints)
     pin_to_cores(settings.cores)
     check_access(addresses, stage, kv=load_settings(KVSettings).redis_mb > 0)
-    keep_lists(addresses.stream_url, pipeline)
+    store_server_lists(addresses.stream_url, pipeline)
     with contextlib.ExitStack() as stack:
         beat = Heartbeat(addresses.first_url, pipeline, stage, name, settings.heartbeat_s)
         told = telemetry(
@@ -133,5 +133,5 @@ def _work(
     length = max_length(model, engine.pool.num_blocks)
     beat.update_status(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
-    Reconnector(make, partial(bus.check, ANSWER_S), beat).run_until_stopped(stop, drain_s)
+    Reconnector(make, partial(bus.check, REDIS_TIMEOUT_S), beat).run_until_stopped(stop, drain_s)
     log.info("%s has left", name)

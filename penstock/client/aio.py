@@ -59,8 +59,8 @@ class AsyncClient:
         self._bus_settings = bus or load_settings(BusSettings)
         record_settings = record or load_settings(RecordSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
-        self._servers = ByServer.of(self._addresses.stream_url, async_redis_client)
-        self._logs = self._servers.each(lambda client: AsyncLog(client, self._pipeline, record_settings))
+        self._servers = ByServer.from_urls(self._addresses.stream_url, async_redis_client)
+        self._logs = self._servers.map_parts(lambda client: AsyncLog(client, self._pipeline, record_settings))
         self._watch = LagWatch(self._addresses, self._bus_settings)
         self._publisher: Publisher | None = None
         self._unsent: list[tuple[Outgoing, asyncio.Future[Future[None]]]] = []
@@ -107,7 +107,7 @@ class AsyncClient:
         reader, is_body_checked = StreamReader(after), not body
         events: list[Event] = []  # kept until the body is checked
         if self._live is None:
-            self._live = ByServer.of(self._addresses.stream_url, LiveFeed)
+            self._live = ByServer.from_urls(self._addresses.stream_url, LiveFeed)
         live, channel, mailbox = self._live[request_id], self._pipeline.live_channel(request_id), AsyncMailbox()
         live.listen(channel, mailbox.deliver)
         try:

@@ -31,7 +31,7 @@ from penstock.messages import (
     TokenEvent,
     Usage,
 )
-from penstock.names import START_HASH, Pipeline, PriorityClass, parse_event_id, roll
+from penstock.names import START_HASH, Pipeline, PriorityClass, parse_event_id, roll_hash
 from penstock.record.log import Status
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import operation_of, request_attributes
@@ -136,11 +136,11 @@ def prepare_message(pipeline: Pipeline, request: Request, since_s: float | None 
     context = tracing.about(pipeline, request.id)
     span = tracing.begin("request", context, since_s, id=request.id, klass=klass)
     span.set_attributes(request_attributes(operation_of(request), request.model))
-    headers = {names.VERSION: str(request.v), names.TENANT: request.tenant, names.CLASS: klass}
+    headers = {names.VERSION_HEADER: str(request.v), names.TENANT_HEADER: request.tenant, names.CLASS_HEADER: klass}
     if request.deadline is not None:
-        headers[names.DEADLINE] = str(request.deadline)
+        headers[names.DEADLINE_HEADER] = str(request.deadline)
     headers |= tracing.headers_of(tracing.within(span))
-    topic = pipeline.requests(klass)
+    topic = pipeline.request_topic(klass)
     return span, Outgoing(topic, request.encode(), request.id, headers, affinity_of(request))
 
 
@@ -286,7 +286,7 @@ class StreamReader:
             if position >= self._first and rolled != self._hashes[position - self._first]:
                 raise StreamDiverged(f"token {position} is another one than was seen")
             return []
-        if rolled != roll(self._hashes[-1] if self._hashes else START_HASH, event.token):
+        if rolled != roll_hash(self._hashes[-1] if self._hashes else START_HASH, event.token):
             raise StreamDiverged(f"token {position} does not follow what was seen")
         self._hashes.append(rolled)
         if len(self._hashes) == 2 * MIN_KEPT_HASHES:

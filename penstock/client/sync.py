@@ -64,8 +64,8 @@ class Client:
         self._bus_settings = bus or load_settings(BusSettings)
         record_settings = record or load_settings(RecordSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
-        self._servers = ByServer.of(self._addresses.stream_url, redis_client)
-        self._logs = self._servers.each(lambda client: Log(client, self._pipeline, record_settings))
+        self._servers = ByServer.from_urls(self._addresses.stream_url, redis_client)
+        self._logs = self._servers.map_parts(lambda client: Log(client, self._pipeline, record_settings))
         self._watch = LagWatch(self._addresses, self._bus_settings)
         self._lock = threading.Lock()
         self._publisher: Publisher | None = None
@@ -154,7 +154,7 @@ class Client:
         """Subscribe, read the log, then yield live events; read the log again at a gap and after a silence."""
         with self._lock:
             if self._live is None:
-                self._live = ByServer.of(self._addresses.stream_url, LiveThread)
+                self._live = ByServer.from_urls(self._addresses.stream_url, LiveThread)
         with self._live[request_id].listen(self._pipeline.live_channel(request_id)) as mailbox:
             deadline = StreamDeadline(request_id, timeout_s)
             while reader.end is None:

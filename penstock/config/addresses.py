@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.errors import InvalidName
 from penstock.names import Pipeline
-from penstock.redis.urls import check_names, check_urls, urls_of
+from penstock.redis.urls import check_names, check_urls, split_urls
 
 KafkaSecurity = Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"]
 KafkaMechanism = Literal["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"]
@@ -76,7 +76,7 @@ class Addresses(BaseSettings):
     @property
     def first_url(self) -> str:
         """The address of the first stream server, which has all that is no single request's."""
-        return urls_of(self.stream_url)[0]
+        return split_urls(self.stream_url)[0]
 
     @field_validator("pipeline")
     @classmethod
@@ -92,7 +92,7 @@ class Addresses(BaseSettings):
         if wrong := find_contradictions(self):
             raise ValueError("; ".join(wrong))
         for name in ("stream_url", "kv_url"):
-            complete = ",".join(add_tls_files(url, self) for url in urls_of(getattr(self, name)))
+            complete = ",".join(add_tls_files(url, self) for url in split_urls(getattr(self, name)))
             if complete != getattr(self, name):
                 setattr(self, name, complete)
         return self
@@ -153,7 +153,9 @@ def _find_kafka_contradictions(addresses: Addresses) -> list[str]:
 
 def _find_redis_contradictions(addresses: Addresses) -> list[str]:
     wrong = []
-    if not any(url.partition("://")[0] in _WITH_TLS for url in urls_of(f"{addresses.stream_url},{addresses.kv_url}")):
+    if not any(
+        url.partition("://")[0] in _WITH_TLS for url in split_urls(f"{addresses.stream_url},{addresses.kv_url}")
+    ):
         given = [name for name in _REDIS_FILES.values() if getattr(addresses, name)]
         wrong += [f"PENSTOCK_{name.upper()} needs a rediss:// url in PENSTOCK_STREAM_URL" for name in given]
     return wrong

@@ -40,8 +40,12 @@ def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> 
 
 def build_result_message(pipeline: Pipeline, result: Result, trace_headers: dict[str, str]) -> Outgoing:
     """The message for the results topic."""
-    headers = {names.VERSION: str(result.v), names.TENANT: result.tenant, names.CLASS: result.klass}
-    message = Outgoing(pipeline.results, result.encode(), key=result.id, headers=headers | trace_headers)
+    headers = {
+        names.VERSION_HEADER: str(result.v),
+        names.TENANT_HEADER: result.tenant,
+        names.CLASS_HEADER: result.klass,
+    }
+    message = Outgoing(pipeline.results_topic, result.encode(), key=result.id, headers=headers | trace_headers)
     if message.num_bytes <= MAX_MESSAGE_BYTES:
         return message
     return replace(message, value=_truncate_result(result).encode())

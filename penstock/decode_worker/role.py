@@ -34,7 +34,7 @@ from penstock.messages import (
     extract_request_id,
     now_s,
 )
-from penstock.names import TENANT, Pipeline, PriorityClass, Stage
+from penstock.names import TENANT_HEADER, Pipeline, PriorityClass, Stage
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import operation_in
 from penstock.worker.load import TaskLoad, WorkerLoad
@@ -176,7 +176,7 @@ def _readable_part(delivery: Delivery, request_id: str) -> Job:
     name = extract_job_name(delivery.value) or hashlib.sha256(delivery.value).hexdigest()
     job = Job(id=request_id, job=name, klass=delivery.klass)
     with contextlib.suppress(ValidationError):
-        job = Job(id=request_id, job=name, klass=delivery.klass, tenant=delivery.headers.get(TENANT, job.tenant))
+        job = Job(id=request_id, job=name, klass=delivery.klass, tenant=delivery.headers.get(TENANT_HEADER, job.tenant))
     return job
 
 

@@ -35,7 +35,7 @@ from penstock.errors import BusUnavailable, RequestError
 from penstock.failpoints import failpoint
 from penstock.messages import Result, decode_message
 from penstock.names import Pipeline
-from penstock.redis.client import is_away, pauses, redis_client
+from penstock.redis.client import backoff_pauses, is_away, redis_client
 from penstock.redis.scripts import RENEW_LEASE, load_script
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Meter:
     def _turn(self, timeout_s: float) -> int:
         if self._follower is None:
             self._places = _text(self._client.hgetall(self._pipeline.meter_key("places")))
-            self._follower = self._bus.follow(self._pipeline.results, self._places)
+            self._follower = self._bus.follow(self._pipeline.results_topic, self._places)
         found = self._follower.read(timeout_s, MOST)
         failpoint("meter.1.read")
         parts: dict[str, list[Followed]] = {}
@@ -151,7 +151,7 @@ def _results(messages: Iterable[Followed]) -> Iterable[Result]:
 async def meter_forever(addresses: Addresses) -> None:
     """Count a pipeline's results until cancelled, whatever is away meanwhile."""
     meter, thread = Meter(addresses), ThreadPoolExecutor(1, "meter")
-    loop, waits = asyncio.get_running_loop(), pauses()
+    loop, waits = asyncio.get_running_loop(), backoff_pauses()
     try:
         while True:
             try:
@@ -161,7 +161,7 @@ async def meter_forever(addresses: Addresses) -> None:
                     log.error("metering: %s", error)
                 await asyncio.sleep(next(waits))
                 continue
-            waits = pauses()
+            waits = backoff_pauses()
             if counted is None:
                 await asyncio.sleep(WAIT_S)
     finally:

@@ -28,7 +28,7 @@ from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.kvstore.tiers.shared import SharedTier
-from penstock.redis.urls import urls_of
+from penstock.redis.urls import split_urls
 
 HAND_OFF_ORDER = ("redis", "shared", "disk")
 """The first of these that there is can be read by all decode workers of the pipeline."""
@@ -124,7 +124,7 @@ class KVStore:
             tiers.append(DiskTier.open(form, settings.disk_path, settings.disk_mb * 2**20, codec))
         if settings.redis_mb:
             codec = codec_for(settings.redis_codec, layout.shape)
-            tiers.append(RedisTier.open(form, urls_of(urls), settings.redis_mb * 2**20, settings.keep_s, codec))
+            tiers.append(RedisTier.open(form, split_urls(urls), settings.redis_mb * 2**20, settings.keep_s, codec))
         return cls(layout, tiers, settings)
 
     def make_hasher(self, tenant: str) -> BlockHasher:

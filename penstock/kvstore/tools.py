@@ -13,7 +13,7 @@ from penstock.errors import DamagedBlock, DependencyMissing, KVStoreError
 from penstock.kvstore.block import HEADER_BYTES, RAW, Header
 from penstock.kvstore.copying import compute_checksum
 from penstock.kvstore.tiers.contract import Tier, TierEntry, TierUsage
-from penstock.redis.urls import shown
+from penstock.redis.urls import hide_password
 
 T = TypeVar("T")
 CODEC_NAMES = {RAW: "raw", 1: "lossless", 2: "int8"}
@@ -176,4 +176,4 @@ def _open_redis_tier(urls: Sequence[str]) -> Iterator[TierLocation]:
     from penstock.kvstore.tiers.redis import RedisTier
 
     if urls:
-        yield TierLocation(RedisTier.attach(urls), ", ".join(map(shown, urls)))
+        yield TierLocation(RedisTier.attach(urls), ", ".join(map(hide_password, urls)))

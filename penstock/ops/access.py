@@ -30,7 +30,7 @@ from penstock.names import (
 from penstock.ops.tls import speaks_tls
 from penstock.redis.client import redis_client
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
-from penstock.redis.urls import shown, urls_of
+from penstock.redis.urls import hide_password, split_urls
 
 Command = tuple[str, ...]
 
@@ -42,11 +42,11 @@ def check_access(addresses: Addresses, role: Role | None = None, *, kv: bool = F
     """
     pipeline = Pipeline(addresses.pipeline)
     needed = commands_of(pipeline, role, streams=not addresses.kafka) if role else []
-    for url in urls_of(addresses.stream_url):
+    for url in split_urls(addresses.stream_url):
         _check_redis(url, "PENSTOCK_STREAM_URL", needed)
     if kv:
         variable = "PENSTOCK_KV_URL" if addresses.kv_url else "PENSTOCK_STREAM_URL"
-        for url in urls_of(addresses.kv_url or addresses.stream_url):
+        for url in split_urls(addresses.kv_url or addresses.stream_url):
             _check_redis(url, variable, kv_commands() if role else [])
     if addresses.kafka:
         from penstock.ops.kafka_access import check_kafka  # confluent_kafka is loaded only where it is used
@@ -71,9 +71,9 @@ def commands_of(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comman
         )  # fmt: skip
         found += [("HGET", KEYS_KEY, "x"), ("HGET", TENANTS_KEY, "x"), *(("SET", key, "x") for key in own)]
     if streams:
-        keys = [pipeline.stream_key(pipeline.requests(klass)) for klass in CLASSES]
+        keys = [pipeline.stream_key(pipeline.request_topic(klass)) for klass in CLASSES]
         found += [("XADD", key, "*", "x", "x") for key in keys]
-        found += [("XLEN", keys[0]), ("XREAD", "STREAMS", pipeline.stream_key(pipeline.results), "0")]
+        found += [("XLEN", keys[0]), ("XREAD", "STREAMS", pipeline.stream_key(pipeline.results_topic), "0")]
         if role != "client":
             found.append(("HGET", pipeline.meter_key("places"), "all"))
     return found
@@ -113,13 +113,13 @@ def _check_redis(url: str, variable: str, commands: list[Command]) -> None:
             for command, error in _denied(client, [("PING",), *commands]):
                 user = urlsplit(url).username or "default"
                 raise AccessRefused(
-                    f"Redis at {shown(url)}: the user {user} may not {' '.join(command[:2])} ({error}); "
+                    f"Redis at {hide_password(url)}: the user {user} may not {' '.join(command[:2])} ({error}); "
                     "the rights it needs are in docs/operations.md"
                 )
     except (redis.RedisError, OSError, ValueError) as error:
         reason = refusal(error, url, variable)
         if reason:
-            raise AccessRefused(f"Redis at {shown(url)}: {reason}") from None
+            raise AccessRefused(f"Redis at {hide_password(url)}: {reason}") from None
 
 
 def _master_behind(url: str, variable: str) -> str | None:
@@ -129,7 +129,7 @@ def _master_behind(url: str, variable: str) -> str | None:
     answers = [said for said in found.values() if not isinstance(said, redis.RedisError)]
     for place in answers:
         if place is not None:
-            return address.url_of(place)
+            return address.server_url(place)
     if answers:
         raise AccessRefused(f"the Sentinels at {address} know no service {address.service!r}: see {variable}")
     for sentinel, error in found.items():

@@ -25,7 +25,7 @@ from penstock.messages import Job, Request, decode_message, extract_request_id, 
 from penstock.names import MAX_ID_CHARS, STAGES, Pipeline
 
 _NUMBERED = re.compile(r"(?P<base>.+)\.retry-(?P<number>[1-9][0-9]{0,5})")
-_OWN = (names.ATTEMPT, names.ORIGIN, names.REASON, names.STACK, names.BURIED)
+_OWN = (names.ATTEMPT_HEADER, names.ORIGIN_HEADER, names.REASON_HEADER, names.STACK_HEADER, names.BURIED_HEADER)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Letter:
     @property
     def buried_s(self) -> float | None:
         """Since when it is dead, in seconds since the epoch."""
-        text = self.header(names.BURIED)
+        text = self.header(names.BURIED_HEADER)
         return int(text) / 1000 if text.isascii() and text.isdecimal() and len(text) < 16 else None
 
     @property
@@ -69,10 +69,10 @@ class Letter:
 
         Raises `DeadLetterError` for what cannot be asked again, or would be refused again.
         """
-        if self.header(names.TRUNCATED):
+        if self.header(names.TRUNCATED_HEADER):
             raise DeadLetterError(f"{self.id} is only the beginning of its message: it has to be sent anew")
-        origin = self.header(names.ORIGIN)
-        stage = next((stage for stage in STAGES if origin in pipeline.inputs(stage).values()), None)
+        origin = self.header(names.ORIGIN_HEADER)
+        stage = next((stage for stage in STAGES if origin in pipeline.input_topics(stage).values()), None)
         if stage is None:
             raise DeadLetterError(f"{self.id} came from {origin or 'nowhere'!r}, which is no topic of requests or jobs")
         body: dict[str, Any] = _object(self)
@@ -87,7 +87,7 @@ class Letter:
             decode_message(Request if stage == "prefill" else Job, value)
         except RequestError as error:
             raise DeadLetterError(f"{self.id} would be refused again: {error.code}: {error}") from None
-        left_out = {*_OWN, *([] if "deadline" in body else [names.DEADLINE])}
+        left_out = {*_OWN, *([] if "deadline" in body else [names.DEADLINE_HEADER])}
         headers = {name: text for name, text in self.message.headers.items() if name not in left_out}
         return Outgoing(origin, value, body["id"], headers)
 

@@ -47,12 +47,12 @@ def rights_of(pipeline: Pipeline, role: Role) -> dict[str, list[AclOperation]]:
     """What a role does with each topic."""
     read, write = AclOperation.READ, AclOperation.WRITE
     if role == "client" or role == "gateway":  # noqa: PLR1714 - this the type checker understands
-        inputs = pipeline.inputs("prefill").values()
-        return {**{topic: [write] for topic in inputs}, pipeline.results: [read]}
-    outputs = list(pipeline.inputs("decode").values()) if role == "prefill" else []
+        inputs = pipeline.input_topics("prefill").values()
+        return {**{topic: [write] for topic in inputs}, pipeline.results_topic: [read]}
+    outputs = list(pipeline.input_topics("decode").values()) if role == "prefill" else []
     return {
-        **{topic: [read] for topic in pipeline.inputs(role).values()},
-        **{topic: [write] for topic in [*outputs, pipeline.results, pipeline.dead]},
+        **{topic: [read] for topic in pipeline.input_topics(role).values()},
+        **{topic: [write] for topic in [*outputs, pipeline.results_topic, pipeline.dead_letter_topic]},
     }
 
 

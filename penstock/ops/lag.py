@@ -118,7 +118,7 @@ def lag_of(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Sequence[H
     lags = {
         stage: {
             klass: _lag(unsettled[topic], stages[stage], klass, outputs[klass])
-            for klass, topic in pipeline.inputs(stage).items()
+            for klass, topic in pipeline.input_topics(stage).items()
         }
         for stage in STAGES
     }

@@ -14,7 +14,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.names import STAGES, WORKERS_KEY, Pipeline
-from penstock.redis.client import ANSWER_S, redis_client
+from penstock.redis.client import REDIS_TIMEOUT_S, redis_client
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def read_heartbeats(client: "redis.Redis", pipeline: Pipeline) -> list[dict[str,
 def health(addresses: Addresses, settings: BusSettings) -> Health:
     """How the pipeline is now, within a few seconds also where servers do not answer."""
     try:
-        connect(addresses, settings).check(ANSWER_S)
+        connect(addresses, settings).check(REDIS_TIMEOUT_S)
     except BusUnavailable as error:
         return Health("down", (str(error),))
     try:

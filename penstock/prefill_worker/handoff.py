@@ -65,6 +65,11 @@ def build_job(task: Task, fingerprint: str) -> Job:
 
 def build_job_message(pipeline: Pipeline, job: Job, operation: Operation, context: Context) -> Outgoing:
     """The message for the jobs topic of the job's class."""
-    headers = {names.VERSION: str(job.v), names.TENANT: job.tenant, names.CLASS: job.klass, names.OPERATION: operation}
+    headers = {
+        names.VERSION_HEADER: str(job.v),
+        names.TENANT_HEADER: job.tenant,
+        names.CLASS_HEADER: job.klass,
+        names.OPERATION_HEADER: operation,
+    }
     trace_headers = tracing.headers_of(context) if trace.get_current_span(context).get_span_context().is_valid else {}
-    return Outgoing(pipeline.jobs(job.klass), job.encode(), key=job.id, headers=headers | trace_headers)
+    return Outgoing(pipeline.job_topic(job.klass), job.encode(), key=job.id, headers=headers | trace_headers)

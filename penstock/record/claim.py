@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from penstock.messages import EndEvent, Logprobs, Request, TokenEvent
-from penstock.names import Stage, roll
+from penstock.names import Stage, roll_hash
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Claim:
 
     def next_event(self, token_id: int, text: str, logprobs: Logprobs | None = None) -> TokenEvent:
         """The event of the next token: at the next position, with the hash rolled on."""
-        rolled = roll(self.hash, token_id)
+        rolled = roll_hash(self.hash, token_id)
         return TokenEvent.at_position(self.num_tokens, rolled, token_id, text, logprobs)
 
 

@@ -15,7 +15,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from penstock.redis.client import ANSWER_S, async_connection_pool, pauses
+from penstock.redis.client import REDIS_TIMEOUT_S, async_connection_pool, backoff_pauses
 
 Deliver = Callable[[bytes | None], None]
 """Takes each event's JSON, and None when the subscription has begun (anew): events may have been missed."""
@@ -57,7 +57,7 @@ class LiveFeed:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with suppress(redis.RedisError, OSError):  # waited for: over TLS there are words to say before the end
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(REDIS_TIMEOUT_S):
                 await self._connection.disconnect()
                 await self._pool.disconnect()
 
@@ -71,12 +71,12 @@ class LiveFeed:
                     await self._connection.send_command(verb, channel)
 
     async def _read(self) -> None:
-        waits = pauses()
+        waits = backoff_pauses()
         while True:
             try:
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(REDIS_TIMEOUT_S):
                     await self._connect()
-                waits = pauses()
+                waits = backoff_pauses()
                 await self._receive()
             except (redis.RedisError, OSError):
                 self._connected = False

@@ -14,7 +14,7 @@ from penstock.record import scripts
 from penstock.record.append import Appends, append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
 from penstock.record.log import Log, Status, events_of
-from penstock.redis.client import replies_to
+from penstock.redis.client import execute_pipeline
 from penstock.redis.scripts import Call
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class Record:
             with self._client.pipeline(transaction=False) as pipe:
                 for name, _, _ in taken:
                     pipe.xrange(pipeline.log_key(name.decode()))
-                logs = replies_to(pipe)
+                logs = execute_pipeline(pipe)
         return [
             TakenOver(self._claimed(name.decode(), stage, reply, log), message)
             for (name, reply, message), log in zip(taken, logs, strict=True)

@@ -26,8 +26,8 @@ from penstock.record.log import Status
 from penstock.record.record import Record, Waiting
 from penstock.record.session import Session
 from penstock.redis.client import is_outage, redis_client
-from penstock.redis.servers import ByServer, keep_list, place_of
-from penstock.redis.urls import urls_of
+from penstock.redis.servers import ByServer, choose_server, store_server_list
+from penstock.redis.urls import split_urls
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class _SpreadRecord(Record):
 
         def server(name: str, client: "redis.Redis") -> _Server:
             record = Record(client, pipeline, settings)
-            return _Server(name, record, partial(keep_list, client, pipeline, clients.names))
+            return _Server(name, record, partial(store_server_list, client, pipeline, clients.names))
 
         self.servers = ByServer(clients.names, list(map(server, clients.names, clients.parts)))
         self._sent_to: list[_Server] = []
@@ -200,7 +200,7 @@ class _SpreadRecord(Record):
         """The servers that have to do with any of the items, each with its own."""
         dealt: dict[int, list[T]] = {}
         for item in items:
-            dealt.setdefault(place_of(self.servers.names, id_of(item)), []).append(item)
+            dealt.setdefault(choose_server(self.servers.names, id_of(item)), []).append(item)
         for index, mine in dealt.items():
             yield self.servers.parts[index], mine
 
@@ -343,8 +343,8 @@ class Sessions:
 
 def connect_servers(text: str) -> ByServer["redis.Redis"]:
     """A worker's clients of all servers of an address list."""
-    answer_s = {"answer_s": ANSWER_S} if len(urls_of(text)) > 1 else {}
-    return ByServer.of(text, lambda url: redis_client(url, **answer_s))
+    answer_s = {"answer_s": ANSWER_S} if len(split_urls(text)) > 1 else {}
+    return ByServer.from_urls(text, lambda url: redis_client(url, **answer_s))
 
 
 def record_on(clients: ByServer["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> Record:

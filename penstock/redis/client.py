@@ -1,4 +1,4 @@
-"""Reaching servers: how long Redis may take to answer, what counts as an outage, and how long to pause then."""
+"""Redis clients with time limits, the errors that count as an outage, and the pauses between attempts."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,15 @@ from redis.retry import Retry
 from penstock.errors import BusUnavailable
 from penstock.redis.sentinel import AsyncMasterPool, MasterPool, is_sentinel
 
-ANSWER_S = 2.0
-"""A Redis that does not answer within this time counts as away."""
-ASYNC_CONNECTIONS, TURN_S = 16, 30.0
-"""Of one asyncio client; and how long one may wait for its turn."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+REDIS_TIMEOUT_S = 2.0
+"""A Redis server that does not answer within this time counts as away."""
+MAX_ASYNC_CONNECTIONS = 16
+"""The most connections that one asyncio client opens."""
+CONNECTION_WAIT_S = 30.0
+"""How long a command waits for a free connection of an asyncio client."""
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 
-_AWAY = (
+_AWAY_ERRORS = (
     redis.ConnectionError,
     redis.TimeoutError,
     redis.ReadOnlyError,
@@ -29,32 +31,36 @@ _AWAY = (
     ClusterDownError,
     TryAgainError,
 )
-_REFUSED = (redis.AuthenticationError, AuthorizationError)
-_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "no such key", "BUSY ", "UNKILLABLE", "UNBLOCKED")
-"""What redis-py has no class for: the disk is full, replicas are gone, all data is gone, a script does not end, the
-server became a replica while we waited."""
+_REFUSED_ERRORS = (redis.AuthenticationError, AuthorizationError)
+_AWAY_CODES = ("MISCONF", "NOREPLICAS", "NOGROUP", "no such key", "BUSY ", "UNKILLABLE", "UNBLOCKED")
+"""Outages for which redis-py has no class: the disk is full, replicas are gone, all data is gone, a script does not
+end, the server became a replica while we waited."""
 
 
-def redis_client(url: str, answer_s: float = ANSWER_S) -> "redis.Redis":
-    """A client that gives up in time. A connection that the server had closed is opened again, once."""
+def redis_client(url: str, answer_s: float = REDIS_TIMEOUT_S) -> "redis.Redis":
+    """Return a client that waits at most `answer_s` for a reply. It opens a connection that the server closed again,
+    once.
+    """
     retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
-    return redis.Redis.from_pool(connection_pool(url, retry=retry, **_limits(answer_s)))
+    return redis.Redis.from_pool(connection_pool(url, retry=retry, **_timeout_options(answer_s)))
 
 
 def async_redis_client(url: str) -> "redis.asyncio.Redis":
-    """The same for asyncio, over a few connections: a thousand that ask at once wait for each other."""
+    """Return an asyncio client with at most `MAX_ASYNC_CONNECTIONS` connections: commands wait for a free one."""
     retry = redis.asyncio.retry.Retry(NoBackoff(), 1, (redis.ConnectionError,))
-    pool = async_connection_pool(url, max_connections=ASYNC_CONNECTIONS, timeout=TURN_S, retry=retry, **_limits())
+    pool = async_connection_pool(
+        url, max_connections=MAX_ASYNC_CONNECTIONS, timeout=CONNECTION_WAIT_S, retry=retry, **_timeout_options()
+    )
     return redis.asyncio.Redis.from_pool(pool)
 
 
 def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
-    """Connections to the server at an address, or to the master that Sentinels name."""
+    """Return a pool of connections to the server at an address, or to the master that Sentinels name."""
     return MasterPool(url, **options) if is_sentinel(url) else redis.ConnectionPool.from_url(url, **options)
 
 
 def async_connection_pool(url: str, **options: Any) -> redis.asyncio.ConnectionPool:
-    """The same for asyncio; who finds all connections in use waits for one."""
+    """Return an asyncio pool of connections. A caller that finds all of them in use waits for one."""
     if is_sentinel(url):
         return AsyncMasterPool(url, **options)
     pool: Any = redis.asyncio.BlockingConnectionPool
@@ -62,27 +68,32 @@ def async_connection_pool(url: str, **options: Any) -> redis.asyncio.ConnectionP
     return made
 
 
-def _limits(answer_s: float = ANSWER_S) -> dict[str, Any]:
+def _timeout_options(answer_s: float = REDIS_TIMEOUT_S) -> dict[str, Any]:
     return {"socket_timeout": answer_s, "socket_connect_timeout": answer_s}
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether an error means that a server is away, or cannot work now: the same may succeed later.
+    """Return whether an error means that a server is away or cannot work now, so that the same call may succeed later.
 
-    A wrong password or a bug, in ours or in a script, is not that.
+    A refused login or a bug, in this code or in a script, is no such error.
     """
     if isinstance(error, BusUnavailable):
         cause = error.__cause__
         return not isinstance(cause, redis.RedisError) or is_away(cause)
-    if isinstance(error, _REFUSED):
+    if isinstance(error, _REFUSED_ERRORS):
         return False
-    return isinstance(error, _AWAY) or (isinstance(error, redis.ResponseError) and str(error).startswith(_CODES))
+    return isinstance(error, _AWAY_ERRORS) or (
+        isinstance(error, redis.ResponseError) and str(error).startswith(_AWAY_CODES)
+    )
 
 
 def is_outage(error: BaseException) -> bool:
-    """The same for who was let in before: then a refusal too may be over soon, as when a password is changed."""
+    """Return whether an error is an outage for a client that was let in before.
+
+    Beside what `is_away` says, these are refusals: they may be over soon, as when a password is changed.
+    """
     refusal = error.__cause__ if isinstance(error, BusUnavailable) else error
-    return is_away(error) or isinstance(refusal, (*_REFUSED, NoPermissionError))
+    return is_away(error) or isinstance(refusal, (*_REFUSED_ERRORS, NoPermissionError))
 
 
 @contextmanager
@@ -96,40 +107,41 @@ def translate_outages() -> Iterator[None]:
         raise
 
 
-def replies_to(pipe: "redis.client.Pipeline") -> list[Any]:
+def execute_pipeline(pipe: "redis.client.Pipeline") -> list[Any]:
     """The replies to a pipeline's commands. Raises as `checked`."""
-    return checked(pipe.execute(raise_on_error=False))
+    return raise_first_error(pipe.execute(raise_on_error=False))
 
 
-def replies_once(client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
-    """The replies to commands that are not to be done twice. Raises as `checked`, and where the connection breaks
-    before all replies are read: then it is unknown what was done.
+def execute_once(client: "redis.Redis", commands: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the replies to commands that must not run twice. Raise the first error among them.
 
-    redis-py itself would send them again then.
+    Raise `redis.ConnectionError` or `redis.TimeoutError` where the connection breaks before all replies are read: then
+    it is unknown which commands ran. redis-py's own methods would send them again.
     """
     pool = client.connection_pool
     connection: Any = pool.get_connection()
     try:
         connection.send_packed_command(connection.pack_commands(commands))
-        replies = [_reply_to(client, connection, str(command[0])) for command in commands]
-    except BaseException:  # what is not read must not be taken for the replies to others
+        replies = [_read_reply(client, connection, str(command[0])) for command in commands]
+    except BaseException:  # replies that were not read must not be taken for the replies to other commands
         connection.disconnect()
         raise
     finally:
         pool.release(connection)
-    return checked(replies)
+    return raise_first_error(replies)
 
 
-def _reply_to(client: "redis.Redis", connection: Any, name: str) -> Any:
+def _read_reply(client: "redis.Redis", connection: Any, name: str) -> Any:
     try:
         return client.parse_response(connection, name)  # type: ignore[no-untyped-call]
     except redis.ResponseError as error:
         return error
 
 
-def checked(replies: list[Any]) -> list[Any]:
-    """The same replies. Raises the first error among them as the server said it: redis-py would put words before it,
-    and it could no longer be told whether it `is_away`.
+def raise_first_error(replies: list[Any]) -> list[Any]:
+    """Return the replies as they are, or raise the first error among them with the server's own text.
+
+    redis-py would put words before that text, and `is_away` could not recognise it any more.
     """
     for reply in replies:
         if isinstance(reply, Exception):
@@ -137,9 +149,9 @@ def checked(replies: list[Any]) -> list[Any]:
     return replies
 
 
-def pauses() -> Iterator[float]:
-    """Seconds to wait before each further attempt: longer and longer, and no two workers' alike."""
-    pause_s = FIRST_PAUSE_S
+def backoff_pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each further attempt: growing up to `MAX_BACKOFF_S`, with random jitter."""
+    pause_s = MIN_BACKOFF_S
     while True:
         yield pause_s * random.uniform(0.5, 1.0)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, MAX_BACKOFF_S)

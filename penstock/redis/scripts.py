@@ -9,7 +9,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from penstock.redis.client import replies_once, replies_to
+from penstock.redis.client import execute_once, execute_pipeline
 
 Arguments = Sequence[str | int | float | bytes]
 Call = tuple[Sequence[str], Arguments]
@@ -61,10 +61,10 @@ class Script:
         Nothing is sent again: see `replies_once`.
         """
         try:
-            return replies_once(client, commands)
+            return execute_once(client, commands)
         except NoScriptError:  # none of them was run
             client.script_load(self.text)
-            return replies_once(client, commands)
+            return execute_once(client, commands)
 
     def command(self, keys: Sequence[str | bytes], args: Arguments) -> list[Any]:
         """Return a call as the words of a command."""
@@ -74,7 +74,7 @@ class Script:
         with client.pipeline(transaction=False) as pipe:
             for keys, args in calls:
                 pipe.evalsha(self.sha, len(keys), *cast("list[str]", [*keys, *args]))
-            return replies_to(pipe)
+            return execute_pipeline(pipe)
 
 
 def load_script(package: str, *names: str) -> Script:

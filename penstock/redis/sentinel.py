@@ -1,9 +1,9 @@
-"""Redis behind Sentinels: they are asked at each new connection which server is the master now.
+"""Redis behind Sentinels: each new connection asks them which server is the master now.
 
     redis+sentinel://user:password@host1:26379,host2:26379/service/0
 
 User and password are those of the Redis servers; those of the Sentinels, where they ask for any, are
-`?sentinel_username=…&sentinel_password=…`. With `rediss+sentinel://` both are spoken to with TLS.
+`?sentinel_username=…&sentinel_password=…`. With `rediss+sentinel://` both are reached with TLS.
 """
 
 from collections.abc import Mapping
@@ -22,66 +22,73 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
 SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
-"""Schemes of Sentinels' addresses, and those of the servers behind them."""
-PORT = 26379
-ANSWER_S = 0.5
-"""How long one Sentinel may take: the next one is asked while whoever wants a connection still waits for it."""
-FORM = "redis+sentinel://user:password@host1:26379,host2:26379/service/0"
+"""The scheme of the servers for each scheme of a Sentinel address."""
+SENTINEL_PORT = 26379
+SENTINEL_TIMEOUT_S = 0.5
+"""How long one Sentinel may take to answer: the next one must be asked before the caller's own time limit is over."""
+SENTINEL_URL_FORM = "redis+sentinel://user:password@host1:26379,host2:26379/service/0"
 
-Place = tuple[str, int]
+HostPort = tuple[str, int]
 
 
 @dataclass(frozen=True, repr=False)
-class Sentinels:
-    """What an address says."""
+class SentinelAddress:
+    """The parts of an address of Sentinels."""
 
     scheme: str
-    """Of the servers' addresses."""
+    """The scheme of the servers' own addresses."""
     login: str
-    """User and password of the servers as they stand in a url, with the `@`; or nothing."""
-    places: tuple[Place, ...]
+    """User and password of the servers as they stand in a url, with the `@`, or an empty string."""
+    hosts: tuple[HostPort, ...]
     service: str
     db: int
     query: Mapping[str, str]
-    """Options for connections to the servers and, where they are about TLS, to the Sentinels."""
+    """Options for connections to the servers. Those about TLS also hold for the Sentinels."""
     username: str | None
+    """The user of the Sentinels themselves."""
     password: str | None
-    """Those of the Sentinels."""
+    """The password of the Sentinels themselves."""
 
-    def url_of(self, place: Place) -> str:
-        """The address of one of the servers."""
-        host, port = place
+    def server_url(self, address: HostPort) -> str:
+        """Return the url of one of the servers."""
+        host, port = address
         query = urlencode(self.query, quote_via=quote, safe="/")
-        return f"{self.scheme}://{self.login}{_host(host)}:{port}/{self.db}{'?' if query else ''}{query}"
+        return f"{self.scheme}://{self.login}{_format_host(host)}:{port}/{self.db}{'?' if query else ''}{query}"
 
-    def sentinel_url(self, place: Place) -> str:
-        """The address of one of the Sentinels, without a password."""
-        return f"{self.scheme}://{_host(place[0])}:{place[1]}"
+    def sentinel_url(self, address: HostPort) -> str:
+        """Return the url of one of the Sentinels, without a password."""
+        return f"{self.scheme}://{_format_host(address[0])}:{address[1]}"
 
     def server_options(self) -> dict[str, Any]:
-        """Options of connections to the servers."""
-        options: dict[str, Any] = parse_url(self.url_of(self.places[0]))  # type: ignore[no-untyped-call]
+        """Return the options of connections to the servers."""
+        options: dict[str, Any] = parse_url(self.server_url(self.hosts[0]))  # type: ignore[no-untyped-call]
         for name in ("host", "port", "connection_class"):
             options.pop(name, None)
         return {**options, "ssl": self.scheme == "rediss"}
 
     def sentinel_options(self) -> dict[str, Any]:
-        """Options of connections to the Sentinels."""
+        """Return the options of connections to the Sentinels."""
         found = {name: value for name, value in self.server_options().items() if name.startswith("ssl")}
         login = {"username": self.username, "password": self.password}
-        return {**found, **login, "protocol": 2, "socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S}
+        return {
+            **found,
+            **login,
+            "protocol": 2,
+            "socket_timeout": SENTINEL_TIMEOUT_S,
+            "socket_connect_timeout": SENTINEL_TIMEOUT_S,
+        }
 
     def __str__(self) -> str:
-        return ", ".join(f"{_host(host)}:{port}" for host, port in self.places)
+        return ", ".join(f"{_format_host(host)}:{port}" for host, port in self.hosts)
 
 
 def is_sentinel(url: str) -> bool:
-    """Whether a url is an address of Sentinels."""
+    """Return whether a url is an address of Sentinels."""
     return url.partition("://")[0] in SCHEMES
 
 
-def parse_sentinels(url: str) -> Sentinels:
-    """What an address says. Raises `ValueError`."""
+def parse_sentinels(url: str) -> SentinelAddress:
+    """Return the parts of an address of Sentinels. Raise `ValueError` where it is none."""
     parts = urlsplit(url)
     login, at, hosts = parts.netloc.rpartition("@")
     service, _, db = unquote(parts.path.removeprefix("/")).partition("/")
@@ -89,40 +96,45 @@ def parse_sentinels(url: str) -> Sentinels:
     if not service or "/" in service + db or not (db or "0").isdecimal():
         raise ValueError("after the hosts come the service's name and the number of the database")
     username, password = query.pop("sentinel_username", None), query.pop("sentinel_password", None)
-    places = tuple(_place(host) for host in hosts.split(","))
-    found = Sentinels(SCHEMES[parts.scheme], login + at, places, service, int(db or 0), query, username, password)
+    addresses = tuple(_parse_host(host) for host in hosts.split(","))
+    found = SentinelAddress(
+        SCHEMES[parts.scheme], login + at, addresses, service, int(db or 0), query, username, password
+    )
     found.server_options()
     return found
 
 
-def _place(host: str) -> Place:
+def _parse_host(host: str) -> HostPort:
     parts = urlsplit(f"//{host}")
     if not parts.hostname or parts.username is not None:
         raise ValueError("a host is missing")
-    return parts.hostname, parts.port or PORT
+    return parts.hostname, parts.port or SENTINEL_PORT
 
 
-def _host(host: str) -> str:
+def _format_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def find_masters(url: str) -> dict[Place, Place | redis.RedisError | None]:
-    """What each Sentinel says: the master's place, None where it does not know the service, or the error."""
-    found: dict[Place, Place | redis.RedisError | None] = {}
+def find_masters(url: str) -> dict[HostPort, HostPort | redis.RedisError | None]:
+    """Return what each Sentinel answers about the master.
+
+    That is its host and port, None where the Sentinel does not know the service, or the error.
+    """
+    found: dict[HostPort, HostPort | redis.RedisError | None] = {}
     address = parse_sentinels(url)
-    for place in address.places:
+    for host in address.hosts:
         options = address.sentinel_options()
         try:
-            with redis.Redis(*place, retry=Retry(NoBackoff(), 0), **options) as client:
-                said: Any = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", address.service)
-            found[place] = (said[0].decode(), int(said[1])) if said else None
+            with redis.Redis(*host, retry=Retry(NoBackoff(), 0), **options) as client:
+                reply: Any = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", address.service)
+            found[host] = (reply[0].decode(), int(reply[1])) if reply else None
         except redis.RedisError as error:
-            found[place] = error
+            found[host] = error
     return found
 
 
 class MasterPool(redis.sentinel.SentinelConnectionPool):
-    """Connections to the master. Those to a server that is the master no longer are opened anew when they fail."""
+    """Connections to the master. One that fails, as its server is the master no longer, is opened to the new master."""
 
     def __init__(self, url: str, **options: Any) -> None:
         address = parse_sentinels(url)
@@ -132,7 +144,7 @@ class MasterPool(redis.sentinel.SentinelConnectionPool):
         super().__init__(address.service, manager, **given)  # type: ignore[no-untyped-call]
 
     def disconnect(self, inuse_connections: bool = True) -> None:
-        """Close the connections; with those in use, those to the Sentinels too."""
+        """Close the connections. With `inuse_connections` close those to the Sentinels too."""
         super().disconnect(inuse_connections)
         if inuse_connections:
             self.sentinel_manager.close()
@@ -154,8 +166,8 @@ class _TLSConnection(_Connection, redis.sentinel.SentinelManagedSSLConnection):
 
 
 class _Sentinels(redis.sentinel.Sentinel):
-    def __init__(self, address: Sentinels, **options: Any) -> None:
-        super().__init__(address.places, **options)  # type: ignore[no-untyped-call]
+    def __init__(self, address: SentinelAddress, **options: Any) -> None:
+        super().__init__(address.hosts, **options)  # type: ignore[no-untyped-call]
         self._address = address
 
     def discover_master(self, service_name: str) -> Any:
@@ -166,7 +178,7 @@ class _Sentinels(redis.sentinel.Sentinel):
 
 
 class AsyncMasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):
-    """The same for asyncio; who finds all its connections in use waits for one."""
+    """`MasterPool` for asyncio. A caller that finds all connections in use waits for one."""
 
     def __init__(self, url: str, **options: Any) -> None:
         address = parse_sentinels(url)
@@ -175,15 +187,15 @@ class AsyncMasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.async
         super().__init__(address.service, manager, **(options | address.server_options()))  # type: ignore[no-untyped-call]
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Close the connections; with those in use, those to the Sentinels too."""
+        """Close the connections. With `inuse_connections` close those to the Sentinels too."""
         await super().disconnect(inuse_connections)
         if inuse_connections:
             await self.sentinel_manager.aclose()
 
 
 class _AsyncSentinels(redis.asyncio.sentinel.Sentinel):
-    def __init__(self, address: Sentinels, **options: Any) -> None:
-        super().__init__(address.places, **options)  # type: ignore[no-untyped-call]
+    def __init__(self, address: SentinelAddress, **options: Any) -> None:
+        super().__init__(address.hosts, **options)  # type: ignore[no-untyped-call]
         self._address = address
 
     async def discover_master(self, service_name: str) -> Any:
@@ -193,6 +205,6 @@ class _AsyncSentinels(redis.asyncio.sentinel.Sentinel):
             raise _no_master(self._address) from None
 
 
-def _no_master(address: Sentinels) -> redis.ConnectionError:
-    """redis-py would list its own objects, with all that is in them."""
+def _no_master(address: SentinelAddress) -> redis.ConnectionError:
+    # redis-py's own message would list its objects, with the passwords in them.
     return redis.ConnectionError(f"none of the Sentinels at {address} names a master of {address.service!r} that lives")

@@ -1,20 +1,20 @@
-"""Addresses of Redis servers: several in one setting, the names of servers, and urls as they may be printed."""
+"""Addresses of Redis servers: several in one setting, the names of servers, and urls without passwords."""
 
 import re
 from urllib.parse import urlsplit
 
 from redis.connection import parse_url
 
-from penstock.redis.sentinel import FORM as SENTINEL_FORM
-from penstock.redis.sentinel import is_sentinel, parse_sentinels
+from penstock.redis.sentinel import SENTINEL_URL_FORM, is_sentinel, parse_sentinels
 
 _ADDRESS_ENDS = re.compile(r",(?=\s*[a-z+]+://)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
-def shown(url: str) -> str:
-    """A url as it may be printed: without its password, also where it is not as urls should be."""
-    url = re.sub(r"(password=)[^&#]*", r"\1***", url, flags=re.IGNORECASE)  # it may hold what the rest looks for
+def hide_password(url: str) -> str:
+    """Return a url without its password, so that it may be printed. The url may be malformed."""
+    # First, as such a password may hold the separators that the rest looks for.
+    url = re.sub(r"(password=)[^&#]*", r"\1***", url, flags=re.IGNORECASE)
     scheme = found[0] if (found := re.match(r"[a-z0-9+]+://", url)) else ""
     user, at, rest = url.removeprefix(scheme).rpartition("@")
     name, colon, _ = user.partition(":")
@@ -27,20 +27,22 @@ def shown(url: str) -> str:
     return f"{scheme}{login}{''.join(hosts)}{rest}"
 
 
-def all_shown(text: str) -> str:
-    """Several urls with commas between, as they may be printed. A password may hold a comma, against the rules."""
-    return ",".join(shown(url) for url in _ADDRESS_ENDS.split(text))
+def hide_passwords(text: str) -> str:
+    """Return several urls with commas between them without their passwords, which may hold commas against the rules."""
+    return ",".join(hide_password(url) for url in _ADDRESS_ENDS.split(text))
 
 
-def urls_of(text: str) -> list[str]:
-    """The addresses of a setting that may hold several, with commas between; those of Sentinels hold commas too."""
+def split_urls(text: str) -> list[str]:
+    """Return the addresses in a setting, where they stand with commas between them. A Sentinel address holds commas
+    too.
+    """
     found = (url.strip() for url in _ADDRESS_ENDS.split(text))
     return [one for url in found for one in ([url] if is_sentinel(url) else map(str.strip, url.split(","))) if one]
 
 
 def check_urls(text: str) -> str:
-    """The text, if Redis is at all the urls in it. Raises `ValueError`, which does not hold their passwords."""
-    for url in urls_of(text):
+    """Return the setting as it is if all addresses in it have a valid form. Raise `ValueError`, without passwords."""
+    for url in split_urls(text):
         try:
             if is_sentinel(url):
                 parse_sentinels(url)
@@ -49,25 +51,26 @@ def check_urls(text: str) -> str:
         except (ValueError, TypeError):
             if is_sentinel(url):
                 raise ValueError(
-                    f"{shown(url)} is no address of Sentinels: {SENTINEL_FORM}, "
+                    f"{hide_password(url)} is no valid address of Sentinels: write {SENTINEL_URL_FORM}, "
                     "with special characters of a password percent-encoded"
                 ) from None
             raise ValueError(
-                f"{shown(url)} is no Redis url: redis://, rediss:// (with TLS), unix:// or redis+sentinel://, "
+                f"{hide_password(url)} is no valid Redis url: write redis://, rediss:// (with TLS), unix:// or "
+                "redis+sentinel://, "
                 "with special characters of a password percent-encoded"
             ) from None
     return text
 
 
-def name_of(url: str) -> str:
-    """A server's name, by which requests are dealt out: what stands behind the `#`, or else where the server is.
+def server_name(url: str) -> str:
+    """Return the name of a server, by which requests are assigned to servers: the part behind the `#`, or its location.
 
-    That is `host:port/db` without user and password; of Sentinels' addresses `service/db`, of sockets `path/db`. Raises
-    `ValueError` for a name of the wrong form.
+    The location is `host:port/db` without user and password, `service/db` behind Sentinels, and `path/db` for a socket.
+    Raise `ValueError` for a name of the wrong form.
     """
     fragment = urlsplit(url).fragment
     if fragment and _NAME.fullmatch(fragment) is None:
-        # It is not shown: it may be a part of a password.
+        # The message leaves the fragment out: it may be a part of a password.
         raise ValueError(
             "what stands behind the # of an address names a server: letters, digits and . _ : / -, at most 128; "
             "a # in a password is written %23"
@@ -84,8 +87,8 @@ def name_of(url: str) -> str:
 
 
 def check_names(text: str) -> str:
-    """Return the addresses as they are, if each server has a name of its own. Raises `ValueError`."""
-    names = [name_of(url) for url in urls_of(text)]
+    """Return the setting as it is if no two servers have the same name. Raise `ValueError`."""
+    names = [server_name(url) for url in split_urls(text)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two servers have the name {twice[0]}: give each one of its own, redis://…#name")
     return text

@@ -6,7 +6,7 @@ from typing import Literal
 from opentelemetry.util.types import AttributeValue
 
 from penstock.messages import Request, Usage
-from penstock.names import OPERATION
+from penstock.names import OPERATION_HEADER
 from penstock.telemetry.catalog import PROVIDER
 
 Operation = Literal["chat", "text_completion"]
@@ -19,7 +19,7 @@ def operation_of(request: Request | None) -> Operation:
 
 def operation_in(headers: Mapping[str, str]) -> Operation:
     """The same of a job, by its headers."""
-    return "chat" if headers.get(OPERATION) == "chat" else "text_completion"
+    return "chat" if headers.get(OPERATION_HEADER) == "chat" else "text_completion"
 
 
 def request_attributes(operation: Operation, model: str | None) -> dict[str, AttributeValue]:

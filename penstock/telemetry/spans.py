@@ -32,7 +32,7 @@ class RedisSpanExporter(SpanExporter):
 
     def __init__(self, urls: str, keep_s: float) -> None:
         """`urls`: of all stream servers. A request's spans are on its server."""
-        self._servers = ByServer.of(urls, _Keeper)
+        self._servers = ByServer.from_urls(urls, _Keeper)
         self._keep_ms = int(keep_s * 1000)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:

@@ -15,7 +15,7 @@ import redis
 
 from penstock.errors import PenstockError
 from penstock.names import WORKERS_KEY, Pipeline
-from penstock.redis.client import redis_client, replies_to
+from penstock.redis.client import execute_pipeline, redis_client
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Heartbeat:
             pipe.sadd(WORKERS_KEY, self._key)
             if not self._is_written:
                 pipe.delete(self._left_key)
-            before, *_ = replies_to(pipe)
+            before, *_ = execute_pipeline(pipe)
         self._is_written = True
         self._compare_token(before)
 

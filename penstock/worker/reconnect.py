@@ -16,7 +16,7 @@ from typing import Protocol
 import redis
 
 from penstock.errors import BusUnavailable, MemberFenced
-from penstock.redis.client import is_outage, pauses
+from penstock.redis.client import backoff_pauses, is_outage
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.loop import StopSignal, WorkerLoop, run_until_stopped
 
@@ -41,7 +41,7 @@ class Reconnector:
 
     def run_until_stopped(self, stop: StopSignal, drain_s: float) -> None:
         """Serve until told to stop. What is no outage is raised, and ends the process."""
-        waits = pauses()
+        waits = backoff_pauses()
         while not stop:
             begun_s, worker = time.monotonic(), None
             try:
@@ -55,7 +55,7 @@ class Reconnector:
                 self._beat.update_status(now=True, state="degraded", reason=str(error))
                 if worker is not None:
                     worker.abandon()  # 1
-                waits = pauses() if time.monotonic() - begun_s > STEADY_RUN_S else waits
+                waits = backoff_pauses() if time.monotonic() - begun_s > STEADY_RUN_S else waits
                 self._wait_for_servers(stop, waits)  # 2
 
     def _is_outage(self, error: Exception) -> bool:

@@ -15,8 +15,8 @@ from penstock.bus.letters import dead_message
 from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
 from penstock.failpoints import failpoint
 from penstock.messages import ErrorInfo, Result
-from penstock.names import CLASS, TENANT, VERSION, Pipeline
-from penstock.redis.client import is_away, pauses
+from penstock.names import CLASS_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
+from penstock.redis.client import backoff_pauses, is_away
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Settler:
         self._finish_orders([order for order in batch if unique[order.place] is not order], settled=False)
 
     def _settle_all(self, batch: list[_PendingSettlement]) -> None:
-        waits, begun_s, troubled_s = pauses(), time.monotonic(), 0.0
+        waits, begun_s, troubled_s = backoff_pauses(), time.monotonic(), 0.0
         while batch and not self._is_over.is_set():
             try:
                 failpoint("settle.begun")
@@ -241,11 +241,15 @@ def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTo
     for output in settlement.outputs:
         if output.num_bytes <= MAX_MESSAGE_BYTES:
             outputs.append(output)
-        elif output.topic == pipeline.results and output.key is not None:
-            headers = {name: output.headers[name] for name in (VERSION, TENANT, CLASS) if name in output.headers}
+        elif output.topic == pipeline.results_topic and output.key is not None:
+            headers = {
+                name: output.headers[name]
+                for name in (VERSION_HEADER, TENANT_HEADER, CLASS_HEADER)
+                if name in output.headers
+            }
             result = Result(
                 id=output.key,
-                tenant=headers.get(TENANT, "default"),
+                tenant=headers.get(TENANT_HEADER, "default"),
                 klass=settlement.delivery.klass,
                 finish_reason="error",
                 error=ErrorInfo.from_error(cause),

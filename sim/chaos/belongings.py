@@ -23,7 +23,7 @@ def read_belongings(addresses: Addresses, client: "redis.Redis", stage: Stage, n
     those that were settled long ago.
     """
     pipeline = Pipeline(addresses.pipeline)
-    topic, group = pipeline.inputs(stage)["interactive"], pipeline.group(stage)
+    topic, group = pipeline.input_topics(stage)["interactive"], pipeline.consumer_group(stage)
     if addresses.kafka:
         return _in_partitions(addresses, topic, _partitions(addresses, group, topic, name))
     return _pending(client, pipeline.stream_key(topic), group, name)

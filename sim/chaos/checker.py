@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.names import START_HASH, parse_event_id, roll
+from penstock.names import START_HASH, parse_event_id, roll_hash
 
 KINDS = ("lost", "duplicated", "diverged", "wrong", "reordered", "stuck")
 Entry = dict[str, Any]
@@ -146,7 +146,7 @@ def _agreement(request: _Request) -> Broken:
             if said.setdefault(position, entry["token"]) != entry["token"]:
                 yield "diverged", f"{reader} saw {entry['token']} at {position}, others {said[position]}"
             if position == next_one:
-                rolled, next_one = roll(rolled, entry["token"]), position + 1
+                rolled, next_one = roll_hash(rolled, entry["token"]), position + 1
                 if rolled != named:
                     yield "diverged", f"{reader} saw {entry['event']}, which is no id of what it had seen"
     for result in request.results:

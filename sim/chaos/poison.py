@@ -31,7 +31,7 @@ def send_poisoned(addresses: Addresses, work: Sequence[Request]) -> None:
     """
     pipeline = Pipeline(addresses.pipeline)
     for request in work:
-        topic = pipeline.requests(request.klass or "interactive")
+        topic = pipeline.request_topic(request.klass or "interactive")
         message = Outgoing(topic, request.encode(), request.id)
         if addresses.kafka:
             produce_raw({"bootstrap.servers": addresses.kafka, **kafka_security_config(addresses)}, message, NAME)
@@ -64,7 +64,7 @@ def send_bomb(addresses: Addresses, request_id: str) -> None:
     }
     producer = confluent_kafka.Producer(settings)
     reports: list[object] = []
-    topic = Pipeline(addresses.pipeline).requests("interactive")
+    topic = Pipeline(addresses.pipeline).request_topic("interactive")
     producer.produce(topic, request, request_id, on_delivery=lambda error, _: reports.append(error))
     producer.flush(FLUSH_S)
     if reports != [None]:

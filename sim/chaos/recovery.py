@@ -138,7 +138,7 @@ def _is_idle(clients: Clients) -> bool:
 def _knows_members(stack: DoomedStack, stage: Stage) -> bool:
     """Whether each worker of a stage has its partitions, and no dead one has any."""
     names = sorted(worker.name for worker in stack.workers if worker.stage == stage)
-    return sorted(read_members(stack.addresses, Pipeline(stack.addresses.pipeline).group(stage))) == names
+    return sorted(read_members(stack.addresses, Pipeline(stack.addresses.pipeline).consumer_group(stage))) == names
 
 
 def _tend_until(stack: DoomedStack, condition: Callable[[], bool], what: str, every_s: float = 0.05) -> None:

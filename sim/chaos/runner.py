@@ -17,7 +17,7 @@ from penstock.errors import BusUnavailable
 from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import Stack, WorkerSlot
 from penstock.messages import Result, decode_message, extract_request_id
-from penstock.names import REASON, Pipeline
+from penstock.names import REASON_HEADER, Pipeline
 from sim.chaos import clock
 from sim.chaos.checker import Finding, check
 from sim.chaos.clients import BRIEF, LONG, Clients, errand, known, plain
@@ -134,7 +134,7 @@ def _rage(
 
 def calm(stack: Stack, clients: Clients, patience_s: float, progress: Told) -> None:
     """Until everybody has what they wait for, or has lost patience."""
-    bus, results = connect(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline).results
+    bus, results = connect(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline).results_topic
     until, look_at, answered = time.monotonic() + patience_s, 0.0, False
     while time.monotonic() < until and not (answered and clients.is_idle):
         stack.restart_dead()
@@ -153,14 +153,14 @@ def write_down(stack: Stack, history: History) -> None:
     stack.stop_workers()
     pipeline = Pipeline(stack.addresses.pipeline)
     bus = connect(stack.addresses, BusSettings())
-    for message in bus.read_all(pipeline.results):
+    for message in bus.read_all(pipeline.results_topic):
         result = decode_message(Result, message.value)
         error = result.error.code if result.error else None
         told = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
         history.note("result", id=result.id, **told)
-    for message in bus.read_all(pipeline.dead):
+    for message in bus.read_all(pipeline.dead_letter_topic):
         request_id = extract_request_id(message.value, message.key)
-        history.note("dead", id=request_id or "", reason=message.headers.get(REASON, ""))
+        history.note("dead", id=request_id or "", reason=message.headers.get(REASON_HEADER, ""))
 
 
 class Mischief:

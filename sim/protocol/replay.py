@@ -6,7 +6,7 @@ from typing import Any
 import redis
 
 from penstock.messages import EndEvent, TokenEvent, Usage
-from penstock.names import STAGES, START_HASH, Pipeline, Stage, event_id, roll
+from penstock.names import STAGES, START_HASH, Pipeline, Stage, event_id, roll_hash
 from penstock.record import Bound, Busy, Claim, Conflict, Record, Waiting
 from sim.protocol.script import DUE, GHOST, LATER, NEVER, NOBODY, PLACES, Message, Rec, Reply
 
@@ -26,7 +26,7 @@ def hash_of(tokens: tuple[int, ...]) -> str:
     """The rolling hash after a log."""
     rolled = START_HASH
     for position, epoch in enumerate(tokens):
-        rolled = roll(rolled, token_of(epoch, position))
+        rolled = roll_hash(rolled, token_of(epoch, position))
     return rolled
 
 
@@ -147,7 +147,7 @@ class Replay:
     def _append(self, args: Any, reply: Any, before: Rec) -> None:
         epoch, position = args
         claim = self.claims[epoch]
-        rolled = roll(hash_of(before.tokens[:position]), token := token_of(epoch, position))
+        rolled = roll_hash(hash_of(before.tokens[:position]), token := token_of(epoch, position))
         event = TokenEvent.at_position(position, rolled, token, f"<{token}>")
         assert self.record.append([(claim, event)]) == [reply]
 

@@ -48,7 +48,7 @@ def numbered(topic: str, count: int) -> list[Outgoing]:
 
 
 def answered(pipeline: Pipeline, delivery: Delivery) -> Settlement:
-    return Settlement(delivery, [Outgoing(pipeline.results, delivery.value, delivery.key)])
+    return Settlement(delivery, [Outgoing(pipeline.results_topic, delivery.value, delivery.key)])
 
 
 def values(messages: list[Outgoing]) -> list[bytes]:

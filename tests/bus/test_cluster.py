@@ -42,7 +42,7 @@ def test_what_is_accepted_is_kept_whatever_its_timestamp(cluster: KafkaCluster, 
     """Nobody reads for as long as the broker needs to delete, where the producer's time counts, what is as old."""
     bus = KafkaBus(pipeline, cluster.bootstrap, SETTINGS)
     bus.create_topics()
-    admin, control, topic = AdminClient(bus.clients), f"{pipeline.name}-control", pipeline.requests("interactive")
+    admin, control, topic = AdminClient(bus.clients), f"{pipeline.name}-control", pipeline.request_topic("interactive")
     wanted = bus.topic_settings(topic) | {"message.timestamp.type": "CreateTime"}
     admin.create_topics([NewTopic(control, 1, 3, config=wanted)])[control].result(15)
     producer = Producer(bus.clients)
@@ -88,7 +88,7 @@ def test_one_broker_is_killed_while_requests_flow(cluster: KafkaCluster, pipelin
     """None is refused, each is settled once: partitions that the broker led are led by others after some seconds."""
     bus = KafkaBus(pipeline, cluster.bootstrap, SETTINGS)
     bus.create_topics()
-    requests = pipeline.requests("interactive")
+    requests = pipeline.request_topic("interactive")
     accepted: list[bytes] = []
     over = threading.Event()
 
@@ -101,7 +101,7 @@ def test_one_broker_is_killed_while_requests_flow(cluster: KafkaCluster, pipelin
                 accepted.append(name.encode())
 
     def num_results() -> int:
-        return len(bus.read_all(pipeline.results))
+        return len(bus.read_all(pipeline.results_topic))
 
     with ThreadPoolExecutor(1) as pool:
         requesting = pool.submit(request_forever)
@@ -114,4 +114,4 @@ def test_one_broker_is_killed_while_requests_flow(cluster: KafkaCluster, pipelin
             over.set()
         requesting.result()
     settle_until(bus, lambda: num_results() >= len(accepted))
-    assert Counter(message.value for message in bus.read_all(pipeline.results)) == Counter(accepted)
+    assert Counter(message.value for message in bus.read_all(pipeline.results_topic)) == Counter(accepted)

@@ -25,7 +25,7 @@ from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestT
 from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
-from penstock.names import ATTEMPT, BURIED, ORIGIN, REASON, Pipeline
+from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline
 from penstock.waiting import wait_until
 from sim.forked import fork
 from sim.servers import started
@@ -37,7 +37,7 @@ from tests.bus.buses import HASTY, ROOM, answered, make_bus, numbered, publish, 
 def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
     address = request.getfixturevalue("kafka" if request.param == "kafka" else "redis_url")
     made = make_bus(request.param, pipeline, address)
-    assert sorted(made.create_topics()) == sorted(pipeline.topics())
+    assert sorted(made.create_topics()) == sorted(pipeline.all_topics())
     return made
 
 
@@ -68,7 +68,7 @@ def test_check_and_create_again(bus: Bus) -> None:
 
 
 def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipeline) -> None:
-    topic = pipeline.jobs("interactive")
+    topic = pipeline.job_topic("interactive")
     sent = [
         Outgoing(topic, "büß".encode(), "key-1", {"penstock-tenant": "ü", "traceparent": "00-x"}),
         Outgoing(topic, b"\x00\xff", None, {}),
@@ -86,26 +86,26 @@ def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipel
         member.settle([answered(pipeline, d) for d in taken])
         assert member.held() == 0
         assert member.poll(0.0, ROOM) == []
-    found = bus.read_all(pipeline.results)
+    found = bus.read_all(pipeline.results_topic)
     assert {(m.value, m.key) for m in found} == {(m.value, m.key) for m in sent}
 
 
 def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.jobs("interactive"), 2))
+    publish(bus, numbered(pipeline.job_topic("interactive"), 2))
     with bus.member("decode", "a") as member:
         done, fresh = take(member, 2)
         member.settle([Settlement(done)])
         with pytest.raises(DeliveryLost) as lost:
             member.settle([answered(pipeline, done), answered(pipeline, fresh)])
         assert lost.value.deliveries == [done]
-        assert bus.read_all(pipeline.results) == []
+        assert bus.read_all(pipeline.results_topic) == []
         assert member.held() == 1
         member.settle([answered(pipeline, fresh)])
-    assert values(bus.read_all(pipeline.results)) == [fresh.value]
+    assert values(bus.read_all(pipeline.results_topic)) == [fresh.value]
 
 
 def test_size_limits(bus: Bus, pipeline: Pipeline) -> None:
-    topic = pipeline.jobs("batch")
+    topic = pipeline.job_topic("batch")
     largest = MAX_MESSAGE_BYTES - 1
     publish(bus, [Outgoing(topic, b"x" * 10_000_000), Outgoing(topic, b"y" * largest, "k")])
     with pytest.raises(RequestTooLarge):
@@ -114,14 +114,14 @@ def test_size_limits(bus: Bus, pipeline: Pipeline) -> None:
         taken = take(member, 2)
         assert sorted(len(d.value) for d in taken) == [10_000_000, largest]
         with pytest.raises(RequestTooLarge):
-            member.settle([Settlement(taken[0], [Outgoing(pipeline.results, b"z" * (largest + 2))])])
+            member.settle([Settlement(taken[0], [Outgoing(pipeline.results_topic, b"z" * (largest + 2))])])
         assert member.held() == 2
         member.settle([answered(pipeline, d) for d in taken])
-    assert sorted(len(m.value) for m in bus.read_all(pipeline.results)) == [10_000_000, largest]
+    assert sorted(len(m.value) for m in bus.read_all(pipeline.results_topic)) == [10_000_000, largest]
 
 
 def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus, pipeline: Pipeline) -> None:
-    topic = pipeline.jobs("batch")
+    topic = pipeline.job_topic("batch")
     with contextlib.closing(bus.publisher()) as publisher:
         first, large, last = publisher.send(
             [Outgoing(topic, b"first"), Outgoing(topic, b"z" * (MAX_MESSAGE_BYTES + 1)), Outgoing(topic, b"last")]
@@ -133,7 +133,7 @@ def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus,
 
 
 def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.jobs("interactive"), 30))
+    publish(bus, numbered(pipeline.job_topic("interactive"), 30))
     with bus.member("decode", "a") as member:
         taken = sorted(take(member, 30), key=lambda d: int(d.value))
         for d in taken[::-3]:
@@ -144,18 +144,18 @@ def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: 
         assert {d.value for d in again} == unfinished
         member.settle([answered(pipeline, d) for d in again])
         assert member.poll(0.3, ROOM) == []
-    assert len(values(bus.read_all(pipeline.results))) == 30
+    assert len(values(bus.read_all(pipeline.results_topic))) == 30
 
 
 def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.jobs("batch"), 200))
+    publish(bus, numbered(pipeline.job_topic("batch"), 200))
     with bus.member("decode", "a") as member:
         held = take(member, 2, {"interactive": 5, "batch": 2})
         # Longer than the session timeout without room for batch: the member stays, and interactive passes.
         assert member.poll(1.5, {"interactive": 5, "batch": 0}) == []
-        publish(bus, numbered(pipeline.jobs("interactive"), 3))
+        publish(bus, numbered(pipeline.job_topic("interactive"), 3))
         assert [d.klass for d in take(member, 3, {"interactive": 5, "batch": 0})] == ["interactive"] * 3
-        publish(bus, numbered(pipeline.jobs("interactive"), 3))
+        publish(bus, numbered(pipeline.job_topic("interactive"), 3))
         first = take(member, 3, {"interactive": 3, "batch": 0})
         assert [d.klass for d in first] == ["interactive"] * 3
         held += take(member, 198, {"interactive": 5, "batch": 198})
@@ -165,7 +165,7 @@ def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeli
 
 def test_a_member_that_was_away_asks_what_it_still_holds(redis_url: str, pipeline: Pipeline) -> None:
     bus = make_bus("streams", pipeline, redis_url)
-    publish(bus, numbered(pipeline.jobs("interactive"), 1))
+    publish(bus, numbered(pipeline.job_topic("interactive"), 1))
     with bus.member("decode", "a") as away, bus.member("decode", "b") as other:
         assert isinstance(away, StreamsMember)
         (delivery,) = take(away, 1)
@@ -179,22 +179,27 @@ def test_a_member_that_was_away_asks_what_it_still_holds(redis_url: str, pipelin
 
 
 def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, [Outgoing(pipeline.jobs("batch"), b"bad", "k", {"penstock-tenant": "t"})])
+    publish(bus, [Outgoing(pipeline.job_topic("batch"), b"bad", "k", {"penstock-tenant": "t"})])
     with bus.member("decode", "a") as member:
         (d,) = take(member, 1)
         letter = dead_message(pipeline, d, "cannot be read")
-        member.settle([Settlement(d, [letter, Outgoing(pipeline.results, b"error")])])
-    (dead,) = bus.read_all(pipeline.dead)
+        member.settle([Settlement(d, [letter, Outgoing(pipeline.results_topic, b"error")])])
+    (dead,) = bus.read_all(pipeline.dead_letter_topic)
     assert (dead.value, dead.key) == (b"bad", "k")
     headers = dict(dead.headers)
-    assert abs(int(headers.pop(BURIED)) / 1000 - time.time()) < 60
-    assert headers == {"penstock-tenant": "t", REASON: "cannot be read", ORIGIN: d.topic, ATTEMPT: "1"}
-    assert values(bus.read_all(pipeline.results)) == [b"error"]
+    assert abs(int(headers.pop(BURIED_HEADER)) / 1000 - time.time()) < 60
+    assert headers == {
+        "penstock-tenant": "t",
+        REASON_HEADER: "cannot be read",
+        ORIGIN_HEADER: d.topic,
+        ATTEMPT_HEADER: "1",
+    }
+    assert values(bus.read_all(pipeline.results_topic)) == [b"error"]
 
 
 def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipeline) -> None:
     """At once, while it finishes what it has; of that nothing is done twice."""
-    topic = pipeline.jobs("interactive")
+    topic = pipeline.job_topic("interactive")
     publish(bus, numbered(topic, 12))
     with bus.member("decode", "a") as leaver:
         (held,) = take(leaver, 1, {"interactive": 1})
@@ -204,7 +209,7 @@ def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipelin
             while len({delivery.value for delivery in rest} - {held.value}) < 11:  # what is held may come among them
                 rest += take(stayer, 1)
             stayer.settle([answered(pipeline, delivery) for delivery in rest if delivery.value != held.value])
-            leaver.settle([Settlement(replace(held, is_held=False), [Outgoing(pipeline.results, b"more", "m")])])
+            leaver.settle([Settlement(replace(held, is_held=False), [Outgoing(pipeline.results_topic, b"more", "m")])])
             if leaver.holds(held):
                 leaver.settle([answered(pipeline, held)])
             else:
@@ -213,28 +218,28 @@ def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipelin
                 again = [delivery for delivery in rest if delivery.value == held.value]
                 again = again or take(stayer, 1)
                 stayer.settle([answered(pipeline, delivery) for delivery in again])
-    found = values(bus.read_all(pipeline.results))
+    found = values(bus.read_all(pipeline.results_topic))
     assert sorted(found) == sorted([b"more", *[str(n).encode() for n in range(12)]])
 
 
 def test_same_name_restart_fences_the_older(bus: Bus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.jobs("interactive"), 2))
+    publish(bus, numbered(pipeline.job_topic("interactive"), 2))
     with bus.member("decode", "a") as old:
         taken = take(old, 2)
         with bus.member("decode", "a") as new:
             with pytest.raises((MemberFenced, DeliveryLost)):
                 old.settle([answered(pipeline, d) for d in taken])
-            assert bus.read_all(pipeline.results) == []
+            assert bus.read_all(pipeline.results_topic) == []
             old.close()
             again = take(new, 2)
             new.settle([answered(pipeline, d) for d in again])
-    assert values(bus.read_all(pipeline.results)) == [b"0", b"1"]
+    assert values(bus.read_all(pipeline.results_topic)) == [b"0", b"1"]
 
 
 def test_redelivery_after_a_crash(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
 ) -> None:
-    publish(bus, numbered(pipeline.jobs("interactive"), 1))
+    publish(bus, numbered(pipeline.job_topic("interactive"), 1))
     victim = spawn("victim", "hold")
     wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {victim.read_log_tail()}")
     with bus.member("decode", "b") as member:
@@ -242,13 +247,13 @@ def test_redelivery_after_a_crash(
         victim.kill()
         (d,) = take(member, 1)
         member.settle([answered(pipeline, d)])
-    assert values(bus.read_all(pipeline.results)) == [b"0"]
+    assert values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
 
 def test_who_slept_too_long_cannot_settle(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child], tmp_path: Path
 ) -> None:
-    publish(bus, numbered(pipeline.jobs("interactive"), 1))
+    publish(bus, numbered(pipeline.job_topic("interactive"), 1))
     sleeper = spawn("sleeper", "hold")
     wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {sleeper.read_log_tail()}")
     sleeper.send_signal(signal.SIGSTOP)
@@ -259,14 +264,14 @@ def test_who_slept_too_long_cannot_settle(
         wait_until((tmp_path / "outcome").exists, 30.0, "the sleeper tried to settle")
         assert (tmp_path / "outcome").read_text() == "DeliveryLost"
         member.settle([answered(pipeline, d)])
-    assert values(bus.read_all(pipeline.results)) == [b"0"]
+    assert values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
 
 def test_what_was_paused_when_it_went_is_read_when_it_comes_back(kafka: str, pipeline: Pipeline) -> None:
     """librdkafka keeps a partition's pause for as long as the process lives."""
     bus = make_bus("kafka", pipeline, kafka)
     bus.create_topics()
-    topic, total = pipeline.jobs("interactive"), 4 * BUFFER_MESSAGES
+    topic, total = pipeline.job_topic("interactive"), 4 * BUFFER_MESSAGES
     publish(bus, numbered(topic, total))
     found: list[bytes] = []
     with bus.member("decode", "a") as stayer:
@@ -292,7 +297,7 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
     bus: Bus, pipeline: Pipeline, spawn: Callable[[str, str], Child]
 ) -> None:
     total = 400
-    topic = pipeline.jobs("interactive")
+    topic = pipeline.job_topic("interactive")
     publish(bus, numbered(topic, total // 2))
     stop = threading.Event()
     failures: list[BaseException] = []
@@ -309,7 +314,7 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
             failures.append(error)
 
     def num_answers() -> int:
-        return len(bus.read_all(pipeline.results))
+        return len(bus.read_all(pipeline.results_topic))
 
     leave = threading.Event()
     first = threading.Thread(target=work, args=("leaver", leave.is_set))
@@ -331,21 +336,21 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
             if thread.ident is not None:
                 thread.join()
     assert not failures
-    assert sorted(int(m.value) for m in bus.read_all(pipeline.results)) == list(range(total))
+    assert sorted(int(m.value) for m in bus.read_all(pipeline.results_topic)) == list(range(total))
 
 
 def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> None:
     bus = make_bus("kafka", pipeline, kafka, HASTY)
     bus.create_topics()
-    publish(bus, numbered(pipeline.jobs("interactive"), 1))
+    publish(bus, numbered(pipeline.job_topic("interactive"), 1))
     with bus.member("decode", "a") as member:
         (d,) = take(member, 1)
         with pytest.raises(BusUnavailable):
-            member.settle([Settlement(d, [Outgoing(pipeline.results, b"seen"), Outgoing("no-such-topic", b"")])])
-        assert bus.read_all(pipeline.results) == []
+            member.settle([Settlement(d, [Outgoing(pipeline.results_topic, b"seen"), Outgoing("no-such-topic", b"")])])
+        assert bus.read_all(pipeline.results_topic) == []
         assert member.held() == 1
         member.settle([answered(pipeline, d)])
-    assert values(bus.read_all(pipeline.results)) == [b"0"]
+    assert values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
 
 def test_no_server_at_the_address(pipeline: Pipeline) -> None:
@@ -360,7 +365,7 @@ def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: P
     server = started(ValkeyServer(tmp_path).start)
     bus = make_bus("streams", pipeline, server.url)
     bus.create_topics()
-    publish(bus, numbered(pipeline.jobs("interactive"), 2))
+    publish(bus, numbered(pipeline.job_topic("interactive"), 2))
     with server, bus.member("decode", "a") as member:
         held = take(member, 1, {"interactive": 1})
         server.kill()
@@ -371,18 +376,18 @@ def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: P
         server.start()
         held += take(member, 1)
         member.settle([answered(pipeline, d) for d in held])
-        assert values(bus.read_all(pipeline.results)) == [b"0", b"1"]
+        assert values(bus.read_all(pipeline.results_topic)) == [b"0", b"1"]
 
 
 def test_a_lost_reply_is_recovered(redis_url: str, pipeline: Pipeline) -> None:
     bus = make_bus("streams", pipeline, redis_url)
-    publish(bus, numbered(pipeline.jobs("interactive"), 3))
+    publish(bus, numbered(pipeline.job_topic("interactive"), 3))
     with bus.member("decode", "a") as member:
         assert isinstance(member, StreamsMember)
         (held,) = take(member, 1, {"interactive": 1})
         # What the server counts as delivered while the reply did not reach us.
-        stream = pipeline.stream_key(pipeline.jobs("interactive"))
-        member._client.xreadgroup(pipeline.group("decode"), member._consumer, {stream: ">"}, count=1)
+        stream = pipeline.stream_key(pipeline.job_topic("interactive"))
+        member._client.xreadgroup(pipeline.consumer_group("decode"), member._consumer, {stream: ">"}, count=1)
         member._recovering = True
         rest = take(member, 2)
         assert {d.value for d in (held, *rest)} == {b"0", b"1", b"2"}
@@ -394,7 +399,7 @@ def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Pat
     server = started(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | QUICK_RESTART).start)
     bus = make_bus("kafka", pipeline, server.bootstrap, HASTY)
     bus.create_topics()
-    publish(bus, numbered(pipeline.jobs("interactive"), 3))
+    publish(bus, numbered(pipeline.job_topic("interactive"), 3))
     with server, bus.member("decode", "a") as member:
         held = take(member, 3)
         member.settle([answered(pipeline, held[0])])
@@ -411,15 +416,15 @@ def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Pat
                     member.settle([answered(pipeline, d)])
                 except (BusUnavailable, DeliveryLost):
                     continue
-            return len(bus.read_all(pipeline.results)) == 3
+            return len(bus.read_all(pipeline.results_topic)) == 3
 
         wait_until(settled, 60.0, "all is settled")
-        assert values(bus.read_all(pipeline.results)) == [b"0", b"1", b"2"]
+        assert values(bus.read_all(pipeline.results_topic)) == [b"0", b"1", b"2"]
 
 
 @pytest.fixture
 def requests(bus: Bus, pipeline: Pipeline) -> list[Outgoing]:
-    sent = numbered(pipeline.requests("interactive"), 30)
+    sent = numbered(pipeline.request_topic("interactive"), 30)
     publish(bus, sent)
     return sent
 
@@ -440,8 +445,8 @@ def test_prefill_hands_off_out_of_order_and_a_restart_repeats_nothing(
         assert {d.value for d in again} == unfinished
         member.settle([handed_off(pipeline, d) for d in again])
         assert member.poll(0.3, ROOM) == []
-    assert len(bus.read_all(pipeline.jobs("interactive"))) == 30
-    wait_until(lambda: not bus.unsettled()[pipeline.requests("interactive")], 30, "all of it is committed")
+    assert len(bus.read_all(pipeline.job_topic("interactive"))) == 30
+    wait_until(lambda: not bus.unsettled()[pipeline.request_topic("interactive")], 30, "all of it is committed")
 
 
 def test_prefill_publishes_nothing_for_a_lost_delivery(bus: Bus, pipeline: Pipeline, requests: list[Outgoing]) -> None:
@@ -451,7 +456,7 @@ def test_prefill_publishes_nothing_for_a_lost_delivery(bus: Bus, pipeline: Pipel
         with pytest.raises(DeliveryLost) as lost:
             member.settle([handed_off(pipeline, done), handed_off(pipeline, fresh)])
         assert lost.value.deliveries == [done]
-        assert bus.read_all(pipeline.jobs("interactive")) == []
+        assert bus.read_all(pipeline.job_topic("interactive")) == []
         assert member.holds(fresh)
 
 
@@ -461,7 +466,7 @@ def test_prefill_finishes_nothing_whose_outputs_are_not_out(
     with bus.member("prefill", "a") as member:
         (d, *_) = take(member, 30)
         with pytest.raises(RequestTooLarge):
-            member.settle([Settlement(d, [Outgoing(pipeline.jobs("batch"), b"z" * (MAX_MESSAGE_BYTES + 1))])])
+            member.settle([Settlement(d, [Outgoing(pipeline.job_topic("batch"), b"z" * (MAX_MESSAGE_BYTES + 1))])])
         assert member.holds(d)
         if isinstance(bus, KafkaBus):
             with pytest.raises(BusUnavailable):
@@ -470,4 +475,4 @@ def test_prefill_finishes_nothing_whose_outputs_are_not_out(
 
 
 def handed_off(pipeline: Pipeline, delivery: Delivery) -> Settlement:
-    return Settlement(delivery, [Outgoing(pipeline.jobs("interactive"), delivery.value, delivery.key)])
+    return Settlement(delivery, [Outgoing(pipeline.job_topic("interactive"), delivery.value, delivery.key)])

@@ -15,7 +15,7 @@ from penstock.bus.kafka.orphans import KafkaOrphans
 from penstock.bus.letters import dead_message
 from penstock.bus.streams.bus import StreamsBus
 from penstock.config.settings import BusSettings
-from penstock.names import ORIGIN, REASON, Pipeline
+from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline
 from penstock.waiting import wait_until
 from penstock.worker.delivery_queue import deserialize_delivery, serialize_delivery
 from tests.bus.buses import ROOM, SETTINGS, answered, publish, take, values
@@ -69,7 +69,7 @@ def raw(kafka: str) -> Iterator[RawProducer]:
 
 def test_header_names_that_are_no_text_stop_nobody(bus: KafkaBus, raw: RawProducer, pipeline: Pipeline) -> None:
     """Neither a member, nor who reads for a dead one, nor who follows or reads all, when many were read before it."""
-    topic = pipeline.requests("interactive")
+    topic = pipeline.request_topic("interactive")
     publish(bus, [Outgoing(topic, b"good", "k", {"a": "b"})] * NUM_GOOD)
     raw.produce(topic, b"bad", [b"\xff\xfe", b"good", b"\xff"])
     orphans = KafkaOrphans(pipeline, "prefill", bus.clients)
@@ -100,19 +100,21 @@ def test_bytes_in_key_and_headers_come_back_as_they_were(
     else:
         made = StreamsBus(pipeline, request.getfixturevalue("redis_url"), SETTINGS)
     made.create_topics()
-    sent = Outgoing(pipeline.requests("batch"), b"", BYTES.decode(errors="surrogateescape"), {"h": "\udcff\udcfe1"})
+    sent = Outgoing(
+        pipeline.request_topic("batch"), b"", BYTES.decode(errors="surrogateescape"), {"h": "\udcff\udcfe1"}
+    )
     publish(made, [sent])
     with made.member("prefill", "a") as member:
         (taken,) = take(member, 1)
         kept = deserialize_delivery(serialize_delivery(taken))
         assert (kept.key, kept.headers) == (taken.key, taken.headers)
         member.settle([Settlement(taken, [dead_message(pipeline, taken, "unreadable")])])
-    (letter,) = made.read_all(pipeline.dead)
+    (letter,) = made.read_all(pipeline.dead_letter_topic)
     assert letter.key == sent.key
     assert letter.headers["h"] == sent.headers["h"]
     if isinstance(made, KafkaBus):
-        consumer = Consumer(made.clients | {"group.id": f"{pipeline.dead}.tool"})
-        consumer.assign([confluent_kafka.TopicPartition(pipeline.dead, number, 0) for number in range(2)])
+        consumer = Consumer(made.clients | {"group.id": f"{pipeline.dead_letter_topic}.tool"})
+        consumer.assign([confluent_kafka.TopicPartition(pipeline.dead_letter_topic, number, 0) for number in range(2)])
         (message,) = consumer.consume(1, 10)
         consumer.close()
         assert message.key() == BYTES
@@ -133,20 +135,20 @@ def test_all_of_a_topic_is_what_is_being_committed_too(
     bus: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who committed may read before the brokers let readers see it."""
-    publish(bus, [Outgoing(pipeline.results, b"1")])
+    publish(bus, [Outgoing(pipeline.results_topic, b"1")])
     producer = Producer(bus.clients | {"transactional.id": pipeline.name})
     producer.init_transactions(10)
     producer.begin_transaction()
-    producer.produce(pipeline.results, b"2")
+    producer.produce(pipeline.results_topic, b"2")
     producer.flush(10)
     monkeypatch.setattr(LateCommit, "transaction", producer, raising=False)
     monkeypatch.setattr("penstock.bus.kafka.bus.Consumer", LateCommit)
-    assert values(bus.read_all(pipeline.results)) == [b"1", b"2"]
+    assert values(bus.read_all(pipeline.results_topic)) == [b"1", b"2"]
 
 
 def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(bus: KafkaBus, pipeline: Pipeline) -> None:
     """3 KB on the wire: more than the client unpacks. What is in one batch with it goes with it."""
-    topic = pipeline.requests("interactive")
+    topic = pipeline.request_topic("interactive")
     publish(bus, [Outgoing(topic, b"before")])
     packed = {"compression.codec": "zstd", "linger.ms": 1000, "message.max.bytes": 10**8, "batch.size": 10**8}
     producer = Producer(bus.clients | packed)
@@ -158,19 +160,19 @@ def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(bus: KafkaBus, pip
         taken = take(member, 2)
         assert [delivery.value for delivery in taken] == [b"before", b"behind"]
         member.poll(0.0, ROOM)
-        letters = bus.read_all(pipeline.dead)
-        assert [(letter.value, letter.headers[ORIGIN]) for letter in letters] == [(b"", topic)] * 3
-        reasons = [letter.headers[REASON] for letter in letters]
+        letters = bus.read_all(pipeline.dead_letter_topic)
+        assert [(letter.value, letter.headers[ORIGIN_HEADER]) for letter in letters] == [(b"", topic)] * 3
+        reasons = [letter.headers[REASON_HEADER] for letter in letters]
         assert all(f"partition 0, offset {number}, cannot be" in why for number, why in enumerate(reasons, 1))
         member.settle([answered(pipeline, delivery) for delivery in taken])
     wait_until(lambda: not bus.unsettled()[topic], 10, "the group is behind them")
     with bus.member("prefill", "b") as member:
         assert member.poll(0.5, ROOM) == []
-    assert len(bus.read_all(pipeline.dead)) == 3
+    assert len(bus.read_all(pipeline.dead_letter_topic)) == 3
 
 
 def test_of_what_a_compression_hid_no_more_is_kept_than_a_message_may_have(bus: KafkaBus, pipeline: Pipeline) -> None:
-    topic = pipeline.requests("interactive")
+    topic = pipeline.request_topic("interactive")
     producer = Producer(bus.clients | {"compression.codec": "gzip", "message.max.bytes": 10**8})
     producer.produce(topic, b"a" * 40_000_000)
     assert producer.flush(30) == 0

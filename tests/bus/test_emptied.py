@@ -26,7 +26,7 @@ def test_a_member_outlives_the_loss_of_everything(tmp_path: Path, pipeline: Pipe
             member._reclaim_at = 0.0 if is_reclaiming else time.monotonic() + 60
             redis.flushall()
             assert member.poll(0, {"interactive": 1}) == []
-            publisher.publish([Outgoing(pipeline.requests("interactive"), b"after")])
+            publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"after")])
             assert [found.value for found in member.poll(5, {"interactive": 1})] == [b"after"]
 
 

@@ -42,14 +42,14 @@ def value_of(followed: Followed) -> bytes:
 
 
 def settle(bus: Bus, pipeline: Pipeline, count: int, first: int = 0) -> None:
-    publish(bus, [Outgoing(pipeline.jobs("batch"), b"%d" % (first + n), f"k{first + n}") for n in range(count)])
+    publish(bus, [Outgoing(pipeline.job_topic("batch"), b"%d" % (first + n), f"k{first + n}") for n in range(count)])
     with bus.member("decode", "d") as member:
         member.settle([answered(pipeline, delivery) for delivery in take(member, count)])
 
 
 def test_a_follower_reads_on_where_another_one_was(bus: Bus, pipeline: Pipeline) -> None:
     settle(bus, pipeline, 30)
-    follower = bus.follow(pipeline.results, {})
+    follower = bus.follow(pipeline.results_topic, {})
     found = read(follower, 30)
     assert sorted(int(value_of(one)) for one in found) == list(range(30))
     assert all(one.message and one.message.key == f"k{one.message.value.decode()}" for one in found)
@@ -57,7 +57,7 @@ def test_a_follower_reads_on_where_another_one_was(bus: Bus, pipeline: Pipeline)
     assert sorted(int(value_of(one)) for one in read(follower, 5)) == list(range(30, 35))
     follower.close()
     counted = {one.part: one.place for one in found[:17]}  # of each part the last
-    follower = bus.follow(pipeline.results, counted)
+    follower = bus.follow(pipeline.results_topic, counted)
     rest = read(follower, 35 - 17, most=3)
     assert {int(value_of(one)) for one in rest} == set(range(35)) - {int(value_of(one)) for one in found[:17]}
     assert follower.read(0.0) == []
@@ -72,12 +72,12 @@ def test_what_a_transaction_takes_back_is_never_seen(kafka: str, pipeline: Pipel
     producer.init_transactions(30)
     producer.begin_transaction()
     for number in range(4):
-        producer.produce(pipeline.results, b"never", f"n{number}")
+        producer.produce(pipeline.results_topic, b"never", f"n{number}")
     producer.flush(30)
-    follower = bus.follow(pipeline.results, {})
+    follower = bus.follow(pipeline.results_topic, {})
     assert follower.read(0.5) == []
     producer.abort_transaction(30)
-    publish(bus, numbered(pipeline.results, 4))
+    publish(bus, numbered(pipeline.results_topic, 4))
     assert {value_of(one) for one in read(follower, 4)} == {b"0", b"1", b"2", b"3"}
     follower.close()
 
@@ -87,25 +87,25 @@ def logs(kafka: str, pipeline: Pipeline) -> KafkaBus:
     """Kafka, with 50 results in the one partition of their topic."""
     bus = make_bus("kafka", pipeline, kafka, BusSettings(partitions=1))
     bus.create_topics()
-    publish(bus, numbered(pipeline.results, 50))
+    publish(bus, numbered(pipeline.results_topic, 50))
     assert isinstance(bus, KafkaBus)
     return bus
 
 
 def test_a_log_that_ends_before_the_place_is_followed_from_its_end(logs: KafkaBus, pipeline: Pipeline) -> None:
-    follower = logs.follow(pipeline.results, {"0": "60"})
+    follower = logs.follow(pipeline.results_topic, {"0": "60"})
     assert read(follower, 1) == [Followed("0", "49", None)]
-    publish(logs, [Outgoing(pipeline.results, b"new")])
+    publish(logs, [Outgoing(pipeline.results_topic, b"new")])
     assert [(one.place, value_of(one)) for one in read(follower, 1)] == [("50", b"new")]
     follower.close()
 
 
 def test_a_log_that_begins_after_the_place_is_followed_from_its_beginning(logs: KafkaBus, pipeline: Pipeline) -> None:
     admin = AdminClient(logs.clients)
-    asked = admin.delete_records([TopicPartition(pipeline.results, 0, 20)])
+    asked = admin.delete_records([TopicPartition(pipeline.results_topic, 0, 20)])
     for future in asked.values():
         future.result(30)
-    follower = logs.follow(pipeline.results, {"0": "10"})
+    follower = logs.follow(pipeline.results_topic, {"0": "10"})
     assert [one.place for one in read(follower, 30)] == [str(offset) for offset in range(20, 50)]
     follower.close()
 
@@ -114,15 +114,17 @@ def test_partitions_that_are_added_are_followed(
     logs: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka_follower, "PARTITIONS_EVERY_S", 0.1)
-    follower = logs.follow(pipeline.results, {})
+    follower = logs.follow(pipeline.results_topic, {})
     read(follower, 50)
     admin = AdminClient(logs.clients)
-    admin.create_partitions([NewPartitions(pipeline.results, 2)])[pipeline.results].result(30)
+    admin.create_partitions([NewPartitions(pipeline.results_topic, 2)])[pipeline.results_topic].result(30)
     producer = Producer(producer_settings(logs.clients))
     wait_until(
-        lambda: len(producer.list_topics(pipeline.results, 5).topics[pipeline.results].partitions) == 2, 30, "two"
+        lambda: len(producer.list_topics(pipeline.results_topic, 5).topics[pipeline.results_topic].partitions) == 2,
+        30,
+        "two",
     )
-    producer.produce(pipeline.results, b"added", partition=1)
+    producer.produce(pipeline.results_topic, b"added", partition=1)
     assert producer.flush(30) == 0
     assert [(one.part, value_of(one)) for one in read(follower, 1)] == [("1", b"added")]
     follower.close()
@@ -134,17 +136,17 @@ def test_what_is_not_counted_is_not_trimmed(
     monkeypatch.setattr("penstock.bus.streams.client.KEPT_ENTRIES", 50)
     bus = make_bus("streams", pipeline, redis_url)
     bus.create_topics()
-    client, key = redis_client(redis_url), pipeline.stream_key(pipeline.results)
+    client, key = redis_client(redis_url), pipeline.stream_key(pipeline.results_topic)
     client.hset(pipeline.meter_key("places"), streams.PART, "0")  # somebody counts, and has not begun
 
     def settle_large(count: int) -> None:
-        publish(bus, [Outgoing(pipeline.jobs("batch"), b"x" * 1000) for _ in range(count)])
+        publish(bus, [Outgoing(pipeline.job_topic("batch"), b"x" * 1000) for _ in range(count)])
         with bus.member("decode", "d") as member:
             for delivery in take(member, count, {"interactive": 0, "batch": count}):
-                member.settle([Settlement(delivery, [Outgoing(pipeline.results, delivery.value)])])
+                member.settle([Settlement(delivery, [Outgoing(pipeline.results_topic, delivery.value)])])
 
     settle_large(300)
-    follower = bus.follow(pipeline.results, {})
+    follower = bus.follow(pipeline.results_topic, {})
     found = read(follower, 300)
     assert len(found) == 300
     client.hset(pipeline.meter_key("places"), streams.PART, found[199].place)

@@ -54,8 +54,8 @@ def test_only_the_topics_asked_about_are_asked_for(
         raise AssertionError("the whole cluster is asked for")
 
     monkeypatch.setattr(AdminClient, "list_topics", never)
-    admin, topic = AdminClient(client_settings(kafka)), pipeline.requests("batch")
+    admin, topic = AdminClient(client_settings(kafka)), pipeline.request_topic("batch")
     assert partitions_of(admin, [topic, f"{topic}-no-such"]) == [(topic, 0), (topic, 1)]
     assert set(bus.unsettled()) == {
-        *pipeline.inputs("prefill").values(), *pipeline.inputs("decode").values()
+        *pipeline.input_topics("prefill").values(), *pipeline.input_topics("decode").values()
     }  # fmt: skip

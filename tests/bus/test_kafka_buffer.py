@@ -8,7 +8,7 @@ from penstock.names import Pipeline
 def test_what_is_passed_over_during_a_commit_is_in_the_next() -> None:
     """Else the marker behind the last message would look like work that nobody does."""
     pipeline = Pipeline("p")
-    topic = pipeline.jobs("interactive")
+    topic = pipeline.job_topic("interactive")
     holdings = Holdings(pipeline, "decode")
     holdings.assign((topic, 0), 0, "")
     holdings.arrive(Delivery(topic, "0:0", b"job", None, {}, "interactive", 0.0))

@@ -20,14 +20,22 @@ from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.offsets import PartitionOffsets
 from penstock.bus.kafka.questions import Partition, Questions
 from penstock.errors import BusUnavailable, DeliveryLost
-from penstock.names import ORIGIN, Pipeline, Stage
+from penstock.names import ORIGIN_HEADER, Pipeline, Stage
 from penstock.waiting import wait_until
 from tests.bus.buses import ROOM
 from tests.bus.kafka_double import EPOCH, PATIENCE_S, DoubleBus, refusal
 
 NAMES = Pipeline("double")
-ONE, OTHER, BATCH = (NAMES.requests("interactive"), 0), (NAMES.requests("interactive"), 1), (NAMES.requests("batch"), 0)
-JOBS, JOBS_OTHER, JOBS_BATCH = (NAMES.jobs("interactive"), 0), (NAMES.jobs("interactive"), 1), (NAMES.jobs("batch"), 0)
+ONE, OTHER, BATCH = (
+    (NAMES.request_topic("interactive"), 0),
+    (NAMES.request_topic("interactive"), 1),
+    (NAMES.request_topic("batch"), 0),
+)
+JOBS, JOBS_OTHER, JOBS_BATCH = (
+    (NAMES.job_topic("interactive"), 0),
+    (NAMES.job_topic("interactive"), 1),
+    (NAMES.job_topic("batch"), 0),
+)
 NUMBERS = st.integers(0, 2)
 
 
@@ -437,6 +445,6 @@ def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.Monke
             member.poll(0.0, ROOM)
         bus.is_away = False
         member.poll(0.0, ROOM)
-        assert [message.topic for message in bus.written] == [NAMES.dead]
-        assert ORIGIN in bus.written[0].headers
+        assert [message.topic for message in bus.written] == [NAMES.dead_letter_topic]
+        assert ORIGIN_HEADER in bus.written[0].headers
         assert member.held() == 0

@@ -35,7 +35,7 @@ def lags(bus: Bus, topic: str, count: int) -> None:
 
 
 def test_what_is_not_settled_counts_whoever_has_it(bus: Bus, pipeline: Pipeline) -> None:
-    requests, jobs = pipeline.requests("batch"), pipeline.jobs("batch")
+    requests, jobs = pipeline.request_topic("batch"), pipeline.job_topic("batch")
     assert set(bus.unsettled().values()) == {0}
     publish(bus, numbered(requests, 30))
     lags(bus, requests, 30)
@@ -81,7 +81,7 @@ def answer(member: Member, pipeline: Pipeline, count: int) -> None:
 
 def test_a_request_that_never_finishes_holds_up_nobody(narrow: KafkaBus, pipeline: Pipeline) -> None:
     """Thousands finish behind it; they do not lag, and a restart repeats none of them."""
-    topic, count = pipeline.requests("interactive"), 3000
+    topic, count = pipeline.request_topic("interactive"), 3000
     publish(narrow, numbered(topic, count))
     with narrow.member("prefill", "a") as member:
         (slow,) = take(member, 1, {"interactive": 1})
@@ -94,7 +94,11 @@ def test_a_request_that_never_finishes_holds_up_nobody(narrow: KafkaBus, pipelin
         lags(narrow, topic, 1)
         member.settle([answered(pipeline, again)])
         lags(narrow, topic, 0)
-    assert len(set(values(narrow.read_all(pipeline.results)))) == len(narrow.read_all(pipeline.results)) == count
+    assert (
+        len(set(values(narrow.read_all(pipeline.results_topic))))
+        == len(narrow.read_all(pipeline.results_topic))
+        == count
+    )
 
 
 def test_a_partition_that_is_far_ahead_of_a_request_waits_for_it(
@@ -102,7 +106,7 @@ def test_a_partition_that_is_far_ahead_of_a_request_waits_for_it(
 ) -> None:
     """Only that one: the other class goes on, and so does this one once the request is done. Two lives of a worker."""
     monkeypatch.setattr(offsets, "MAX_AHEAD", 1000)
-    topic, count = pipeline.requests("interactive"), 2500
+    topic, count = pipeline.request_topic("interactive"), 2500
     publish(narrow, numbered(topic, count))
     seen: set[bytes] = set()
     for life in range(2):
@@ -113,10 +117,10 @@ def test_a_partition_that_is_far_ahead_of_a_request_waits_for_it(
             answer(member, pipeline, 0 if life else 999)
             assert member.poll(0.5, ROOM) == []
             lags(narrow, topic, count - 999)
-            publish(narrow, numbered(pipeline.requests("batch"), 1))
+            publish(narrow, numbered(pipeline.request_topic("batch"), 1))
             member.settle([Settlement(delivery) for delivery in take(member, 1)])
     assert len(seen) == 1
     with narrow.member("prefill", "last") as member:
         answer(member, pipeline, count - 999)
         lags(narrow, topic, 0)
-    assert sorted(int(message.value) for message in narrow.read_all(pipeline.results)) == list(range(count))
+    assert sorted(int(message.value) for message in narrow.read_all(pipeline.results_topic)) == list(range(count))

@@ -40,10 +40,10 @@ def read(reader: OrphanReader, parts: list[str], count: int, most: int = 100) ->
 
 
 def test_a_member_says_what_it_reads_of_what_is_interactive(bus: KafkaBus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.requests("interactive"), 1))
+    publish(bus, numbered(pipeline.request_topic("interactive"), 1))
     with bus.member("prefill", "a") as member:
         take(member, 1)
-        assert member.parts() == [f"{pipeline.requests('interactive')}:0"]
+        assert member.parts() == [f"{pipeline.request_topic('interactive')}:0"]
         member._away = "cut off"
         assert member.parts() == []
         member._away = ""
@@ -56,7 +56,7 @@ def test_each_topic_is_dealt_out_to_all_members(kafka: str, pipeline: Pipeline) 
     bus = KafkaBus(pipeline, kafka, BusSettings(partitions=4))
     bus.create_topics()
     with bus.member("prefill", "a") as one, bus.member("prefill", "b") as other:
-        topic = pipeline.requests("interactive")
+        topic = pipeline.request_topic("interactive")
         halves = [[f"{topic}:0", f"{topic}:1"], [f"{topic}:2", f"{topic}:3"]]
         wait_until(lambda: sorted([sorted(one.parts()), sorted(other.parts())]) == halves, 30, "each has half")
 
@@ -65,7 +65,7 @@ def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
     bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
 ) -> None:
     """Also what is finished beyond the committed offset is left out: the commit's metadata has it."""
-    topic = pipeline.requests("interactive")
+    topic = pipeline.request_topic("interactive")
     part = [f"{topic}:0"]
     publish(bus, numbered(topic, 10))
     with bus.member("prefill", "a") as member:
@@ -89,7 +89,7 @@ def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
 def test_a_group_that_never_committed_is_read_from_the_beginning(
     bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
 ) -> None:
-    topic = pipeline.requests("interactive")
+    topic = pipeline.request_topic("interactive")
     publish(bus, numbered(topic, 3))
     assert seen(read(reader, [f"{topic}:0"], 3)) == [0, 1, 2]
 
@@ -97,7 +97,7 @@ def test_a_group_that_never_committed_is_read_from_the_beginning(
 def test_parts_that_are_not_there_or_of_another_topic_are_passed_over(
     bus: KafkaBus, reader: OrphanReader, pipeline: Pipeline
 ) -> None:
-    topic = pipeline.requests("interactive")
+    topic = pipeline.request_topic("interactive")
     publish(bus, numbered(topic, 1))
     parts = [f"{topic}:0", f"{topic}:7", "penstock.elsewhere.requests.interactive:0"]
     assert seen(read(reader, parts, 1)) == [0]

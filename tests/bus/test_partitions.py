@@ -68,8 +68,8 @@ def test_a_session_is_in_one_partition_and_many_are_in_all(
 
 
 def test_outputs_of_a_settlement_keep_together_too(bus: KafkaBus, pipeline: Pipeline) -> None:
-    publish(bus, numbered(pipeline.requests("batch"), 12))
-    topic = pipeline.jobs("batch")
+    publish(bus, numbered(pipeline.request_topic("batch"), 12))
+    topic = pipeline.job_topic("batch")
     with bus.member("prefill", "a") as member, bus.member("decode", "b") as after:
         taken = take(member, 12)
         outputs = [Outgoing(topic, d.value, d.key, {}, f"a{number % 3}") for number, d in enumerate(taken)]
@@ -79,7 +79,7 @@ def test_outputs_of_a_settlement_keep_together_too(bus: KafkaBus, pipeline: Pipe
 
 
 def test_a_plain_producer_goes_anywhere(bus: KafkaBus, kafka: str, pipeline: Pipeline) -> None:
-    topic = pipeline.requests("interactive")
+    topic = pipeline.request_topic("interactive")
     producer = Producer(client_settings(kafka))
     for number in range(40):
         producer.produce(topic, str(number), key=f"k{number}")
@@ -110,7 +110,7 @@ def test_partitions_that_are_added_are_used(
     bus: KafkaBus, kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka_partitions, "REFRESH_S", 0.0)
-    topic = pipeline.requests("interactive")
+    topic = pipeline.request_topic("interactive")
     moves = next(key for key in map(str, range(1000)) if ranking(key, NUM + 1)[0] == NUM)
     with closing(bus.publisher()) as publisher, bus.member("prefill", "a") as member:
         publisher.publish([Outgoing(topic, b"before", "k", {}, moves)])
@@ -137,7 +137,7 @@ def test_a_topic_that_is_made_later_is_found_soon(
 ) -> None:
     monkeypatch.setattr(kafka_partitions, "RETRY_S", 0.05)
     partitions = Partitions(Producer(client_settings(kafka)))
-    message = Outgoing(pipeline.requests("batch"), b"", "k", {}, "a")
+    message = Outgoing(pipeline.request_topic("batch"), b"", "k", {}, "a")
     assert partitions.choose(message) == ANY
     KafkaBus(pipeline, kafka, BusSettings(partitions=NUM)).create_topics()
     wait_until(lambda: partitions.choose(message) == ranking("a", NUM)[0], 30, "its partitions are known")
@@ -148,7 +148,7 @@ def test_brokers_that_did_not_answer_in_time_are_asked_again_soon(
 ) -> None:
     monkeypatch.setattr(kafka_partitions, "RETRY_S", 0.05)
     partitions = Partitions(Producer(client_settings(kafka)))
-    message = Outgoing(pipeline.requests("batch"), b"", "k", {}, "a")
+    message = Outgoing(pipeline.request_topic("batch"), b"", "k", {}, "a")
     with monkeypatch.context() as patch:
         patch.setattr(kafka_partitions, "ANSWER_S", 0.0)
         assert partitions.choose(message) == ANY
@@ -209,7 +209,7 @@ def test_a_message_that_the_brokers_refuse_fails_alone(
         return NUM + 7 if message.value == b"bad" else choose(partitions, message)
 
     monkeypatch.setattr(Partitions, "choose", nowhere)
-    topic = pipeline.requests("interactive")
+    topic = pipeline.request_topic("interactive")
     with closing(bus.publisher()) as publisher:
         publisher.publish([Outgoing(topic, b"0")])  # now the number of partitions is known
         good, bad, after = publisher.send([Outgoing(topic, b"1"), Outgoing(topic, b"bad"), Outgoing(topic, b"2")])

@@ -42,7 +42,7 @@ def test_a_message_has_the_time_at_which_it_was_accepted(kafka: str, pipeline: P
     sent = time.time()
     producer = Producer({"bootstrap.servers": kafka})
     for timestamp_ms in (1, round(sent * 1000) - 15 * DAY_MS, round(sent * 1000) + 2 * DAY_MS):
-        producer.produce(pipeline.requests("interactive"), b"x", timestamp=timestamp_ms)
+        producer.produce(pipeline.request_topic("interactive"), b"x", timestamp=timestamp_ms)
     assert producer.flush(15) == 0
     with bus.member("prefill", "a") as member:
         taken = take(member, 3)
@@ -57,7 +57,7 @@ def test_doctor_says_how_to_mend_topics_that_may_lose_requests(
     bus.create_topics()
     assert find_wrong_settings(bus) == {}
     servers = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": kafka, "PENSTOCK_STREAM_URL": redis_url}
-    topic, kept = pipeline.requests("batch"), pipeline.jobs("batch")
+    topic, kept = pipeline.request_topic("batch"), pipeline.job_topic("batch")
     change(bus, topic, {"message.timestamp.type": "CreateTime", "retention.bytes": "1000000"})
     change(bus, kept, {"retention.ms": "-1", "max.message.bytes": "33554432"})
     said = terminal("doctor", **servers)

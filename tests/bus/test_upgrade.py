@@ -15,7 +15,7 @@ from penstock.bus.kafka.upgrade import _read
 from penstock.bus.upgrade import NOT_BEFORE, check_upgraded
 from penstock.config.settings import BusSettings
 from penstock.errors import UpgradeNeeded
-from penstock.names import ATTEMPT, ORIGIN, REASON, STACK, TENANT, Pipeline, Stage
+from penstock.names import ATTEMPT_HEADER, ORIGIN_HEADER, REASON_HEADER, STACK_HEADER, TENANT_HEADER, Pipeline, Stage
 from penstock.waiting import wait_until
 from tests.bus.buses import make_bus, numbered, publish, take, values
 
@@ -35,19 +35,26 @@ def bus(request: pytest.FixtureRequest, pipeline: Pipeline) -> Bus:
 
 def make_old_topics(bus: KafkaBus) -> None:
     admin = AdminClient(bus.clients)
-    for future in admin.create_topics([NewTopic(topic, 1, 1) for topic in bus.pipeline.old_retries()]).values():
+    for future in admin.create_topics([NewTopic(topic, 1, 1) for topic in bus.pipeline.old_retry_topics()]).values():
         future.result(30)
 
 
 def put_off(value: bytes, origin: str, klass_topic: str) -> Outgoing:
-    headers = {TENANT: "t", ATTEMPT: "1", NOT_BEFORE: "99999999999999", ORIGIN: origin, REASON: "a bug", STACK: "here"}
+    headers = {
+        TENANT_HEADER: "t",
+        ATTEMPT_HEADER: "1",
+        NOT_BEFORE: "99999999999999",
+        ORIGIN_HEADER: origin,
+        REASON_HEADER: "a bug",
+        STACK_HEADER: "here",
+    }
     return Outgoing(klass_topic, value, value.decode(), headers)
 
 
 def test_what_waits_goes_back_once_and_no_worker_starts_before(bus: Bus, pipeline: Pipeline) -> None:
-    quick, slow = pipeline.old_retries()
-    waiting = [put_off(str(n).encode(), pipeline.requests("interactive"), quick) for n in range(250)]
-    waiting += [put_off(b"job", pipeline.jobs("batch"), slow), put_off(b"?", "elsewhere", slow)]
+    quick, slow = pipeline.old_retry_topics()
+    waiting = [put_off(str(n).encode(), pipeline.request_topic("interactive"), quick) for n in range(250)]
+    waiting += [put_off(b"job", pipeline.job_topic("batch"), slow), put_off(b"?", "elsewhere", slow)]
     publish(bus, waiting)
     wait_until(lambda: bus.count_old_retries() == len(waiting), 30, "all are counted")
     with pytest.raises(UpgradeNeeded, match="penstock topics create"):
@@ -55,26 +62,26 @@ def test_what_waits_goes_back_once_and_no_worker_starts_before(bus: Bus, pipelin
     assert bus.move_old_retries() == len(waiting)
     assert bus.move_old_retries() == 0
     check_upgraded(bus)
-    again = bus.read_all(pipeline.requests("interactive"))
+    again = bus.read_all(pipeline.request_topic("interactive"))
     assert sorted(int(message.value) for message in again) == list(range(250))
     assert {(message.key == message.value.decode(), *message.headers.items()) for message in again} == {
-        (True, (TENANT, "t"))
+        (True, (TENANT_HEADER, "t"))
     }
-    assert values(bus.read_all(pipeline.jobs("batch"))) == [b"job"]
-    (dead,) = bus.read_all(pipeline.dead)
-    assert (dead.value, dead.headers[ORIGIN]) == (b"?", slow)
+    assert values(bus.read_all(pipeline.job_topic("batch"))) == [b"job"]
+    (dead,) = bus.read_all(pipeline.dead_letter_topic)
+    assert (dead.value, dead.headers[ORIGIN_HEADER]) == (b"?", slow)
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 def test_nothing_is_moved_beside_a_worker_that_runs(bus: Bus, pipeline: Pipeline, stage: Stage) -> None:
-    publish(bus, [put_off(b"x", pipeline.inputs(stage)["batch"], pipeline.old_retries()[1])])
+    publish(bus, [put_off(b"x", pipeline.input_topics(stage)["batch"], pipeline.old_retry_topics()[1])])
     wait_until(bus.count_old_retries, 30, "it is counted")
     with bus.member(stage, "a") as member:
-        publish(bus, numbered(pipeline.inputs(stage)["interactive"], 1))
+        publish(bus, numbered(pipeline.input_topics(stage)["interactive"], 1))
         take(member, 1)
         with pytest.raises(UpgradeNeeded, match="stop all workers"):
             bus.move_old_retries()
-    assert len(bus.read_all(pipeline.inputs(stage)["batch"])) == 0
+    assert len(bus.read_all(pipeline.input_topics(stage)["batch"])) == 0
     wait_until(lambda: bus.move_old_retries() == 1, 30, "it has left")
 
 
@@ -83,9 +90,9 @@ def test_what_the_groups_had_settled_is_left(kafka: str, pipeline: Pipeline) -> 
     bus = make_bus("kafka", pipeline, kafka)
     assert isinstance(bus, KafkaBus)
     bus.create_topics()
-    topic = pipeline.old_retries()[0]
+    topic = pipeline.old_retry_topics()[0]
     make_old_topics(bus)
-    requests, jobs = pipeline.requests("interactive"), pipeline.jobs("interactive")
+    requests, jobs = pipeline.request_topic("interactive"), pipeline.job_topic("interactive")
     publish(bus, [put_off(str(n).encode(), requests if n % 2 else jobs, topic) for n in range(6)])
     for stage, offset, metadata in (("prefill", 1, encode([(2, 4)], 1)), ("decode", 6, "")):
         consumer = Consumer({**bus.clients, "group.id": f"penstock.{pipeline.name}.{stage}"})
@@ -110,4 +117,4 @@ def test_nothing_is_read_where_the_committed_offset_is_not_known(pipeline: Pipel
 
     bus, consumer = KafkaBus(pipeline, "", BusSettings()), cast("Consumer", Unstable())
     with pytest.raises(KafkaException, match="UNSTABLE"):
-        next(_read(bus, "decode", consumer, [(pipeline.old_retries()[0], 0)]))
+        next(_read(bus, "decode", consumer, [(pipeline.old_retry_topics()[0], 0)]))

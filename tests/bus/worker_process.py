@@ -20,7 +20,7 @@ def work(bus: Bus, pipeline: Pipeline, member: Member) -> None:
     while True:
         taken = member.poll(1.0, ROOM)
         try:
-            member.settle([Settlement(d, [Outgoing(pipeline.results, d.value, d.key)]) for d in taken])
+            member.settle([Settlement(d, [Outgoing(pipeline.results_topic, d.value, d.key)]) for d in taken])
         except BusError as error:
             print(type(error).__name__, error, flush=True)  # noqa: T201
 
@@ -34,7 +34,7 @@ def hold(pipeline: Pipeline, member: Member, folder: Path) -> None:
     wait_until(Path(folder, "go").exists, 60.0, "the test gives leave")
     outcome = "settled"
     try:
-        member.settle([Settlement(taken[0], [Outgoing(pipeline.results, b"from the worker")])])
+        member.settle([Settlement(taken[0], [Outgoing(pipeline.results_topic, b"from the worker")])])
     except BusError as error:
         outcome = type(error).__name__
     Path(folder, "outcome.part").write_text(outcome)

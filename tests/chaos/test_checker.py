@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.names import START_HASH, event_id, roll
+from penstock.names import START_HASH, event_id, roll_hash
 from sim.chaos.checker import check, tally
 
 TOKENS = [7, 3, 3, 9, 4]
@@ -15,7 +15,7 @@ Entries = list[dict[str, Any]]
 def token(reader: str, position: int, tokens: list[int]) -> dict[str, Any]:
     rolled = START_HASH
     for one in tokens[: position + 1]:
-        rolled = roll(rolled, one)
+        rolled = roll_hash(rolled, one)
     event = event_id(position, rolled)
     return {"what": "token", "id": "a", "reader": reader, "event": event, "token": tokens[position]}
 

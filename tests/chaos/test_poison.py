@@ -10,7 +10,7 @@ from penstock.messages import Request
 from penstock.names import Pipeline
 from sim.chaos.poison import send_bomb, send_poisoned
 
-TOPIC = Pipeline("poison").requests("interactive")
+TOPIC = Pipeline("poison").request_topic("interactive")
 
 
 @pytest.fixture

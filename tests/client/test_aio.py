@@ -41,7 +41,7 @@ async def test_what_is_submitted_at_once_is_published_together(
 ) -> None:
     async with AsyncClient(redis=redis_url, pipeline=pipeline.name) as client:
         ids = await asyncio.gather(*(client.submit("hello") for _ in range(50)))
-    assert sorted(ids) == sorted(str(message.key) for message in bus.read_all(pipeline.requests("interactive")))
+    assert sorted(ids) == sorted(str(message.key) for message in bus.read_all(pipeline.request_topic("interactive")))
 
 
 async def test_a_cancelled_reader_disturbs_no_other(

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from penstock.client.core import MIN_KEPT_HASHES, Event, StreamReader
 from penstock.errors import InvalidName, StreamDiverged
 from penstock.messages import EndEvent, TokenEvent, Usage
-from penstock.names import START_HASH, roll
+from penstock.names import START_HASH, roll_hash
 
 
 def stream_of(tokens: list[int]) -> list[Event]:
     rolled, events = START_HASH, list[Event]()
     for position, token in enumerate(tokens):
-        rolled = roll(rolled, token)
+        rolled = roll_hash(rolled, token)
         events.append(TokenEvent.at_position(position, rolled, token, f"<{token}>"))
     return [*events, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=len(tokens)))]
 

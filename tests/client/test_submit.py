@@ -10,7 +10,7 @@ from penstock import Client
 from penstock.bus.streams.bus import StreamsBus
 from penstock.errors import IdConflict, InvalidRequest, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES, Request, decode_message
-from penstock.names import CLASS, DEADLINE, TENANT, VERSION, Pipeline
+from penstock.names import CLASS_HEADER, DEADLINE_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
 from penstock.record import Record, body_hash
 from tests.record.play import end, prefill, say
 
@@ -21,24 +21,24 @@ def test_a_request_is_published_under_its_id(client: Client, bus: StreamsBus, pi
         messages=[{"role": "user", "content": "hello"}], tenant="t1", klass="batch", deadline=deadline,
         max_tokens=9, stop=("\n",), seed=4,
     )  # fmt: skip
-    (message,) = bus.read_all(pipeline.requests("batch"))
+    (message,) = bus.read_all(pipeline.request_topic("batch"))
     request = decode_message(Request, message.value)
     assert message.key == request.id == request_id
     assert (request.klass, request.tenant, request.deadline) == ("batch", "t1", deadline)
     assert (request.sampling.max_tokens, request.sampling.stop, request.sampling.seed) == (9, ["\n"], 4)
     assert request.messages is not None
     assert request.messages[0].content == "hello"
-    assert {name: message.headers[name] for name in (VERSION, TENANT, CLASS, DEADLINE)} == {
-        VERSION: "1", TENANT: "t1", CLASS: "batch", DEADLINE: str(deadline),
+    assert {name: message.headers[name] for name in (VERSION_HEADER, TENANT_HEADER, CLASS_HEADER, DEADLINE_HEADER)} == {
+        VERSION_HEADER: "1", TENANT_HEADER: "t1", CLASS_HEADER: "batch", DEADLINE_HEADER: str(deadline),
     }  # fmt: skip
-    assert bus.read_all(pipeline.requests("interactive")) == []
+    assert bus.read_all(pipeline.request_topic("interactive")) == []
 
 
 def test_every_request_has_its_own_id_unless_it_brings_one(client: Client, bus: StreamsBus, pipeline: Pipeline) -> None:
     ids = [client.submit("a"), client.submit("a"), client.submit(token_ids=[1, 2], id="mine")]
     assert len(set(ids)) == 3
     assert ids[2] == "mine"
-    assert [message.key for message in bus.read_all(pipeline.requests("interactive"))] == ids
+    assert [message.key for message in bus.read_all(pipeline.request_topic("interactive"))] == ids
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_is_not_a_request_is_refused_before_it_is_sent(
 ) -> None:
     with pytest.raises(InvalidRequest):
         cast(Any, client).submit(**fields)
-    assert bus.read_all(pipeline.requests("interactive")) == []
+    assert bus.read_all(pipeline.request_topic("interactive")) == []
 
 
 def test_a_request_may_not_be_larger_than_a_message(client: Client) -> None:
@@ -74,7 +74,7 @@ def test_an_id_that_is_known_for_another_body_is_refused(
     client: Client, bus: StreamsBus, pipeline: Pipeline, worker: Record
 ) -> None:
     client.submit("one", id="r1")
-    (message,) = bus.read_all(pipeline.requests("interactive"))
+    (message,) = bus.read_all(pipeline.request_topic("interactive"))
     prefill(worker, "r1", body=body_hash(decode_message(Request, message.value)))
     assert client.submit("one", id="r1", deadline=time.time() + 5) == "r1"
     with pytest.raises(IdConflict):
@@ -92,5 +92,5 @@ def test_a_request_carries_on_the_callers_trace(redis_url: str, bus: StreamsBus,
     caller = trace.SpanContext(trace_id=0xABC, span_id=0xDEF, is_remote=True, trace_flags=trace.TraceFlags(1))
     with Client(redis=redis_url, pipeline=pipeline.name) as client, trace.use_span(trace.NonRecordingSpan(caller)):
         client.submit("hello")
-    (message,) = bus.read_all(pipeline.requests("interactive"))
+    (message,) = bus.read_all(pipeline.request_topic("interactive"))
     assert trace.format_trace_id(caller.trace_id) in message.headers["traceparent"]

@@ -54,5 +54,5 @@ def run_of(output: Path) -> str:
 
 def result_ids(stack: Stack, beginning: str) -> list[str]:
     """The ids of all results in the topic that begin so."""
-    found = connect(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results)
+    found = connect(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results_topic)
     return [one for message in found if (one := decode_message(Result, message.value).id).startswith(beginning)]

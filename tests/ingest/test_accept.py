@@ -56,7 +56,7 @@ class Place:
         self.caller = Caller(tenant=f"t-{uuid.uuid4().hex[:12]}")
 
     def published(self) -> list[Request]:
-        found = self.bus.read_all(self.pipeline.requests("interactive"))
+        found = self.bus.read_all(self.pipeline.request_topic("interactive"))
         return [decode_message(Request, message.value) for message in found]
 
     async def post(self, gateway: Gateway, wishes: Wishes = KEY, caller: Caller | None = None, **body: Any) -> Card:
@@ -241,7 +241,7 @@ async def test_a_card_is_renewed_until_its_requests_on_all_servers_have_ended(
     place: Place, gateways: list[Gateway], redis_url: str
 ) -> None:
     urls = [redis_url, redis_url.rpartition("/")[0] + "/9"]
-    servers = ByServer.of(",".join(urls), async_redis_client)
+    servers = ByServer.from_urls(",".join(urls), async_redis_client)
     ids = [uuid.uuid4().hex for _ in range(64)]
     chosen = [next(name for name in ids if servers[name] is part) for part in servers.parts]
     posted = await place.post(gateways[0])

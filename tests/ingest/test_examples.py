@@ -92,7 +92,7 @@ def written(line: Line, results: list[Result], *, committed: bool) -> None:
     producer.init_transactions(30)
     producer.begin_transaction()
     for result in results:
-        producer.produce(line.pipeline.results, key=result.id, value=result.encode())
+        producer.produce(line.pipeline.results_topic, key=result.id, value=result.encode())
     producer.flush(30)
     if committed:
         producer.commit_transaction(30)
@@ -129,7 +129,7 @@ def test_a_backend_gets_one_answer_to_each_question(language: str, line: Line, t
     assert refused.error is not None
     assert refused.error.code == "unknown_model"
     assert "unknown_model (asking again does not help)" in backend.log.read_text()
-    sent = {m.key: m for klass in CLASSES for m in line.bus.read_all(line.pipeline.requests(klass))}
+    sent = {m.key: m for klass in CLASSES for m in line.bus.read_all(line.pipeline.request_topic(klass))}
     assert sent.keys() == first.keys()
     for one, (request, _) in first.items():
         assert decode_message(Request, sent[one].value) == request

@@ -110,7 +110,8 @@ class Door:
     def published(self) -> list[Request]:
         """All that got through to the pipeline."""
         return [
-            decode_message(Request, found.value) for found in self.bus.read_all(self.pipeline.requests("interactive"))
+            decode_message(Request, found.value)
+            for found in self.bus.read_all(self.pipeline.request_topic("interactive"))
         ]
 
 
@@ -411,7 +412,7 @@ def test_usage_is_ones_own(door: Door) -> None:
     for number, (tenant, tokens) in enumerate([("acme", 5), ("other", 700), ("acme", 6)]):
         usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=tokens)
         result = Result(id=f"u-{number}", tenant=tenant, finish_reason="stop", usage=usage)
-        publisher.publish([Outgoing(door.pipeline.results, result.encode(), result.id)])
+        publisher.publish([Outgoing(door.pipeline.results_topic, result.encode(), result.id)])
     publisher.close()
     expected = {"requests": 2, "prefill_tokens": 12, "cached_tokens": 8, "decode_tokens": 11}
 

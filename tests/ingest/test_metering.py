@@ -54,7 +54,7 @@ class Place:
             name = f"r{len(self.sent)}"
             timings = Timings(finished=now_s())
             result = Result(id=name, tenant=tenant, finish_reason="stop", usage=usage, timings=timings)
-            made.append(Outgoing(self.pipeline.results, result.encode(), name))
+            made.append(Outgoing(self.pipeline.results_topic, result.encode(), name))
             self.sent.append(result.encode())
             so_far = self.used.get(tenant, Sums())
             self.used[tenant] = metering.total([so_far, Sums(1, prompt - cached, cached, output)])
@@ -62,8 +62,8 @@ class Place:
 
     def again(self, count: int) -> None:
         """Second results of the same ids, and what is no result."""
-        made = [Outgoing(self.pipeline.results, value, json.loads(value)["id"]) for value in self.sent[-count:]]
-        self.publisher.publish([*made, Outgoing(self.pipeline.results, b"no result")])
+        made = [Outgoing(self.pipeline.results_topic, value, json.loads(value)["id"]) for value in self.sent[-count:]]
+        self.publisher.publish([*made, Outgoing(self.pipeline.results_topic, b"no result")])
 
     def counted(self) -> dict[str, Sums]:
         """What was counted, today or, near midnight, yesterday."""
@@ -180,7 +180,7 @@ def test_a_result_that_cannot_be_does_not_stop_the_counting(place: Place) -> Non
         Result(id="large", finish_reason="stop", usage=Usage(prompt_tokens=2**70)),
         Result(id="less", finish_reason="stop", usage=Usage(completion_tokens=-1)),
     ]
-    place.publisher.publish([Outgoing(place.pipeline.results, result.encode(), result.id) for result in wild])
+    place.publisher.publish([Outgoing(place.pipeline.results_topic, result.encode(), result.id) for result in wild])
     place.publish(10)
     count_all(place, meter := Meter(place.addresses))
     meter.close()

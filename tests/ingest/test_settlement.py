@@ -65,7 +65,7 @@ class Bucket:
         return bool(self.server.hexists(self.pipeline.shares_key("tokens"), TENANT))
 
     def _usages(self) -> list[Usage]:
-        results = [decode_message(Result, message.value) for message in self._bus.read_all(self.pipeline.results)]
+        results = [decode_message(Result, message.value) for message in self._bus.read_all(self.pipeline.results_topic)]
         return [result.usage for result in results if result.tenant == TENANT]
 
 

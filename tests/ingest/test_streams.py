@@ -61,7 +61,8 @@ class Stage:
     def requests(self) -> list[Request]:
         """Everything that was published."""
         return [
-            decode_message(Request, sent.value) for sent in self.bus.read_all(self.pipeline.requests("interactive"))
+            decode_message(Request, sent.value)
+            for sent in self.bus.read_all(self.pipeline.request_topic("interactive"))
         ]
 
     def says(self, request_id: str, count: int) -> Claim:
@@ -261,14 +262,14 @@ def test_headers_reach_the_request(stage: Stage) -> None:
     with httpx.stream("POST", url, json=BODY | {"stream": True}, headers=headers) as answer:
         request_id = answer.headers["x-request-id"]
         assert answer.headers["location"] == f"/v1/streams/{request_id}"
-    sent = next(one for one in stage.bus.read_all(stage.pipeline.requests("interactive")) if one.key == request_id)
+    sent = next(one for one in stage.bus.read_all(stage.pipeline.request_topic("interactive")) if one.key == request_id)
     request = decode_message(Request, sent.value)
     assert (request.session, request.tenant, request.deadline is not None) == ("chat-7", "default", True)
     assert sent.headers["traceparent"].split("-")[1] == trace.split("-")[1]
     flex = BODY | {"stream": True, "service_tier": "flex"}
     with httpx.stream("POST", url, json=flex) as answer:
         request_id = answer.headers["x-request-id"]
-    assert request_id in {one.key for one in stage.bus.read_all(stage.pipeline.requests("batch"))}
+    assert request_id in {one.key for one in stage.bus.read_all(stage.pipeline.request_topic("batch"))}
 
 
 def test_a_gateway_that_stops_sends_its_readers_elsewhere(stage: Stage) -> None:

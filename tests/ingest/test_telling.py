@@ -15,7 +15,7 @@ from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Card, Endpoint,
 from penstock.ingest.openai.cursor import Telling, Told
 from penstock.ingest.openai.sse import Places
 from penstock.messages import EndEvent, ErrorInfo, Logprobs, TokenEvent, TokenLogprob, Usage
-from penstock.names import START_HASH, roll
+from penstock.names import START_HASH, roll_hash
 
 TURNS = [{"role": "user", "content": "hi"}]
 TEXTS = ["a", "", "b c", "", "", "d"]
@@ -38,7 +38,7 @@ def log_of(seed: int, held_back: str = "!", with_logprobs: bool = False) -> list
     rolled = START_HASH
     for position, text in enumerate(TEXTS):
         token = seed * 100 + position
-        rolled = roll(rolled, token)
+        rolled = roll_hash(rolled, token)
         told = Logprobs(logprob=-1, text=text, top=[TokenLogprob(token=token, logprob=-1, text=text)])
         events.append(TokenEvent.at_position(position, rolled, token, text, told if with_logprobs else None))
     usage = Usage(prompt_tokens=3, cached_tokens=1, completion_tokens=len(TEXTS))

@@ -16,7 +16,7 @@ from penstock.kvstore.tiers import server as redis_server
 from penstock.kvstore.tiers.redis import RedisTier
 from penstock.local.valkey import ValkeyServer
 from penstock.names import kv_key
-from penstock.redis.urls import urls_of
+from penstock.redis.urls import split_urls
 from tests.kvstore.blocks import FORM, PAYLOAD_BYTES, content, is_here, keys_of, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE, LARGE_FORM, STORED_BYTES, check_away, check_works
 from tests.kvstore.redis_servers import Proxy, unix_server
@@ -120,8 +120,8 @@ def test_one_address_down_loses_its_share_only(empty_url: str, own_server: Valke
 
 
 def test_addresses_of_a_setting() -> None:
-    assert urls_of(" redis://a, ,redis://b/1,") == ["redis://a", "redis://b/1"]
-    assert urls_of("") == []
+    assert split_urls(" redis://a, ,redis://b/1,") == ["redis://a", "redis://b/1"]
+    assert split_urls("") == []
 
 
 def test_a_closed_tier_has_nothing(empty_url: str, own_server: ValkeyServer) -> None:

@@ -10,7 +10,7 @@ from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.messages import EndEvent, Request, Result, TokenEvent, decode_message
-from penstock.names import START_HASH, Pipeline, event_id, roll
+from penstock.names import START_HASH, Pipeline, event_id, roll_hash
 from sim.workload import Answer
 
 
@@ -46,7 +46,9 @@ class Streams:
 def results_of(addresses: Addresses) -> list[Result]:
     """All results now visible in the pipeline's results topic."""
     bus = connect(addresses, BusSettings())
-    return [decode_message(Result, message.value) for message in bus.read_all(Pipeline(addresses.pipeline).results)]
+    return [
+        decode_message(Result, message.value) for message in bus.read_all(Pipeline(addresses.pipeline).results_topic)
+    ]
 
 
 def check_streams(streams: Streams, expected: dict[str, Answer]) -> None:
@@ -57,7 +59,7 @@ def check_streams(streams: Streams, expected: dict[str, Answer]) -> None:
         rolled = START_HASH
         for position, event in enumerate(tokens):
             assert isinstance(event, TokenEvent)
-            rolled = roll(rolled, event.token)
+            rolled = roll_hash(rolled, event.token)
             assert event.id == event_id(position, rolled), request_id
         said = [event.token for event in tokens if isinstance(event, TokenEvent)]
         assert said == expected[request_id].token_ids, request_id

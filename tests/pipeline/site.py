@@ -23,7 +23,7 @@ from penstock.local.valkey import ReplicatedValkey, ValkeyServer
 from penstock.messages import Request, Result
 from penstock.ops.status import worker_status
 from penstock.prefill_worker.handoff import sampling_seed
-from penstock.redis.client import ANSWER_S
+from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.waiting import wait_until
 from sim.forked import ForkedStack
 from sim.servers import Server, served_by
@@ -32,7 +32,7 @@ from tests.pipeline.checks import Streams, check_results, check_streams, results
 
 NUM_REQUESTS = 8
 MAX_TOKENS = 160
-LONG_S = ANSWER_S + 2.0
+LONG_S = REDIS_TIMEOUT_S + 2.0
 """Longer than anybody waits for Redis, than leases last, and than groups keep a silent member."""
 LEAVE_WITHIN_S = 20.0
 _tags = itertools.count()

@@ -88,7 +88,7 @@ def test_without_an_id_only_the_dead_letter_topic_can_tell(line: Line) -> None:
     line.send(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
     results = line.run_until(1)
     assert [result.id for result in results] == ["good"]
-    reasons = [message.headers[names.REASON] for message in line.run_until_buried(2)]
+    reasons = [message.headers[names.REASON_HEADER] for message in line.run_until_buried(2)]
     assert all(reason.startswith("invalid_request") for reason in reasons)
 
 
@@ -99,7 +99,7 @@ def test_a_message_too_large_for_any_topic_is_buried_in_part(line: Line) -> None
     line.send(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
     line.run_until(1)
     (dead,) = line.run_until_buried(1)
-    assert dead.headers[names.TRUNCATED] == str(len(value))
+    assert dead.headers[names.TRUNCATED_HEADER] == str(len(value))
     assert value.startswith(dead.value)
 
 
@@ -112,7 +112,7 @@ def test_of_what_is_too_large_nothing_is_kept(line: Line) -> None:
     assert result.error.code == "request_too_large"
     kept = line.client.hget(line.pipeline.record_key("large"), "message")
     assert not kept
-    waiting = Delivery(line.pipeline.requests("batch"), "0:0", value, None, {}, "batch", 0.0)
+    waiting = Delivery(line.pipeline.request_topic("batch"), "0:0", value, None, {}, "batch", 0.0)
     assert line.prefill.make_claim_request(waiting) is None
 
 
@@ -127,7 +127,7 @@ def test_an_id_used_twice_with_another_body(line: Line) -> None:
     assert sorted(result.id for result in results) == ["other", "twice"]
     assert all(result.error is None for result in results)
     (dead,) = line.run_until_buried(1)
-    assert dead.headers[names.REASON].startswith("id_conflict")
+    assert dead.headers[names.REASON_HEADER].startswith("id_conflict")
 
 
 def test_a_deadline_in_the_middle(line: Line) -> None:

@@ -94,12 +94,12 @@ def test_who_makes_steps_fail_ends_alone(stage: Stage, redis_url: str, pipeline:
         assert len(result.token_ids) == output
         (dead,) = line.run_until_buried(1)
         assert dead.key == "poison"
-        assert dead.headers[names.REASON] == "model_error: ZeroDivisionError: a bug"
-        assert dead.headers[names.STACK].rstrip().endswith("ZeroDivisionError: a bug")
-        assert "in broken" in dead.headers[names.STACK]
-        assert dead.headers[names.ORIGIN] == line.pipeline.inputs(stage)["interactive"]
-        assert dead.headers[names.ATTEMPT] == "3"  # of decode without the one that said something
-        assert abs(int(dead.headers[names.BURIED]) / 1000 - time.time()) < 60
+        assert dead.headers[names.REASON_HEADER] == "model_error: ZeroDivisionError: a bug"
+        assert dead.headers[names.STACK_HEADER].rstrip().endswith("ZeroDivisionError: a bug")
+        assert "in broken" in dead.headers[names.STACK_HEADER]
+        assert dead.headers[names.ORIGIN_HEADER] == line.pipeline.input_topics(stage)["interactive"]
+        assert dead.headers[names.ATTEMPT_HEADER] == "3"  # of decode without the one that said something
+        assert abs(int(dead.headers[names.BURIED_HEADER]) / 1000 - time.time()) < 60
 
 
 @pytest.mark.timeout(60)
@@ -132,8 +132,8 @@ def test_what_cannot_even_begin_ends_and_stops_nobody(
     assert result.error is not None
     assert result.error.code == code
     (dead,) = line.run_until_buried(1)
-    assert "in broken" in dead.headers[names.STACK]
-    assert dead.headers[names.ATTEMPT] == "3"
+    assert "in broken" in dead.headers[names.STACK_HEADER]
+    assert dead.headers[names.ATTEMPT_HEADER] == "3"
 
 
 @pytest.mark.timeout(60)
@@ -152,7 +152,7 @@ def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
 
     wait_until(is_dead, 30, "a dead letter", 0)
     (dead,) = line.run_until_buried(1)
-    assert dead.headers[names.REASON].startswith("model_error")
+    assert dead.headers[names.REASON_HEADER].startswith("model_error")
     run_until_idle(silent)
     (result,) = line.run_until(1)
     assert result.error is not None
@@ -186,8 +186,8 @@ BAD_JOB = b'{"v": 1, "id": "bad", "job": "j1", "of_a_later_version": true}'
 
 def test_a_job_that_cannot_be_read_has_a_result(line: Line) -> None:
     """And only one: it is bound by its name, as any other. A copy is in the dead letters."""
-    headers = {names.TENANT: "acme"}
-    topic = line.pipeline.jobs("interactive")
+    headers = {names.TENANT_HEADER: "acme"}
+    topic = line.pipeline.job_topic("interactive")
     stale = BAD_JOB.replace(b"j1", b"j2")
     line.publisher.publish([Outgoing(topic, value, "bad", headers) for value in (BAD_JOB, stale)])
     line.send(GOOD)
@@ -200,12 +200,12 @@ def test_a_job_that_cannot_be_read_has_a_result(line: Line) -> None:
     assert results["bad"].error.code == "internal_error"
     assert "of_a_later_version" in results["bad"].error.message
     (letter,) = line.run_until_buried(1)
-    assert (letter.value, letter.headers[names.ORIGIN]) == (BAD_JOB, topic)
+    assert (letter.value, letter.headers[names.ORIGIN_HEADER]) == (BAD_JOB, topic)
 
 
 def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> None:
     """A job ends; a parcel of another version is left to its delivery."""
-    record, topic = line.decode.record, line.pipeline.jobs("interactive")
+    record, topic = line.decode.record, line.pipeline.job_topic("interactive")
     job = Delivery(topic, "0:0", BAD_JOB, "bad", {}, "interactive", 0.0)
     who_died = alive(record, "decode", "who died")
     record.claim_decode("bad", who_died, "j1", serialize_delivery(job))
@@ -232,7 +232,7 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> N
 def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topic, read = line.pipeline.requests("interactive"), line.prompts.tokenize_prompt
+    topic, read = line.pipeline.request_topic("interactive"), line.prompts.tokenize_prompt
     fails = iter([True])
 
     def read_later(request: Request) -> list[int]:
@@ -247,7 +247,7 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
 
     def is_handed_off() -> bool:
         line.prefill.run_once()
-        return bool(line.bus.read_all(line.pipeline.jobs("interactive")))
+        return bool(line.bus.read_all(line.pipeline.job_topic("interactive")))
 
     wait_until(is_handed_off, 30, "its job", 0)
     (result,) = line.run_until(1)
@@ -279,7 +279,7 @@ def test_waiting_times_grow_up_to_the_cap(redis_url: str, pipeline: Pipeline) ->
 
 def hands_off(line: Line, request_id: str) -> bool:
     line.prefill.run_once()
-    return request_id in {job.key for job in line.bus.read_all(line.pipeline.jobs("interactive"))}
+    return request_id in {job.key for job in line.bus.read_all(line.pipeline.job_topic("interactive"))}
 
 
 def keeps(line: Line, count: int) -> bool:
@@ -308,7 +308,7 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: Line, stage: Stage) -
     if stage == "decode":
         line.send(*work)
         line.run_prefill(4)
-    jobs = {message.key: message for message in line.bus.read_all(line.pipeline.jobs("interactive"))}
+    jobs = {message.key: message for message in line.bus.read_all(line.pipeline.job_topic("interactive"))}
     record = line.prefill.record
     for request in work:
         for _ in range(2):
@@ -373,9 +373,11 @@ def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
     work = requests(12, pipeline.name)
     everything = [*work[:5], poison("kills-prefill", max_tokens=1), *work[5:9], poison("kills-decode"), *work[9:]]
     with contextlib.closing(bus.publisher()) as publisher:
-        publisher.publish([Outgoing(pipeline.requests("interactive"), one.encode(), one.id) for one in everything])
+        publisher.publish([Outgoing(pipeline.request_topic("interactive"), one.encode(), one.id) for one in everything])
     with deadly_workers(addresses, tmp_path) as logs:
-        wait_until(lambda: len(bus.read_all(pipeline.results)) >= len(everything), 90, "every answer", every_s=0.05)
+        wait_until(
+            lambda: len(bus.read_all(pipeline.results_topic)) >= len(everything), 90, "every answer", every_s=0.05
+        )
         deaths = {stage: log.read_text().count("died of signal -11") for stage, log in logs.items()}
     found = {result.id: result for result in results_of(addresses)}
     expected = alone(work)
@@ -383,7 +385,7 @@ def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
     errors = {name: found[name].error for name in ("kills-prefill", "kills-decode")}
     assert all(error is not None and error.code == "attempts_exhausted" for error in errors.values())
     assert all(error is not None and error.message.startswith("worker lost: 3 in a row") for error in errors.values())
-    letters = {message.key: message.headers for message in bus.read_all(pipeline.dead)}
+    letters = {message.key: message.headers for message in bus.read_all(pipeline.dead_letter_topic)}
     assert set(letters) == set(errors)
-    assert [headers[names.ATTEMPT] for headers in letters.values()] == ["3", "3"]
+    assert [headers[names.ATTEMPT_HEADER] for headers in letters.values()] == ["3", "3"]
     assert deaths == {"prefill": 3, "decode": 4}  # in decode once with what it had said first

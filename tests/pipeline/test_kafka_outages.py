@@ -54,13 +54,13 @@ def test_a_member_that_was_cut_off_while_it_settled_is_not_stuck(on_kafka: Site,
     bus = KafkaBus(pipeline, on_kafka.kafka.bootstrap, BusSettings(transaction_timeout_s=1.0))
     bus.create_topics()
     publisher = bus.publisher()
-    publisher.publish([Outgoing(pipeline.requests("interactive"), b"x", str(n)) for n in range(2)])
+    publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(2)])
     publisher.close()
     with bus.member("prefill", "a") as member:
         found: list[Delivery] = []
         while len(found) < 2:
             found += member.poll(1.0, {"interactive": 2})
-        done, settlement = [Settlement(one, [Outgoing(pipeline.jobs("interactive"), b"job")]) for one in found]
+        done, settlement = [Settlement(one, [Outgoing(pipeline.job_topic("interactive"), b"job")]) for one in found]
         member.settle([done])
         with hanging(on_kafka.kafka.pid):
             for _ in range(2):

@@ -229,7 +229,7 @@ def test_no_step_waits_for_a_tier(line: Line, monkeypatch: pytest.MonkeyPatch) -
     while not line.decode.engine.num_running:
         line.decode.run_once()
     line.send(slow.model_copy(update={"id": "slow"}))
-    while "slow" not in {job.key for job in line.bus.read_all(line.pipeline.jobs("interactive"))}:
+    while "slow" not in {job.key for job in line.bus.read_all(line.pipeline.job_topic("interactive"))}:
         run_until_idle(line.prefill)
     begun, go_on = held_up(line.decode.store, monkeypatch)
     while not begun.is_set():

@@ -94,7 +94,7 @@ def test_sent_many_times_is_prefilled_once_and_not_given_up(line: Line) -> None:
     line.run_prefill(1)
     line.send(*[ask("again")] * 4, ask("other"))
     line.run_prefill(2)
-    jobs = line.bus.read_all(line.pipeline.jobs("interactive"))
+    jobs = line.bus.read_all(line.pipeline.job_topic("interactive"))
     assert sorted(job.key or "" for job in jobs) == ["again", "other"]
     line.renew_decode()
     results = line.run_until(2)
@@ -104,7 +104,7 @@ def test_sent_many_times_is_prefilled_once_and_not_given_up(line: Line) -> None:
 
 def unsettled(line: Line) -> int:
     run_until_idle(line.prefill)
-    return line.bus.unsettled()[line.pipeline.requests("interactive")]
+    return line.bus.unsettled()[line.pipeline.request_topic("interactive")]
 
 
 def test_one_token_ends_in_prefill_and_has_its_result(line: Line) -> None:
@@ -125,7 +125,7 @@ def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) ->
     assert result.error.code == "attempts_exhausted"
     (dead,) = line.run_until_buried(1)
     assert dead.key == "poison"
-    assert dead.headers[names.REASON].startswith("attempts_exhausted")
+    assert dead.headers[names.REASON_HEADER].startswith("attempts_exhausted")
 
 
 def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,12 +145,12 @@ def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: p
     assert error is not None
     assert (error.code, error.message) == ("internal_error", "ZeroDivisionError: a bug")
     (dead,) = line.run_until_buried(1)
-    assert dead.headers[names.ATTEMPT] == "3"
+    assert dead.headers[names.ATTEMPT_HEADER] == "3"
 
 
 def test_both_classes_are_answered_and_keep_their_class(line: Line) -> None:
     slow, quick = ask("slow", klass="batch"), ask("quick", klass="interactive")
-    line.publish(slow.encode(), slow.id, line.pipeline.requests("batch"))
+    line.publish(slow.encode(), slow.id, line.pipeline.request_topic("batch"))
     line.send(quick)
     results = {result.id: result.klass for result in line.run_until(2)}
     assert results == {"slow": "batch", "quick": "interactive"}

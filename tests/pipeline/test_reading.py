@@ -81,7 +81,7 @@ def test_neighbours_go_on_while_a_long_message_is_read(line: Line, work: list[Re
 
     def are_handed_off() -> bool:
         line.prefill.run_once()
-        return len(line.bus.read_all(line.pipeline.jobs("interactive"))) == 3
+        return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 3
 
     wait_until(are_handed_off, 30, "the neighbours' jobs", 0)
     assert line.prefill.record.status("long") is None, "it is claimed once it is read"

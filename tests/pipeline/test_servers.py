@@ -12,7 +12,7 @@ from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.ops.status import worker_status
 from penstock.redis.client import redis_client
-from penstock.redis.servers import ByServer, keep_lists, place_of
+from penstock.redis.servers import ByServer, choose_server, store_server_lists
 from penstock.telemetry.timeline import timeline
 from penstock.waiting import wait_until
 from tests.pipeline.checks import Streams, check_results, check_streams
@@ -55,11 +55,11 @@ def test_requests_of_the_other_server_go_on(
     two.wait_ready()
     before, addresses = two.pids(), two.stack.addresses
     asked, more = work(), work()
-    on_right = [one for one in more if place_of(NAMES, one.id) == 1]
+    on_right = [one for one in more if choose_server(NAMES, one.id) == 1]
     later = [one for one in more if one not in on_right[1:]]
     expected = dict(zip([request.id for request in asked], answers(), strict=True))
     expected |= {one.id: answer for one, answer in zip(more, answers(), strict=True) if one in later}
-    on_left = {one for one in expected if place_of(NAMES, one) == 0}
+    on_left = {one for one in expected if choose_server(NAMES, one) == 0}
     assert len(on_left) not in (0, len(expected))
     with Client(addresses) as client:
         streams = Streams(client, [*asked, *later])
@@ -82,13 +82,13 @@ def test_who_comes_with_another_list_is_refused(two: TwoServers) -> None:
     two.wait_ready()
     for server in (two.redis, two.second):
         with pytest.raises(ServersDiffer, match="left, right"):
-            keep_lists(server.url, Pipeline(two.stack.addresses.pipeline))
+            store_server_lists(server.url, Pipeline(two.stack.addresses.pipeline))
 
 
 def test_the_spans_of_a_request_are_on_its_server(two: TwoServers) -> None:
     two.wait_ready()
     pipeline, request = Pipeline(two.stack.addresses.pipeline), work()[0]
-    servers = ByServer.of(two.stack.addresses.stream_url, redis_client)
+    servers = ByServer.from_urls(two.stack.addresses.stream_url, redis_client)
     with Client(two.stack.addresses) as client:
         submit(client, request)
         client.result(request.id)

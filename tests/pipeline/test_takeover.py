@@ -248,7 +248,7 @@ def test_what_arrives_for_a_killed_worker_goes_on(
             events = goes_on(line, request.id, line.prefill, line.decode)
             said = [event.token for event in events if isinstance(event, TokenEvent)]
             assert said == expected[request.id].token_ids
-        assert "victim" in members(patient_kafka, pipeline.group(stage))  # as the brokers still believe
+        assert "victim" in members(patient_kafka, pipeline.consumer_group(stage))  # as the brokers still believe
 
 
 def members(kafka: str, group: str) -> list[str]:

@@ -56,11 +56,11 @@ def test_no_job_goes_out_twice_under_one_name_though_the_reply_is_lost(
 ) -> None:
     """Where its delivery says that it is out, it does not go out again; else under another name."""
     bus: Bus = request.getfixturevalue(kind)
-    publish(bus, [Outgoing(pipeline.requests("interactive"), b"request", key="r1")])
+    publish(bus, [Outgoing(pipeline.request_topic("interactive"), b"request", key="r1")])
     with bus.member("prefill", "p1") as member:
         (delivery,) = take(member, 1)
         settler = Settler(Forgetful(member), pipeline)  # type: ignore[arg-type]
-        mine, jobs = replace(delivery, is_held=is_held), pipeline.jobs("interactive")
+        mine, jobs = replace(delivery, is_held=is_held), pipeline.job_topic("interactive")
         settler.settle(
             Settlement(mine, [Outgoing(jobs, b"first", key="r1")]),
             again=lambda: Settlement(mine, [Outgoing(jobs, b"second", key="r1")]),
@@ -83,7 +83,7 @@ def test_an_answer_of_one_token_is_given_though_redis_loses_it_all(redis_url: st
     with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as line:
         line.send(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1, temperature=0)))
         line.run_prefill(1)
-        (job,) = line.bus.read_all(pipeline.jobs("interactive"))
+        (job,) = line.bus.read_all(pipeline.job_topic("interactive"))
         (said, _) = line.prefill.record.read_log("r1")
         line.client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
         (result,) = line.run_until(1)
@@ -113,12 +113,12 @@ def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(redis_url: str,
         request = Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=40, ignore_eos=True))
         line.send(request)
         line.run_prefill(1)
-        (first,) = line.bus.read_all(pipeline.jobs("interactive"))
+        (first,) = line.bus.read_all(pipeline.job_topic("interactive"))
         while not line.decode.running:
             line.decode.run_once()
         line.client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
         second = decode_message(Job, first.value).model_copy(update={"job": "another"})
-        line.publish(second.encode(), "r1", pipeline.jobs("interactive"))
+        line.publish(second.encode(), "r1", pipeline.job_topic("interactive"))
         while "another" not in [running.job_name for running in line.decode.running.values()]:
             line.decode.run_once()
         (result,) = line.run_until(1)

@@ -8,7 +8,7 @@ import redis
 
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent, Usage
-from penstock.names import START_HASH, Pipeline, event_id, roll
+from penstock.names import START_HASH, Pipeline, event_id, roll_hash
 from penstock.record import AppendOutcome, Busy, Claim, Record, parse_event
 from tests.record.play import alive, decode, end, prefill, say, wait_for
 
@@ -27,7 +27,7 @@ def test_entries_are_named_by_position_and_chained_by_hash(
     assert record.finish(claim, EndEvent(finish_reason="length", usage=Usage(prompt_tokens=3)))
     names = [name for name, _ in client.xrange(pipeline.log_key("r1")) or ()]
     assert names == [b"0-1", b"1-1", b"2-2"]
-    first, second = roll(START_HASH, 5), roll(roll(START_HASH, 5), 6)
+    first, second = roll_hash(START_HASH, 5), roll_hash(roll_hash(START_HASH, 5), 6)
     assert record.read_log("r1") == [
         TokenEvent(id=event_id(0, first), token=5, text="<5>"),
         TokenEvent(id=event_id(1, second), token=6, text="<6>"),
@@ -47,7 +47,7 @@ def test_a_stream_may_end_before_its_first_token(record: Record) -> None:
 def test_a_later_claim_goes_on_where_the_log_is(record: Record) -> None:
     say(record, prefill(record), [5])
     claim = decode(record)
-    assert (claim.num_tokens, claim.hash) == (1, roll(START_HASH, 5))
+    assert (claim.num_tokens, claim.hash) == (1, roll_hash(START_HASH, 5))
     assert say(record, claim, [6]) == [OK]
     assert tokens_of(record) == [5, 6]
 
@@ -100,7 +100,7 @@ def test_cancelling_stops_the_tokens_and_leaves_the_claim(record: Record) -> Non
     record.send_append([(claim, claim.next_event(6, ""))])
     record.send_append([(claim, claim.next_event(7, ""))])
     assert record.collect() == [CANCELLED, CANCELLED]
-    assert (claim.num_tokens, claim.hash) == (1, roll(START_HASH, 5))
+    assert (claim.num_tokens, claim.hash) == (1, roll_hash(START_HASH, 5))
     assert record.finish(claim, end("cancelled"))
     assert tokens_of(record) == [5]
 
@@ -191,7 +191,7 @@ def test_two_writers_that_take_each_others_claim_write_each_token_once(
     rolled = START_HASH
     for position, event in enumerate(tokens):
         assert isinstance(event, TokenEvent)
-        rolled = roll(rolled, position * 7)
+        rolled = roll_hash(rolled, position * 7)
         assert event.id == event_id(position, rolled)
     assert len(tokens) == length
     assert isinstance(last, EndEvent)

@@ -10,14 +10,14 @@ from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
 from penstock.record import AppendOutcome, Busy, Claim, News, Record, Sessions, Waiting, connect_servers, record_on
-from penstock.redis.servers import place_of
+from penstock.redis.servers import choose_server
 from penstock.waiting import wait_until
 from tests.pipeline.site import hanging
 from tests.record.play import end, say
 
 NAMES = ("left", "right")
 IDS = [f"r{number}" for number in range(40)]
-LEFT, RIGHT = ([one for one in IDS if place_of(NAMES, one) == index] for index in range(2))
+LEFT, RIGHT = ([one for one in IDS if choose_server(NAMES, one) == index] for index in range(2))
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,14 @@ class Backlog:
     def __init__(self, pipeline: Pipeline, clients: Mapping[str, Any]) -> None:
         self._pipeline = pipeline
         self._admin = AdminClient(dict(clients))
-        self._commits = {stage: Commits(clients, pipeline.group(stage)) for stage in STAGES}
+        self._commits = {stage: Commits(clients, pipeline.consumer_group(stage)) for stage in STAGES}
 
     def unsettled(self) -> dict[str, int]:
         """Messages of each work topic that are not settled. Raises `KafkaException` or `TimeoutError`."""
         return patiently(self._look)
 
     def _look(self) -> dict[str, int]:
-        topics = {topic: stage for stage in STAGES for topic in self._pipeline.inputs(stage).values()}
+        topics = {topic: stage for stage in STAGES for topic in self._pipeline.input_topics(stage).values()}
         partitions = partitions_of(self._admin, topics)
         found = dict.fromkeys(topics, 0)
         for stage in STAGES:

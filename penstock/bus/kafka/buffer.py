@@ -33,7 +33,7 @@ class Holdings:
     """
 
     def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
-        self._topics = pipeline.inputs(stage)
+        self._topics = pipeline.input_topics(stage)
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._buffers: dict[PriorityClass, deque[Delivery]] = {klass: deque() for klass in CLASSES}
         self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)

@@ -90,7 +90,7 @@ class KafkaBus(KafkaClients):
         """Those of the pipeline's topics that the brokers do not know."""
         with bus_errors():
             known = AdminClient(self.clients).list_topics(timeout=ANSWER_S).topics
-        return [topic for topic in self.pipeline.topics() if topic not in known]
+        return [topic for topic in self.pipeline.all_topics() if topic not in known]
 
     def count_old_retries(self) -> int:
         """What an older version left, see `kafka_upgrade`."""
@@ -156,7 +156,7 @@ class KafkaBus(KafkaClients):
         """What a topic is made with, whatever the cluster's defaults are."""
         return {
             "max.message.bytes": str(MAX_BATCH_BYTES),
-            "retention.ms": str(RESULTS_KEPT_MS if topic == self.pipeline.results else WORK_KEPT_MS),
+            "retention.ms": str(RESULTS_KEPT_MS if topic == self.pipeline.results_topic else WORK_KEPT_MS),
             "min.insync.replicas": "2" if self.settings.replication > 2 else "1",
             # Compaction would keep one of several messages of a key; a limit of bytes would delete unread ones.
             "cleanup.policy": "delete",
@@ -174,7 +174,7 @@ class KafkaBus(KafkaClients):
         known = admin.list_topics(timeout=ANSWER_S).topics
         return all(
             topic in known and known[topic].partitions and all(p.leader >= 0 for p in known[topic].partitions.values())
-            for topic in self.pipeline.topics()
+            for topic in self.pipeline.all_topics()
         )
 
 

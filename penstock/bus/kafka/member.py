@@ -80,8 +80,8 @@ class KafkaMember:
 
     def __init__(self, bus: KafkaClients, stage: Stage, name: str) -> None:
         self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
-        self._group = bus.pipeline.group(stage)
-        self._topics = bus.pipeline.inputs(stage)
+        self._group = bus.pipeline.consumer_group(stage)
+        self._topics = bus.pipeline.input_topics(stage)
         self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in self._topics.items()}
         self._settling = threading.Lock()
         self._settling_since: float | None = None
@@ -495,7 +495,7 @@ class KafkaMember:
         if time.monotonic() < self._probe_at:
             return
         try:
-            self._consumer.list_topics(self._pipeline.results, PROBE_AGAIN_S)
+            self._consumer.list_topics(self._pipeline.results_topic, PROBE_AGAIN_S)
             self._away = ""
         except KafkaException as error:
             self._away = f"Kafka: {error.args[0].str()}"

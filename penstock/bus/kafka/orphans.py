@@ -35,8 +35,10 @@ class KafkaOrphans:
     """See `contract.OrphanReader`. Connects at the first orphan."""
 
     def __init__(self, pipeline: Pipeline, stage: Stage, clients: Mapping[str, Any]) -> None:
-        self._clients, self._group = dict(clients), pipeline.group(stage)
-        self._classes: dict[str, PriorityClass] = {topic: klass for klass, topic in pipeline.inputs(stage).items()}
+        self._clients, self._group = dict(clients), pipeline.consumer_group(stage)
+        self._classes: dict[str, PriorityClass] = {
+            topic: klass for klass, topic in pipeline.input_topics(stage).items()
+        }
         self._consumer: Consumer | None = None
         self._offsets: dict[Partition, PartitionOffsets] = {}
 

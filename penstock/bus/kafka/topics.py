@@ -19,7 +19,7 @@ def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
 
     Raises `BusUnavailable`, also where the user may not see the settings.
     """
-    resources = {topic: ConfigResource(ResourceType.TOPIC, topic) for topic in bus.pipeline.topics()}
+    resources = {topic: ConfigResource(ResourceType.TOPIC, topic) for topic in bus.pipeline.all_topics()}
     found: dict[str, dict[str, str]] = {}
     admin = AdminClient(bus.clients)
     with bus_errors():

@@ -14,7 +14,7 @@ from penstock.bus.kafka.offsets import PartitionOffsets
 from penstock.bus.kafka.transactions import Transactions
 from penstock.bus.upgrade import moved, still_running
 from penstock.errors import BusUnavailable
-from penstock.names import CLASSES, ORIGIN, STAGES, Stage
+from penstock.names import CLASSES, ORIGIN_HEADER, STAGES, Stage
 
 BATCH = 100
 """How many messages are moved at a time."""
@@ -45,17 +45,17 @@ def _has_members(bus: KafkaClients, stage: Stage) -> bool:
     if listed.errors:
         raise listed.errors[0]
     states = {group.group_id: group.state for group in listed.valid}
-    return states.get(bus.pipeline.group(stage), ConsumerGroupState.EMPTY) is not ConsumerGroupState.EMPTY
+    return states.get(bus.pipeline.consumer_group(stage), ConsumerGroupState.EMPTY) is not ConsumerGroupState.EMPTY
 
 
 def _partitions(bus: KafkaClients) -> list[Partition]:
     known = AdminClient(bus.clients).list_topics(timeout=ANSWER_S).topics
-    topics = [topic for topic in bus.pipeline.old_retries() if topic in known]
+    topics = [topic for topic in bus.pipeline.old_retry_topics() if topic in known]
     return [(topic, number) for topic in topics for number in known[topic].partitions]
 
 
 def _unsettled(bus: KafkaClients, stage: Stage, partitions: list[Partition]) -> dict[Partition, int]:
-    commits = Commits(bus.clients, bus.pipeline.group(stage))
+    commits = Commits(bus.clients, bus.pipeline.consumer_group(stage))
     try:
         return patiently(lambda: unsettled_of(AdminClient(bus.clients), commits, partitions))
     finally:
@@ -63,11 +63,11 @@ def _unsettled(bus: KafkaClients, stage: Stage, partitions: list[Partition]) -> 
 
 
 def _move(bus: KafkaClients, stage: Stage, partitions: list[Partition]) -> int:
-    writer = Transactions(bus.clients, f"{bus.pipeline.group(stage)}.upgrade", ANSWER_S)
+    writer = Transactions(bus.clients, f"{bus.pipeline.consumer_group(stage)}.upgrade", ANSWER_S)
     consumer = Consumer(
         {
             **bus.clients,
-            "group.id": bus.pipeline.group(stage),
+            "group.id": bus.pipeline.consumer_group(stage),
             "enable.auto.commit": False,
             "isolation.level": "read_committed",
             "auto.offset.reset": "earliest",
@@ -90,7 +90,7 @@ def _read(
 ) -> Iterator[tuple[list[Outgoing], list[TopicPartition]]]:
     """What the group has not settled, as it is to be written, and how far it is read then."""
     pipeline = bus.pipeline
-    classes = dict(zip(pipeline.old_retries(), CLASSES, strict=True))
+    classes = dict(zip(pipeline.old_retry_topics(), CLASSES, strict=True))
     asked = consumer.committed([TopicPartition(*partition) for partition in partitions], timeout=ANSWER_S)
     for one in asked:
         if one.error:  # an open transaction may still change it: its beginning would be the log's, and all moved again
@@ -107,7 +107,7 @@ def _read(
             delivery = read_delivery(message, classes[partition[0]])
             is_new = offsets[partition].deliver(message.offset() or 0)
             # What neither stage would take is one's to put away.
-            is_jobs = delivery.headers.get(ORIGIN) == pipeline.jobs(delivery.klass)
+            is_jobs = delivery.headers.get(ORIGIN_HEADER) == pipeline.job_topic(delivery.klass)
             if is_new and is_jobs == (stage == "decode"):
                 outputs.append(moved(pipeline, delivery))
         elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name

@@ -20,9 +20,9 @@ from penstock.bus.streams.member import StreamsMember
 from penstock.bus.upgrade import moved, still_running
 from penstock.config.settings import BusSettings
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
-from penstock.redis.client import ANSWER_S, replies_to
+from penstock.redis.client import REDIS_TIMEOUT_S, execute_pipeline
 from penstock.redis.scripts import load_script
-from penstock.redis.urls import shown
+from penstock.redis.urls import hide_password
 
 MOVE = load_script("penstock.bus.streams", "move")
 
@@ -47,7 +47,7 @@ class StreamsBus:
         with contextlib.closing(connect(self.url)) as client, bus_errors():
             for stage in STAGES:
                 create_groups(client, self.pipeline, stage)
-            for topic in {self.pipeline.results, self.pipeline.dead}.intersection(missing):
+            for topic in {self.pipeline.results_topic, self.pipeline.dead_letter_topic}.intersection(missing):
                 client.xgroup_create(self._key(topic), "maker", id="0", mkstream=True)  # how to make an empty one
                 client.xgroup_destroy(self._key(topic), "maker")
         return missing
@@ -55,12 +55,12 @@ class StreamsBus:
     def missing_topics(self) -> list[str]:
         """Those of the pipeline's topics that have no stream."""
         with contextlib.closing(connect(self.url)) as client, bus_errors():
-            return [topic for topic in self.pipeline.topics() if not client.exists(self._key(topic))]
+            return [topic for topic in self.pipeline.all_topics() if not client.exists(self._key(topic))]
 
     def count_old_retries(self) -> int:
         """The length of an older version's retry streams: what was settled is deleted there too."""
         with contextlib.closing(connect(self.url)) as client, bus_errors():
-            return sum(client.xlen(self._key(topic)) for topic in self.pipeline.old_retries())
+            return sum(client.xlen(self._key(topic)) for topic in self.pipeline.old_retry_topics())
 
     def move_old_retries(self) -> int:
         """Move what is there, entry by entry, and drop the streams. No member may hold any of it."""
@@ -68,12 +68,14 @@ class StreamsBus:
             return 0
         with contextlib.closing(connect(self.url)) as client, bus_errors():
             for stage in STAGES:
-                if any(client.scan_iter(self.pipeline.member_key(self.pipeline.group(stage), "*"), count=1000)):
+                if any(
+                    client.scan_iter(self.pipeline.member_key(self.pipeline.consumer_group(stage), "*"), count=1000)
+                ):
                     raise still_running(stage)
             return sum(self._move_all(client, klass) for klass in CLASSES)
 
     def _move_all(self, client: "redis.Redis", klass: PriorityClass) -> int:
-        topic, num_moved = dict(zip(CLASSES, self.pipeline.old_retries(), strict=True))[klass], 0
+        topic, num_moved = dict(zip(CLASSES, self.pipeline.old_retry_topics(), strict=True))[klass], 0
         while page := cast("list[Any]", client.xrange(self._key(topic), count=READ_ALL_PAGE)):
             for entry_id, fields in page:
                 message = moved(self.pipeline, Delivery(topic, entry_id.decode(), *decode(fields), klass, 0.0))
@@ -92,11 +94,11 @@ class StreamsBus:
 
     def unsettled(self) -> dict[str, int]:
         """The length of each work stream: what is settled is deleted, and one group reads it."""
-        topics = [topic for stage in STAGES for topic in self.pipeline.inputs(stage).values()]
+        topics = [topic for stage in STAGES for topic in self.pipeline.input_topics(stage).values()]
         with contextlib.closing(connect(self.url)) as client, bus_errors(), client.pipeline(transaction=False) as batch:
             for topic in topics:
                 batch.xlen(self._key(topic))
-            return dict(zip(topics, replies_to(batch), strict=True))
+            return dict(zip(topics, execute_pipeline(batch), strict=True))
 
     def follow(self, topic: str, after: Mapping[str, str]) -> "StreamsFollower":
         """Read a topic's stream; it has one part, and a place is an entry's id."""
@@ -119,7 +121,8 @@ class StreamsBus:
         with contextlib.closing(connect(self.url, timeout_s)) as client, bus_errors():
             info = client.info("server")
         name = info.get("server_name", "redis")
-        return f"Redis Streams on {name} {info.get('valkey_version') or info.get('redis_version')} at {shown(self.url)}"
+        version = info.get("valkey_version") or info.get("redis_version")
+        return f"Redis Streams on {name} {version} at {hide_password(self.url)}"
 
     def _key(self, topic: str) -> str:
         return self.pipeline.stream_key(topic)
@@ -138,7 +141,7 @@ class StreamsFollower:
         found: list[Followed] = []
         end = time.monotonic() + timeout_s
         while not found:
-            left_s = min(end - time.monotonic(), ANSWER_S / 2)
+            left_s = min(end - time.monotonic(), REDIS_TIMEOUT_S / 2)
             with bus_errors():
                 block = max(1, int(left_s * 1000))
                 reply: Any = self._client.xread(
@@ -190,7 +193,7 @@ class StreamsPublisher:
         with bus_errors(), self._client.pipeline(transaction=len(messages) > 1) as batch:
             for message in messages:
                 self._add(batch, message)
-            replies_to(batch)
+            execute_pipeline(batch)
 
     def close(self) -> None:
         """Free the connection."""

@@ -12,13 +12,13 @@ from redis.retry import Retry
 from penstock.bus.contract import Outgoing, as_bytes, as_text
 from penstock.errors import BusUnavailable
 from penstock.names import Pipeline, Stage
-from penstock.redis.client import ANSWER_S, connection_pool
+from penstock.redis.client import REDIS_TIMEOUT_S, connection_pool
 
 KEPT_ENTRIES = 50_000
 """About how many results and dead letters are kept."""
 
 
-def connect(url: str, timeout_s: float = ANSWER_S) -> "redis.Redis":
+def connect(url: str, timeout_s: float = REDIS_TIMEOUT_S) -> "redis.Redis":
     """A client that never repeats a command by itself: whoever calls knows what a repetition means."""
     limits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     return redis.Redis.from_pool(connection_pool(url, protocol=2, retry=Retry(NoBackoff(), 0), **limits))
@@ -42,9 +42,9 @@ def unavailable(error: redis.RedisError) -> BusUnavailable:
 
 def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> None:
     """Make a stage's group on its streams where it is missing, from the beginning."""
-    for topic in pipeline.inputs(stage).values():
+    for topic in pipeline.input_topics(stage).values():
         try:
-            client.xgroup_create(pipeline.stream_key(topic), pipeline.group(stage), id="0", mkstream=True)
+            client.xgroup_create(pipeline.stream_key(topic), pipeline.consumer_group(stage), id="0", mkstream=True)
         except redis.ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
@@ -52,7 +52,7 @@ def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> No
 
 def kept(pipeline: Pipeline, topic: str) -> int:
     """To how many entries a topic is trimmed; 0 for work, which is never trimmed."""
-    return KEPT_ENTRIES if topic in {pipeline.results, pipeline.dead} else 0
+    return KEPT_ENTRIES if topic in {pipeline.results_topic, pipeline.dead_letter_topic} else 0
 
 
 def encode(message: Outgoing) -> dict[str, str | bytes]:

@@ -15,7 +15,7 @@ from penstock.bus.streams.client import bus_errors, connect, create_groups, deco
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
-from penstock.redis.client import replies_once
+from penstock.redis.client import execute_once
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE, load_script
 
 log = logging.getLogger(__name__)
@@ -43,14 +43,14 @@ class StreamsMember:
 
     def __init__(self, pipeline: Pipeline, url: str, settings: BusSettings, stage: Stage, name: str) -> None:
         self._pipeline, self._stage = pipeline, stage
-        self._group = pipeline.group(stage)
+        self._group = pipeline.consumer_group(stage)
         self._token = uuid.uuid4().hex
         self._consumer = f"{name}/{self._token}"
         self._key = pipeline.member_key(self._group, name)
         self._key_prefix = pipeline.member_key(self._group, "")
         self._timeout_s = settings.session_timeout_s
         self._timeout_ms = int(self._timeout_s * 1000)
-        self._topics: dict[PriorityClass, str] = pipeline.inputs(stage)
+        self._topics: dict[PriorityClass, str] = pipeline.input_topics(stage)
         self._client = connect(url)
         self._held: dict[tuple[str, str], Delivery] = {}
         self._doubtful: set[tuple[str, str]] = set()  # others may have taken these
@@ -113,7 +113,7 @@ class StreamsMember:
         words += [position for _, position in places]
         for output in outputs:
             entry = [word for pair in encode(output).items() for word in pair]
-            is_counted = int(output.topic == self._pipeline.results)
+            is_counted = int(output.topic == self._pipeline.results_topic)
             words += [kept(self._pipeline, output.topic), is_counted, len(entry), *entry]
         with bus_errors():
             refused = SETTLE.run(self._client, keys, words)
@@ -238,7 +238,7 @@ class StreamsMember:
         wanted = [(topic, count) for topic, count in self._streams(left) if count > 0]
         ask, key_of = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT"), self._pipeline.stream_key
         # A busy worker asks at each turn, and redis-py's own ways to ask take half as long again.
-        replies = replies_once(self._client, [[*ask, count, "STREAMS", key_of(topic), ">"] for topic, count in wanted])
+        replies = execute_once(self._client, [[*ask, count, "STREAMS", key_of(topic), ">"] for topic, count in wanted])
         found: list[Delivery] = []
         for (topic, _), reply in zip(wanted, replies, strict=True):
             for _, entries in reply or ():

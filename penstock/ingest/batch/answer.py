@@ -14,7 +14,7 @@ from penstock.ingest.errors import ApiError, api_error
 from penstock.ingest.openai import ENDPOINTS, Ask, card_of, prompt_of
 from penstock.ingest.openai.endpoint import cap_open, request_ids
 from penstock.messages import Usage
-from penstock.redis.client import pauses
+from penstock.redis.client import backoff_pauses
 
 FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 60.0, 3600.0
 """How long an answer may be silent before it is asked for again, at first and at last."""
@@ -134,7 +134,7 @@ async def _result(client: AsyncClient, ask: Ask) -> Answer:
 
 
 async def _submit(client: AsyncClient, ask: Ask) -> None:
-    for pause_s in pauses():
+    for pause_s in backoff_pauses():
         try:
             await client.submit(**ask)
             return

@@ -11,7 +11,7 @@ from penstock.bus.connect import connect
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.handlers import errors
 from penstock.ingest.gateway.state import gateway_of
-from penstock.redis.client import ANSWER_S
+from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.telemetry.exposition import CONTENT_TYPE, exposition
 
 router = APIRouter()
@@ -38,7 +38,7 @@ async def readyz(request: Request) -> Health:
     gateway = gateway_of(request)
     if gateway.is_stopping:
         raise ApiError(503, "this gateway stops", code="gateway_stopping")
-    await asyncio.to_thread(connect(gateway.addresses, gateway.bus_settings).check, ANSWER_S)
+    await asyncio.to_thread(connect(gateway.addresses, gateway.bus_settings).check, REDIS_TIMEOUT_S)
     if not await gateway.models.all():
         raise ApiError(503, "no worker is ready yet", code="unavailable", headers={"Retry-After": "1"})
     return Health(pid=os.getpid())

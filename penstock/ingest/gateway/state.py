@@ -50,7 +50,7 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, addresses: Addresses, meters: Meters) -> None:
         self.settings, self.addresses = settings, addresses
         self.bus_settings, self._record_settings = load_settings(BusSettings), load_settings(RecordSettings)
-        self.servers = ByServer.of(addresses.stream_url, async_redis_client)
+        self.servers = ByServer.from_urls(addresses.stream_url, async_redis_client)
         self.redis = self.servers.parts[0]
         self.models = Models(self.redis, addresses.pipeline)
         self.figures = GatewayFigures(meters, addresses, self.bus_settings)

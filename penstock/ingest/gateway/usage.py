@@ -9,7 +9,7 @@ from penstock.ingest.gateway.handlers import errors
 from penstock.ingest.gateway.state import CallerDep, gateway_of
 from penstock.ingest.metering import COUNTERS, Sums, day_keys, last_days, sums_of, total
 from penstock.names import Pipeline
-from penstock.redis.client import checked, translate_outages
+from penstock.redis.client import raise_first_error, translate_outages
 
 router = APIRouter()
 
@@ -55,7 +55,7 @@ async def usage(
         for key in day_keys(Pipeline(name), wanted):
             batch.hmget(key, fields)
     with translate_outages():
-        rows: list[list[bytes | None]] = checked(await batch.execute(raise_on_error=False))
+        rows: list[list[bytes | None]] = raise_first_error(await batch.execute(raise_on_error=False))
     found: dict[str, list[Sums]] = {}
     for number, row in enumerate(rows):
         counted = {field.encode(): raw for field, raw in zip(fields, row, strict=True) if raw is not None}

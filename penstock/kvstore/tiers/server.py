@@ -15,7 +15,7 @@ from penstock.kvstore.tiers.contract import TierCounters
 from penstock.kvstore.tiers.index import SCRIPTS
 from penstock.kvstore.tiers.wire import NotRedis, Refused, Wire, command
 from penstock.redis.client import connection_pool
-from penstock.redis.urls import shown
+from penstock.redis.urls import hide_password
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Server:
 
     def __init__(self, url: str, large: bool) -> None:
         """`large`: whether most values will be. Raises `KVStoreError` for what is no url; connects later."""
-        self._name = shown(url)
+        self._name = hide_password(url)
         self._large = large
         self.lanes = LANES if large and url.startswith("unix:") else 1
         try:
