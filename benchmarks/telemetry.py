@@ -110,7 +110,7 @@ def watched(stack: Stack, ports: list[int]) -> Iterator[None]:
     with contextlib.ExitStack() as exits:
         for port in ports:
             exits.enter_context(repeating(partial(scrape, port)))
-        exits.enter_context(repeating(watch.look))
+        exits.enter_context(repeating(watch.read_latest))
         yield
 
 

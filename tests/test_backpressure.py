@@ -23,14 +23,14 @@ def waiting(messages: int, rate: float | None = 500.0) -> PipelineLag:
 
 
 def test_what_decode_holds_is_not_what_waits_for_it() -> None:
-    assert waiting(8).ahead_s == 0.0
-    assert waiting(28).ahead_s == 2.0
+    assert waiting(8).queued_batch_s == 0.0
+    assert waiting(28).queued_batch_s == 2.0
     assert not has_enough_queued(waiting(8 + int(10 * MAX_QUEUED_S)))
     assert has_enough_queued(waiting(9 + int(10 * MAX_QUEUED_S)))
 
 
 def test_where_nothing_was_measured_messages_count() -> None:
-    assert waiting(200, rate=None).ahead_s is None
+    assert waiting(200, rate=None).queued_batch_s is None
     assert not has_enough_queued(waiting(MAX_QUEUED_MESSAGES, rate=None))
     assert has_enough_queued(waiting(MAX_QUEUED_MESSAGES + 1, rate=None))
     assert has_enough_queued(look([beat("prefill", 1000.0)], jobs_batch=MAX_QUEUED_MESSAGES + 1))  # nobody decodes

@@ -20,7 +20,7 @@ from penstock.errors import BusUnavailable
 from penstock.local.processes import find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.names import STAGES, Pipeline
-from penstock.ops.status import worker_status
+from penstock.ops.status import read_worker_status
 from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from sim.forked import ForkedStack
@@ -173,7 +173,7 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     child = start_child(command, name="up", log=log, directory=HERE)
     addresses = Addresses(stream_url=f"redis://127.0.0.1:{port}/0")
     wait_until(lambda: log.exists() and "Or:  curl" in log.read_text(), 120, "penstock up", every_s=0.1)
-    states = worker_status(addresses)
+    states = read_worker_status(addresses)
     assert {status["state"] for status in states} == {"ready"}
     assert "prefill-0 starting, decode-0 starting, gateway starting\n" in log.read_text()
     hint = log.read_text().partition("Try: ")[2].partition("    (")[0]

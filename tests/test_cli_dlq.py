@@ -13,7 +13,7 @@ from penstock.config.settings import BusSettings, RecordSettings
 from penstock.errors import DeadLetterError
 from penstock.messages import Request, Sampling, now_s
 from penstock.names import MAX_ID_CHARS, Pipeline, is_request_id
-from penstock.ops.dead_letters import Letter, newest
+from penstock.ops.dead_letters import DeadLetter, keep_newest
 from sim.line import Line
 from sim.workload import alone
 from tests.commands import Terminal, penstock
@@ -119,7 +119,7 @@ def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: P
     assert [line for line in told.splitlines() if "penstock" not in line] == [
         "good is asked again as good.retry-1", "1 put back, 4 cannot be",
     ]  # fmt: skip
-    nameless = Letter.of(letters[0]).id
+    nameless = DeadLetter.from_message(letters[0]).id
     for part in (
         f"penstock: {nameless} is no message with an id",
         "penstock: cut is only the beginning of its message",
@@ -138,33 +138,33 @@ def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: P
     assert "give an ID or --all" in dlq("requeue", code=2)
 
 
-def letter(request_id: str, **headers: str) -> Letter:
+def letter(request_id: str, **headers: str) -> DeadLetter:
     value = json.dumps({"v": 1, "id": request_id, "prompt": "x"}).encode()
     known = {name.replace("_", "-"): text for name, text in headers.items()}
-    return Letter.of(
+    return DeadLetter.from_message(
         Outgoing("dead", value, request_id, {names.ORIGIN_HEADER: Pipeline("p").request_topic("batch"), **known})
     )
 
 
 def test_numbers_go_on_from_the_first_id() -> None:
     repeated = letter("a.retry-7")
-    assert (repeated.base, repeated.number) == ("a", 7)
-    assert repeated.again(Pipeline("p"), 8).key == "a.retry-8"
-    assert (letter(".retry-1".strip(".")).number, letter("a.retry-0").number) == (0, 0)
+    assert (repeated.base_id, repeated.retry_number) == ("a", 7)
+    assert repeated.build_retry(Pipeline("p"), 8).key == "a.retry-8"
+    assert (letter(".retry-1".strip(".")).retry_number, letter("a.retry-0").retry_number) == (0, 0)
 
 
 def test_a_long_id_stays_one_of_its_own() -> None:
     long = ["a" * (MAX_ID_CHARS - 1) + end for end in "bc"]
-    again = {letter(one).again(Pipeline("p"), 12).key for one in long}
+    again = {letter(one).build_retry(Pipeline("p"), 12).key for one in long}
     assert len(again) == 2
     assert all(one is not None and is_request_id(one) and one.endswith(".retry-12") for one in again)
 
 
 def test_of_several_the_newest() -> None:
     found = [letter("a", penstock_buried="2000"), letter("b"), letter("a", penstock_buried="1000")]
-    assert newest(found) == [found[1], found[0]]
+    assert keep_newest(found) == [found[1], found[0]]
 
 
 def test_another_pipelines_letter_is_not_put_back() -> None:
     with pytest.raises(DeadLetterError, match="no topic of requests or jobs"):
-        letter("a").again(Pipeline("q"), 1)
+        letter("a").build_retry(Pipeline("q"), 1)

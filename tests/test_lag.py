@@ -16,7 +16,7 @@ from penstock.engine.engine import Sampled
 from penstock.engine.sequence import State
 from penstock.messages import Request, Sampling
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
-from penstock.ops.lag import Lag, PipelineLag, lag_of
+from penstock.ops.lag import Lag, PipelineLag, compute_lag
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
 from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
@@ -50,7 +50,7 @@ def look(workers: list[dict[str, Any]], **unsettled: int) -> PipelineLag:
     counts = {topic: 0 for stage in STAGES for topic in DEMO.input_topics(stage).values()}
     for name, count in unsettled.items():
         counts[f"penstock.demo.{name.replace('_', '.')}"] = count
-    return lag_of(DEMO, counts, workers)
+    return compute_lag(DEMO, counts, workers)
 
 
 IDLE = [beat("prefill", None), beat("decode", None)]
@@ -202,7 +202,7 @@ def turned(worker: Worker, until: Callable[[], object], what: str) -> None:
 def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
     addresses: Addresses, tell: Callable[[Line], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.ops.lag.FRESH_S", 0.0)
+    monkeypatch.setattr("penstock.ops.lag.MAX_AGE_S", 0.0)
     settings = EngineSettings(dtype="float32", device="cpu", pool_mb=64, max_batch=4)
     with Line(addresses, engine=settings) as line, Client(addresses) as client:
         assert client.estimated_wait() is None  # nobody is there

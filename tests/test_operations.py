@@ -9,7 +9,7 @@ from penstock.bus.kafka.bus import RESULTS_KEPT_MS, WORK_KEPT_MS
 from penstock.cli.main import COMMANDS, load_command
 from penstock.config.settings import list_variables
 from penstock.names import CLASSES, Pipeline
-from penstock.plan.sums import LOG_BYTES, LOG_TOKEN_BYTES
+from penstock.plan.plan import LOG_REQUEST_BYTES, LOG_TOKEN_BYTES
 
 HERE = Path(__file__).parents[1]
 BOOK = (HERE / "docs/operations.md").read_text("utf-8")
@@ -37,7 +37,7 @@ def test_settings_topics_and_figures_are_those_of_the_code() -> None:
     kept_ms = {topic: RESULTS_KEPT_MS if topic == Pipeline("p").results_topic else WORK_KEPT_MS for topic in days}
     assert {topic: kept * 86_400_000 for topic, kept in days.items()} == kept_ms
     assert f"offsets.retention.minutes={WORK_KEPT_MS // 60_000}" in BOOK
-    assert f"{LOG_BYTES:,} bytes for each stream and {LOG_TOKEN_BYTES} for each of its tokens" in BOOK
+    assert f"{LOG_REQUEST_BYTES:,} bytes for each stream and {LOG_TOKEN_BYTES} for each of its tokens" in BOOK
 
 
 def test_every_command_exists() -> None:

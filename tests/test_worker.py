@@ -19,7 +19,7 @@ from penstock.config.settings import BusSettings
 from penstock.errors import BusError, BusUnavailable, MemberFenced, PenstockError
 from penstock.messages import Result, decode_message
 from penstock.names import REASON_HEADER, TENANT_HEADER, WORKERS_KEY, Pipeline, PriorityClass
-from penstock.ops.status import health, worker_status
+from penstock.ops.status import check_health, read_worker_status
 from penstock.redis.client import is_outage
 from penstock.waiting import wait_until
 from penstock.worker.delivery_queue import MAX_DEFERRED, POSTPONE_S, DeliveryQueue
@@ -321,8 +321,8 @@ def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses
 
 def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addresses, pipeline: Pipeline) -> None:
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
-        wait_until(lambda: worker_status(addresses), 10, "the first beat")
-        (status,) = worker_status(addresses)
+        wait_until(lambda: read_worker_status(addresses), 10, "the first beat")
+        (status,) = read_worker_status(addresses)
         assert (status["stage"], status["name"], status["state"]) == ("prefill", "p-0", "loading")
         assert status["pid"] == os.getpid()
         beat.report_progress("weights", 0.5)
@@ -330,20 +330,20 @@ def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addre
         beat.update_status(now=True, state="ready")
 
         def ready() -> bool:
-            return [(s["state"], s.get("running")) for s in worker_status(addresses)] == [("ready", 3)]
+            return [(s["state"], s.get("running")) for s in read_worker_status(addresses)] == [("ready", 3)]
 
         wait_until(ready, 10, "the new state")
         with redis.Redis.from_url(addresses.stream_url) as client:
             assert 0 < int(client.pttl(pipeline.worker_key("prefill", "p-0"))) <= 200
-    assert worker_status(addresses) == []
+    assert read_worker_status(addresses) == []
 
 
 def test_who_looks_takes_off_the_workers_that_are_gone(addresses: Addresses, pipeline: Pipeline) -> None:
     with redis.Redis.from_url(addresses.stream_url) as client:
         client.sadd(WORKERS_KEY, pipeline.worker_key("prefill", "gone"))
         with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05):
-            wait_until(lambda: worker_status(addresses), 10, "the first beat")
-        assert worker_status(addresses) == []
+            wait_until(lambda: read_worker_status(addresses), 10, "the first beat")
+        assert read_worker_status(addresses) == []
         assert not [key for key in client.smembers(WORKERS_KEY) if key.startswith(pipeline.worker_prefix.encode())]
 
 
@@ -357,8 +357,8 @@ def test_a_worker_that_is_ready_and_has_a_trouble_is_degraded(addresses: Address
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
         beat.update_status(state="ready")
         beat.set_load_source(lambda: {"reason": "Kafka: away"})
-        wait_until(lambda: [s["state"] for s in worker_status(addresses)] == ["degraded"], 10, "it says so")
-        found = health(addresses, BusSettings())
+        wait_until(lambda: [s["state"] for s in read_worker_status(addresses)] == ["degraded"], 10, "it says so")
+        found = check_health(addresses, BusSettings())
         assert found.state == "degraded"
         assert "prefill worker p-0: Kafka: away" in found.reasons
         assert "no decode worker is ready" in found.reasons
@@ -432,9 +432,9 @@ def test_anything_else_ends_it(addresses: Addresses, pipeline: Pipeline, error: 
 def test_a_place_that_a_newer_process_has_is_not_taken_back(addresses: Addresses, pipeline: Pipeline) -> None:
     """It was stopped for so long that it was replaced, and goes on now."""
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
-        wait_until(lambda: worker_status(addresses), 10, "the first beat")
+        wait_until(lambda: read_worker_status(addresses), 10, "the first beat")
         # In a container beside it, which has the same host name and process id.
-        newer = {**worker_status(addresses)[0], "token": "another", "since": time.time() + 1.0}
+        newer = {**read_worker_status(addresses)[0], "token": "another", "since": time.time() + 1.0}
         with redis.Redis.from_url(addresses.stream_url) as client:
             client.set(pipeline.worker_key("prefill", "p-0"), json.dumps(newer))
         reconnector = Reconnector(lambda: Failing(MemberFenced("replaced")), lambda: None, beat)

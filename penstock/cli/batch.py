@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.client.aio import AsyncClient
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
-from penstock.ops.status import health
+from penstock.ops.status import check_health
 
 if TYPE_CHECKING:
     from penstock.ingest.batch.answer import Finished
@@ -66,7 +66,7 @@ async def _run(source: Path, output: Path, errors: Path, notes: Console) -> tupl
     with Journal(output, errors, digest) as journal:
         if journal.done:
             notes.print(f"{len(journal.done):,} of {total:,} rows are finished already", highlight=False)
-        for reason in health(addresses, load_settings(BusSettings)).reasons:
+        for reason in check_health(addresses, load_settings(BusSettings)).reasons:
             notes.print(f"rows wait: {reason}", highlight=False, markup=False)
         async with AsyncClient(addresses) as client:
             with _shown(notes, total, len(journal.done), journal.num_failed) as meter:

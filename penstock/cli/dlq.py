@@ -21,7 +21,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import DeadLetterError
 from penstock.names import Pipeline
-from penstock.ops.dead_letters import Letter, in_order, newest
+from penstock.ops.dead_letters import DeadLetter, keep_newest, sort_by_age
 from penstock.redis.client import redis_client
 
 app = typer.Typer(help="The dead letters: requests that nobody could answer.", no_args_is_help=True)
@@ -33,7 +33,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 def list_(as_json: AsJson = False) -> None:
     """All dead letters, the newest last, and which were asked again."""
     with _office() as office:
-        letters = in_order(office.letters())
+        letters = sort_by_age(office.letters())
         rows = [{**_about(letter), "requeued": office.is_requeued(letter)} for letter in letters]
     if as_json:
         print(json.dumps(rows, indent=1))  # noqa: T201
@@ -77,7 +77,7 @@ def requeue(
         if id_ is not None:
             chosen = office.find(id_)[-1:]
         else:
-            chosen = [letter for letter in newest(office.letters()) if not office.is_requeued(letter)]
+            chosen = [letter for letter in keep_newest(office.letters()) if not office.is_requeued(letter)]
         for letter in chosen:
             try:
                 print(f"{letter.id} is asked again as {office.put_back(letter)}")  # noqa: T201
@@ -102,30 +102,30 @@ class _Office:
         counts = cast("dict[bytes, bytes]", self.client.hgetall(self.pipeline.requeued_key))
         self._counts = {base.decode(): int(count) for base, count in counts.items()}
 
-    def letters(self) -> list[Letter]:
+    def letters(self) -> list[DeadLetter]:
         """All there are."""
         if self.pipeline.dead_letter_topic in self.bus.missing_topics():
             raise DeadLetterError(f"the pipeline {self.pipeline.name!r} has no topics yet: penstock topics create")
-        return [Letter.of(message) for message in self.bus.read_all(self.pipeline.dead_letter_topic)]
+        return [DeadLetter.from_message(message) for message in self.bus.read_all(self.pipeline.dead_letter_topic)]
 
-    def find(self, id_: str) -> list[Letter]:
+    def find(self, id_: str) -> list[DeadLetter]:
         """Those of one id, the newest last. Raises `DeadLetterError` if there is none."""
-        found = [letter for letter in in_order(self.letters()) if letter.id == id_]
+        found = [letter for letter in sort_by_age(self.letters()) if letter.id == id_]
         if not found:
             raise DeadLetterError(f"no dead letter has the id {id_!r}: see penstock dlq list")
         return found
 
-    def is_requeued(self, letter: Letter) -> bool:
+    def is_requeued(self, letter: DeadLetter) -> bool:
         """Whether it was put back."""
-        return self._counts.get(letter.base, 0) > letter.number
+        return self._counts.get(letter.base_id, 0) > letter.retry_number
 
-    def put_back(self, letter: Letter) -> str:
+    def put_back(self, letter: DeadLetter) -> str:
         """Ask again, see `penstock.ops.dead_letters`; under which id."""
-        number = max(self._counts.get(letter.base, 0), letter.number) + 1
-        message = letter.again(self.pipeline, number)
+        number = max(self._counts.get(letter.base_id, 0), letter.retry_number) + 1
+        message = letter.build_retry(self.pipeline, number)
         self.publisher.publish([message])  # 1
-        self.client.hset(self.pipeline.requeued_key, letter.base, str(number))  # 2
-        self._counts[letter.base] = number
+        self.client.hset(self.pipeline.requeued_key, letter.base_id, str(number))  # 2
+        self._counts[letter.base_id] = number
         return str(message.key)
 
 
@@ -137,18 +137,18 @@ def _office() -> Iterator[_Office]:
         yield _Office(pipeline, bus, publisher, client)
 
 
-def _about(letter: Letter) -> dict[str, Any]:
-    attempts = letter.header(names.ATTEMPT_HEADER)
+def _about(letter: DeadLetter) -> dict[str, Any]:
+    attempts = letter.get_header(names.ATTEMPT_HEADER)
     return {
         "id": letter.id,
-        "buried": letter.buried_s,
-        "reason": letter.header(names.REASON_HEADER),
-        "origin": letter.header(names.ORIGIN_HEADER),
+        "buried": letter.dead_since_s,
+        "reason": letter.get_header(names.REASON_HEADER),
+        "origin": letter.get_header(names.ORIGIN_HEADER),
         "attempts": int(attempts) if attempts.isascii() and attempts.isdecimal() else None,
     }
 
 
-def _whole(letter: Letter) -> dict[str, Any]:
+def _whole(letter: DeadLetter) -> dict[str, Any]:
     text = letter.message.value.decode(errors="replace")
     return {**_about(letter), "key": letter.message.key, "headers": dict(letter.message.headers), "message": text}
 
@@ -166,16 +166,16 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _print(console: Console, letter: Letter) -> None:
+def _print(console: Console, letter: DeadLetter) -> None:
     console.print(Text(letter.id, "bold"))
     lines = Table("", "", box=None, pad_edge=False, show_header=False)
-    lines.add_row("dead since", _when(letter.buried_s))
+    lines.add_row("dead since", _when(letter.dead_since_s))
     for name, text in sorted(letter.message.headers.items()):
         if name not in (names.STACK_HEADER, names.BURIED_HEADER):
             lines.add_row(name, _plain(text))
     console.print(lines)
-    if letter.header(names.STACK_HEADER):
-        console.print(_plain("\n" + letter.header(names.STACK_HEADER).rstrip()), soft_wrap=True)
+    if letter.get_header(names.STACK_HEADER):
+        console.print(_plain("\n" + letter.get_header(names.STACK_HEADER).rstrip()), soft_wrap=True)
     try:
         message = json.dumps(json.loads(letter.message.value), indent=1, ensure_ascii=False)
     except (ValueError, RecursionError):

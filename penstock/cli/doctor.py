@@ -23,7 +23,7 @@ from penstock.errors import BusUnavailable, DependencyMissing, PenstockError, Se
 from penstock.local.kafka import find_java
 from penstock.local.valkey import find_binary
 from penstock.names import Pipeline
-from penstock.ops.status import worker_status
+from penstock.ops.status import read_worker_status
 from penstock.redis.client import redis_client
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
 from penstock.redis.servers import check_server_list
@@ -288,7 +288,7 @@ def _transactions(bus: Bus) -> Iterator[Finding]:
 
 def _workers(addresses: Addresses) -> Iterator[Finding]:
     try:
-        workers = worker_status(addresses)
+        workers = read_worker_status(addresses)
     except redis.RedisError:
         return
     for stage in ("prefill", "decode"):

@@ -10,7 +10,7 @@ from penstock.errors import DependencyMissing, SettingsError
 from penstock.names import Pipeline
 from penstock.ops.access import check_access
 from penstock.redis.servers import store_server_lists
-from penstock.telemetry.process import telemetry
+from penstock.telemetry.process import open_telemetry
 from penstock.worker.heartbeat import choose_worker_name
 
 
@@ -31,5 +31,5 @@ def gateway(
         raise SettingsError(wrong[0])
     check_access(addresses, "gateway")
     store_server_lists(addresses.stream_url, Pipeline(addresses.pipeline))
-    with telemetry("penstock-gateway", addresses, choose_worker_name(""), with_endpoint=False) as meters:
+    with open_telemetry("penstock-gateway", addresses, choose_worker_name(""), with_endpoint=False) as meters:
         serve(load_settings(GatewaySettings, **given), addresses, meters)

@@ -24,10 +24,10 @@ from penstock.errors import PenstockError
 from penstock.messages import TokenEvent
 from penstock.names import PriorityClass
 from penstock.ops.lag import LagWatch, PipelineLag
-from penstock.ops.status import health_of, worker_status
+from penstock.ops.status import assess_health, read_worker_status
 from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.redis.urls import hide_passwords
-from penstock.telemetry.process import recording
+from penstock.telemetry.process import record_spans
 
 WAITS_S = 2.0
 """For so long a request may be silent before it is said what it waits for."""
@@ -58,7 +58,7 @@ def generate(
     klass: PriorityClass = "batch" if batch else "interactive"
     addresses, notes = load_settings(Addresses), Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(recording("penstock-client", load_settings(TraceSettings)))
+        stack.enter_context(record_spans("penstock-client", load_settings(TraceSettings)))
         client = stack.enter_context(Client(addresses))
         text = sys.stdin.read() if prompt == "-" and resume is None else prompt
         begun_s = time.perf_counter()
@@ -123,16 +123,16 @@ def find_reasons(addresses: Addresses, klass: PriorityClass) -> list[str]:
     """Return why a request may have to wait, as servers and workers tell it now."""
     try:
         connect(addresses, load_settings(BusSettings)).check(REDIS_TIMEOUT_S)
-        workers = worker_status(addresses)
+        workers = read_worker_status(addresses)
         if other := find_other_bus(workers, addresses):
             return [other]
         if not workers:
             where = f"pipeline {addresses.pipeline!r} at {hide_passwords(addresses.stream_url)}"
             return [f"there is no worker of {where}: see PENSTOCK_PIPELINE and PENSTOCK_STREAM_URL"]
-        if reasons := health_of(workers).reasons:
+        if reasons := assess_health(workers).reasons:
             return list(reasons)
         with contextlib.closing(LagWatch(addresses, load_settings(BusSettings))) as watch:
-            return [in_the_queue(watch.look(), klass)]
+            return [in_the_queue(watch.read_latest(), klass)]
     except (redis.RedisError, PenstockError) as error:
         return [explain(error, addresses) or ""]
 

@@ -17,7 +17,7 @@ from penstock.cli import kv_show
 from penstock.config.addresses import Addresses
 from penstock.config.settings import KVSettings, load_settings
 from penstock.errors import DependencyMissing, InvalidName, KVStoreError
-from penstock.ops.status import worker_status
+from penstock.ops.status import read_worker_status
 from penstock.redis.urls import split_urls
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def stats(
     addresses = load_settings(Addresses)
     with places() as found:
         rows = [kv_show.usage_row(place) for place in found]
-    stages = kv_show.by_stage(worker_status(addresses))
+    stages = kv_show.by_stage(read_worker_status(addresses))
     if as_json:
         print(json.dumps({"tiers": rows, "workers": stages}, indent=1))  # noqa: T201
     else:

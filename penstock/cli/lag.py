@@ -35,7 +35,7 @@ def lag(
 
 def _print_json(source: LagWatch, *, watch: bool) -> None:
     while True:
-        sys.stdout.write(json.dumps(source.look().as_json()) + "\n")
+        sys.stdout.write(json.dumps(source.read_latest().as_json()) + "\n")
         sys.stdout.flush()
         if not watch:
             return
@@ -45,12 +45,12 @@ def _print_json(source: LagWatch, *, watch: bool) -> None:
 def _show(source: LagWatch, *, watch: bool) -> None:
     console = Console()
     if not watch:
-        console.print(table(source.look()))
+        console.print(table(source.read_latest()))
         return
-    with Live(table(source.look()), console=console, auto_refresh=False) as live:
+    with Live(table(source.read_latest()), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(WATCH_S)
-            live.update(table(source.look()), refresh=True)
+            live.update(table(source.read_latest()), refresh=True)
 
 
 def table(found: PipelineLag) -> Table:

@@ -11,10 +11,10 @@ from rich.markup import escape
 
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, RecordSettings, load_settings
-from penstock.ops.status import worker_status
-from penstock.plan import rates as measured
-from penstock.plan import sums
-from penstock.plan.trace import quantile, read
+from penstock.ops.status import read_worker_status
+from penstock.plan.plan import Goals, make_plan, render_plan
+from penstock.plan.rates import average_rates
+from penstock.plan.trace import compute_quantile, read_trace
 
 
 def plan(
@@ -28,19 +28,19 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show how many prefill and decode workers the trace needs, from measured rates, and what a simulation says."""
-    arrivals = read(trace)
-    goals = sums.Goals(ttft_s, itl_s, utilisation, window_s, load_settings(RecordSettings).keep_s)
+    arrivals = read_trace(trace)
+    goals = Goals(ttft_s, itl_s, utilisation, window_s, load_settings(RecordSettings).keep_s)
     settings = load_settings(EngineSettings, **({"model": model} if model else {}))
     if measure:
         from penstock.cli.plan_measure import measure as measure_engine
 
-        rates = measure_engine(settings, round(quantile([one.prompt_tokens for one in arrivals], 0.5)))
+        rates = measure_engine(settings, round(compute_quantile([one.prompt_tokens for one in arrivals], 0.5)))
     else:
-        rates = measured.of_workers(worker_status(load_settings(Addresses)), settings, model or None)
-    made = sums.plan(arrivals, rates, goals)
+        rates = average_rates(read_worker_status(load_settings(Addresses)), settings, model or None)
+    made = make_plan(arrivals, rates, goals)
     if as_json:
         sys.stdout.write(json.dumps(made.as_json()) + "\n")
         return
     console = Console(highlight=False, soft_wrap=True)
-    for name, line in sums.lines(made, arrivals):
+    for name, line in render_plan(made, arrivals):
         console.print(f"[bold]{name:13}[/]{escape(line)}")

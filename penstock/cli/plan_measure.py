@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.config.settings import EngineSettings
 from penstock.errors import DependencyMissing
 from penstock.messages import Sampling
-from penstock.plan.rates import Batch, Rates
+from penstock.plan.rates import DecodeBatch, WorkerRates
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -17,7 +17,7 @@ LEAST_S, LEAST_ROUNDS = 0.5, 3
 """Each figure is measured for so long, and over so many prompts or steps at least, after one that warms up."""
 
 
-def measure(settings: EngineSettings, num_prompt: int) -> Rates:
+def measure(settings: EngineSettings, num_prompt: int) -> WorkerRates:
     """Open the engine and measure prompts of `num_prompt` tokens, as far as they fit, and decode by batch size.
 
     Raises `ModelLoadError`, `DependencyMissing`.
@@ -29,7 +29,7 @@ def measure(settings: EngineSettings, num_prompt: int) -> Rates:
     engine = open_engine(settings)
     room = engine.pool.num_blocks * settings.block_size
     num_prompt = max(1, min(num_prompt, engine.model.context_length // 2, room // 2))
-    return Rates(
+    return WorkerRates(
         source=f"measuring {settings.model} here, prompts of {num_prompt:,} tokens, {settings.threads} threads",
         prefill_tokens_per_s=_prefill(engine, num_prompt),
         batches=tuple(_batches(engine, num_prompt)),
@@ -49,7 +49,7 @@ def _prefill(engine: "Engine", num_prompt: int) -> float:
     return rounds * num_prompt / (time.perf_counter() - begun_s)
 
 
-def _batches(engine: "Engine", num_prompt: int) -> Iterator[Batch]:
+def _batches(engine: "Engine", num_prompt: int) -> Iterator[DecodeBatch]:
     """1, 2, 4, … sequences, as many as there are places and blocks for."""
     size, block = 1, engine.settings.block_size
     while size <= engine.settings.max_batch:
@@ -57,7 +57,7 @@ def _batches(engine: "Engine", num_prompt: int) -> Iterator[Batch]:
         max_new = min(num_left, engine.model.context_length - num_prompt)
         if max_new < LEAST_ROUNDS + 2:
             return
-        yield Batch(size, _decode(engine, _add(engine, size, num_prompt, max_new), max_new))
+        yield DecodeBatch(size, _decode(engine, _add(engine, size, num_prompt, max_new), max_new))
         size *= 2
 
 

@@ -10,7 +10,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import ServersDiffer
 from penstock.names import Pipeline
-from penstock.ops.status import worker_status
+from penstock.ops.status import read_worker_status
 from penstock.redis.client import redis_client
 from penstock.redis.servers import ByServer, describe_server_list, replace_server_list
 from penstock.redis.urls import hide_password, split_urls
@@ -37,7 +37,7 @@ def change() -> None:
     """
     addresses = load_settings(Addresses)
     pipeline, clients = Pipeline(addresses.pipeline), ByServer.from_urls(addresses.stream_url, redis_client)
-    if running := [worker["name"] for worker in worker_status(addresses)]:
+    if running := [worker["name"] for worker in read_worker_status(addresses)]:
         raise ServersDiffer(f"{', '.join(running)} still run: stop all workers and gateways before the list is changed")
     unsettled = connect(addresses, load_settings(BusSettings)).unsettled()
     jobs = sum(unsettled[topic] for topic in pipeline.input_topics("decode").values())

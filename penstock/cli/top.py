@@ -20,4 +20,4 @@ def top() -> None:
     if not sys.stdout.isatty():
         raise PenstockError("`penstock top` draws on a terminal; for programs there is `penstock lag --json --watch`")
     logging.disable()  # what is wrong is on the screen
-    Top(watch.look).run()
+    Top(watch.read_latest).run()

@@ -26,8 +26,8 @@ from penstock.ops.lag import LagWatch
 from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.redis.servers import store_server_lists
 from penstock.telemetry.meters import Meters
-from penstock.telemetry.process import telemetry
-from penstock.telemetry.stage import StageFigures
+from penstock.telemetry.process import open_telemetry
+from penstock.telemetry.stage import StageMetrics
 from penstock.worker.heartbeat import Heartbeat, choose_worker_name, pin_to_cores
 from penstock.worker.loop import StopSignal
 from penstock.worker.reconnect import Reconnector
@@ -58,7 +58,7 @@ def run(stage: Stage) -> None:
     store_server_lists(addresses.stream_url, pipeline)
     with contextlib.ExitStack() as stack:
         beat = Heartbeat(addresses.first_url, pipeline, stage, name, settings.heartbeat_s)
-        told = telemetry(
+        told = open_telemetry(
             f"penstock-{stage}", addresses, name, with_endpoint=True, is_ready=lambda: beat.state == "ready"
         )
         meters = stack.enter_context(told)
@@ -97,17 +97,17 @@ def _work(
     bus_settings, records = load_settings(BusSettings), load_settings(RecordSettings)
     clients, bus = connect_servers(addresses.stream_url), connect(addresses, bus_settings)
     if stage == "prefill":
-        ahead = stack.enter_context(DecodeBackpressure(LagWatch(addresses, bus_settings).look))
+        ahead = stack.enter_context(DecodeBackpressure(LagWatch(addresses, bus_settings).read_latest))
         role: PrefillRole | DecodeRole = PrefillRole(pipeline, engine, ahead)
     else:
         role = DecodeRole(pipeline, engine)
-    figures = StageFigures(meters, pipeline.name, stage, name, model.name)
+    metrics = StageMetrics(meters, pipeline.name, stage, name, model.name)
 
     def make() -> Worker:
         check_upgraded(bus)
         member = bus.member(stage, name)
         try:
-            worker = Worker(role, pipeline, name, store, record_on(clients, pipeline, records), member, figures)
+            worker = Worker(role, pipeline, name, store, record_on(clients, pipeline, records), member, metrics)
         except BaseException:
             member.close()  # else it stays in the group, and keeps what it is given
             raise
@@ -123,10 +123,10 @@ def _work(
 
         def now() -> dict[str, object]:
             trouble = worker.settler.trouble or member.trouble or worker.record.trouble
-            lately = {"recent": figures.recent()} if meters.is_on else {}
+            lately = {"recent": metrics.summarize_recent()} if meters.is_on else {}
             return view() | {"load": worker.report_load()} | lately | ({"reason": trouble} if trouble else {})
 
-        figures.watch(view)
+        metrics.set_view(view)
         beat.set_load_source(now)
         return worker
 

@@ -160,7 +160,7 @@ class AsyncClient:
     async def lag(self) -> PipelineLag:
         """Return how much work waits in the pipeline, in tokens. Raises `BusUnavailable`."""
         with translate_outages():
-            return await asyncio.to_thread(self._watch.look)
+            return await asyncio.to_thread(self._watch.read_latest)
 
     async def estimated_wait(self, klass: PriorityClass = "interactive") -> float | None:
         """Return about how many seconds a request submitted now would wait, as `Client.estimated_wait`."""

@@ -34,7 +34,7 @@ from penstock.messages import (
 from penstock.names import START_HASH, Pipeline, PriorityClass, parse_event_id, roll_hash
 from penstock.record.log import Status
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import operation_of, request_attributes
+from penstock.telemetry.genai import build_request_attributes, get_operation
 
 Event = TokenEvent | EndEvent
 
@@ -133,13 +133,13 @@ def prepare_message(pipeline: Pipeline, request: Request, since_s: float | None 
     The span begins now, or at `since_s` (seconds since the epoch).
     """
     klass = request.klass or "interactive"
-    context = tracing.about(pipeline, request.id)
-    span = tracing.begin("request", context, since_s, id=request.id, klass=klass)
-    span.set_attributes(request_attributes(operation_of(request), request.model))
+    context = tracing.with_request(pipeline, request.id)
+    span = tracing.start_span("request", context, since_s, id=request.id, klass=klass)
+    span.set_attributes(build_request_attributes(get_operation(request), request.model))
     headers = {names.VERSION_HEADER: str(request.v), names.TENANT_HEADER: request.tenant, names.CLASS_HEADER: klass}
     if request.deadline is not None:
         headers[names.DEADLINE_HEADER] = str(request.deadline)
-    headers |= tracing.headers_of(tracing.within(span))
+    headers |= tracing.inject_headers(tracing.with_span(span))
     topic = pipeline.request_topic(klass)
     return span, Outgoing(topic, request.encode(), request.id, headers, affinity_of(request))
 

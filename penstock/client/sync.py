@@ -120,7 +120,7 @@ class Client:
     def lag(self) -> PipelineLag:
         """Return how much work waits in the pipeline, in tokens. Raises `BusUnavailable`."""
         with translate_outages():
-            return self._watch.look()
+            return self._watch.read_latest()
 
     def estimated_wait(self, klass: PriorityClass = "interactive") -> float | None:
         """Return about how many seconds a request submitted now would wait; None where nothing was measured yet.

@@ -36,7 +36,7 @@ from penstock.messages import (
 )
 from penstock.names import TENANT_HEADER, Pipeline, PriorityClass, Stage
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import operation_in
+from penstock.telemetry.genai import read_operation
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.retry import is_suspect, make_dead_letters
 from penstock.worker.task import Completion, Task
@@ -81,8 +81,8 @@ class DecodeRole:
             error = job.error.to_exception()
         elif error is None and not job.token_ids:
             error = InternalError("a job without a prompt")
-        around = tracing.context_of(delivery.headers, tracing.about(self.pipeline, job.id, Context()))
-        operation = operation_in(delivery.headers)
+        around = tracing.extract_context(delivery.headers, tracing.with_request(self.pipeline, job.id, Context()))
+        operation = read_operation(delivery.headers)
         task = Task(job.id, delivery, job, operation, job_name=job.job, token_ids=job.token_ids, error=error)
         task.parent_context = task.context = around
         return task
@@ -150,7 +150,7 @@ class DecodeRole:
         result = build_result(job, self.engine.model.name, events)
         if result is None:
             return None
-        outputs, dead = [build_result_message(self.pipeline, result, tracing.headers_of(task.parent_context))], []
+        outputs, dead = [build_result_message(self.pipeline, result, tracing.inject_headers(task.parent_context))], []
         if result.error is not None and (job.error is None or job.error.code != result.error.code):
             error = task.error if task.end_event is not None and task.error is not None else result.error.to_exception()
             dead = make_dead_letters(self.pipeline, task.delivery, error, task.claim)

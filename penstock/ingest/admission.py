@@ -93,7 +93,7 @@ class Admission:
         check_right(caller, klass, num_tokens, max_output)
         lag = await self._lags.look(pipeline)
         wait_s = None if lag is None else lag.estimated_wait_s(klass)
-        mean_output = None if lag is None else lag.mean_outputs[klass]
+        mean_output = None if lag is None else lag.mean_output_tokens[klass]
         num_tokens += expected_output(caller, num_tokens, max_output, num_open, mean_output)
         self._check_wait(wait_s, klass, most_wait_s)
         is_full = wait_s is not None and wait_s > BUSY_S

@@ -24,7 +24,7 @@ from penstock.local.processes import Child, start_child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Stage
 from penstock.ops.access import check_access
-from penstock.ops.status import worker_status
+from penstock.ops.status import read_worker_status
 
 DEFAULT_REDIS_PORT = 7379
 BATCH_STORE_VARIABLE = "PENSTOCK_BATCH_STORE"
@@ -205,7 +205,7 @@ class Stack:
 
     def _describe_states(self) -> str:
         """Each worker's state in one line; marks those that are ready."""
-        states = {status["name"]: status for status in worker_status(self.addresses)}
+        states = {status["name"]: status for status in read_worker_status(self.addresses)}
         parts = []
         for worker in self.workers:
             status = states.get(worker.name, {})

@@ -5,6 +5,7 @@ the middle of a change of its passwords: that is an outage as any other.
 """
 
 import contextlib
+import socket
 import ssl
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -27,12 +28,13 @@ from penstock.names import (
     kv_key,
     rate_key,
 )
-from penstock.ops.tls import speaks_tls
 from penstock.redis.client import redis_client
 from penstock.redis.sentinel import find_masters, is_sentinel, parse_sentinels
 from penstock.redis.urls import hide_password, split_urls
 
 Command = tuple[str, ...]
+TLS_TIMEOUT_S = 2.0
+"""How long a server may take to begin TLS."""
 
 
 def check_access(addresses: Addresses, role: Role | None = None, *, kv: bool = False) -> None:
@@ -41,25 +43,25 @@ def check_access(addresses: Addresses, role: Role | None = None, *, kv: bool = F
     `kv`: ask those of the KV store too. Servers that are away raise nothing; Kafka is waited for, for three seconds.
     """
     pipeline = Pipeline(addresses.pipeline)
-    needed = commands_of(pipeline, role, streams=not addresses.kafka) if role else []
+    needed = list_commands(pipeline, role, streams=not addresses.kafka) if role else []
     for url in split_urls(addresses.stream_url):
         _check_redis(url, "PENSTOCK_STREAM_URL", needed)
     if kv:
         variable = "PENSTOCK_KV_URL" if addresses.kv_url else "PENSTOCK_STREAM_URL"
         for url in split_urls(addresses.kv_url or addresses.stream_url):
-            _check_redis(url, variable, kv_commands() if role else [])
+            _check_redis(url, variable, list_kv_commands() if role else [])
     if addresses.kafka:
         from penstock.ops.kafka_access import check_kafka  # confluent_kafka is loaded only where it is used
 
         check_kafka(addresses, pipeline, role)
 
 
-def commands_of(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Command]:
+def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Command]:
     """Of each kind of thing that a role does in Redis, one."""
     record, channel = pipeline.record_key("x"), pipeline.live_channel("x")
     found: list[Command] = [("INFO", "server"), ("SMEMBERS", WORKERS_KEY), ("EVALSHA", "0" * 40, "1", record)]
     if role in ("client", "gateway"):
-        found += [("SUBSCRIBE", channel), ("UNSUBSCRIBE", channel), *_client_commands(pipeline)]
+        found += [("SUBSCRIBE", channel), ("UNSUBSCRIBE", channel), *_list_client_commands(pipeline)]
     else:
         found += [("PUBLISH", channel, ""), ("SADD", WORKERS_KEY, "x"), ("SET", pipeline.worker_key(role, "x"), "x")]
     if role != "client":
@@ -79,7 +81,7 @@ def commands_of(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comman
     return found
 
 
-def _client_commands(pipeline: Pipeline) -> list[Command]:
+def _list_client_commands(pipeline: Pipeline) -> list[Command]:
     """What reading a stream, cancelling and asking for the lag take."""
     record, news = pipeline.record_key("x"), pipeline.news_key("x")
     cancelling = [
@@ -96,7 +98,7 @@ def _client_commands(pipeline: Pipeline) -> list[Command]:
     ]
 
 
-def kv_commands() -> list[Command]:
+def list_kv_commands() -> list[Command]:
     """The same of the KV store."""
     block = kv_key(b"x")
     return [("SET", block, "x"), ("STRLEN", block), ("SCRIPT", "LOAD", "return 0"), ("ZADD", KV_INDEX[0], "0", "x")]
@@ -104,25 +106,25 @@ def kv_commands() -> list[Command]:
 
 def _check_redis(url: str, variable: str, commands: list[Command]) -> None:
     if is_sentinel(url):
-        master = _master_behind(url, variable)
+        master = _find_master(url, variable)
         if master is None:
             return
         url = master
     try:
         with contextlib.closing(redis_client(url)) as client:
-            for command, error in _denied(client, [("PING",), *commands]):
+            for command, error in _find_denied(client, [("PING",), *commands]):
                 user = urlsplit(url).username or "default"
                 raise AccessRefused(
                     f"Redis at {hide_password(url)}: the user {user} may not {' '.join(command[:2])} ({error}); "
                     "the rights it needs are in docs/operations.md"
                 )
     except (redis.RedisError, OSError, ValueError) as error:
-        reason = refusal(error, url, variable)
+        reason = explain_refusal(error, url, variable)
         if reason:
             raise AccessRefused(f"Redis at {hide_password(url)}: {reason}") from None
 
 
-def _master_behind(url: str, variable: str) -> str | None:
+def _find_master(url: str, variable: str) -> str | None:
     """The address of the master that Sentinels name; None where none of them answers."""
     address = parse_sentinels(url)
     found = find_masters(url)
@@ -133,12 +135,14 @@ def _master_behind(url: str, variable: str) -> str | None:
     if answers:
         raise AccessRefused(f"the Sentinels at {address} know no service {address.service!r}: see {variable}")
     for sentinel, error in found.items():
-        if isinstance(error, redis.RedisError) and (reason := refusal(error, address.sentinel_url(sentinel), variable)):
+        if isinstance(error, redis.RedisError) and (
+            reason := explain_refusal(error, address.sentinel_url(sentinel), variable)
+        ):
             raise AccessRefused(f"the Sentinel at {address.sentinel_url(sentinel)}: {reason}")
     return None
 
 
-def _denied(client: "redis.Redis", commands: list[Command]) -> Iterator[tuple[Command, str]]:
+def _find_denied(client: "redis.Redis", commands: list[Command]) -> Iterator[tuple[Command, str]]:
     """The commands that the user may not send. They are queued in a transaction, and thrown away with it."""
     connection = client.connection_pool.get_connection()
     try:
@@ -155,15 +159,17 @@ def _denied(client: "redis.Redis", commands: list[Command]) -> Iterator[tuple[Co
         client.connection_pool.release(connection)
 
 
-def refusal(error: BaseException, url: str, variable: str) -> str:
+def explain_refusal(error: BaseException, url: str, variable: str) -> str:
     """What an error of a Redis client means, where it means that we are not let in; else empty."""
-    untrusted = _of_kind(error, ssl.SSLCertVerificationError)
+    untrusted = _find_cause(error, ssl.SSLCertVerificationError)
     if isinstance(untrusted, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({untrusted.verify_message.rstrip('.')}): see PENSTOCK_REDIS_CA_FILE"
     if isinstance(error, redis.AuthenticationError) or str(error).startswith("NOAUTH"):
         return f"wrong user or password: see {variable}"
     parts = urlsplit(url)
-    is_cut = _of_kind(error, ssl.SSLError) or _of_kind(error, ConnectionResetError) or "closed by server" in str(error)
+    is_cut = (
+        _find_cause(error, ssl.SSLError) or _find_cause(error, ConnectionResetError) or "closed by server" in str(error)
+    )
     if not is_cut or parts.scheme not in ("redis", "rediss"):
         return ""
     is_tls = speaks_tls(parts.hostname or "", parts.port or 6379)
@@ -171,11 +177,24 @@ def refusal(error: BaseException, url: str, variable: str) -> str:
         return f"it speaks TLS, and the url does not: rediss:// in {variable}" if is_tls else ""
     if is_tls:  # and we trust it: it cut us off for what we did not show
         return "it wants a certificate of the client's: see PENSTOCK_REDIS_CERT_FILE and PENSTOCK_REDIS_KEY_FILE"
-    return f"it does not speak TLS: redis:// in {variable}?" if _of_kind(error, ssl.SSLError) else ""
+    return f"it does not speak TLS: redis:// in {variable}?" if _find_cause(error, ssl.SSLError) else ""
 
 
-def _of_kind(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
+def _find_cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
     """The error, or what it came from, that is of this kind."""
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
+
+
+def speaks_tls(host: str, port: int) -> bool:
+    """Return whether a server answers a TLS handshake, whatever its certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host, port), TLS_TIMEOUT_S) as plain, context.wrap_socket(plain):
+            return True
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+    except (OSError, ValueError):
+        return False

@@ -24,12 +24,12 @@ from penstock.errors import DeadLetterError, RequestError
 from penstock.messages import Job, Request, decode_message, extract_request_id, now_s
 from penstock.names import MAX_ID_CHARS, STAGES, Pipeline
 
-_NUMBERED = re.compile(r"(?P<base>.+)\.retry-(?P<number>[1-9][0-9]{0,5})")
-_OWN = (names.ATTEMPT_HEADER, names.ORIGIN_HEADER, names.REASON_HEADER, names.STACK_HEADER, names.BURIED_HEADER)
+_RETRY_ID = re.compile(r"(?P<base>.+)\.retry-(?P<number>[1-9][0-9]{0,5})")
+_OWN_HEADERS = (names.ATTEMPT_HEADER, names.ORIGIN_HEADER, names.REASON_HEADER, names.STACK_HEADER, names.BURIED_HEADER)
 
 
 @dataclass(frozen=True)
-class Letter:
+class DeadLetter:
     """One message of the dead-letter topic."""
 
     message: Outgoing
@@ -37,46 +37,46 @@ class Letter:
     """The request's, or `#` and a hash of the message where that has none."""
 
     @classmethod
-    def of(cls, message: Outgoing) -> "Letter":
+    def from_message(cls, message: Outgoing) -> "DeadLetter":
         """What lies in the topic, as a letter."""
         found = extract_request_id(message.value, message.key)
         return cls(message, found or "#" + hashlib.sha256(message.value).hexdigest()[:12])
 
-    def header(self, name: str) -> str:
+    def get_header(self, name: str) -> str:
         """A header's text; empty if it has none."""
         return self.message.headers.get(name, "")
 
     @property
-    def buried_s(self) -> float | None:
+    def dead_since_s(self) -> float | None:
         """Since when it is dead, in seconds since the epoch."""
-        text = self.header(names.BURIED_HEADER)
+        text = self.get_header(names.BURIED_HEADER)
         return int(text) / 1000 if text.isascii() and text.isdecimal() and len(text) < 16 else None
 
     @property
-    def base(self) -> str:
+    def base_id(self) -> str:
         """The id that was asked first."""
-        match = _NUMBERED.fullmatch(self.id)
+        match = _RETRY_ID.fullmatch(self.id)
         return match["base"] if match else self.id
 
     @property
-    def number(self) -> int:
+    def retry_number(self) -> int:
         """How often it was put back before it came to this."""
-        match = _NUMBERED.fullmatch(self.id)
+        match = _RETRY_ID.fullmatch(self.id)
         return int(match["number"]) if match else 0
 
-    def again(self, pipeline: Pipeline, number: int) -> Outgoing:
+    def build_retry(self, pipeline: Pipeline, number: int) -> Outgoing:
         """The message for the topic it was first in, as the `number`-th repetition; a deadline that passed is left out.
 
         Raises `DeadLetterError` for what cannot be asked again, or would be refused again.
         """
-        if self.header(names.TRUNCATED_HEADER):
+        if self.get_header(names.TRUNCATED_HEADER):
             raise DeadLetterError(f"{self.id} is only the beginning of its message: it has to be sent anew")
-        origin = self.header(names.ORIGIN_HEADER)
+        origin = self.get_header(names.ORIGIN_HEADER)
         stage = next((stage for stage in STAGES if origin in pipeline.input_topics(stage).values()), None)
         if stage is None:
             raise DeadLetterError(f"{self.id} came from {origin or 'nowhere'!r}, which is no topic of requests or jobs")
-        body: dict[str, Any] = _object(self)
-        body["id"] = _repeated(self.base, number)
+        body: dict[str, Any] = _parse_body(self)
+        body["id"] = _make_retry_id(self.base_id, number)
         deadline = body.get("deadline")
         if isinstance(deadline, int | float) and deadline < now_s():
             del body["deadline"]
@@ -87,12 +87,12 @@ class Letter:
             decode_message(Request if stage == "prefill" else Job, value)
         except RequestError as error:
             raise DeadLetterError(f"{self.id} would be refused again: {error.code}: {error}") from None
-        left_out = {*_OWN, *([] if "deadline" in body else [names.DEADLINE_HEADER])}
+        left_out = {*_OWN_HEADERS, *([] if "deadline" in body else [names.DEADLINE_HEADER])}
         headers = {name: text for name, text in self.message.headers.items() if name not in left_out}
         return Outgoing(origin, value, body["id"], headers)
 
 
-def _object(letter: Letter) -> dict[str, Any]:
+def _parse_body(letter: DeadLetter) -> dict[str, Any]:
     try:
         body = json.loads(letter.message.value)
     except (ValueError, RecursionError):
@@ -102,7 +102,7 @@ def _object(letter: Letter) -> dict[str, Any]:
     return body
 
 
-def _repeated(base: str, number: int) -> str:
+def _make_retry_id(base: str, number: int) -> str:
     """The id of a repetition. Of a base that is too long for that its beginning and a hash stay."""
     suffix = f".retry-{number}"
     if len(base) + len(suffix) > MAX_ID_CHARS:
@@ -111,12 +111,12 @@ def _repeated(base: str, number: int) -> str:
     return base + suffix
 
 
-def newest(letters: Iterable[Letter]) -> list[Letter]:
+def keep_newest(letters: Iterable[DeadLetter]) -> list[DeadLetter]:
     """The last letter of each id, the oldest first."""
-    last = {letter.id: letter for letter in in_order(letters)}
-    return in_order(last.values())
+    last = {letter.id: letter for letter in sort_by_age(letters)}
+    return sort_by_age(last.values())
 
 
-def in_order(letters: Iterable[Letter]) -> list[Letter]:
+def sort_by_age(letters: Iterable[DeadLetter]) -> list[DeadLetter]:
     """The oldest first; those that do not say when before all others."""
-    return sorted(letters, key=lambda letter: letter.buried_s or 0.0)
+    return sorted(letters, key=lambda letter: letter.dead_since_s or 0.0)

@@ -12,13 +12,13 @@ from penstock.bus.kafka.client import client_settings
 from penstock.config.addresses import kafka_security_config
 from penstock.errors import AccessRefused
 from penstock.names import Pipeline, Role
-from penstock.ops.tls import speaks_tls
+from penstock.ops.access import speaks_tls
 
 if TYPE_CHECKING:
     from penstock.config.addresses import Addresses
 
-WITHIN_S = 3.0
-TRY_S = 0.5
+MAX_WAIT_S = 3.0
+ATTEMPT_TIMEOUT_S = 0.5
 
 
 def check_kafka(addresses: "Addresses", pipeline: Pipeline, role: Role | None) -> None:
@@ -26,15 +26,15 @@ def check_kafka(addresses: "Addresses", pipeline: Pipeline, role: Role | None) -
     errors: list[KafkaError] = []
     settings = client_settings(addresses.kafka, kafka_security_config(addresses))
     admin = AdminClient(settings | {"error_cb": errors.append})
-    end = time.monotonic() + WITHIN_S
+    end = time.monotonic() + MAX_WAIT_S
     while time.monotonic() < end:
         with contextlib.suppress(KafkaException):
-            admin.list_topics(timeout=TRY_S)
+            admin.list_topics(timeout=ATTEMPT_TIMEOUT_S)
             _check_rights(admin, addresses, pipeline, role)
             return
         admin.poll(0)
         for error in errors:
-            if reason := _refusal(error, addresses):
+            if reason := _explain_refusal(error, addresses):
                 raise AccessRefused(f"Kafka at {addresses.kafka}: {reason}")
         if errors and addresses.kafka_security.endswith("plaintext") and _any_speaks_tls(addresses.kafka):
             raise AccessRefused(
@@ -43,7 +43,7 @@ def check_kafka(addresses: "Addresses", pipeline: Pipeline, role: Role | None) -
             )
 
 
-def rights_of(pipeline: Pipeline, role: Role) -> dict[str, list[AclOperation]]:
+def list_rights(pipeline: Pipeline, role: Role) -> dict[str, list[AclOperation]]:
     """What a role does with each topic."""
     read, write = AclOperation.READ, AclOperation.WRITE
     if role == "client" or role == "gateway":  # noqa: PLR1714 - this the type checker understands
@@ -58,13 +58,13 @@ def rights_of(pipeline: Pipeline, role: Role) -> dict[str, list[AclOperation]]:
 
 def _check_rights(admin: AdminClient, addresses: "Addresses", pipeline: Pipeline, role: Role | None) -> None:
     """Topics that are missing are not a matter of rights."""
-    rights = rights_of(pipeline, role) if role else {}
+    rights = list_rights(pipeline, role) if role else {}
     asked: dict[str, Future[Any]] = (
         admin.describe_topics(TopicCollection(list(rights)), include_authorized_operations=True) if rights else {}
     )
     for topic, future in asked.items():
         try:
-            allowed = future.result(WITHIN_S).authorized_operations
+            allowed = future.result(MAX_WAIT_S).authorized_operations
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
                 continue
@@ -77,7 +77,7 @@ def _check_rights(admin: AdminClient, addresses: "Addresses", pipeline: Pipeline
             )
 
 
-def _refusal(error: KafkaError, addresses: "Addresses") -> str:
+def _explain_refusal(error: KafkaError, addresses: "Addresses") -> str:
     """What an error means, where it means that we are not let in; else empty."""
     code, text = error.code(), error.str()
     said = text.split(": ", 1)[-1].split(" (after ")[0]

@@ -25,11 +25,11 @@ from penstock.ops.status import read_heartbeats
 from penstock.redis.client import redis_client
 
 T = TypeVar("T")
-Heartbeat = Mapping[str, Any]
-FRESH_S = 0.5
+HeartbeatStatus = Mapping[str, Any]
+MAX_AGE_S = 0.5
 """How long an answer is good: heartbeats come every second."""
-SERVING = ("ready", "degraded")
-RATES: Mapping[Stage, str] = {"prefill": "prompt_tokens_per_s", "decode": "output_tokens_per_s"}
+SERVING_STATES = ("ready", "degraded")
+RATE_FIELDS: Mapping[Stage, str] = {"prefill": "prompt_tokens_per_s", "decode": "output_tokens_per_s"}
 """Which of a worker's rates is its work."""
 
 
@@ -52,9 +52,9 @@ class PipelineLag:
     stages: Mapping[Stage, Mapping[PriorityClass, Lag]]
     waits: Mapping[PriorityClass, float | None]
     """See `estimated_wait_s`."""
-    ahead_s: float | None
+    queued_batch_s: float | None
     """How long decode has to do with batch work that was handed over and that nobody has taken; None: not known."""
-    mean_outputs: Mapping[PriorityClass, float | None]
+    mean_output_tokens: Mapping[PriorityClass, float | None]
     """Tokens of an answer: as they lately were; until one is complete, as it may become. None: not known."""
 
     def estimated_wait_s(self, klass: PriorityClass = "interactive") -> float | None:
@@ -74,7 +74,7 @@ class PipelineLag:
         }
 
 
-class Watch(ABC, Generic[T]):
+class PipelineWatch(ABC, Generic[T]):
     """Asks the topics and the workers of a pipeline, as often as there is news. Thread-safe."""
 
     def __init__(self, addresses: Addresses, settings: BusSettings) -> None:
@@ -85,13 +85,13 @@ class Watch(ABC, Generic[T]):
         self._asked_at = 0.0
         self._lock = threading.Lock()
 
-    def look(self) -> T:
+    def read_latest(self) -> T:
         """As of now, or of `FRESH_S` ago: not to be changed. Raises `BusUnavailable` or `redis.RedisError`."""
         with self._lock:
             if self._bus is None:
                 self._bus = connect(self._addresses, self._settings)
-            if self._last is None or time.monotonic() > self._asked_at + FRESH_S:
-                self._last = self._look(self._bus)
+            if self._last is None or time.monotonic() > self._asked_at + MAX_AGE_S:
+                self._last = self._read_now(self._bus)
                 self._asked_at = time.monotonic()
             return self._last
 
@@ -100,134 +100,139 @@ class Watch(ABC, Generic[T]):
         self._redis.close()
 
     @abstractmethod
-    def _look(self, bus: Bus) -> T:
+    def _read_now(self, bus: Bus) -> T:
         """As of now."""
 
 
-class LagWatch(Watch[PipelineLag]):
+class LagWatch(PipelineWatch[PipelineLag]):
     """Only how much waits."""
 
-    def _look(self, bus: Bus) -> PipelineLag:
-        return lag_of(self._pipeline, bus.unsettled(), read_heartbeats(self._redis, self._pipeline))
+    def _read_now(self, bus: Bus) -> PipelineLag:
+        return compute_lag(self._pipeline, bus.unsettled(), read_heartbeats(self._redis, self._pipeline))
 
 
-def lag_of(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Sequence[Heartbeat]) -> PipelineLag:
+def compute_lag(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Sequence[HeartbeatStatus]) -> PipelineLag:
     """What topics and heartbeats say together."""
-    stages = {stage: _Stage(stage, workers) for stage in STAGES}
-    outputs = {klass: _mean_output(stages, klass) for klass in CLASSES}
+    stages = {stage: _StageWorkers(stage, workers) for stage in STAGES}
+    outputs = {klass: _mean_output_tokens(stages, klass) for klass in CLASSES}
     lags = {
         stage: {
-            klass: _lag(unsettled[topic], stages[stage], klass, outputs[klass])
+            klass: _compute_class_lag(unsettled[topic], stages[stage], klass, outputs[klass])
             for klass, topic in pipeline.input_topics(stage).items()
         }
         for stage in STAGES
     }
-    waits = {klass: _wait_s(lags, stages, outputs, CLASSES[: rank + 1]) for rank, klass in enumerate(CLASSES)}
-    ahead_s = _ahead_s(lags["decode"]["batch"], stages["decode"], outputs["batch"])
+    waits = {klass: _estimate_wait_s(lags, stages, outputs, CLASSES[: rank + 1]) for rank, klass in enumerate(CLASSES)}
+    ahead_s = _estimate_queued_batch_s(lags["decode"]["batch"], stages["decode"], outputs["batch"])
     return PipelineLag(lags, waits, ahead_s, outputs)
 
 
-class _Stage:
+class _StageWorkers:
     """The workers of one stage, taken together."""
 
-    def __init__(self, stage: Stage, workers: Iterable[Heartbeat]) -> None:
+    def __init__(self, stage: Stage, workers: Iterable[HeartbeatStatus]) -> None:
         mine = [worker for worker in workers if worker["stage"] == stage and "load" in worker]
         self._loads = [worker["load"] for worker in mine]
-        serving = [worker["load"] for worker in mine if worker["state"] in SERVING]
-        rates = [load[RATES[stage]] for load in serving if load[RATES[stage]]]
+        serving = [worker["load"] for worker in mine if worker["state"] in SERVING_STATES]
+        rates = [load[RATE_FIELDS[stage]] for load in serving if load[RATE_FIELDS[stage]]]
         self.is_there = bool(serving)
         self.tokens_per_s: float | None = sum(rates) / len(rates) * len(serving) if rates else None
         """One that has measured nothing yet counts as the others do."""
         self._serving = serving
 
-    def sum(self, klass: PriorityClass, what: str) -> int:
+    def sum_field(self, klass: PriorityClass, what: str) -> int:
         """Over all workers."""
         return int(sum(load[klass][what] for load in self._loads))
 
-    def num_unheld(self, klass: PriorityClass, messages: int) -> int:
+    def count_unheld(self, klass: PriorityClass, messages: int) -> int:
         """Of so many messages of a class, those that no worker holds.
 
         A heartbeat may be a second old: what it holds may be settled by now, or be more than the topic says.
         """
-        return max(0, messages - self.sum(klass, "requests"))
+        return max(0, messages - self.sum_field(klass, "requests"))
 
-    def room(self, klass: PriorityClass) -> int:
+    def sum_capacity(self, klass: PriorityClass) -> int:
         """How many more requests would run at once."""
         return int(sum(load[klass]["room"] for load in self._serving))
 
-    def mean(self, klass: PriorityClass, what: str) -> float | None:
+    def compute_mean(self, klass: PriorityClass, what: str) -> float | None:
         """Tokens of a message, over the workers that had any."""
         means = [load[klass][what] for load in self._loads if load[klass][what] is not None]
         return sum(means) / len(means) if means else None
 
 
-def _mean_output(stages: Mapping[Stage, _Stage], klass: PriorityClass) -> float | None:
+def _mean_output_tokens(stages: Mapping[Stage, _StageWorkers], klass: PriorityClass) -> float | None:
     """Of an answer: as long as they lately were; until one is complete, as long as they may become."""
-    means = (stages[stage].mean(klass, "mean_output_tokens") for stage in ("decode", "prefill"))
+    means = (stages[stage].compute_mean(klass, "mean_output_tokens") for stage in ("decode", "prefill"))
     return next((mean for mean in means if mean is not None), None)
 
 
-def _lag(messages: int, stage: _Stage, klass: PriorityClass, mean_output: float | None) -> Lag:
-    unheld = stage.num_unheld(klass, messages)
+def _compute_class_lag(messages: int, stage: _StageWorkers, klass: PriorityClass, mean_output: float | None) -> Lag:
+    unheld = stage.count_unheld(klass, messages)
 
     def tokens(held: str, mean: float | None) -> int | None:
         if not messages:
             return 0
-        return None if unheld and mean is None else stage.sum(klass, held) + round(unheld * (mean or 0))
+        return None if unheld and mean is None else stage.sum_field(klass, held) + round(unheld * (mean or 0))
 
-    prompt = tokens("prompt_tokens", stage.mean(klass, "mean_prompt_tokens"))
+    prompt = tokens("prompt_tokens", stage.compute_mean(klass, "mean_prompt_tokens"))
     return Lag(messages, prompt, tokens("output_tokens", mean_output))
 
 
-def _wait_s(
+def _estimate_wait_s(
     lags: Mapping[Stage, Mapping[PriorityClass, Lag]],
-    stages: Mapping[Stage, _Stage],
+    stages: Mapping[Stage, _StageWorkers],
     outputs: Mapping[PriorityClass, float | None],
     before: Sequence[PriorityClass],
 ) -> float | None:
     """Until a new request of the last class of `before` is decoded: the stages work side by side."""
     if not all(stage.is_there for stage in stages.values()):
         return None
-    waits = (_prefill_s(lags["prefill"], stages["prefill"], before), _decode_s(lags, stages["decode"], outputs, before))
+    waits = (
+        _estimate_prefill_s(lags["prefill"], stages["prefill"], before),
+        _estimate_decode_s(lags, stages["decode"], outputs, before),
+    )
     known = [wait for wait in waits if wait is not None]
     return max(known) if len(known) == len(waits) else None
 
 
-def _prefill_s(lags: Mapping[PriorityClass, Lag], prefill: _Stage, before: Sequence[PriorityClass]) -> float | None:
+def _estimate_prefill_s(
+    lags: Mapping[PriorityClass, Lag], prefill: _StageWorkers, before: Sequence[PriorityClass]
+) -> float | None:
     """Prompts are computed one after the other, more or less: all that are there come before it."""
     tokens = [lags[klass].prompt_tokens for klass in before]
     known = [count for count in tokens if count is not None]
     if len(known) < len(tokens):
         return None
-    return _seconds(sum(known), prefill.tokens_per_s)
+    return _to_seconds(sum(known), prefill.tokens_per_s)
 
 
-def _decode_s(
+def _estimate_decode_s(
     lags: Mapping[Stage, Mapping[PriorityClass, Lag]],
-    decode: _Stage,
+    decode: _StageWorkers,
     outputs: Mapping[PriorityClass, float | None],
     before: Sequence[PriorityClass],
 ) -> float | None:
     """Answers are written side by side: only those come before it that do not run yet and will find no place."""
-    room = decode.room(before[-1])
+    room = decode.sum_capacity(before[-1])
     seconds = 0.0
     for klass in before:
-        num_waiting = max(0, sum(lags[stage][klass].messages for stage in STAGES) - decode.sum(klass, "running"))
+        num_waiting = max(0, sum(lags[stage][klass].messages for stage in STAGES) - decode.sum_field(klass, "running"))
         num_behind, room, mean = max(0, num_waiting - room), max(0, room - num_waiting), outputs[klass]
-        more = None if num_behind and mean is None else _seconds(num_behind * (mean or 0), decode.tokens_per_s)
+        more = None if num_behind and mean is None else _to_seconds(num_behind * (mean or 0), decode.tokens_per_s)
         if more is None:
             return None
         seconds += more
     return seconds
 
 
-def _ahead_s(lag: Lag, decode: _Stage, mean_output: float | None) -> float | None:
+def _estimate_queued_batch_s(lag: Lag, decode: _StageWorkers, mean_output: float | None) -> float | None:
     """All of decode's pace is counted, as if nothing interactive came."""
-    unheld = decode.num_unheld("batch", lag.messages)
-    return None if unheld and mean_output is None else _seconds(unheld * (mean_output or 0), decode.tokens_per_s)
+    unheld = decode.count_unheld("batch", lag.messages)
+    return None if unheld and mean_output is None else _to_seconds(unheld * (mean_output or 0), decode.tokens_per_s)
 
 
-def _seconds(num_tokens: float, tokens_per_s: float | None) -> float | None:
+def _to_seconds(num_tokens: float, tokens_per_s: float | None) -> float | None:
     if not num_tokens:
         return 0.0
     return None if tokens_per_s is None else num_tokens / tokens_per_s

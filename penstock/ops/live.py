@@ -13,18 +13,18 @@ import redis
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.ops.lag import Watch, lag_of
-from penstock.ops.status import health_of, read_heartbeats
+from penstock.ops.lag import PipelineWatch, compute_lag
+from penstock.ops.status import assess_health, read_heartbeats
 from penstock.telemetry import catalog
-from penstock.telemetry.recent import percentiles, summed, summed_buckets
-from penstock.telemetry.stage import TIERS
+from penstock.telemetry.recent import sum_buckets, sum_values, summarize_percentiles
+from penstock.telemetry.stage import TIER_LABELS
 
 Json = dict[str, Any]
-LOST_S = 60.0
+LOST_SHOWN_S = 60.0
 """For so long a worker that is gone without a goodbye is shown."""
 
 
-class LiveWatch(Watch[Json]):
+class LiveWatch(PipelineWatch[Json]):
     """Everything, in one JSON object.
 
     `tiers`: of the blocks of prompts that prefill wanted within the last minute, how many each tier had. `ttft_s`,
@@ -36,22 +36,22 @@ class LiveWatch(Watch[Json]):
         self._seen: dict[tuple[str, str], float] = {}
         """When each worker's heartbeat was last found."""
 
-    def _look(self, bus: Bus) -> Json:
+    def _read_now(self, bus: Bus) -> Json:
         workers = read_heartbeats(self._redis, self._pipeline)
-        lag = lag_of(self._pipeline, bus.unsettled(), workers)
+        lag = compute_lag(self._pipeline, bus.unsettled(), workers)
         seconds, microseconds = self._redis.time()
-        now_s, health = seconds + microseconds / 1e6, health_of(workers)
+        now_s, health = seconds + microseconds / 1e6, assess_health(workers)
         return {
             "at": now_s,
             "pipeline": self._pipeline.name,
             "health": {"state": health.state, "reasons": list(health.reasons)},
             "lag": lag.as_json(),
-            "workers": [worker_json(worker, now_s) for worker in workers],
-            "lost": self._lost({(worker["stage"], worker["name"]) for worker in workers}, self._redis),
-            **recent_json(workers),
+            "workers": [build_worker_json(worker, now_s) for worker in workers],
+            "lost": self._list_lost_workers({(worker["stage"], worker["name"]) for worker in workers}, self._redis),
+            **build_recent_json(workers),
         }
 
-    def _lost(self, there: set[tuple[str, str]], client: "redis.Redis") -> list[Json]:
+    def _list_lost_workers(self, there: set[tuple[str, str]], client: "redis.Redis") -> list[Json]:
         now = time.monotonic()
         self._seen |= dict.fromkeys(there, now)
         gone = sorted(self._seen.keys() - there)
@@ -61,13 +61,13 @@ class LiveWatch(Watch[Json]):
                     pipe.exists(self._pipeline.left_key(stage, name))
                 goodbyes = pipe.execute()
             for worker, has_left in zip(gone, goodbyes, strict=True):
-                if has_left or now > self._seen[worker] + LOST_S:
+                if has_left or now > self._seen[worker] + LOST_SHOWN_S:
                     del self._seen[worker]
         ages = {worker: round(now - self._seen[worker], 1) for worker in gone if worker in self._seen}
         return [{"stage": stage, "name": name, "seen_s_ago": age_s} for (stage, name), age_s in ages.items()]
 
 
-def worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
+def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
     """A worker, by its heartbeat."""
     per_s = worker.get("recent", {}).get("per_s", {})
     pool = worker.get("pool", {"used": 0, "total": 0})
@@ -88,30 +88,30 @@ def worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
     }
 
 
-def recent_json(workers: Iterable[Mapping[str, Any]]) -> Json:
+def build_recent_json(workers: Iterable[Mapping[str, Any]]) -> Json:
     """What happened lately, over all workers."""
     recent = [(worker["stage"], worker["recent"]) for worker in workers if "recent" in worker]
     minutes, paces = [one["minute"] for _, one in recent], [one["per_s"] for _, one in recent]
     prefill = [one["minute"] for stage, one in recent if stage == "prefill"]
     return {
-        "tiers": tiers_json(prefill),
-        "ttft_s": _percentiles(minutes, "ttft", catalog.FIRST_TOKEN_BOUNDS),
-        "itl_s": _percentiles(minutes, "itl", catalog.ITL_BOUNDS),
+        "tiers": build_tiers_json(prefill),
+        "ttft_s": _sum_percentiles(minutes, "ttft", catalog.FIRST_TOKEN_BOUNDS),
+        "itl_s": _sum_percentiles(minutes, "itl", catalog.ITL_BOUNDS),
         "rates": {
-            "requests_per_s": summed(paces, "requests"),
-            "prefill_tokens_per_s": summed(paces, "prefill"),
-            "cached_tokens_per_s": summed(paces, "cached"),
-            "decode_tokens_per_s": summed(paces, "decode"),
+            "requests_per_s": sum_values(paces, "requests"),
+            "prefill_tokens_per_s": sum_values(paces, "prefill"),
+            "cached_tokens_per_s": sum_values(paces, "cached"),
+            "decode_tokens_per_s": sum_values(paces, "decode"),
         },
     }
 
 
-def tiers_json(minutes: Sequence[Mapping[str, Any]]) -> Json:
+def build_tiers_json(minutes: Sequence[Mapping[str, Any]]) -> Json:
     """What each tier had of the blocks that were wanted."""
-    wanted = summed(minutes, "blocks")
-    hits = {tier: int(summed(minutes, f"{tier}_hits")) for tier in TIERS.values()}
+    wanted = sum_values(minutes, "blocks")
+    hits = {tier: int(sum_values(minutes, f"{tier}_hits")) for tier in TIER_LABELS.values()}
     return {tier: {"hits": count, "share": count / wanted if wanted else None} for tier, count in hits.items()}
 
 
-def _percentiles(minutes: Sequence[Mapping[str, Any]], name: str, bounds: Sequence[float]) -> Json:
-    return percentiles(bounds, summed_buckets(minutes, name, bounds))
+def _sum_percentiles(minutes: Sequence[Mapping[str, Any]], name: str, bounds: Sequence[float]) -> Json:
+    return summarize_percentiles(bounds, sum_buckets(minutes, name, bounds))

@@ -25,7 +25,7 @@ class Health:
     reasons: tuple[str, ...] = ()
 
 
-def worker_status(addresses: Addresses) -> list[dict[str, Any]]:
+def read_worker_status(addresses: Addresses) -> list[dict[str, Any]]:
     """The last heartbeat of each live worker, by stage and name (see `penstock.worker.Heartbeat`)."""
     with redis_client(addresses.first_url) as client:
         return read_heartbeats(client, Pipeline(addresses.pipeline))
@@ -42,26 +42,26 @@ def read_heartbeats(client: "redis.Redis", pipeline: Pipeline) -> list[dict[str,
     return [json.loads(value) for value in beats.values() if value is not None]
 
 
-def health(addresses: Addresses, settings: BusSettings) -> Health:
+def check_health(addresses: Addresses, settings: BusSettings) -> Health:
     """How the pipeline is now, within a few seconds also where servers do not answer."""
     try:
         connect(addresses, settings).check(REDIS_TIMEOUT_S)
     except BusUnavailable as error:
         return Health("down", (str(error),))
     try:
-        workers = worker_status(addresses)
+        workers = read_worker_status(addresses)
     except redis.RedisError as error:
         return Health("degraded", (f"Redis: {error}",))
-    return health_of(workers)
+    return assess_health(workers)
 
 
-def health_of(workers: Iterable[dict[str, Any]]) -> Health:
+def assess_health(workers: Iterable[dict[str, Any]]) -> Health:
     """How the pipeline is, by the heartbeats of its workers."""
-    reasons = tuple(_complaints(workers))
+    reasons = tuple(_list_problems(workers))
     return Health("degraded" if reasons else "ok", reasons)
 
 
-def _complaints(workers: Iterable[dict[str, Any]]) -> Iterable[str]:
+def _list_problems(workers: Iterable[dict[str, Any]]) -> Iterable[str]:
     workers = list(workers)
     for stage in STAGES:
         if not any(worker["stage"] == stage and worker["state"] == "ready" for worker in workers):

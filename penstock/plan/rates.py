@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from penstock.config.settings import EngineSettings
 from penstock.errors import PlanError
 from penstock.names import STAGES
-from penstock.ops.lag import RATES, SERVING
+from penstock.ops.lag import RATE_FIELDS, SERVING_STATES
 
 
-class Batch(NamedTuple):
+class DecodeBatch(NamedTuple):
     """Decoding so many sequences at once."""
 
     size: int
@@ -24,12 +24,12 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rates:
+class WorkerRates:
     """One worker's."""
 
     source: str
     prefill_tokens_per_s: float
-    batches: tuple[Batch, ...]
+    batches: tuple[DecodeBatch, ...]
     """What was measured of decode, smallest first; running workers tell of one."""
     block_size: int
     """Tokens in a KV block."""
@@ -37,7 +37,7 @@ class Rates:
     """KV blocks of a decode worker's pool, where that is known."""
     block_bytes: int | None
 
-    def batch(self, itl_s: float | None) -> Batch:
+    def choose_batch(self, itl_s: float | None) -> DecodeBatch:
         """The one with the most tokens a second, of those that keep to `itl_s`. Raises `PlanError`."""
         within = [one for one in self.batches if itl_s is None or one.step_s <= itl_s]
         if not within:
@@ -49,7 +49,7 @@ class Rates:
         return max(within, key=lambda one: one.tokens_per_s)
 
 
-def of_workers(workers: Sequence[Mapping[str, Any]], settings: EngineSettings, model: str | None) -> Rates:
+def average_rates(workers: Sequence[Mapping[str, Any]], settings: EngineSettings, model: str | None) -> WorkerRates:
     """The mean of the running workers' rates, from their heartbeats. Raises `PlanError` where there is none.
 
     Of how the speed of decode depends on the batch they tell nothing: what they measured is taken for that of a batch
@@ -62,18 +62,18 @@ def of_workers(workers: Sequence[Mapping[str, Any]], settings: EngineSettings, m
         )
     means: dict[str, float] = {}
     for stage in STAGES:
-        mine = [one for one in workers if one["stage"] == stage and one["state"] in SERVING and "load" in one]
-        known = [one["load"][RATES[stage]] for one in mine if one["load"][RATES[stage]]]
+        mine = [one for one in workers if one["stage"] == stage and one["state"] in SERVING_STATES and "load" in one]
+        known = [one["load"][RATE_FIELDS[stage]] for one in mine if one["load"][RATE_FIELDS[stage]]]
         if not known:
             raise PlanError(f"no running {stage} worker has measured its rate: send some requests, or use --measure")
         means[stage] = sum(known) / len(known)
-    decoding = [one for one in workers if one["stage"] == "decode" and one["state"] in SERVING]
+    decoding = [one for one in workers if one["stage"] == "decode" and one["state"] in SERVING_STATES]
     running = [one["running"] for one in decoding if one.get("running")]
     size = max(1, round(sum(running) / len(running))) if running else settings.max_batch
-    return Rates(
+    return WorkerRates(
         source=f"{len(workers)} running workers",
         prefill_tokens_per_s=means["prefill"],
-        batches=(Batch(size, means["decode"]),),
+        batches=(DecodeBatch(size, means["decode"]),),
         block_size=settings.block_size,
         pool_blocks=min((one["pool"]["total"] for one in decoding if "pool" in one), default=None),
         block_bytes=None,

@@ -8,10 +8,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.plan.rates import Batch
-from penstock.plan.trace import Arrival, quantile
+from penstock.plan.rates import DecodeBatch
+from penstock.plan.trace import Arrival, compute_quantile
 
-LEFT_OUT = (
+NOT_SIMULATED = (
     "prefix hits and the hand-off's time; partitions, which are no common queue; classes and tenants; prompts that "
     "share a step; preemption, failures and restarts"
 )
@@ -30,22 +30,26 @@ class Waits:
     ttft_p99_s: float
 
 
-def simulate(trace: Sequence[Arrival], tokens_per_s: float, batch: Batch, prefill: int, decode: int) -> Waits:
+def simulate_waits(
+    trace: Sequence[Arrival], tokens_per_s: float, batch: DecodeBatch, prefill: int, decode: int
+) -> Waits:
     """The waits of a trace that is in order, with so many workers of each stage."""
     prompts_s = [one.prompt_tokens / tokens_per_s for one in trace]
-    for_prefill = _queue([one.at_s for one in trace], prompts_s, prefill)
+    for_prefill = _simulate_queue([one.at_s for one in trace], prompts_s, prefill)
     done = sorted(
         (one.at_s + wait_s + prompt_s, (one.output_tokens - 1) * batch.step_s)
         for one, wait_s, prompt_s in zip(trace, for_prefill, prompts_s, strict=True)
         if one.output_tokens > 1  # its one token is prefill's
     )
-    for_decode = _queue([at_s for at_s, _ in done], [answer_s for _, answer_s in done], decode * batch.size) or [0.0]
+    for_decode = _simulate_queue(
+        [at_s for at_s, _ in done], [answer_s for _, answer_s in done], decode * batch.size
+    ) or [0.0]
     firsts = [wait_s + prompt_s for wait_s, prompt_s in zip(for_prefill, prompts_s, strict=True)]
-    told = [quantile(waits, share) for waits in (for_prefill, for_decode, firsts) for share in (0.5, 0.99)]
+    told = [compute_quantile(waits, share) for waits in (for_prefill, for_decode, firsts) for share in (0.5, 0.99)]
     return Waits(*told)
 
 
-def _queue(arrivals: Sequence[float], services: Sequence[float], servers: int) -> list[float]:
+def _simulate_queue(arrivals: Sequence[float], services: Sequence[float], servers: int) -> list[float]:
     """How long each waits for one of the servers."""
     free = [float("-inf")] * min(servers, len(arrivals))
     waits = []

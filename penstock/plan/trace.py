@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PlanError
 
-TIMES = {"at_s": 1.0, "timestamp": 1e-3}
+TIME_FIELDS = {"at_s": 1.0, "timestamp": 1e-3}
 """Fields for the time of arrival, and their units in seconds: `timestamp` is in milliseconds, as in public traces."""
-PROMPTS, OUTPUTS = ("prompt_tokens", "input_length"), ("output_tokens", "output_length")
+PROMPT_FIELDS, OUTPUT_FIELDS = ("prompt_tokens", "input_length"), ("output_tokens", "output_length")
 
 
 class Arrival(NamedTuple):
@@ -21,7 +21,7 @@ class Arrival(NamedTuple):
     output_tokens: int
 
 
-def read(file: Path) -> list[Arrival]:
+def read_trace(file: Path) -> list[Arrival]:
     """A JSONL file's requests, by time. Raises `PlanError` with the line at fault."""
     try:
         lines = file.read_text("utf-8").splitlines()
@@ -29,21 +29,21 @@ def read(file: Path) -> list[Arrival]:
         raise PlanError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise PlanError(f"{file}: {error}") from None
-    found = sorted(_parse(file, lines))
+    found = sorted(_parse_lines(file, lines))
     if not found:
         raise PlanError(f"{file}: no request in it")
     return found
 
 
-def _parse(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
+def _parse_lines(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            unit = next(TIMES[name] for name in TIMES if name in row)
-            at_s = unit * float(_one(row, tuple(TIMES)))
-            arrival = Arrival(at_s, int(_one(row, PROMPTS)), int(_one(row, OUTPUTS)))
+            unit = next(TIME_FIELDS[name] for name in TIME_FIELDS if name in row)
+            at_s = unit * float(_get_field(row, tuple(TIME_FIELDS)))
+            arrival = Arrival(at_s, int(_get_field(row, PROMPT_FIELDS)), int(_get_field(row, OUTPUT_FIELDS)))
         except (ValueError, TypeError, StopIteration) as error:
             why = "no at_s or timestamp" if isinstance(error, StopIteration) else error
             raise PlanError(f"{file}, line {number}: {why}") from None
@@ -52,14 +52,14 @@ def _parse(file: Path, lines: Sequence[str]) -> Iterator[Arrival]:
         yield arrival
 
 
-def _one(row: Any, names: tuple[str, ...]) -> Any:
+def _get_field(row: Any, names: tuple[str, ...]) -> Any:
     for name in names:
         if name in row:
             return row[name]
     raise ValueError(f"no {' or '.join(names)}")
 
 
-def peak(trace: Sequence[Arrival], what: Callable[[Arrival], float], window_s: float) -> float:
+def compute_peak(trace: Sequence[Arrival], what: Callable[[Arrival], float], window_s: float) -> float:
     """The most of `what` that arrives within `window_s`, a second."""
     most = inside = 0.0
     first = 0
@@ -72,6 +72,6 @@ def peak(trace: Sequence[Arrival], what: Callable[[Arrival], float], window_s: f
     return most / window_s
 
 
-def quantile(numbers: Sequence[float], share: float) -> float:
+def compute_quantile(numbers: Sequence[float], share: float) -> float:
     """The smallest that at least `share` of the numbers do not exceed."""
     return sorted(numbers)[max(0, math.ceil(share * len(numbers)) - 1)]

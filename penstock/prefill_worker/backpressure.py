@@ -64,6 +64,6 @@ class DecodeBackpressure:
 
 def has_enough_queued(lag: PipelineLag) -> bool:
     """Whether so much batch work waits for decode that it will not run dry."""
-    if lag.ahead_s is None:
+    if lag.queued_batch_s is None:
         return lag.stages["decode"]["batch"].messages > MAX_QUEUED_MESSAGES
-    return lag.ahead_s > MAX_QUEUED_S
+    return lag.queued_batch_s > MAX_QUEUED_S

@@ -71,5 +71,7 @@ def build_job_message(pipeline: Pipeline, job: Job, operation: Operation, contex
         names.CLASS_HEADER: job.klass,
         names.OPERATION_HEADER: operation,
     }
-    trace_headers = tracing.headers_of(context) if trace.get_current_span(context).get_span_context().is_valid else {}
+    trace_headers = (
+        tracing.inject_headers(context) if trace.get_current_span(context).get_span_context().is_valid else {}
+    )
     return Outgoing(pipeline.job_topic(job.klass), job.encode(), key=job.id, headers=headers | trace_headers)

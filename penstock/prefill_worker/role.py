@@ -27,7 +27,7 @@ from penstock.prefill_worker.handoff import build_end_event, build_job, build_jo
 from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import body_hash
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import operation_of
+from penstock.telemetry.genai import get_operation
 from penstock.worker.load import TaskLoad, WorkerLoad
 from penstock.worker.retry import is_suspect, make_dead_letters, to_request_error
 from penstock.worker.task import Completion, Task
@@ -62,7 +62,7 @@ class PrefillRole:
         try:
             request = decode_message(Request, delivery.value)
             body = body_hash(request)
-            return Task(request.id, delivery, request, operation_of(request), body, started_s=started_s)
+            return Task(request.id, delivery, request, get_operation(request), body, started_s=started_s)
         except RequestError as refused:
             error, failure = refused, None
         except Exception as bug:  # this request's, not its neighbours'
@@ -73,7 +73,7 @@ class PrefillRole:
             return None
         body = hashlib.sha256(delivery.value).hexdigest()
         return Task(
-            request_id, delivery, None, operation_of(None), body, error=error, failure=failure, started_s=started_s
+            request_id, delivery, None, get_operation(None), body, error=error, failure=failure, started_s=started_s
         )
 
     def read_message(self, delivery: Delivery) -> Task | None:
@@ -84,8 +84,8 @@ class PrefillRole:
         if isinstance(task.message, Request):
             self._tokenize(task, task.message)
         task.read_s = now_s()
-        whose = tracing.about(self.pipeline, task.id, Context())
-        task.context = task.parent_context = tracing.context_of(delivery.headers, whose, delivery.timestamp_s)
+        whose = tracing.with_request(self.pipeline, task.id, Context())
+        task.context = task.parent_context = tracing.extract_context(delivery.headers, whose, delivery.timestamp_s)
         return task
 
     def _tokenize(self, task: Task, request: Request) -> None:

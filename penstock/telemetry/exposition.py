@@ -1,8 +1,9 @@
 """Meters as Prometheus reads them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -12,12 +13,14 @@ from prometheus_client.utils import floatToGoString
 from penstock.errors import PenstockError
 from penstock.telemetry import catalog
 from penstock.telemetry.meters import Distribution, Meters, Reading
-from penstock.telemetry.probes import with_probes
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Exposition(Collector):
+class PrometheusCollector(Collector):
     """All that the meters say, each time it is asked for."""
 
     def __init__(self, meters: Meters) -> None:
@@ -29,11 +32,11 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family a metric."""
-        for metric, readings in self._meters.collect().items():
-            yield family(metric, readings)
+        for metric, readings in self._meters.collect_readings().items():
+            yield build_family(metric, readings)
 
 
-def family(metric: catalog.Metric, readings: list[Reading]) -> Metric:
+def build_family(metric: catalog.Metric, readings: list[Reading]) -> Metric:
     """A metric and its series."""
     name, labels = metric.prometheus, metric.prometheus_labels
     made: CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -52,23 +55,23 @@ def family(metric: catalog.Metric, readings: list[Reading]) -> Metric:
     return made
 
 
-def exposition(meters: Meters) -> bytes:
+def render_metrics(meters: Meters) -> bytes:
     """The text format, of `CONTENT_TYPE`."""
-    return generate_latest(_registry(meters))
+    return generate_latest(_make_registry(meters))
 
 
 @contextmanager
-def endpoint(meters: Meters, host: str, port: int, is_ready: Callable[[], bool] = lambda: True) -> Iterator[int]:
+def serve_metrics(meters: Meters, host: str, port: int, is_ready: Callable[[], bool] = lambda: True) -> Iterator[int]:
     """`/metrics`, `/healthz` and `/readyz` of this process, by a thread of its own; yields its port.
 
     Raises `PenstockError` if it is taken.
     """
     try:
-        server, thread = start_http_server(port, host, _registry(meters))
+        server, thread = start_http_server(port, host, _make_registry(meters))
     except OSError as error:
         raise PenstockError(f"no metrics on {host}:{port}: {error}; PENSTOCK_TELEMETRY_PORT") from None
-    if (figures := server.get_app()) is not None:
-        server.set_app(with_probes(figures, is_ready))
+    if (metrics_app := server.get_app()) is not None:
+        server.set_app(_add_probes(metrics_app, is_ready))
     try:
         yield int(server.server_port)
     finally:
@@ -78,7 +81,24 @@ def endpoint(meters: Meters, host: str, port: int, is_ready: Callable[[], bool] 
         thread.join()
 
 
-def _registry(meters: Meters) -> CollectorRegistry:
+def _make_registry(meters: Meters) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(Exposition(meters))
+    registry.register(PrometheusCollector(meters))
     return registry
+
+
+def _add_probes(metrics_app: "WSGIApplication", is_ready: Callable[[], bool]) -> "WSGIApplication":
+    """Return an application that answers `/healthz` (always 200) and `/readyz` (503 while `is_ready()` is false).
+
+    `metrics_app` answers all other paths.
+    """
+    probes: dict[str, Callable[[], bool]] = {"/healthz": lambda: True, "/readyz": is_ready}
+
+    def app(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        if (probe := probes.get(environ["PATH_INFO"])) is None:
+            return metrics_app(environ, start_response)
+        is_well = probe()
+        start_response("200 OK" if is_well else "503 Service Unavailable", [("Content-Type", "text/plain")])
+        return [b"ok\n" if is_well else b"not ready\n"]
+
+    return app

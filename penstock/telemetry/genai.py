@@ -12,23 +12,23 @@ from penstock.telemetry.catalog import PROVIDER
 Operation = Literal["chat", "text_completion"]
 
 
-def operation_of(request: Request | None) -> Operation:
+def get_operation(request: Request | None) -> Operation:
     """`gen_ai.operation.name` of a request."""
     return "chat" if request is not None and request.messages is not None else "text_completion"
 
 
-def operation_in(headers: Mapping[str, str]) -> Operation:
+def read_operation(headers: Mapping[str, str]) -> Operation:
     """The same of a job, by its headers."""
     return "chat" if headers.get(OPERATION_HEADER) == "chat" else "text_completion"
 
 
-def request_attributes(operation: Operation, model: str | None) -> dict[str, AttributeValue]:
+def build_request_attributes(operation: Operation, model: str | None) -> dict[str, AttributeValue]:
     """Of a span that stands for a request."""
     named: dict[str, AttributeValue] = {} if model is None else {"gen_ai.request.model": model}
     return {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER} | named
 
 
-def usage_attributes(usage: Usage, finish_reason: str) -> dict[str, AttributeValue]:
+def build_usage_attributes(usage: Usage, finish_reason: str) -> dict[str, AttributeValue]:
     """Of a span that ends with the request's end."""
     return {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,

@@ -87,25 +87,25 @@ class Meters:
 
     def __init__(self, *, is_on: bool = True) -> None:
         self.is_on = is_on
-        self.since_ns = time.time_ns()
+        self.started_ns = time.time_ns()
         """When counting began."""
         self._known: dict[tuple[str, tuple[str, ...]], tuple[Metric, Counter | Histogram]] = {}
-        self._watched: list[Callable[[], Iterable[Reading]]] = []
+        self._sources: list[Callable[[], Iterable[Reading]]] = []
         self._lock = threading.Lock()
 
-    def counter(self, metric: Metric, *labels: str) -> Counter:
+    def get_counter(self, metric: Metric, *labels: str) -> Counter:
         """The counter with these labels, in the metric's order."""
-        found = self._find(metric, labels)
+        found = self._get_meter(metric, labels)
         assert isinstance(found, Counter), f"{metric.name} is a {metric.kind}"
         return found
 
-    def histogram(self, metric: Metric, *labels: str) -> Histogram:
+    def get_histogram(self, metric: Metric, *labels: str) -> Histogram:
         """The histogram with these labels, in the metric's order."""
-        found = self._find(metric, labels)
+        found = self._get_meter(metric, labels)
         assert isinstance(found, Histogram), f"{metric.name} is a {metric.kind}"
         return found
 
-    def _find(self, metric: Metric, labels: tuple[str, ...]) -> Counter | Histogram:
+    def _get_meter(self, metric: Metric, labels: tuple[str, ...]) -> Counter | Histogram:
         assert len(labels) == len(metric.labels), f"{metric.name} has the labels {metric.labels}"
         if not self.is_on:
             return _NO_HISTOGRAM if metric.kind == "histogram" else _NO_COUNTER
@@ -115,18 +115,18 @@ class Meters:
                 found = self._known.setdefault((metric.name, labels), (metric, made))
         return found[1]
 
-    def watch(self, read: Callable[[], Iterable[Reading]]) -> None:
+    def add_source(self, read: Callable[[], Iterable[Reading]]) -> None:
         """Ask `read` whenever somebody looks, for what is counted elsewhere. It raises nothing."""
-        self._watched.append(read)
+        self._sources.append(read)
 
-    def collect(self) -> dict[Metric, list[Reading]]:
+    def collect_readings(self) -> dict[Metric, list[Reading]]:
         """Everything, by metric."""
         with self._lock:
             known = list(self._known.items())
         found: dict[Metric, list[Reading]] = {}
         for (_, labels), (metric, meter) in known:
             found.setdefault(metric, []).append(Reading(metric, labels, meter.read()))
-        for read in self._watched:
+        for read in self._sources:
             for reading in read():
                 found.setdefault(reading.metric, []).append(reading)
         return found

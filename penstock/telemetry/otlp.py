@@ -32,27 +32,27 @@ log = logging.getLogger(__name__)
 
 Signal = Literal["traces", "metrics"]
 DEFAULT_INTERVAL_MS = 60_000
-LEAVE_S = 3.0
+FLUSH_TIMEOUT_S = 3.0
 """How long a process that ends waits for what is still to be sent."""
 
 
-def is_wanted(signal: Signal) -> bool:
+def is_configured(signal: Signal) -> bool:
     """Whether somebody said where a signal is to go."""
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
     return any(os.environ.get(name) for name in names)
 
 
-def span_exporter() -> SpanExporter:
+def make_span_exporter() -> SpanExporter:
     """Sends spans. Raises `DependencyMissing`."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise _missing(error) from None
+        raise _missing_dependency(error) from None
     return OTLPSpanExporter()
 
 
 @contextmanager
-def pushing(meters: Meters, resource: Resource) -> Iterator[None]:
+def push_metrics(meters: Meters, resource: Resource) -> Iterator[None]:
     """Send all figures every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds (a minute), and once more at the end.
 
     Raises `DependencyMissing` or `SettingsError`.
@@ -60,15 +60,15 @@ def pushing(meters: Meters, resource: Resource) -> Iterator[None]:
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     except ImportError as error:
-        raise _missing(error) from None
-    exporter, interval_s, over = OTLPMetricExporter(), _interval_s(), threading.Event()
+        raise _missing_dependency(error) from None
+    exporter, interval_s, over = OTLPMetricExporter(), _read_interval_s(), threading.Event()
 
     def run() -> None:
         is_last = False
         while not is_last:
             is_last = over.wait(interval_s)
             try:
-                exporter.export(metrics_data(meters, resource))
+                exporter.export(build_metrics_data(meters, resource))
             except Exception:  # what receives figures is no reason to fail
                 log.exception("figures could not be sent")
 
@@ -78,11 +78,11 @@ def pushing(meters: Meters, resource: Resource) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(LEAVE_S)
+        thread.join(FLUSH_TIMEOUT_S)
         exporter.shutdown()
 
 
-def _interval_s() -> float:
+def _read_interval_s() -> float:
     text = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL") or str(DEFAULT_INTERVAL_MS)
     with suppress(ValueError):
         if (milliseconds := float(text)) > 0:
@@ -90,26 +90,29 @@ def _interval_s() -> float:
     raise SettingsError(f"OTEL_METRIC_EXPORT_INTERVAL: milliseconds (given: {text!r})")
 
 
-def _missing(error: ImportError) -> DependencyMissing:
+def _missing_dependency(error: ImportError) -> DependencyMissing:
     return DependencyMissing(f"OTLP needs pip install opentelemetry-exporter-otlp-proto-http ({error})")
 
 
-def metrics_data(meters: Meters, resource: Resource) -> MetricsData:
+def build_metrics_data(meters: Meters, resource: Resource) -> MetricsData:
     """All figures as of now, as OpenTelemetry has them: sums and histograms are cumulative."""
     now_ns = time.time_ns()
-    metrics = [_metric(metric, readings, meters.since_ns, now_ns) for metric, readings in meters.collect().items()]
+    metrics = [
+        _convert_metric(metric, readings, meters.started_ns, now_ns)
+        for metric, readings in meters.collect_readings().items()
+    ]
     scope = ScopeMetrics(scope=InstrumentationScope("penstock"), metrics=metrics, schema_url="")
     return MetricsData([ResourceMetrics(resource=resource, scope_metrics=[scope], schema_url="")])
 
 
-def _metric(metric: Metric, readings: Iterable[Reading], since_ns: int, now_ns: int) -> MetricData:
+def _convert_metric(metric: Metric, readings: Iterable[Reading], since_ns: int, now_ns: int) -> MetricData:
     cumulative = AggregationTemporality.CUMULATIVE
     data: HistogramData | Sum | Gauge
     if metric.kind == "histogram":
-        points = [_distribution(metric, reading, since_ns, now_ns) for reading in readings]
+        points = [_convert_histogram(metric, reading, since_ns, now_ns) for reading in readings]
         data = HistogramData(data_points=points, aggregation_temporality=cumulative)
     else:
-        numbers = [_number(metric, reading, since_ns, now_ns) for reading in readings]
+        numbers = [_convert_number(metric, reading, since_ns, now_ns) for reading in readings]
         if metric.kind == "counter":
             data = Sum(data_points=numbers, aggregation_temporality=cumulative, is_monotonic=True)
         else:
@@ -117,22 +120,22 @@ def _metric(metric: Metric, readings: Iterable[Reading], since_ns: int, now_ns: 
     return MetricData(name=metric.name, description=metric.help, unit=metric.unit, data=data)
 
 
-def _attributes(metric: Metric, reading: Reading) -> dict[str, str]:
+def _convert_labels(metric: Metric, reading: Reading) -> dict[str, str]:
     """Empty ones are left out: `error.type` is there where there was an error."""
     return {name: value for name, value in zip(metric.labels, reading.labels, strict=True) if value}
 
 
-def _number(metric: Metric, reading: Reading, since_ns: int, now_ns: int) -> NumberDataPoint:
+def _convert_number(metric: Metric, reading: Reading, since_ns: int, now_ns: int) -> NumberDataPoint:
     assert not isinstance(reading.value, Distribution)
     start_ns = since_ns if metric.kind == "counter" else now_ns
-    return NumberDataPoint(_attributes(metric, reading), start_ns, now_ns, reading.value)
+    return NumberDataPoint(_convert_labels(metric, reading), start_ns, now_ns, reading.value)
 
 
-def _distribution(metric: Metric, reading: Reading, since_ns: int, now_ns: int) -> HistogramDataPoint:
+def _convert_histogram(metric: Metric, reading: Reading, since_ns: int, now_ns: int) -> HistogramDataPoint:
     assert isinstance(reading.value, Distribution)
     counts, total = reading.value
     return HistogramDataPoint(
-        attributes=_attributes(metric, reading),
+        attributes=_convert_labels(metric, reading),
         start_time_unix_nano=since_ns,
         time_unix_nano=now_ns,
         count=sum(counts),

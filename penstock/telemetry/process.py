@@ -16,16 +16,16 @@ from penstock.config.settings import TelemetrySettings, TraceSettings, load_sett
 from penstock.errors import DependencyMissing
 from penstock.telemetry import otlp
 from penstock.telemetry.meters import Meters
-from penstock.telemetry.otlp import LEAVE_S
+from penstock.telemetry.otlp import FLUSH_TIMEOUT_S
 from penstock.telemetry.spans import RedisSpanExporter
-from penstock.telemetry.tracing import Recorder
+from penstock.telemetry.tracing import SpanRecorder
 
-SOON_MS = 500
+REDIS_EXPORT_DELAY_MS = 500
 """Spans that are kept for people to look at are sent so often."""
 
 
 @contextmanager
-def telemetry(
+def open_telemetry(
     service: str,
     addresses: Addresses,
     instance: str,
@@ -44,51 +44,53 @@ def telemetry(
         return
     meters = Meters()
     with ExitStack() as stack:
-        stack.enter_context(recording(service, load_settings(TraceSettings), addresses.stream_url))
-        if otlp.is_wanted("metrics"):
+        stack.enter_context(record_spans(service, load_settings(TraceSettings), addresses.stream_url))
+        if otlp.is_configured("metrics"):
             told = {"service.name": service, "service.instance.id": instance, "penstock.pipeline": addresses.pipeline}
-            stack.enter_context(otlp.pushing(meters, Resource.create(told)))
+            stack.enter_context(otlp.push_metrics(meters, Resource.create(told)))
         if with_endpoint and settings.telemetry_port:
             try:
-                from penstock.telemetry.exposition import endpoint
+                from penstock.telemetry.exposition import serve_metrics
             except ImportError as error:
                 raise DependencyMissing(f"/metrics needs pip install prometheus-client ({error})") from None
-            stack.enter_context(endpoint(meters, settings.telemetry_host, settings.telemetry_port, is_ready))
+            stack.enter_context(serve_metrics(meters, settings.telemetry_host, settings.telemetry_port, is_ready))
         yield meters
 
 
-def _line(span: ReadableSpan) -> str:
+def _format_line(span: ReadableSpan) -> str:
     return str(span.to_json(indent=None)) + "\n"
 
 
 @contextmanager
-def recording(service: str, settings: TraceSettings, keep_in: str = "") -> Iterator[None]:
+def record_spans(service: str, settings: TraceSettings, keep_in: str = "") -> Iterator[None]:
     """Record this process's spans: in the settings' file, by OTLP where its variables say so, and for as long as the
     settings say in the Redis `keep_in`. With none of the three, nothing is recorded.
     """
     with ExitStack() as stack:
-        processors = list(_processors(settings, keep_in, stack))
+        processors = list(_make_processors(settings, keep_in, stack))
         if processors:
             resource = Resource.create({"service.name": service, "host.name": socket.gethostname()})
-            trace.set_tracer_provider(Recorder(resource, processors))
+            trace.set_tracer_provider(SpanRecorder(resource, processors))
             stack.callback(_shut_down, processors)
         yield
 
 
-def _processors(settings: TraceSettings, keep_in: str, stack: ExitStack) -> Iterator[BatchSpanProcessor]:
+def _make_processors(settings: TraceSettings, keep_in: str, stack: ExitStack) -> Iterator[BatchSpanProcessor]:
     if settings.file:
         out = stack.enter_context(open(settings.file, "a", encoding="utf-8"))  # noqa: SIM115
-        yield BatchSpanProcessor(ConsoleSpanExporter(out=out, formatter=_line))
+        yield BatchSpanProcessor(ConsoleSpanExporter(out=out, formatter=_format_line))
     if keep_in and settings.keep_s:
-        yield BatchSpanProcessor(RedisSpanExporter(keep_in, settings.keep_s), schedule_delay_millis=SOON_MS)
-    if otlp.is_wanted("traces"):
-        yield BatchSpanProcessor(otlp.span_exporter())
+        yield BatchSpanProcessor(
+            RedisSpanExporter(keep_in, settings.keep_s), schedule_delay_millis=REDIS_EXPORT_DELAY_MS
+        )
+    if otlp.is_configured("traces"):
+        yield BatchSpanProcessor(otlp.make_span_exporter())
 
 
 def _shut_down(processors: list[BatchSpanProcessor]) -> None:
     """All at once, and not for longer than a moment: a server that is away is no reason to stay."""
     threads = [threading.Thread(target=processor.shutdown, daemon=True) for processor in processors]
-    until_s = time.monotonic() + LEAVE_S
+    until_s = time.monotonic() + FLUSH_TIMEOUT_S
     for thread in threads:
         thread.start()
     for thread in threads:

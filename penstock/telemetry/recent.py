@@ -11,57 +11,57 @@ from typing import Any
 
 Totals = Mapping[str, float | list[int]]
 """Cumulative: numbers, and counts by bucket."""
-MINUTE_S = 60.0
-PACE_S = 10.0
+WINDOW_S = 60.0
+RATE_WINDOW_S = 10.0
 """Rates are of so long."""
 
 
-class Recent:
+class RecentTotals:
     """Looks at totals now and then, and knows what they were up to a minute ago. For one thread."""
 
     def __init__(self, read: Callable[[], Totals], clock: Callable[[], float] = time.monotonic) -> None:
         self._read, self._clock = read, clock
-        self._looks: deque[tuple[float, Totals]] = deque([(clock(), read())])
+        self._snapshots: deque[tuple[float, Totals]] = deque([(clock(), read())])
 
-    def look(self) -> dict[str, Any]:
+    def summarize_recent(self) -> dict[str, Any]:
         """`minute`: what was added to each of the totals in the last minute, or since the beginning. `per_s`: how much
         each of the numbers grows in a second, of the last ten.
         """
         now, totals = self._clock(), self._read()
-        while len(self._looks) > 1 and self._looks[1][0] <= now - MINUTE_S:
-            self._looks.popleft()
+        while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - WINDOW_S:
+            self._snapshots.popleft()
         before_s, before = next(
-            look for look in reversed(self._looks) if look[0] <= now - PACE_S or look is self._looks[0]
+            look for look in reversed(self._snapshots) if look[0] <= now - RATE_WINDOW_S or look is self._snapshots[0]
         )
         passed_s = now - before_s
-        minute = {name: _added(value, self._looks[0][1].get(name)) for name, value in totals.items()}
+        minute = {name: _subtract_totals(value, self._snapshots[0][1].get(name)) for name, value in totals.items()}
         per_s = {
-            name: round(_added(value, before.get(name)) / passed_s, 3) if passed_s > 0 else 0.0
+            name: round(_subtract_totals(value, before.get(name)) / passed_s, 3) if passed_s > 0 else 0.0
             for name, value in totals.items()
             if not isinstance(value, list)
         }
-        self._looks.append((now, totals))
+        self._snapshots.append((now, totals))
         return {"minute": minute, "per_s": per_s}
 
 
-def _added(value: Any, before: Any) -> Any:
+def _subtract_totals(value: Any, before: Any) -> Any:
     if isinstance(value, list):
         return [now - then for now, then in zip(value, before or [0] * len(value), strict=True)]
     return value - (before or 0)
 
 
-def summed(parts: Iterable[Mapping[str, Any]], name: str) -> float:
+def sum_values(parts: Iterable[Mapping[str, Any]], name: str) -> float:
     """One of the numbers, over workers."""
     return float(sum(part.get(name, 0) for part in parts))
 
 
-def summed_buckets(parts: Iterable[Mapping[str, Any]], name: str, bounds: Sequence[float]) -> list[int]:
+def sum_buckets(parts: Iterable[Mapping[str, Any]], name: str, bounds: Sequence[float]) -> list[int]:
     """One of the histograms, over workers. One whose buckets are others, of another version, is left out."""
     found = [part[name] for part in parts if len(part.get(name, ())) == len(bounds) + 1]
     return [sum(counts) for counts in zip(*found, strict=True)] if found else [0] * (len(bounds) + 1)
 
 
-def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+def estimate_quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
     """The value below which `share` of all lie, taken to be spread evenly within each bucket; None of none.
 
     What lies beyond the last bound counts as that bound.
@@ -79,7 +79,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
     return bounds[-1]
 
 
-def percentiles(bounds: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
+def summarize_percentiles(bounds: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
     """`p50`, `p90`, `p99` in the unit of the bounds, and of how many."""
-    found = {f"p{percent}": quantile(bounds, counts, percent / 100) for percent in (50, 90, 99)}
+    found = {f"p{percent}": estimate_quantile(bounds, counts, percent / 100) for percent in (50, 90, 99)}
     return found | {"count": sum(counts)}

@@ -17,13 +17,13 @@ from pydantic_core import to_json
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
 from penstock.redis.servers import ByServer
-from penstock.telemetry.tracing import PIPELINE, REQUEST_ID
+from penstock.telemetry.tracing import PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE
 
 log = logging.getLogger(__name__)
 
-MOST_SPANS = 512
+MAX_SPANS_PER_REQUEST = 512
 """Of one request; the first ones are kept."""
-PAUSE_S = 5.0
+OUTAGE_PAUSE_S = 5.0
 """A Redis that was away is left alone for so long."""
 
 
@@ -32,19 +32,19 @@ class RedisSpanExporter(SpanExporter):
 
     def __init__(self, urls: str, keep_s: float) -> None:
         """`urls`: of all stream servers. A request's spans are on its server."""
-        self._servers = ByServer.from_urls(urls, _Keeper)
+        self._servers = ByServer.from_urls(urls, _SpanWriter)
         self._keep_ms = int(keep_s * 1000)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """In one round trip for each server; spans of no request are passed over."""
-        lists: dict[_Keeper, dict[str, list[bytes]]] = {server: {} for server in self._servers.parts}
+        lists: dict[_SpanWriter, dict[str, list[bytes]]] = {server: {} for server in self._servers.parts}
         for span in spans:
             about = span.attributes or {}
-            if PIPELINE in about and REQUEST_ID in about:
-                request_id = str(about[REQUEST_ID])
-                key = Pipeline(str(about[PIPELINE])).trace_key(request_id)
-                lists[self._servers[request_id]].setdefault(key, []).append(to_json(_written(span)))
-        are_kept = [server.keep(found, self._keep_ms) for server, found in lists.items()]
+            if PIPELINE_ATTRIBUTE in about and REQUEST_ID_ATTRIBUTE in about:
+                request_id = str(about[REQUEST_ID_ATTRIBUTE])
+                key = Pipeline(str(about[PIPELINE_ATTRIBUTE])).trace_key(request_id)
+                lists[self._servers[request_id]].setdefault(key, []).append(to_json(_encode_span(span)))
+        are_kept = [server.append_spans(found, self._keep_ms) for server, found in lists.items()]
         return SpanExportResult.SUCCESS if all(are_kept) else SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
@@ -53,14 +53,14 @@ class RedisSpanExporter(SpanExporter):
             server.close()
 
 
-class _Keeper:
+class _SpanWriter:
     """One server's lists."""
 
     def __init__(self, url: str) -> None:
         self._redis = redis_client(url)
         self._away_until = 0.0
 
-    def keep(self, lists: Mapping[str, Sequence[bytes]], keep_ms: int) -> bool:
+    def append_spans(self, lists: Mapping[str, Sequence[bytes]], keep_ms: int) -> bool:
         """Whether the lists are longer by these."""
         if time.monotonic() < self._away_until:
             return False
@@ -68,12 +68,12 @@ class _Keeper:
             with self._redis.pipeline(transaction=False) as pipe:
                 for key, texts in lists.items():
                     pipe.rpush(key, *texts)
-                    pipe.ltrim(key, 0, MOST_SPANS - 1)
+                    pipe.ltrim(key, 0, MAX_SPANS_PER_REQUEST - 1)
                     pipe.pexpire(key, keep_ms)
                 pipe.execute()
         except redis.RedisError as error:
             log.debug("spans are lost: %s", error)
-            self._away_until = time.monotonic() + PAUSE_S
+            self._away_until = time.monotonic() + OUTAGE_PAUSE_S
             return False
         return True
 
@@ -82,8 +82,12 @@ class _Keeper:
         self._redis.close()
 
 
-def _written(span: ReadableSpan) -> dict[str, Any]:
-    attributes = {name: value for name, value in (span.attributes or {}).items() if name not in {PIPELINE, REQUEST_ID}}
+def _encode_span(span: ReadableSpan) -> dict[str, Any]:
+    attributes = {
+        name: value
+        for name, value in (span.attributes or {}).items()
+        if name not in {PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE}
+    }
     context = span.get_span_context()
     return {
         "name": span.name,

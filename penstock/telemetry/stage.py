@@ -9,113 +9,114 @@ from penstock.telemetry import catalog
 from penstock.telemetry.catalog import PROVIDER
 from penstock.telemetry.genai import Operation
 from penstock.telemetry.meters import Histogram, Meters, Reading
-from penstock.telemetry.recent import Recent
+from penstock.telemetry.recent import RecentTotals
 
-TIERS = {"pool": "pool", "shared": "shm", "disk": "disk", "redis": "redis"}
+TIER_LABELS = {"pool": "pool", "shared": "shm", "disk": "disk", "redis": "redis"}
 """As the figures call the tiers of the store."""
-RESULTS = {"hits": "hit", "misses": "miss", "damaged": "damaged", "evictions": "evicted", "refused": "refused"}
+RESULT_LABELS = {"hits": "hit", "misses": "miss", "damaged": "damaged", "evictions": "evicted", "refused": "refused"}
 """As the figures call the counters of a tier."""
-View = Callable[[], Mapping[str, Any]]
+StatusView = Callable[[], Mapping[str, Any]]
 """What a worker holds, as its heartbeat says it: `running`, `waiting`, `pool`, `kv`."""
 
 
-class StageFigures:
+class StageMetrics:
     """One worker's. The loop's thread tells, but for `handed_off` and `buried`, which are the settler's."""
 
     def __init__(self, meters: Meters, pipeline: str, stage: Stage, worker: str, model: str) -> None:
         self._meters, self._pipeline, self._stage, self._worker, self._model = meters, pipeline, stage, worker, model
-        self._view: View | None = None
-        self._itl = meters.histogram(catalog.ITL, pipeline)
+        self._view: StatusView | None = None
+        self._itl = meters.get_histogram(catalog.ITL, pipeline)
         self._prefill, self._cached, self._decode = (
-            meters.counter(catalog.TOKENS, pipeline, kind) for kind in ("prefill", "cached", "decode")
+            meters.get_counter(catalog.TOKENS, pipeline, kind) for kind in ("prefill", "cached", "decode")
         )
         self._ended = 0
         self._firsts: list[Histogram] = []
         self._waits = {
-            klass: meters.histogram(catalog.QUEUE_WAIT, pipeline, stage, klass) for klass in ("interactive", "batch")
+            klass: meters.get_histogram(catalog.QUEUE_WAIT, pipeline, stage, klass)
+            for klass in ("interactive", "batch")
         }
-        self._preprocess = meters.histogram(catalog.PREPROCESS, pipeline)
-        self._take_overs = meters.counter(catalog.TAKE_OVERS, pipeline, stage)
-        self._dead_letters = meters.counter(catalog.DEAD_LETTERS, pipeline, stage)
-        self._recent = Recent(self._totals)
-        meters.watch(self._readings)
+        self._preprocess = meters.get_histogram(catalog.PREPROCESS, pipeline)
+        self._take_overs = meters.get_counter(catalog.TAKE_OVERS, pipeline, stage)
+        self._dead_letters = meters.get_counter(catalog.DEAD_LETTERS, pipeline, stage)
+        self._recent = RecentTotals(self._read_totals)
+        meters.add_source(self._read_gauges)
 
     # As things happen.
 
-    def began(self, klass: PriorityClass, published_s: float, begun_s: float) -> None:
+    def record_queue_wait(self, klass: PriorityClass, published_s: float, begun_s: float) -> None:
         """A message's work began."""
         self._waits[klass].add(max(0.0, begun_s - published_s))
 
-    def preprocessed(self, duration_s: float) -> None:
+    def record_preprocess(self, duration_s: float) -> None:
         """A request was read."""
         self._preprocess.add(max(0.0, duration_s))
 
-    def took_over(self) -> None:
+    def count_take_over(self) -> None:
         """What another worker held is gone on with."""
         self._take_overs.add()
 
-    def retried(self, cause: str) -> None:
+    def count_retry(self, cause: str) -> None:
         """What failed is tried again later."""
-        self._meters.counter(catalog.RETRIES, self._pipeline, self._stage, cause).add()
+        self._meters.get_counter(catalog.RETRIES, self._pipeline, self._stage, cause).add()
 
-    def buried(self, count: int = 1) -> None:
+    def count_dead_letters(self, count: int = 1) -> None:
         """Messages are dead letters now."""
         self._dead_letters.add(count)
 
-    def prompt_done(self, num_computed: int, num_cached: int) -> None:
+    def count_prompt(self, num_computed: int, num_cached: int) -> None:
         """A prompt is computed."""
         self._prefill.add(num_computed)
         self._cached.add(num_cached)
 
-    def first_token(self, operation: Operation, published_s: float) -> None:
+    def record_first_token(self, operation: Operation, published_s: float) -> None:
         """Token 0 was written."""
-        found = self._meters.histogram(catalog.TIME_TO_FIRST_TOKEN, operation, PROVIDER, self._model)
+        found = self._meters.get_histogram(catalog.TIME_TO_FIRST_TOKEN, operation, PROVIDER, self._model)
         if found not in self._firsts:
             self._firsts.append(found)
         found.add(max(0.0, now_s() - published_s))
         self._decode.add()
 
-    def token(self, gap_s: float | None) -> None:
+    def record_token(self, gap_s: float | None) -> None:
         """A further token was written, so long after the one before it, if this worker wrote that."""
         self._decode.add()
         if gap_s is not None:
             self._itl.add(gap_s)
 
-    def handed_off(self, klass: PriorityClass) -> None:
+    def count_hand_off(self, klass: PriorityClass) -> None:
         """A job is out."""
-        self._meters.counter(catalog.REQUESTS, self._pipeline, self._stage, klass, "handed_off").add()
+        self._meters.get_counter(catalog.REQUESTS, self._pipeline, self._stage, klass, "handed_off").add()
 
-    def ended(self, klass: PriorityClass, operation: Operation, end: EndEvent) -> None:
+    def record_end(self, klass: PriorityClass, operation: Operation, end: EndEvent) -> None:
         """A request's end was written."""
         self._ended += 1
-        self._meters.counter(catalog.REQUESTS, self._pipeline, self._stage, klass, end.finish_reason).add()
+        self._meters.get_counter(catalog.REQUESTS, self._pipeline, self._stage, klass, end.finish_reason).add()
         times, about = end.timings, (operation, PROVIDER, self._model)
         if times.published:
             code = "" if end.error is None else end.error.code
-            duration = self._meters.histogram(catalog.REQUEST_DURATION, *about, code)
+            duration = self._meters.get_histogram(catalog.REQUEST_DURATION, *about, code)
             duration.add(max(0.0, times.finished - times.published))
         num_further = end.usage.completion_tokens - 1
         if times.first_token and num_further > 0 and end.error is None:
             each_s = max(0.0, times.finished - times.first_token) / num_further
-            self._meters.histogram(catalog.TIME_PER_OUTPUT_TOKEN, *about).add(each_s)
+            self._meters.get_histogram(catalog.TIME_PER_OUTPUT_TOKEN, *about).add(each_s)
 
     # Whenever somebody looks.
 
-    def watch(self, view: View) -> None:
+    def set_view(self, view: StatusView) -> None:
         """Read the rest off `view`, from now on."""
         self._view = view
 
-    def recent(self) -> dict[str, Any]:
+    def summarize_recent(self) -> dict[str, Any]:
         """What happened lately, for the heartbeat. For its thread."""
-        return self._recent.look()
+        return self._recent.summarize_recent()
 
-    def _totals(self) -> dict[str, float | list[int]]:
+    def _read_totals(self) -> dict[str, float | list[int]]:
         firsts = [histogram.counts for histogram in self._firsts]
         empty = [0] * (len(catalog.FIRST_TOKEN_BOUNDS) + 1)
         tokens = {"prefill": self._prefill.value, "cached": self._cached.value, "decode": self._decode.value}
         kv = {} if self._view is None else self._view()["kv"]
         pool = kv.get("pool", {"hits": 0, "misses": 0})
-        hits = {f"{name}_hits": kv.get(tier, {}).get("hits", 0) for tier, name in TIERS.items()}
+        hits = {f"{name}_hits": kv.get(tier, {}).get("hits", 0) for tier, name in TIER_LABELS.items()}
         return {
             "ttft": [sum(counts) for counts in zip(*firsts, strict=True)] if firsts else empty,
             "itl": list(self._itl.counts),
@@ -125,7 +126,7 @@ class StageFigures:
             "blocks": pool["hits"] + pool["misses"],
         }
 
-    def _readings(self) -> Iterator[Reading]:
+    def _read_gauges(self) -> Iterator[Reading]:
         if self._view is None:
             return
         view = self._view()
@@ -135,14 +136,14 @@ class StageFigures:
         used, total = view["pool"]["used"], view["pool"]["total"]
         yield Reading(catalog.POOL_BLOCKS, (*mine, "used"), used)
         yield Reading(catalog.POOL_BLOCKS, (*mine, "free"), total - used)
-        yield from self._kv_readings(view["kv"])
+        yield from self._read_kv_counters(view["kv"])
 
-    def _kv_readings(self, kv: Mapping[str, Any]) -> Iterable[Reading]:
-        for tier, name in TIERS.items():
+    def _read_kv_counters(self, kv: Mapping[str, Any]) -> Iterable[Reading]:
+        for tier, name in TIER_LABELS.items():
             counters, place = kv.get(tier), (self._pipeline, self._stage, name)
             if counters is None:
                 continue
-            for counter, result in RESULTS.items():
+            for counter, result in RESULT_LABELS.items():
                 if counter in counters:
                     yield Reading(catalog.KV_BLOCKS, (*place, result), counters[counter])
             if "errors" in counters:

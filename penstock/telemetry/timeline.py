@@ -11,12 +11,12 @@ import redis.asyncio
 
 from penstock.names import Pipeline
 
-UNKNOWN = "unknown"
+UNKNOWN_SPAN = "unknown"
 """What an account calls the time of which no span is there."""
 
 
 @dataclass(frozen=True)
-class Share:
+class TimelineShare:
     """A stretch of a request's time, and the span that it went into."""
 
     name: str
@@ -48,7 +48,7 @@ class Timeline:
         """From its beginning to its end, as a client has it."""
         return None if self.answered_s is None else max(0.0, self.answered_s - self.start_s)
 
-    def account(self) -> list[Share]:
+    def build_account(self) -> list[TimelineShare]:
         """Where the time went, from the beginning until the answer's end: stretches without gap or overlap.
 
         Where spans overlap, the time is that of the one that began last. (Writing KV goes on beside the answer, and the
@@ -56,11 +56,11 @@ class Timeline:
         """
         end_s = self.answered_s or max(float(span["end_s"]) for span in self.spans)
         edges = sorted({min(edge, end_s) for span in self.spans for edge in (span["start_s"], span["end_s"])})
-        found: list[Share] = []
+        found: list[TimelineShare] = []
         for start_s, until_s in itertools.pairwise(edges):
-            share = _owner(self.spans, start_s, until_s)
+            share = _find_owner(self.spans, start_s, until_s)
             if found and (found[-1].name, found[-1].service) == (share.name, share.service):
-                share = Share(share.name, share.service, found.pop().start_s, until_s)
+                share = TimelineShare(share.name, share.service, found.pop().start_s, until_s)
             found.append(share)
         return found
 
@@ -71,28 +71,28 @@ class Timeline:
             "answered_s": self.answered_s,
             "latency_s": self.latency_s,
             "spans": self.spans,
-            "account": [vars(share) for share in self.account()],
+            "account": [vars(share) for share in self.build_account()],
         }
 
 
-def _owner(spans: Sequence[dict[str, Any]], start_s: float, end_s: float) -> Share:
+def _find_owner(spans: Sequence[dict[str, Any]], start_s: float, end_s: float) -> TimelineShare:
     there = [span for span in spans if span["start_s"] <= start_s and span["end_s"] >= end_s]
     if not there:
-        return Share(UNKNOWN, "", start_s, end_s)
+        return TimelineShare(UNKNOWN_SPAN, "", start_s, end_s)
     span = max(there, key=lambda one: (one["start_s"], -one["end_s"]))
-    return Share(span["name"], span["service"], start_s, end_s)
+    return TimelineShare(span["name"], span["service"], start_s, end_s)
 
 
-def timeline(client: "redis.Redis", pipeline: Pipeline, request_id: str) -> Timeline | None:
+def read_timeline(client: "redis.Redis", pipeline: Pipeline, request_id: str) -> Timeline | None:
     """A request's life so far; None where nothing is kept of it. Raises `redis.RedisError`."""
-    return _read(cast("list[bytes]", client.lrange(pipeline.trace_key(request_id), 0, -1)))
+    return _parse_spans(cast("list[bytes]", client.lrange(pipeline.trace_key(request_id), 0, -1)))
 
 
-async def timeline_async(client: "redis.asyncio.Redis", pipeline: Pipeline, request_id: str) -> Timeline | None:
+async def read_timeline_async(client: "redis.asyncio.Redis", pipeline: Pipeline, request_id: str) -> Timeline | None:
     """The same for asyncio."""
-    return _read(await cast(Any, client.lrange(pipeline.trace_key(request_id), 0, -1)))
+    return _parse_spans(await cast(Any, client.lrange(pipeline.trace_key(request_id), 0, -1)))
 
 
-def _read(texts: Iterable[bytes]) -> Timeline | None:
+def _parse_spans(texts: Iterable[bytes]) -> Timeline | None:
     spans = sorted((json.loads(text) for text in texts), key=lambda span: (span["start_s"], -span["end_s"]))
     return Timeline(spans) if spans else None

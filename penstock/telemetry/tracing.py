@@ -26,13 +26,13 @@ from penstock.names import Pipeline
 
 tracer = trace.get_tracer("penstock")
 
-PIPELINE, REQUEST_ID = "penstock.pipeline", "penstock.request.id"
+PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE = "penstock.pipeline", "penstock.request.id"
 """Attributes of every span of a request."""
-_ABOUT = create_key("penstock")
+_REQUEST_CONTEXT_KEY = create_key("penstock")
 SCOPE = InstrumentationScope("penstock")
 
 
-class Recorder(TracerProvider):
+class SpanRecorder(TracerProvider):
     """Where this process's spans go."""
 
     def __init__(self, resource: Resource, processors: Sequence[BatchSpanProcessor]) -> None:
@@ -42,7 +42,7 @@ class Recorder(TracerProvider):
             self.add_span_processor(processor)
 
 
-class _Child(NonRecordingSpan):
+class _ChildSpan(NonRecordingSpan):
     """A span below one that is recorded.
 
     A request has a dozen, and the SDK's own take four times as long (45 us), for limits, events, links and locks that
@@ -55,7 +55,7 @@ class _Child(NonRecordingSpan):
         parent: SpanContext,
         start_ns: int | None,
         attributes: dict[str, AttributeValue],
-        to: Recorder,
+        to: SpanRecorder,
     ) -> None:
         context = SpanContext(
             parent.trace_id, random.getrandbits(64) or 1, False, parent.trace_flags, parent.trace_state
@@ -86,12 +86,16 @@ class _Child(NonRecordingSpan):
             processor.on_end(span)
 
 
-def about(pipeline: Pipeline, request_id: str, context: Context | None = None) -> Context:
+def with_request(pipeline: Pipeline, request_id: str, context: Context | None = None) -> Context:
     """The context (the current one by default) in which all spans are a request's."""
-    return set_value(_ABOUT, {PIPELINE: pipeline.name, REQUEST_ID: request_id}, context)
+    return set_value(
+        _REQUEST_CONTEXT_KEY, {PIPELINE_ATTRIBUTE: pipeline.name, REQUEST_ID_ATTRIBUTE: request_id}, context
+    )
 
 
-def context_of(headers: Mapping[str, str], context: Context | None = None, published_s: float | None = None) -> Context:
+def extract_context(
+    headers: Mapping[str, str], context: Context | None = None, published_s: float | None = None
+) -> Context:
     """The trace context that came with a message, put into `context`.
 
     Where none did, and `published_s` is given, a trace begins with the message: the producer keeps none.
@@ -99,12 +103,12 @@ def context_of(headers: Mapping[str, str], context: Context | None = None, publi
     context = propagate.extract(headers, Context() if context is None else context)
     if published_s is None or trace.get_current_span(context).get_span_context().is_valid:
         return context
-    root = begin("request", context, published_s)
-    root.end(_ns(published_s))
-    return within(root, context)
+    root = start_span("request", context, published_s)
+    root.end(_to_ns(published_s))
+    return with_span(root, context)
 
 
-def headers_of(context: Context | None = None) -> dict[str, str]:
+def inject_headers(context: Context | None = None) -> dict[str, str]:
     """The headers that carry a trace context (the current one by default) to the next process."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context)
@@ -112,35 +116,35 @@ def headers_of(context: Context | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def continued(headers: Mapping[str, str]) -> Iterator[None]:
+def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
     """Spans that begin in the context belong to the trace that came with `headers`, if one did."""
-    token = attach(context_of(headers))
+    token = attach(extract_context(headers))
     try:
         yield
     finally:
         detach(token)
 
 
-def within(span: Span, context: Context | None = None) -> Context:
+def with_span(span: Span, context: Context | None = None) -> Context:
     """`context` (the current one by default), where spans are children of `span`."""
     return trace.set_span_in_context(span, context)
 
 
-def begin(name: str, parent: Context, start_s: float | None = None, **attributes: AttributeValue) -> Span:
+def start_span(name: str, parent: Context, start_s: float | None = None, **attributes: AttributeValue) -> Span:
     """Start a span; `start_s` (seconds since the epoch) for what began earlier, elsewhere."""
-    whose = cast("dict[str, AttributeValue]", get_value(_ABOUT, parent) or {})
+    whose = cast("dict[str, AttributeValue]", get_value(_REQUEST_CONTEXT_KEY, parent) or {})
     above, recorder = trace.get_current_span(parent).get_span_context(), trace.get_tracer_provider()
-    if not (isinstance(recorder, Recorder) and above.is_valid):
-        return tracer.start_span(name, parent, start_time=_ns(start_s), attributes=whose | attributes)
+    if not (isinstance(recorder, SpanRecorder) and above.is_valid):
+        return tracer.start_span(name, parent, start_time=_to_ns(start_s), attributes=whose | attributes)
     if not above.trace_flags.sampled:
         return NonRecordingSpan(above)
-    return _Child(name, above, _ns(start_s), whose | attributes, recorder)
+    return _ChildSpan(name, above, _to_ns(start_s), whose | attributes, recorder)
 
 
-def note(name: str, parent: Context, start_s: float, end_s: float, **attributes: AttributeValue) -> None:
+def record_span(name: str, parent: Context, start_s: float, end_s: float, **attributes: AttributeValue) -> None:
     """A span that is already over."""
-    begin(name, parent, start_s, **attributes).end(_ns(end_s))
+    start_span(name, parent, start_s, **attributes).end(_to_ns(end_s))
 
 
-def _ns(time_s: float | None) -> int | None:
+def _to_ns(time_s: float | None) -> int | None:
     return None if time_s is None else int(time_s * 1e9)

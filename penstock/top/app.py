@@ -34,7 +34,7 @@ class Looked(Message):
 
 
 class Top(App[None]):
-    """Runs until `q`. `look` is `LiveWatch.look`; servers that are away are asked again."""
+    """Runs until `q`. `look` is `LiveWatch.read_latest`; servers that are away are asked again."""
 
     TITLE = "penstock top"
     ENABLE_COMMAND_PALETTE = False

@@ -93,11 +93,11 @@ class Task:
         is_kept = not isinstance(self.error, RequestTooLarge)
         return Waiting(self.id, self.body_hash, self.job_name, serialize_delivery(self.delivery) if is_kept else b"")
 
-    def begin_span(self, name: str) -> None:
+    def start_span(self, name: str) -> None:
         """The work on it begins."""
         told = {"prompt_tokens": len(self.token_ids), "attempt": self.claim.attempts}
-        self.span = tracing.begin(name, self.parent_context, self.read_s or self.started_s, **told)
-        self.context = tracing.within(self.span, self.parent_context)
+        self.span = tracing.start_span(name, self.parent_context, self.read_s or self.started_s, **told)
+        self.context = tracing.with_span(self.span, self.parent_context)
 
     @property
     def num_prefilled_tokens(self) -> int:

@@ -3,7 +3,7 @@
 There is one loop and two roles (`prefill_worker/role.py`, `decode_worker/role.py`): a role says what a message is, what
 is to be computed for it, and what goes out when it is through. A request is one `Task` from its message to its
 settlement. What other threads have done (blocks loaded and stored, messages read, deliveries settled) comes back as
-events that the loop collects: it alone touches tasks, record, session and figures.
+events that the loop collects: it alone touches tasks, record, session and metrics.
 
 The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's:
 
@@ -48,9 +48,9 @@ from penstock.messages import DEFAULT_MAX_TOKENS, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
 from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, News, Record, Sessions, Waiting
 from penstock.telemetry import tracing
-from penstock.telemetry.genai import request_attributes, usage_attributes
+from penstock.telemetry.genai import build_request_attributes, build_usage_attributes
 from penstock.telemetry.meters import Meters
-from penstock.telemetry.stage import StageFigures
+from penstock.telemetry.stage import StageMetrics
 from penstock.worker.delivery_queue import IDLE_POLL_S, DeliveryQueue, deserialize_delivery
 from penstock.worker.load import WorkerLoad
 from penstock.worker.message_reader import MessageReader
@@ -97,11 +97,11 @@ class Worker:
         store: KVStore,
         record: Record,
         member: Member,
-        figures: StageFigures | None = None,
+        metrics: StageMetrics | None = None,
     ) -> None:
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
         self.engine, self.store, self.record, self.member = role.engine, store, record, member
-        self.figures = figures or StageFigures(Meters(is_on=False), pipeline.name, self.stage, name, "")
+        self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, self.stage, name, "")
         reader = member.orphan_reader()
         self.session = Sessions(record, self.stage, name, member.parts, adopts=reader is not None)
         self.kv = KVConnector(store, self.engine, self.engine.pool.num_blocks)
@@ -112,7 +112,7 @@ class Worker:
         )
         self.reader = MessageReader(role.read_message, self.kv.wake_waiter)
         self.rescuer = Rescuer(record, self.stage, self.session, member, reader, self.make_claim_request)
-        self.retry_policy = RetryPolicy(record, self.queue, self.figures.retried)
+        self.retry_policy = RetryPolicy(record, self.queue, self.metrics.count_retry)
         self.running: dict[str, Task] = {}
         """All that is claimed and not through with this stage, by request."""
         self._handing_off: set[Task] = set()
@@ -165,7 +165,7 @@ class Worker:
                 case Loaded():
                     self._start_computing(event.context, event)
                 case Stored(task, num_blocks, begun_s, ended_s):
-                    tracing.note("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
+                    tracing.record_span("kv.write", task.context, begun_s, ended_s, blocks=num_blocks)
         self._finish_settled(self.settler.collect())
         read = []
         for reading in self.reader.collect_read():
@@ -221,7 +221,7 @@ class Worker:
         if task is None:
             self._send_dead_letter(delivery, "invalid_request: no request id can be read, in the message or its key")
         elif task.read_s:
-            self.figures.preprocessed(task.read_s - task.started_s)
+            self.metrics.record_preprocess(task.read_s - task.started_s)
         return task
 
     def make_claim_request(self, delivery: Delivery) -> Waiting | None:
@@ -273,7 +273,7 @@ class Worker:
         taken = self.record.take(self.stage, self.session.id, room)
         self.session.num_free = self.session.num_free - room if len(taken) == room else 0
         for one in taken:
-            self.figures.took_over()
+            self.metrics.count_take_over()
             try:
                 delivery = deserialize_delivery(one.message)
                 if len(delivery.value) > self.role.max_inline_bytes:
@@ -292,7 +292,7 @@ class Worker:
             )
             return
         if task.read_s:
-            self.figures.preprocessed(task.read_s - task.started_s)
+            self.metrics.record_preprocess(task.read_s - task.started_s)
         stage_failpoint(self.stage, "prefill.2.taken", "decode.6.taken")
         self._open_task(task, claim)
 
@@ -323,8 +323,8 @@ class Worker:
         ):
             self.session.drop(claim)
             return
-        task.begin_span(self.stage)
-        task.span.set_attributes(request_attributes(task.operation, self.engine.model.name))
+        task.start_span(self.stage)
+        task.span.set_attributes(build_request_attributes(task.operation, self.engine.model.name))
         stage_failpoint(self.stage, "decode.6.read")
         self.running[task.id] = task
         self.session.add(claim)
@@ -356,11 +356,11 @@ class Worker:
         """Work on a message begins. What was taken over has no wait of its own: another worker had it meanwhile."""
         delivery, begun_s = task.delivery, task.started_s
         if delivery.is_held:
-            self.figures.began(delivery.klass, delivery.timestamp_s, begun_s)
+            self.metrics.record_queue_wait(delivery.klass, delivery.timestamp_s, begun_s)
         name = "queue.wait" if delivery.is_held else "taken_over"
-        tracing.note(name, task.parent_context, delivery.timestamp_s, begun_s, topic=delivery.topic)
+        tracing.record_span(name, task.parent_context, delivery.timestamp_s, begun_s, topic=delivery.topic)
         if task.read_s:
-            tracing.note("preprocess", task.parent_context, begun_s, task.read_s, bytes=len(delivery.value))
+            tracing.record_span("preprocess", task.parent_context, begun_s, task.read_s, bytes=len(delivery.value))
 
     def _replace_older_task(self, task: Task) -> None:
         """Let go of what was held until its session was over, and is claimed anew now: of its delivery, too, if that is
@@ -403,7 +403,7 @@ class Worker:
         stage_failpoint(self.stage, "prefill.3.fetched", "decode.6.fetched")
         self.engine.add(task.seq)
         found = {"blocks": loaded.num_blocks, "held": loaded.num_pool_blocks, "found": loaded.num_tier_blocks}
-        tracing.note("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
+        tracing.record_span("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
 
     # 3 and 7. Step.
 
@@ -454,7 +454,7 @@ class Worker:
         for task, item in mine:
             assert task.blocks is not None
             if self.role.hands_off:
-                self.figures.prompt_done(item.seq.num_prompt - item.seq.num_cached, item.seq.num_cached)
+                self.metrics.count_prompt(item.seq.num_prompt - item.seq.num_cached, item.seq.num_cached)
                 task.blocks_stored = self.kv.hand_off_prompt(task.blocks)
             elif task.finish_reason is not None:
                 self._store_full_blocks_of(task)
@@ -506,11 +506,11 @@ class Worker:
 
     def _record_token_metrics(self, task: Task, written_s: float) -> None:
         if not self.role.hands_off:
-            self.figures.token(task.measure_token_gap(written_s))
+            self.metrics.record_token(task.measure_token_gap(written_s))
             return
         task.first_token_s = now_s()
-        self.figures.first_token(task.operation, task.delivery.timestamp_s)
-        tracing.note("first_token", task.context, self._sent_s, task.first_token_s)
+        self.metrics.record_first_token(task.operation, task.delivery.timestamp_s)
+        tracing.record_span("first_token", task.context, self._sent_s, task.first_token_s)
 
     # 8. End.
 
@@ -548,8 +548,10 @@ class Worker:
             task.end_event = end
             if not self.role.hands_off:
                 self.load.mean_output_tokens[task.klass].note(claim.num_tokens)
-            self.figures.ended(task.klass, task.operation, end)
-            tracing.note("end", task.context, begun_s, now_s(), **usage_attributes(end.usage, end.finish_reason))
+            self.metrics.record_end(task.klass, task.operation, end)
+            tracing.record_span(
+                "end", task.context, begun_s, now_s(), **build_usage_attributes(end.usage, end.finish_reason)
+            )
             self._complete_task(task, begun_s)
         self._give_back(*fenced)
 
@@ -598,11 +600,11 @@ class Worker:
         handed, left = [], []
         for settling, settled in outcomes:
             if settling is None or settling.task is None:
-                self.figures.buried(settling.num_dead_letters * settled if settling else 0)
+                self.metrics.count_dead_letters(settling.num_dead_letters * settled if settling else 0)
                 continue
             task = settling.task
-            self.figures.buried(settling.num_dead_letters * settled)
-            tracing.note(
+            self.metrics.count_dead_letters(settling.num_dead_letters * settled)
+            tracing.record_span(
                 self.role.settle_span_name, task.parent_context, settling.begun_s, now_s(), **settling.span_attributes
             )
             if not self.role.hands_off:
@@ -615,7 +617,7 @@ class Worker:
                 continue
             handed.append(task.claim)
             if task.end_event is None and not task.claim.ended:
-                self.figures.handed_off(task.klass)
+                self.metrics.count_hand_off(task.klass)
         self.record.handed_all(handed)
         if handed:
             failpoint("prefill.5.handed")

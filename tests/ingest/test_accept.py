@@ -291,7 +291,7 @@ async def test_settings_are_read_once(
 
 
 def test_looks_share_one_connection(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lag, "FRESH_S", 0.0)
+    monkeypatch.setattr(lag, "MAX_AGE_S", 0.0)
     made = []
 
     def counted(url: str) -> "redis.Redis":
@@ -302,6 +302,6 @@ def test_looks_share_one_connection(place: Place, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(module, "redis_client", counted)
     watch = LagWatch(place.addresses, BusSettings())
     for _ in range(3):
-        watch.look()
+        watch.read_latest()
     watch.close()
     assert len(made) == 1

@@ -21,7 +21,7 @@ from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child
 from penstock.local.valkey import ReplicatedValkey, ValkeyServer
 from penstock.messages import Request, Result
-from penstock.ops.status import worker_status
+from penstock.ops.status import read_worker_status
 from penstock.prefill_worker.handoff import sampling_seed
 from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.waiting import wait_until
@@ -77,7 +77,7 @@ class Site:
         return [worker.child.pid for worker in self.stack.workers if worker.child and worker.child.is_alive()]
 
     def states(self) -> list[str]:
-        return [status["state"] for status in worker_status(self.stack.addresses)]
+        return [status["state"] for status in read_worker_status(self.stack.addresses)]
 
     def wait_ready(self, *, tend: bool = False) -> None:
         """With `tend`, those that have left are started again."""
@@ -91,7 +91,7 @@ class Site:
             wait_until(are_ready, 90, "both workers are ready", every_s=0.05)
         except TimeoutError as error:
             gone = [child.read_log_tail() for child in self._children() if not child.is_alive()]
-            raise TimeoutError(f"{error}: {gone}, {worker_status(self.stack.addresses)}") from None
+            raise TimeoutError(f"{error}: {gone}, {read_worker_status(self.stack.addresses)}") from None
 
     def _children(self) -> list[Child]:
         """All processes: the servers, and the workers."""

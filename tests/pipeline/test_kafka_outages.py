@@ -16,7 +16,7 @@ from penstock.client.sync import Client
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.names import Pipeline
-from penstock.ops.status import health, worker_status
+from penstock.ops.status import check_health, read_worker_status
 from penstock.waiting import wait_until
 from tests.pipeline.checks import results_of
 from tests.pipeline.site import LONG_S, NUM_REQUESTS, Site, hanging, leave, site_on, streaming, submit, work
@@ -35,11 +35,11 @@ def test_kafka_is_killed_and_comes_back(on_kafka: Site) -> None:
     with streaming(on_kafka) as streams:
         on_kafka.kafka.kill()
         wait_until(lambda: on_kafka.states() == ["degraded", "degraded"], 30, "both workers say so", every_s=0.1)
-        assert "Kafka" in worker_status(on_kafka.stack.addresses)[0]["reason"]
+        assert "Kafka" in read_worker_status(on_kafka.stack.addresses)[0]["reason"]
         streams.wait_for(NUM_REQUESTS)
         on_kafka.kafka.start()
     on_kafka.wait_ready()
-    assert health(on_kafka.stack.addresses, BusSettings()).state == "ok"
+    assert check_health(on_kafka.stack.addresses, BusSettings()).state == "ok"
 
 
 def test_kafka_hangs(on_kafka: Site) -> None:

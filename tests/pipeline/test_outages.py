@@ -22,7 +22,7 @@ from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
-from penstock.ops.status import health
+from penstock.ops.status import check_health
 from penstock.worker.loop import WorkerLoop
 from sim.line import Line
 from tests.pipeline.site import LONG_S, NUM_REQUESTS, Site, answers, hanging, leave, site_on, streaming, work
@@ -67,7 +67,7 @@ def turn_for_ever(worker: WorkerLoop) -> NoReturn:
 
 def test_redis_hangs(embedded: Site) -> None:
     with streaming(embedded), hanging(embedded.redis.pid):
-        assert health(embedded.stack.addresses, BusSettings()).state == "down"
+        assert check_health(embedded.stack.addresses, BusSettings()).state == "down"
         time.sleep(LONG_S)
 
 

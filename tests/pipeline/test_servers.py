@@ -10,10 +10,10 @@ from penstock.client.sync import Client
 from penstock.errors import ServersDiffer
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
-from penstock.ops.status import worker_status
+from penstock.ops.status import read_worker_status
 from penstock.redis.client import redis_client
 from penstock.redis.servers import ByServer, choose_server, store_server_lists
-from penstock.telemetry.timeline import timeline
+from penstock.telemetry.timeline import read_timeline
 from penstock.waiting import wait_until
 from tests.pipeline.checks import Streams, check_results, check_streams
 from tests.pipeline.site import Site, answers, hanging, results_when_all_there, site_on, submit, work
@@ -71,7 +71,7 @@ def test_requests_of_the_other_server_go_on(
                 submit(client, request)
             streams.wait_for(len(on_left))
             wait_until(lambda: two.states() == ["degraded", "degraded"], 20, "both workers tell of it")
-            assert all("right is away" in status["reason"] for status in worker_status(addresses))
+            assert all("right is away" in status["reason"] for status in read_worker_status(addresses))
         streams.finish()
     check_streams(streams, expected)
     check_results(results_when_all_there(two, expected), expected)
@@ -94,11 +94,11 @@ def test_the_spans_of_a_request_are_on_its_server(two: TwoServers) -> None:
         client.result(request.id)
 
     def is_told() -> bool:
-        found = timeline(servers[request.id], pipeline, request.id)
+        found = read_timeline(servers[request.id], pipeline, request.id)
         return found is not None and found.answered_s is not None
 
     wait_until(is_told, 20, "its end is in its timeline")
     (other,) = (client for client in servers.parts if client is not servers[request.id])
-    assert timeline(other, pipeline, request.id) is None
+    assert read_timeline(other, pipeline, request.id) is None
     for server in servers.parts:
         server.close()

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.names import STAGES, Pipeline
-from penstock.plan.trace import Arrival, read
+from penstock.plan.trace import Arrival, read_trace
 from penstock.worker.heartbeat import Heartbeat
 from tests.commands import Terminal
 
@@ -85,7 +85,7 @@ def test_measured_rates_are_of_the_engine_here(trace: str, terminal: Terminal) -
 
 
 def test_both_forms_of_a_line_are_read_in_order(tmp_path: Path, trace: str) -> None:
-    assert read(Path(trace)) == [Arrival(0.0, 200, 100), Arrival(0.5, 800, 100), Arrival(20.0, 1, 1)]
+    assert read_trace(Path(trace)) == [Arrival(0.0, 200, 100), Arrival(0.5, 800, 100), Arrival(20.0, 1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,14 @@ def test_a_bad_trace_is_named_by_its_line(tmp_path: Path, text: str, said: str) 
     file = tmp_path / "trace.jsonl"
     file.write_text(text)
     with pytest.raises(PlanError) as raised:
-        read(file)
+        read_trace(file)
     assert said in str(raised.value)
 
 
 def test_no_trace_is_one_error(tmp_path: Path, terminal: Terminal) -> None:
     with pytest.raises(PlanError) as none:
-        read(tmp_path / "none.jsonl")
+        read_trace(tmp_path / "none.jsonl")
     assert str(none.value) == f"{tmp_path / 'none.jsonl'} cannot be read: No such file or directory"
     (tmp_path / "binary").write_bytes(b"\xff")
     with pytest.raises(PlanError):
-        read(tmp_path / "binary")
+        read_trace(tmp_path / "binary")

@@ -14,7 +14,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings, load_settings
 from penstock.local.processes import Child, find_free_port
 from penstock.names import Pipeline
-from penstock.ops.status import worker_status
+from penstock.ops.status import read_worker_status
 from penstock.record import Record
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
@@ -66,7 +66,7 @@ def addresses_of(access: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Add
 
 
 def are_ready(addresses: Addresses) -> bool:
-    return [status["state"] for status in worker_status(addresses)] == ["ready", "ready"]
+    return [status["state"] for status in read_worker_status(addresses)] == ["ready", "ready"]
 
 
 @pytest.mark.parametrize("bus", ["redis", "SCRAM-SHA-512", "PLAIN", "client certificate"])
@@ -132,7 +132,7 @@ def test_the_processes(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert admin.acl_log() == [], "every right that is used is given"
         change("another")
         try:
-            wait_until(lambda: not worker_status(addresses), 30, "no heartbeat is written", every_s=0.05)
+            wait_until(lambda: not read_worker_status(addresses), 30, "no heartbeat is written", every_s=0.05)
         finally:
             change(WORDS["WORKER_PASSWORD"])
         wait_until(lambda: are_ready(addresses), 60, "both workers are ready again", every_s=0.05)

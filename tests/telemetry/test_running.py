@@ -24,8 +24,8 @@ from penstock.names import Pipeline
 from penstock.ops.live import Json, LiveWatch
 from penstock.redis.client import redis_client
 from penstock.telemetry import catalog, tracing
-from penstock.telemetry.spans import MOST_SPANS, RedisSpanExporter
-from penstock.telemetry.timeline import UNKNOWN, Timeline, timeline, timeline_async
+from penstock.telemetry.spans import MAX_SPANS_PER_REQUEST, RedisSpanExporter
+from penstock.telemetry.timeline import UNKNOWN_SPAN, Timeline, read_timeline, read_timeline_async
 from penstock.waiting import wait_until
 from sim.forked import ForkedStack
 from tests.telemetry.receiver import Receiver, receiving
@@ -64,7 +64,7 @@ class Site:
         with redis_client(self.stack.addresses.stream_url) as client:
 
             def told() -> Timeline | None:
-                found = timeline(client, self.pipeline, request_id)
+                found = read_timeline(client, self.pipeline, request_id)
                 names = {span["name"] for span in found.spans} if found else set()
                 return found if names >= {"settle", "hand_off", "prefill"} else None
 
@@ -161,11 +161,11 @@ def test_a_life_adds_up_to_what_its_client_waited(site: Site) -> None:
         for _ in range(5):
             name, waited_s = asked(client, 64)
             life = site.life(name)
-            account = life.account()
+            account = life.build_account()
             assert life.latency_s is not None
             assert sum(share.end_s - share.start_s for share in account) == pytest.approx(life.latency_s)
             assert all(before.end_s == after.start_s for before, after in itertools.pairwise(account))
-            assert UNKNOWN not in {share.name for share in account}, account
+            assert UNKNOWN_SPAN not in {share.name for share in account}, account
             shares.append(life.latency_s / waited_s)
     # Of one request, something else in the machine may have had the client's turn.
     assert statistics.median(shares) == pytest.approx(1, abs=0.05), shares
@@ -185,8 +185,8 @@ async def test_a_life_is_told_in_order(site: Site) -> None:
     assert [span["start_s"] for span in life.spans] == sorted(span["start_s"] for span in life.spans)
     url = site.stack.addresses.stream_url
     async with redis.asyncio.Redis.from_url(url) as client:
-        assert await timeline_async(client, site.pipeline, name) == life
-        assert await timeline_async(client, site.pipeline, "nobody") is None
+        assert await read_timeline_async(client, site.pipeline, name) == life
+        assert await read_timeline_async(client, site.pipeline, "nobody") is None
         assert 0 < await client.pttl(site.pipeline.trace_key(name)) <= 600_000
 
 
@@ -206,8 +206,8 @@ def test_a_look_shows_work_and_a_killed_worker(site: Site) -> None:
 
     def until(what: str, is_so: object) -> Json:
         assert callable(is_so)
-        wait_until(lambda: is_so(watch.look()), 90, what)
-        return watch.look()
+        wait_until(lambda: is_so(watch.read_latest()), 90, what)
+        return watch.read_latest()
 
     site.generate(24)
     look = until("latencies are told", lambda one: one["ttft_s"]["count"] and one["itl_s"]["count"])
@@ -246,7 +246,7 @@ def test_a_look_shows_work_and_a_killed_worker(site: Site) -> None:
 
 def spans(pipeline: Pipeline, count: int) -> list[ReadableSpan]:
     """Of one request."""
-    told = {tracing.PIPELINE: pipeline.name, tracing.REQUEST_ID: "r-1"}
+    told = {tracing.PIPELINE_ATTRIBUTE: pipeline.name, tracing.REQUEST_ID_ATTRIBUTE: "r-1"}
     whose = SpanContext(1, 2, is_remote=False)
     return [ReadableSpan(f"span-{n}", whose, attributes=told, start_time=n, end_time=n + 1) for n in range(count)]
 
@@ -260,12 +260,12 @@ def test_spans_of_a_redis_that_is_away_are_lost_and_nothing_else(pipeline: Pipel
 def test_of_one_request_only_so_many_spans_are_kept(pipeline: Pipeline, redis_url: str) -> None:
     exporter = RedisSpanExporter(redis_url, 60)
     for _ in range(2):
-        assert exporter.export(spans(pipeline, MOST_SPANS)) is SpanExportResult.SUCCESS
+        assert exporter.export(spans(pipeline, MAX_SPANS_PER_REQUEST)) is SpanExportResult.SUCCESS
     exporter.shutdown()
     with redis_client(redis_url) as client:
-        life = timeline(client, pipeline, "r-1")
+        life = read_timeline(client, pipeline, "r-1")
     assert life is not None
-    assert len(life.spans) == MOST_SPANS
+    assert len(life.spans) == MAX_SPANS_PER_REQUEST
     assert life.answered_s is None
     first = {name: value for name, value in life.spans[0].items() if name != "service"}
     assert first == {

@@ -23,7 +23,7 @@ BUSY_LOOKS = 25
 
 async def picture(stack: Stack) -> str:
     """The screen as SVG, after the sparklines have filled."""
-    app = Top(LiveWatch(stack.addresses, BusSettings()).look)
+    app = Top(LiveWatch(stack.addresses, BusSettings()).read_latest)
     async with app.run_test(size=SIZE) as pilot:
         for _ in range(BUSY_LOOKS):
             stage.submit(stack, 6, 150)

@@ -15,9 +15,9 @@ from penstock.errors import BusUnavailable
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.names import STAGES
-from penstock.ops.lag import RATES
+from penstock.ops.lag import RATE_FIELDS
 from penstock.ops.live import LiveWatch
-from penstock.ops.status import worker_status
+from penstock.ops.status import read_worker_status
 from penstock.top.app import Top
 from penstock.top.panels import Look
 from penstock.waiting import wait_until
@@ -71,7 +71,7 @@ def line_of(lines: list[str], *words: str) -> str:
 
 
 def opened(stack: Stack) -> Top:
-    return Top(LiveWatch(stack.addresses, BusSettings()).look, interval_s=0.1)
+    return Top(LiveWatch(stack.addresses, BusSettings()).read_latest, interval_s=0.1)
 
 
 async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> None:
@@ -95,7 +95,7 @@ async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> No
         held = app.found
         assert held is not None
         newer = LiveWatch(stack.addresses, BusSettings())
-        await until(pilot, lambda _: newer.look()["at"] > held["at"] + 1.5, "time passes")
+        await until(pilot, lambda _: newer.read_latest()["at"] > held["at"] + 1.5, "time passes")
         assert app.found is held, "paused"
         await until(pilot, lambda lines: bool(line_of(lines, "paused")), "it says so")
         await pilot.press("p")
@@ -112,7 +112,7 @@ async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> No
 
 
 async def test_more_workers_than_lines_are_scrolled(stack: Stack) -> None:
-    found = LiveWatch(stack.addresses, BusSettings()).look()
+    found = LiveWatch(stack.addresses, BusSettings()).read_latest()
     many = [found["workers"][0] | {"name": f"prefill-{number:02}"} for number in range(30)]
     app = Top(lambda: found | {"workers": many})
     async with app.run_test(size=SIZE) as pilot:
@@ -160,7 +160,7 @@ async def test_a_bus_that_is_away_at_first(stack: Stack) -> None:
         asked.append(1)
         if len(asked) < 4:
             raise BusUnavailable("Kafka: no broker answers")
-        return real.look()
+        return real.read_latest()
 
     async with Top(look, interval_s=0.1).run_test(size=SIZE) as pilot:
         await until(pilot, lambda lines: bool(line_of(lines, "trying again: Kafka: no broker answers")), "it says so")
@@ -173,8 +173,8 @@ def test_plan_asks_the_workers_that_run(stack: Stack, terminal: Terminal, tmp_pa
     stage.submit(stack, 4, 40)
 
     def are_measured() -> bool:
-        loads = [(status["stage"], status.get("load", {})) for status in worker_status(stack.addresses)]
-        return all(any(load.get(RATES[stage]) for which, load in loads if which == stage) for stage in STAGES)
+        loads = [(status["stage"], status.get("load", {})) for status in read_worker_status(stack.addresses)]
+        return all(any(load.get(RATE_FIELDS[stage]) for which, load in loads if which == stage) for stage in STAGES)
 
     wait_until(are_measured, 60, "both stages have measured themselves", every_s=0.1)
     made: dict[str, Any] = json.loads(terminal("plan", "--trace", str(tmp_path / "trace"), "--json", **url).stdout)

@@ -67,7 +67,7 @@ class Looks:
 
     def _look(self) -> tuple[bytes, bytes]:
         try:
-            look = self._watch.look()
+            look = self._watch.read_latest()
             return _event("look", look), _event("look", summary_of(look))
         except BusUnavailable as error:
             why = str(error)

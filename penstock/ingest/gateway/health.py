@@ -12,7 +12,7 @@ from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.handlers import errors
 from penstock.ingest.gateway.state import gateway_of
 from penstock.redis.client import REDIS_TIMEOUT_S
-from penstock.telemetry.exposition import CONTENT_TYPE, exposition
+from penstock.telemetry.exposition import CONTENT_TYPE, render_metrics
 
 router = APIRouter()
 
@@ -61,5 +61,5 @@ async def metrics(request: Request) -> Response:
     figures = gateway_of(request).figures
     if not figures.meters.is_on:
         raise ApiError(404, "telemetry is off", code="telemetry_off")
-    text = await asyncio.to_thread(exposition, figures.meters)
+    text = await asyncio.to_thread(render_metrics, figures.meters)
     return Response(text, headers={"content-type": CONTENT_TYPE})

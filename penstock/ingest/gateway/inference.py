@@ -33,7 +33,7 @@ def add_route(endpoint: Endpoint[Any]) -> None:
 
     async def create(request: Request, caller: CallerDep, wishes: WishesDep) -> Response:
         gateway, body = gateway_of(request), endpoint.parse(await request.body())
-        with tracing.continued(request.headers):
+        with tracing.continue_trace(request.headers):
             card, ticket = await accept(gateway, caller, wishes, endpoint, body, request.scope[CAME_S])
         response: Response
         if body.stream:

@@ -14,7 +14,7 @@ from penstock.ingest.gateway.state import CallerDep, Gateway, gateway_of
 from penstock.ingest.gateway.streaming import EVENTS
 from penstock.names import Pipeline
 from penstock.redis.client import translate_outages
-from penstock.telemetry.timeline import Timeline, timeline_async
+from penstock.telemetry.timeline import Timeline, read_timeline_async
 
 router = APIRouter()
 
@@ -106,7 +106,7 @@ async def life(request: Request, caller: CallerDep, request_id: str) -> LifeList
     card = await gateway.cards.of_tenant(request_id, caller.tenant)
     pipeline = Pipeline(card.pipeline)
     with translate_outages():
-        reads = (timeline_async(gateway.servers[one], pipeline, one) for one in card.request_ids)
+        reads = (read_timeline_async(gateway.servers[one], pipeline, one) for one in card.request_ids)
         found = await asyncio.gather(*reads)
     return LifeList(id=card.id, choices=[_life(one, line) for one, line in zip(card.request_ids, found, strict=True)])
 

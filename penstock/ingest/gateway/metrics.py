@@ -35,7 +35,7 @@ class GatewayFigures:
         self._watches: dict[str, LiveWatch] = {}
         self._lock = threading.Lock()
         self._num_streams = 0
-        meters.watch(self._readings)
+        meters.add_source(self._readings)
 
     def watch(self, pipeline: str) -> LiveWatch:
         """The one look at a pipeline that all in this process share."""
@@ -48,9 +48,9 @@ class GatewayFigures:
     def answered(self, scope: Scope, status: int) -> None:
         """A request was answered, or is being answered."""
         route = getattr(scope.get("route"), "path", NO_ROUTE)
-        self.meters.counter(catalog.GATEWAY_REQUESTS, route, str(status)).add()
+        self.meters.get_counter(catalog.GATEWAY_REQUESTS, route, str(status)).add()
         if REFUSED in scope:
-            self.meters.counter(catalog.GATEWAY_REFUSED, scope[REFUSED]).add()
+            self.meters.get_counter(catalog.GATEWAY_REFUSED, scope[REFUSED]).add()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class GatewayFigures:
         for name in sorted(self.pipelines):
             look: Json | None = None
             with suppress(BusUnavailable, redis.RedisError):  # told by `penstock_pipeline_up`
-                look = self.watch(name).look()
+                look = self.watch(name).read_latest()
             yield Reading(catalog.PIPELINE_UP, (name,), int(look is not None))
             if look is not None:
                 yield from _of_pipeline(name, look)

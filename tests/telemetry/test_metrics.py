@@ -21,10 +21,10 @@ from penstock.messages import EndEvent, Timings, Usage, now_s
 from penstock.names import CLASSES, STAGES
 from penstock.ops.live import Json, LiveWatch
 from penstock.telemetry import catalog, otlp
-from penstock.telemetry.exposition import endpoint, exposition
+from penstock.telemetry.exposition import render_metrics, serve_metrics
 from penstock.telemetry.meters import Meters
-from penstock.telemetry.recent import Recent, percentiles, quantile, summed_buckets
-from penstock.telemetry.stage import StageFigures
+from penstock.telemetry.recent import RecentTotals, estimate_quantile, sum_buckets, summarize_percentiles
+from penstock.telemetry.stage import StageMetrics
 from penstock.waiting import wait_until
 from tests.telemetry.receiver import Receiver, receiving
 
@@ -45,7 +45,7 @@ KV = {"pool": {"hits": 5, "misses": 7}, "shared": TIER, "recomputed_blocks": 2}
 
 def counted(values: list[float]) -> list[int]:
     meters = Meters()
-    histogram = meters.histogram(catalog.ITL, "p")
+    histogram = meters.get_histogram(catalog.ITL, "p")
     histogram.bounds, histogram.counts = BOUNDS, [0] * (len(BOUNDS) + 1)
     for value in values:
         histogram.add(value)
@@ -64,7 +64,7 @@ def test_a_histogram_counts_each_value_where_its_bucket_ends(values: list[float]
 @example([1.0, 1.0, 1.0, 0.0078125], 0.25)
 def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
     counts = counted(values)
-    found, rank = quantile(BOUNDS, counts, share), max(0, math.ceil(share * len(values)) - 1)
+    found, rank = estimate_quantile(BOUNDS, counts, share), max(0, math.ceil(share * len(values)) - 1)
     true = sorted(values)[rank]
     assert found is not None
     low, high = (0.0, *BOUNDS)[bisect_left(BOUNDS, true)], BOUNDS[bisect_left(BOUNDS, true)]
@@ -74,14 +74,14 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share:
 @given(VALUES)
 def test_quantiles_rise_with_the_share(values: list[float]) -> None:
     counts = counted(values)
-    found = [quantile(BOUNDS, counts, share / 20) or 0.0 for share in range(21)]
+    found = [estimate_quantile(BOUNDS, counts, share / 20) or 0.0 for share in range(21)]
     assert found == sorted(found)
 
 
 def test_what_lies_beyond_the_bounds_and_what_is_not_there() -> None:
-    assert quantile(BOUNDS, [0, 0, 0, 0, 0, 4], 0.5) == BOUNDS[-1]
-    assert percentiles(BOUNDS, [0] * 6) == {"p50": None, "p90": None, "p99": None, "count": 0}
-    assert quantile((1.0, 2.0), [10, 10, 0], 0.75) == 1.5, "half of the second bucket"
+    assert estimate_quantile(BOUNDS, [0, 0, 0, 0, 0, 4], 0.5) == BOUNDS[-1]
+    assert summarize_percentiles(BOUNDS, [0] * 6) == {"p50": None, "p90": None, "p99": None, "count": 0}
+    assert estimate_quantile((1.0, 2.0), [10, 10, 0], 0.75) == 1.5, "half of the second bucket"
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 40), st.integers(0, 50)), min_size=1, max_size=60))
@@ -89,10 +89,10 @@ def test_what_lies_beyond_the_bounds_and_what_is_not_there() -> None:
 def test_the_last_minute_is_what_was_added_in_it(steps: list[tuple[float, int]]) -> None:
     now, total = 1000.0, 0
     looks = [(now, 0)]
-    recent = Recent(lambda: {"n": total, "h": [total, 2 * total]}, lambda: now)
+    recent = RecentTotals(lambda: {"n": total, "h": [total, 2 * total]}, lambda: now)
     for passed_s, added in steps:
         now, total = now + passed_s, total + added
-        found = recent.look()
+        found = recent.summarize_recent()
         before = [count for at, count in looks if at <= now - 60] or [0]
         assert found["minute"] == {"n": total - before[-1], "h": [total - before[-1], 2 * (total - before[-1])]}
         at, count = ([look for look in looks if look[0] <= now - 10] or looks[:1])[-1]
@@ -102,39 +102,39 @@ def test_the_last_minute_is_what_was_added_in_it(steps: list[tuple[float, int]])
 
 def test_workers_are_summed_and_a_foreign_histogram_left_out() -> None:
     parts = [{"h": [1, 2, 3]}, {"h": [10, 20, 30]}, {"h": [5]}, {}]
-    assert summed_buckets(parts, "h", (1.0, 2.0)) == [11, 22, 33]
-    assert summed_buckets([], "h", (1.0, 2.0)) == [0, 0, 0]
+    assert sum_buckets(parts, "h", (1.0, 2.0)) == [11, 22, 33]
+    assert sum_buckets([], "h", (1.0, 2.0)) == [0, 0, 0]
 
 
 def test_what_is_off_counts_nothing() -> None:
     meters = Meters(is_on=False)
     stage(meters, "prefill")
-    assert meters.collect().keys() <= {metric for metric in catalog.CATALOG if metric.kind != "histogram"}
+    assert meters.collect_readings().keys() <= {metric for metric in catalog.CATALOG if metric.kind != "histogram"}
     meters = Meters(is_on=False)
-    meters.histogram(catalog.ITL, "p").add(1.0)
-    meters.counter(catalog.TOKENS, "p", "decode").add()
-    assert not meters.collect()
-    assert meters.histogram(catalog.ITL, "p").read().sum == 0
+    meters.get_histogram(catalog.ITL, "p").add(1.0)
+    meters.get_counter(catalog.TOKENS, "p", "decode").add()
+    assert not meters.collect_readings()
+    assert meters.get_histogram(catalog.ITL, "p").read().sum == 0
 
 
-def stage(meters: Meters, name: str) -> StageFigures:
+def stage(meters: Meters, name: str) -> StageMetrics:
     """A worker's figures to which all has happened that can."""
     assert name in STAGES
-    figures = StageFigures(meters, "p", name, f"{name}-0", "demo")
-    figures.watch(lambda: {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "kv": KV})
-    figures.began("interactive", now_s() - 2, now_s())
-    figures.preprocessed(0.002)
-    figures.took_over()
-    figures.retried("model_error")
-    figures.buried()
-    figures.prompt_done(30, 12)
-    figures.first_token("chat", now_s() - 0.3)
-    figures.token(None)
-    figures.token(0.02)
-    figures.handed_off("batch")
+    figures = StageMetrics(meters, "p", name, f"{name}-0", "demo")
+    figures.set_view(lambda: {"running": 2, "waiting": 1, "pool": {"used": 3, "total": 10}, "kv": KV})
+    figures.record_queue_wait("interactive", now_s() - 2, now_s())
+    figures.record_preprocess(0.002)
+    figures.count_take_over()
+    figures.count_retry("model_error")
+    figures.count_dead_letters()
+    figures.count_prompt(30, 12)
+    figures.record_first_token("chat", now_s() - 0.3)
+    figures.record_token(None)
+    figures.record_token(0.02)
+    figures.count_hand_off("batch")
     times = Timings(published=now_s() - 3, first_token=now_s() - 2, finished=now_s())
     end = EndEvent(finish_reason="stop", usage=Usage(prompt_tokens=42, completion_tokens=3), timings=times)
-    figures.ended("interactive", "chat", end)
+    figures.record_end("interactive", "chat", end)
     return figures
 
 
@@ -172,7 +172,7 @@ def meters() -> Meters:
 
 
 def test_the_catalog_is_all_that_is_exposed(meters: Meters) -> None:
-    families = {family.name: family for family in text_string_to_metric_families(exposition(meters).decode())}
+    families = {family.name: family for family in text_string_to_metric_families(render_metrics(meters).decode())}
     assert families.keys() == {metric.prometheus.removesuffix("_total") for metric in catalog.CATALOG}
     for metric in catalog.CATALOG:
         family = families[metric.prometheus.removesuffix("_total")]
@@ -185,7 +185,7 @@ def test_the_catalog_is_all_that_is_exposed(meters: Meters) -> None:
 def values(meters: Meters) -> dict[tuple[str, ...], float]:
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(exposition(meters).decode())
+        for family in text_string_to_metric_families(render_metrics(meters).decode())
         for sample in family.samples
     }
 
@@ -210,14 +210,14 @@ def test_prometheus_reads_the_values(meters: Meters) -> None:
 
 def test_a_worker_serves_them_and_a_taken_port_is_an_error(meters: Meters) -> None:
     port = find_free_port()
-    with endpoint(meters, "127.0.0.1", port) as bound:
+    with serve_metrics(meters, "127.0.0.1", port) as bound:
         assert bound == port
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
         assert {one.name for one in text_string_to_metric_families(text)} >= {"penstock_itl_seconds"}
         with (
             pytest.raises(PenstockError, match="PENSTOCK_TELEMETRY_PORT"),
-            endpoint(meters, "127.0.0.1", port),
+            serve_metrics(meters, "127.0.0.1", port),
         ):
             pass
 
@@ -231,8 +231,8 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
 
 
 def test_otlp_sends_the_same_and_true_histograms(meters: Meters, receiver: Receiver) -> None:
-    assert otlp.is_wanted("metrics")
-    with otlp.pushing(meters, Resource.create({"service.name": "penstock-test"})):
+    assert otlp.is_configured("metrics")
+    with otlp.push_metrics(meters, Resource.create({"service.name": "penstock-test"})):
         wait_until(lambda: len(receiver.posted) > 1, 30, "figures come again and again")
     found = receiver.metrics("penstock-test")
     assert found.keys() == {metric.name for metric in catalog.CATALOG}
@@ -252,7 +252,7 @@ def test_otlp_sends_the_same_and_true_histograms(meters: Meters, receiver: Recei
 
 def test_nothing_is_sent_where_nobody_said_whereto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    assert not otlp.is_wanted("metrics")
+    assert not otlp.is_configured("metrics")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:1/v1/traces")
-    assert otlp.is_wanted("traces")
-    assert not otlp.is_wanted("metrics")
+    assert otlp.is_configured("traces")
+    assert not otlp.is_configured("metrics")

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from penstock.config.settings import RecordSettings
 from penstock.errors import PlanError
 from penstock.names import Pipeline
-from penstock.plan.rates import Batch, Rates
-from penstock.plan.simulate import simulate
-from penstock.plan.sums import LOG_BYTES, LOG_TOKEN_BYTES, Goals, lines, plan
-from penstock.plan.trace import Arrival, peak, quantile
+from penstock.plan.plan import LOG_REQUEST_BYTES, LOG_TOKEN_BYTES, Goals, make_plan, render_plan
+from penstock.plan.rates import DecodeBatch, WorkerRates
+from penstock.plan.simulate import simulate_waits
+from penstock.plan.trace import Arrival, compute_peak, compute_quantile
 from penstock.record import Record
 from tests.record import play
 
-RATES = Rates(
+RATES = WorkerRates(
     source="a test",
     prefill_tokens_per_s=1000.0,
-    batches=(Batch(1, 50.0), Batch(8, 200.0), Batch(16, 320.0)),  # 20, 40 and 50 ms a token
+    batches=(DecodeBatch(1, 50.0), DecodeBatch(8, 200.0), DecodeBatch(16, 320.0)),  # 20, 40 and 50 ms a token
     block_size=16,
     pool_blocks=1000,
     block_bytes=2**20,
@@ -31,10 +31,10 @@ GOALS = Goals(utilisation=0.8, window_s=10.0)
 
 
 def test_the_sums_are_those_done_by_hand() -> None:
-    made = plan(STEADY, RATES, GOALS)
+    made = make_plan(STEADY, RATES, GOALS)
     assert made.prompt_tokens_per_s == 2000.0, "ten prompts in any ten seconds"
     assert made.prefill_by_rate == 3, "2,000 / (1,000 x 0.8) = 2.5"
-    assert made.batch == Batch(16, 320.0)
+    assert made.batch == DecodeBatch(16, 320.0)
     assert made.decode_by_rate == 1, "100 / (320 x 0.8) = 0.39"
     assert made.places == pytest.approx(5.0), "one a second, each for 100 x 50 ms"
     assert made.kv_blocks == pytest.approx(5 * 132), "2,100 tokens in blocks of 16"
@@ -44,48 +44,48 @@ def test_the_sums_are_those_done_by_hand() -> None:
 
 
 def test_the_pool_may_ask_for_more_than_the_rate() -> None:
-    made = plan(STEADY, replace(RATES, pool_blocks=200), GOALS)
+    made = make_plan(STEADY, replace(RATES, pool_blocks=200), GOALS)
     assert made.decode_by_blocks == made.decode == 5, "660 / (200 x 0.8) = 4.1"
-    assert plan(STEADY, replace(RATES, pool_blocks=None), GOALS).decode == 1
+    assert make_plan(STEADY, replace(RATES, pool_blocks=None), GOALS).decode == 1
 
 
 def test_a_goal_between_tokens_chooses_the_batch() -> None:
-    assert plan(STEADY, RATES, replace(GOALS, itl_s=0.04)).batch == Batch(8, 200.0)
-    assert plan(STEADY, RATES, replace(GOALS, itl_s=0.02)).decode == 3, "100 / (50 x 0.8) = 2.5"
+    assert make_plan(STEADY, RATES, replace(GOALS, itl_s=0.04)).batch == DecodeBatch(8, 200.0)
+    assert make_plan(STEADY, RATES, replace(GOALS, itl_s=0.02)).decode == 3, "100 / (50 x 0.8) = 2.5"
 
 
 def test_a_goal_for_first_tokens_adds_workers_until_the_simulation_meets_it() -> None:
     burst = [Arrival(0.0, 1000, 1)] * 8 + [Arrival(60.0, 1000, 1)]
-    assert plan(burst, RATES, GOALS).prefill == 1, "800 tokens/s, in the peak's ten seconds"
-    assert plan(burst, RATES, replace(GOALS, ttft_s=2.0)).prefill == 4, "two after each other, a second each"
-    assert plan(burst, RATES, replace(GOALS, ttft_s=1.0)).prefill == 8
-    hopeless = plan(burst, RATES, replace(GOALS, ttft_s=0.5))
+    assert make_plan(burst, RATES, GOALS).prefill == 1, "800 tokens/s, in the peak's ten seconds"
+    assert make_plan(burst, RATES, replace(GOALS, ttft_s=2.0)).prefill == 4, "two after each other, a second each"
+    assert make_plan(burst, RATES, replace(GOALS, ttft_s=1.0)).prefill == 8
+    hopeless = make_plan(burst, RATES, replace(GOALS, ttft_s=0.5))
     assert not hopeless.meets_ttft
     assert hopeless.prefill == 1
-    assert any("not met by any number of workers" in line for _, line in lines(hopeless, burst))
+    assert any("not met by any number of workers" in line for _, line in render_plan(hopeless, burst))
 
 
 def test_what_no_number_of_workers_can_do_is_an_error_that_says_so() -> None:
     with pytest.raises(PlanError, match=r"the quickest takes 0\.02 s"):
-        plan(STEADY, RATES, replace(GOALS, itl_s=0.01))
+        make_plan(STEADY, RATES, replace(GOALS, itl_s=0.01))
     with pytest.raises(PlanError, match="needs 132 KV blocks and the pool has 100"):
-        plan(STEADY, replace(RATES, pool_blocks=100), GOALS)
+        make_plan(STEADY, replace(RATES, pool_blocks=100), GOALS)
 
 
 def test_the_simulation_is_first_come_first_served() -> None:
     trace = [Arrival(0.0, 1000, 3), Arrival(0.0, 2000, 3), Arrival(1.0, 1000, 1)]
-    waits = simulate(trace, 1000.0, Batch(1, 2.0), prefill=1, decode=1)
+    waits = simulate_waits(trace, 1000.0, DecodeBatch(1, 2.0), prefill=1, decode=1)
     assert (waits.prefill_p50_s, waits.prefill_p99_s) == (1.0, 2.0), "begin at 0, 1 and 3 s"
     assert (waits.ttft_p50_s, waits.ttft_p99_s) == (3.0, 3.0), "after 1, 3 and 3 s"
     assert waits.decode_p99_s == 0.0, "one from 1 to 2 s, the next from 3 s"
-    slow = simulate(trace, 1000.0, Batch(1, 0.5), prefill=1, decode=1)
+    slow = simulate_waits(trace, 1000.0, DecodeBatch(1, 0.5), prefill=1, decode=1)
     assert slow.decode_p99_s == 2.0, "one from 1 to 5 s, the next was there at 3 s"
-    assert simulate(trace, 1000.0, Batch(2, 1.0), prefill=2, decode=1).prefill_p99_s == 0.0
+    assert simulate_waits(trace, 1000.0, DecodeBatch(2, 1.0), prefill=2, decode=1).prefill_p99_s == 0.0
 
 
 def test_a_peak_is_that_of_any_window() -> None:
     trace = [Arrival(at, 1, 1) for at in (0.0, 9.0, 10.0, 11.0, 18.9, 30.0)]
-    assert peak(trace, lambda _: 1, 10.0) == 0.4, "from 9 to 18.9; at 19 it is over"
+    assert compute_peak(trace, lambda _: 1, 10.0) == 0.4, "from 9 to 18.9; at 19 it is over"
 
 
 @pytest.mark.parametrize("num_tokens", [16, 400])
@@ -100,7 +100,7 @@ def test_the_memory_of_a_stream_is_what_a_real_server_takes(
         keys = (pipeline.log_key("r1"), pipeline.record_key("r1"))
         taken = sum(client.memory_usage(key, samples=0) or 0 for key in keys)
         record.close()
-    assert 0.5 < taken / (LOG_BYTES + LOG_TOKEN_BYTES * num_tokens) < 1.0
+    assert 0.5 < taken / (LOG_REQUEST_BYTES + LOG_TOKEN_BYTES * num_tokens) < 1.0
 
 
 ARRIVALS = st.builds(Arrival, st.floats(0, 300), st.integers(1, 5000), st.integers(1, 500))
@@ -114,8 +114,8 @@ def test_more_load_or_slower_workers_never_need_fewer(
 ) -> None:
     goals, roomy = replace(GOALS, utilisation=utilisation), replace(RATES, pool_blocks=10_000)
 
-    def by_sums(trace: list[Arrival], rates: Rates, goals: Goals) -> tuple[int, int, int]:
-        made = plan(trace, rates, goals)
+    def by_sums(trace: list[Arrival], rates: WorkerRates, goals: Goals) -> tuple[int, int, int]:
+        made = make_plan(trace, rates, goals)
         assert made.prefill >= made.prefill_by_rate
         return made.prefill_by_rate, made.decode_by_rate, made.decode
 
@@ -131,17 +131,20 @@ def test_more_load_or_slower_workers_never_need_fewer(
 @settings(max_examples=60)
 @given(trace=TRACES, workers=st.integers(1, 6))
 def test_one_more_worker_makes_nobody_wait_longer(trace: list[Arrival], workers: int) -> None:
-    batch = Batch(2, 40.0)
-    few = simulate(trace, 500.0, batch, workers, 1)
-    prefill, decode = simulate(trace, 500.0, batch, workers + 1, 1), simulate(trace, 500.0, batch, workers, 2)
+    batch = DecodeBatch(2, 40.0)
+    few = simulate_waits(trace, 500.0, batch, workers, 1)
+    prefill, decode = (
+        simulate_waits(trace, 500.0, batch, workers + 1, 1),
+        simulate_waits(trace, 500.0, batch, workers, 2),
+    )
     assert prefill.prefill_p50_s <= few.prefill_p50_s + 1e-6
     assert prefill.ttft_p99_s <= few.ttft_p99_s + 1e-6
     assert decode.decode_p99_s <= few.decode_p99_s + 1e-6
-    assert simulate(trace, 500.0, batch, len(trace), 1).prefill_p99_s == 0.0
+    assert simulate_waits(trace, 500.0, batch, len(trace), 1).prefill_p99_s == 0.0
 
 
 @given(numbers=st.lists(st.floats(0, 1e6), min_size=1), share=st.floats(0.01, 1.0))
 def test_a_quantile_is_one_of_the_numbers(numbers: list[float], share: float) -> None:
-    found = quantile(numbers, share)
+    found = compute_quantile(numbers, share)
     assert found in numbers
     assert sum(number <= found for number in numbers) >= math.floor(share * len(numbers))

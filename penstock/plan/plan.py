@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.plan.rates import Batch, Rates
-from penstock.plan.simulate import LEFT_OUT, Waits, simulate
-from penstock.plan.trace import Arrival, peak, quantile
+from penstock.plan.rates import DecodeBatch, WorkerRates
+from penstock.plan.simulate import NOT_SIMULATED, Waits, simulate_waits
+from penstock.plan.trace import Arrival, compute_peak, compute_quantile
 
-LOG_BYTES, LOG_TOKEN_BYTES = 6_000, 80
+LOG_REQUEST_BYTES, LOG_TOKEN_BYTES = 6_000, 80
 """What an ended request takes in the stream Redis, and each of its tokens: measured, and rounded up."""
 
 
@@ -39,7 +39,7 @@ class Plan:
     seconds: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
-    batch: Batch
+    batch: DecodeBatch
     places: float
     """Answers that are written at once."""
     kv_blocks: float
@@ -52,18 +52,18 @@ class Plan:
     decode: int
     waits: Waits
     goals: Goals
-    rates: Rates
+    rates: WorkerRates
     meets_ttft: bool
     """Whether the simulation keeps to the goal; true without one."""
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for `--json`."""
-        return asdict(self) | {"batch": self.batch._asdict(), "left_out": LEFT_OUT}
+        return asdict(self) | {"batch": self.batch._asdict(), "left_out": NOT_SIMULATED}
 
 
-def plan(trace: Sequence[Arrival], rates: Rates, goals: Goals) -> Plan:
+def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Plan:
     """Work out the plan. Raises `PlanError` where no number of workers would do."""
-    batch, size = rates.batch(goals.itl_s), rates.block_size
+    batch, size = rates.choose_batch(goals.itl_s), rates.block_size
 
     def blocks(one: Arrival) -> int:
         return math.ceil((one.prompt_tokens + one.output_tokens) / size)
@@ -77,16 +77,16 @@ def plan(trace: Sequence[Arrival], rates: Rates, goals: Goals) -> Plan:
             f"the largest request needs {largest:,} KV blocks and the pool has {rates.pool_blocks:,}: "
             "raise PENSTOCK_ENGINE_POOL_MB"
         )
-    prompts = peak(trace, lambda one: one.prompt_tokens, goals.window_s)
-    outputs = peak(trace, lambda one: one.output_tokens, goals.window_s)
-    kv_blocks = peak(trace, lambda one: blocks(one) * answer_s(one), goals.window_s)
-    prefill = workers_for(prompts, rates.prefill_tokens_per_s, goals.utilisation)
-    decode = workers_for(outputs, batch.tokens_per_s, goals.utilisation)
-    by_blocks = workers_for(kv_blocks, rates.pool_blocks, goals.utilisation) if rates.pool_blocks else 1
+    prompts = compute_peak(trace, lambda one: one.prompt_tokens, goals.window_s)
+    outputs = compute_peak(trace, lambda one: one.output_tokens, goals.window_s)
+    kv_blocks = compute_peak(trace, lambda one: blocks(one) * answer_s(one), goals.window_s)
+    prefill = count_workers(prompts, rates.prefill_tokens_per_s, goals.utilisation)
+    decode = count_workers(outputs, batch.tokens_per_s, goals.utilisation)
+    by_blocks = count_workers(kv_blocks, rates.pool_blocks, goals.utilisation) if rates.pool_blocks else 1
     num_decode = max(decode, by_blocks)
 
     def played(workers: int) -> Waits:
-        return simulate(trace, rates.prefill_tokens_per_s, batch, workers, num_decode)
+        return simulate_waits(trace, rates.prefill_tokens_per_s, batch, workers, num_decode)
 
     def is_met(workers: int) -> bool:
         return goals.ttft_s is None or played(workers).ttft_p99_s <= goals.ttft_s
@@ -101,9 +101,9 @@ def plan(trace: Sequence[Arrival], rates: Rates, goals: Goals) -> Plan:
         prompt_tokens_per_s=prompts,
         output_tokens_per_s=outputs,
         batch=batch,
-        places=peak(trace, answer_s, goals.window_s),
+        places=compute_peak(trace, answer_s, goals.window_s),
         kv_blocks=kv_blocks,
-        redis_bytes=_redis_bytes(trace, goals),
+        redis_bytes=_estimate_redis_bytes(trace, goals),
         prefill_by_rate=prefill,
         decode_by_rate=decode,
         decode_by_blocks=by_blocks,
@@ -116,24 +116,24 @@ def plan(trace: Sequence[Arrival], rates: Rates, goals: Goals) -> Plan:
     )
 
 
-def workers_for(load: float, rate: float, utilisation: float) -> int:
+def count_workers(load: float, rate: float, utilisation: float) -> int:
     """So many that each carries no more than its share; one at least."""
     return max(1, math.ceil(load / (rate * utilisation)))
 
 
-def _redis_bytes(trace: Sequence[Arrival], goals: Goals) -> float:
+def _estimate_redis_bytes(trace: Sequence[Arrival], goals: Goals) -> float:
     """Logs of what ended within `keep_s`; a trace that is shorter is taken to go on as it was."""
 
     def of(one: Arrival) -> int:
-        return LOG_BYTES + LOG_TOKEN_BYTES * one.output_tokens
+        return LOG_REQUEST_BYTES + LOG_TOKEN_BYTES * one.output_tokens
 
     seconds = trace[-1].at_s - trace[0].at_s
     if seconds >= goals.keep_s:
-        return peak(trace, of, goals.keep_s) * goals.keep_s
+        return compute_peak(trace, of, goals.keep_s) * goals.keep_s
     return sum(map(of, trace)) * max(1.0, goals.keep_s / max(seconds, goals.window_s))
 
 
-def lines(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str]]:
+def render_plan(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str]]:
     """The sums, each under its name."""
     rates, goals, batch = plan.rates, plan.goals, plan.batch
     prompts = [float(one.prompt_tokens) for one in trace]
@@ -142,7 +142,10 @@ def lines(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str]]:
     of_worker = f"x {goals.utilisation:g}"
     yield "trace", f"{plan.requests:,} requests in {plan.seconds:,.0f} s"
     for what, tokens in (("prompts", prompts), ("answers", outputs)):
-        yield "", f"{what}: {quantile(tokens, 0.5):,.0f} tokens (p50), {quantile(tokens, 0.99):,.0f} (p99)"
+        yield (
+            "",
+            f"{what}: {compute_quantile(tokens, 0.5):,.0f} tokens (p50), {compute_quantile(tokens, 0.99):,.0f} (p99)",
+        )
     if plan.seconds < goals.window_s:
         yield "", f"it is shorter than the window of {goals.window_s:g} s: rates look smaller than they were"
     yield "rates", f"of one worker, from {rates.source}"
@@ -164,23 +167,29 @@ def lines(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str]]:
     bytes_ = "" if rates.block_bytes is None else f", {plan.kv_blocks * rates.block_bytes / 2**20:,.0f} MB"
     yield "", f"and {plan.kv_blocks:,.0f} blocks of {rates.block_size} tokens{bytes_}; {pool}"
     if rates.pool_blocks is not None:
-        yield "", f"{plan.kv_blocks:,.0f} / ({rates.pool_blocks:,} {of_worker}) → {plan.decode_by_blocks} decode"
-    kept = f"ended streams of {goals.keep_s:,.0f} s, {LOG_BYTES:,} bytes each and {LOG_TOKEN_BYTES} a token"
+        yield (
+            "",
+            f"{plan.kv_blocks:,.0f} / ({rates.pool_blocks:,} {of_worker}) → {plan.decode_by_blocks} decode",
+        )
+    kept = f"ended streams of {goals.keep_s:,.0f} s, {LOG_REQUEST_BYTES:,} bytes each and {LOG_TOKEN_BYTES} a token"
     yield "stream Redis", f"{plan.redis_bytes / 2**20:,.0f} MB: {kept}"
-    yield "plan", f"{plan.prefill} prefill and {plan.decode} decode workers{_more(plan)}"
-    yield from _simulated(plan)
+    yield "plan", f"{plan.prefill} prefill and {plan.decode} decode workers{_format_extra(plan)}"
+    yield from _render_simulation(plan)
 
 
-def _more(plan: Plan) -> str:
+def _format_extra(plan: Plan) -> str:
     added = plan.prefill - plan.prefill_by_rate
     return f" ({added} prefill more than by rate, for the goal of {plan.goals.ttft_s:g} s)" if added else ""
 
 
-def _simulated(plan: Plan) -> Iterator[tuple[str, str]]:
+def _render_simulation(plan: Plan) -> Iterator[tuple[str, str]]:
     waits = plan.waits
     yield "simulated", f"wait for prefill {waits.prefill_p50_s:,.2f} s (p50), {waits.prefill_p99_s:,.2f} s (p99)"
     yield "", f"wait for decode {waits.decode_p50_s:,.2f} s (p50), {waits.decode_p99_s:,.2f} s (p99)"
     yield "", f"time to first token {waits.ttft_p50_s:,.2f} s (p50), {waits.ttft_p99_s:,.2f} s (p99)"
     if not plan.meets_ttft:
-        yield "", f"the goal of {plan.goals.ttft_s:g} s is not met by any number of workers: prompts alone take longer"
-    yield "", f"leaves out: {LEFT_OUT}"
+        yield (
+            "",
+            f"the goal of {plan.goals.ttft_s:g} s is not met by any number of workers: prompts alone take longer",
+        )
+    yield "", f"leaves out: {NOT_SIMULATED}"
