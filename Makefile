@@ -6,7 +6,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),auto,cpu)
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python --constraint constraints.txt
 # Without bytecode each worker compiles torch and transformers anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: install demo demo-kafka test unit format lint clean
+.PHONY: install demo demo-kafka test test-all unit format lint clean
 
 install: .venv/installed
 
@@ -31,6 +31,8 @@ demo-kafka: install
 
 test: install
 	$(BIN)/python -m pytest -n 4 --dist worksteal
+
+test-all: test
 
 unit: install
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not server and not model"
