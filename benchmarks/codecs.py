@@ -21,7 +21,7 @@ from rich.progress import track
 from benchmarks.common import Arguments, arguments, machine, report
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.handover import landed, taken
+from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.kvstore.codec import Codec, PayloadShape
@@ -58,7 +58,7 @@ def open_demo(element: Element) -> Engine:
 def run(engine: Engine, seqs: Items[Sequence]) -> None:
     """Step until all have their tokens; they stay in the engine."""
     for seq in seqs:
-        engine.add(seq)
+        engine.add_sequence(seq)
     while engine.has_work():
         engine.step()
 
@@ -70,10 +70,10 @@ def texts(engine: Engine, extent: Extent) -> list[list[int]]:
         words = engine.model.tokenizer.encode(rng.choice(WORDS), add_special_tokens=False)
         length = rng.randrange(extent.prompt_tokens // 4, extent.prompt_tokens)
         sampling = Sampling(temperature=0.9, top_p=0.95, seed=number)
-        seqs.append(Sequence(f"text {number}", words, max_new=length, sampling=sampling, seed=number))
+        seqs.append(Sequence(f"text {number}", words, max_new_tokens=length, sampling=sampling, seed=number))
     run(engine, seqs)
     for seq in seqs:
-        engine.remove(seq)
+        engine.remove_sequence(seq)
     return [seq.token_ids for seq in seqs]
 
 
@@ -88,11 +88,11 @@ class KV:
     def __init__(self, engine: Engine, prompts: list[list[int]]) -> None:
         self.prompts, self.payloads, self.firsts = prompts, list[list[bytes]](), list[int]()
         for number, prompt in enumerate(track(prompts, "prefill")):
-            seq = Sequence(f"prompt {number}", prompt, max_new=1, sampling=GREEDY, seed=0)
+            seq = Sequence(f"prompt {number}", prompt, max_new_tokens=1, sampling=GREEDY, seed=0)
             run(engine, [seq])
-            self.payloads.append(taken(engine, seq))
-            self.firsts.append(seq.output[0])
-            engine.remove(seq)
+            self.payloads.append(export_blocks(engine, seq))
+            self.firsts.append(seq.output_token_ids[0])
+            engine.remove_sequence(seq)
 
     def answers(self, engine: Engine, max_new: int, codec: Codec | None) -> list[list[int]]:
         """What another engine says, given the KV as it is, or as it comes out of the codec."""
@@ -104,21 +104,21 @@ class KV:
             ]
             run(engine, batch)
             for seq in batch:
-                engine.remove(seq)
+                engine.remove_sequence(seq)
             seqs += batch
-        return [seq.output for seq in seqs]
+        return [seq.output_token_ids for seq in seqs]
 
     def _answer(self, engine: Engine, number: int, max_new: int, codec: Codec | None) -> Sequence:
         """A sequence whose prompt's KV the engine has."""
         prompt, size = self.prompts[number], engine.settings.block_size
         names = keys(number if codec is None else number + len(self.prompts), len(prompt), size)
         seq = Sequence(
-            f"answer {number}", prompt, max_new=max_new, sampling=GREEDY, seed=0,
-            given=[self.firsts[number]], prefix_keys=names,
+            f"answer {number}", prompt, max_new_tokens=max_new, sampling=GREEDY, seed=0,
+            output_token_ids=[self.firsts[number]], block_keys=names,
         )  # fmt: skip
         payloads = self.payloads[number]
         through = payloads if codec is None else [there_and_back(codec, payload) for payload in payloads]
-        assert landed(engine, seq, through) == len(names), "no room for a prompt's KV"
+        assert import_blocks(engine, seq, through) == len(names), "no room for a prompt's KV"
         return seq
 
 
@@ -167,7 +167,7 @@ def main(given: Arguments) -> dict[str, float]:
     for element in ELEMENTS:
         engine = open_demo(element)
         layout = engine.storage.layout
-        shape = PayloadShape(element, layout.rows)
+        shape = PayloadShape(element, layout.vector_shapes)
         kv = KV(engine, texts(engine, extent))
         payloads = [payload for each in kv.payloads for payload in each[:-1]][: extent.blocks]
         for codec in (Lossless(element), Int8(shape)):

@@ -141,17 +141,17 @@ class Bare:
                         seen.gaps_s.append(now_s - last_s[seq])
                     last_s[seq] = now_s
                 if seq.state is State.DONE:
-                    engine.remove(seq)
+                    engine.remove_sequence(seq)
                     alive.remove(seq)
         for seq in alive:
-            engine.remove(seq)
+            engine.remove_sequence(seq)
         return seen
 
     def _add(self, max_new: int, *, busy: bool) -> Sequence:
         sampling = Sampling(temperature=0.0, ignore_eos=True)
-        seq = Sequence(str(next(self._names)), prompt(), sampling=sampling, seed=0, max_new=max_new,
+        seq = Sequence(str(next(self._names)), prompt(), sampling=sampling, seed=0, max_new_tokens=max_new,
                        klass="batch" if busy else "interactive")  # fmt: skip
-        self._engine.add(seq)
+        self._engine.add_sequence(seq)
         return seq
 
 

@@ -78,13 +78,13 @@ class Bare:
         model, engine = self._engine.model, self._engine
         states = {}
         for number, prompt in enumerate(prompts):
-            seq = Sequence(str(number), prompt, sampling=sampling, seed=0, max_new=max_new)
-            engine.add(seq)
+            seq = Sequence(str(number), prompt, sampling=sampling, seed=0, max_new_tokens=max_new)
+            engine.add_sequence(seq)
             states[seq.id] = OutputState(model.tokenizer, sampling, model.eos_token_ids, max_new)
         while engine.has_work():
             for seq, token_id, _ in engine.step():
                 if states[seq.id].push(token_id)[1] is not None:
-                    engine.remove(seq)
+                    engine.remove_sequence(seq)
 
 
 class Piped:

@@ -56,7 +56,7 @@ class Prefilling:
         self.engine = open_engine(settings)
         layout = KVLayout.from_pool(self.engine.model.fingerprint, self.engine.model.layout)
         self.store = KVStore.open(layout, kv, addresses.stream_url, addresses.pipeline)
-        self.store.set_compute_speed(self.engine.rates)
+        self.store.set_compute_speed(self.engine.prefill_tokens_per_s)
         self._redis = redis.Redis.from_url(addresses.stream_url)
         record = Record(self._redis, self._pipeline, RecordSettings())
         member = self._bus.member("prefill", "prefill-0")
@@ -99,7 +99,7 @@ class Prefilling:
         keys = [name.hash for name in names]
         if tier != "pool":
             pool = self.engine.pool
-            pool.release(pool.allocate(pool.num_free))  # what was cached is not kept
+            pool.free_blocks(pool.allocate_blocks(pool.num_free_blocks))  # what was cached is not kept
         for one in self.store.tiers:
             if _SHORT.get(one.name, one.name) == tier and not all(one.has(keys)):
                 raise RuntimeError(f"not all of the prefix is in {tier}")
@@ -114,7 +114,7 @@ class Prefilling:
 
     def thoughts(self) -> str:
         """What the store believes to know about its tiers and the engine."""
-        compute_s = self.store.layout.block_size / (self.engine.rates() or float("inf"))
+        compute_s = self.store.layout.block_size / (self.engine.prefill_tokens_per_s() or float("inf"))
         speeds = {tier.name: self.store.cost.tier_speed(tier.name).block_s or 0.0 for tier in self.store.tiers}
         told = ", ".join(f"{_SHORT.get(name, name)} {block_s * 1000:.2f}" for name, block_s in speeds.items())
         return f"ms a block: {told}; computed {compute_s * 1000:.1f}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.handover import landed
+from penstock.engine.handover import import_blocks
 from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
@@ -71,11 +71,11 @@ class Live:
     def add(self, seq: Sequence) -> None:
         """Queue it."""
         self._seqs[seq.id] = seq
-        self.engine.add(seq)
+        self.engine.add_sequence(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take it out."""
-        self.engine.remove(self._seqs.pop(seq.id))
+        self.engine.remove_sequence(self._seqs.pop(seq.id))
 
     def clear(self) -> None:
         """Take all out."""
@@ -99,7 +99,7 @@ class Streams:
     def _start(self) -> None:
         self._started += 1
         prompt = self._window.tokens(-self._started, STREAM_PROMPT)
-        self._live.add(Sequence(f"stream-{self._started}", prompt, sampling=_GREEDY, seed=0, max_new=STREAM_NEW))
+        self._live.add(Sequence(f"stream-{self._started}", prompt, sampling=_GREEDY, seed=0, max_new_tokens=STREAM_NEW))
 
     def take(self, seq: Sequence, now_s: float) -> None:
         """A token of a stream; the gap before it counts if all of it is in the window."""
@@ -138,7 +138,7 @@ def _decode(live: Live, window: Window, seen: Seen, arrive: Callable[[float], No
             if one.seq.id.startswith("stream"):
                 streams.take(one.seq, now_s)
                 continue
-            if one.seq.num_output == 1:
+            if one.seq.num_output_tokens == 1:
                 seen.firsts_s.append(now_s - window.begin_s - window.arrivals[int(one.seq.id)])
             if one.seq.state is State.DONE:
                 live.remove(one.seq)
@@ -172,12 +172,12 @@ def prefill(engine: Engine, window: Window, jobs: Connection, memory: SharedMemo
 
 
 def _hand_off(engine: Engine, seq: Sequence, slot: int, jobs: Connection, memory: SharedMemory) -> None:
-    size, blocks = engine.block_bytes, -(-seq.num_prompt // engine.settings.block_size)
+    size, blocks = engine.block_bytes, -(-seq.num_prompt_tokens // engine.settings.block_size)
     room = _room(memory, slot)
     for index in range(blocks):
-        lent = engine.lend(seq, index)
+        lent = engine.pin_block(seq, index)
         room[index * size : (index + 1) * size] = lent.payload
-        engine.give_back(lent)
+        engine.unpin_block(lent)
     jobs.send((seq.id, seq.token_ids, slot, blocks))
 
 
@@ -210,15 +210,17 @@ def _continue(live: Live, memory: SharedMemory, name: str, tokens: list[int], sl
     size, room, job = live.engine.block_bytes, _room(memory, slot), next(_jobs)
     # Nobody has these keys: the same prompt comes again in another window, and is copied again.
     keys = [f"{job} {index}".encode() for index in range((len(tokens) - 1) // live.engine.settings.block_size)]
-    seq = Sequence(name, tokens[:-1], sampling=_GREEDY, seed=0, max_new=NEW, given=tokens[-1:], prefix_keys=keys)
-    landed(live.engine, seq, [room[index * size : (index + 1) * size] for index in range(blocks)])
-    if seq.tail is not None:
-        seq.tail = bytes(seq.tail)  # the slot is free from now on
+    seq = Sequence(
+        name, tokens[:-1], sampling=_GREEDY, seed=0, max_new_tokens=NEW, output_token_ids=tokens[-1:], block_keys=keys
+    )
+    import_blocks(live.engine, seq, [room[index * size : (index + 1) * size] for index in range(blocks)])
+    if seq.tail_payload is not None:
+        seq.tail_payload = bytes(seq.tail_payload)  # the slot is free from now on
     live.add(seq)
 
 
 def _long(window: Window, number: int) -> Sequence:
-    return Sequence(str(number), window.tokens(number, window.prompt), sampling=_GREEDY, seed=0, max_new=NEW)
+    return Sequence(str(number), window.tokens(number, window.prompt), sampling=_GREEDY, seed=0, max_new_tokens=NEW)
 
 
 def _sleep_until(at_s: float) -> None:

@@ -99,13 +99,13 @@ def _engine_tokens(engine: Engine, request: Request) -> list[int]:
         list(request.token_ids or ()),
         sampling=request.sampling,
         seed=sampling_seed(request),
-        max_new=request.sampling.max_tokens,
+        max_new_tokens=request.sampling.max_tokens,
     )
-    engine.add(seq)
-    while seq.num_output < seq.max_new:
+    engine.add_sequence(seq)
+    while seq.num_output_tokens < seq.max_new_tokens:
         engine.step()
-    engine.remove(seq)
-    return seq.output
+    engine.remove_sequence(seq)
+    return seq.output_token_ids
 
 
 def _cut(request: Request, tokens: list[int]) -> Answer:

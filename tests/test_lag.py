@@ -279,7 +279,7 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
         def done() -> bool:
             line.prefill.run_once()
             seqs = [one.seq for one in line.prefill.running.values() if one.seq is not None]
-            held.append(sum(seq.num_prompt for seq in seqs if seq.state is State.WAITING))
+            held.append(sum(seq.num_prompt_tokens for seq in seqs if seq.state is State.WAITING))
             return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 14
 
         wait_until(done, 60.0, "all prompts are handed off", every_s=0)
@@ -292,7 +292,7 @@ def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) 
     with line_of(addresses) as line:
         line.decode.engine.settings.max_batch = 32
         pool = line.decode.engine.pool
-        hold = pool.allocate(pool.num_blocks - 5 * 14)
+        hold = pool.allocate_blocks(pool.num_blocks - 5 * 14)
         work = [ask(f"a{n}", 200, 12) for n in range(14)]
         send(line, work)
         line.run_prefill(14)
@@ -310,7 +310,7 @@ def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) 
         assert most_held <= 12
         assert most_waiting <= 6
         assert line.decode.engine.scheduler.num_preemptions <= 3
-        pool.release(hold)
+        pool.free_blocks(hold)
         assert {result.id: result.token_ids for result in line.results()} == {
             name: answer.token_ids for name, answer in alone(work).items()
         }
@@ -324,13 +324,13 @@ def test_no_more_is_taken_while_fetches_wait_for_room(addresses: Addresses) -> N
             worker.load.mean_prompt_tokens[klass].note(16)  # so it believes that there is room for many
         send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
         turned(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
-        hold = pool.allocate(pool.num_blocks - 20)  # 13 blocks for one of them
+        hold = pool.allocate_blocks(pool.num_blocks - 20)  # 13 blocks for one of them
         turned(worker, lambda: worker.kv.has_waiting_loads("batch"), "a fetch waits for room")
         assert worker.free_capacity("batch") == 0
         assert worker.free_capacity("interactive") > 0
         assert not worker.kv.has_waiting_loads("interactive")
         turned(worker, lambda: len(line.results()) == 3, "all are answered")
-        pool.release(hold)
+        pool.free_blocks(hold)
 
 
 def test_interactive_overtakes_batch_that_was_put_back_or_is_on_its_way(addresses: Addresses) -> None:
@@ -363,7 +363,7 @@ def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
 
         def watched() -> list[Sampled]:
             found = step()
-            sampled.extend((item.seq.id, item.seq.num_output) for item in found)
+            sampled.extend((item.seq.id, item.seq.num_output_tokens) for item in found)
             return found
 
         monkeypatch.setattr(line.decode.engine, "step", watched)

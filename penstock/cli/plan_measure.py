@@ -65,14 +65,14 @@ def _decode(engine: "Engine", seqs: list["Sequence"], max_new: int) -> float:
     """Output tokens a second of all of them together, once each has its first."""
     _until_told(engine, seqs, remove=False)
     engine.step()
-    most = max_new - max(seq.num_output for seq in seqs)
+    most = max_new - max(seq.num_output_tokens for seq in seqs)
     tokens, rounds, begun_s = 0, 0, time.perf_counter()
     while rounds < most and (rounds < LEAST_ROUNDS or time.perf_counter() - begun_s < LEAST_S):
         tokens += len(engine.step())
         rounds += 1
     taken_s = time.perf_counter() - begun_s
     for seq in seqs:
-        engine.remove(seq)
+        engine.remove_sequence(seq)
     return tokens / taken_s
 
 
@@ -81,16 +81,18 @@ def _add(engine: "Engine", num_seqs: int, num_prompt: int, max_new: int) -> list
 
     prompt = [at * 7 % engine.model.vocab_size for at in range(num_prompt)]
     greedy = Sampling(temperature=0.0)
-    seqs = [Sequence(f"measure-{at}", prompt, sampling=greedy, seed=0, max_new=max_new) for at in range(num_seqs)]
+    seqs = [
+        Sequence(f"measure-{at}", prompt, sampling=greedy, seed=0, max_new_tokens=max_new) for at in range(num_seqs)
+    ]
     for seq in seqs:
-        engine.add(seq)
+        engine.add_sequence(seq)
     return seqs
 
 
 def _until_told(engine: "Engine", seqs: list["Sequence"], *, remove: bool = True) -> None:
     """Until each has a token."""
-    while any(seq.num_output == 0 for seq in seqs):
+    while any(seq.num_output_tokens == 0 for seq in seqs):
         engine.step()
     if remove:
         for seq in seqs:
-            engine.remove(seq)
+            engine.remove_sequence(seq)

@@ -93,7 +93,7 @@ def _work(
     layout = KVLayout.from_pool(model.fingerprint, model.layout)
     store = KVStore.open(layout, load_settings(KVSettings), addresses.kv_url or addresses.stream_url, pipeline.name)
     stack.callback(store.close)
-    store.set_compute_speed(engine.rates)
+    store.set_compute_speed(engine.prefill_tokens_per_s)
     bus_settings, records = load_settings(BusSettings), load_settings(RecordSettings)
     clients, bus = connect_servers(addresses.stream_url), connect(addresses, bus_settings)
     if stage == "prefill":
@@ -113,7 +113,7 @@ def _work(
             raise
 
         def view() -> dict[str, object]:
-            pool = {"used": engine.pool.num_blocks - engine.pool.num_free, "total": engine.pool.num_blocks}
+            pool = {"used": engine.pool.num_blocks - engine.pool.num_free_blocks, "total": engine.pool.num_blocks}
             return {
                 "running": len(worker.running),
                 "waiting": engine.num_waiting,

@@ -106,8 +106,8 @@ class DecodeRole:
             job.token_ids,
             sampling=sampling,
             seed=job.seed,
-            max_new=sampling.max_tokens,
-            given=[event.token for event in task.log_events],
+            max_new_tokens=sampling.max_tokens,
+            output_token_ids=[event.token for event in task.log_events],
             klass=job.klass,
             tenant=job.tenant,
             weight=job.weight,
@@ -119,7 +119,7 @@ class DecodeRole:
         each, most = load.estimate_admission(klass, self.engine.settings.max_batch - len(tasks) - num_read)
         if klass == "batch" and any(task.klass == "interactive" for task in tasks):
             most = min(most, MAX_BATCH_ADMISSIONS)
-        return min(most, self.engine.room(klass, each)) if most > 0 else 0
+        return min(most, self.engine.free_capacity(klass, each)) if most > 0 else 0
 
     # 8. End.
 
@@ -160,14 +160,19 @@ class DecodeRole:
 
     def measure_task_load(self, task: Task) -> TaskLoad:
         """What it stands for in the heartbeat."""
-        pending = task.seq.num_pending - 1 if task.seq is not None and task.is_running else 0  # else it may be stored
+        pending = (
+            task.seq.num_pending_tokens - 1 if task.seq is not None and task.is_running else 0
+        )  # else it may be stored
         sampling, num_said = _job_of(task).sampling, task.claim.num_tokens
         left, open_said = sampling.max_tokens - num_said, num_said if sampling.fit_context else None
         return TaskLoad(task.klass, task.is_running, max(0, pending), left, open_said)
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """How fast prompts are computed, and answers decoded."""
-        return {"prompt_tokens_per_s": self.engine.rates(), "output_tokens_per_s": load.throughput.tokens_per_s}
+        return {
+            "prompt_tokens_per_s": self.engine.prefill_tokens_per_s(),
+            "output_tokens_per_s": load.throughput.tokens_per_s,
+        }
 
 
 def _readable_part(delivery: Delivery, request_id: str) -> Job:

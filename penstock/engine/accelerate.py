@@ -148,8 +148,8 @@ def _is_norm(module: nn.Module) -> bool:
 def _batch(model: LoadedModel) -> Batch:
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(model.vocab_size, (min(NUM_PROBED, model.context_length - 1),), generator=generator).tolist()
-    seq = Sequence("probe", ids, sampling=Sampling(), seed=0, max_new=1)
-    seq.blocks = list(range(-(-len(ids) // model.layout.block_size)))
+    seq = Sequence("probe", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
+    seq.block_table = list(range(-(-len(ids) // model.layout.block_size)))
     return Batch([(seq, len(ids))], model.layout.block_size, model.device)
 
 

@@ -24,7 +24,7 @@ class Batch:
 
     def __init__(self, plan: Plan, block_size: int, device: torch.device) -> None:
         self.plan = [*((seq, num) for seq, num in plan if num == 1), *((seq, num) for seq, num in plan if num > 1)]
-        self.sampled = [seq for seq, num in self.plan if num == seq.num_pending]
+        self.sampled = [seq for seq, num in self.plan if num == seq.num_pending_tokens]
         """Sequences whose next token this step decides."""
         self.fresh_blocks: list[int] = []
         """Blocks that this step begins and does not fill."""
@@ -48,13 +48,13 @@ class Batch:
         self._keep: list[int] = []
         size = self._block_size
         for seq, num in self.plan:
-            start, end = seq.num_computed, seq.num_computed + num
+            start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
             self._ids += seq.token_ids[start:end]
             self._positions += range(start, end)
-            self._slot_blocks += [seq.blocks[position // size] for position in range(start, end)]
+            self._slot_blocks += [seq.block_table[position // size] for position in range(start, end)]
             last = (end - 1) // size
             if end % size and start <= last * size:
-                self.fresh_blocks.append(seq.blocks[last])
+                self.fresh_blocks.append(seq.block_table[last])
             if end == len(seq.token_ids):
                 self._keep.append(len(self._ids) - 1)
 

@@ -119,12 +119,12 @@ def _compare_logits(model: LoadedModel, settings: EngineSettings, tokens: list[i
     """Compare the engine's logits after the last token with the plain model's."""
     num_blocks = -(-(len(tokens) + 1) // model.layout.block_size)
     pool_mb = -(-num_blocks * model.layout.block_bytes // 2**20)
-    seq = Sequence("check", tokens, sampling=Sampling(temperature=0.0), seed=0, max_new=1)
+    seq = Sequence("check", tokens, sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=1)
     engine = Engine(
         model, settings.model_copy(update={"max_step_tokens": REAL_CHUNK, "pool_mb": pool_mb}), quarantine=False
     )
     with _last_logits(model) as seen:
-        engine.add(seq)
+        engine.add_sequence(seq)
         while engine.has_work():
             engine.step()
     error = float((seen[-1] - plain).square().mean().sqrt() / plain.std())

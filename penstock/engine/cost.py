@@ -15,20 +15,20 @@ from typing import NamedTuple
 
 from penstock.engine.sequence import Sequence
 
-ROWS, CONTEXT, CHUNKS = 16, 240, (16, 64)
+TRIAL_DECODES, TRIAL_CONTEXT_TOKENS, TRIAL_CHUNK_TOKENS = 16, 240, (16, 64)
 """What is tried: so many rows, tokens before each of them, and tokens of a prompt."""
-LEAST_S, MOST_TRIES = 0.2, 15
+MIN_TRIAL_S, MAX_TRIALS = 0.2, 15
 """Tries go on for so long, and are two at least after one that warms up."""
 
 
-class Try(NamedTuple):
+class TrialStep(NamedTuple):
     """A step to be timed."""
 
-    rows: int
+    num_decodes: int
     """That decode."""
-    context: int = 0
+    context_tokens: int = 0
     """Tokens before each of them."""
-    prompt: int = 0
+    prompt_tokens: int = 0
     """Tokens of a prompt beside them."""
 
 
@@ -49,31 +49,37 @@ class StepCost:
         """`outside_s`, or nothing before it was seen."""
         return 0.0 if math.isinf(self.outside_s) else self.outside_s
 
-    def row(self, seq: Sequence) -> float:
+    def row_seconds(self, seq: Sequence) -> float:
         """One more decoding row."""
-        return self.row_s + self.known_outside_s + self.context_s * seq.num_computed
+        return self.row_s + self.known_outside_s + self.context_s * seq.num_computed_tokens
 
-    def token(self, seq: Sequence) -> float:
+    def token_seconds(self, seq: Sequence) -> float:
         """One more token of a prompt."""
-        return self.token_s + self.context_s * seq.num_computed
+        return self.token_s + self.context_s * seq.num_computed_tokens
 
-    def of(self, seq: Sequence, num_tokens: int) -> float:
+    def estimate_seconds(self, seq: Sequence, num_tokens: int) -> float:
         """So many of the sequence's pending tokens, without what the first chunk of a step adds."""
-        return self.row(seq) if seq.num_pending == 1 else num_tokens * self.token(seq)
+        return self.row_seconds(seq) if seq.num_pending_tokens == 1 else num_tokens * self.token_seconds(seq)
 
-    def note_outside(self, seconds: float, num_tokens: int) -> None:
+    def record_outside(self, seconds: float, num_tokens: int) -> None:
         """So much time passed between two steps; the first had decided so many tokens."""
         self.outside_s = min(self.outside_s, seconds / num_tokens)
 
 
-def measure_cost(seconds_of: Callable[[Try], float], rows: int, context: int) -> StepCost:
+def measure_cost(seconds_of: Callable[[TrialStep], float], rows: int, context: int) -> StepCost:
     """`seconds_of` runs a step and tells its time. `rows`, two or more, and `context`: no more than fit."""
-    few, many = CHUNKS
-    tries = [Try(1), Try(rows), Try(rows, context), Try(1, prompt=few), Try(1, prompt=many)]
+    few, many = TRIAL_CHUNK_TOKENS
+    tries = [
+        TrialStep(1),
+        TrialStep(rows),
+        TrialStep(rows, context),
+        TrialStep(1, prompt_tokens=few),
+        TrialStep(1, prompt_tokens=many),
+    ]
     for one in tries:
         seconds_of(one)
     rounds, begun_s = list[list[float]](), time.perf_counter()
-    while len(rounds) < MOST_TRIES and (len(rounds) < 2 or time.perf_counter() - begun_s < LEAST_S):
+    while len(rounds) < MAX_TRIALS and (len(rounds) < 2 or time.perf_counter() - begun_s < MIN_TRIAL_S):
         rounds.append([seconds_of(one) for one in tries])
     one_s, rows_s, context_s, few_s, many_s = map(statistics.median, zip(*rounds, strict=True))
     row_s = max(0.0, rows_s - one_s) / (rows - 1)

@@ -2,7 +2,7 @@
 
 add() ─▶ waiting ─▶ [admit: blocks, cached prefix, tail] ─▶ running ─▶ step() … ─▶ remove()
             ▲                    ▲                            │ │
-            │       close_landing() ◀─ … ◀─ land()            │ └─▶ lend() ─▶ … ─▶ give_back()
+            │       commit_staged_blocks() ◀─ … ◀─ land()            │ └─▶ lend() ─▶ … ─▶ unpin_block()
             └──────────── [preempt: no blocks are left] ──────┘
 """
 
@@ -17,19 +17,19 @@ from torch import Tensor
 from penstock.config.settings import EngineSettings
 from penstock.engine import hooks
 from penstock.engine.batch import Batch
-from penstock.engine.cost import CHUNKS, CONTEXT, ROWS, Try, measure_cost
+from penstock.engine.cost import TRIAL_CHUNK_TOKENS, TRIAL_CONTEXT_TOKENS, TRIAL_DECODES, TrialStep, measure_cost
 from penstock.engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
 from penstock.engine.cuda.varlen import VarlenStep, parts_of
-from penstock.engine.landing import Landing, Lent, Quay
 from penstock.engine.limits import check_sequence, cut_max_tokens, max_length
 from penstock.engine.memory import keep_freed_memory
 from penstock.engine.model import LoadedModel
 from penstock.engine.pool import BlockPool
 from penstock.engine.quarantine import Quarantine
-from penstock.engine.rates import PrefillRate, first_rate
+from penstock.engine.rates import PrefillRate, measure_prefill_rate
 from penstock.engine.sampler import Draw, logprobs, sample
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence
+from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
 from penstock.engine.storage import KVStorage
 from penstock.errors import ModelLoadError
 from penstock.messages import Logprobs, Sampling
@@ -64,14 +64,14 @@ class Engine:
         on_gpu = model.device.type == "cuda"
         # On a GPU one more: what pads a recorded step needs somewhere to write.
         self.storage = KVStorage(model.layout, num_blocks + on_gpu, model.device)
-        self.quay = Quay(self.pool, self.storage)
+        self.staging = BlockStaging(self.pool, self.storage)
         self.has_run = False
         """Whether there was anything to compute in the last step. If not, blocks have to come free first, or there is
         no work.
         """
         self._quarantine = Quarantine(settings.max_step_tokens) if quarantine else None
         self._rate = PrefillRate()
-        self._ended_s, self._num_told = 0.0, 0
+        self._last_step_ended_s, self._num_last_sampled = 0.0, 0
         """When the last step was computed, and how many tokens it decided."""
         self._cache = hooks.PagedCache(self.storage, model.direct)
         model.module.set_attn_implementation(hooks.NAME)
@@ -121,104 +121,104 @@ class Engine:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that a new sequence could have, those only kept as cache included."""
-        return self.pool.num_free
+        return self.pool.num_free_blocks
 
-    def room(self, klass: PriorityClass = "batch", num_tokens: int = 1) -> int:
+    def free_capacity(self, klass: PriorityClass = "batch", num_tokens: int = 1) -> int:
         """How many more sequences of a class, of so many tokens each, would run soon if they were added.
 
         There are places and blocks for so many; batch makes way for interactive, and beside it comes in only as far as
         it would not pause. There is no room while some of the class wait for blocks.
         """
-        num_places = max(0, self.settings.max_batch - self.scheduler.num_before(klass))
+        num_places = max(0, self.settings.max_batch - self.scheduler.count_sequences_ahead(klass))
         if klass == "batch":
-            num_places = int(min(num_places, self.scheduler.num_beside()))
-        return min(num_places, self.scheduler.num_fitting(CLASSES.index(klass), num_tokens))
+            num_places = int(min(num_places, self.scheduler.count_batch_slots_beside_interactive()))
+        return min(num_places, self.scheduler.count_fitting_sequences(CLASSES.index(klass), num_tokens))
 
     def has_work(self) -> bool:
         """Whether `step()` may have something to do."""
         return self.num_running + self.num_waiting > 0
 
-    def cached_blocks(self, keys: list[bytes]) -> int:
+    def count_cached_blocks(self, keys: list[bytes]) -> int:
         """How many of the leading prefix keys the pool holds now."""
-        return self.pool.count_prefix(keys)
+        return self.pool.count_cached_prefix(keys)
 
     # Sequences come and go
 
-    def add(self, seq: Sequence) -> None:
+    def add_sequence(self, seq: Sequence) -> None:
         """Queue a sequence. Raises what `check` raises."""
-        self.check(seq)
-        self.scheduler.add(seq)
+        self.check_sequence(seq)
+        self.scheduler.add_sequence(seq)
 
-    def check(self, seq: Sequence, max_new: int = 0) -> None:
+    def check_sequence(self, seq: Sequence, max_new_tokens: int = 0) -> None:
         """Raise `PromptTooLong` for a sequence that can never run, `InvalidRequest` for unknown token ids.
 
-        `max_new`: as if so many were to be generated, if that is more than it says.
+        `max_new_tokens`: as if so many were to be generated, if that is more than it says.
         """
-        check_sequence(seq, self.model, self.pool.num_blocks, max_new)
+        check_sequence(seq, self.model, self.pool.num_blocks, max_new_tokens)
 
-    def cut_max_tokens(self, sampling: Sampling, num_prompt: int) -> Sampling:
+    def cut_max_tokens(self, sampling: Sampling, num_prompt_tokens: int) -> Sampling:
         """Return the sampling with `max_tokens` cut to what context and pool have room for, where it asks for that."""
-        return cut_max_tokens(sampling, num_prompt, max_length(self.model, self.pool.num_blocks))
+        return cut_max_tokens(sampling, num_prompt_tokens, max_length(self.model, self.pool.num_blocks))
 
-    def remove(self, seq: Sequence) -> None:
+    def remove_sequence(self, seq: Sequence) -> None:
         """Take a sequence out, finished or not, and free its blocks. A second time does nothing."""
-        self.scheduler.remove(seq)
+        self.scheduler.remove_sequence(seq)
 
-    def completed_blocks(self, seq: Sequence) -> int:
+    def count_completed_blocks(self, seq: Sequence) -> int:
         """Full blocks of the sequence whose KV is in the pool; none again once it is preempted."""
-        return seq.num_computed // self.settings.block_size
+        return seq.num_computed_tokens // self.settings.block_size
 
-    def name_blocks(self, seq: Sequence, keys: list[bytes]) -> None:
+    def add_block_keys(self, seq: Sequence, keys: list[bytes]) -> None:
         """The keys of the sequence's full blocks after those that have one, generated tokens included.
 
         Others find a block by its key once its KV is computed, and the sequence itself does if it was preempted.
         """
-        self.scheduler.name_blocks(seq, keys)
+        self.scheduler.add_block_keys(seq, keys)
 
     # KV comes and goes, see `landing`; all on the engine's thread
 
-    def land(self, keys: list[bytes], klass: PriorityClass = "interactive") -> Landing | None:
+    def stage_blocks(self, keys: list[bytes], klass: PriorityClass = "interactive") -> StagedBlocks | None:
         """Room in the pool for the KV of `keys`, to be filled while steps run.
 
         It takes what others of its class and above leave: what the waiting need, and one block for each that still
         grows. None if that is too little and more will be left soon, or if the first block that is missing is landing
         already: ask again. Where waiting is no use, it has fewer views than keys are missing, or none.
         """
-        rank, num_held = CLASSES.index(klass), self.pool.count_prefix(keys)
-        if self.quay.is_landing(keys[num_held : num_held + 1]):
+        rank, num_held = CLASSES.index(klass), self.pool.count_cached_prefix(keys)
+        if self.staging.is_staging(keys[num_held : num_held + 1]):
             return None
-        num_spared = self.scheduler.num_spared(rank)
-        num_left = self.pool.num_free_beside(keys[:num_held]) - num_spared
-        may_wait = self.quay.has_landings or self.scheduler.is_full_of(rank)
+        num_reserved = self.scheduler.count_reserved_blocks(rank)
+        num_left = self.pool.count_free_blocks_besides(keys[:num_held]) - num_reserved
+        may_wait = self.staging.has_open or self.scheduler.runs_only(rank)
         if len(keys) - num_held > num_left and may_wait:
             return None
-        return self.quay.land(keys, num_spared)
+        return self.staging.stage_blocks(keys, num_reserved)
 
-    def close_landing(self, landing: Landing, num_filled: int) -> None:
+    def commit_staged_blocks(self, landing: StagedBlocks, num_filled: int) -> None:
         """The first `num_filled` views hold the KV of their keys; nobody writes to any of them now. Twice is harmless.
 
         A sequence added from now on finds the filled blocks, until the space is needed.
         """
-        self.quay.close_landing(landing, num_filled)
+        self.staging.commit_staged_blocks(landing, num_filled)
 
-    def lend(self, seq: Sequence, index: int) -> Lent:
+    def pin_block(self, seq: Sequence, index: int) -> PinnedBlock:
         """The sequence's `index`-th block for reading while steps run; rows not computed are zero.
 
         It stays as it is until it is given back, whatever becomes of the sequence.
         """
-        num_rows = seq.num_computed - index * self.settings.block_size
+        num_rows = seq.num_computed_tokens - index * self.settings.block_size
         assert num_rows > 0, f"block {index} of {seq!r} holds nothing"
-        return self.quay.lend(seq.blocks[index], min(num_rows, self.settings.block_size))
+        return self.staging.pin_block(seq.block_table[index], min(num_rows, self.settings.block_size))
 
-    def give_back(self, lent: Lent) -> None:
+    def unpin_block(self, lent: PinnedBlock) -> None:
         """Nobody reads the lent block any more. Twice is harmless."""
-        self.quay.give_back(lent)
+        self.staging.unpin_block(lent)
 
-    def rates(self) -> float | None:
-        """How many prompt tokens it computes in a second, lately; None until a prompt was. Any thread may ask."""
+    def prefill_tokens_per_s(self) -> float | None:
+        """Return how many prompt tokens were computed per second lately, or None. Any thread may call it."""
         return self._rate.tokens_per_s
 
-    def measure(self) -> None:
+    def measure_speed(self) -> None:
         """Compute a few prompts for `rates()`: a decode worker has to choose between fetching and computing at once.
         Then a few steps, for batch work's share of those with interactive work.
         """
@@ -226,25 +226,25 @@ class Engine:
         most = min(self.settings.max_step_tokens, self.model.context_length - 1, room)
         generator = torch.Generator().manual_seed(20)
         tokens = torch.randint(self.model.vocab_size, (max(1, most),), generator=generator).tolist()
-        self._rate = first_rate(lambda num_tokens: self._time_prompt(tokens[:num_tokens]), len(tokens))
-        rows = min(ROWS, self.settings.max_batch)
-        context = min(CONTEXT, self.model.context_length - 1, room // rows - self.settings.block_size)
-        if rows > 1 and context > 0 and len(tokens) >= CHUNKS[-1]:  # else there is little to share
+        self._rate = measure_prefill_rate(lambda num_tokens: self._time_prompt(tokens[:num_tokens]), len(tokens))
+        rows = min(TRIAL_DECODES, self.settings.max_batch)
+        context = min(TRIAL_CONTEXT_TOKENS, self.model.context_length - 1, room // rows - self.settings.block_size)
+        if rows > 1 and context > 0 and len(tokens) >= TRIAL_CHUNK_TOKENS[-1]:  # else there is little to share
             self.scheduler.cost = measure_cost(partial(self._time_step, tokens), rows, context)
-        self._num_told = 0
+        self._num_last_sampled = 0
 
     def _time_prompt(self, tokens: list[int]) -> float:
         """Seconds for a prompt that leaves nothing behind."""
         begun_s = time.perf_counter()
-        seq = Sequence("measure", tokens, sampling=Sampling(temperature=0.0), seed=0, max_new=1)
-        self.add(seq)
+        seq = Sequence("measure", tokens, sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=1)
+        self.add_sequence(seq)
         while self.has_work():
             self.step()
-        self.remove(seq)
+        self.remove_sequence(seq)
         return time.perf_counter() - begun_s
 
     @torch.inference_mode()
-    def _time_step(self, tokens: list[int], one: Try) -> float:
+    def _time_step(self, tokens: list[int], one: TrialStep) -> float:
         """Seconds for a step that nobody planned. What is in the blocks makes no difference.
 
         On a CPU its time counts, so that what else runs there does not.
@@ -252,17 +252,19 @@ class Engine:
         is_cpu = self.model.device.type == "cpu"
         clock, threads = (time.process_time, self.settings.threads) if is_cpu else (time.perf_counter, 1)
         plan: Plan = []
-        for num_before, num_tokens in [(one.context, 1)] * one.rows + [(0, one.prompt)] * (one.prompt > 0):
+        for num_before, num_tokens in [(one.context_tokens, 1)] * one.num_decodes + [(0, one.prompt_tokens)] * (
+            one.prompt_tokens > 0
+        ):
             prompt = [tokens[at % len(tokens)] for at in range(num_before + num_tokens)]
-            seq = Sequence("measure", prompt, sampling=Sampling(temperature=0.0), seed=0, max_new=1)
-            seq.blocks = self.pool.allocate(-(-len(prompt) // self.settings.block_size))
-            seq.num_computed = num_before
+            seq = Sequence("measure", prompt, sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=1)
+            seq.block_table = self.pool.allocate_blocks(-(-len(prompt) // self.settings.block_size))
+            seq.num_computed_tokens = num_before
             plan.append((seq, num_tokens))
         begun_s = clock()
         self._run(plan)
         taken_s = (clock() - begun_s) / threads
         for seq, _ in plan:
-            self.pool.release(seq.blocks)
+            self.pool.free_blocks(seq.block_table)
         return taken_s
 
     # The step
@@ -283,24 +285,24 @@ class Engine:
         self._note_outside()
         if not plan:
             return []
-        before = [seq.num_computed for seq, _ in plan]
+        before = [seq.num_computed_tokens for seq, _ in plan]
         try:
             sampled = self._run(plan)
         except BaseException as error:
-            for (seq, _), num_computed in zip(plan, before, strict=True):  # as if the step had not been
-                seq.num_computed = num_computed
+            for (seq, _), num_computed_tokens in zip(plan, before, strict=True):  # as if the step had not been
+                seq.num_computed_tokens = num_computed_tokens
             if quarantine is None or not isinstance(error, Exception):
                 raise
-            quarantine.failed(plan, error)
+            quarantine.record_failure(plan, error)
             return []
-        self._ended_s, self._num_told = time.perf_counter(), len(sampled)
+        self._last_step_ended_s, self._num_last_sampled = time.perf_counter(), len(sampled)
         if quarantine is not None:
-            quarantine.passed()
+            quarantine.record_success()
         for seq, num_tokens in plan:
-            self.scheduler.publish(seq, seq.num_computed - num_tokens)
+            self.scheduler.register_blocks(seq, seq.num_computed_tokens - num_tokens)
         for item in sampled:
-            item.seq.append(item.token_id)
-        self._rate.note(
+            item.seq.append_token(item.token_id)
+        self._rate.record_step(
             sum(num for _, num in plan if num > 1),
             sum(num for _, num in plan),
             time.perf_counter() - begun_s,
@@ -310,27 +312,29 @@ class Engine:
 
     def _note_outside(self) -> None:
         """The next step is planned: what came between it and the last one, its tokens caused."""
-        if self._num_told and self.scheduler.cost is not None:
-            self.scheduler.cost.note_outside(time.perf_counter() - self._ended_s, self._num_told)
-        self._num_told = 0
+        if self._num_last_sampled and self.scheduler.cost is not None:
+            self.scheduler.cost.record_outside(time.perf_counter() - self._last_step_ended_s, self._num_last_sampled)
+        self._num_last_sampled = 0
 
     def _run(self, plan: Plan) -> list[Sampled]:
         """Compute what is planned, and decide the tokens; nobody has taken them yet."""
         for seq, _ in plan:
-            if seq.tail is not None:
-                self.storage.write(seq.blocks[seq.num_prompt // self.settings.block_size], seq.tail)
-                seq.tail = None
+            if seq.tail_payload is not None:
+                self.storage.write_block(
+                    seq.block_table[seq.num_prompt_tokens // self.settings.block_size], seq.tail_payload
+                )
+                seq.tail_payload = None
         batch = Batch(plan, self.settings.block_size, self.model.device)
         logits = self._forward(batch)
         for seq, num_tokens in plan:
-            seq.num_computed += num_tokens
+            seq.num_computed_tokens += num_tokens
         return self._sample(batch, logits)
 
     def _sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:
         """The tokens that the step decides; meanwhile a GPU's next step is prepared."""
         if self._graphs is not None:
             self._graphs.prepare(batch.sampled)
-        draws = [Draw(seq.sampling, seq.seed, seq.num_output, seq.token_ids) for seq in batch.sampled]
+        draws = [Draw(seq.sampling, seq.seed, seq.num_output_tokens, seq.token_ids) for seq in batch.sampled]
         logits = logits[: len(draws)]
         tokens = sample(logits, draws)
         told = logprobs(logits, draws, tokens)
@@ -339,7 +343,7 @@ class Engine:
     def _forward(self, batch: Batch) -> Tensor:
         """Logits [rows to keep, vocabulary]; the KV of all the batch's tokens is in the pool afterwards."""
         if batch.fresh_blocks and self._gathers:
-            self.storage.clear(batch.fresh_blocks)
+            self.storage.zero_blocks(batch.fresh_blocks)
         if self._graphs is not None and self._graphs.suits(batch.plan):
             return self._graphs.run([seq for seq, _ in batch.plan], self._compute)
         if self.model.native is not None:

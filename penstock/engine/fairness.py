@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator
 
 from penstock.engine.sequence import Sequence
 
-PROMPT_COST = 1
-OUTPUT_COST = 2
+PROMPT_TOKEN_COST = 1
+OUTPUT_TOKEN_COST = 2
 """What a token adds to its tenant's counter. The ratio is the paper's: a decoded token keeps the machine longer."""
 
 
@@ -24,9 +24,9 @@ class FairQueue:
         self._by_tenant: dict[str, deque[Sequence]] = {}
         """No tenant without a sequence."""
         self._served: dict[str, float] = {}
-        self._last = ""
+        self._last_tenant = ""
         """The tenant that was the last to stop waiting."""
-        self._least = 0.0
+        self._min_counter = 0.0
         """Where the last tenant started; never falls. A tenant without a counter of its own is at this one."""
 
     def __len__(self) -> int:
@@ -37,14 +37,14 @@ class FairQueue:
         for seqs in self._by_tenant.values():
             yield from seqs
 
-    def served(self, tenant: str) -> float:
+    def tokens_served(self, tenant: str) -> float:
         """The tenant's counter."""
-        return self._served.get(tenant, self._least)
+        return self._served.get(tenant, self._min_counter)
 
     def push(self, seq: Sequence) -> None:
         """Queue a sequence behind those of its tenant."""
         if seq.tenant not in self._by_tenant:
-            self._start(seq.tenant)
+            self._start_tenant(seq.tenant)
             self._by_tenant[seq.tenant] = deque()
         self._by_tenant[seq.tenant].append(seq)
 
@@ -60,31 +60,31 @@ class FairQueue:
         self._by_tenant[seq.tenant].remove(seq)
         if not self._by_tenant[seq.tenant]:
             del self._by_tenant[seq.tenant]
-            self._last = seq.tenant
+            self._last_tenant = seq.tenant
 
-    def first(self, passed: Collection[Sequence] = ()) -> Sequence | None:
+    def peek(self, passed: Collection[Sequence] = ()) -> Sequence | None:
         """The next in line that is not among `passed`."""
         for seq in self._preempted:
             if seq not in passed:
                 return seq
         tenants = self._by_tenant.items()
-        for _, seqs in sorted(tenants, key=lambda item: (self.served(item[0]), item[1][0].order)):
+        for _, seqs in sorted(tenants, key=lambda item: (self.tokens_served(item[0]), item[1][0].arrival_number)):
             for seq in seqs:
                 if seq not in passed:
                     return seq
         return None
 
-    def charge(self, tenant: str, cost: int, weight: float = 1.0) -> None:
+    def charge_tenant(self, tenant: str, cost: int, weight: float = 1.0) -> None:
         """Count what a tenant was served: twice the weight, half the price."""
-        self._served[tenant] = self.served(tenant) + cost / weight
+        self._served[tenant] = self.tokens_served(tenant) + cost / weight
 
-    def _start(self, tenant: str) -> None:
-        waiting = self._by_tenant or (self._last,)
-        self._least = max(self._least, min(map(self.served, waiting)))
+    def _start_tenant(self, tenant: str) -> None:
+        waiting = self._by_tenant or (self._last_tenant,)
+        self._min_counter = max(self._min_counter, min(map(self.tokens_served, waiting)))
         # An idle tenant below the least would start at the least: forgotten, so that the table stays small.
         counters = self._served.items()
-        self._served = {name: count for name, count in counters if count > self._least or name in self._by_tenant}
-        self._served[tenant] = max(self.served(tenant), self._least)
+        self._served = {name: count for name, count in counters if count > self._min_counter or name in self._by_tenant}
+        self._served[tenant] = max(self.tokens_served(tenant), self._min_counter)
 
     def check_integrity(self) -> None:
         """Nobody waits twice or under another's name. For tests."""

@@ -62,7 +62,7 @@ class Gathered:
         self.num_single = len(singles)
         self.chunks: list[Chunk] = []
         self._device = device
-        self._single_lens = [seq.num_computed + 1 for seq in singles]
+        self._single_lens = [seq.num_computed_tokens + 1 for seq in singles]
         self.single_len = max(self._single_lens, default=0)
         """Tokens of the longest of the single-token sequences."""
         self.single_padded = -(-self.single_len // block_size) * block_size
@@ -70,8 +70,8 @@ class Gathered:
         table: list[int] = []
         row = 0
         for seq, num in plan:
-            start, end = seq.num_computed, seq.num_computed + num
-            held = seq.blocks[: -(-end // block_size)]
+            start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
+            held = seq.block_table[: -(-end // block_size)]
             if num > 1:
                 first = len(table) * block_size
                 self.chunks.append(Chunk(start, end, slice(row, row + num), slice(first, first + end)))

@@ -6,30 +6,30 @@ from penstock.engine.engine import Engine
 from penstock.engine.sequence import Payload, Sequence
 
 
-def taken(engine: Engine, seq: Sequence, num_blocks: int | None = None) -> list[bytes]:
+def export_blocks(engine: Engine, seq: Sequence, num_blocks: int | None = None) -> list[bytes]:
     """Copies of the sequence's first blocks, by default of all that hold its prompt."""
-    count = -(-seq.num_prompt // engine.settings.block_size) if num_blocks is None else num_blocks
+    count = -(-seq.num_prompt_tokens // engine.settings.block_size) if num_blocks is None else num_blocks
     copies = []
     for index in range(count):
-        lent = engine.lend(seq, index)
+        lent = engine.pin_block(seq, index)
         copies.append(bytes(lent.payload))
-        engine.give_back(lent)
+        engine.unpin_block(lent)
     return copies
 
 
-def landed(engine: Engine, seq: Sequence, payloads: Items[Payload]) -> int:
+def import_blocks(engine: Engine, seq: Sequence, payloads: Items[Payload]) -> int:
     """Give the engine the KV of a sequence's first blocks, before it is added: how many full ones it has now.
 
     Those with keys land in the pool, as far as there is room; the prompt's partial block becomes the tail.
     """
-    landing = engine.land(seq.prefix_keys[: len(payloads)])
+    landing = engine.stage_blocks(seq.block_keys[: len(payloads)])
     if landing is None:
-        return engine.cached_blocks(seq.prefix_keys[: len(payloads)])
-    for view, payload in zip(landing.views, payloads[landing.held :], strict=False):
+        return engine.count_cached_blocks(seq.block_keys[: len(payloads)])
+    for view, payload in zip(landing.views, payloads[landing.num_cached :], strict=False):
         view[:] = payload
-    count = landing.held + len(landing.views)
-    engine.close_landing(landing, len(landing.views))
-    index, num_rows = divmod(seq.num_prompt, engine.settings.block_size)
+    count = landing.num_cached + len(landing.views)
+    engine.commit_staged_blocks(landing, len(landing.views))
+    index, num_rows = divmod(seq.num_prompt_tokens, engine.settings.block_size)
     if num_rows and len(payloads) == index + 1:
-        seq.tail = payloads[index]
+        seq.tail_payload = payloads[index]
     return count

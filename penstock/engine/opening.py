@@ -14,5 +14,5 @@ def open_engine(settings: EngineSettings, progress: Progress | None = None) -> E
     model = load(settings, progress)
     check(model, settings, progress)
     engine = Engine(model, settings)
-    engine.measure()
+    engine.measure_speed()
     return engine

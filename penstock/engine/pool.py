@@ -1,12 +1,12 @@
-"""Which KV block belongs to whom. Plain Python: the tensors are in `storage`, this only counts.
+"""Reference counts and keys of the KV blocks. Plain Python: the tensors are in `storage`.
 
-A block is in exactly one of three places:
+Each block is in exactly one of three states:
 
-    free      nothing worth keeping in it
-    held      one or more sequences have it in their block table
-    cached    nobody holds it, but it has a key: kept, oldest use first to go, until the space is needed
+    free      its content is worthless
+    pinned    it is in the block table of one or more sequences, or staged, or being stored
+    cached    nothing pins it, but it has a key: it is kept until its memory is needed, least recently used first
 
-A block gets its key when it is full; from then on it is never written, so that sharing it copies nothing.
+A block gets its key when it is full. From then on it is never written, so sharing it needs no copy.
 """
 
 from collections import Counter, OrderedDict
@@ -19,117 +19,117 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_hits = 0
-        """Blocks that sequences found by key when they were first admitted, without those that were landed for them."""
+        """Blocks that sequences found by key at their first admission, except those that were staged for them."""
         self.num_misses = 0
-        """The other blocks that they looked up by key then: a store below had them, or nobody."""
+        """The other blocks that sequences looked up by key at their first admission."""
         self.num_evictions = 0
-        self.tags = [0] * num_blocks
-        """The page tags: how often each block was allocated. One that changed under a reader has become another's."""
-        self._refs = [0] * num_blocks
+        self.page_tags = [0] * num_blocks
+        """How often each block was allocated. A reader that sees a changed tag has lost the block to another owner."""
+        self._pins = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
         self._free = list(reversed(range(num_blocks)))  # the last one freed is taken first: it is still in the caches
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._landed: set[int] = set()
-        """Blocks that came from a store below and were not found by a sequence yet."""
+        self._staged: set[int] = set()
+        """Blocks that were loaded from a store below and that no sequence has found yet."""
 
     @property
-    def num_free(self) -> int:
+    def num_free_blocks(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
         return len(self._free) + len(self._cached)
 
-    def count_prefix(self, keys: list[bytes]) -> int:
-        """How many of the leading `keys` are here now. Takes nothing and counts no hits."""
+    def count_cached_prefix(self, keys: list[bytes]) -> int:
+        """Return how many of the leading `keys` the pool holds. Pins nothing and counts no hits."""
         for count, key in enumerate(keys):
             if key not in self._by_key:
                 return count
         return len(keys)
 
-    def num_free_beside(self, keys: list[bytes]) -> int:
-        """Blocks that could be allocated once those of `keys`, all of them here, were taken."""
-        return self.num_free - sum(self._by_key[key] in self._cached for key in keys)
+    def count_free_blocks_besides(self, keys: list[bytes]) -> int:
+        """Return how many blocks could be allocated once those of `keys`, which the pool holds, were pinned."""
+        return self.num_free_blocks - sum(self._by_key[key] in self._cached for key in keys)
 
-    def num_freed(self, tables: list[list[int]], keys: list[bytes]) -> int:
-        """Blocks that nobody would hold if all of `tables` were released, those of `keys` (all here) not counted."""
-        held = Counter(block for table in tables for block in table)
+    def count_blocks_freed(self, tables: list[list[int]], keys: list[bytes]) -> int:
+        """Return how many blocks freeing all of `tables` would unpin, without those of `keys`, which the pool holds."""
+        counts = Counter(block for table in tables for block in table)
         kept = {self._by_key[key] for key in keys}
-        return sum(count == self._refs[block] and block not in kept for block, count in held.items())
+        return sum(count == self._pins[block] and block not in kept for block, count in counts.items())
 
-    def take_prefix(self, keys: list[bytes], *, counted: bool = True) -> list[int]:
-        """The blocks of the leading `keys` that are here, each held once more. `counted`: as hits and misses."""
-        blocks = [self._by_key[key] for key in keys[: self.count_prefix(keys)]]
+    def pin_cached_prefix(self, keys: list[bytes], *, counted: bool = True) -> list[int]:
+        """Pin and return the blocks of the leading `keys` that the pool holds. `counted`: as hits and misses."""
+        blocks = [self._by_key[key] for key in keys[: self.count_cached_prefix(keys)]]
         if counted:
-            landed = self._landed.intersection(blocks)
-            self._landed -= landed
-            num_hits = len(blocks) - len(landed)
+            staged = self._staged.intersection(blocks)
+            self._staged -= staged
+            num_hits = len(blocks) - len(staged)
             self.num_hits += num_hits
             self.num_misses += len(keys) - num_hits
         for block in blocks:
             self._cached.pop(block, None)
-            self._refs[block] += 1
+            self._pins[block] += 1
         return blocks
 
-    def hold(self, block: int) -> None:
-        """Hold a block once more that is held already."""
-        assert self._refs[block] > 0, f"block {block} is not held"
-        self._refs[block] += 1
+    def pin_block(self, block: int) -> None:
+        """Pin a block that is pinned already once more."""
+        assert self._pins[block] > 0, f"block {block} is not pinned"
+        self._pins[block] += 1
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks of unknown content, held once. The caller has looked at `num_free`."""
-        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+    def allocate_blocks(self, count: int) -> list[int]:
+        """Return `count` blocks of undefined content, pinned once. At least so many must be free."""
+        assert count <= self.num_free_blocks, f"{count} blocks wanted, {self.num_free_blocks} free"
+        blocks = [self._free.pop() if self._free else self._evict_block() for _ in range(count)]
         for block in blocks:
-            self._refs[block] = 1
-            self.tags[block] += 1
+            self._pins[block] = 1
+            self.page_tags[block] += 1
         return blocks
 
-    def _evict(self) -> int:
+    def _evict_block(self) -> int:
         block, _ = self._cached.popitem(last=False)
         key = self._keys[block]
         assert key is not None
         del self._by_key[key]
         self._keys[block] = None
-        self._landed.discard(block)
+        self._staged.discard(block)
         self.num_evictions += 1
         return block
 
-    def publish(self, block: int, key: bytes, *, landed: bool = False) -> None:
-        """Give a held, full block its key. A key that names another block already stays with that one.
+    def register_block(self, block: int, key: bytes, *, is_staged: bool = False) -> None:
+        """Give a full, pinned block its key. A key that names another block already stays with that block.
 
-        `landed`: it came from a store below, and is no hit for the first sequence that finds it.
+        `is_staged`: the block was loaded from a store below, and is no hit for the first sequence that finds it.
         """
-        assert self._refs[block] > 0, f"block {block} is not held"
+        assert self._pins[block] > 0, f"block {block} is not pinned"
         if key in self._by_key or self._keys[block] is not None:
             return
         self._by_key[key] = block
         self._keys[block] = key
-        if landed:
-            self._landed.add(block)
+        if is_staged:
+            self._staged.add(block)
 
-    def release(self, blocks: list[int]) -> None:
-        """Let go of blocks held once each by the caller. The last of them is the first to be evicted."""
+    def free_blocks(self, blocks: list[int]) -> None:
+        """Unpin each of the blocks once. The last of them is the first to be evicted."""
         for block in reversed(blocks):
-            assert self._refs[block] > 0, f"block {block} released too often"
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
+            assert self._pins[block] > 0, f"block {block} is freed too often"
+            self._pins[block] -= 1
+            if self._pins[block] == 0:
                 if self._keys[block] is None:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
 
-    def num_refs(self, block: int) -> int:
-        """How often a block is held."""
-        return self._refs[block]
+    def count_pins(self, block: int) -> int:
+        """Return how often a block is pinned."""
+        return self._pins[block]
 
     def check_integrity(self) -> None:
-        """Every block is in exactly one place, and keys and blocks agree. For tests."""
+        """Assert that every block is in exactly one state, and that keys and blocks agree. For tests."""
         free, cached = set(self._free), set(self._cached)
-        held = {block for block, refs in enumerate(self._refs) if refs > 0}
+        pinned = {block for block, pins in enumerate(self._pins) if pins > 0}
         assert len(free) == len(self._free), "a block is free twice"
-        assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is in two places or in none"
-        assert free | cached | held == set(range(self.num_blocks)), "a block is lost"
-        assert all(refs >= 0 for refs in self._refs)
+        assert len(free) + len(cached) + len(pinned) == self.num_blocks, "a block is in two states or in none"
+        assert free | cached | pinned == set(range(self.num_blocks)), "a block is lost"
+        assert all(pins >= 0 for pins in self._pins)
         assert all(self._keys[block] is None for block in free), "a free block has a key"
         assert all(self._keys[block] is not None for block in cached), "a cached block has no key"
         assert {key: block for block, key in enumerate(self._keys) if key is not None} == self._by_key
-        assert all(self._keys[block] is not None for block in self._landed), "a landed block has no key"
+        assert all(self._keys[block] is not None for block in self._staged), "a staged block has no key"

@@ -59,8 +59,8 @@ def probe(module: Any, block_size: int, dtype: torch.dtype, device: torch.device
     Raises `ModelLoadError` with the reason why the architecture cannot be served.
     """
     cache, token = ProbeCache(), torch.zeros(1, 1, dtype=torch.long, device=device)
-    seq = Sequence("probe", [0], sampling=Sampling(), seed=0, max_new=1)
-    seq.blocks = [0]
+    seq = Sequence("probe", [0], sampling=Sampling(), seed=0, max_new_tokens=1)
+    seq.block_table = [0]
     batch = Batch([(seq, 1)], 1, device)
     try:
         with hooks.running(module, batch):

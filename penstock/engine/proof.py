@@ -11,7 +11,7 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.handover import landed, taken
+from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.masks import Unsupported
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
@@ -94,7 +94,7 @@ def prove(model: LoadedModel, settings: EngineSettings, told: Answers, *, contro
     for how, seqs in outcomes.items():
         for seq, expected in zip(seqs, told.expected, strict=True):
             _compare(model, seq, expected, how)
-    if damaged and [seq.output for seq in damaged] == told.expected:
+    if damaged and [seq.output_token_ids for seq in damaged] == told.expected:
         raise Inconclusive("damaged KV blocks change none of its tokens")
 
 
@@ -105,14 +105,14 @@ def _outcomes(
     engine, second = (Engine(model, settings, quarantine=False) for _ in range(2))
     first = [_sequence(model, prompt) for prompt in told.prompts]
     _run(engine, first)
-    blocks = [taken(engine, seq) for seq in first]
+    blocks = [export_blocks(engine, seq) for seq in first]
     handed = [_handed_over(second, seq, payloads) for seq, payloads in zip(first, blocks, strict=True)]
     for seq in first:
-        engine.remove(seq)
+        engine.remove_sequence(seq)
     again = [_sequence(model, prompt) for prompt in told.prompts]
     _run(engine, again)
     size = model.layout.block_size
-    assert all(seq.num_cached >= (seq.num_prompt - 1) // size * size for seq in again), "no prefix hit"
+    assert all(seq.num_cached_tokens >= (seq.num_prompt_tokens - 1) // size * size for seq in again), "no prefix hit"
     _run(second, handed[::-1])
     found = {"batched and in chunks": first, "with its prefix in the pool": again, "from handed-over KV blocks": handed}
     if control:
@@ -126,7 +126,9 @@ def _outcomes(
 def _sequence(model: LoadedModel, prompt: list[int], given: list[int] | None = None) -> Sequence:
     size = model.layout.block_size
     keys = [repr(prompt[:end]).encode() for end in range(size, len(prompt) + 1, size)]
-    return Sequence("check", prompt, sampling=_GREEDY, seed=0, max_new=NUM_NEW, given=given or (), prefix_keys=keys)
+    return Sequence(
+        "check", prompt, sampling=_GREEDY, seed=0, max_new_tokens=NUM_NEW, output_token_ids=given or (), block_keys=keys
+    )
 
 
 def _pool_mb(model: LoadedModel, told: Answers) -> int:
@@ -137,15 +139,15 @@ def _pool_mb(model: LoadedModel, told: Answers) -> int:
 
 def _run(engine: Engine, seqs: list[Sequence]) -> None:
     for seq in seqs:
-        engine.add(seq)
+        engine.add_sequence(seq)
     while engine.has_work():
         engine.step()
 
 
 def _handed_over(engine: Engine, seq: Sequence, payloads: list[bytes]) -> Sequence:
     """The sequence as a decode worker's engine gets it: the prompt's KV as bytes, and the first token."""
-    copy = _sequence(engine.model, seq.token_ids[: seq.num_prompt], seq.output[:1])
-    assert landed(engine, copy, payloads) == len(copy.prefix_keys), "no room for what is handed over"
+    copy = _sequence(engine.model, seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids[:1])
+    assert import_blocks(engine, copy, payloads) == len(copy.block_keys), "no room for what is handed over"
     return copy
 
 
@@ -162,8 +164,8 @@ def named(model: LoadedModel) -> str:
 
 
 def _compare(model: LoadedModel, seq: Sequence, expected: list[int], how: str) -> None:
-    if seq.output == expected:
+    if seq.output_token_ids == expected:
         return
-    at = next(i for i, pair in enumerate(zip(seq.output, expected, strict=True)) if pair[0] != pair[1])
-    detail = f"token {at} after a prompt of {seq.num_prompt} is {seq.output[at]}, not {expected[at]}"
+    at = next(i for i, pair in enumerate(zip(seq.output_token_ids, expected, strict=True)) if pair[0] != pair[1])
+    detail = f"token {at} after a prompt of {seq.num_prompt_tokens} is {seq.output_token_ids[at]}, not {expected[at]}"
     raise EngineCheckFailed(f"{named(model)} gives other tokens on this engine than `generate()`: {how}, {detail}")

@@ -21,7 +21,7 @@ from penstock.errors import ModelError, OutOfMemory, RequestError, SequenceFaile
 
 log = logging.getLogger(__name__)
 
-GROWTH = 16
+GROWTH_DIVISOR = 16
 """A step that passes makes the next one larger by this share of the most."""
 
 
@@ -31,13 +31,13 @@ class Quarantine:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         """What the next step may have at most."""
-        self._most = max_tokens
+        self._max_step_tokens = max_tokens
 
-    def passed(self) -> None:
+    def record_success(self) -> None:
         """A step was computed."""
-        self.max_tokens = min(self._most, self.max_tokens + max(1, self._most // GROWTH))
+        self.max_tokens = min(self._max_step_tokens, self.max_tokens + max(1, self._max_step_tokens // GROWTH_DIVISOR))
 
-    def failed(self, plan: Plan, error: Exception) -> None:
+    def record_failure(self, plan: Plan, error: Exception) -> None:
         """A step raised this, and was undone. Raises `SequenceFailed` if it is one sequence's, or what it raised."""
         if isinstance(error, torch.AcceleratorError):
             raise error

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 HALF_LIFE_TOKENS = 4096
 """After so many prompt tokens a step counts half."""
-FIRST_TOKENS = 16
+WARM_UP_TOKENS = 16
 """Length of the prompt that warms up; the next one is four times as long."""
-FIRST_S = 0.1
+MEASURE_S = 0.1
 """How long prompts are computed for the first rate; the last of them may take longer."""
 
 
@@ -19,15 +19,15 @@ class PrefillRate:
         self._tokens = self._seconds = 0.0
         self._open_tokens, self._open_seconds = 0, 0.0
 
-    def note(self, num_prompt: int, num_tokens: int, seconds: float, *, is_done: bool) -> None:
-        """A step computed `num_tokens` tokens, `num_prompt` of them of prompts.
+    def record_step(self, num_prompt_tokens: int, num_tokens: int, seconds: float, *, is_done: bool) -> None:
+        """A step computed `num_tokens` tokens, `num_prompt_tokens` of them of prompts.
 
         `is_done`: the device has computed it by now. If not, its time shows in that of the steps after it.
         """
-        if 2 * num_prompt <= num_tokens:
+        if 2 * num_prompt_tokens <= num_tokens:
             self._open_tokens, self._open_seconds = 0, 0.0
             return
-        self._open_tokens += num_prompt
+        self._open_tokens += num_prompt_tokens
         self._open_seconds += seconds
         if not is_done:
             return
@@ -38,20 +38,20 @@ class PrefillRate:
         self.tokens_per_s = self._tokens / max(self._seconds, 1e-9)
 
 
-def first_rate(compute: Callable[[int], float], most: int) -> PrefillRate:
+def measure_prefill_rate(compute: Callable[[int], float], most: int) -> PrefillRate:
     """What computing some prompts takes, before there are any: `compute` does one of so many tokens, in seconds.
 
     The first one warms up. The others grow up to `most` tokens, until some time has passed: short ones keep a large
     device idle. The quickest counts; if that is too quick, more is computed than should be, and shows it.
     """
-    num_tokens, spent_s = min(FIRST_TOKENS, most), 0.0
+    num_tokens, spent_s = min(WARM_UP_TOKENS, most), 0.0
     compute(num_tokens)
     times = []
-    while spent_s < FIRST_S:
+    while spent_s < MEASURE_S:
         num_tokens = min(4 * num_tokens, most)
         times.append((num_tokens, compute(num_tokens)))
         spent_s += times[-1][1]
     rate = PrefillRate()
     num_tokens, seconds = max(times, key=lambda one: one[0] / max(one[1], 1e-9))
-    rate.note(num_tokens, num_tokens, seconds, is_done=True)
+    rate.record_step(num_tokens, num_tokens, seconds, is_done=True)
     return rate

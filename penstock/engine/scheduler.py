@@ -29,11 +29,11 @@ from collections import Counter
 from itertools import chain, pairwise
 from operator import attrgetter
 
+from penstock.engine.batch_budget import FORCED_BATCH_STEPS, BatchBudget
 from penstock.engine.cost import StepCost
-from penstock.engine.fairness import OUTPUT_COST, PROMPT_COST, FairQueue
+from penstock.engine.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue
 from penstock.engine.pool import BlockPool
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.share import PATIENCE, Share
 from penstock.engine.tables import BlockTables
 from penstock.names import CLASSES, PriorityClass
 
@@ -44,17 +44,17 @@ AGING_STEPS = 64
 LOOKAHEAD = 8
 """How many waiting sequences of a class may be passed over in one step."""
 
-_place = attrgetter("place")
+_place = attrgetter("scheduling_order")
 
 
-class _Step:
+class _StepPlan:
     """The plan so far and what is left of the budget, and of what batch work may add."""
 
-    def __init__(self, running: list[Sequence], token_budget: int, share: Share) -> None:
+    def __init__(self, running: list[Sequence], token_budget: int, share: BatchBudget) -> None:
         self.plan: dict[Sequence, int] = {}
         self.budget = token_budget
         self.share = share
-        self.decodes = {seq for seq in running if seq.num_pending == 1}
+        self.decodes = {seq for seq in running if seq.num_pending_tokens == 1}
         """Running sequences whose turn is still to come with one token to compute."""
 
     @property
@@ -65,13 +65,13 @@ class _Step:
     def take(self, seq: Sequence, num_tokens: int) -> None:
         self.plan[seq] = num_tokens
         self.budget -= num_tokens
-        self.share.take(seq, num_tokens)
+        self.share.add_sequence(seq, num_tokens)
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence that is preempted, planned or not."""
         self.budget += self.plan.pop(seq, 0)
         self.decodes.discard(seq)
-        self.share.drop(seq)
+        self.share.remove_sequence(seq)
 
 
 class Scheduler:
@@ -90,7 +90,7 @@ class Scheduler:
         self._num_added = 0
         self._num_steps = 0
 
-    def num_before(self, klass: PriorityClass) -> int:
+    def count_sequences_ahead(self, klass: PriorityClass) -> int:
         """Sequences, running and waiting, that a new one of the class would not displace."""
         alive = [seq for seq in self.running if seq.state is State.RUNNING]
         return sum(CLASSES.index(seq.klass) <= CLASSES.index(klass) for seq in chain(alive, *self._queues))
@@ -107,89 +107,89 @@ class Scheduler:
 
     # Sequences come and go
 
-    def add(self, seq: Sequence) -> None:
+    def add_sequence(self, seq: Sequence) -> None:
         """Queue a new sequence behind those of its class and tenant."""
         assert seq.state is State.WAITING
         self._num_added += 1
-        seq.order, seq.last_step = self._num_added, self._num_steps
-        self._queues[seq.rank].push(seq)
+        seq.arrival_number, seq.last_scheduled_step = self._num_added, self._num_steps
+        self._queues[seq.priority].push(seq)
 
-    def remove(self, seq: Sequence) -> None:
+    def remove_sequence(self, seq: Sequence) -> None:
         """Forget the sequence, whatever its state, and let go of its blocks. Twice is harmless."""
-        if seq.state is State.WAITING and seq in self._queues[seq.rank]:
-            self._queues[seq.rank].remove(seq)
+        if seq.state is State.WAITING and seq in self._queues[seq.priority]:
+            self._queues[seq.priority].remove(seq)
         if seq in self.running:
-            self._leave(seq)
+            self._stop_running(seq)
         if seq.state is not State.DONE:
             seq.move_to(State.DONE)
-        self.pool.release(seq.blocks)
-        seq.blocks = []
-        seq.tail = None
+        self.pool.free_blocks(seq.block_table)
+        seq.block_table = []
+        seq.tail_payload = None
 
     # Blocks and their keys
 
-    def name_blocks(self, seq: Sequence, keys: list[bytes]) -> None:
+    def add_block_keys(self, seq: Sequence, keys: list[bytes]) -> None:
         """The keys of the full blocks after those that have one; blocks of unknown tokens cannot have any.
 
         What is computed of them can be shared at once, the rest when it is.
         """
-        first = len(seq.prefix_keys) * self.pool.block_size
-        assert (len(seq.prefix_keys) + len(keys)) * self.pool.block_size <= len(seq.token_ids), f"{seq}: too many keys"
-        seq.prefix_keys += keys
-        self.publish(seq, first)
+        first = len(seq.block_keys) * self.pool.block_size
+        assert (len(seq.block_keys) + len(keys)) * self.pool.block_size <= len(seq.token_ids), f"{seq}: too many keys"
+        seq.block_keys += keys
+        self.register_blocks(seq, first)
 
-    def publish(self, seq: Sequence, first_token: int) -> None:
+    def register_blocks(self, seq: Sequence, first_token: int) -> None:
         """Let others share the sequence's blocks that are full and named, from the one `first_token` is in."""
-        self._tables.publish(seq, first_token)
+        self._tables.register_blocks(seq, first_token)
 
-    def num_spared(self, rank: int) -> int:
+    def count_reserved_blocks(self, rank: int) -> int:
         """Blocks that somebody new of a class leaves to others: to the waiting of that class and above what they come
         in with, and one to each of the running that may need another.
         """
         waiting = chain(*self._queues[: rank + 1])
-        return self._tables.num_growing(self.running) + sum(map(self._tables.num_blocks, waiting))
+        return self._tables.count_growing(self.running) + sum(map(self._tables.count_blocks_held, waiting))
 
-    def num_beside(self) -> float:
+    def count_batch_slots_beside_interactive(self) -> float:
         """How many more batch sequences would run soon, and not pause, beside the interactive ones; infinite without
         those. One is always ready to come in.
         """
         everybody = chain(self.running, *self._queues)
         num_batch = sum(seq.klass == "batch" and seq.state is not State.DONE for seq in everybody)
-        return max(0, 1 + Share(self.cost, self.running).num_rows() - num_batch)
+        return max(0, 1 + BatchBudget(self.cost, self.running).count_affordable_rows() - num_batch)
 
-    def num_fitting(self, rank: int, num_tokens: int) -> int:
+    def count_fitting_sequences(self, rank: int, num_tokens: int) -> int:
         """For how many more sequences of a class, of so many tokens each, there are blocks.
 
         For one at least, as it may share some, if those that are there leave any; for none, if they need more.
         """
-        num_displaced = sum(len(seq.blocks) for seq in self.running if seq.rank > rank)
-        num_left = self.pool.num_free + num_displaced - self.num_spared(rank)
-        if num_left <= 0 and self.has_any(rank):
+        num_displaced = sum(len(seq.block_table) for seq in self.running if seq.priority > rank)
+        num_left = self.pool.num_free_blocks + num_displaced - self.count_reserved_blocks(rank)
+        if num_left <= 0 and self.has_sequences(rank):
             return 0
         return max(1, num_left // -(-num_tokens // self.pool.block_size))
 
-    def has_any(self, rank: int) -> bool:
+    def has_sequences(self, rank: int) -> bool:
         """Whether any sequence of that class and above is there."""
-        alive = (seq.rank for seq in self.running if seq.state is State.RUNNING)
+        alive = (seq.priority for seq in self.running if seq.state is State.RUNNING)
         return any(map(len, self._queues[: rank + 1])) or any(one <= rank for one in alive)
 
-    def is_full_of(self, rank: int) -> bool:
+    def runs_only(self, rank: int) -> bool:
         """Whether there are sequences of that class and above only: nobody would make way for one of them."""
         running = [seq for seq in self.running if seq.state is State.RUNNING]
-        return bool(running or self.num_waiting) and all(seq.rank <= rank for seq in running)
+        return bool(running or self.num_waiting) and all(seq.priority <= rank for seq in running)
 
-    def _leave(self, seq: Sequence) -> None:
+    def _stop_running(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        seq.guest = False
-        self._tables.leave(seq)
+        seq.is_backfilled = False
+        self._tables.stop_computing(seq)
 
-    def _preempt(self, seq: Sequence, step: _Step) -> None:
+    def _preempt(self, seq: Sequence, step: _StepPlan) -> None:
         step.drop(seq)
-        self._leave(seq)
-        self.pool.release(seq.blocks)
+        self._stop_running(seq)
+        self.pool.free_blocks(seq.block_table)
         seq.preempt()
         self.num_preemptions += 1
-        self._queues[seq.rank].push_front(seq)
+        self._queues[seq.priority].push_front(seq)
 
     # The step
 
@@ -201,133 +201,139 @@ class Scheduler:
         """
         self._num_steps += 1
         for seq in [seq for seq in self.running if seq.state is State.DONE]:
-            self._leave(seq)
+            self._stop_running(seq)
         if self._num_steps % AGING_STEPS == 0:
-            self._promote()
-        plan = {} if self._num_steps % 2 else self._alone(token_budget)
-        plan = plan or self._together(token_budget, max_batch, self._share())
-        plan = plan or self._together(token_budget, max_batch, Share(None, ())) or self._alone(token_budget)
+            self._promote_starving()
+        plan = {} if self._num_steps % 2 else self._schedule_suspect(token_budget)
+        plan = plan or self._schedule_all(token_budget, max_batch, self._open_budget())
+        plan = (
+            plan
+            or self._schedule_all(token_budget, max_batch, BatchBudget(None, ()))
+            or self._schedule_suspect(token_budget)
+        )
         for seq, num_tokens in plan.items():
-            seq.last_step = self._num_steps
-            if num_tokens == seq.num_pending:
-                self._charge(seq, OUTPUT_COST)
+            seq.last_scheduled_step = self._num_steps
+            if num_tokens == seq.num_pending_tokens:
+                self._charge_tenant(seq, OUTPUT_TOKEN_COST)
         return list(plan.items())
 
-    def _share(self) -> Share:
+    def _open_budget(self) -> BatchBudget:
         running = [seq for seq in self.running if not seq.suspect]
-        return Share(self.cost, running, is_patient=self._num_steps % PATIENCE != 0)
+        return BatchBudget(self.cost, running, is_patient=self._num_steps % FORCED_BATCH_STEPS != 0)
 
-    def _together(self, token_budget: int, max_batch: int, share: Share) -> dict[Sequence, int]:
+    def _schedule_all(self, token_budget: int, max_batch: int, share: BatchBudget) -> dict[Sequence, int]:
         """All that are not suspect. Suspects are admitted, and no more."""
-        step = _Step([seq for seq in self.running if not seq.suspect], token_budget, share)
+        step = _StepPlan([seq for seq in self.running if not seq.suspect], token_budget, share)
         for rank in range(len(CLASSES)):
-            for seq in [seq for seq in self.running if seq.rank == rank and not seq.suspect]:
+            for seq in [seq for seq in self.running if seq.priority == rank and not seq.suspect]:
                 if seq.state is State.RUNNING:  # and was not preempted for one before it
-                    self._continue(seq, step)
+                    self._schedule_running(seq, step)
             self._admit_waiting(rank, step, max_batch)
         return step.plan
 
-    def _alone(self, token_budget: int) -> dict[Sequence, int]:
+    def _schedule_suspect(self, token_budget: int) -> dict[Sequence, int]:
         """The first suspect that can go on."""
         for seq in [seq for seq in self.running if seq.suspect and seq.state is State.RUNNING]:
-            step = _Step([seq], token_budget, Share(None, ()))
-            self._continue(seq, step)
+            step = _StepPlan([seq], token_budget, BatchBudget(None, ()))
+            self._schedule_running(seq, step)
             if step.plan:
                 return step.plan
         return {}
 
-    def _continue(self, seq: Sequence, step: _Step) -> None:
+    def _schedule_running(self, seq: Sequence, step: _StepPlan) -> None:
         step.decodes.discard(seq)
-        num_pending = seq.num_pending
-        num_tokens = min(num_pending, step.budget if num_pending == 1 else step.left)
-        num_tokens = step.share.allowed(seq, num_tokens)
-        if num_tokens > 0 and self._grow(seq, seq.num_computed + num_tokens, step):
+        num_pending_tokens = seq.num_pending_tokens
+        num_tokens = min(num_pending_tokens, step.budget if num_pending_tokens == 1 else step.left)
+        num_tokens = step.share.limit_tokens(seq, num_tokens)
+        if num_tokens > 0 and self._grow_block_table(seq, seq.num_computed_tokens + num_tokens, step):
             step.take(seq, num_tokens)
 
-    def _grow(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
+    def _grow_block_table(self, seq: Sequence, num_tokens: int, step: _StepPlan) -> bool:
         """Give the sequence blocks for its first `num_tokens` tokens; False if those behind it have too few."""
-        num_lacking = self._tables.num_lacking(seq, num_tokens)
-        if num_lacking <= 0:
+        num_missing = self._tables.count_missing_blocks(seq, num_tokens)
+        if num_missing <= 0:
             return True
-        while self.pool.num_free < num_lacking:
+        while self.pool.num_free_blocks < num_missing:
             if self.running[-1] is seq:
                 return False
             self._preempt(self.running[-1], step)
-        seq.blocks += self.pool.allocate(num_lacking)
+        seq.block_table += self.pool.allocate_blocks(num_missing)
         return True
 
-    def _charge(self, seq: Sequence, cost: int) -> None:
-        self._queues[CLASSES.index(seq.klass)].charge(seq.tenant, cost, seq.weight)
+    def _charge_tenant(self, seq: Sequence, cost: int) -> None:
+        self._queues[CLASSES.index(seq.klass)].charge_tenant(seq.tenant, cost, seq.weight)
 
-    def _promote(self) -> None:
+    def _promote_starving(self) -> None:
         """Make the oldest batch sequence that went without for long count as interactive."""
         if self._promoted is not None and self._promoted.state is not State.DONE:
             return
         since = self._num_steps - AGING_STEPS
-        starving = [seq for seq in chain(self.running, *self._queues) if seq.rank > 0 and seq.last_step <= since]
+        starving = [
+            seq for seq in chain(self.running, *self._queues) if seq.priority > 0 and seq.last_scheduled_step <= since
+        ]
         if not starving:
             return
-        seq = self._promoted = min(starving, key=attrgetter("order"))
+        seq = self._promoted = min(starving, key=attrgetter("arrival_number"))
         if seq.state is State.WAITING:
-            self._queues[seq.rank].remove(seq)
+            self._queues[seq.priority].remove(seq)
             self._queues[0].push_front(seq)
-        seq.rank, seq.guest = 0, False
+        seq.priority, seq.is_backfilled = 0, False
         self.running.sort(key=_place)
 
     # Admission
 
-    def _admit_waiting(self, rank: int, step: _Step, max_batch: int) -> None:
+    def _admit_waiting(self, rank: int, step: _StepPlan, max_batch: int) -> None:
         """Admit from the waiting of a class, as far as budget, places and blocks go."""
         queue = self._queues[rank]
         passed: list[Sequence] = []
         some_lack = False
         while step.left > 0 and len(passed) <= LOOKAHEAD:
-            if len(self.running) >= max_batch and self.running[-1].place < (rank, True):
+            if len(self.running) >= max_batch and self.running[-1].scheduling_order < (rank, True):
                 return  # no place, and nobody who would make way
-            seq = queue.first(passed)
+            seq = queue.peek(passed)
             if seq is None:
-                self._settle_guests(rank, some_lack)
+                self._accept_backfilled(rank, some_lack)
                 return
-            if rank > 0 and not step.share.is_open:
+            if rank > 0 and not step.share.can_admit:
                 return
-            if self._tables.is_being_made(seq):
+            if self._tables.is_being_computed(seq):
                 passed.append(seq)
-            elif self._make_room(seq, step, max_batch, is_guest=some_lack):
+            elif self._try_make_room(seq, step, max_batch, is_guest=some_lack):
                 queue.remove(seq)
-                self._admit(seq, is_guest=some_lack)
-                num_tokens = 0 if seq.suspect else step.share.allowed(seq, min(seq.num_pending, step.left))
+                self._start_running(seq, is_guest=some_lack)
+                num_tokens = 0 if seq.suspect else step.share.limit_tokens(seq, min(seq.num_pending_tokens, step.left))
                 if num_tokens > 0:
                     step.take(seq, num_tokens)
             else:
                 passed.append(seq)
                 some_lack = True
 
-    def _settle_guests(self, rank: int, some_lack: bool) -> None:
+    def _accept_backfilled(self, rank: int, some_lack: bool) -> None:
         """Guests stay when none of their class waits for blocks any more."""
-        guests = [] if some_lack else [seq for seq in self.running if seq.guest and seq.rank == rank]
+        guests = [] if some_lack else [seq for seq in self.running if seq.is_backfilled and seq.priority == rank]
         for seq in guests:
-            seq.guest = False
+            seq.is_backfilled = False
         if guests:
             self.running.sort(key=_place)
 
-    def _make_room(self, seq: Sequence, step: _Step, max_batch: int, *, is_guest: bool) -> bool:
+    def _try_make_room(self, seq: Sequence, step: _StepPlan, max_batch: int, *, is_guest: bool) -> bool:
         """Whether a waiting sequence can come in now; those that have to make way for it are preempted."""
-        last_to_stay = (seq.rank + 1, False) if is_guest else (seq.rank, True)
-        leaving = [one for one in reversed(self.running) if one.place > last_to_stay]
+        last_to_stay = (seq.priority + 1, False) if is_guest else (seq.priority, True)
+        leaving = [one for one in reversed(self.running) if one.scheduling_order > last_to_stay]
         num_places = len(self.running) + 1 - max_batch
-        num_leaving = self._tables.num_leaving(seq, self.running, leaving)
-        if num_leaving is None or num_places > len(leaving):
+        num_preempted = self._tables.count_preemptions_needed(seq, self.running, leaving)
+        if num_preempted is None or num_places > len(leaving):
             return False
-        for one in leaving[: max(num_leaving, num_places, 0)]:
+        for one in leaving[: max(num_preempted, num_places, 0)]:
             self._preempt(one, step)
         return True
 
-    def _admit(self, seq: Sequence, *, is_guest: bool) -> None:
-        self._tables.open(seq)
+    def _start_running(self, seq: Sequence, *, is_guest: bool) -> None:
+        self._tables.allocate_table(seq)
         if not seq.num_preemptions:
-            seq.num_cached = min(seq.num_computed, seq.num_prompt)
-            self._charge(seq, PROMPT_COST * seq.num_pending)
-        seq.guest = is_guest
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            self._charge_tenant(seq, PROMPT_TOKEN_COST * seq.num_pending_tokens)
+        seq.is_backfilled = is_guest
         seq.move_to(State.RUNNING)
         insort(self.running, seq, key=_place)
 
@@ -338,14 +344,16 @@ class Scheduler:
         """
         for rank, queue in enumerate(self._queues):
             queue.check_integrity()
-            assert all(seq.rank == rank for seq in queue), "waits in another class"
+            assert all(seq.priority == rank for seq in queue), "waits in another class"
         waiting = list(chain(*self._queues))
         everybody = [*waiting, *self.running]
         assert len(set(everybody)) == len(everybody), "a sequence is in two places"
-        assert all(a.place < b.place for a, b in pairwise(self.running)), "out of order"
+        assert all(a.scheduling_order < b.scheduling_order for a, b in pairwise(self.running)), "out of order"
         assert all(seq.state in (State.RUNNING, State.DONE) for seq in self.running), "runs, and its state denies it"
         assert all(seq.state is State.WAITING for seq in waiting), "waits, and its state denies it"
-        assert not any(seq.blocks or seq.num_computed or seq.guest for seq in waiting), "waits with blocks"
-        promoted = [seq for seq in everybody if seq.rank < CLASSES.index(seq.klass) and seq.state is not State.DONE]
+        assert not any(seq.block_table or seq.num_computed_tokens or seq.is_backfilled for seq in waiting), (
+            "waits with blocks"
+        )
+        promoted = [seq for seq in everybody if seq.priority < CLASSES.index(seq.klass) and seq.state is not State.DONE]
         assert promoted in ([], [self._promoted]), "more than one is promoted"
         self._tables.check_integrity(self.running, others)

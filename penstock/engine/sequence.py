@@ -18,7 +18,7 @@ class State(Enum):
     RUNNING = "running"
     """Admitted: holds blocks for the tokens it has, and takes more as it grows."""
     DONE = "done"
-    """Has `max_new` output tokens, or was removed."""
+    """Has `max_new_tokens` output tokens, or was removed."""
 
 
 _NEXT = {State.WAITING: (State.RUNNING, State.DONE), State.RUNNING: (State.DONE,), State.DONE: ()}
@@ -28,9 +28,9 @@ class Sequence:
     """Prompt, said tokens and generated tokens of one request.
 
     `given` are output tokens that were said before, by this worker or another: their KV is computed where it
-    is missing, but they are never sampled again. `max_new` counts given and generated tokens together.
+    is missing, but they are never sampled again. `max_new_tokens` counts given and generated tokens together.
 
-    `prefix_keys[i]` names the content of the i-th full block and of all before it, output tokens included; equal keys
+    `block_keys[i]` names the content of the i-th full block and of all before it, output tokens included; equal keys
     mean equal KV. `tail` is the KV of the prompt's last block if that is partial, with zeros for the rows beyond the
     prompt. It is consumed at admission, and used if all full blocks before it, and no more, were found in the pool.
 
@@ -47,9 +47,9 @@ class Sequence:
         *,
         sampling: Sampling,
         seed: int,
-        max_new: int,
-        given: Iterable[int] = (),
-        prefix_keys: Iterable[bytes] = (),
+        max_new_tokens: int,
+        output_token_ids: Iterable[int] = (),
+        block_keys: Iterable[bytes] = (),
         klass: PriorityClass = "interactive",
         tenant: str = "",
         weight: float = 1.0,
@@ -58,62 +58,62 @@ class Sequence:
         self.id = id
         self.sampling = sampling
         self.seed = seed
-        self.max_new = max_new
+        self.max_new_tokens = max_new_tokens
         self.klass = klass
         self.tenant = tenant
         self.weight = weight
         """Its tenant's share of the tokens where tenants compete."""
         self.suspect = suspect
         """Whether it may make a step fail: it is computed alone until its next token."""
-        self.prefix_keys = list(prefix_keys)
-        self.token_ids = [*prompt, *given]
-        self.num_prompt = len(prompt)
-        self.num_computed = 0
+        self.block_keys = list(block_keys)
+        self.token_ids = [*prompt, *output_token_ids]
+        self.num_prompt_tokens = len(prompt)
+        self.num_computed_tokens = 0
         """Leading tokens whose KV is in the pool."""
-        self.num_cached = 0
+        self.num_cached_tokens = 0
         """Prompt tokens whose KV was there when it was first admitted: in the pool, or in the tail."""
-        self.blocks: list[int] = []
+        self.block_table: list[int] = []
         """Block table: block i holds tokens `i * block_size` and following."""
-        self.tail: Payload | None = None
+        self.tail_payload: Payload | None = None
         self.state = State.WAITING
         self.num_preemptions = 0
-        self.rank = CLASSES.index(klass)
+        self.priority = CLASSES.index(klass)
         """Place of its class, 0 first. The scheduler promotes one that waited for too long to 0."""
-        self.guest = False
+        self.is_backfilled = False
         """Whether it passed one of its class that still waits, and has to make way for it."""
-        self.order = 0
+        self.arrival_number = 0
         """Arrival number; the scheduler sets it."""
-        self.last_step = 0
+        self.last_scheduled_step = 0
         """The scheduler's step that last computed something of it, or in which it came."""
-        assert self.num_prompt >= 1, "an empty prompt"
-        assert self.num_output < max_new, "nothing left to generate"
+        assert self.num_prompt_tokens >= 1, "an empty prompt"
+        assert self.num_output_tokens < max_new_tokens, "nothing left to generate"
 
     def __repr__(self) -> str:
-        return f"Sequence({self.id!r}, {self.state.value}, {self.num_computed}/{len(self.token_ids)} tokens)"
+        return f"Sequence({self.id!r}, {self.state.value}, {self.num_computed_tokens}/{len(self.token_ids)} tokens)"
 
     @property
-    def num_output(self) -> int:
+    def num_output_tokens(self) -> int:
         """Output tokens so far, given ones included; also the position of the next one."""
-        return len(self.token_ids) - self.num_prompt
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def output(self) -> list[int]:
+    def output_token_ids(self) -> list[int]:
         """The output tokens so far, given ones included."""
-        return self.token_ids[self.num_prompt :]
+        return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def num_pending(self) -> int:
+    def num_pending_tokens(self) -> int:
         """Tokens whose KV is still to be computed; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def place(self) -> tuple[int, bool, int]:
+    def scheduling_order(self) -> tuple[int, bool, int]:
         """Its place among the running; the greatest is preempted first."""
-        return self.rank, self.guest, self.order
+        return self.priority, self.is_backfilled, self.arrival_number
 
-    def blocks_needed(self, block_size: int) -> int:
+    def count_blocks_needed(self, block_size: int) -> int:
         """Blocks for every token but the last, whose KV nothing reads."""
-        return -(-(self.num_prompt + self.max_new - 1) // block_size)
+        return -(-(self.num_prompt_tokens + self.max_new_tokens - 1) // block_size)
 
     def move_to(self, state: State) -> None:
         """Move forward; anything else is a bug."""
@@ -125,14 +125,14 @@ class Sequence:
         assert self.state is State.RUNNING, f"{self.id}: preempted while {self.state.value}"
         self.state = State.WAITING
         self.num_preemptions += 1
-        self.num_computed = 0
-        self.blocks = []
+        self.num_computed_tokens = 0
+        self.block_table = []
 
-    def append(self, token_id: int) -> None:
+    def append_token(self, token_id: int) -> None:
         """Take the sampled token, which clears it; the sequence is done when it was the last one allowed."""
         assert self.state is State.RUNNING
-        assert self.num_pending == 0
+        assert self.num_pending_tokens == 0
         self.suspect = False
         self.token_ids.append(token_id)
-        if self.num_output == self.max_new:
+        if self.num_output_tokens == self.max_new_tokens:
             self.move_to(State.DONE)

@@ -42,7 +42,7 @@ class KVLayout:
         return {shape.layer: shape for shape in self.layers}
 
     @property
-    def rows(self) -> tuple[tuple[int, int], ...]:
+    def vector_shapes(self) -> tuple[tuple[int, int], ...]:
         """For each K and V, in the order of a block's bytes: how many vectors it has (heads * block size), and of how
         many numbers each (size of a head).
         """
@@ -50,7 +50,7 @@ class KVLayout:
         return tuple((heads * self.block_size, size) for heads, size in shapes)
 
     @property
-    def element(self) -> Literal["float32", "bfloat16", "float16"]:
+    def element_type(self) -> Literal["float32", "bfloat16", "float16"]:
         """The form of a number: "float32", "bfloat16" or "float16"."""
         names: dict[torch.dtype, Literal["float32", "bfloat16", "float16"]] = {
             torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
@@ -81,7 +81,7 @@ class KVStorage:
         flat = (zeros(num_blocks * layout.block_elements, layout.dtype) if device.type == "cpu"
                 else torch.zeros(num_blocks * layout.block_elements, dtype=layout.dtype, device=device))  # fmt: skip
         self.data = flat.view(num_blocks, layout.block_elements)
-        self._staging = Staging.on(device, layout.block_elements, layout.dtype) if device.type == "cuda" else None
+        self._copier = Staging.on(device, layout.block_elements, layout.dtype) if device.type == "cuda" else None
         self._bytes = self.data.view(torch.uint8).numpy() if device.type == "cpu" else np.empty((0, 0), np.uint8)
         self._parts: list[tuple[int, int, int]] = []  # (offset, heads, size of a head) of each K and V in a row
         self.keys: dict[int, Tensor] = {}
@@ -98,40 +98,40 @@ class KVStorage:
         self.addresses = {layer: (k.data_ptr(), self.values[layer].data_ptr()) for layer, k in self.keys.items()}
         """By layer: where its K and its V begin in memory, in block 0."""
 
-    def clear(self, blocks: list[int]) -> None:
+    def zero_blocks(self, blocks: list[int]) -> None:
         """Zero the blocks, so that what a previous owner left cannot be met, not even behind a mask."""
         self.data.index_fill_(0, to_device(blocks, self.data.device, torch.int64), 0)
 
-    def write(self, block: int, payload: Payload) -> None:
+    def write_block(self, block: int, payload: Payload) -> None:
         """Fill a block from `block_bytes` bytes."""
-        if self._staging is not None:
-            self._staging.put(self.data[block], payload)
+        if self._copier is not None:
+            self._copier.put(self.data[block], payload)
         else:
             self._bytes[block][:] = np.frombuffer(payload, dtype=np.uint8)
 
-    def room(self, blocks: list[int]) -> tuple[list[memoryview], Tensor | None]:
+    def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], Tensor | None]:
         """Writable bytes for each block, and the tensor they are part of, [len(blocks), block elements].
 
         Without a GPU they are the blocks themselves, and there is no such tensor.
         """
-        if self._staging is None:
+        if self._copier is None:
             return [memoryview(self._bytes[block]) for block in blocks], None
-        staged = self._staging.room(len(blocks))
+        staged = self._copier.room(len(blocks))
         return [memoryview(row) for row in staged.view(torch.uint8).numpy()], staged
 
-    def settle(self, blocks: list[int], staged: Tensor | None) -> None:
+    def commit_views(self, blocks: list[int], staged: Tensor | None) -> None:
         """What was written to the first of `room` is the content of these blocks, from the next step on."""
-        if self._staging is not None and staged is not None:
+        if self._copier is not None and staged is not None:
             for block, row in zip(blocks, staged, strict=False):
-                self._staging.upload(self.data[block], row)
+                self._copier.upload(self.data[block], row)
 
-    def view(self, block: int) -> memoryview | None:
+    def view_block(self, block: int) -> memoryview | None:
         """A block's own bytes, to read only; None if they are on a GPU."""
-        return memoryview(self._bytes[block]).toreadonly() if self._staging is None else None
+        return memoryview(self._bytes[block]).toreadonly() if self._copier is None else None
 
-    def read(self, block: int, num_rows: int) -> memoryview:
+    def copy_block(self, block: int, num_rows: int) -> memoryview:
         """A copy of a block's bytes; rows (tokens) from `num_rows` on are zero."""
-        copy = self.data[block].clone() if self._staging is None else self._staging.get(self.data[block])
+        copy = self.data[block].clone() if self._copier is None else self._copier.get(self.data[block])
         if num_rows < self.layout.block_size:
             for offset, heads, size in self._parts:
                 part = copy[offset : offset + heads * self.layout.block_size * size]

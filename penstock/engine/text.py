@@ -20,12 +20,12 @@ _WINDOW = 16  # tokens that are decoded together at most before the older ones a
 class OutputState:
     """The text side of one request's output."""
 
-    def __init__(self, tokenizer: Any, sampling: Sampling, eos_token_ids: frozenset[int], max_new: int) -> None:
+    def __init__(self, tokenizer: Any, sampling: Sampling, eos_token_ids: frozenset[int], max_new_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._stop = sampling.stop
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_token_ids
-        self._max_new = max_new
+        self._max_new = max_new_tokens
         self._unseen_ids, self._byte_ids = _special_kinds(tokenizer)
         self._num_tokens = 0
         self._window: list[int] = []

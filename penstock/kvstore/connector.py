@@ -25,10 +25,10 @@ from penstock.names import PriorityClass
 class Engine(Pool, Protocol):
     """What is asked of the engine, besides its pool."""
 
-    def completed_blocks(self, seq: Any) -> int:
+    def count_completed_blocks(self, seq: Any) -> int:
         """Full blocks of the sequence whose KV is in the pool."""
 
-    def name_blocks(self, seq: Any, keys: list[bytes]) -> None:
+    def add_block_keys(self, seq: Any, keys: list[bytes]) -> None:
         """The keys of the full blocks after those that have one."""
 
 
@@ -116,7 +116,7 @@ class KVConnector:
         """
         blocks.context, blocks.seq, blocks.lease_owner = ticket, seq, lease_to
         blocks.hasher.hash_full_blocks(seq.token_ids)
-        seq.prefix_keys = [name.hash for name in blocks.hasher.keys]
+        seq.block_keys = [name.hash for name in blocks.hasher.keys]
         to_share = (len(seq.token_ids) - 1) // self.store.layout.block_size  # the last token is always computed
         fetch = LoadOperation(blocks, blocks.hasher.keys[:to_share], klass=seq.klass, lease_owner=lease_to)
         if not lease_to:
@@ -134,12 +134,12 @@ class KVConnector:
         A later request that goes on with this conversation finds them, and so does who takes this one over.
         """
         seq = blocks.seq
-        num_full = self._engine.completed_blocks(seq)
+        num_full = self._engine.count_completed_blocks(seq)
         if num_full <= blocks.num_stored_blocks:
             return False
         added = blocks.hasher.hash_full_blocks(seq.token_ids) if not blocks.lease_owner else []
         if added:
-            self._engine.name_blocks(seq, [name.hash for name in added])
+            self._engine.add_block_keys(seq, [name.hash for name in added])
             first = len(blocks.hasher.keys) - len(added)
             blocks.missing_tiers |= {first + n: self.store.all_tiers for n in range(len(added))}
         blocks.num_stored_blocks = num_full
@@ -181,7 +181,7 @@ class KVConnector:
         wanted = [*blocks.hasher.keys, *([blocks.tail_key] if fetch.lease_owner and blocks.tail_key else [])]
         lacks = [*fetch.missing_tiers, *[self.store.all_tiers] * (len(wanted) - num_read)]
         blocks.missing_tiers = {index: lack for index, lack in enumerate(lacks) if lack}
-        blocks.seq.tail = fetch.tail_payload
+        blocks.seq.tail_payload = fetch.tail_payload
         num_prompt, has_tail = len(blocks.prompt_keys()), fetch.tail_payload is not None
         if not fetch.lease_owner:
             self.store.count_recomputed(num_prompt - num_read - has_tail)

@@ -46,11 +46,11 @@ class PoolLayout(Protocol):
         """Of all layers' K and V."""
 
     @property
-    def element(self) -> Element:
+    def element_type(self) -> Element:
         """What the numbers are."""
 
     @property
-    def rows(self) -> tuple[tuple[int, int], ...]:
+    def vector_shapes(self) -> tuple[tuple[int, int], ...]:
         """(Rows, numbers in a row) of each K and V, in order."""
 
 
@@ -73,7 +73,7 @@ class KVLayout:
     @classmethod
     def from_pool(cls, fingerprint: str, pool: PoolLayout) -> Self:
         """What a model's pool has."""
-        shape = PayloadShape(pool.element, pool.rows)
+        shape = PayloadShape(pool.element_type, pool.vector_shapes)
         return cls(fingerprint, pool.block_size, pool.block_bytes, shape, str(pool))
 
     def make_block_format(self, *, lossy: bool) -> BlockFormat:

@@ -46,25 +46,25 @@ class PinnedBlock(Protocol):
 
 
 class StagedBlocks(Protocol):
-    """Room in the pool for the blocks of some keys: `held` leading ones are there, the next go to `views`."""
+    """Room in the pool for the blocks of some keys: the pool has the first `num_cached`, the next go to `views`."""
 
-    held: int
+    num_cached: int
     views: list[memoryview]
 
 
 class Pool(Protocol):
     """What transfers ask of the engine."""
 
-    def land(self, keys: list[bytes], klass: PriorityClass) -> Any:
+    def stage_blocks(self, keys: list[bytes], klass: PriorityClass) -> Any:
         """A `Landing`, or None as long as it has to wait. What it holds stays in the pool until it is closed."""
 
-    def close_landing(self, landing: Any, num_filled: int) -> None:
+    def commit_staged_blocks(self, landing: Any, num_filled: int) -> None:
         """The first views hold their blocks; who comes now finds them."""
 
-    def lend(self, seq: Any, index: int) -> Any:
+    def pin_block(self, seq: Any, index: int) -> Any:
         """A sequence's block as `Lent`."""
 
-    def give_back(self, lent: Any) -> None:
+    def unpin_block(self, lent: Any) -> None:
         """It was read."""
 
 
@@ -168,7 +168,7 @@ class Transfers:
             waiting = self._waiting_loads[klass]
             while waiting:
                 fetch = waiting[0]
-                landing = self._pool.land([name.hash for name in fetch.keys], klass)
+                landing = self._pool.stage_blocks([name.hash for name in fetch.keys], klass)
                 if landing is None:
                     return
                 waiting.popleft()
@@ -187,7 +187,7 @@ class Transfers:
         else:
             self._store.stats.not_written += num_optional
         cargo = [
-            _BlockWrite(name, self._pool.lend(seq, index), lack, is_behind or not ship.lease_owner, is_behind)
+            _BlockWrite(name, self._pool.pin_block(seq, index), lack, is_behind or not ship.lease_owner, is_behind)
             for index, name, lack in ship.blocks
             if ship.lease_owner or has_room
             for is_behind in (has_room and needs_behind(lack),)
@@ -210,9 +210,9 @@ class Transfers:
             one, landing, cargo = self._done.get()
             if landing is not None:
                 assert isinstance(one, LoadOperation)
-                self._pool.close_landing(landing, max(0, len(one.missing_tiers) - one.num_pool_blocks))
+                self._pool.commit_staged_blocks(landing, max(0, len(one.missing_tiers) - one.num_pool_blocks))
             for each in cargo:
-                self._pool.give_back(each.pinned)
+                self._pool.unpin_block(each.pinned)
             self._num_optional -= sum(each.is_optional for each in cargo)
             if one is not None:
                 self._num_open -= 1
@@ -258,7 +258,7 @@ class Transfers:
             self._post_finished(fetch, landing, [])
 
     def _read_blocks(self, fetch: LoadOperation, landing: StagedBlocks) -> None:
-        store, held = self._store, landing.held
+        store, held = self._store, landing.num_cached
         keys = [name.hash for name in fetch.keys]
         wanted = [ReadRequest(name, view) for name, view in zip(fetch.keys[held:], landing.views, strict=False)]
         depths = [*store.find_tiers(keys[:held]), *store.load_blocks(wanted)]

@@ -116,7 +116,7 @@ class PrefillRole:
             task.token_ids,
             sampling=sampling,
             seed=sampling_seed(request),
-            max_new=1,
+            max_new_tokens=1,
             klass=task.klass,
             tenant=request.tenant,
             weight=request.weight,
@@ -132,11 +132,11 @@ class PrefillRole:
         settings = self.engine.settings
         each, most = load.estimate_admission(klass, settings.max_batch - len(tasks) - num_read)
         waiting = [task.seq for task in tasks if task.seq is not None and task.seq.state is State.WAITING]
-        num_waiting = sum(seq.num_prompt for seq in waiting) + num_read * each
+        num_waiting = sum(seq.num_prompt_tokens for seq in waiting) + num_read * each
         num_behind = (MAX_WAITING_STEPS * settings.max_step_tokens - num_waiting) // each
         if num_behind == 0 and not num_waiting:
             num_behind = 1
-        return min(most, self.engine.room(klass, each) - num_read, num_behind)
+        return min(most, self.engine.free_capacity(klass, each) - num_read, num_behind)
 
     # 5. Settle.
 
@@ -157,7 +157,7 @@ class PrefillRole:
     def measure_task_load(self, task: Task) -> TaskLoad:
         """What it stands for in the heartbeat."""
         seq, message = task.seq, task.message
-        left = 0 if seq is None or seq.state is State.DONE else seq.num_prompt - seq.num_computed
+        left = 0 if seq is None or seq.state is State.DONE else seq.num_prompt_tokens - seq.num_computed_tokens
         is_running = seq is not None and seq.state is State.RUNNING
         if message is None:
             return TaskLoad(task.klass, is_running, left, 0)
@@ -166,5 +166,7 @@ class PrefillRole:
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
         """How fast prompts are computed."""
-        rates = [rate for rate in (load.throughput.tokens_per_s, self.engine.rates()) if rate is not None]
+        rates = [
+            rate for rate in (load.throughput.tokens_per_s, self.engine.prefill_tokens_per_s()) if rate is not None
+        ]
         return {"prompt_tokens_per_s": max(rates, default=None)}

@@ -103,12 +103,12 @@ class Task:
     def num_prefilled_tokens(self) -> int:
         """Of the prompt, how many were computed here or found: what an end before token 0 says was used."""
         seq = self.seq
-        return 0 if seq is None else min(seq.num_prompt, max(seq.num_cached, seq.num_computed))
+        return 0 if seq is None else min(seq.num_prompt_tokens, max(seq.num_cached_tokens, seq.num_computed_tokens))
 
     @property
     def num_cached_tokens(self) -> int:
         """Of the prompt, how many were found."""
-        return 0 if self.seq is None else self.seq.num_cached
+        return 0 if self.seq is None else self.seq.num_cached_tokens
 
     @property
     def is_running(self) -> bool:

@@ -385,7 +385,7 @@ class Worker:
         assert task.blocks is not None
         assert task.message is not None
         task.seq, sampling = seq, task.message.sampling
-        self.engine.check(seq, sampling.max_tokens)
+        self.engine.check_sequence(seq, sampling.max_tokens)
         self.load.mean_prompt_tokens[seq.klass].note(len(seq.token_ids))
         if self.role.hands_off:
             # One that may fill the context is not expected to: it would make all that waits look endless.
@@ -401,7 +401,7 @@ class Worker:
             return
         assert task.seq is not None
         stage_failpoint(self.stage, "prefill.3.fetched", "decode.6.fetched")
-        self.engine.add(task.seq)
+        self.engine.add_sequence(task.seq)
         found = {"blocks": loaded.num_blocks, "held": loaded.num_pool_blocks, "found": loaded.num_tier_blocks}
         tracing.record_span("kv.read", task.context, loaded.started_s, loaded.finished_s, **found)
 
@@ -436,7 +436,7 @@ class Worker:
 
     def _record_throughput(self, sampled: Sequence[Sampled]) -> None:
         """Note what a turn brought: prompts in prefill, tokens in decode."""
-        num_tokens = sum(item.seq.num_prompt for item in sampled) if self.role.hands_off else len(sampled)
+        num_tokens = sum(item.seq.num_prompt_tokens for item in sampled) if self.role.hands_off else len(sampled)
         self.load.throughput.note(num_tokens, is_busy=bool(self.running))
 
     # 4 and 7. Append.
@@ -454,12 +454,14 @@ class Worker:
         for task, item in mine:
             assert task.blocks is not None
             if self.role.hands_off:
-                self.metrics.count_prompt(item.seq.num_prompt - item.seq.num_cached, item.seq.num_cached)
+                self.metrics.count_prompt(
+                    item.seq.num_prompt_tokens - item.seq.num_cached_tokens, item.seq.num_cached_tokens
+                )
                 task.blocks_stored = self.kv.hand_off_prompt(task.blocks)
             elif task.finish_reason is not None:
                 self._store_full_blocks_of(task)
             if self.role.hands_off or task.finish_reason is not None:
-                self.engine.remove(item.seq)
+                self.engine.remove_sequence(item.seq)
             if not task.is_in_flight:
                 task.first_token_s = task.started_s  # not later than this
                 self._hand_off(task)
@@ -644,7 +646,7 @@ class Worker:
         del self.running[task.id]
         self.session.drop(task.claim)
         if task.seq is not None:
-            self.engine.remove(task.seq)
+            self.engine.remove_sequence(task.seq)
 
     def report_load(self) -> dict[str, object]:
         """What it holds and how fast it is, for the heartbeat. Any thread may ask."""

@@ -8,10 +8,10 @@ import torch
 
 from penstock.engine import hooks
 from penstock.engine.engine import Engine
-from penstock.engine.handover import landed, taken
-from penstock.engine.landing import Landing
+from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
+from penstock.engine.staging import StagedBlocks
 from penstock.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0)
@@ -27,14 +27,14 @@ def keys_of(prompt: list[int], block_size: int = BLOCK) -> list[bytes]:
     return keys
 
 
-def sequence(prompt: list[int], max_new: int = 12, *, name: str = "seq", **given: Any) -> Sequence:
-    values: dict[str, Any] = {"sampling": GREEDY, "seed": 7, "prefix_keys": keys_of(prompt), **given}
-    return Sequence(name, prompt, max_new=max_new, **values)
+def sequence(prompt: list[int], max_new_tokens: int = 12, *, name: str = "seq", **given: Any) -> Sequence:
+    values: dict[str, Any] = {"sampling": GREEDY, "seed": 7, "block_keys": keys_of(prompt), **given}
+    return Sequence(name, prompt, max_new_tokens=max_new_tokens, **values)
 
 
-def land(engine: Engine, keys: list[bytes]) -> Landing:
+def land(engine: Engine, keys: list[bytes]) -> StagedBlocks:
     """Room for `keys`, which need not wait."""
-    landing = engine.land(keys)
+    landing = engine.stage_blocks(keys)
     assert landing is not None
     return landing
 
@@ -43,22 +43,29 @@ def run(engine: Engine, seqs: Iterable[Sequence], *, remove: bool = True) -> lis
     """Add all, step until idle, return the outputs."""
     seqs = list(seqs)
     for seq in seqs:
-        engine.add(seq)
+        engine.add_sequence(seq)
     while engine.has_work():
         for sampled in engine.step():
             assert sampled.seq.token_ids[-1] == sampled.token_id
-            if remove and sampled.seq.num_output == sampled.seq.max_new:
-                engine.remove(sampled.seq)
+            if remove and sampled.seq.num_output_tokens == sampled.seq.max_new_tokens:
+                engine.remove_sequence(sampled.seq)
     engine.pool.check_integrity()
-    return [seq.output for seq in seqs]
+    return [seq.output_token_ids for seq in seqs]
 
 
 def handed_over(first: Engine, second: Engine, seq: Sequence) -> Sequence:
     """A decode worker's sequence: the prompt's KV handed to the second engine in bytes, the first token given."""
-    prompt = seq.token_ids[: seq.num_prompt]
-    copy = sequence(prompt, seq.max_new, given=seq.output[:1], sampling=seq.sampling, seed=seq.seed,
-                    prefix_keys=keys_of(prompt, first.settings.block_size))  # fmt: skip
-    assert landed(second, copy, taken(first, seq)) == len(copy.prefix_keys), "no room for what is handed over"
+    prompt = seq.token_ids[: seq.num_prompt_tokens]
+    copy = sequence(
+        prompt,
+        seq.max_new_tokens,
+        output_token_ids=seq.output_token_ids[:1],
+        sampling=seq.sampling,
+        seed=seq.seed,
+        block_keys=keys_of(prompt, first.settings.block_size),
+    )
+    num_blocks = import_blocks(second, copy, export_blocks(first, seq))
+    assert num_blocks == len(copy.block_keys), "no room for what is handed over"
     return copy
 
 

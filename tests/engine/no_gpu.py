@@ -13,8 +13,8 @@ from penstock.config.settings import EngineSettings
 from penstock.engine import hooks
 from penstock.engine.cuda import trial, varlen
 from penstock.engine.engine import Engine
-from penstock.engine.landing import Quay
 from penstock.engine.model import LoadedModel
+from penstock.engine.staging import BlockStaging
 from penstock.engine.storage import KVStorage
 
 
@@ -130,7 +130,7 @@ def recording(model: LoadedModel, settings: EngineSettings) -> tuple[Engine, Tap
     """An engine that records its decode steps, as on a GPU."""
     engine, recorder = Engine(model, settings), TapeRecorder()
     engine.storage = KVStorage(model.layout, engine.pool.num_blocks + 1, model.device)
-    engine.quay = Quay(engine.pool, engine.storage)
+    engine.staging = BlockStaging(engine.pool, engine.storage)
     engine._cache = hooks.PagedCache(engine.storage, model.direct)
     engine._graphs = engine._make_graphs(recorder)
     return engine, recorder

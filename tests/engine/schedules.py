@@ -3,10 +3,10 @@
 import struct
 from collections.abc import Callable
 
-from penstock.engine.landing import Landing, Quay
 from penstock.engine.pool import BlockPool
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence, State
+from penstock.engine.staging import BlockStaging, StagedBlocks
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import keys_of, sequence
 
@@ -15,11 +15,11 @@ _ROW = struct.Struct("<q")
 
 
 def seq_of(
-    length: int, max_new: int = 4, *, klass: PriorityClass = "interactive", first: int = 0, tenant: str = ""
+    length: int, max_new_tokens: int = 4, *, klass: PriorityClass = "interactive", first: int = 0, tenant: str = ""
 ) -> Sequence:
     """A sequence with the prompt `first`, `first + 1` …"""
     prompt = list(range(first, first + length))
-    return sequence(prompt, max_new, prefix_keys=keys_of(prompt, SIZE), klass=klass, tenant=tenant)
+    return sequence(prompt, max_new_tokens, block_keys=keys_of(prompt, SIZE), klass=klass, tenant=tenant)
 
 
 def kv_of(tokens: list[int], index: int) -> bytes:
@@ -34,16 +34,16 @@ class Blocks:
     def __init__(self, num_blocks: int) -> None:
         self._data = memoryview(bytearray(num_blocks * SIZE * _ROW.size))
 
-    def room(self, blocks: list[int]) -> tuple[list[memoryview], None]:
+    def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], None]:
         return [self[block] for block in blocks], None
 
-    def settle(self, blocks: list[int], staged: None) -> None:
+    def commit_views(self, blocks: list[int], staged: None) -> None:
         """They are there already."""
 
-    def view(self, block: int) -> memoryview:
+    def view_block(self, block: int) -> memoryview:
         return self[block].toreadonly()
 
-    def read(self, block: int, num_rows: int) -> memoryview:
+    def copy_block(self, block: int, num_rows: int) -> memoryview:
         return memoryview(bytes(self[block][: num_rows * _ROW.size]).ljust(SIZE * _ROW.size, b"\0"))
 
     def __getitem__(self, block: int) -> memoryview:
@@ -60,25 +60,27 @@ class Dummy:
         self.pool = BlockPool(num_blocks, SIZE)
         self.scheduler = Scheduler(self.pool)
         self.blocks = Blocks(num_blocks)
-        self.quay = Quay(self.pool, self.blocks)
+        self.staging = BlockStaging(self.pool, self.blocks)
         self.budget, self.max_batch = budget, max_batch
         self.alive: list[Sequence] = []
 
     def add(self, *seqs: Sequence) -> None:
         for seq in seqs:
-            self.scheduler.add(seq)
+            self.scheduler.add_sequence(seq)
             self.alive.append(seq)
 
     def remove(self, seq: Sequence) -> None:
-        self.scheduler.remove(seq)
+        self.scheduler.remove_sequence(seq)
         self.alive.remove(seq)
 
-    def land(self, keys: list[bytes]) -> Landing:
+    def stage_blocks(self, keys: list[bytes]) -> StagedBlocks:
         """As the engine does it, checked."""
-        num_free, num_spared = self.pool.num_free, self.scheduler.num_spared(len(CLASSES) - 1)
-        cached = self.pool.num_free - self.pool.num_free_beside(keys[: self.pool.count_prefix(keys)])
-        landing = self.quay.land(keys, num_spared)
-        assert self.pool.num_free >= min(num_spared, num_free - cached)
+        num_free, num_reserved = self.pool.num_free_blocks, self.scheduler.count_reserved_blocks(len(CLASSES) - 1)
+        cached = self.pool.num_free_blocks - self.pool.count_free_blocks_besides(
+            keys[: self.pool.count_cached_prefix(keys)]
+        )
+        landing = self.staging.stage_blocks(keys, num_reserved)
+        assert self.pool.num_free_blocks >= min(num_reserved, num_free - cached)
         return landing
 
     def step(self) -> Plan:
@@ -107,24 +109,24 @@ class Dummy:
     def _compute(self, seq: Sequence, num: int) -> None:
         assert num > 0
         assert seq.state is State.RUNNING
-        if seq.tail is not None:
-            self._write(seq, range(seq.num_prompt // SIZE * SIZE, seq.num_prompt))
-            seq.tail = None
-        for position in range(seq.num_computed):
+        if seq.tail_payload is not None:
+            self._write(seq, range(seq.num_prompt_tokens // SIZE * SIZE, seq.num_prompt_tokens))
+            seq.tail_payload = None
+        for position in range(seq.num_computed_tokens):
             assert self._row(seq, position) == self._content(seq, position), f"{seq}: foreign KV"
-        self._write(seq, range(seq.num_computed, seq.num_computed + num))
-        seq.num_computed += num
-        self.scheduler.publish(seq, seq.num_computed - num)
-        if seq.num_pending == 0:
-            seq.append(len(seq.token_ids))
+        self._write(seq, range(seq.num_computed_tokens, seq.num_computed_tokens + num))
+        seq.num_computed_tokens += num
+        self.scheduler.register_blocks(seq, seq.num_computed_tokens - num)
+        if seq.num_pending_tokens == 0:
+            seq.append_token(len(seq.token_ids))
 
     def _write(self, seq: Sequence, positions: range) -> None:
         for position in positions:
-            assert self.pool.num_refs(seq.blocks[position // SIZE]) == 1, f"{seq} writes a shared block"
+            assert self.pool.count_pins(seq.block_table[position // SIZE]) == 1, f"{seq} writes a shared block"
             self._row(seq, position)[:] = self._content(seq, position)
 
     def _row(self, seq: Sequence, position: int) -> memoryview:
-        return self.blocks.row(seq.blocks[position // SIZE], position % SIZE)
+        return self.blocks.row(seq.block_table[position // SIZE], position % SIZE)
 
     def _content(self, seq: Sequence, position: int) -> bytes:
         return _ROW.pack(hash(tuple(seq.token_ids[: position + 1])))

@@ -115,13 +115,13 @@ def _with_positions(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Ten
 
 
 def test_a_damaged_block_is_noticed(subject: tuple[LoadedModel, Answers], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = KVStorage.write
+    right = KVStorage.write_block
 
     def damaged(storage: KVStorage, block: int, payload: Any) -> None:
         right(storage, block, payload)
         storage.keys[0][block, 0].neg_()
 
-    monkeypatch.setattr(KVStorage, "write", damaged)
+    monkeypatch.setattr(KVStorage, "write_block", damaged)
     _fails(subject, "other tokens.*handed-over")
 
 

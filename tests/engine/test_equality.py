@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.handover import landed, taken
+from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.model import LoadedModel
 from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
@@ -62,8 +62,10 @@ def test_a_prefix_hit_changes_nothing(demo: LoadedModel, prompts: list[list[int]
         seqs = [sequence(prompts[i], NUM_NEW) for i in long]
         assert run(engine, seqs) == [expected[i] for i in long]
     for seq in seqs:
-        assert engine.cached_blocks(keys_of(seq.token_ids[: seq.num_prompt])) == seq.num_prompt // 16
-        assert seq.num_cached == (seq.num_prompt - 1) // 16 * 16  # never the block of the last token
+        assert (
+            engine.count_cached_blocks(keys_of(seq.token_ids[: seq.num_prompt_tokens])) == seq.num_prompt_tokens // 16
+        )
+        assert seq.num_cached_tokens == (seq.num_prompt_tokens - 1) // 16 * 16  # never the block of the last token
 
 
 def test_hand_off(demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -72,11 +74,11 @@ def test_hand_off(demo: LoadedModel, prompts: list[list[int]], expected: list[li
     prefilled = [sequence(p, 1) for p in prompts]
     run(first, prefilled, remove=False)
     for seq in prefilled:
-        seq.max_new = NUM_NEW
-        assert first.completed_blocks(seq) == seq.num_prompt // 16
+        seq.max_new_tokens = NUM_NEW
+        assert first.count_completed_blocks(seq) == seq.num_prompt_tokens // 16
     copies = [handed_over(first, second, seq) for seq in prefilled]
     assert run(second, copies) == expected
-    assert all(copy.num_cached == copy.num_prompt for copy in copies)
+    assert all(copy.num_cached_tokens == copy.num_prompt_tokens for copy in copies)
 
 
 def test_a_prefill_that_finds_its_whole_prompt_computes_the_last_block(
@@ -86,20 +88,20 @@ def test_a_prefill_that_finds_its_whole_prompt_computes_the_last_block(
     first, second = (Engine(demo, EngineSettings()) for _ in range(2))
     done, again = sequence(prompt), sequence(prompt)
     (output,) = run(first, [done], remove=False)
-    assert landed(second, again, taken(first, done)) == 4
+    assert import_blocks(second, again, export_blocks(first, done)) == 4
     assert run(second, [again]) == [output]
-    assert again.num_cached == 48
+    assert again.num_cached_tokens == 48
 
 
 def test_a_tail_for_a_prefill_leaves_the_last_token(demo: LoadedModel, prompts: list[list[int]]) -> None:
     prompt = next(p for p in prompts if len(p) == 33)
-    for length, num_cached in ((33, 32), (31, 30), (5, 4), (1, 0)):
+    for length, num_cached_tokens in ((33, 32), (31, 30), (5, 4), (1, 0)):
         first, second = (Engine(demo, EngineSettings()) for _ in range(2))
         done, again = sequence(prompt[:length]), sequence(prompt[:length])
         (output,) = run(first, [done], remove=False)
-        landed(second, again, taken(first, done))
+        import_blocks(second, again, export_blocks(first, done))
         assert run(second, [again]) == [output]
-        assert again.num_cached == num_cached
+        assert again.num_cached_tokens == num_cached_tokens
 
 
 @pytest.mark.parametrize("num_landed", [0, 1])
@@ -108,18 +110,18 @@ def test_a_tail_behind_a_gap_is_not_used(demo: LoadedModel, prompts: list[list[i
     first, second = (Engine(demo, EngineSettings()) for _ in range(2))
     done, again = sequence(prompt), sequence(prompt)
     (output,) = run(first, [done], remove=False)
-    payloads = taken(first, done)
-    landed(second, again, payloads[:num_landed])
-    again.tail = payloads[-1]
+    payloads = export_blocks(first, done)
+    import_blocks(second, again, payloads[:num_landed])
+    again.tail_payload = payloads[-1]
     assert run(second, [again]) == [output]
-    assert again.num_cached == 16 * num_landed
+    assert again.num_cached_tokens == 16 * num_landed
 
 
 @pytest.mark.parametrize("num_given", [1, 5, 11])
 def test_resumed(demo: LoadedModel, prompts: list[list[int]], expected: list[list[int]], num_given: int) -> None:
     engine = Engine(demo, EngineSettings(max_step_tokens=64))
     pairs = list(zip(prompts, expected, strict=True))[:16]
-    resumed = [sequence(p, NUM_NEW, given=said[:num_given]) for p, said in pairs]
+    resumed = [sequence(p, NUM_NEW, output_token_ids=said[:num_given]) for p, said in pairs]
     assert run(engine, resumed) == [said for _, said in pairs]
 
 
@@ -130,7 +132,9 @@ def test_sampled_alone_batched_chunked_resumed(demo: LoadedModel, prompts: list[
     alone = run(Engine(demo, EngineSettings(max_batch=1)), seqs())
     assert run(Engine(demo, EngineSettings(max_batch=16)), seqs()) == alone
     assert run(Engine(demo, EngineSettings(max_step_tokens=9)), seqs()) == alone
-    resumed = [sequence(p, NUM_NEW, sampling=SAMPLED, seed=i, given=alone[i][:4]) for i, p in enumerate(prompts[:8])]
+    resumed = [
+        sequence(p, NUM_NEW, sampling=SAMPLED, seed=i, output_token_ids=alone[i][:4]) for i, p in enumerate(prompts[:8])
+    ]
     assert run(Engine(demo, EngineSettings()), resumed) == alone
     assert len({tuple(answer) for answer in alone}) == 8
 

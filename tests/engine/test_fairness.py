@@ -61,12 +61,12 @@ def test_a_tenant_of_weight_three_gets_three_times_the_tokens() -> None:
 def test_being_away_earns_no_credit() -> None:
     queue = FairQueue()
     queue.push(seq_of(4, tenant="busy"))
-    queue.charge("busy", 1000)
+    queue.charge_tenant("busy", 1000)
     late = seq_of(4, tenant="late")
     queue.push(late)
-    assert queue.served("late") == 1000
-    queue.charge("late", 1)
-    assert queue.first() is not late
+    assert queue.tokens_served("late") == 1000
+    queue.charge_tenant("late", 1)
+    assert queue.peek() is not late
 
 
 def test_a_tenant_that_comes_again_keeps_what_it_had_too_much() -> None:
@@ -74,11 +74,11 @@ def test_a_tenant_that_comes_again_keeps_what_it_had_too_much() -> None:
     greedy, other = seq_of(4, tenant="greedy"), seq_of(4, tenant="other")
     queue.push(greedy)
     queue.push(other)
-    queue.charge("greedy", 1000)
+    queue.charge_tenant("greedy", 1000)
     queue.remove(greedy)
     queue.push(greedy)
-    assert queue.served("greedy") == 1000
-    assert queue.first() is other
+    assert queue.tokens_served("greedy") == 1000
+    assert queue.peek() is other
 
 
 def test_when_nobody_waits_the_last_that_did_is_the_measure() -> None:
@@ -86,9 +86,9 @@ def test_when_nobody_waits_the_last_that_did_is_the_measure() -> None:
     busy = seq_of(4, tenant="busy")
     queue.push(busy)
     queue.remove(busy)
-    queue.charge("busy", 1000)
+    queue.charge_tenant("busy", 1000)
     queue.push(seq_of(4, tenant="late"))
-    assert queue.served("late") == 1000
+    assert queue.tokens_served("late") == 1000
 
 
 def test_tenants_that_are_gone_are_forgotten() -> None:
@@ -96,7 +96,7 @@ def test_tenants_that_are_gone_are_forgotten() -> None:
     for i in range(100):
         seq = seq_of(4, tenant=f"tenant-{i}")
         queue.push(seq)
-        queue.charge(seq.tenant, 10)
+        queue.charge_tenant(seq.tenant, 10)
         queue.remove(seq)
     assert len(queue._served) <= 2
 
@@ -184,8 +184,8 @@ def test_a_guest_that_paused_makes_way() -> None:
     first, large, guest = seq_of(3, 6), seq_of(8, 4, first=500), seq_of(3, 14, first=1000)
     dummy.add(first, large, guest)
     dummy.run(until=lambda: first.state is State.DONE)
-    assert guest.num_computed == 8
-    dummy.pool.allocate(2)
+    assert guest.num_computed_tokens == 8
+    dummy.pool.allocate_blocks(2)
     dummy.budget = 3
     assert dummy.step() == [(large, 3)]
 

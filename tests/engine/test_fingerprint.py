@@ -141,6 +141,6 @@ def test_a_gpu_and_its_attention_in_16_bits(tiny_dir: Path, monkeypatch: pytest.
 
 def test_what_codecs_know_of_a_block(tiny_dir: Path) -> None:
     layout = load(_settings(tiny_dir, dtype="bfloat16", block_size=8)).layout
-    assert layout.rows == ((8, 16),) * 4  # a head of 16 numbers and 8 tokens, for K and V of two layers
-    assert layout.element == "bfloat16"
-    assert sum(count * size for count, size in layout.rows) * 2 == layout.block_bytes
+    assert layout.vector_shapes == ((8, 16),) * 4  # a head of 16 numbers and 8 tokens, for K and V of two layers
+    assert layout.element_type == "bfloat16"
+    assert sum(count * size for count, size in layout.vector_shapes) * 2 == layout.block_bytes

@@ -17,7 +17,7 @@ from penstock.engine.cuda.copies import Staging
 from penstock.engine.cuda.decode import DecodeGraphs, HostRows
 from penstock.engine.cuda.varlen import bucket, parts_of
 from penstock.engine.engine import Engine
-from penstock.engine.handover import taken
+from penstock.engine.handover import export_blocks
 from penstock.engine.masks import MaskRule, visible_of, window_of
 from penstock.engine.model import LoadedModel, load
 from penstock.engine.sequence import Sequence
@@ -133,8 +133,8 @@ def test_sizes_are_padded_to_powers_of_two() -> None:
 def test_a_step_is_two_calls_at_most() -> None:
     plan = []
     for length, computed, num, blocks in ((9, 8, 1, [4, 2, 7]), (1, 0, 1, [9]), (2, 1, 1, [5]), (12, 5, 6, [3, 1, 8])):
-        seq = sequence([0] * length, prefix_keys=[])
-        seq.num_computed, seq.blocks = computed, blocks
+        seq = sequence([0] * length, block_keys=[])
+        seq.num_computed_tokens, seq.block_table = computed, blocks
         plan.append((seq, num))
     singles, chunks = parts_of(plan, 4, CPU)
     assert singles.tables.tolist() == [[4, 2, 7, 4], [9, 9, 9, 9], [5, 5, 5, 5], [4, 4, 4, 4]]
@@ -167,7 +167,7 @@ def test_tokens_are_the_torch_paths(
     first = sequence(prompts[5], 11)
     assert run(engine, [first], remove=False) == run(Engine(demo, SMALL), [sequence(prompts[5], 11)])
     again = Engine(model, SMALL)
-    assert run(again, [handed_over(engine, again, first)]) == [first.output]
+    assert run(again, [handed_over(engine, again, first)]) == [first.output_token_ids]
     assert run(Engine(model, SMALL), _seqs(prompts)) == expected
 
 
@@ -189,12 +189,12 @@ def test_recorded_steps_survive_preemption(
     engine, recorder = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
     engine.pool._free = type(engine.pool._free)(range(10))  # blocks for less than all
     for seq in (seqs := _seqs(prompts)):
-        engine.add(seq)
+        engine.add_sequence(seq)
     while engine.has_work():
         for item in engine.step():
-            if item.seq.num_output == item.seq.max_new:
-                engine.remove(item.seq)
-    assert [seq.output for seq in seqs] == expected
+            if item.seq.num_output_tokens == item.seq.max_new_tokens:
+                engine.remove_sequence(item.seq)
+    assert [seq.output_token_ids for seq in seqs] == expected
     assert engine.scheduler.num_preemptions > 0
     assert recorder.num_replayed > 20
 
@@ -204,7 +204,7 @@ def test_padding_writes_to_the_spare_block_only(demo: LoadedModel, monkeypatch: 
     seqs = [sequence([n + 3] * 20, 6, name=str(n)) for n in range(3)]
     run(engine, seqs, remove=False)
     assert recorder.num_replayed > 0
-    used = {block for seq in seqs for block in seq.blocks} | {engine.pool.num_blocks}
+    used = {block for seq in seqs for block in seq.block_table} | {engine.pool.num_blocks}
     written = {block for block, content in enumerate(engine.storage.data) if bool(content.any())}
     assert written == used
 
@@ -256,8 +256,8 @@ def test_graphs_need_every_layer(demo: LoadedModel, monkeypatch: pytest.MonkeyPa
 
 
 def _decoding(blocks: list[int], length: int) -> Sequence:
-    seq = sequence([100 + length] * length, max_new=50, prefix_keys=[])
-    seq.blocks, seq.num_computed = blocks, length - 1
+    seq = sequence([100 + length] * length, max_new_tokens=50, block_keys=[])
+    seq.block_table, seq.num_computed_tokens = blocks, length - 1
     return seq
 
 
@@ -287,9 +287,9 @@ def test_only_what_changed_is_written() -> None:
     assert host.fill(seqs, 4) == 0
     for seq in seqs:
         seq.token_ids.append(200)
-        seq.num_computed += 1
+        seq.num_computed_tokens += 1
     assert host.prepare(seqs) == 2  # the second one's next block is not there yet
-    seqs[1].blocks += [8]
+    seqs[1].block_table += [8]
     assert host.fill(seqs, 4) == 1
     assert _contents(host, 4) == _anew(seqs, 4)
 
@@ -301,7 +301,7 @@ def test_rows_follow_who_leaves_and_who_comes() -> None:
     for now in (seqs[1:], seqs[3:], [*seqs[3:], _decoding([55], 2)], [_decoding([2], 10 - 7)], seqs):
         host.fill(now, bucket(len(now)))
         assert _contents(host, bucket(len(now))) == _anew(now, bucket(len(now)))
-    seqs[0].blocks = [70, 71, 72]  # preempted, and back
+    seqs[0].block_table = [70, 71, 72]  # preempted, and back
     host.fill(seqs, 8)
     assert _contents(host, 8) == _anew(seqs, 8)
 
@@ -365,26 +365,26 @@ def test_kv_comes_and_goes_through_memory_of_the_host(
     first, second = Engine(demo, SMALL), Engine(demo, SMALL)
     for engine in (first, second):
         buffers = torch.zeros(2, demo.layout.block_elements, dtype=demo.dtype)
-        engine.storage._staging = Staging(AtOnce(), buffers)
+        engine.storage._copier = Staging(AtOnce(), buffers)
     done = _seqs(prompts)
     run(first, done, remove=False)
-    assert [seq.output for seq in done] == expected
-    lent = first.lend(done[5], 0)
-    assert first.pool.num_refs(done[5].blocks[0]) == 1  # a copy holds nothing
+    assert [seq.output_token_ids for seq in done] == expected
+    lent = first.pin_block(done[5], 0)
+    assert first.pool.count_pins(done[5].block_table[0]) == 1  # a copy holds nothing
     before = bytes(lent.payload)
-    first.storage.data[done[5].blocks[0]].fill_(3)
+    first.storage.data[done[5].block_table[0]].fill_(3)
     assert bytes(lent.payload) == before
     assert lent.payload.readonly
     assert lent.is_valid()
-    first.storage.write(done[5].blocks[0], before)
+    first.storage.write_block(done[5].block_table[0], before)
     landing = land(second, [b"else"])
     landing.views[0][:] = bytes(b"\1" * second.block_bytes)
     assert not second.storage.data.any()  # not before it is closed
-    second.close_landing(landing, 1)
+    second.commit_staged_blocks(landing, 1)
     assert second.storage.data.any()
     copies = [handed_over(first, second, seq) for seq in done]
     assert run(second, copies) == expected
-    assert all(copy.num_cached == copy.num_prompt for copy in copies)
+    assert all(copy.num_cached_tokens == copy.num_prompt_tokens for copy in copies)
 
 
 # On a GPU
@@ -406,7 +406,7 @@ def _settings(block_size: int) -> EngineSettings:
 
 
 def _plain(prompts: list[list[int]], num_new: int) -> list[Sequence]:
-    return [sequence(p, num_new, name=str(n), prefix_keys=[]) for n, p in enumerate(prompts)]
+    return [sequence(p, num_new, name=str(n), block_keys=[]) for n, p in enumerate(prompts)]
 
 
 @on_gpu
@@ -436,13 +436,13 @@ def test_a_replayed_step_is_a_launched_one(prompts: list[list[int]], block_size:
     graphs = engine._graphs
     assert graphs is not None
     for seq in (seqs := _plain(prompts[2:5], 30)):
-        engine.add(seq)
+        engine.add_sequence(seq)
     for _ in range(12):
         engine.step()
     assert 4 in graphs._replays
-    decoding = [seq for seq in seqs if seq.num_pending == 1]
+    decoding = [seq for seq in seqs if seq.num_pending_tokens == 1]
     for seq in decoding:  # a block for the next token
-        assert seq.num_computed < len(seq.blocks) * block_size
+        assert seq.num_computed_tokens < len(seq.block_table) * block_size
     replayed = graphs.run(decoding, engine._compute)[: len(decoding)].clone()
     launched = graphs._work(4, engine._compute)[: len(decoding)]
     assert torch.equal(replayed, launched)
@@ -461,13 +461,13 @@ def test_16_bit_tokens_are_nearly_the_torch_paths(prompts: list[list[int]], bloc
 def test_blocks_travel(demo: LoadedModel, prompts: list[list[int]], block_size: int) -> None:
     model = _gpu(block_size, "float32")
     engine, again = (Engine(model, _settings(block_size)) for _ in range(2))
-    seq = sequence(prompts[5], 11, prefix_keys=[])
+    seq = sequence(prompts[5], 11, block_keys=[])
     run(engine, [seq], remove=False)
-    payloads = taken(engine, seq, len(prompts[5]) // block_size)
+    payloads = export_blocks(engine, seq, len(prompts[5]) // block_size)
     copy = handed_over(engine, again, seq)
-    assert run(again, [copy], remove=False) == [seq.output]
-    assert copy.num_cached == copy.num_prompt
-    assert taken(again, copy, len(payloads)) == payloads
+    assert run(again, [copy], remove=False) == [seq.output_token_ids]
+    assert copy.num_cached_tokens == copy.num_prompt_tokens
+    assert export_blocks(again, copy, len(payloads)) == payloads
 
 
 @on_gpu

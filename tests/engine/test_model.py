@@ -76,21 +76,21 @@ def test_an_unknown_device(tiny_dir: Path) -> None:
 def test_what_the_engine_does_not_take(demo: LoadedModel) -> None:
     engine = Engine(demo, EngineSettings(pool_mb=1))
     with pytest.raises(PromptTooLong, match=r"length is 1024 tokens\. However, you requested 1025 tokens"):
-        engine.add(sequence([5] * 1020, 5))
+        engine.add_sequence(sequence([5] * 1020, 5))
     with pytest.raises(PromptTooLong, match="KV blocks") as pool:
-        engine.add(sequence([5] * 500, 5))
+        engine.add_sequence(sequence([5] * 500, 5))
     assert f"maximum context length is {max_length(demo, engine.pool.num_blocks)} tokens" in str(pool.value)
-    engine.check(sequence([5] * (max_length(demo, engine.pool.num_blocks) - 5), 5))
+    engine.check_sequence(sequence([5] * (max_length(demo, engine.pool.num_blocks) - 5), 5))
     with pytest.raises(InvalidRequest, match="token ids"):
-        engine.add(sequence([5, 5000]))
+        engine.add_sequence(sequence([5, 5000]))
     odd = sequence([5] * 20)
-    odd.tail = b"short"
-    with pytest.raises(InternalError, match="its tail has not"):
-        engine.add(odd)
+    odd.tail_payload = b"short"
+    with pytest.raises(InternalError, match="its tail payload must have"):
+        engine.add_sequence(odd)
     odd = sequence([5] * 32)
-    odd.tail = bytes(engine.block_bytes)
+    odd.tail_payload = bytes(engine.block_bytes)
     with pytest.raises(InternalError, match="ends with a full block"):
-        engine.add(odd)
+        engine.add_sequence(odd)
     assert not engine.has_work()
 
 

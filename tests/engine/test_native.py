@@ -96,18 +96,18 @@ def test_tokens_do_not_depend_on_a_hand_off_or_a_prefix_hit(fast: LoadedModel) -
     second = _engine(fast, threads=2)
     handed = [handed_over(first, second, seq) for seq in seqs]
     for seq in seqs:
-        first.remove(seq)
+        first.remove_sequence(seq)
     again = _sequences()
     assert run(first, again) == alone
-    assert sum(seq.num_cached for seq in again) > 0
+    assert sum(seq.num_cached_tokens for seq in again) > 0
     assert run(second, handed) == alone
-    assert all(seq.num_cached == seq.num_prompt for seq in handed)
+    assert all(seq.num_cached_tokens == seq.num_prompt_tokens for seq in handed)
 
 
 def test_a_resumed_request_goes_on_as_if_nothing_had_happened(fast: LoadedModel) -> None:
     alone = [run(_engine(fast), [seq])[0] for seq in _sequences()]
     for cut in (1, 20, MAX_NEW - 1):
-        resumed = [_sequence(index, given=output[:cut]) for index, output in enumerate(alone)]
+        resumed = [_sequence(index, output_token_ids=output[:cut]) for index, output in enumerate(alone)]
         assert run(_engine(fast, chunk=33), resumed) == alone, f"resumed after {cut} tokens"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.handover import landed, taken
+from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
@@ -23,7 +23,7 @@ Blocks = list[bytes]
 def _engine(model: LoadedModel, num_blocks: int = NUM_BLOCKS, **values: int) -> Engine:
     engine = Engine(model, EngineSettings(dtype="float32", pool_mb=16, **values))  # type: ignore[arg-type]
     held = engine.pool.num_blocks - num_blocks
-    engine.pool.allocate(held)  # held by nobody: the pool is that much smaller
+    engine.pool.allocate_blocks(held)  # held by nobody: the pool is that much smaller
     return engine
 
 
@@ -41,7 +41,7 @@ def _sequences() -> list[Sequence]:
                 name=f"seq-{i}",
                 sampling=SAMPLED if i % 2 else GREEDY,
                 seed=i,
-                given=[7, 8, 9] if i % 5 == 4 else [],
+                output_token_ids=[7, 8, 9] if i % 5 == 4 else [],
                 klass=CLASSES[i % 4 // 2],
                 tenant="ab"[i % 2],
             )
@@ -56,7 +56,7 @@ def done(demo: LoadedModel) -> list[tuple[list[int], Blocks]]:
     for seq in _sequences():
         engine = Engine(demo, EngineSettings(dtype="float32", pool_mb=4))
         (answer,) = run(engine, [seq], remove=False)
-        done.append((answer, taken(engine, seq)))
+        done.append((answer, export_blocks(engine, seq)))
     assert len({tuple(answer) for answer, _ in done}) == len(done)
     return done
 
@@ -85,23 +85,23 @@ def test_they_arrive_and_are_cancelled_meanwhile(demo: LoadedModel, alone: list[
     todo, cancelled = list(seqs), set()
     while todo or engine.has_work():
         if todo and rng.random() < 0.4:
-            engine.add(todo.pop(0))
+            engine.add_sequence(todo.pop(0))
         for item in engine.step():
             if item.seq.state is State.DONE:
-                engine.remove(item.seq)
+                engine.remove_sequence(item.seq)
         engine.scheduler.check_integrity()
-        held = [seq for seq in seqs if seq.blocks or seq.num_preemptions]
+        held = [seq for seq in seqs if seq.block_table or seq.num_preemptions]
         if rng.random() < 0.03 and held:
             seq = rng.choice(held)
             cancelled.add(seq)
-            engine.remove(seq)
-            assert seq.blocks == []
+            engine.remove_sequence(seq)
+            assert seq.block_table == []
     assert cancelled
     assert engine.scheduler.num_preemptions > 0
-    assert [seq.output for seq in seqs if seq.num_output == NUM_NEW] == [
-        answer for seq, answer in zip(seqs, alone, strict=True) if seq.num_output == NUM_NEW
+    assert [seq.output_token_ids for seq in seqs if seq.num_output_tokens == NUM_NEW] == [
+        answer for seq, answer in zip(seqs, alone, strict=True) if seq.num_output_tokens == NUM_NEW
     ]
-    assert {seq for seq in seqs if seq.num_output < NUM_NEW} <= cancelled
+    assert {seq for seq in seqs if seq.num_output_tokens < NUM_NEW} <= cancelled
     assert engine.num_free_blocks == NUM_BLOCKS
 
 
@@ -110,41 +110,43 @@ def test_landed_blocks_and_tails_are_as_good_as_computed_ones(
 ) -> None:
     engine, handed = _engine(demo, max_batch=12), []
     for seq, (answer, blocks) in zip(_sequences(), done, strict=True):
-        prompt = seq.token_ids[: seq.num_prompt]
-        copy = sequence(prompt, NUM_NEW, given=answer[:3], sampling=seq.sampling, seed=seq.seed, klass=seq.klass)
-        landed(engine, copy, blocks)  # what there is room for; it puts out what came before
-        engine.add(copy)
+        prompt = seq.token_ids[: seq.num_prompt_tokens]
+        copy = sequence(
+            prompt, NUM_NEW, output_token_ids=answer[:3], sampling=seq.sampling, seed=seq.seed, klass=seq.klass
+        )
+        import_blocks(engine, copy, blocks)  # what there is room for; it puts out what came before
+        engine.add_sequence(copy)
         for item in engine.step():
             if item.seq.state is State.DONE:
-                engine.remove(item.seq)
+                engine.remove_sequence(item.seq)
         handed.append(copy)
     while engine.has_work():
         for item in engine.step():
             if item.seq.state is State.DONE:
-                engine.remove(item.seq)
-    assert [seq.output for seq in handed] == alone
+                engine.remove_sequence(item.seq)
+    assert [seq.output_token_ids for seq in handed] == alone
     assert engine.scheduler.num_preemptions > 0
-    assert all(seq.tail is None for seq in handed)
-    assert sum(seq.num_cached == seq.num_prompt for seq in handed) > 2
+    assert all(seq.tail_payload is None for seq in handed)
+    assert sum(seq.num_cached_tokens == seq.num_prompt_tokens for seq in handed) > 2
     assert engine.num_free_blocks == NUM_BLOCKS
 
 
 def test_a_preempted_prompt_offers_no_blocks_until_they_are_there_again(demo: LoadedModel) -> None:
     engine = _engine(demo, max_batch=4, max_step_tokens=16)
     batch = sequence([5 + i for i in range(120)], 1, klass="batch")
-    engine.add(batch)
+    engine.add_sequence(batch)
     for _ in range(4):
         engine.step()
-    assert engine.completed_blocks(batch) == 4
-    first = taken(engine, batch, 4)
-    engine.add(sequence([500 + i for i in range(100)], 1))
+    assert engine.count_completed_blocks(batch) == 4
+    first = export_blocks(engine, batch, 4)
+    engine.add_sequence(sequence([500 + i for i in range(100)], 1))
     engine.step()
     assert batch.num_preemptions == 1
-    assert engine.completed_blocks(batch) == 0
-    while batch.num_output == 0:
+    assert engine.count_completed_blocks(batch) == 0
+    while batch.num_output_tokens == 0:
         for item in engine.step():
             if item.seq is not batch:
-                engine.remove(item.seq)
-    assert engine.completed_blocks(batch) == 7
-    assert taken(engine, batch, 4) == first
-    assert engine.cached_blocks(keys_of(batch.token_ids[:120])) == 7
+                engine.remove_sequence(item.seq)
+    assert engine.count_completed_blocks(batch) == 7
+    assert export_blocks(engine, batch, 4) == first
+    assert engine.count_cached_blocks(keys_of(batch.token_ids[:120])) == 7

@@ -24,8 +24,8 @@ def prompts(count: int = 6) -> list[list[int]]:
     return [[chance.randrange(5, 500) for _ in range(chance.randrange(4, 70))] for _ in range(count)]
 
 
-def seqs_of(given: list[list[int]], max_new: int = 8) -> list[Sequence]:
-    return [sequence(prompt, max_new, name=str(number)) for number, prompt in enumerate(given)]
+def seqs_of(given: list[list[int]], max_new_tokens: int = 8) -> list[Sequence]:
+    return [sequence(prompt, max_new_tokens, name=str(number)) for number, prompt in enumerate(given)]
 
 
 def breaks(
@@ -48,17 +48,17 @@ def run_all(engine: Engine, seqs: list[Sequence]) -> dict[str, SequenceFailed]:
     """Run as a worker does; what failed, by name."""
     failed: dict[str, SequenceFailed] = {}
     for seq in seqs:
-        engine.add(seq)
+        engine.add_sequence(seq)
     while engine.has_work():
         try:
             engine.step()
         except SequenceFailed as error:
             failed[error.seq.id] = error
-            engine.remove(error.seq)
+            engine.remove_sequence(error.seq)
         engine.scheduler.check_integrity()
         assert len(failed) < 10
     for seq in seqs:
-        engine.remove(seq)
+        engine.remove_sequence(seq)
     engine.pool.check_integrity()
     assert engine.num_free_blocks == engine.pool.num_blocks
     return failed
@@ -74,7 +74,7 @@ def test_the_culprit_is_named_and_the_others_say_what_they_would_have(
     seqs = seqs_of(prompts())
 
     def poison(batch: Batch) -> Exception | None:
-        found = [seq for seq, _ in batch.plan if seq.id == "2" and seq.num_output == output]
+        found = [seq for seq, _ in batch.plan if seq.id == "2" and seq.num_output_tokens == output]
         return ZeroDivisionError("a bug") if found else None
 
     breaks(engine, monkeypatch, where, poison)
@@ -85,24 +85,24 @@ def test_the_culprit_is_named_and_the_others_say_what_they_would_have(
     assert str(error) == "ZeroDivisionError: a bug"
     assert "in broken" in error.stack
     expected[2] = expected[2][:output]
-    assert [seq.output for seq in seqs] == expected
+    assert [seq.output_token_ids for seq in seqs] == expected
 
 
 def test_a_step_that_failed_has_not_been(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(demo, SETTINGS)
     (seq,) = seqs_of([[5] * 20])
-    engine.add(seq)
+    engine.add_sequence(seq)
     engine.step()
-    before = (list(seq.token_ids), seq.num_computed, seq.state)
+    before = (list(seq.token_ids), seq.num_computed_tokens, seq.state)
     with monkeypatch.context() as patched:
         breaks(engine, patched, "_sample", lambda batch: KeyError("x"))
         for _ in range(2):
             with pytest.raises(SequenceFailed, match="KeyError"):
                 engine.step()
-            assert (list(seq.token_ids), seq.num_computed, seq.state) == before
+            assert (list(seq.token_ids), seq.num_computed_tokens, seq.state) == before
     engine.step()
     assert not seq.suspect
-    assert len(seq.output) == 2
+    assert len(seq.output_token_ids) == 2
 
 
 def test_what_fails_only_in_company_goes_on_alone(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_what_fails_only_in_company_goes_on_alone(demo: LoadedModel, monkeypatch
     seqs = seqs_of(prompts())
     breaks(engine, monkeypatch, "_forward", lambda batch: ValueError("too many") if len(batch.plan) > 1 else None)
     assert run_all(engine, seqs) == {}
-    assert [seq.output for seq in seqs] == expected
+    assert [seq.output_token_ids for seq in seqs] == expected
 
 
 def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
@@ -128,7 +128,7 @@ def test_memory_that_runs_out_makes_steps_smaller_for_a_while(
 
     breaks(engine, monkeypatch, "_forward", short)
     assert run_all(engine, seqs) == {}
-    assert [seq.output for seq in seqs] == expected
+    assert [seq.output_token_ids for seq in seqs] == expected
     assert max(sizes[:8]) == 32
     assert not any(seq.suspect for seq in seqs)
     late = seqs_of([[9] * 90])
@@ -152,13 +152,13 @@ def test_what_never_fits_ends_with_its_own_code(
     )
     failed = run_all(engine, seqs)
     assert isinstance(failed["1"].error, OutOfMemory)
-    assert [len(seq.output) for seq in seqs] == [8, 0, 8]
+    assert [len(seq.output_token_ids) for seq in seqs] == [8, 0, 8]
 
 
 def test_a_broken_device_is_nobodys_fault(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(demo, SETTINGS)
     for seq in seqs_of(prompts(2)):
-        engine.add(seq)
+        engine.add_sequence(seq)
     breaks(engine, monkeypatch, "_forward", lambda batch: torch.AcceleratorError("illegal address", 700))
     with pytest.raises(torch.AcceleratorError, match="illegal address"):
         engine.step()
@@ -167,9 +167,9 @@ def test_a_broken_device_is_nobodys_fault(demo: LoadedModel, monkeypatch: pytest
 # Suspects in the scheduler
 
 
-def suspect(length: int, max_new: int = 3, *, first: int = 0) -> Sequence:
+def suspect(length: int, max_new_tokens: int = 3, *, first: int = 0) -> Sequence:
     prompt = list(range(first, first + length))
-    return sequence(prompt, max_new, prefix_keys=keys_of(prompt, SIZE), suspect=True)
+    return sequence(prompt, max_new_tokens, block_keys=keys_of(prompt, SIZE), suspect=True)
 
 
 def test_a_suspect_is_alone_until_its_first_token_and_the_others_take_turns_with_it() -> None:
@@ -213,5 +213,5 @@ def test_everything_ends_with_suspects_in_any_order_and_few_blocks(seed: int) ->
                 marked, _ = chance.choice(plan)
                 marked.suspect = marked.state is not State.DONE
     dummy.run()
-    assert all(seq.state is State.DONE and seq.num_output == seq.max_new for seq in seqs)
+    assert all(seq.state is State.DONE and seq.num_output_tokens == seq.max_new_tokens for seq in seqs)
     assert not any(seq.suspect for seq in seqs)

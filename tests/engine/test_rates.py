@@ -4,55 +4,55 @@ from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel, load
 from penstock.engine.opening import open_engine
-from penstock.engine.rates import FIRST_S, HALF_LIFE_TOKENS, PrefillRate, first_rate
+from penstock.engine.rates import HALF_LIFE_TOKENS, MEASURE_S, PrefillRate, measure_prefill_rate
 from tests.engine.helpers import run, sequence
 
 
 def test_unknown_until_a_prompt_was_computed() -> None:
     rate = PrefillRate()
     assert rate.tokens_per_s is None
-    rate.note(0, 8, 1.0, is_done=True)
-    rate.note(4, 8, 1.0, is_done=True)  # half of it decoded
+    rate.record_step(0, 8, 1.0, is_done=True)
+    rate.record_step(4, 8, 1.0, is_done=True)  # half of it decoded
     assert rate.tokens_per_s is None
-    rate.note(100, 104, 0.5, is_done=True)
+    rate.record_step(100, 104, 0.5, is_done=True)
     assert rate.tokens_per_s == pytest.approx(200)
 
 
 def test_it_follows_and_small_steps_weigh_little() -> None:
     rate = PrefillRate()
     for _ in range(20):
-        rate.note(1024, 1024, 1.0, is_done=True)
+        rate.record_step(1024, 1024, 1.0, is_done=True)
     assert rate.tokens_per_s == pytest.approx(1024)
-    rate.note(3, 3, 0.01, is_done=True)  # 300 tokens a second, of three tokens
+    rate.record_step(3, 3, 0.01, is_done=True)  # 300 tokens a second, of three tokens
     assert rate.tokens_per_s == pytest.approx(1024, rel=0.01)
     for _ in range(10 * HALF_LIFE_TOKENS // 1024):
-        rate.note(1024, 1024, 0.5, is_done=True)
+        rate.record_step(1024, 1024, 0.5, is_done=True)
     assert rate.tokens_per_s == pytest.approx(2048, rel=0.01)
 
 
 def test_what_the_device_has_not_done_yet_counts_with_the_step_that_waits_for_it() -> None:
     rate = PrefillRate()
-    rate.note(1000, 1000, 0.001, is_done=False)  # only launched
+    rate.record_step(1000, 1000, 0.001, is_done=False)  # only launched
     assert rate.tokens_per_s is None
-    rate.note(1000, 1000, 1.999, is_done=True)
+    rate.record_step(1000, 1000, 1.999, is_done=True)
     assert rate.tokens_per_s == pytest.approx(1000)
-    rate.note(1000, 1000, 0.001, is_done=False)
-    rate.note(0, 8, 1.0, is_done=True)  # who knows when it was done
+    rate.record_step(1000, 1000, 0.001, is_done=False)
+    rate.record_step(0, 8, 1.0, is_done=True)  # who knows when it was done
     assert rate.tokens_per_s == pytest.approx(1000)
 
 
 def test_the_engine_measures_its_prompts(demo: LoadedModel) -> None:
     engine = Engine(demo, EngineSettings(max_step_tokens=64, pool_mb=16))
-    assert engine.rates() is None
+    assert engine.prefill_tokens_per_s() is None
     run(engine, [sequence(list(range(5, 205)), 3)])
-    rate = engine.rates()
+    rate = engine.prefill_tokens_per_s()
     assert rate is not None
     assert rate > 1
 
 
 def test_an_engine_knows_its_rate_before_its_first_prompt() -> None:
     engine = open_engine(EngineSettings(pool_mb=4))
-    rate = engine.rates()
+    rate = engine.prefill_tokens_per_s()
     assert rate is not None
     assert rate > 1
     assert not engine.has_work()
@@ -60,15 +60,15 @@ def test_an_engine_knows_its_rate_before_its_first_prompt() -> None:
     assert engine.pool.num_hits == engine.pool.num_misses == 0
     engine.pool.check_integrity()
     run(engine, [sequence([5], 3)])  # as a decode worker that fetched all but one token
-    assert engine.rates() == rate
+    assert engine.prefill_tokens_per_s() == rate
 
 
 def test_a_pool_of_one_block_is_enough_to_measure() -> None:
     settings = EngineSettings(pool_mb=1, block_size=160, max_step_tokens=2048)
     engine = Engine(load(settings), settings)
     assert engine.pool.num_blocks == 1
-    engine.measure()
-    assert engine.rates() is not None
+    engine.measure_speed()
+    assert engine.prefill_tokens_per_s() is not None
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_the_first_prompts_grow_while_that_is_quick(
         computed.append(num_tokens)
         return max(at_least_s, num_tokens * token_s) + (9.0 if len(computed) == 1 else 0.0)  # it warms up
 
-    rate = first_rate(compute, most)
+    rate = measure_prefill_rate(compute, most)
     assert computed == expected
     assert rate.tokens_per_s == pytest.approx(computed[-1] / max(at_least_s, computed[-1] * token_s))
-    assert sum(computed[1:-1]) * token_s < FIRST_S
+    assert sum(computed[1:-1]) * token_s < MEASURE_S
 
 
 def test_real_prompts_replace_the_first_rate() -> None:
-    rate = first_rate(lambda num_tokens: num_tokens / 100, 256)
+    rate = measure_prefill_rate(lambda num_tokens: num_tokens / 100, 256)
     for _ in range(20):
-        rate.note(1024, 1024, 1.0, is_done=True)
+        rate.record_step(1024, 1024, 1.0, is_done=True)
     assert rate.tokens_per_s == pytest.approx(1024, rel=0.02)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.engine.cost import StepCost
-from penstock.engine.landing import Landing, Lent
 from penstock.engine.sequence import State
+from penstock.engine.staging import PinnedBlock, StagedBlocks
 from penstock.names import CLASSES, PriorityClass
 from tests.engine.helpers import keys_of, sequence
 from tests.engine.schedules import SIZE, Dummy, kv_of
@@ -22,7 +22,7 @@ COSTS = (None, StepCost(20.0, 1.0, 0.0, 0.0, 0.5), StepCost(1.0, 1.0, 0.1, 9.0, 
 class Fetched:
     """A landing, and who writes to it."""
 
-    landing: Landing
+    landing: StagedBlocks
     tokens: list[int]
     num_filled: int = 0
 
@@ -31,7 +31,7 @@ class Fetched:
 class Read:
     """A lent block, and what it has to say until it is given back."""
 
-    lent: Lent
+    lent: PinnedBlock
     content: bytes
 
 
@@ -60,7 +60,7 @@ class Scheduling(RuleBasedStateMachine):
         length=st.integers(1, 18),
         common=st.integers(0, 18),
         salt=st.integers(100, 102),
-        max_new=st.integers(1, 10),
+        max_new_tokens=st.integers(1, 10),
         num_given=st.integers(0, 8),
         has_tail=st.booleans(),
         names_given=st.booleans(),
@@ -72,17 +72,17 @@ class Scheduling(RuleBasedStateMachine):
         length: int,
         common: int,
         salt: int,
-        max_new: int,
+        max_new_tokens: int,
         num_given: int,
         has_tail: bool,
         names_given: bool,
         klass: PriorityClass,
         tenant: str,
     ) -> None:
-        prompt, given = _text(length, common, salt, min(num_given, max_new - 1))
+        prompt, given = _text(length, common, salt, min(num_given, max_new_tokens - 1))
         keys = keys_of(prompt + given if names_given else prompt, SIZE)
-        seq = sequence(prompt, max_new, given=given, prefix_keys=keys, klass=klass, tenant=tenant)
-        seq.tail = b"" if has_tail and length % SIZE else None
+        seq = sequence(prompt, max_new_tokens, output_token_ids=given, block_keys=keys, klass=klass, tenant=tenant)
+        seq.tail_payload = b"" if has_tail and length % SIZE else None
         self.dummy.add(seq)
 
     @rule(num_steps=st.integers(1, 8))
@@ -103,15 +103,15 @@ class Scheduling(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 4))
     def name(self, data: st.DataObject, count: int) -> None:
         seq = data.draw(st.sampled_from(self.dummy.alive))
-        further = keys_of(seq.token_ids, SIZE)[len(seq.prefix_keys) :][:count]
-        self.dummy.scheduler.name_blocks(seq, further)
+        further = keys_of(seq.token_ids, SIZE)[len(seq.block_keys) :][:count]
+        self.dummy.scheduler.add_block_keys(seq, further)
 
     # In
 
     @rule(length=st.integers(1, 18), common=st.integers(0, 18), salt=st.integers(100, 102), num_said=st.integers(0, 10))
     def land(self, length: int, common: int, salt: int, num_said: int) -> None:
         prompt, said = _text(length, common, salt, num_said)
-        landing = self.dummy.land(keys_of(prompt + said, SIZE))
+        landing = self.dummy.stage_blocks(keys_of(prompt + said, SIZE))
         self.landings.append(Fetched(landing, prompt + said))
 
     @precondition(lambda self: self.landings)
@@ -121,47 +121,47 @@ class Scheduling(RuleBasedStateMachine):
         views = fetched.landing.views
         if fetched.num_filled < len(views):
             assert fetched.landing.is_valid()
-            views[fetched.num_filled][:] = kv_of(fetched.tokens, fetched.landing.held + fetched.num_filled)
+            views[fetched.num_filled][:] = kv_of(fetched.tokens, fetched.landing.num_cached + fetched.num_filled)
             fetched.num_filled += 1
 
     @precondition(lambda self: self.landings)
     @rule(data=st.data(), wasted=st.integers(0, 1))
-    def close_landing(self, data: st.DataObject, wasted: int) -> None:
+    def commit_staged_blocks(self, data: st.DataObject, wasted: int) -> None:
         fetched = data.draw(st.sampled_from(self.landings))
         self.landings.remove(fetched)
         count = max(0, fetched.num_filled - wasted)
-        keys = fetched.landing.keys[: fetched.landing.held + count]
+        keys = fetched.landing.keys[: fetched.landing.num_cached + count]
         for _ in range(2):
-            self.dummy.quay.close_landing(fetched.landing, count)
-        assert self.dummy.pool.count_prefix(keys) == len(keys)
+            self.dummy.staging.commit_staged_blocks(fetched.landing, count)
+        assert self.dummy.pool.count_cached_prefix(keys) == len(keys)
         assert not fetched.landing.is_valid()
 
     # Out
 
-    @precondition(lambda self: any(seq.num_computed for seq in self.dummy.alive))
+    @precondition(lambda self: any(seq.num_computed_tokens for seq in self.dummy.alive))
     @rule(data=st.data())
     def lend(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from([seq for seq in self.dummy.alive if seq.num_computed]))
-        index = data.draw(st.integers(0, (seq.num_computed - 1) // SIZE))
-        lent = self.dummy.quay.lend(seq.blocks[index], min(SIZE, seq.num_computed - index * SIZE))
-        self.lent.append(Read(lent, kv_of(seq.token_ids[: seq.num_computed], index)))
+        seq = data.draw(st.sampled_from([seq for seq in self.dummy.alive if seq.num_computed_tokens]))
+        index = data.draw(st.integers(0, (seq.num_computed_tokens - 1) // SIZE))
+        lent = self.dummy.staging.pin_block(seq.block_table[index], min(SIZE, seq.num_computed_tokens - index * SIZE))
+        self.lent.append(Read(lent, kv_of(seq.token_ids[: seq.num_computed_tokens], index)))
 
     @precondition(lambda self: self.lent)
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def unpin_block(self, data: st.DataObject) -> None:
         read = data.draw(st.sampled_from(self.lent))
         self.lent.remove(read)
         for _ in range(2):
-            self.dummy.quay.give_back(read.lent)
+            self.dummy.staging.unpin_block(read.lent)
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        scheduler, alive, visitors = self.dummy.scheduler, self.dummy.alive, self.dummy.quay.held()
+        scheduler, alive, visitors = self.dummy.scheduler, self.dummy.alive, self.dummy.staging.count_pins()
         scheduler.check_integrity(visitors)
         assert scheduler.num_waiting == sum(seq.state is State.WAITING for seq in alive)
         assert scheduler.num_running == sum(seq.state is State.RUNNING for seq in alive)
-        held = {block for seq in alive for block in seq.blocks} | visitors.keys()
-        assert self.num_blocks - self.dummy.pool.num_free == len(held)
+        held = {block for seq in alive for block in seq.block_table} | visitors.keys()
+        assert self.num_blocks - self.dummy.pool.num_free_blocks == len(held)
 
     @invariant()
     def what_is_lent_stays(self) -> None:
@@ -173,15 +173,17 @@ class Scheduling(RuleBasedStateMachine):
         if not hasattr(self, "dummy"):
             return
         for fetched in self.landings:
-            self.dummy.quay.close_landing(fetched.landing, fetched.num_filled)
+            self.dummy.staging.commit_staged_blocks(fetched.landing, fetched.num_filled)
         for read in self.lent:
-            self.dummy.quay.give_back(read.lent)
+            self.dummy.staging.unpin_block(read.lent)
         rest = list(self.dummy.alive)
         self.dummy.run()
         for seq in rest:
-            assert seq.num_output == seq.max_new
-            assert seq.output == list(range(seq.num_prompt, seq.num_prompt + seq.max_new))
-        assert self.dummy.pool.num_free == self.num_blocks
+            assert seq.num_output_tokens == seq.max_new_tokens
+            assert seq.output_token_ids == list(
+                range(seq.num_prompt_tokens, seq.num_prompt_tokens + seq.max_new_tokens)
+            )
+        assert self.dummy.pool.num_free_blocks == self.num_blocks
 
 
 TestScheduling = Scheduling.TestCase

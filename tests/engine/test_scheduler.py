@@ -73,8 +73,8 @@ def test_a_budget_smaller_than_the_batch_serves_the_first() -> None:
 
 
 def test_the_last_token_needs_no_room() -> None:
-    assert seq_of(8, 1).blocks_needed(SIZE) == 2
-    assert seq_of(8, 2).blocks_needed(SIZE) == 3
+    assert seq_of(8, 1).count_blocks_needed(SIZE) == 2
+    assert seq_of(8, 2).count_blocks_needed(SIZE) == 3
 
 
 def test_blocks_are_taken_as_a_sequence_grows() -> None:
@@ -84,7 +84,7 @@ def test_blocks_are_taken_as_a_sequence_grows() -> None:
     held = []
     while dummy.alive:
         dummy.step()
-        held.append(len(seq.blocks))
+        held.append(len(seq.block_table))
     assert held == [2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 0]
 
 
@@ -95,9 +95,9 @@ def test_a_shared_block_is_never_the_one_written() -> None:
     dummy.step()
     dummy.add(again)
     dummy.step()
-    assert again.blocks[0] == first.blocks[0]
-    assert not set(again.blocks[1:]) & set(first.blocks)
-    assert again.num_cached == SIZE
+    assert again.block_table[0] == first.block_table[0]
+    assert not set(again.block_table[1:]) & set(first.block_table)
+    assert again.num_cached_tokens == SIZE
 
 
 def test_who_comes_in_leaves_a_block_for_each_that_grows() -> None:
@@ -118,7 +118,7 @@ def test_one_alone_may_have_all() -> None:
     seq = seq_of(16, 5)
     dummy.add(seq)
     dummy.run()
-    assert seq.num_output == 5
+    assert seq.num_output_tokens == 5
 
 
 # Preemption
@@ -142,7 +142,7 @@ def test_the_newest_batch_sequence_goes_first_then_the_newest_interactive_one_ne
     assert order[:3] == [seqs[2], seqs[0], seqs[3]]
     assert seqs[1].num_preemptions == 0
     assert dummy.scheduler.num_preemptions == len(order)
-    assert dummy.pool.num_free == 10
+    assert dummy.pool.num_free_blocks == 10
 
 
 def test_one_that_was_preempted_is_the_first_in_line_and_keeps_its_tokens() -> None:
@@ -150,16 +150,16 @@ def test_one_that_was_preempted_is_the_first_in_line_and_keeps_its_tokens() -> N
     first, second, third = seq_of(8, 16), seq_of(8, 8, first=50), seq_of(16, 8, first=90)
     dummy.add(first, second, third)
     dummy.run(until=lambda: second.num_preemptions > 0)
-    said = second.output
+    said = second.output_token_ids
     assert said
     assert second.state is State.WAITING
-    assert second.blocks == []
-    assert second.num_computed == 0
+    assert second.block_table == []
+    assert second.num_computed_tokens == 0
     dummy.run(until=lambda: second.state is State.RUNNING)
     assert third.state is State.WAITING
-    assert second.output[: len(said)] == said
+    assert second.output_token_ids[: len(said)] == said
     dummy.run()
-    assert [seq.num_output for seq in (first, second, third)] == [16, 8, 8]
+    assert [seq.num_output_tokens for seq in (first, second, third)] == [16, 8, 8]
 
 
 def test_what_the_pool_still_has_is_not_computed_again() -> None:
@@ -168,8 +168,8 @@ def test_what_the_pool_still_has_is_not_computed_again() -> None:
     dummy.add(first, second)
     dummy.run(until=lambda: second.num_preemptions > 0)
     dummy.run(until=lambda: second.state is State.RUNNING)
-    assert second.num_computed > SIZE
-    assert second.num_cached == 0  # it was all computed once
+    assert second.num_computed_tokens > SIZE
+    assert second.num_cached_tokens == 0  # it was all computed once
 
 
 def test_little_is_computed_twice() -> None:
@@ -177,11 +177,11 @@ def test_little_is_computed_twice() -> None:
     dummy = Dummy(num_blocks=300, budget=64, max_batch=32)
     seqs = [seq_of(8 + 37 * i % 120, 16 + 29 * i % 48, first=200 * i) for i in range(100)]
     dummy.add(*seqs)
-    num_computed = 0
+    num_computed_tokens = 0
     while dummy.alive:
-        num_computed += sum(num for _, num in dummy.step())
+        num_computed_tokens += sum(num for _, num in dummy.step())
     assert dummy.scheduler.num_preemptions > 10
-    assert num_computed < 1.1 * sum(len(seq.token_ids) - 1 for seq in seqs)
+    assert num_computed_tokens < 1.1 * sum(len(seq.token_ids) - 1 for seq in seqs)
 
 
 def test_the_last_in_order_pauses_and_keeps_its_blocks() -> None:
@@ -189,10 +189,10 @@ def test_the_last_in_order_pauses_and_keeps_its_blocks() -> None:
     first, last = seq_of(10, 2), seq_of(8, 8, first=50)
     dummy.add(first, last)
     dummy.step()
-    held = dummy.pool.allocate(dummy.pool.num_free)
+    held = dummy.pool.allocate_blocks(dummy.pool.num_free_blocks)
     assert _names(dummy.step()) == [first]
     assert last.state is State.RUNNING
-    dummy.pool.release(held)
+    dummy.pool.free_blocks(held)
     assert _names(dummy.step()) == [last]
     assert last.num_preemptions == 0
 
@@ -219,13 +219,13 @@ def test_removed_in_any_state(state: str) -> None:
     seq = third if state == "waiting" else second
     if state == "done":
         dummy.run(until=lambda: second.state is State.DONE)
-        dummy.scheduler.remove(seq)
+        dummy.scheduler.remove_sequence(seq)
     else:
         dummy.remove(seq)
-        dummy.scheduler.remove(seq)
-    assert seq.blocks == []
+        dummy.scheduler.remove_sequence(seq)
+    assert seq.block_table == []
     dummy.run()
-    assert dummy.pool.num_free == 7
+    assert dummy.pool.num_free_blocks == 7
 
 
 # The same prompt twice
@@ -238,7 +238,7 @@ def test_a_second_prompt_waits_for_the_blocks_the_first_one_computes() -> None:
     assert dummy.step() == [(first, 10)]
     assert dummy.step() == [(first, 8), (other, 2)]
     assert dummy.step() == [(first, 1), (other, 2), (second, 3)]
-    assert second.num_cached == 16
+    assert second.num_cached_tokens == 16
 
 
 def test_it_waits_no_longer_when_the_first_one_is_gone() -> None:

@@ -23,9 +23,9 @@ def alone(prompt: str, **sampling: Any) -> list[int]:
     engine = Engine(demo_model(), SETTINGS)
     token_ids = demo_model().tokenizer(prompt)["input_ids"]
     wanted = Sampling(max_tokens=24, **sampling)
-    seq = Sequence("alone", token_ids, sampling=wanted, seed=wanted.seed or 0, max_new=24)
-    engine.add(seq)
-    while seq.num_output < 24:
+    seq = Sequence("alone", token_ids, sampling=wanted, seed=wanted.seed or 0, max_new_tokens=24)
+    engine.add_sequence(seq)
+    while seq.num_output_tokens < 24:
         engine.step()
     return seq.token_ids[len(token_ids) :]
 

@@ -14,7 +14,7 @@ from penstock.waiting import wait_until
 from tests.kvstore.test_store import LAYOUT, PROMPT, expected, fill, names_of, read
 
 
-class Lent:
+class PinnedBlock:
     def __init__(self, payload: bytes) -> None:
         self.payload = memoryview(payload)
         self.valid = True
@@ -23,9 +23,9 @@ class Lent:
         return self.valid
 
 
-class Landing:
+class StagedBlocks:
     def __init__(self, held: int, num_views: int) -> None:
-        self.held = held
+        self.num_cached = held
         self.views = [memoryview(bytearray(LAYOUT.payload_bytes)) for _ in range(num_views)]
 
 
@@ -35,28 +35,28 @@ class Pool:
     def __init__(self, held: int = 0, room: int = 99) -> None:
         self.held, self.room = held, room
         self.landed: list[list[bytes]] = []
-        self.lent: list[Lent] = []
-        self.returned: list[Lent] = []
+        self.lent: list[PinnedBlock] = []
+        self.returned: list[PinnedBlock] = []
         self.valid = True
         self.is_full = False
 
-    def land(self, keys: list[bytes], klass: str) -> Landing | None:
+    def stage_blocks(self, keys: list[bytes], klass: str) -> StagedBlocks | None:
         if self.is_full:
             return None
         held = min(self.held, len(keys))
-        return Landing(held, min(self.room, len(keys) - held))
+        return StagedBlocks(held, min(self.room, len(keys) - held))
 
-    def close_landing(self, landing: Any, num_filled: int) -> None:
+    def commit_staged_blocks(self, landing: Any, num_filled: int) -> None:
         assert threading.current_thread() is threading.main_thread()
         self.landed.append([bytes(view) for view in landing.views[:num_filled]])
 
-    def lend(self, seq: Any, index: int) -> Lent:
-        lent = Lent(expected()[index])
+    def pin_block(self, seq: Any, index: int) -> PinnedBlock:
+        lent = PinnedBlock(expected()[index])
         lent.valid = self.valid
         self.lent.append(lent)
         return lent
 
-    def give_back(self, lent: Any) -> None:
+    def unpin_block(self, lent: Any) -> None:
         assert threading.current_thread() is threading.main_thread()
         self.returned.append(lent)
 

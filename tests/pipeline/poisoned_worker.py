@@ -30,7 +30,7 @@ def main(stage: Stage) -> None:
 
     def deadly(self: Engine, batch: Batch) -> Any:
         for seq, _ in batch.plan:
-            kills = seq.num_output == 3 if stage == "decode" else seq.id == "kills-prefill"
+            kills = seq.num_output_tokens == 3 if stage == "decode" else seq.id == "kills-prefill"
             if POISON in seq.token_ids and kills:
                 os.kill(os.getpid(), signal.SIGSEGV)
         return right(self, batch)

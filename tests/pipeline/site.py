@@ -133,19 +133,21 @@ def answers() -> list[Answer]:
             list(request.token_ids or ()),
             sampling=request.sampling,
             seed=sampling_seed(request),
-            max_new=MAX_TOKENS,
+            max_new_tokens=MAX_TOKENS,
         )
         for request in asked
     ]
     for seq in seqs:
-        engine.add(seq)
-    while any(seq.num_output < MAX_TOKENS for seq in seqs):
+        engine.add_sequence(seq)
+    while any(seq.num_output_tokens < MAX_TOKENS for seq in seqs):
         for item in engine.step():
-            if item.seq.num_output == MAX_TOKENS:
-                engine.remove(item.seq)
+            if item.seq.num_output_tokens == MAX_TOKENS:
+                engine.remove_sequence(item.seq)
     states = [OutputState(model.tokenizer, request.sampling, model.eos_token_ids, MAX_TOKENS) for request in asked]
-    texts = ["".join(state.push(token)[0] for token in seq.output) for state, seq in zip(states, seqs, strict=True)]
-    return [Answer(seq.output, text, "length") for seq, text in zip(seqs, texts, strict=True)]
+    texts = [
+        "".join(state.push(token)[0] for token in seq.output_token_ids) for state, seq in zip(states, seqs, strict=True)
+    ]
+    return [Answer(seq.output_token_ids, text, "length") for seq, text in zip(seqs, texts, strict=True)]
 
 
 def submit(client: Client, request: Request) -> None:

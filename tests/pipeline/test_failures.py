@@ -61,7 +61,7 @@ def breaks(line: Line, stage: Stage, error: Callable[[], Exception], output: int
     right, left = engine._forward, [times]
 
     def broken(batch: Batch) -> object:
-        if left[0] and any(POISON in seq.token_ids and seq.num_output >= output for seq, _ in batch.plan):
+        if left[0] and any(POISON in seq.token_ids and seq.num_output_tokens >= output for seq, _ in batch.plan):
             left[0] -= 1
             raise error()
         return right(batch)

@@ -51,7 +51,7 @@ def empty_pools(line: Line) -> None:
     """As if both workers had just been started."""
     for worker in (line.prefill, line.decode):
         pool = worker.engine.pool
-        pool.release(pool.allocate(pool.num_free))
+        pool.free_blocks(pool.allocate_blocks(pool.num_free_blocks))
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 7])

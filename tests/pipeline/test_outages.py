@@ -51,7 +51,7 @@ def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipe
                 turn_for_ever(worker)
             worker.abandon()
             assert worker.engine.num_free_blocks == worker.engine.pool.num_blocks
-            assert not worker.engine.quay.held()
+            assert not worker.engine.staging.count_pins()
             assert not worker.engine.has_work()
             worker.store.close()  # what comes after it opens its own
         server.start()

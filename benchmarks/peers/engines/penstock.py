@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.peers.workload import MAX_BATCH, Request
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.handover import landed, taken
+from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
@@ -57,15 +57,15 @@ class Penstock:
         """Add all, and step until nothing is left."""
         seqs = [_sequence(index, *request) for index, request in enumerate(requests)]
         _drive(self._engine, seqs, on_step)
-        return [seq.output for seq in seqs]
+        return [seq.output_token_ids for seq in seqs]
 
     def outside_share(self, requests: list[Request]) -> float:
         """Of the time of decode steps at full batch, the share that is not spent in the model's forward pass."""
         engine, spent = self._engine, _Spent()
         seqs = [_sequence(index, *request) for index, request in enumerate(requests)]
         for seq in seqs:
-            engine.add(seq)
-        while any(seq.num_output == 0 for seq in seqs):
+            engine.add_sequence(seq)
+        while any(seq.num_output_tokens == 0 for seq in seqs):
             engine.step()
         with _timed_forward(engine, spent):
             while engine.num_running == len(seqs):
@@ -74,7 +74,7 @@ class Penstock:
                 spent.steps_s += time.perf_counter() - begun_s
                 spent.steps += 1
         for seq in seqs:
-            engine.remove(seq)
+            engine.remove_sequence(seq)
         return 1 - spent.model_s / spent.steps_s
 
     def flips(self, prompts: list[list[int]], num_new: int) -> dict[str, float]:
@@ -105,36 +105,37 @@ class Penstock:
         finally:
             if changes:
                 self._engine = self._variant()  # its threads again
-        return [seq.output for seq in seqs]
+        return [seq.output_token_ids for seq in seqs]
 
     def _handed_over(self, prompts: list[list[int]], num_new: int) -> list[list[int]]:
         """First tokens from one pool, all others from another that got the KV as bytes."""
         first, second = self._engine, self._variant()
         seqs = [_sequence(index, prompt, num_new, _sampling(index)) for index, prompt in enumerate(prompts)]
         for seq in seqs:
-            first.add(seq)
-        while any(seq.num_output == 0 for seq in seqs):
+            first.add_sequence(seq)
+        while any(seq.num_output_tokens == 0 for seq in seqs):
             first.step()
         copies = [handed_over(first, second, seq) for seq in seqs]
         for seq in seqs:
-            first.remove(seq)
+            first.remove_sequence(seq)
         _drive(second, copies)
-        return [seq.output for seq in copies]
+        return [seq.output_token_ids for seq in copies]
 
 
 def handed_over(first: Engine, second: Engine, seq: Sequence) -> Sequence:
     """The sequence as the second engine goes on with it: the prompt's KV as bytes, and the first token."""
-    prompt, size = seq.token_ids[: seq.num_prompt], first.settings.block_size
+    prompt, size = seq.token_ids[: seq.num_prompt_tokens], first.settings.block_size
     copy = Sequence(
-        seq.id, prompt, sampling=seq.sampling, seed=seq.seed, max_new=seq.max_new, given=seq.output[:1],
-        prefix_keys=[repr(prompt[:end]).encode() for end in range(size, len(prompt) + 1, size)],
+        seq.id, prompt, sampling=seq.sampling, seed=seq.seed, max_new_tokens=seq.max_new_tokens,
+        output_token_ids=seq.output_token_ids[:1],
+        block_keys=[repr(prompt[:end]).encode() for end in range(size, len(prompt) + 1, size)],
     )  # fmt: skip
-    landed(second, copy, taken(first, seq))
+    import_blocks(second, copy, export_blocks(first, seq))
     return copy
 
 
 def _sequence(index: int, prompt: list[int], num_new: int, sampling: Sampling = _GREEDY) -> Sequence:
-    return Sequence(str(index), prompt, sampling=sampling, seed=index, max_new=num_new)
+    return Sequence(str(index), prompt, sampling=sampling, seed=index, max_new_tokens=num_new)
 
 
 def _sampling(index: int) -> Sampling:
@@ -144,12 +145,12 @@ def _sampling(index: int) -> Sampling:
 def _drive(engine: Engine, seqs: list[Sequence], on_step: Callable[[list[int]], None] = lambda indices: None) -> None:
     """Until all sequences are done."""
     for seq in seqs:
-        engine.add(seq)
+        engine.add_sequence(seq)
     while engine.has_work():
         sampled = engine.step()
         for one in sampled:
-            if one.seq.num_output == one.seq.max_new:
-                engine.remove(one.seq)
+            if one.seq.num_output_tokens == one.seq.max_new_tokens:
+                engine.remove_sequence(one.seq)
         on_step([int(one.seq.id) for one in sampled])
 
 

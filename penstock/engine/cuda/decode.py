@@ -50,8 +50,8 @@ class HostRows:
     def fill(self, seqs: list[Sequence], size: int) -> int:
         """Write the next token's row for each sequence, and padding up to `size`; how many rows had to be written."""
         num_written = self.prepare(seqs)
-        assert self._positions[: len(seqs)] == [seq.num_computed for seq in seqs], "a row without its block"
-        self._arrays[0][0, : len(seqs)] = [seq.token_ids[seq.num_computed] for seq in seqs]
+        assert self._positions[: len(seqs)] == [seq.num_computed_tokens for seq in seqs], "a row without its block"
+        self._arrays[0][0, : len(seqs)] = [seq.token_ids[seq.num_computed_tokens] for seq in seqs]
         for row in range(len(seqs), size):
             num_written += self._write(row, [], 0)
         return num_written
@@ -59,9 +59,9 @@ class HostRows:
     def prepare(self, seqs: list[Sequence]) -> int:
         """The same without the tokens; a sequence whose next block is not there yet is left out."""
         return sum(
-            self._write(row, seq.blocks, seq.num_computed)
+            self._write(row, seq.block_table, seq.num_computed_tokens)
             for row, seq in enumerate(seqs)
-            if seq.num_computed < len(seq.blocks) * self._block_size
+            if seq.num_computed_tokens < len(seq.block_table) * self._block_size
         )
 
     def _write(self, row: int, blocks: list[int], position: int) -> bool:
@@ -158,7 +158,7 @@ class DecodeGraphs:
 
     def suits(self, plan: Plan) -> bool:
         """Whether every sequence computes its last token, and only that."""
-        return self._works and all(seq.num_pending == 1 for seq, _ in plan)
+        return self._works and all(seq.num_pending_tokens == 1 for seq, _ in plan)
 
     def run(self, seqs: list[Sequence], compute: Compute) -> Tensor:
         """Logits, in the order of the sequences: [at least as many rows, vocabulary], valid until the next step."""

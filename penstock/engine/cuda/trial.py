@@ -54,9 +54,9 @@ def _attended(model: LoadedModel) -> dict[int, Attended]:
     """How each layer attends whose K and V come to attention as the cache gave them."""
     num_tokens = min(NUM_READ, model.context_length - 1)
     seq = _sequence("look", num_tokens, 0)
-    seq.blocks = list(range(-(-num_tokens // model.layout.block_size)))
+    seq.block_table = list(range(-(-num_tokens // model.layout.block_size)))
     batch = Batch([(seq, num_tokens)], model.layout.block_size, model.device)
-    cache = hooks.PagedCache(KVStorage(model.layout, len(seq.blocks), model.device))
+    cache = hooks.PagedCache(KVStorage(model.layout, len(seq.block_table), model.device))
     with hooks.running(model.module, batch):
         ids, positions = batch.input_ids, batch.position_ids
         model.module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -72,7 +72,7 @@ def window_if_it_agrees(model: LoadedModel, shape: LayerShape, how: Attended) ->
     length = min(model.context_length, MAX_LENGTH, max(3 * model.layout.block_size, window) + 40)
     layout = KVLayout((shape,), model.layout.block_size, model.dtype)
     batch = _batch(length, layout.block_size, model.device)
-    storage = KVStorage(layout, 1 + max(max(seq.blocks) for seq, _ in batch.plan), model.device)
+    storage = KVStorage(layout, 1 + max(max(seq.block_table) for seq, _ in batch.plan), model.device)
     generator = torch.Generator(model.device).manual_seed(3)
     storage.data.normal_(generator=generator)
     size = (1, how.heads, batch.num_tokens, shape.k_shape[1])
@@ -100,11 +100,11 @@ def _batch(length: int, block_size: int, device: torch.device) -> Batch:
     blocks = list(range(sum(-(-len(seq.token_ids) // block_size) for seq, _ in plan)))
     random.Random(4).shuffle(blocks)
     for seq, _ in plan:
-        seq.blocks = [blocks.pop() for _ in range(-(-len(seq.token_ids) // block_size))]
+        seq.block_table = [blocks.pop() for _ in range(-(-len(seq.token_ids) // block_size))]
     return Batch(plan, block_size, device)
 
 
-def _sequence(name: str, length: int, num_computed: int) -> Sequence:
-    seq = Sequence(name, [0] * length, sampling=Sampling(), seed=0, max_new=1)
-    seq.num_computed = num_computed
+def _sequence(name: str, length: int, num_computed_tokens: int) -> Sequence:
+    seq = Sequence(name, [0] * length, sampling=Sampling(), seed=0, max_new_tokens=1)
+    seq.num_computed_tokens = num_computed_tokens
     return seq

@@ -98,7 +98,7 @@ def parts_of(plan: Plan, block_size: int, device: torch.device) -> list[Part]:
     parts = []
     if singles:
         padded = bucket(len(singles))
-        lengths = [seq.num_computed + 1 for seq in singles] + [1] * (padded - len(singles))
+        lengths = [seq.num_computed_tokens + 1 for seq in singles] + [1] * (padded - len(singles))
         parts.append(
             Part(
                 rows=slice(0, len(singles)),
@@ -112,7 +112,7 @@ def parts_of(plan: Plan, block_size: int, device: torch.device) -> list[Part]:
         )
     if chunks:
         starts = [0, *accumulate(num for _, num in chunks)]
-        lengths = [seq.num_computed + num for seq, num in chunks]
+        lengths = [seq.num_computed_tokens + num for seq, num in chunks]
         padded = bucket(starts[-1])
         parts.append(
             Part(
@@ -129,6 +129,6 @@ def parts_of(plan: Plan, block_size: int, device: torch.device) -> list[Part]:
 
 def _tables(seqs: list[Sequence], lengths: list[int], block_size: int, device: torch.device) -> Tensor:
     """Padded with the sequence's own first block: what is behind a mask is still its own."""
-    held = [seq.blocks[: -(-length // block_size)] for seq, length in zip(seqs, lengths, strict=True)]
+    held = [seq.block_table[: -(-length // block_size)] for seq, length in zip(seqs, lengths, strict=True)]
     width = bucket(max(map(len, held)))
     return to_device([blocks + blocks[:1] * (width - len(blocks)) for blocks in held], device, torch.int32)

@@ -27,8 +27,8 @@ class PagedStep:
         table: list[int] = []
         row = 0
         for seq, num in plan:
-            segments.append((row, num, seq.num_computed, len(table)))
-            table += seq.blocks[: -(-(seq.num_computed + num) // layout.block_size)]
+            segments.append((row, num, seq.num_computed_tokens, len(table)))
+            table += seq.block_table[: -(-(seq.num_computed_tokens + num) // layout.block_size)]
             row += num
         self.num_rows = row
         self._segments = np.array(segments, dtype=np.int32)

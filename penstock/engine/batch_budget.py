@@ -16,75 +16,80 @@ from collections.abc import Iterable
 from penstock.engine.cost import StepCost
 from penstock.engine.sequence import Sequence, State
 
-SHARE = 0.1
-PATIENCE = 256
+MAX_BATCH_SHARE = 0.1
+FORCED_BATCH_STEPS = 256
 
 
-class Share:
+class BatchBudget:
     """The books of one step. Without a cost, nothing is known of steps and all is allowed."""
 
     def __init__(self, cost: StepCost | None, running: Iterable[Sequence], *, is_patient: bool = True) -> None:
         """Of `running`, the interactive ones that decode count from the start. `is_patient`: not one in `PATIENCE`."""
         self._cost, self._is_patient = cost, is_patient
-        self._prices: dict[Sequence, float] = {}
-        self._own_s = cost.fixed_s if cost else 0.0
+        self._seconds_by_sequence: dict[Sequence, float] = {}
+        self._interactive_s = cost.fixed_s if cost else 0.0
         """Of the step without batch."""
-        self._batch_s, self._num_batch, self._num_own = 0.0, 0, 0
+        self._batch_s, self._num_batch, self._num_interactive = 0.0, 0, 0
         self._has_chunk = False
         for seq in running:
-            if seq.klass == "interactive" and seq.num_pending == 1 and seq.state is State.RUNNING:
-                self.take(seq, 1)
+            if seq.klass == "interactive" and seq.num_pending_tokens == 1 and seq.state is State.RUNNING:
+                self.add_sequence(seq, 1)
 
-    def allowed(self, seq: Sequence, num_tokens: int) -> int:
+    def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
         """How many of `num_tokens` tokens the sequence may have in the step."""
         cost = self._cost
-        if cost is None or seq.klass == "interactive" or not self._num_own:
+        if cost is None or seq.klass == "interactive" or not self._num_interactive:
             return num_tokens
         least = 1 if self._is_forced else 0
-        if seq.num_pending == 1:
-            return 1 if cost.row(seq) <= self._left_s else least
+        if seq.num_pending_tokens == 1:
+            return 1 if cost.row_seconds(seq) <= self._left_s else least
         chunk_s = cost.chunk_s if self._is_patient and not self._has_chunk else 0.0
-        most = (self._left_s - chunk_s) / max(cost.token(seq), 1e-12)
+        most = (self._left_s - chunk_s) / max(cost.token_seconds(seq), 1e-12)
         return min(num_tokens, max(least, math.floor(most)))
 
     @property
-    def is_open(self) -> bool:
+    def can_admit(self) -> bool:
         """Whether one more batch sequence might get something."""
         cost = self._cost
-        return cost is None or not self._num_own or self._is_forced or self._left_s >= min(cost.row_s, cost.token_s)
+        return (
+            cost is None
+            or not self._num_interactive
+            or self._is_forced
+            or self._left_s >= min(cost.row_s, cost.token_s)
+        )
 
-    def num_rows(self) -> float:
+    def count_affordable_rows(self) -> float:
         """How many batch sequences of no length would decode beside what is there."""
-        if self._cost is None or not self._num_own:
+        if self._cost is None or not self._num_interactive:
             return math.inf
         return self._left_s / max(self._cost.row_s + self._cost.known_outside_s, 1e-12)
 
-    def take(self, seq: Sequence, num_tokens: int) -> None:
+    def add_sequence(self, seq: Sequence, num_tokens: int) -> None:
         """The sequence has so many tokens in the step. What counted from the start does not count twice."""
-        if self._cost is None or seq in self._prices:
+        if self._cost is None or seq in self._seconds_by_sequence:
             return
-        is_chunk = seq.num_pending > 1
+        is_chunk = seq.num_pending_tokens > 1
         chunk_s = self._cost.chunk_s if is_chunk and not self._has_chunk else 0.0
         self._has_chunk = self._has_chunk or is_chunk
-        self._prices[seq] = price = self._cost.of(seq, num_tokens) + chunk_s
-        self._count(seq, price, 1)
+        self._seconds_by_sequence[seq] = price = self._cost.estimate_seconds(seq, num_tokens) + chunk_s
+        self._add_seconds(seq, price, 1)
 
-    def drop(self, seq: Sequence) -> None:
+    def remove_sequence(self, seq: Sequence) -> None:
         """It was preempted, and takes no part."""
-        if seq in self._prices:
-            self._count(seq, -self._prices.pop(seq), -1)
+        if seq in self._seconds_by_sequence:
+            self._add_seconds(seq, -self._seconds_by_sequence.pop(seq), -1)
 
-    def _count(self, seq: Sequence, price: float, number: int) -> None:
+    def _add_seconds(self, seq: Sequence, price: float, number: int) -> None:
         if seq.klass == "interactive":
-            self._own_s += price
-            self._num_own += number
+            self._interactive_s += price
+            self._num_interactive += number
         else:
             self._batch_s += price
             self._num_batch += number
 
     @property
     def _left_s(self) -> float:
-        return (SHARE if self._is_patient else 1.0) * self._own_s - self._batch_s
+        return (MAX_BATCH_SHARE if self._is_patient else 1.0) * self._interactive_s - self._batch_s
 
     @property
     def _is_forced(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from penstock.config.settings import EngineSettings
 from penstock.engine.accelerate import speed_up
 from penstock.engine.engine import Engine
-from penstock.engine.handover import landed, taken
+from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.kernels import library
 from penstock.engine.model import LoadedModel, load
 from penstock.engine.sequence import Sequence, State
@@ -49,16 +49,16 @@ def _seqs() -> list[Sequence]:
 
 def _resumed(seq: Sequence, num_given: int) -> Sequence:
     """The same request as another worker goes on with it; all full blocks are named."""
-    prompt, given = seq.token_ids[: seq.num_prompt], seq.output[:num_given]
-    return sequence(prompt, NUM_NEW, name=seq.id, seed=seq.seed, sampling=seq.sampling, given=given,
-                    prefix_keys=keys_of(prompt + given))  # fmt: skip
+    prompt, given = seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids[:num_given]
+    return sequence(prompt, NUM_NEW, name=seq.id, seed=seq.seed, sampling=seq.sampling, output_token_ids=given,
+                    block_keys=keys_of(prompt + given))  # fmt: skip
 
 
 def _drive(engine: Engine, after_step: Callable[[], None]) -> None:
     while engine.has_work():
         for item in engine.step():
             if item.seq.state is State.DONE:
-                engine.remove(item.seq)
+                engine.remove_sequence(item.seq)
         after_step()
 
 
@@ -69,32 +69,32 @@ def test_views_are_the_pools_own_memory_and_sequences_find_what_landed(demo: Loa
     first, second = Engine(demo, SMALL), Engine(demo, SMALL)
     (done,) = seqs = [sequence(_prompts()[5], NUM_NEW)]
     (output,) = run(first, seqs, remove=False)
-    payloads = taken(first, done)
+    payloads = export_blocks(first, done)
     again = sequence(_prompts()[5], NUM_NEW)
-    landing = land(second, again.prefix_keys)
-    assert (landing.held, len(landing.views)) == (0, 4)
+    landing = land(second, again.block_keys)
+    assert (landing.num_cached, len(landing.views)) == (0, 4)
     assert second.num_free_blocks == second.pool.num_blocks - 4
-    for block, view, payload in zip(landing.blocks, landing.views, payloads, strict=False):
+    for block, view, payload in zip(landing.new_blocks, landing.views, payloads, strict=False):
         view[:] = payload
-        assert bytes(second.storage.read(block, 16)) == payload
-    assert second.cached_blocks(again.prefix_keys) == 0  # not before it is closed
+        assert bytes(second.storage.copy_block(block, 16)) == payload
+    assert second.count_cached_blocks(again.block_keys) == 0  # not before it is closed
     assert landing.is_valid()
-    second.close_landing(landing, 3)
-    second.close_landing(landing, 0)
-    assert second.cached_blocks(again.prefix_keys) == 3
+    second.commit_staged_blocks(landing, 3)
+    second.commit_staged_blocks(landing, 0)
+    assert second.count_cached_blocks(again.block_keys) == 3
     assert second.num_free_blocks == second.pool.num_blocks
-    further = land(second, again.prefix_keys)
-    assert (further.held, len(further.views)) == (3, 1)
-    second.close_landing(further, 0)
+    further = land(second, again.block_keys)
+    assert (further.num_cached, len(further.views)) == (3, 1)
+    second.commit_staged_blocks(further, 0)
     assert run(second, [again]) == [output]
-    assert again.num_cached == 48
+    assert again.num_cached_tokens == 48
 
 
 def test_a_closed_landing_cannot_be_written(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
     landing = land(engine, [b"a", b"b"])
     kept = landing.views[1][:10]
-    engine.close_landing(landing, 2)
+    engine.commit_staged_blocks(landing, 2)
     with pytest.raises(ValueError, match="released"):
         landing.views[0][0] = 1
     assert not landing.is_valid()
@@ -104,37 +104,37 @@ def test_a_closed_landing_cannot_be_written(demo: LoadedModel) -> None:
 def test_a_block_that_was_computed_meanwhile_stays_and_the_landed_one_goes(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
     seq = sequence(_prompts()[3], 2)
-    landing = land(engine, seq.prefix_keys)
+    landing = land(engine, seq.block_keys)
     (output,) = run(engine, [seq], remove=False)
     for view in landing.views:
         view[:] = b"\7" * engine.block_bytes
-    engine.close_landing(landing, 2)
+    engine.commit_staged_blocks(landing, 2)
     engine.scheduler.check_integrity()
-    engine.remove(seq)
+    engine.remove_sequence(seq)
     assert engine.num_free_blocks == engine.pool.num_blocks
     again = sequence(_prompts()[3], 2)
     assert run(engine, [again]) == [output]
-    assert again.num_cached == 32
+    assert again.num_cached_tokens == 32
 
 
 def test_a_landing_leaves_a_block_to_each_that_grows(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
     seqs = [sequence([n + 5] * 10, NUM_NEW, name=str(n)) for n in range(3)]
     for seq in seqs:
-        engine.add(seq)
+        engine.add_sequence(seq)
     engine.step()
     num_free = engine.num_free_blocks
     keys = [bytes([n % 256, n // 256]) for n in range(num_free)]
-    assert engine.land(keys) is None  # one block too many: it waits for those that are at work
+    assert engine.stage_blocks(keys) is None  # one block too many: it waits for those that are at work
     landing = land(engine, keys[3:])
     assert len(landing.views) == num_free - 3
     for _ in range(8):
         engine.step()
     assert engine.scheduler.num_preemptions == 0
     engine.scheduler.check_integrity()
-    engine.close_landing(landing, 0)
+    engine.commit_staged_blocks(landing, 0)
     _drive(engine, engine.scheduler.check_integrity)
-    assert [seq.num_output for seq in seqs] == [NUM_NEW] * 3
+    assert [seq.num_output_tokens for seq in seqs] == [NUM_NEW] * 3
     assert engine.num_free_blocks == engine.pool.num_blocks
 
 
@@ -144,16 +144,16 @@ def test_what_landed_for_one_that_waits_is_not_taken_by_the_next_landing(demo: L
     done = sequence(prompt, NUM_NEW)
     (output,) = run(first, [done], remove=False)
     seq = sequence(prompt, NUM_NEW)
-    landed(engine, seq, taken(first, done)[:4])
-    engine.add(seq)
+    import_blocks(engine, seq, export_blocks(first, done)[:4])
+    engine.add_sequence(seq)
     others = [bytes([n % 256, n // 256]) for n in range(engine.pool.num_blocks - -(-len(prompt) // 16))]
-    assert engine.land([*others, b"one more"]) is None
+    assert engine.stage_blocks([*others, b"one more"]) is None
     landing = land(engine, others)
     engine.step()
-    assert seq.num_cached == 64
-    engine.close_landing(landing, 0)
+    assert seq.num_cached_tokens == 64
+    engine.commit_staged_blocks(landing, 0)
     _drive(engine, engine.scheduler.check_integrity)
-    assert seq.output == output
+    assert seq.output_token_ids == output
 
 
 def test_batch_leaves_the_waiting_of_its_class_their_room_and_interactive_does_not_wait_for_it(
@@ -161,23 +161,23 @@ def test_batch_leaves_the_waiting_of_its_class_their_room_and_interactive_does_n
 ) -> None:
     engine = Engine(demo, SMALL)
     keys = [bytes([n % 256, n // 256]) for n in range(engine.pool.num_blocks)]
-    engine.add(sequence([5] * 40, NUM_NEW, klass="batch"))
-    assert engine.land(keys, "batch") is None
+    engine.add_sequence(sequence([5] * 40, NUM_NEW, klass="batch"))
+    assert engine.stage_blocks(keys, "batch") is None
     engine.step()
-    assert engine.land(keys, "batch") is None
+    assert engine.stage_blocks(keys, "batch") is None
     landing = land(engine, keys)  # it comes in by preemption: what there is room for has to do
     assert 0 < len(landing.views) < len(keys)
-    engine.close_landing(landing, 0)
+    engine.commit_staged_blocks(landing, 0)
 
 
 def test_what_is_landing_already_is_waited_for(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
     landing = land(engine, [b"a", b"b"])
-    assert engine.land([b"a", b"c"]) is None
+    assert engine.stage_blocks([b"a", b"c"]) is None
     other = land(engine, [b"c", b"a"])  # of another prompt: keys are names of all that is before, too
-    engine.close_landing(other, 0)
-    engine.close_landing(landing, 2)
-    assert land(engine, [b"a", b"b"]).held == 2
+    engine.commit_staged_blocks(other, 0)
+    engine.commit_staged_blocks(landing, 2)
+    assert land(engine, [b"a", b"b"]).num_cached == 2
 
 
 def test_what_is_fetched_for_a_sequence_is_no_hit_and_a_second_look_counts_nothing(demo: LoadedModel) -> None:
@@ -185,14 +185,14 @@ def test_what_is_fetched_for_a_sequence_is_no_hit_and_a_second_look_counts_nothi
     prompt = _prompts()[5]
     done = sequence(prompt, 2)
     run(first, [done], remove=False)
-    payloads = taken(first, done)
+    payloads = export_blocks(first, done)
     seq = sequence(prompt, 2)
-    landed(engine, seq, payloads[:3])
+    import_blocks(engine, seq, payloads[:3])
     assert (engine.pool.num_hits, engine.pool.num_misses) == (0, 0)
     run(engine, [seq])
     assert (engine.pool.num_hits, engine.pool.num_misses) == (0, 4)
     again = sequence(prompt, 2)
-    landed(engine, again, payloads)
+    import_blocks(engine, again, payloads)
     run(engine, [again])
     assert (engine.pool.num_hits, engine.pool.num_misses) == (4, 4)
 
@@ -203,8 +203,8 @@ def test_blocks_are_filled_by_another_thread_while_steps_run(model: LoadedModel)
     expected = run(first, [*others, *done], remove=False)
     second.storage.data.fill_(7)
     copies = [_resumed(seq, 0) for seq in done]
-    landings = [land(second, copy.prefix_keys) for copy in copies]
-    payloads = [taken(first, seq, seq.num_prompt // 16) for seq in done]
+    landings = [land(second, copy.block_keys) for copy in copies]
+    payloads = [export_blocks(first, seq, seq.num_prompt_tokens // 16) for seq in done]
     stepping, filled = threading.Event(), threading.Event()
 
     def fill() -> None:
@@ -217,18 +217,18 @@ def test_blocks_are_filled_by_another_thread_while_steps_run(model: LoadedModel)
     thread = threading.Thread(target=fill)
     thread.start()
     for seq in (running := [_resumed(seq, 0) for seq in others]):
-        second.add(seq)
+        second.add_sequence(seq)
     second.step()
     stepping.set()
     while second.has_work() and not filled.is_set():
         second.step()
     thread.join()
     for landing, copy in zip(landings, copies, strict=True):
-        second.close_landing(landing, len(landing.views))
-        second.add(copy)
+        second.commit_staged_blocks(landing, len(landing.views))
+        second.add_sequence(copy)
     _drive(second, second.scheduler.check_integrity)
-    assert [seq.output for seq in [*running, *copies]] == expected
-    assert all(copy.num_cached == (copy.num_prompt - 1) // 16 * 16 for copy in copies)
+    assert [seq.output_token_ids for seq in [*running, *copies]] == expected
+    assert all(copy.num_cached_tokens == (copy.num_prompt_tokens - 1) // 16 * 16 for copy in copies)
 
 
 # Out
@@ -238,16 +238,16 @@ def test_a_lent_block_stays_whatever_becomes_of_its_sequence(demo: LoadedModel) 
     engine = Engine(demo, EngineSettings(pool_mb=1, max_batch=2))
     assert engine.pool.num_blocks == 10
     seq = sequence(_prompts()[5], 20)
-    engine.add(seq)
+    engine.add_sequence(seq)
     engine.step()
-    lent = [engine.lend(seq, index) for index in range(5)]
-    block = seq.blocks[0]
-    assert [engine.pool.num_refs(block) for block in seq.blocks] == [2, 2, 2, 2, 1]  # the last is a copy
+    lent = [engine.pin_block(seq, index) for index in range(5)]
+    block = seq.block_table[0]
+    assert [engine.pool.count_pins(block) for block in seq.block_table] == [2, 2, 2, 2, 1]  # the last is a copy
     address = engine.storage.data[block].data_ptr()
     assert memoryview(lent[0].payload).readonly
-    assert bytes(lent[0].payload) == bytes(engine.storage.read(block, 16))
+    assert bytes(lent[0].payload) == bytes(engine.storage.copy_block(block, 16))
     before = [bytes(each.payload) for each in lent]
-    engine.remove(seq)
+    engine.remove_sequence(seq)
     others = [sequence([n + 300] * 60, 20, name=str(n)) for n in range(3)]
     run(engine, others)
     assert engine.num_free_blocks == 6
@@ -255,11 +255,11 @@ def test_a_lent_block_stays_whatever_becomes_of_its_sequence(demo: LoadedModel) 
     assert all(each.is_valid() for each in lent)
     assert engine.storage.data[block].data_ptr() == address
     for each in lent:
-        engine.give_back(each)
-        engine.give_back(each)
+        engine.unpin_block(each)
+        engine.unpin_block(each)
     assert engine.num_free_blocks == 10
     assert all(each.is_valid() for each in lent)  # until somebody else gets it
-    engine.pool.allocate(10)
+    engine.pool.allocate_blocks(10)
     assert [each.is_valid() for each in lent] == [False] * 4 + [True]
 
 
@@ -267,10 +267,10 @@ def test_a_lent_payload_is_no_copy(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
     seq = sequence(_prompts()[3], 2)
     run(engine, [seq], remove=False)
-    lent = engine.lend(seq, 0)
+    lent = engine.pin_block(seq, 0)
     with pytest.raises(TypeError):
         lent.payload[0] = 1
-    engine.storage.data[seq.blocks[0]].fill_(0)
+    engine.storage.data[seq.block_table[0]].fill_(0)
     assert not any(lent.payload)
     assert lent.payload.nbytes == engine.block_bytes
 
@@ -280,7 +280,7 @@ def test_a_partial_block_is_lent_with_zeros_behind_its_end(demo: LoadedModel) ->
     run(engine, [sequence(list(range(2, 100)), 4)])  # leaves something behind in the blocks
     seq = sequence(list(range(200, 221)), 1)
     run(engine, [seq], remove=False)
-    payload = engine.lend(seq, 1).payload
+    payload = engine.pin_block(seq, 1).payload
     assert payload.nbytes == engine.block_bytes
     row = engine.model.layout.layers[0].k_shape[1] * 4  # the first head's tokens come first
     assert bytes(payload[5 * row : 16 * row]) == bytes(11 * row)
@@ -297,11 +297,11 @@ class Watch:
     def __call__(self) -> None:
         pool, storage = self._engine.pool, self._engine.storage
         for seq in self._seqs:
-            for block in seq.blocks[: seq.num_computed // 16]:
-                self._seen.setdefault((block, pool.tags[block]), bytes(storage.read(block, 16)))
+            for block in seq.block_table[: seq.num_computed_tokens // 16]:
+                self._seen.setdefault((block, pool.page_tags[block]), bytes(storage.copy_block(block, 16)))
         for (block, tag), content in self._seen.items():
-            if pool.tags[block] == tag:
-                assert bytes(storage.read(block, 16)) == content, "a full block was written"
+            if pool.page_tags[block] == tag:
+                assert bytes(storage.copy_block(block, 16)) == content, "a full block was written"
 
     @property
     def num_seen(self) -> int:
@@ -310,18 +310,18 @@ class Watch:
 
 def _watched(engine: Engine, rounds: int = 2) -> None:
     """Chunks, prefix hits, preemption, resumption, tails: nothing of it writes a full block."""
-    engine.pool.allocate(engine.pool.num_blocks - 16)  # held by nobody: the pool is that much smaller
+    engine.pool.allocate_blocks(engine.pool.num_blocks - 16)  # held by nobody: the pool is that much smaller
     first = [seq for _ in range(rounds) for seq in _seqs()]
     watch = Watch(engine, first)
     for seq in first:
-        engine.add(seq)
+        engine.add_sequence(seq)
     _drive(engine, watch)
     second = [_resumed(seq, 21) for seq in first[:8]]
     third = Watch(engine, second)
     for seq in second:
-        if seq.num_prompt % 16 and seq.num_prompt < 16:
-            seq.tail = bytes(engine.block_bytes)
-        engine.add(seq)
+        if seq.num_prompt_tokens % 16 and seq.num_prompt_tokens < 16:
+            seq.tail_payload = bytes(engine.block_bytes)
+        engine.add_sequence(seq)
     _drive(engine, third)
     assert engine.scheduler.num_preemptions >= 2 * rounds
     assert watch.num_seen > 30 * rounds
@@ -349,37 +349,37 @@ def test_resumed_from_the_blocks_of_prompt_and_answer(model: LoadedModel, num_gi
     resumed = [_resumed(seq, num_given) for seq in done]
     for seq, copy in zip(done, resumed, strict=True):
         num_full = (len(copy.token_ids) - 1) // 16
-        payloads = taken(first, seq, num_full)
-        if num_full == seq.num_prompt // 16 and seq.num_prompt % 16:
+        payloads = export_blocks(first, seq, num_full)
+        if num_full == seq.num_prompt_tokens // 16 and seq.num_prompt_tokens % 16:
             payloads = [*payloads, _prompt_tail(first, seq)]
-        assert landed(second, copy, payloads) == num_full
+        assert import_blocks(second, copy, payloads) == num_full
     assert run(second, resumed) == expected
-    assert all(copy.num_cached == copy.num_prompt for copy in resumed)
+    assert all(copy.num_cached_tokens == copy.num_prompt_tokens for copy in resumed)
 
 
 def _prompt_tail(engine: Engine, seq: Sequence) -> bytes:
     """The prompt's partial block as a prefill worker stores it."""
-    index, num_rows = divmod(seq.num_prompt, 16)
-    return bytes(engine.storage.read(seq.blocks[index], num_rows))
+    index, num_rows = divmod(seq.num_prompt_tokens, 16)
+    return bytes(engine.storage.copy_block(seq.block_table[index], num_rows))
 
 
 def test_a_follow_up_turn_finds_the_answer(model: LoadedModel) -> None:
     engine = Engine(model, SMALL)
     seq = sequence(_prompts()[3], NUM_NEW)
-    engine.add(seq)
-    while seq.num_output < 20:
+    engine.add_sequence(seq)
+    while seq.num_output_tokens < 20:
         engine.step()
-    engine.name_blocks(seq, keys_of(seq.token_ids)[2:])  # at once
-    assert engine.cached_blocks(keys_of(seq.token_ids)) == 3
+    engine.add_block_keys(seq, keys_of(seq.token_ids)[2:])  # at once
+    assert engine.count_cached_blocks(keys_of(seq.token_ids)) == 3
     while len(seq.token_ids) < 64:
         engine.step()
-    engine.name_blocks(seq, keys_of(seq.token_ids)[3:])
-    assert engine.cached_blocks(keys_of(seq.token_ids)) == 3  # the last token is still to be computed
+    engine.add_block_keys(seq, keys_of(seq.token_ids)[3:])
+    assert engine.count_cached_blocks(keys_of(seq.token_ids)) == 3  # the last token is still to be computed
     _drive(engine, engine.scheduler.check_integrity)
     turn = [*seq.token_ids, 7, 8, 9]
     follow_up = sequence(turn, NUM_NEW)
     (output,) = run(engine, [follow_up])
-    assert follow_up.num_cached == 64
+    assert follow_up.num_cached_tokens == 64
     assert [output] == run(Engine(model, SMALL), [sequence(turn, NUM_NEW)])
 
 
@@ -387,43 +387,43 @@ def test_a_preempted_sequence_finds_its_answer(model: LoadedModel) -> None:
     engine = Engine(model, SMALL)
     (expected,) = run(Engine(model, SMALL), [sequence(_prompts()[3], NUM_NEW)])
     seq = sequence(_prompts()[3], NUM_NEW, klass="batch")
-    engine.add(seq)
-    while seq.num_output < 20:
+    engine.add_sequence(seq)
+    while seq.num_output_tokens < 20:
         engine.step()
-    engine.name_blocks(seq, keys_of(seq.token_ids)[2:])
-    held = engine.pool.allocate(engine.num_free_blocks - 1)
+    engine.add_block_keys(seq, keys_of(seq.token_ids)[2:])
+    held = engine.pool.allocate_blocks(engine.num_free_blocks - 1)
     other = sequence([5] * 20, 2)
-    engine.add(other)
+    engine.add_sequence(other)
     engine.step()
     assert seq.num_preemptions == 1
-    engine.pool.release(held)
+    engine.pool.free_blocks(held)
     engine.step()
-    assert seq.num_computed >= 48
-    assert seq.num_cached == 0
+    assert seq.num_computed_tokens >= 48
+    assert seq.num_cached_tokens == 0
     assert (engine.pool.num_hits, engine.pool.num_misses) == (0, 3)  # each counted when it first came in
     _drive(engine, engine.scheduler.check_integrity)
-    assert seq.output == expected
+    assert seq.output_token_ids == expected
 
 
 def test_keys_of_tokens_that_are_not_known_are_refused(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
     seq = sequence(_prompts()[3], NUM_NEW)
     with pytest.raises(AssertionError, match="too many keys"):
-        engine.name_blocks(seq, [b"x"])
+        engine.add_block_keys(seq, [b"x"])
 
 
 def test_blocks_are_named_in_any_state(demo: LoadedModel) -> None:
     engine = Engine(demo, SMALL)
-    seq = sequence(_prompts()[3], NUM_NEW, prefix_keys=[])
-    engine.add(seq)
+    seq = sequence(_prompts()[3], NUM_NEW, block_keys=[])
+    engine.add_sequence(seq)
     keys = keys_of(seq.token_ids)
-    engine.name_blocks(seq, keys[:1])  # it waits
+    engine.add_block_keys(seq, keys[:1])  # it waits
     engine.step()
-    assert engine.cached_blocks(keys) == 1
+    assert engine.count_cached_blocks(keys) == 1
     run(engine, [], remove=False)
-    engine.name_blocks(seq, keys[1:])  # it is done
-    assert engine.cached_blocks(keys) == 2
-    engine.remove(seq)
-    engine.name_blocks(seq, keys_of(seq.token_ids)[2:])  # it is gone
+    engine.add_block_keys(seq, keys[1:])  # it is done
+    assert engine.count_cached_blocks(keys) == 2
+    engine.remove_sequence(seq)
+    engine.add_block_keys(seq, keys_of(seq.token_ids)[2:])  # it is gone
     engine.scheduler.check_integrity()
-    assert engine.cached_blocks(keys_of(seq.token_ids)) == 2
+    assert engine.count_cached_blocks(keys_of(seq.token_ids)) == 2

@@ -5,24 +5,24 @@ from collections.abc import Callable
 import pytest
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.cost import StepCost, Try, measure_cost
+from penstock.engine.batch_budget import MAX_BATCH_SHARE, BatchBudget
+from penstock.engine.cost import StepCost, TrialStep, measure_cost
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.share import SHARE, Share
 from penstock.names import PriorityClass
 from tests.engine.helpers import run, sequence
 from tests.engine.schedules import Dummy, seq_of
 
 COST = StepCost(fixed_s=20.0, row_s=1.0, context_s=0.0, chunk_s=0.0, token_s=0.5)
 """Beside four rows there is room for two, or for four tokens of a prompt."""
-PATIENCE = 32
+FORCED_BATCH_STEPS = 32
 
 
 @pytest.fixture(autouse=True)
 def less_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a test grows with the square of its steps."""
-    monkeypatch.setattr("penstock.engine.scheduler.PATIENCE", PATIENCE)
+    monkeypatch.setattr("penstock.engine.scheduler.FORCED_BATCH_STEPS", FORCED_BATCH_STEPS)
 
 
 def _dummy(cost: StepCost | None = COST, num_blocks: int = 2000, max_batch: int = 32) -> Dummy:
@@ -31,9 +31,9 @@ def _dummy(cost: StepCost | None = COST, num_blocks: int = 2000, max_batch: int 
     return dummy
 
 
-def _fill(dummy: Dummy, count: int, klass: PriorityClass, max_new: int = 400, length: int = 1) -> list[Sequence]:
+def _fill(dummy: Dummy, count: int, klass: PriorityClass, max_new_tokens: int = 400, length: int = 1) -> list[Sequence]:
     first = 10_000 * len(dummy.alive)
-    seqs = [seq_of(length, max_new, klass=klass, first=first + 1000 * i) for i in range(count)]
+    seqs = [seq_of(length, max_new_tokens, klass=klass, first=first + 1000 * i) for i in range(count)]
     dummy.add(*seqs)
     return seqs
 
@@ -47,7 +47,7 @@ def test_a_step_with_interactive_rows_is_hardly_longer_and_the_rest_pauses_in_pl
     batch = _fill(dummy, 10, "batch")
     assert _num_batch(dummy) == 10
     interactive = _fill(dummy, 4, "interactive")
-    for _ in range(PATIENCE - 3):
+    for _ in range(FORCED_BATCH_STEPS - 3):
         plan = dict(dummy.step())
         assert set(interactive) <= plan.keys()
         assert [seq for seq in plan if seq.klass == "batch"] == batch[:2]
@@ -93,8 +93,8 @@ def test_every_so_often_something_of_batch_takes_part_whatever_it_costs(row_s: f
     dummy = _dummy(StepCost(20.0, row_s, 0.0, 500.0, row_s))
     _fill(dummy, 5, "batch")
     dummy.step()
-    _fill(dummy, 1, "interactive", max_new=4 * PATIENCE)
-    counts = [_num_batch(dummy) for _ in range(3 * PATIENCE)]
+    _fill(dummy, 1, "interactive", max_new_tokens=4 * FORCED_BATCH_STEPS)
+    counts = [_num_batch(dummy) for _ in range(3 * FORCED_BATCH_STEPS)]
     if row_s == 0.1:
         assert min(counts[1:]) == 5
     else:
@@ -104,22 +104,22 @@ def test_every_so_often_something_of_batch_takes_part_whatever_it_costs(row_s: f
 
 def test_a_batch_prompt_is_never_stuck() -> None:
     dummy = _dummy(StepCost(20.0, 1.0, 0.0, 500.0, 30.0))
-    (batch,) = _fill(dummy, 1, "batch", length=3, max_new=2)
+    (batch,) = _fill(dummy, 1, "batch", length=3, max_new_tokens=2)
     dummy.scheduler._num_steps = 1
-    _fill(dummy, 1, "interactive", max_new=8 * PATIENCE)
-    assert dummy.run(until=lambda: batch.state is State.DONE) <= 5 * PATIENCE
+    _fill(dummy, 1, "interactive", max_new_tokens=8 * FORCED_BATCH_STEPS)
+    assert dummy.run(until=lambda: batch.state is State.DONE) <= 5 * FORCED_BATCH_STEPS
 
 
 def test_what_was_promoted_keeps_its_place_and_to_the_share() -> None:
     dummy = _dummy(StepCost(20.0, 30.0, 0.0, 0.0, 30.0), max_batch=4)
-    batch = _fill(dummy, 1, "batch", max_new=6)[0]
+    batch = _fill(dummy, 1, "batch", max_new_tokens=6)[0]
     served = [0, 0]
     while batch.state is not State.DONE:
         if dummy.scheduler.num_waiting < 3:
-            _fill(dummy, 3, "interactive", max_new=30)
+            _fill(dummy, 3, "interactive", max_new_tokens=30)
         for seq, _ in dummy.step():
             served[seq is batch] += 1
-        assert dummy.scheduler._num_steps < 12 * PATIENCE
+        assert dummy.scheduler._num_steps < 12 * FORCED_BATCH_STEPS
     assert batch.num_preemptions <= 1
     assert served[0] > 50 * served[1]
 
@@ -129,27 +129,27 @@ def test_where_no_interactive_one_can_go_on_batch_does() -> None:
     batch = seq_of(3, 6, klass="batch")
     dummy.add(batch)
     dummy.step()
-    batch.rank = 0  # as if promoted
+    batch.priority = 0  # as if promoted
     dummy.scheduler._promoted = batch
     interactive = seq_of(3, 9, first=500)
     dummy.add(interactive)
     dummy.step()
-    held = dummy.pool.allocate(dummy.pool.num_free)
+    held = dummy.pool.allocate_blocks(dummy.pool.num_free_blocks)
     plans = [[seq for seq, _ in dummy.step()] for _ in range(3)]
     assert any(batch in plan for plan in plans)
-    dummy.pool.release(held)
+    dummy.pool.free_blocks(held)
     dummy.run()
 
 
 def test_what_is_preempted_gives_its_share_back() -> None:
-    share = Share(COST, _running(4, "interactive"))
+    share = BatchBudget(COST, _running(4, "interactive"))
     first, second, third = _running(3, "batch")
     for seq in (first, second):
-        assert share.allowed(seq, 1) == 1
-        share.take(seq, 1)
-    assert share.allowed(third, 1) == 0
-    share.drop(first)
-    assert share.allowed(third, 1) == 1
+        assert share.limit_tokens(seq, 1) == 1
+        share.add_sequence(seq, 1)
+    assert share.limit_tokens(third, 1) == 0
+    share.remove_sequence(first)
+    assert share.limit_tokens(third, 1) == 1
 
 
 def _running(count: int, klass: PriorityClass) -> list[Sequence]:
@@ -162,8 +162,13 @@ def _running(count: int, klass: PriorityClass) -> list[Sequence]:
 # Cost
 
 
-def _machine(fixed: float, row: float, context: float, chunk: float, token: float) -> Callable[[Try], float]:
-    return lambda one: fixed + one.rows * (row + context * one.context) + (one.prompt > 0) * chunk + one.prompt * token
+def _machine(fixed: float, row: float, context: float, chunk: float, token: float) -> Callable[[TrialStep], float]:
+    return lambda one: (
+        fixed
+        + one.num_decodes * (row + context * one.context_tokens)
+        + (one.prompt_tokens > 0) * chunk
+        + one.prompt_tokens * token
+    )
 
 
 def test_the_formula_is_found_again() -> None:
@@ -182,7 +187,7 @@ def test_a_machine_that_rows_cost_nothing_is_shared_by_all() -> None:
 
 def test_an_engine_knows_its_steps_and_shares_them(demo: LoadedModel) -> None:
     engine = Engine(demo, EngineSettings(pool_mb=16))
-    engine.measure()
+    engine.measure_speed()
     cost = engine.scheduler.cost
     assert cost is not None
     assert cost.fixed_s + cost.row_s > 0
@@ -199,19 +204,19 @@ def test_an_engine_knows_its_steps_and_shares_them(demo: LoadedModel) -> None:
 def test_what_a_token_costs_between_steps_is_the_least_seen() -> None:
     cost = StepCost(20.0, 1.0, 0.0, 0.0, 0.5)
     seq = seq_of(1)
-    assert cost.row(seq) == 1.0
+    assert cost.row_seconds(seq) == 1.0
     for seconds, tokens in ((8.0, 4), (3.0, 6), (9.0, 3)):
-        cost.note_outside(seconds, tokens)
-    assert cost.row(seq) == 1.5
+        cost.record_outside(seconds, tokens)
+    assert cost.row_seconds(seq) == 1.5
 
 
 def test_room_for_batch_beside_interactive_is_what_would_not_pause(demo: LoadedModel) -> None:
     engine = Engine(demo, EngineSettings(pool_mb=64))
     engine.scheduler.cost = COST
-    assert engine.room("batch") == 32
-    engine.add(sequence([5, 6, 7], 9))
+    assert engine.free_capacity("batch") == 32
+    engine.add_sequence(sequence([5, 6, 7], 9))
     engine.step()
-    assert engine.room("interactive") == 31
-    assert engine.room("batch") == 1 + int(SHARE * 21)
-    engine.add(sequence([8, 9], 9, klass="batch"))
-    assert engine.room("batch") == int(SHARE * 21)
+    assert engine.free_capacity("interactive") == 31
+    assert engine.free_capacity("batch") == 1 + int(MAX_BATCH_SHARE * 21)
+    engine.add_sequence(sequence([8, 9], 9, klass="batch"))
+    assert engine.free_capacity("batch") == int(MAX_BATCH_SHARE * 21)
