@@ -18,7 +18,7 @@ from penstock.config.settings import BusSettings, load_settings
 from penstock.ops.status import check_health
 
 if TYPE_CHECKING:
-    from penstock.ingest.batch.answer import Finished
+    from penstock.ingest.batch.answer import FinishedRow
 
 app = typer.Typer(help="Many requests from a file.", no_args_is_help=True)
 INTERRUPTED = 130
@@ -61,16 +61,16 @@ async def _run(source: Path, output: Path, errors: Path, notes: Console) -> tupl
     from penstock.ingest.batch import direct
     from penstock.ingest.batch.journal import Journal
 
-    total, digest = await direct.looked_at(source)
+    total, digest = await direct.check_batch_file(source)
     addresses = load_settings(Addresses)
     with Journal(output, errors, digest) as journal:
-        if journal.done:
-            notes.print(f"{len(journal.done):,} of {total:,} rows are finished already", highlight=False)
+        if journal.finished_rows:
+            notes.print(f"{len(journal.finished_rows):,} of {total:,} rows are finished already", highlight=False)
         for reason in check_health(addresses, load_settings(BusSettings)).reasons:
             notes.print(f"rows wait: {reason}", highlight=False, markup=False)
         async with AsyncClient(addresses) as client:
-            with _shown(notes, total, len(journal.done), journal.num_failed) as meter:
-                await direct.run(client, source, journal, meter.add)
+            with _shown(notes, total, len(journal.finished_rows), journal.num_failed) as meter:
+                await direct.answer_batch_file(client, source, journal, meter.add)
         return total, journal.num_failed
 
 
@@ -81,7 +81,7 @@ class _Meter:
         self._progress, self._failed, self._tokens, self._begun_s = progress, failed, 0, time.monotonic()
         self._task = progress.add_task("rows", total=total, completed=done, failed=failed, rate=0.0)
 
-    def add(self, finished: "Finished") -> None:
+    def add(self, finished: "FinishedRow") -> None:
         """A row is finished."""
         self._failed += not finished.is_ok
         self._tokens += finished.usage.completion_tokens

@@ -22,7 +22,7 @@ def gateway(
 ) -> None:
     """Serve OpenAI's API over the pipelines, until SIGTERM. Any number of gateways may run beside each other."""
     try:
-        from penstock.ingest.gateway.server import serve
+        from penstock.ingest.gateway.server import serve_gateway
     except ImportError as error:
         raise DependencyMissing(f"a gateway needs pip install 'penstock[gateway]' ({error})") from None
     given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
@@ -32,4 +32,4 @@ def gateway(
     check_access(addresses, "gateway")
     store_server_lists(addresses.stream_url, Pipeline(addresses.pipeline))
     with open_telemetry("penstock-gateway", addresses, choose_worker_name(""), with_endpoint=False) as meters:
-        serve(load_settings(GatewaySettings, **given), addresses, meters)
+        serve_gateway(load_settings(GatewaySettings, **given), addresses, meters)

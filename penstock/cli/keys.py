@@ -23,7 +23,7 @@ from penstock.names import KEYS_KEY, TENANTS_KEY
 from penstock.redis.client import redis_client
 
 if TYPE_CHECKING:
-    from penstock.ingest.keys import Book
+    from penstock.ingest.keys import KeyBook
 
 app = typer.Typer(help="API keys and tenants of the gateway, where PENSTOCK_GATEWAY_KEYS says.", no_args_is_help=True)
 
@@ -34,12 +34,12 @@ TenantName = Annotated[str, typer.Argument(metavar="TENANT")]
 @app.command()
 def create(tenant: TenantName, as_json: AsJson = False) -> None:
     """Make a key for a tenant and print it, this once: only its hash is kept."""
-    from penstock.ingest.tenants import new_key
+    from penstock.ingest.tenants import make_key
 
     _check_tenant(tenant)
-    key, key_id, entry = new_key(tenant)
+    key, key_id, entry = make_key(tenant)
 
-    def add(book: "Book") -> None:
+    def add(book: "KeyBook") -> None:
         book.keys[key_id] = entry
 
     _change(add, lambda client: client.hset(KEYS_KEY, key_id, entry.model_dump_json()))
@@ -77,7 +77,7 @@ def revoke(key_id: Annotated[str, typer.Argument(metavar="ID", help="As `penstoc
     """Make a key worthless, on every gateway within a second."""
     name = key_id.removeprefix("psk_").split("_")[0]
 
-    def remove(book: "Book") -> None:
+    def remove(book: "KeyBook") -> None:
         if book.keys.pop(name, None) is None:
             raise SettingsError(f"no key has the id {name!r}: see penstock keys list")
 
@@ -116,7 +116,7 @@ def tenant(
     except ValidationError as error:
         raise typer.BadParameter("; ".join(str(line["msg"]) for line in error.errors())) from None
 
-    def put(book: "Book") -> None:
+    def put(book: "KeyBook") -> None:
         book.tenants[tenant] = entry
 
     _change(put, lambda client: client.hset(TENANTS_KEY, tenant, entry.model_dump_json()))
@@ -130,31 +130,31 @@ def _check_tenant(name: str) -> None:
 
 
 def _place() -> str:
-    from penstock.ingest.keys import OPEN
+    from penstock.ingest.keys import KEYS_OPEN
 
     place = load_settings(AdmissionSettings).keys
-    if place in {"", OPEN}:
+    if place in {"", KEYS_OPEN}:
         raise SettingsError("no keys are asked for: set PENSTOCK_GATEWAY_KEYS to a JSON file, or to 'redis'")
     return place
 
 
-def _read() -> "Book":
-    from penstock.ingest.keys import IN_REDIS, Book, read_book, read_redis
+def _read() -> "KeyBook":
+    from penstock.ingest.keys import KEYS_IN_REDIS, KeyBook, read_book_file, read_redis_book
 
     place = _place()
-    if place == IN_REDIS:
+    if place == KEYS_IN_REDIS:
         with redis_client(load_settings(Addresses).first_url) as client:
-            return read_redis(client)
+            return read_redis_book(client)
     path = Path(place).expanduser()
-    return read_book(path) if path.exists() else Book()
+    return read_book_file(path) if path.exists() else KeyBook()
 
 
-def _change(in_file: Callable[["Book"], None], in_redis: Callable[["redis.Redis"], object]) -> None:
+def _change(in_file: Callable[["KeyBook"], None], in_redis: Callable[["redis.Redis"], object]) -> None:
     """In a file: read, change and replace it, one process at a time."""
-    from penstock.ingest.keys import IN_REDIS, write_book
+    from penstock.ingest.keys import KEYS_IN_REDIS, write_book_file
 
     place = _place()
-    if place == IN_REDIS:
+    if place == KEYS_IN_REDIS:
         with redis_client(load_settings(Addresses).first_url) as client:
             in_redis(client)
         return
@@ -162,7 +162,7 @@ def _change(in_file: Callable[["Book"], None], in_redis: Callable[["redis.Redis"
     with _alone_in(path.parent):
         book = _read()
         in_file(book)
-        write_book(path, book)
+        write_book_file(path, book)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from penstock.names import Pipeline
 from penstock.redis.client import execute_pipeline, redis_client
 
 if TYPE_CHECKING:
-    from penstock.ingest.metering import Sums
+    from penstock.ingest.metering import UsageSums
 
 
 def usage(
@@ -23,7 +23,7 @@ def usage(
     as_json: Annotated[bool, typer.Option("--json", help="For programs: by day, then by tenant.")] = False,
 ) -> None:
     """Requests and tokens of each tenant. A gateway counts them as results come."""
-    from penstock.ingest.metering import total
+    from penstock.ingest.metering import add_sums
 
     found = _read(days)
     if as_json:
@@ -33,29 +33,29 @@ def usage(
     rows = [(day, name, sums) for day, tenants in found.items() for name, sums in sorted(tenants.items())]
     if not by_day:
         names = sorted({name for _, name, _ in rows})
-        rows = [("", name, total(sums for _, other, sums in rows if other == name)) for name in names]
+        rows = [("", name, add_sums(sums for _, other, sums in rows if other == name)) for name in names]
     console = Console(highlight=False)
     console.print(_table(rows, by_day=by_day) if rows else "nothing was counted")
 
 
-def _read(days: int) -> "dict[str, dict[str, Sums]]":
+def _read(days: int) -> "dict[str, dict[str, UsageSums]]":
     """By day, then by tenant; days without any are left out."""
-    from penstock.ingest.metering import day_keys, last_days, sums_of
+    from penstock.ingest.metering import list_last_days, make_day_keys, parse_day_sums
 
-    addresses, wanted = load_settings(Addresses), last_days(days)
+    addresses, wanted = load_settings(Addresses), list_last_days(days)
     with redis_client(addresses.first_url) as client, client.pipeline(transaction=False) as batch:
-        for key in day_keys(Pipeline(addresses.pipeline), wanted):
+        for key in make_day_keys(Pipeline(addresses.pipeline), wanted):
             batch.hgetall(key)
-        return {day: sums_of(reply) for day, reply in zip(wanted, execute_pipeline(batch), strict=True) if reply}
+        return {day: parse_day_sums(reply) for day, reply in zip(wanted, execute_pipeline(batch), strict=True) if reply}
 
 
-def _table(rows: "list[tuple[str, str, Sums]]", *, by_day: bool) -> Table:
-    from penstock.ingest.metering import COUNTERS
+def _table(rows: "list[tuple[str, str, UsageSums]]", *, by_day: bool) -> Table:
+    from penstock.ingest.metering import USAGE_COUNTERS
 
     table = Table(*(["day"] if by_day else []), "tenant", box=None, pad_edge=False)
-    for name in COUNTERS:
+    for name in USAGE_COUNTERS:
         table.add_column(name.replace("_", " "), justify="right")
     for day, name, sums in rows:
-        counts: list[Any] = [f"{getattr(sums, counter):,}" for counter in COUNTERS]
+        counts: list[Any] = [f"{getattr(sums, counter):,}" for counter in USAGE_COUNTERS]
         table.add_row(*([day] if by_day else []), name, *counts)
     return table

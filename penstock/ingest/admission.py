@@ -23,7 +23,7 @@ import redis.asyncio
 from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError
-from penstock.ingest.tenant_shares import BUSY_S, Held, Shares
+from penstock.ingest.tenant_shares import FULL_WAIT_S, HeldTokens, TenantShares
 from penstock.ingest.tenants import Caller
 from penstock.messages import DEFAULT_MAX_TOKENS, Usage
 from penstock.names import Pipeline, PriorityClass, rate_key
@@ -33,7 +33,7 @@ from penstock.redis.scripts import load_script
 
 log = logging.getLogger(__name__)
 
-LOOK_S, TRUST_S = 0.5, 2.0
+LAG_REFRESH_S, LAG_MAX_AGE_S = 0.5, 2.0
 """After how long the lag is looked up again, and for how long the last look is good meanwhile."""
 
 TAKE_TOKENS = load_script("penstock.ingest", "bucket", "take_tokens")
@@ -49,12 +49,12 @@ class Ticket:
     """The estimate."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """OpenAI's `x-ratelimit-*`, for the answer; empty where the tenant has no limits."""
-    held: Held | None = None
+    held_tokens: HeldTokens | None = None
     """Its part of the pipeline."""
     is_settled: bool = False
 
     @property
-    def is_of_bucket(self) -> bool:
+    def has_bucket_tokens(self) -> bool:
         """Whether tokens were taken for it that its tenant is to have back, or owes, once it has ended."""
         return self.caller.tokens_per_min is not None
 
@@ -65,11 +65,11 @@ class Admission:
     def __init__(
         self,
         client: "redis.asyncio.Redis",
-        lag_of: Callable[[Pipeline], Awaitable[PipelineLag]],
+        fetch_lag: Callable[[Pipeline], Awaitable[PipelineLag]],
         settings: AdmissionSettings,
     ) -> None:
-        self._settings, self._lags = settings, LagCache(lag_of)
-        self._client, self._shares = client, Shares(client)
+        self._settings, self._lag_cache = settings, LagCache(fetch_lag)
+        self._client, self._shares = client, TenantShares(client)
 
     async def admit(
         self,
@@ -80,7 +80,7 @@ class Admission:
         *,
         max_output: int = 0,
         num_open: int = 0,
-        most_wait_s: float | None = None,
+        max_wait_s: float | None = None,
     ) -> Ticket:
         """Admit a request of about `num_tokens`, prompt and output together, which may write up to `max_output`.
 
@@ -90,28 +90,28 @@ class Admission:
         Raises `ApiError`: 403 for a class above the caller's right, 400 for more output than it may ask for, 413 for
         what its bucket never holds, 429 with `Retry-After`; `BusUnavailable`.
         """
-        check_right(caller, klass, num_tokens, max_output)
-        lag = await self._lags.look(pipeline)
+        check_caller_limits(caller, klass, num_tokens, max_output)
+        lag = await self._lag_cache.get_lag(pipeline)
         wait_s = None if lag is None else lag.estimated_wait_s(klass)
         mean_output = None if lag is None else lag.mean_output_tokens[klass]
-        num_tokens += expected_output(caller, num_tokens, max_output, num_open, mean_output)
-        self._check_wait(wait_s, klass, most_wait_s)
-        is_full = wait_s is not None and wait_s > BUSY_S
-        held = await self._shares.enter(pipeline, caller.tenant, caller.weight, num_tokens, is_full=is_full)
+        num_tokens += estimate_open_output(caller, num_tokens, max_output, num_open, mean_output)
+        self._check_wait(wait_s, klass, max_wait_s)
+        is_full = wait_s is not None and wait_s > FULL_WAIT_S
+        held = await self._shares.hold_tokens(pipeline, caller.tenant, caller.weight, num_tokens, is_full=is_full)
         if held is None:
             message = "others wait as well, and this tenant has its share of the pipeline"
-            raise too_many(message, wait_s or 1, code="over_share")
+            raise too_many_requests(message, wait_s or 1, code="over_share")
         try:
-            return Ticket(caller, num_tokens, await self._take_of_buckets(caller, num_tokens), held)
+            return Ticket(caller, num_tokens, await self._take_from_buckets(caller, num_tokens), held)
         except ApiError:
-            await self._shares.leave(held)
+            await self._shares.release_tokens(held)
             raise
 
     async def take_request(self, caller: Caller) -> None:
         """Take one request and no tokens of the caller's bucket. Raises `ApiError` 429, and `BusUnavailable`."""
-        await self._take_of_buckets(caller, 0)
+        await self._take_from_buckets(caller, 0)
 
-    async def _take_of_buckets(self, caller: Caller, num_tokens: int) -> dict[str, str]:
+    async def _take_from_buckets(self, caller: Caller, num_tokens: int) -> dict[str, str]:
         """Headers for the answer. Raises `ApiError` 429."""
         if caller.requests_per_min is None and caller.tokens_per_min is None:
             return {}
@@ -122,7 +122,7 @@ class Admission:
         requests, tokens = taken[1] / 1000, taken[2] / 1000
         headers = _rate_headers(caller, requests, tokens)
         if not taken[0]:
-            raise _over_rate(caller, requests, tokens, num_tokens, headers)
+            raise _rate_limit_error(caller, requests, tokens, num_tokens, headers)
         return headers
 
     async def settle(self, ticket: Ticket, usage: Usage) -> None:
@@ -133,8 +133,8 @@ class Admission:
         if ticket.is_settled:
             return
         ticket.is_settled = True
-        if ticket.held is not None:
-            await self._shares.leave(ticket.held)
+        if ticket.held_tokens is not None:
+            await self._shares.release_tokens(ticket.held_tokens)
         limit, back = ticket.caller.tokens_per_min, ticket.num_tokens - usage.prompt_tokens - usage.completion_tokens
         if limit is None or not back:
             return
@@ -143,18 +143,18 @@ class Admission:
             await GIVE_TOKENS.run_async(self._client, [rate_key(ticket.caller.tenant)], args)
 
     def _check_wait(self, wait_s: float | None, klass: PriorityClass, wanted_s: float | None) -> None:
-        most_s = self._settings.max_wait_s if klass == "interactive" else self._settings.max_batch_wait_s
+        limit_s = self._settings.max_wait_s if klass == "interactive" else self._settings.max_batch_wait_s
         if wanted_s is not None and (wait_s is None or wait_s > wanted_s):
             after_s = 1 if wait_s is None else wait_s - wanted_s
             message = "how long the request would have to wait is not known yet"
             if wait_s is not None:
                 message = f"the request would have to wait for about {wait_s:.1f} s"
-            raise too_many(message, after_s, code="busy")
-        if wait_s is not None and wait_s > most_s:
-            raise too_many(f"a new request would wait for {wait_s:.0f} s", wait_s - most_s, code="overloaded")
+            raise too_many_requests(message, after_s, code="busy")
+        if wait_s is not None and wait_s > limit_s:
+            raise too_many_requests(f"a new request would wait for {wait_s:.0f} s", wait_s - limit_s, code="overloaded")
 
 
-def check_right(caller: Caller, klass: PriorityClass, num_tokens: int, max_output: int) -> None:
+def check_caller_limits(caller: Caller, klass: PriorityClass, num_tokens: int, max_output: int) -> None:
     """Raise `ApiError` for what the caller may not ask for at any time."""
     if klass not in caller.classes:
         raise ApiError(403, f"this API key may not make requests of the class {klass!r}", code="class_not_allowed")
@@ -166,17 +166,19 @@ def check_right(caller: Caller, klass: PriorityClass, num_tokens: int, max_outpu
         raise ApiError(413, message, code="request_too_large")
 
 
-def expected_output(caller: Caller, num_tokens: int, max_output: int, num_open: int, mean_output: float | None) -> int:
+def estimate_open_output(
+    caller: Caller, num_tokens: int, max_output: int, num_open: int, mean_output: float | None
+) -> int:
     """Return how many tokens are reserved for answers without a limit, beside `num_tokens` of their request.
 
     No more than a full bucket has left: what nobody asked for is no reason to refuse a request for good.
     """
     mean = DEFAULT_MAX_TOKENS if mean_output is None else round(mean_output)
-    room = math.inf if caller.tokens_per_min is None else max(0, caller.tokens_per_min - num_tokens)
-    return int(min(num_open * mean, max_output, room))
+    capacity = math.inf if caller.tokens_per_min is None else max(0, caller.tokens_per_min - num_tokens)
+    return int(min(num_open * mean, max_output, capacity))
 
 
-def too_many(message: str, after_s: float, *, code: str, headers: Mapping[str, str] | None = None) -> ApiError:
+def too_many_requests(message: str, after_s: float, *, code: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """429, and when to come again: in whole seconds, and in milliseconds for clients that can read those."""
     after = {"Retry-After": str(max(1, math.ceil(after_s))), "retry-after-ms": str(max(1, math.ceil(after_s * 1000)))}
     return ApiError(429, message, code=code, headers={**(headers or {}), **after})
@@ -185,34 +187,36 @@ def too_many(message: str, after_s: float, *, code: str, headers: Mapping[str, s
 class LagCache:
     """The lag of each pipeline, looked up by one request for all that come meanwhile."""
 
-    def __init__(self, lag_of: Callable[[Pipeline], Awaitable[PipelineLag]]) -> None:
-        self._lag_of = lag_of
-        self._found: dict[Pipeline, tuple[float, PipelineLag | None]] = {}
-        self._looking: dict[Pipeline, asyncio.Task[None]] = {}
+    def __init__(self, fetch_lag: Callable[[Pipeline], Awaitable[PipelineLag]]) -> None:
+        self._fetch_lag = fetch_lag
+        self._cached: dict[Pipeline, tuple[float, PipelineLag | None]] = {}
+        self._refreshing: dict[Pipeline, asyncio.Task[None]] = {}
 
-    async def look(self, pipeline: Pipeline) -> PipelineLag | None:
+    async def get_lag(self, pipeline: Pipeline) -> PipelineLag | None:
         """The lag of a moment ago; None: it is not known, or nobody serves the pipeline."""
-        age_s = time.monotonic() - self._found.get(pipeline, (-math.inf, None))[0]
-        if age_s > LOOK_S and pipeline not in self._looking:
-            self._looking[pipeline] = asyncio.create_task(self._look(pipeline))
-        if age_s > TRUST_S:
-            await asyncio.shield(self._looking[pipeline])
-        return self._found[pipeline][1]
+        age_s = time.monotonic() - self._cached.get(pipeline, (-math.inf, None))[0]
+        if age_s > LAG_REFRESH_S and pipeline not in self._refreshing:
+            self._refreshing[pipeline] = asyncio.create_task(self._refresh_lag(pipeline))
+        if age_s > LAG_MAX_AGE_S:
+            await asyncio.shield(self._refreshing[pipeline])
+        return self._cached[pipeline][1]
 
-    async def _look(self, pipeline: Pipeline) -> None:
+    async def _refresh_lag(self, pipeline: Pipeline) -> None:
         lag: PipelineLag | None = None
         try:
-            lag = await self._lag_of(pipeline)
+            lag = await self._fetch_lag(pipeline)
         except BusUnavailable:  # whoever publishes is told
             pass
         except Exception:  # not to know the lag is no reason to refuse
             log.exception("the lag of %s", pipeline.name)
         finally:
-            self._found[pipeline] = (time.monotonic(), lag)
-            del self._looking[pipeline]
+            self._cached[pipeline] = (time.monotonic(), lag)
+            del self._refreshing[pipeline]
 
 
-def _over_rate(caller: Caller, requests: float, tokens: float, num_tokens: int, headers: Mapping[str, str]) -> ApiError:
+def _rate_limit_error(
+    caller: Caller, requests: float, tokens: float, num_tokens: int, headers: Mapping[str, str]
+) -> ApiError:
     waits = [(0.0, "")]
     if caller.requests_per_min is not None:
         waits.append(((1 - requests) * 60 / caller.requests_per_min, f"{caller.requests_per_min:,} requests"))
@@ -220,7 +224,7 @@ def _over_rate(caller: Caller, requests: float, tokens: float, num_tokens: int, 
         waits.append(((num_tokens - tokens) * 60 / caller.tokens_per_min, f"{caller.tokens_per_min:,} tokens"))
     after_s, what = max(waits)
     message = f"over the limit of {what} a minute; try again in {after_s:.1f} s"
-    return too_many(message, after_s, code="rate_limit_exceeded", headers=headers)
+    return too_many_requests(message, after_s, code="rate_limit_exceeded", headers=headers)
 
 
 def _rate_headers(caller: Caller, requests: float, tokens: float) -> dict[str, str]:
@@ -232,11 +236,11 @@ def _rate_headers(caller: Caller, requests: float, tokens: float) -> dict[str, s
         if limit is not None:
             headers[f"x-ratelimit-limit-{name}"] = str(limit)
             headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(left)))
-            headers[f"x-ratelimit-reset-{name}"] = _span((limit - left) * 60 / limit)
+            headers[f"x-ratelimit-reset-{name}"] = _format_duration((limit - left) * 60 / limit)
     return headers
 
 
-def _span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """As OpenAI writes it: `120ms`, `7.66s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"

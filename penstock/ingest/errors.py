@@ -15,7 +15,7 @@ from penstock.errors import (
     StreamTimeout,
 )
 
-STATUS: Mapping[str, int] = {
+STATUS_BY_CODE: Mapping[str, int] = {
     "invalid_request": 400,
     "unsupported_version": 400,
     "unknown_model": 404,
@@ -30,7 +30,7 @@ STATUS: Mapping[str, int] = {
     "internal_error": 500,
 }
 """HTTP status by the code of a `RequestError`."""
-TYPES: Mapping[int, str] = {
+TYPE_BY_STATUS: Mapping[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -44,7 +44,7 @@ TYPES: Mapping[int, str] = {
     431: "invalid_request_error",
 }
 """`type` by HTTP status; what is not here is a `server_error`."""
-NOT_AGAIN = (409, 504)
+NO_RETRY_STATUSES = (409, 504)
 """What the SDKs would ask again by themselves, where that brings the same, or does once more what nobody wants now."""
 
 
@@ -77,21 +77,21 @@ class ApiError(PenstockError):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
-        self.headers = {**(headers or {}), **({"x-should-retry": "false"} if status in NOT_AGAIN else {})}
+        self.headers = {**(headers or {}), **({"x-should-retry": "false"} if status in NO_RETRY_STATUSES else {})}
 
     @property
     def body(self) -> ErrorBody:
         """As it is sent."""
-        kind = TYPES.get(self.status, "server_error")
+        kind = TYPE_BY_STATUS.get(self.status, "server_error")
         return ErrorBody(error=ErrorDetail(message=str(self), type=kind, param=self.param, code=self.code))
 
 
-def not_found(what: str, name: str) -> ApiError:
+def not_found_error(what: str, name: str) -> ApiError:
     """The same for what does not exist and for what is another tenant's."""
     return ApiError(404, f"no such {what}: {name!r}", code=f"{what}_not_found")
 
 
-def api_error(error: PenstockError, prompt: str | None = None) -> ApiError:
+def to_api_error(error: PenstockError, prompt: str | None = None) -> ApiError:
     """What a caller is told of any of our errors. `prompt` is the parameter that has the prompt, where it is known."""
     match error:
         case ApiError():
@@ -99,7 +99,7 @@ def api_error(error: PenstockError, prompt: str | None = None) -> ApiError:
         case PromptTooLong():  # by this code clients shorten a chat, or go to a model with more context
             found = ApiError(400, str(error), param=prompt, code="context_length_exceeded")
         case RequestError():
-            found = ApiError(STATUS.get(error.code, 500), str(error), code=error.code)
+            found = ApiError(STATUS_BY_CODE.get(error.code, 500), str(error), code=error.code)
         case StreamExpired():
             found = ApiError(404, str(error), code="stream_expired")
         case StreamDiverged():

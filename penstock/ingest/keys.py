@@ -27,16 +27,16 @@ from penstock.redis.client import translate_outages
 
 log = logging.getLogger(__name__)
 
-FRESH_S = 1.0
+CACHE_TTL_S = 1.0
 """So long what was read is believed: a key that is revoked may be used for another second."""
-MAX_CACHED = 10_000
-IN_REDIS, OPEN = "redis", "open"
+MAX_CACHED_ENTRIES = 10_000
+KEYS_IN_REDIS, KEYS_OPEN = "redis", "open"
 """What the setting may say besides a path."""
 
 E = TypeVar("E", bound=BaseModel)
 
 
-class Book(BaseModel):
+class KeyBook(BaseModel):
     """All that is set down."""
 
     model_config = ConfigDict(extra="forbid")
@@ -45,20 +45,20 @@ class Book(BaseModel):
     keys: dict[str, KeyEntry] = {}
 
 
-def source_of(settings: AdmissionSettings, host: str, client: "redis.asyncio.Redis") -> KeySource | None:
+def open_key_source(settings: AdmissionSettings, host: str, client: "redis.asyncio.Redis") -> KeySource | None:
     """Where a gateway that listens on `host` looks keys up; None: it is open.
 
     Raises `SettingsError` for a file that cannot be read, and for an open gateway that others can reach, unless the
     setting says `open`.
     """
-    if settings.keys == OPEN or (not settings.keys and is_loopback(host)):
+    if settings.keys == KEYS_OPEN or (not settings.keys and is_loopback(host)):
         return None
     if not settings.keys:
         raise SettingsError(
             f"the gateway would be open to everybody who reaches {host}: set PENSTOCK_GATEWAY_KEYS to a file of keys, "
-            f"to {IN_REDIS!r}, or to {OPEN!r} if that is what you want"
+            f"to {KEYS_IN_REDIS!r}, or to {KEYS_OPEN!r} if that is what you want"
         )
-    return RedisKeys(client) if settings.keys == IN_REDIS else FileKeys(Path(settings.keys))
+    return RedisKeys(client) if settings.keys == KEYS_IN_REDIS else FileKeys(Path(settings.keys))
 
 
 class FileKeys:
@@ -66,27 +66,27 @@ class FileKeys:
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
-        self._book, self._mark = read_book(self._path), _mark(self._path)
-        self._looked_at = time.monotonic()
+        self._book, self._version = read_book_file(self._path), _file_version(self._path)
+        self._checked_at = time.monotonic()
 
-    async def key(self, key_id: str) -> KeyEntry | None:
+    async def find_key(self, key_id: str) -> KeyEntry | None:
         """The key of an id."""
-        await self._look()
+        await self._reload_if_changed()
         return self._book.keys.get(key_id)
 
-    async def tenant(self, name: str) -> TenantEntry:
+    async def find_tenant(self, name: str) -> TenantEntry:
         """What a tenant may do."""
-        await self._look()
+        await self._reload_if_changed()
         return self._book.tenants.get(name, TenantEntry())
 
-    async def _look(self) -> None:
-        if time.monotonic() < self._looked_at + FRESH_S:
+    async def _reload_if_changed(self) -> None:
+        if time.monotonic() < self._checked_at + CACHE_TTL_S:
             return
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         try:
-            mark = await asyncio.to_thread(_mark, self._path)
-            if mark != self._mark:
-                self._book, self._mark = await asyncio.to_thread(read_book, self._path), mark
+            mark = await asyncio.to_thread(_file_version, self._path)
+            if mark != self._version:
+                self._book, self._version = await asyncio.to_thread(read_book_file, self._path), mark
         except (OSError, SettingsError) as error:
             log.error("the keys are not read again: %s", error)
 
@@ -98,51 +98,51 @@ class RedisKeys:
         self._client = client
         self._cache: dict[tuple[str, str], tuple[float, str | None]] = {}
 
-    async def key(self, key_id: str) -> KeyEntry | None:
+    async def find_key(self, key_id: str) -> KeyEntry | None:
         """The key of an id."""
-        return _entry(KeyEntry, await self._get(KEYS_KEY, key_id))
+        return _parse_entry(KeyEntry, await self._read_field(KEYS_KEY, key_id))
 
-    async def tenant(self, name: str) -> TenantEntry:
+    async def find_tenant(self, name: str) -> TenantEntry:
         """What a tenant may do."""
-        return _entry(TenantEntry, await self._get(TENANTS_KEY, name)) or TenantEntry()
+        return _parse_entry(TenantEntry, await self._read_field(TENANTS_KEY, name)) or TenantEntry()
 
-    async def _get(self, table: str, field: str) -> str | None:
+    async def _read_field(self, table: str, field: str) -> str | None:
         until, text = self._cache.get((table, field), (0.0, None))
         if time.monotonic() < until:
             return text
         with translate_outages():
             raw = cast("bytes | None", await self._client.hget(table, field))
-        if len(self._cache) >= MAX_CACHED:  # somebody tries out ids
+        if len(self._cache) >= MAX_CACHED_ENTRIES:  # somebody tries out ids
             self._cache.clear()
         text = None if raw is None else raw.decode()
-        self._cache[table, field] = (time.monotonic() + FRESH_S, text)
+        self._cache[table, field] = (time.monotonic() + CACHE_TTL_S, text)
         return text
 
 
-def _entry(kind: type[E], text: str | None) -> E | None:
+def _parse_entry(kind: type[E], text: str | None) -> E | None:
     return None if text is None else kind.model_validate_json(text)
 
 
 # For `penstock keys`.
 
 
-def read_redis(client: "redis.Redis") -> Book:
+def read_redis_book(client: "redis.Redis") -> KeyBook:
     """All that Redis has."""
     tables = [cast("Mapping[bytes, bytes]", client.hgetall(table)) for table in (KEYS_KEY, TENANTS_KEY)]
     keys, tenants = ({name.decode(): json.loads(raw) for name, raw in table.items()} for table in tables)
-    return Book.model_validate({"keys": keys, "tenants": tenants})
+    return KeyBook.model_validate({"keys": keys, "tenants": tenants})
 
 
-def read_book(path: Path) -> Book:
+def read_book_file(path: Path) -> KeyBook:
     """A file of keys. Raises `SettingsError`."""
     try:
         raw = path.read_bytes()
-        return Book.model_validate(tomllib.loads(raw.decode()) if path.suffix == ".toml" else json.loads(raw))
+        return KeyBook.model_validate(tomllib.loads(raw.decode()) if path.suffix == ".toml" else json.loads(raw))
     except (OSError, ValueError, ValidationError) as error:
         raise SettingsError(f"{path}: {error}") from None
 
 
-def write_book(path: Path, book: Book) -> None:
+def write_book_file(path: Path, book: KeyBook) -> None:
     """Put a file in the place of the old one, whole, readable for its owner alone. Raises `SettingsError` for TOML."""
     if path.suffix == ".toml":
         raise SettingsError(f"{path}: a TOML file is edited by hand; penstock writes JSON")
@@ -155,7 +155,7 @@ def write_book(path: Path, book: Book) -> None:
     os.replace(name, path)
 
 
-def _mark(path: Path) -> tuple[int, int, int]:
+def _file_version(path: Path) -> tuple[int, int, int]:
     """Another one when the file is another one."""
     found = path.stat()
     return found.st_mtime_ns, found.st_size, found.st_ino

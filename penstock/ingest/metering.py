@@ -40,20 +40,20 @@ from penstock.redis.scripts import RENEW_LEASE, load_script
 
 log = logging.getLogger(__name__)
 
-WINDOW = 100_000
+MAX_SEEN_IDS = 100_000
 """So many ids are remembered."""
-MOST = 200
+MAX_RESULTS_PER_READ = 200
 """Results read at once."""
-MOST_TOKENS = 2**31
+MAX_TOKENS_PER_REQUEST = 2**31
 """No request uses so many: a sum of larger numbers may be none that Redis can keep."""
-LEASE_S, WAIT_S = 5.0, 1.0
-COUNTERS = ("requests", "prefill_tokens", "cached_tokens", "decode_tokens")
+METER_LEASE_S, READ_TIMEOUT_S = 5.0, 1.0
+USAGE_COUNTERS = ("requests", "prefill_tokens", "cached_tokens", "decode_tokens")
 
 COUNT_RESULTS = load_script("penstock.ingest", "count_results")
 
 
 @dataclass(frozen=True)
-class Sums:
+class UsageSums:
     """What was used. Prompt tokens are either computed (`prefill`) or found in the KV store (`cached`)."""
 
     requests: int = 0
@@ -63,7 +63,7 @@ class Sums:
     decode_tokens: int = 0
 
 
-class Meter:
+class UsageMeter:
     """Counts the results of one pipeline. For one thread."""
 
     def __init__(self, addresses: Addresses) -> None:
@@ -72,54 +72,54 @@ class Meter:
         self._client = redis_client(addresses.first_url)
         self._token = uuid.uuid4().hex
         self._follower: Follower | None = None
-        self._places: dict[str, str] = {}
+        self._offsets: dict[str, str] = {}
 
-    def turn(self, timeout_s: float = WAIT_S) -> int | None:
+    def count_once(self, timeout_s: float = READ_TIMEOUT_S) -> int | None:
         """Count what came, waiting up to `timeout_s` for any; how many results. None: another one counts.
 
         Raises `BusUnavailable` or `redis.RedisError`: another turn may be taken at any time.
         """
         key = self._pipeline.meter_key("reader")
-        if not RENEW_LEASE.run(self._client, [key], [self._token, int(LEASE_S * 1000)]):
-            self._let_go()
+        if not RENEW_LEASE.run(self._client, [key], [self._token, int(METER_LEASE_S * 1000)]):
+            self._close_follower()
             return None
         try:
-            return self._turn(timeout_s)
+            return self._count_new_results(timeout_s)
         except (BusUnavailable, redis.RedisError):
-            self._let_go()
+            self._close_follower()
             raise
 
-    def _turn(self, timeout_s: float) -> int:
+    def _count_new_results(self, timeout_s: float) -> int:
         if self._follower is None:
-            self._places = _text(self._client.hgetall(self._pipeline.meter_key("places")))
-            self._follower = self._bus.follow(self._pipeline.results_topic, self._places)
-        found = self._follower.read(timeout_s, MOST)
+            self._offsets = _decode_hash(self._client.hgetall(self._pipeline.meter_key("places")))
+            self._follower = self._bus.follow(self._pipeline.results_topic, self._offsets)
+        found = self._follower.read(timeout_s, MAX_RESULTS_PER_READ)
         failpoint("meter.1.read")
         parts: dict[str, list[Followed]] = {}
         for message in found:
             parts.setdefault(message.part, []).append(message)
         for part, messages in parts.items():
-            if not self._add(part, messages):
-                self._let_go()
+            if not self._count_part(part, messages):
+                self._close_follower()
                 return 0
             failpoint("meter.2.counted")
         return len(found)
 
-    def _add(self, part: str, messages: Sequence[Followed]) -> bool:
+    def _count_part(self, part: str, messages: Sequence[Followed]) -> bool:
         """Count one part's messages; False if somebody else did."""
         days: dict[str, int] = {}
-        words: list[Any] = [part, self._places.get(part, ""), messages[-1].place, WINDOW]
-        for result in _results(messages):
-            number = days.setdefault(day_of(result.timings.finished), len(days) + 1)
+        arguments: list[Any] = [part, self._offsets.get(part, ""), messages[-1].place, MAX_SEEN_IDS]
+        for result in _parse_results(messages):
+            number = days.setdefault(utc_day(result.timings.finished), len(days) + 1)
             usage = result.usage
             computed = usage.prompt_tokens - usage.cached_tokens
-            words += [result.id, number, result.tenant, computed, usage.cached_tokens, usage.completion_tokens]
+            arguments += [result.id, number, result.tenant, computed, usage.cached_tokens, usage.completion_tokens]
         keys = [self._pipeline.meter_key(name) for name in ("places", "seen", *(f"day:{day}" for day in days))]
-        is_done = bool(COUNT_RESULTS.run(self._client, keys, words))
-        self._places[part] = messages[-1].place
+        is_done = bool(COUNT_RESULTS.run(self._client, keys, arguments))
+        self._offsets[part] = messages[-1].place
         return is_done
 
-    def _let_go(self) -> None:
+    def _close_follower(self) -> None:
         follower, self._follower = self._follower, None
         if follower is not None:
             with contextlib.suppress(BusUnavailable):
@@ -127,11 +127,11 @@ class Meter:
 
     def close(self) -> None:
         """Free the connections; another one may count after `LEASE_S`."""
-        self._let_go()
+        self._close_follower()
         self._client.close()
 
 
-def _results(messages: Iterable[Followed]) -> Iterable[Result]:
+def _parse_results(messages: Iterable[Followed]) -> Iterable[Result]:
     """What can be read of them, and counted; anybody may write into a topic."""
     for followed in messages:
         if followed.message is None:
@@ -142,7 +142,10 @@ def _results(messages: Iterable[Followed]) -> Iterable[Result]:
             log.warning("%s is no result: %s", followed.place, error)
             continue
         usage = result.usage
-        if 0 <= usage.cached_tokens <= usage.prompt_tokens < MOST_TOKENS and 0 <= usage.completion_tokens < MOST_TOKENS:
+        if (
+            0 <= usage.cached_tokens <= usage.prompt_tokens < MAX_TOKENS_PER_REQUEST
+            and 0 <= usage.completion_tokens < MAX_TOKENS_PER_REQUEST
+        ):
             yield result
         else:
             log.warning("%s is no result: %s cannot have been used", followed.place, usage)
@@ -150,12 +153,12 @@ def _results(messages: Iterable[Followed]) -> Iterable[Result]:
 
 async def meter_forever(addresses: Addresses) -> None:
     """Count a pipeline's results until cancelled, whatever is away meanwhile."""
-    meter, thread = Meter(addresses), ThreadPoolExecutor(1, "meter")
+    meter, thread = UsageMeter(addresses), ThreadPoolExecutor(1, "meter")
     loop, waits = asyncio.get_running_loop(), backoff_pauses()
     try:
         while True:
             try:
-                counted = await _to_the_end(loop.run_in_executor(thread, meter.turn))
+                counted = await _finish_before_cancel(loop.run_in_executor(thread, meter.count_once))
             except (BusUnavailable, redis.RedisError) as error:
                 if not is_away(error):
                     log.error("metering: %s", error)
@@ -163,13 +166,13 @@ async def meter_forever(addresses: Addresses) -> None:
                 continue
             waits = backoff_pauses()
             if counted is None:
-                await asyncio.sleep(WAIT_S)
+                await asyncio.sleep(READ_TIMEOUT_S)
     finally:
         thread.submit(meter.close)
         thread.shutdown(wait=False)
 
 
-async def _to_the_end(turn: "asyncio.Future[int | None]") -> int | None:
+async def _finish_before_cancel(turn: "asyncio.Future[int | None]") -> int | None:
     """Cancelled or not, the thread is through with its turn."""
     try:
         return await asyncio.shield(turn)
@@ -181,41 +184,43 @@ async def _to_the_end(turn: "asyncio.Future[int | None]") -> int | None:
 
 # What was counted.
 
-Days = Mapping[str, Mapping[str, Sums]]
+UsageByDay = Mapping[str, Mapping[str, UsageSums]]
 """By day (UTC), then by tenant."""
 
 
-def day_of(seconds: float) -> str:
+def utc_day(seconds: float) -> str:
     """`2026-11-21`, in UTC; of a result that does not say when it finished, or when it cannot have, today."""
     now = time.time()
     return time.strftime("%Y-%m-%d", time.gmtime(seconds if 0 < seconds < now + 86400 else now))
 
 
-def last_days(num_days: int) -> list[str]:
+def list_last_days(num_days: int) -> list[str]:
     """Today and those before it, the oldest first."""
     now = time.time()
-    return [day_of(now - 86400 * ago) for ago in reversed(range(num_days))]
+    return [utc_day(now - 86400 * ago) for ago in reversed(range(num_days))]
 
 
-def day_keys(pipeline: Pipeline, days: Iterable[str]) -> list[str]:
+def make_day_keys(pipeline: Pipeline, days: Iterable[str]) -> list[str]:
     """Where the sums of these days are."""
     return [pipeline.meter_key(f"day:{day}") for day in days]
 
 
-def sums_of(fields: Mapping[bytes, bytes]) -> dict[str, Sums]:
+def parse_day_sums(fields: Mapping[bytes, bytes]) -> dict[str, UsageSums]:
     """One day's sums by tenant, from its hash."""
     counts: dict[str, dict[str, int]] = {}
     for field, number in fields.items():
         counter, _, tenant = field.decode().partition(":")
         counts.setdefault(tenant, {})[counter] = int(number)
-    return {tenant: Sums(**{name: found.get(name, 0) for name in COUNTERS}) for tenant, found in counts.items()}
+    return {
+        tenant: UsageSums(**{name: found.get(name, 0) for name in USAGE_COUNTERS}) for tenant, found in counts.items()
+    }
 
 
-def total(sums: Iterable[Sums]) -> Sums:
+def add_sums(sums: Iterable[UsageSums]) -> UsageSums:
     """All of them together."""
     found = list(sums)
-    return Sums(**{name: sum(getattr(one, name) for one in found) for name in COUNTERS})
+    return UsageSums(**{name: sum(getattr(one, name) for one in found) for name in USAGE_COUNTERS})
 
 
-def _text(fields: Any) -> dict[str, str]:
+def _decode_hash(fields: Any) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in fields.items()}

@@ -16,8 +16,8 @@ from penstock.names import Pipeline
 from penstock.redis.client import translate_outages
 from penstock.redis.scripts import load_script
 
-TICKET_S = 60
-BUSY_S = 1.0
+HELD_TTL_S = 60
+FULL_WAIT_S = 1.0
 """A pipeline in which a request would wait for longer is full."""
 
 ENTER_SHARE = load_script("penstock.ingest", "enter_share")
@@ -25,7 +25,7 @@ LEAVE_SHARE = load_script("penstock.ingest", "leave_share")
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTokens:
     """Tokens that a tenant holds of a pipeline."""
 
     pipeline: Pipeline
@@ -34,27 +34,29 @@ class Held:
     num_tokens: int
 
 
-class Shares:
+class TenantShares:
     """Who holds how much, of all pipelines."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self._client = client
 
-    async def enter(
+    async def hold_tokens(
         self, pipeline: Pipeline, tenant: str, weight: float, num_tokens: int, *, is_full: bool
-    ) -> Held | None:
+    ) -> HeldTokens | None:
         """Hold tokens; None: the tenant has more than its share. Raises `BusUnavailable`."""
         num_tokens = max(1, num_tokens)
-        held = Held(pipeline, f"{uuid.uuid4().hex}|{tenant}|{num_tokens}", tenant, num_tokens)
-        words: list[str | float] = [held.ticket, tenant, num_tokens, weight, TICKET_S, int(is_full)]
+        held = HeldTokens(pipeline, f"{uuid.uuid4().hex}|{tenant}|{num_tokens}", tenant, num_tokens)
+        arguments: list[str | float] = [held.ticket, tenant, num_tokens, weight, HELD_TTL_S, int(is_full)]
         with translate_outages():
-            return held if await ENTER_SHARE.run_async(self._client, _keys(pipeline), words) else None
+            return held if await ENTER_SHARE.run_async(self._client, _share_keys(pipeline), arguments) else None
 
-    async def leave(self, held: Held) -> None:
+    async def release_tokens(self, held: HeldTokens) -> None:
         """Hold them no more. Raises `BusUnavailable`: then they count until their time is over."""
         with translate_outages():
-            await LEAVE_SHARE.run_async(self._client, _keys(held.pipeline), [held.ticket, held.tenant, held.num_tokens])
+            await LEAVE_SHARE.run_async(
+                self._client, _share_keys(held.pipeline), [held.ticket, held.tenant, held.num_tokens]
+            )
 
 
-def _keys(pipeline: Pipeline) -> list[str]:
+def _share_keys(pipeline: Pipeline) -> list[str]:
     return [pipeline.shares_key(part) for part in ("tickets", "tokens", "weights")]

@@ -18,8 +18,8 @@ from penstock.ingest.errors import ApiError
 from penstock.messages import Tenant, Weight
 from penstock.names import CLASSES, PriorityClass
 
-_KEY = re.compile(r"psk_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
-_NOBODY = "0" * 64
+_KEY_PATTERN = re.compile(r"psk_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
+_NO_HASH = "0" * 64
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TenantEntry(BaseModel):
     max_request_tokens: int | None = Field(default=None, ge=1)
     max_batch_tokens: int | None = Field(default=None, ge=1)
 
-    def caller(self, tenant: str) -> Caller:
+    def make_caller(self, tenant: str) -> Caller:
         """The tenant as it calls."""
         return Caller(tenant, **{name: getattr(self, name) for name in type(self).model_fields})
 
@@ -72,21 +72,21 @@ class KeyEntry(BaseModel):
 class KeySource(Protocol):
     """Where keys and tenants are set down. Raises `BusUnavailable` where that is away."""
 
-    async def key(self, key_id: str) -> KeyEntry | None:
+    async def find_key(self, key_id: str) -> KeyEntry | None:
         """The key of an id."""
 
-    async def tenant(self, name: str) -> TenantEntry:
+    async def find_tenant(self, name: str) -> TenantEntry:
         """What a tenant may do."""
 
 
-def new_key(tenant: str) -> tuple[str, str, KeyEntry]:
+def make_key(tenant: str) -> tuple[str, str, KeyEntry]:
     """A key as its owner gets it, its id, and what is set down of it."""
     key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
-    entry = KeyEntry(tenant=tenant, hash=hash_of(secret), created=round(time.time(), 3))
+    entry = KeyEntry(tenant=tenant, hash=hash_secret(secret), created=round(time.time(), 3))
     return f"psk_{key_id}_{secret}", key_id, entry
 
 
-def hash_of(secret: str) -> str:
+def hash_secret(secret: str) -> str:
     """What is kept of a secret."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
@@ -102,7 +102,7 @@ class Keyring:
         """Whether anybody may call."""
         return self._source is None
 
-    async def caller_of(self, authorization: str | None) -> Caller:
+    async def authenticate_caller(self, authorization: str | None) -> Caller:
         """Who sends this `Authorization` header.
 
         Raises `ApiError` 401, the same for a key that never was, was revoked, or has a wrong secret; `BusUnavailable`
@@ -111,16 +111,16 @@ class Keyring:
         if self._source is None:
             return Caller()
         scheme, _, text = (authorization or "").partition(" ")
-        match = _KEY.fullmatch(text.strip())
+        match = _KEY_PATTERN.fullmatch(text.strip())
         if scheme.lower() != "bearer" or not text.strip():
-            raise _refused("no API key: send it as 'Authorization: Bearer psk_…'")
-        entry = await self._source.key(match[1]) if match else None
+            raise _unauthorized_error("no API key: send it as 'Authorization: Bearer psk_…'")
+        entry = await self._source.find_key(match[1]) if match else None
         # Compared in any case, in a time that tells nothing of where they differ.
-        is_same = hmac.compare_digest(hash_of(match[2] if match else ""), entry.hash if entry else _NOBODY)
+        is_same = hmac.compare_digest(hash_secret(match[2] if match else ""), entry.hash if entry else _NO_HASH)
         if entry is None or not is_same:
-            raise _refused("this API key is not valid")
-        return (await self._source.tenant(entry.tenant)).caller(entry.tenant)
+            raise _unauthorized_error("this API key is not valid")
+        return (await self._source.find_tenant(entry.tenant)).make_caller(entry.tenant)
 
 
-def _refused(message: str) -> ApiError:
+def _unauthorized_error(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

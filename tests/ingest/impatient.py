@@ -6,5 +6,5 @@ from sim.forked import run_penstock
 
 def penstock(*arguments: str) -> None:
     """The command."""
-    answer.FIRST_PATIENCE_S = 2.0
+    answer.MIN_ANSWER_TIMEOUT_S = 2.0
     run_penstock(*arguments)

@@ -19,14 +19,14 @@ from penstock.config.settings import BusSettings, GatewaySettings, RecordSetting
 from penstock.errors import BusUnavailable, IdConflict, RequestTooLarge, SettingsError
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway import accept as accepting
-from penstock.ingest.gateway.accept import Wishes, accept
-from penstock.ingest.gateway.sse import Feed
+from penstock.ingest.gateway.accept import RequestHeaders, accept_request
+from penstock.ingest.gateway.sse import StreamFeed
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.gateway.stream_meta import Cards
-from penstock.ingest.gateway.streaming import whole
+from penstock.ingest.gateway.stream_meta import StreamMetaStore
+from penstock.ingest.gateway.streaming import read_answers
 from penstock.ingest.openai import ENDPOINTS
-from penstock.ingest.openai.endpoint import Card
-from penstock.ingest.openai.sse import Places
+from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.openai.sse import ResumePoint
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, Request, decode_message, now_s
 from penstock.names import Pipeline, card_key, rate_key
@@ -40,7 +40,7 @@ from penstock.worker.heartbeat import Heartbeat
 from tests.record.play import end, prefill, say
 
 PATH = "/v1/completions"
-KEY = Wishes(idempotency_key="k")
+KEY = RequestHeaders(idempotency_key="k")
 
 
 class Place:
@@ -59,13 +59,15 @@ class Place:
         found = self.bus.read_all(self.pipeline.request_topic("interactive"))
         return [decode_message(Request, message.value) for message in found]
 
-    async def post(self, gateway: Gateway, wishes: Wishes = KEY, caller: Caller | None = None, **body: Any) -> Card:
+    async def post(
+        self, gateway: Gateway, wishes: RequestHeaders = KEY, caller: Caller | None = None, **body: Any
+    ) -> StreamMeta:
         endpoint = ENDPOINTS[PATH]
-        parsed = endpoint.parse({"model": self.model, "prompt": "hello", "max_tokens": 5} | body)
-        card, _ = await accept(gateway, caller or self.caller, wishes, endpoint, parsed, now_s())
+        parsed = endpoint.parse_body({"model": self.model, "prompt": "hello", "max_tokens": 5} | body)
+        card, _ = await accept_request(gateway, caller or self.caller, wishes, endpoint, parsed, now_s())
         return card
 
-    def answer(self, card: Card, body: str) -> None:
+    def answer(self, card: StreamMeta, body: str) -> None:
         """Play the workers, for a request with that body."""
         claim = prefill(self.record, card.id, body=body)
         say(self.record, claim, [1, 2])
@@ -116,8 +118,8 @@ async def test_what_was_not_published_is_published_by_the_next_post(
         patch.setattr(AsyncClient, "send", refuse)
         with pytest.raises(BusUnavailable):
             await place.post(gateways[0])
-    name = "cmpl-" + await gateways[0].cards.name_of(place.caller.tenant, "k")
-    assert await gateways[1].client(place.model).cancel(name)  # which makes a record that no worker has seen
+    name = "cmpl-" + await gateways[0].stream_metas.derive_name(place.caller.tenant, "k")
+    assert await gateways[1].get_client(place.model).cancel(name)  # which makes a record that no worker has seen
     card = await place.post(gateways[1])
     assert [request.id for request in place.published()] == [card.id] == [name]
     await place.post(gateways[0])
@@ -127,7 +129,7 @@ async def test_what_was_not_published_is_published_by_the_next_post(
 async def test_what_waits_is_published_again_once_a_minute_and_what_a_worker_has_seen_never(
     place: Place, gateways: list[Gateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accepting, "PUBLISHED_S", 0.0)
+    monkeypatch.setattr(accepting, "REPUBLISH_AFTER_S", 0.0)
     card = await place.post(gateways[0])
     await place.post(gateways[1])
     assert len(place.published()) == 2
@@ -145,9 +147,9 @@ async def test_prompts_times_n_are_bounded_before_anything_is_made_or_taken(
     monkeypatch.setattr(accepting, "make_request", never)
     limited = Caller(tenant=place.caller.tenant, requests_per_min=3)
     with pytest.raises(RequestTooLarge, match="fewer choices"):
-        await place.post(gateways[0], Wishes(), limited, prompt="x" * (MAX_REQUEST_BYTES // 4), n=5)
+        await place.post(gateways[0], RequestHeaders(), limited, prompt="x" * (MAX_REQUEST_BYTES // 4), n=5)
     with pytest.raises(RequestTooLarge, match="fewer choices"):
-        await place.post(gateways[0], Wishes(), limited, prompt=[[7] * 100_000] * 20)
+        await place.post(gateways[0], RequestHeaders(), limited, prompt=[[7] * 100_000] * 20)
     assert not place.server.exists(rate_key(limited.tenant))
 
 
@@ -155,14 +157,14 @@ async def test_who_is_refused_by_the_limits_has_nothing_made(
     place: Place, gateways: list[Gateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limited = Caller(tenant=place.caller.tenant, requests_per_min=1)
-    await place.post(gateways[0], Wishes(), limited)
+    await place.post(gateways[0], RequestHeaders(), limited)
 
     def never(*_: object) -> None:
         raise AssertionError("made")
 
     monkeypatch.setattr(accepting, "make_request", never)
     with pytest.raises(ApiError) as refused:
-        await place.post(gateways[0], Wishes(), limited, prompt="x" * 1_000_000, n=8)
+        await place.post(gateways[0], RequestHeaders(), limited, prompt="x" * 1_000_000, n=8)
     assert refused.value.status == 429
 
 
@@ -179,7 +181,7 @@ async def test_large_requests_are_made_beside_the_event_loop(
         return make_request(prompt, fields)
 
     monkeypatch.setattr(accepting, "make_request", make)
-    await place.post(gateways[0], Wishes(), prompt="x" * 200_000, n=2)
+    await place.post(gateways[0], RequestHeaders(), prompt="x" * 200_000, n=2)
     assert made_on_the_loop == [False, False]
     assert [len(request.prompt or "") for request in place.published()] == [200_000] * 2
 
@@ -188,12 +190,12 @@ async def test_an_answer_to_another_body_under_the_id_is_not_told(place: Place, 
     card = await place.post(gateways[0])
     place.answer(card, body="f" * 64)
     with pytest.raises(IdConflict):
-        await whole(gateways[1], card)
+        await read_answers(gateways[1], card)
 
     async def ended(_: object) -> None:
         pass
 
-    sent = b"".join([frame async for frame in Feed(gateways[0], card, Places(1), ended).frames()])
+    sent = b"".join([frame async for frame in StreamFeed(gateways[0], card, ResumePoint(1), ended).read_frames()])
     assert b"id_conflict" in sent
     assert b'"text"' not in sent
 
@@ -201,19 +203,21 @@ async def test_an_answer_to_another_body_under_the_id_is_not_told(place: Place, 
 async def test_the_answer_to_its_own_body_is_told(place: Place, gateways: list[Gateway]) -> None:
     card = await place.post(gateways[0])
     place.answer(card, body=card.bodies[0])
-    (answer,) = await whole(gateways[1], card)
+    (answer,) = await read_answers(gateways[1], card)
     assert answer.token_ids == [1, 2]
 
 
 async def test_an_id_cannot_be_told_from_tenant_and_key(place: Place, gateways: list[Gateway]) -> None:
-    mine, again = [await gateway.cards.name_of("acme", "k") for gateway in gateways]
+    mine, again = [await gateway.stream_metas.derive_name("acme", "k") for gateway in gateways]
     assert mine == again
-    assert mine != await gateways[0].cards.name_of("other", "k")
+    assert mine != await gateways[0].stream_metas.derive_name("other", "k")
     place.server.delete("penstock:gateway:secret")
-    assert mine == await gateways[0].cards.name_of("acme", "k"), "a gateway gives it back to a Redis that lost it"
-    stranger = Cards(gateways[0].servers, RecordSettings())
+    assert mine == await gateways[0].stream_metas.derive_name("acme", "k"), (
+        "a gateway gives it back to a Redis that lost it"
+    )
+    stranger = StreamMetaStore(gateways[0].servers, RecordSettings())
     place.server.delete("penstock:gateway:secret")
-    assert mine != await stranger.name_of("acme", "k")
+    assert mine != await stranger.derive_name("acme", "k")
 
 
 async def test_a_card_is_renewed_until_its_requests_have_ended(place: Place, gateways: list[Gateway]) -> None:
@@ -224,12 +228,12 @@ async def test_a_card_is_renewed_until_its_requests_have_ended(place: Place, gat
 
     async def renewed(by: Gateway) -> bool:
         place.server.pexpire(key, 60_000)
-        await by.cards.renew()
+        await by.stream_metas.renew_all()
         return place.server.pttl(key) > 60_000
 
     assert await renewed(gateways[0])
     assert not await renewed(gateways[1]), "it has never seen it"
-    await gateways[1].cards.of_tenant(card.id, card.tenant)
+    await gateways[1].stream_metas.find_of_tenant(card.id, card.tenant)
     assert await renewed(gateways[1]), "it has a reader"
     place.answer(card, body=card.bodies[0])
     for gateway in gateways:
@@ -245,12 +249,12 @@ async def test_a_card_is_renewed_until_its_requests_on_all_servers_have_ended(
     ids = [uuid.uuid4().hex for _ in range(64)]
     chosen = [next(name for name in ids if servers[name] is part) for part in servers.parts]
     posted = await place.post(gateways[0])
-    cards = Cards(servers, RecordSettings())
+    cards = StreamMetaStore(servers, RecordSettings())
     card = await cards.put(posted.model_copy(update={"id": uuid.uuid4().hex, "request_ids": chosen}))
 
     async def is_renewed() -> bool:
         place.server.pexpire(card_key(card.id), 60_000)
-        await cards.renew()
+        await cards.renew_all()
         return place.server.pttl(card_key(card.id)) > 60_000
 
     for url, request_id in zip(urls, chosen, strict=True):
@@ -268,7 +272,7 @@ async def test_a_card_is_renewed_until_its_requests_on_all_servers_have_ended(
 async def test_a_tenants_look_at_the_pipeline_names_no_worker(place: Place, gateways: list[Gateway]) -> None:
     looks = {}
     for is_whole in (True, False):
-        async with aclosing(gateways[0].looks.frames(is_whole=is_whole)) as frames:
+        async with aclosing(gateways[0].broadcast.read_frames(is_whole=is_whole)) as frames:
             looks[is_whole] = json.loads((await anext(frames)).partition(b"data: ")[2])
     assert [worker["name"] for worker in looks[True]["workers"]] == ["nobody"]
     assert set(looks[False]) == {"at", "pipeline", "health", "lag", "ttft_s", "itl_s"}
@@ -286,7 +290,7 @@ async def test_settings_are_read_once(
         await asyncio.to_thread(client.submit, "hello")
         await asyncio.to_thread(client.lag)
     await place.post(gateways[0])
-    await gateways[0].client(place.model).lag()
+    await gateways[0].get_client(place.model).lag()
     assert len(place.published()) == 2
 
 

@@ -12,7 +12,7 @@ from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable
 from penstock.ingest.admission import Admission, Ticket
 from penstock.ingest.errors import ApiError
-from penstock.ingest.tenant_shares import Held, Shares
+from penstock.ingest.tenant_shares import HeldTokens, TenantShares
 from penstock.ingest.tenants import Caller
 from penstock.local.processes import find_free_port
 from penstock.messages import Usage
@@ -140,9 +140,9 @@ async def test_the_lag_says_when_to_come_again(
 ) -> None:
     door = gateway(client, wait_s)
     if not code:
-        assert await door.admit(Caller(), DEMO, "interactive", 10, most_wait_s=wanted_s)
+        assert await door.admit(Caller(), DEMO, "interactive", 10, max_wait_s=wanted_s)
         return
-    error = await refusal(door.admit(Caller(), DEMO, "interactive", 10, most_wait_s=wanted_s))
+    error = await refusal(door.admit(Caller(), DEMO, "interactive", 10, max_wait_s=wanted_s))
     assert (error.status, error.code, error.headers["Retry-After"]) == (429, code, str(after))
     if code == "overloaded":
         assert await door.admit(Caller(), DEMO, "batch", 10)  # which may wait for longer
@@ -150,37 +150,39 @@ async def test_the_lag_says_when_to_come_again(
 
 async def test_weights_share_a_full_pipeline(client: "redis.asyncio.Redis", pipeline: Pipeline) -> None:
     """Both ask as often as they can; what is admitted is worked off in order of arrival."""
-    shares = Shares(client)
-    weights, queue, served = {"heavy": 3.0, "light": 1.0}, deque[Held](), Counter[str]()
+    shares = TenantShares(client)
+    weights, queue, served = {"heavy": 3.0, "light": 1.0}, deque[HeldTokens](), Counter[str]()
     for turn in range(400):
         for tenant in sorted(weights, reverse=turn % 2 == 0):
             held = None
             if len(queue) < 24:  # beyond that, nobody is admitted
-                held = await shares.enter(pipeline, tenant, weights[tenant], 10, is_full=len(queue) > 4)
+                held = await shares.hold_tokens(pipeline, tenant, weights[tenant], 10, is_full=len(queue) > 4)
             if held is not None:
                 queue.append(held)
         done = queue.popleft()
-        await shares.leave(done)
+        await shares.release_tokens(done)
         served[done.tenant] += done.num_tokens
     assert served["heavy"] == pytest.approx(3 * served["light"], rel=0.2)
     while queue:  # the heavy one goes: the light one may have it all
-        await shares.leave(queue.popleft())
+        await shares.release_tokens(queue.popleft())
     for _ in range(30):
-        assert await shares.enter(pipeline, "light", 1.0, 10, is_full=True) is not None
-    assert await shares.enter(pipeline, "heavy", 3.0, 500, is_full=True) is not None  # it had none
-    assert await shares.enter(pipeline, "heavy", 3.0, 500, is_full=True) is not None  # it had less than 3/4
-    assert await shares.enter(pipeline, "heavy", 3.0, 10, is_full=True) is None
-    assert await shares.enter(pipeline, "light", 1.0, 10, is_full=True) is not None  # 300 of 1,300 are less than 1/4
-    assert await shares.enter(pipeline, "heavy", 3.0, 10, is_full=False) is not None
+        assert await shares.hold_tokens(pipeline, "light", 1.0, 10, is_full=True) is not None
+    assert await shares.hold_tokens(pipeline, "heavy", 3.0, 500, is_full=True) is not None  # it had none
+    assert await shares.hold_tokens(pipeline, "heavy", 3.0, 500, is_full=True) is not None  # it had less than 3/4
+    assert await shares.hold_tokens(pipeline, "heavy", 3.0, 10, is_full=True) is None
+    assert (
+        await shares.hold_tokens(pipeline, "light", 1.0, 10, is_full=True) is not None
+    )  # 300 of 1,300 are less than 1/4
+    assert await shares.hold_tokens(pipeline, "heavy", 3.0, 10, is_full=False) is not None
 
 
 async def test_what_nobody_settles_counts_for_a_while_only(
     client: "redis.asyncio.Redis", pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = gateway(client, 5.0)
-    monkeypatch.setattr("penstock.ingest.tenant_shares.TICKET_S", 0)
+    monkeypatch.setattr("penstock.ingest.tenant_shares.HELD_TTL_S", 0)
     lost = [await door.admit(Caller("lost"), pipeline, "interactive", 100) for _ in range(3)]
-    monkeypatch.setattr("penstock.ingest.tenant_shares.TICKET_S", 60)
+    monkeypatch.setattr("penstock.ingest.tenant_shares.HELD_TTL_S", 60)
     kept = await door.admit(Caller("kept"), pipeline, "interactive", 100)
     other = await door.admit(Caller("other"), pipeline, "interactive", 100)
     holders = await client.hkeys(pipeline.shares_key("tokens"))

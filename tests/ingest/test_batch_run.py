@@ -84,7 +84,7 @@ def test_a_journal_takes_no_file_of_others(tmp_path: Path) -> None:
     assert output.read_bytes() == b"precious\n"
     output.unlink()
     with Journal(output, errors, "input") as journal:
-        journal.write([(1, b"one", True), (2, b"two", False)])
+        journal.write_rows([(1, b"one", True), (2, b"two", False)])
         with pytest.raises(JournalError, match="another run has it"):
             Journal(output, errors, "input")
     output.write_bytes(b"")
@@ -98,15 +98,17 @@ def test_a_journal_cut_anywhere_gives_what_it_still_says(tmp_path: Path, kept: i
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     with Journal(output, errors, "input") as journal:
         for number in range(1, 7):
-            journal.write([(number, b"row %d" % number, number != 3)])
+            journal.write_rows([(number, b"row %d" % number, number != 3)])
         path, whole = journal.path, journal.path.read_bytes()
     path.write_bytes(whole[: min(kept, len(whole))])
     with Journal(output, errors, "input") as journal:
         told = output.read_bytes().splitlines() + errors.read_bytes().splitlines()
-        assert sorted(told) == [b"row %d" % number for number in sorted(journal.done)]
-        journal.write([(number, b"row %d" % number, True) for number in {1, 2, 3, 4, 5, 6} - journal.done])
+        assert sorted(told) == [b"row %d" % number for number in sorted(journal.finished_rows)]
+        journal.write_rows(
+            [(number, b"row %d" % number, True) for number in {1, 2, 3, 4, 5, 6} - journal.finished_rows]
+        )
     with Journal(output, errors, "input") as journal:
-        assert journal.done == {1, 2, 3, 4, 5, 6}
+        assert journal.finished_rows == {1, 2, 3, 4, 5, 6}
     assert len(output.read_bytes().splitlines() + errors.read_bytes().splitlines()) == 6
 
 
@@ -114,18 +116,18 @@ def test_a_full_disk_ends_a_run_that_can_be_gone_on_with(tmp_path: Path) -> None
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Journal(output, errors, "input") as journal:
-        journal.write([(1, b"1" * 500, True)])
+        journal.write_rows([(1, b"1" * 500, True)])
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         try:
             with pytest.raises(JournalError, match="File too large"):
-                journal.write([(2, b"2" * 1000, True)])
+                journal.write_rows([(2, b"2" * 1000, True)])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         with pytest.raises(JournalError, match="File too large"):
-            journal.write([(3, b"3", True)])  # there is room again, but half a row is in its place
+            journal.write_rows([(3, b"3", True)])  # there is room again, but half a row is in its place
     with Journal(output, errors, "input") as journal:
-        assert journal.done == {1}
-        journal.write([(2, b"2", True)])
+        assert journal.finished_rows == {1}
+        journal.write_rows([(2, b"2", True)])
     assert output.read_bytes().splitlines() == [b"1" * 500, b"2"]
 
 

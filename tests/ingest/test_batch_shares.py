@@ -12,12 +12,12 @@ from penstock.client.aio import AsyncClient
 from penstock.config.settings import BatchSettings
 from penstock.ingest.batch import runner as runner_module
 from penstock.ingest.batch import work
-from penstock.ingest.batch.batches import Batches, Birth, place
-from penstock.ingest.batch.objects import Objects
+from penstock.ingest.batch.batches import BatchSpec, BatchStore, object_path
+from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.runner import BatchRunner
 from penstock.ingest.batch.shapes import NewBatch
 from penstock.ingest.batch.store import FileStore
-from penstock.ingest.batch.work import Work, make_places
+from penstock.ingest.batch.work import BatchWork, make_row_slots
 from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
@@ -28,8 +28,8 @@ SETTINGS = BatchSettings(rows_in_flight=4, look_s=0.1, lease_s=2)
 
 
 @pytest.fixture
-def objects(tmp_path: Path) -> Iterator[Objects]:
-    with closing(Objects.open(str(tmp_path))) as made:
+def objects(tmp_path: Path) -> Iterator[ObjectStorage]:
+    with closing(ObjectStorage.open(str(tmp_path))) as made:
         yield made
 
 
@@ -46,78 +46,78 @@ async def client_of(line: Stack, pipeline: Pipeline) -> AsyncIterator[Callable[[
 
 
 @pytest.fixture
-async def runner(line: Stack, objects: Objects, client_of: work.ClientOf) -> AsyncIterator[BatchRunner]:
+async def runner(line: Stack, objects: ObjectStorage, client_of: work.FindClient) -> AsyncIterator[BatchRunner]:
     async with async_redis_client(line.addresses.stream_url) as redis:
         made = BatchRunner(objects, redis, client_of, SETTINGS)
         yield made
         await made.close()
 
 
-async def make_batch(objects: Objects, tenant: str, model: str, num_rows: int = 1) -> Birth:
+async def make_batch(objects: ObjectStorage, tenant: str, model: str, num_rows: int = 1) -> BatchSpec:
     async def pieces() -> AsyncIterator[bytes]:
         yield lines([row(number, max_tokens=1, model=model) for number in range(num_rows)])
 
-    file = await FileStore(objects).save(tenant, "in.jsonl", "batch", pieces())
+    file = await FileStore(objects).save_file(tenant, "in.jsonl", "batch", pieces())
     new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-    made = await Batches(objects).create(Caller(tenant=tenant), new, file)
-    birth = await Batches(objects).birth(tenant, made.id)
+    made = await BatchStore(objects).create_batch(Caller(tenant=tenant), new, file)
+    birth = await BatchStore(objects).find_spec(tenant, made.id)
     assert birth is not None
     return birth
 
 
-async def wait_for_state(objects: Objects, birth: Birth, status: str) -> None:
+async def wait_for_state(objects: ObjectStorage, birth: BatchSpec, status: str) -> None:
     async with asyncio.timeout(60):
-        while (await Batches(objects).state(birth)).status != status:
+        while (await BatchStore(objects).read_state(birth)).status != status:
             await asyncio.sleep(0.02)
 
 
 async def test_a_pipeline_without_workers_holds_up_its_own_rows_alone(
-    objects: Objects, client_of: work.ClientOf
+    objects: ObjectStorage, client_of: work.FindClient
 ) -> None:
-    places = make_places(SETTINGS.rows_in_flight)
+    places = make_row_slots(SETTINGS.rows_in_flight)
     births = [await make_batch(objects, "acme", model, 3 * SETTINGS.rows_in_flight) for model in ("dead", "demo")]
-    dead = asyncio.create_task(Work(objects, births[0], client_of, places, SETTINGS).run())
+    dead = asyncio.create_task(BatchWork(objects, births[0], client_of, places, SETTINGS).run())
     async with asyncio.timeout(60):
         while not places[await client_of("dead")].locked():
             await asyncio.sleep(0.02)
     async with asyncio.timeout(60):
-        await Work(objects, births[1], client_of, places, SETTINGS).run()
-    state = await Batches(objects).state(births[1])
+        await BatchWork(objects, births[1], client_of, places, SETTINGS).run()
+    state = await BatchStore(objects).read_state(births[1])
     assert (state.status, state.request_counts.completed) == ("completed", 3 * SETTINGS.rows_in_flight)
     dead.cancel()
     with suppress(asyncio.CancelledError):
         await dead
 
 
-async def test_a_tenant_with_many_batches_makes_way_for_another(objects: Objects, runner: BatchRunner) -> None:
+async def test_a_tenant_with_many_batches_makes_way_for_another(objects: ObjectStorage, runner: BatchRunner) -> None:
     """None of the first tenant's will end, and one gateway works on so many at once."""
-    births = [await make_batch(objects, "many", "dead") for _ in range(runner_module.MAX_BATCHES)]
+    births = [await make_batch(objects, "many", "dead") for _ in range(runner_module.MAX_MOVING_BATCHES)]
     runner.start()
     for birth in births:
         await wait_for_state(objects, birth, "in_progress")
     late = await make_batch(objects, "few", "demo")
-    runner.nudge()
+    runner.look_now()
     await wait_for_state(objects, late, "completed")
 
 
 async def test_batches_that_stand_still_take_no_turn(
-    objects: Objects, runner: BatchRunner, monkeypatch: pytest.MonkeyPatch
+    objects: ObjectStorage, runner: BatchRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "STANDSTILL_S", 0.0)
-    births = [await make_batch(objects, f"t{n}", "dead") for n in range(runner_module.MAX_BATCHES)]
+    monkeypatch.setattr(work, "STALLED_AFTER_S", 0.0)
+    births = [await make_batch(objects, f"t{n}", "dead") for n in range(runner_module.MAX_MOVING_BATCHES)]
     runner.start()
     for birth in births:
         await wait_for_state(objects, birth, "in_progress")
     late = await make_batch(objects, "late", "demo")
-    runner.nudge()
+    runner.look_now()
     await wait_for_state(objects, late, "completed")
 
 
 async def test_a_batch_that_cannot_be_read_is_named_and_left_alone(
-    objects: Objects, runner: BatchRunner, caplog: pytest.LogCaptureFixture
+    objects: ObjectStorage, runner: BatchRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged, whole = [await make_batch(objects, "acme", "demo") for _ in range(2)]
-    await objects.put(place(damaged, "birth.json"), b"{half")
+    await objects.put(object_path(damaged, "birth.json"), b"{half")
     with caplog.at_level(logging.ERROR):
         runner.start()
         await wait_for_state(objects, whole, "completed")

@@ -19,12 +19,12 @@ import pytest
 from obstore.store import MemoryStore
 
 from penstock.ingest.batch import batches as batches_module
-from penstock.ingest.batch.batches import Batches
-from penstock.ingest.batch.lines import MAX_LINE_BYTES, PIECE, BadLine, check, split
-from penstock.ingest.batch.objects import Objects
-from penstock.ingest.batch.parts import Parts
+from penstock.ingest.batch.batches import BatchStore
+from penstock.ingest.batch.lines import MAX_LINE_BYTES, PIECE_BYTES, InvalidLine, check_lines, split_lines
+from penstock.ingest.batch.objects import ObjectStorage
+from penstock.ingest.batch.parts import FinishedParts
 from penstock.ingest.batch.shapes import BatchState, NewBatch
-from penstock.ingest.batch.store import FileStore, content_path, new_id
+from penstock.ingest.batch.store import FileStore, content_path, make_id
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenants import Caller
 from penstock.local.processes import find_free_port, start_child, wait_until_serving
@@ -66,13 +66,13 @@ def _made(url: str) -> bool:
 
 
 @pytest.fixture(params=["folder", "memory", "s3"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Objects]:
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStorage]:
     if request.param == "memory":
-        made = Objects(MemoryStore())
+        made = ObjectStorage(MemoryStore())
     elif request.param == "folder":
-        made = Objects.open(str(tmp_path / "store"))
+        made = ObjectStorage.open(str(tmp_path / "store"))
     else:
-        made = Objects.open(f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}")
+        made = ObjectStorage.open(f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}")
     yield made
     made.close()
 
@@ -88,46 +88,48 @@ async def all_of(pieces: AsyncIterator[bytes]) -> bytes:
     return b"".join([piece async for piece in pieces])
 
 
-async def test_objects_are_read_as_they_were_written(objects: Objects) -> None:
-    content = random.Random(1).randbytes(3 * PIECE + 17)
-    assert await objects.write("a/b", pieces_of(*(content[at : at + 70_001] for at in range(0, len(content), 70_001))))
-    assert await all_of(objects.read("a/b")) == content
-    assert (await objects.size("a/b"), await objects.size("a/c")) == (len(content), None)
-    assert await objects.copy("a/b", "c/d")
-    assert not await objects.copy("a/none", "c/e")
+async def test_objects_are_read_as_they_were_written(objects: ObjectStorage) -> None:
+    content = random.Random(1).randbytes(3 * PIECE_BYTES + 17)
+    assert await objects.write_stream(
+        "a/b", pieces_of(*(content[at : at + 70_001] for at in range(0, len(content), 70_001)))
+    )
+    assert await all_of(objects.read_stream("a/b")) == content
+    assert (await objects.get_size("a/b"), await objects.get_size("a/c")) == (len(content), None)
+    assert await objects.copy_object("a/b", "c/d")
+    assert not await objects.copy_object("a/none", "c/e")
     await objects.delete("a/b")
     await objects.delete("a/b")
     assert await objects.get("c/d") == content
-    assert await all_of(objects.read("a/b")) == b""
-    assert await objects.write("a/empty", pieces_of()) == 0
+    assert await all_of(objects.read_stream("a/b")) == b""
+    assert await objects.write_stream("a/empty", pieces_of()) == 0
     assert await objects.get("a/empty") == b""
 
 
-async def test_an_object_is_there_as_a_whole_or_not_at_all(objects: Objects) -> None:
-    large = [b"x" * PIECE] * 12
+async def test_an_object_is_there_as_a_whole_or_not_at_all(objects: ObjectStorage) -> None:
+    large = [b"x" * PIECE_BYTES] * 12
     with pytest.raises(ConnectionError):
-        await objects.write("a/b", pieces_of(*large, fails=True))
-    assert await objects.names("a") == []
+        await objects.write_stream("a/b", pieces_of(*large, fails=True))
+    assert await objects.list_names("a") == []
 
     async def hanging() -> AsyncIterator[bytes]:
         for piece in large:
             yield piece
         await asyncio.Event().wait()
 
-    writing = asyncio.create_task(objects.write("a/b", hanging()))
+    writing = asyncio.create_task(objects.write_stream("a/b", hanging()))
     await asyncio.wait((writing,), timeout=0.2)
-    assert await objects.names("a") == []
+    assert await objects.list_names("a") == []
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
-    assert await objects.names("a") == []
+    assert await objects.list_names("a") == []
 
 
 async def test_an_upload_that_was_given_up_leaves_nothing_at_the_server(bucket: str) -> None:
     """What is not complete is in no list of objects: it would cost room for good."""
-    objects, name = Objects.open(f"{bucket}/given-up"), bucket.removeprefix("s3://")
+    objects, name = ObjectStorage.open(f"{bucket}/given-up"), bucket.removeprefix("s3://")
     with pytest.raises(ConnectionError):
-        await objects.write("a/b", pieces_of(*[b"x" * PIECE] * 12, fails=True))
+        await objects.write_stream("a/b", pieces_of(*[b"x" * PIECE_BYTES] * 12, fails=True))
     with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/{name}?uploads", timeout=20) as answer:
         assert b"given-up" not in answer.read()
     objects.close()
@@ -135,129 +137,129 @@ async def test_an_upload_that_was_given_up_leaves_nothing_at_the_server(bucket: 
 
 async def test_a_store_that_is_away_is_an_outage(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{find_free_port()}")
-    objects = Objects.open(bucket)
+    objects = ObjectStorage.open(bucket)
     with pytest.raises(ApiError, match="the file store cannot be used") as caught:
-        await FileStore(objects).find("t", new_id("file-"))
+        await FileStore(objects).find_file("t", make_id("file-"))
     assert (caught.value.status, caught.value.code) == (503, "unavailable")
     objects.close()
 
 
-async def test_of_several_creators_one_succeeds(objects: Objects) -> None:
-    made = await asyncio.gather(*(objects.create("end", b"%d" % number) for number in range(8)))
+async def test_of_several_creators_one_succeeds(objects: ObjectStorage) -> None:
+    made = await asyncio.gather(*(objects.put_if_absent("end", b"%d" % number) for number in range(8)))
     assert sorted(made) == [False] * 7 + [True]
     assert await objects.get("end") == b"%d" % made.index(True)
 
 
-async def test_files_are_their_tenants_own(objects: Objects) -> None:
+async def test_files_are_their_tenants_own(objects: ObjectStorage) -> None:
     files = FileStore(objects)
-    mine = await files.save("mine", "in.jsonl", "batch", pieces_of(b"hello"))
+    mine = await files.save_file("mine", "in.jsonl", "batch", pieces_of(b"hello"))
     for stranger in ("yours", "Mine", "m"):
         with pytest.raises(ApiError, match="no such file") as caught:
-            await files.find(stranger, mine.id)
+            await files.find_file(stranger, mine.id)
         assert caught.value.status == 404
-    unknown = new_id("file-")
+    unknown = make_id("file-")
     for name in (unknown, "../mine/" + mine.id, mine.id + "/..", "", mine.id.upper()):
         with pytest.raises(ApiError, match="no such file"):
-            await files.find("mine", name)
-    assert (await files.page("yours", after=None, limit=10, order="asc"))[0] == []
-    assert (await files.page("mine", after=None, limit=10, order="asc"))[0] == [mine]
+            await files.find_file("mine", name)
+    assert (await files.list_files("yours", after=None, limit=10, order="asc"))[0] == []
+    assert (await files.list_files("mine", after=None, limit=10, order="asc"))[0] == [mine]
 
 
-async def test_a_file_too_large_leaves_nothing(objects: Objects) -> None:
+async def test_a_file_too_large_leaves_nothing(objects: ObjectStorage) -> None:
     files = FileStore(objects)
     with pytest.raises(ApiError) as caught:
-        await files.save("t", "in.jsonl", "batch", pieces_of(b"x" * 600, b"x" * 600), max_bytes=1000)
+        await files.save_file("t", "in.jsonl", "batch", pieces_of(b"x" * 600, b"x" * 600), max_bytes=1000)
     assert caught.value.status == 413
-    assert await objects.names("tenants/t") == []
+    assert await objects.list_names("tenants/t") == []
 
 
-async def test_what_is_over_or_has_no_file_is_swept(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_over_or_has_no_file_is_swept(objects: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     files, now = FileStore(objects), time.time_ns()
     monkeypatch.setattr("penstock.ingest.batch.store.time.time_ns", lambda: now - 2 * 86_400 * 10**9)
-    over = await files.save("t", "old.jsonl", "batch", pieces_of(b"old"), life_s=-1)
-    kept = await files.save("t", "kept.jsonl", "batch", pieces_of(b"kept"))
+    over = await files.save_file("t", "old.jsonl", "batch", pieces_of(b"old"), life_s=-1)
+    kept = await files.save_file("t", "kept.jsonl", "batch", pieces_of(b"kept"))
     orphan, _ = await files.save_content("t", pieces_of(b"nobody's"))
     monkeypatch.undo()
     under_way, _ = await files.save_content("t", pieces_of(b"not yet a file"))
     with pytest.raises(ApiError, match="no such file"):
-        await files.find("t", over.id)
-    assert await files.sweep() == 2
-    assert await objects.names("tenants/t/content") == sorted([kept.id, under_way])
-    assert orphan not in await objects.names("tenants/t/content")
-    assert (await files.page("t", after=None, limit=10, order="asc"))[0] == [kept]
+        await files.find_file("t", over.id)
+    assert await files.delete_expired() == 2
+    assert await objects.list_names("tenants/t/content") == sorted([kept.id, under_way])
+    assert orphan not in await objects.list_names("tenants/t/content")
+    assert (await files.list_files("t", after=None, limit=10, order="asc"))[0] == [kept]
 
 
-async def test_a_batch_is_kept_without_its_file(objects: Objects) -> None:
-    files, batches, caller = FileStore(objects), Batches(objects), Caller(tenant="t")
-    file = await files.save("t", "in.jsonl", "batch", pieces_of(b"line\n"))
-    made = await batches.create(caller, NEW, file)
-    await files.delete("t", file.id)
-    assert await batches.open_ids() == [made.id]
-    birth = await batches.open_birth(made.id)
+async def test_a_batch_is_kept_without_its_file(objects: ObjectStorage) -> None:
+    files, batches, caller = FileStore(objects), BatchStore(objects), Caller(tenant="t")
+    file = await files.save_file("t", "in.jsonl", "batch", pieces_of(b"line\n"))
+    made = await batches.create_batch(caller, NEW, file)
+    await files.delete_file("t", file.id)
+    assert await batches.list_open_ids() == [made.id]
+    birth = await batches.find_open_spec(made.id)
     assert birth is not None
-    assert await batches.birth("other", made.id) is None
-    assert (await batches.cancel("t", made.id)).status == "cancelling"
+    assert await batches.find_spec("other", made.id) is None
+    assert (await batches.cancel_batch("t", made.id)).status == "cancelling"
     ends = [BatchState(status="cancelled", cancelled_at=7), BatchState(status="completed", completed_at=8)]
-    assert [await batches.end(birth, end) for end in ends] == [True, False]
-    assert (await batches.find("t", made.id)).status == "cancelled"
-    assert (await batches.open_ids(), await objects.names(f"tenants/t/batches/{made.id}/parts")) == ([], [])
-    assert await objects.size(f"tenants/t/batches/{made.id}/input") is None
+    assert [await batches.end_batch(birth, end) for end in ends] == [True, False]
+    assert (await batches.find_batch("t", made.id)).status == "cancelled"
+    assert (await batches.list_open_ids(), await objects.list_names(f"tenants/t/batches/{made.id}/parts")) == ([], [])
+    assert await objects.get_size(f"tenants/t/batches/{made.id}/input") is None
 
 
-async def test_a_batch_that_was_never_quite_made_goes(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, batches = FileStore(objects), Batches(objects)
-    file = await files.save("t", "in.jsonl", "batch", pieces_of(b"line\n"))
+async def test_a_batch_that_was_never_quite_made_goes(objects: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, batches = FileStore(objects), BatchStore(objects)
+    file = await files.save_file("t", "in.jsonl", "batch", pieces_of(b"line\n"))
     await objects.delete(content_path("t", file.id))
     with pytest.raises(ApiError, match="no such file"):
-        await batches.create(Caller(tenant="t"), NEW, file)
-    (half,) = await batches.open_ids()
-    assert await batches.open_birth(half) is None
-    assert await batches.open_ids() == [half]
-    monkeypatch.setattr(batches_module, "FORGET_S", -1)
-    assert await batches.open_birth(half) is None
-    assert await batches.open_ids() == []
+        await batches.create_batch(Caller(tenant="t"), NEW, file)
+    (half,) = await batches.list_open_ids()
+    assert await batches.find_open_spec(half) is None
+    assert await batches.list_open_ids() == [half]
+    monkeypatch.setattr(batches_module, "UNFINISHED_TTL_S", -1)
+    assert await batches.find_open_spec(half) is None
+    assert await batches.list_open_ids() == []
 
 
-async def test_parts_of_two_holders_give_each_line_once(objects: Objects) -> None:
-    files, batches = FileStore(objects), Batches(objects)
-    file = await files.save("t", "in.jsonl", "batch", pieces_of(b"line\n"))
-    birth = await batches.open_birth((await batches.create(Caller(tenant="t"), NEW, file)).id)
+async def test_parts_of_two_holders_give_each_line_once(objects: ObjectStorage) -> None:
+    files, batches = FileStore(objects), BatchStore(objects)
+    file = await files.save_file("t", "in.jsonl", "batch", pieces_of(b"line\n"))
+    birth = await batches.find_open_spec((await batches.create_batch(Caller(tenant="t"), NEW, file)).id)
     assert birth is not None
-    first, second = Parts(objects, birth), Parts(objects, birth)
+    first, second = FinishedParts(objects, birth), FinishedParts(objects, birth)
     for number in range(1, 7):
-        first.add(number, b'{"by": 1}', is_ok=number != 3)
-    await first.flush()
+        first.add_row(number, b'{"by": 1}', is_ok=number != 3)
+    await first.flush_rows()
     for number in (6, 5, 8):
-        second.add(number, b'{"by": 2}', is_ok=True)
-    await second.flush()
-    third = Parts(objects, birth)
-    await third.load()
-    assert (third.done, third.num_ok) == ({1, 2, 3, 4, 5, 6, 8}, 6)
-    assert not third.add(8, b"{}", is_ok=True)
-    output = [json.loads(line) for line in (await all_of(third.file(ok=True))).splitlines()]
+        second.add_row(number, b'{"by": 2}', is_ok=True)
+    await second.flush_rows()
+    third = FinishedParts(objects, birth)
+    await third.load_finished()
+    assert (third.finished_rows, third.num_ok) == ({1, 2, 3, 4, 5, 6, 8}, 6)
+    assert not third.add_row(8, b"{}", is_ok=True)
+    output = [json.loads(line) for line in (await all_of(third.read_file_rows(ok=True))).splitlines()]
     assert len(output) == 6
     assert sorted(one["by"] for one in output) in ([1] * 5 + [2], [1] * 3 + [2] * 3)  # whoever's name comes first
-    assert len((await all_of(third.file(ok=False))).splitlines()) == 1
+    assert len((await all_of(third.read_file_rows(ok=False))).splitlines()) == 1
 
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])
 async def test_lines_do_not_depend_on_how_their_bytes_come(cut: int) -> None:
     content = '{"a": 1}\r\n\n  \n{"b": "ä"}\n{"c": 3}'.encode()
     pieces = pieces_of(*(content[at : at + cut] for at in range(0, len(content), cut)))
-    found = [(number, json.loads(line)) async for number, line in split(pieces)]
+    found = [(number, json.loads(line)) async for number, line in split_lines(pieces)]
     assert found == [(1, {"a": 1}), (4, {"b": "ä"}), (5, {"c": 3})]
 
 
 async def test_a_line_without_end_is_not_gathered() -> None:
-    with pytest.raises(BadLine, match="line 1: A line may have"):
-        async for _ in split(pieces_of(*[b"x" * PIECE] * (MAX_LINE_BYTES // PIECE + 1))):
+    with pytest.raises(InvalidLine, match="line 1: A line may have"):
+        async for _ in split_lines(pieces_of(*[b"x" * PIECE_BYTES] * (MAX_LINE_BYTES // PIECE_BYTES + 1))):
             pass
 
 
 async def test_errors_are_told_with_their_lines_and_not_without_end() -> None:
     good = b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n'
     bad = [b"[]\n", b'{"custom_id": 5}\n', b"{\n", good.replace(b"POST", b"GET"), good.replace(b"{}", b"[]"), good]
-    total, errors = await check(split(pieces_of(good, *bad)), (CHAT,), 100)
+    total, errors = await check_lines(split_lines(pieces_of(good, *bad)), (CHAT,), 100)
     assert total == 7
     assert [(error.line, error.code) for error in errors] == [
         (2, "invalid_json_line"),
@@ -267,5 +269,5 @@ async def test_errors_are_told_with_their_lines_and_not_without_end() -> None:
         (6, "missing_required_parameter"),
         (7, "duplicate_custom_id"),
     ]
-    _, errors = await check(split(pieces_of(*[b"[]\n"] * 1000)), (CHAT,), 10_000)
+    _, errors = await check_lines(split_lines(pieces_of(*[b"[]\n"] * 1000)), (CHAT,), 10_000)
     assert len(errors) == 100

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.client.aio import AsyncClient
 from penstock.config.settings import BatchSettings
-from penstock.ingest.batch.batches import Batches, place
-from penstock.ingest.batch.objects import Objects
-from penstock.ingest.batch.runner import Desk
+from penstock.ingest.batch.batches import BatchStore, object_path
+from penstock.ingest.batch.objects import ObjectStorage
+from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.batch.shapes import NewBatch
 from penstock.ingest.tenants import Caller
 from penstock.local.stack import Stack
@@ -151,29 +151,29 @@ async def test_an_expired_batch_gives_what_is_finished(stack: Stack, tmp_path: P
         async def client_of(model: str) -> AsyncClient:
             return client
 
-        desk = Desk(redis, client_of, settings)
+        desk = BatchService(redis, client_of, settings)
         content = lines([row(number, 4 if number < 4 else 900) for number in range(24)])
-        file = await desk.files.save("late", "in.jsonl", "batch", pieces_of(content))
+        file = await desk.files.save_file("late", "in.jsonl", "batch", pieces_of(content))
         new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-        made = await desk.batches.create(Caller(tenant="late"), new, file)
-        while (await desk.batches.find("late", made.id)).request_counts.completed < 4:
+        made = await desk.batches.create_batch(Caller(tenant="late"), new, file)
+        while (await desk.batches.find_batch("late", made.id)).request_counts.completed < 4:
             await asyncio.sleep(0.05)
         await desk.close()
 
-        objects = Objects.open(settings.store_url)
-        birth = await Batches(objects).birth("late", made.id)
+        objects = ObjectStorage.open(settings.store_url)
+        birth = await BatchStore(objects).find_spec("late", made.id)
         assert birth is not None
         over = birth.model_copy(update={"expires_at": int(time.time())})
-        await objects.put(place(birth, "birth.json"), over.model_dump_json().encode())
+        await objects.put(object_path(birth, "birth.json"), over.model_dump_json().encode())
         objects.close()
 
-        desk = Desk(redis, client_of, settings)
-        while (batch := await desk.batches.find("late", made.id)).status != "expired":
+        desk = BatchService(redis, client_of, settings)
+        while (batch := await desk.batches.find_batch("late", made.id)).status != "expired":
             await asyncio.sleep(0.05)
         told = []
         for name in (batch.output_file_id, batch.error_file_id):
-            found = await desk.files.find("late", name or "")
-            told.append(read(b"".join([piece async for piece in desk.files.content("late", found)])))
+            found = await desk.files.find_file("late", name or "")
+            told.append(read(b"".join([piece async for piece in desk.files.read_content("late", found)])))
         await desk.close()
     await redis.aclose()
     answers, failed = told
@@ -193,20 +193,20 @@ async def test_open_batches_have_a_limit_of_tokens(stack: Stack, tmp_path: Path)
             await is_there.wait()
             return client
 
-        desk = Desk(redis, client_of, BatchSettings(store=str(tmp_path / "files"), look_s=0.1))
+        desk = BatchService(redis, client_of, BatchSettings(store=str(tmp_path / "files"), look_s=0.1))
         caller = Caller(tenant="poor", max_batch_tokens=1500)
 
         async def made(count: int, tenant: Caller) -> str:
-            file = await desk.files.save(
+            file = await desk.files.save_file(
                 tenant.tenant, "in", "batch", pieces_of(lines([row(n, 8) for n in range(count)]))
             )
             new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-            batch = await desk.batches.create(tenant, new, file)
-            desk.runner.nudge()
+            batch = await desk.batches.create_batch(tenant, new, file)
+            desk.runner.look_now()
             return batch.id
 
         async def status(batch_id: str, tenant: Caller, *wanted: str) -> str:
-            while (found := (await desk.batches.find(tenant.tenant, batch_id)).status) not in wanted:
+            while (found := (await desk.batches.find_batch(tenant.tenant, batch_id)).status) not in wanted:
                 await asyncio.sleep(0.05)
             return found
 
@@ -215,7 +215,7 @@ async def test_open_batches_have_a_limit_of_tokens(stack: Stack, tmp_path: Path)
         second, other = await made(15, caller), await made(30, Caller(tenant="rich"))
         assert await status(second, caller, "failed", "in_progress") == "failed"
         assert await status(other, Caller(tenant="rich"), "failed", "in_progress") == "in_progress"
-        errors = (await desk.batches.find("poor", second)).errors
+        errors = (await desk.batches.find_batch("poor", second)).errors
         assert errors is not None
         assert [one.code for one in errors.data] == ["token_limit_exceeded"]
         is_there.set()

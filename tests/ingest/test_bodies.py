@@ -8,9 +8,9 @@ import pytest
 from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewaySettings
 from penstock.errors import PromptTooLong
-from penstock.ingest.errors import ApiError, api_error
+from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.app import create_app
-from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, prompt_of
+from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, find_prompt_field
 
 TURN = {"role": "user", "content": "hi"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
@@ -41,17 +41,17 @@ def test_what_cannot_be_had_is_named_by_its_whole_path(
     endpoint: Endpoint[Any], given: dict[str, Any], param: str, code: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
-        endpoint.parse(prompted(endpoint, given))
+        endpoint.parse_body(prompted(endpoint, given))
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, code)
     assert f"'{param}'" in str(refused.value)
 
 
 def test_there_is_no_reasoning_to_include() -> None:
-    body = RESPONSES.parse(prompted(RESPONSES, {"include": ["reasoning.encrypted_content"]}))
-    (ask,) = RESPONSES.asks(body, "resp_1")
+    body = RESPONSES.parse_body(prompted(RESPONSES, {"include": ["reasoning.encrypted_content"]}))
+    (ask,) = RESPONSES.make_requests(body, "resp_1")
     assert "logprobs" not in ask
     with pytest.raises(ApiError, match="'top_logprobs' needs"):
-        RESPONSES.parse(prompted(RESPONSES, {"include": ["reasoning.encrypted_content"], "top_logprobs": 2}))
+        RESPONSES.parse_body(prompted(RESPONSES, {"include": ["reasoning.encrypted_content"], "top_logprobs": 2}))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_there_is_no_reasoning_to_include() -> None:
     ],
 )
 def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(path: str, param: str | None) -> None:
-    told = api_error(PromptTooLong("too long"), prompt_of(path))
+    told = to_api_error(PromptTooLong("too long"), find_prompt_field(path))
     assert (told.status, told.code, told.param) == (400, "context_length_exceeded", param)
 
 

@@ -7,12 +7,12 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from penstock.config.settings import GuardSettings
-from penstock.ingest.gateway.guard import Guard
+from penstock.ingest.gateway.guard import GuardMiddleware
 
 
 async def ask(host: str, *, only_local: bool, origin: str | None = None) -> httpx.Response:
     app = Starlette(routes=[Route("/x", lambda _: PlainTextResponse("fine"))])
-    guard = Guard(app, GuardSettings(), only_local=only_local)
+    guard = GuardMiddleware(app, GuardSettings(), only_local=only_local)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guard)) as client:
         return await client.get(
             "http://gateway/x", headers={"host": host} | ({} if origin is None else {"origin": origin})

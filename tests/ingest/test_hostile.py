@@ -18,8 +18,8 @@ from penstock.bus.connect import connect
 from penstock.bus.contract import Outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
-from penstock.ingest.keys import Book, write_book
-from penstock.ingest.tenants import TenantEntry, new_key
+from penstock.ingest.keys import KeyBook, write_book_file
+from penstock.ingest.tenants import TenantEntry, make_key
 from penstock.local.processes import Child, find_free_port, start_child
 from penstock.messages import Request, Result, Usage, decode_message
 from penstock.names import Pipeline
@@ -65,13 +65,13 @@ class Door:
         self.port, self.pipeline = find_free_port(), pipeline
         self.bus = connect(Addresses(kafka="", stream_url=redis_url, pipeline=pipeline.name), BusSettings())
         self.bus.create_topics()
-        self.acme, acme_id, acme = new_key("acme")
-        self.other, other_id, other = new_key("other")
-        self.slow, slow_id, slow = new_key("slow")
+        self.acme, acme_id, acme = make_key("acme")
+        self.other, other_id, other = make_key("other")
+        self.slow, slow_id, slow = make_key("slow")
         limited = TenantEntry(classes=("interactive",), weight=3)
-        write_book(
+        write_book_file(
             folder / "keys.json",
-            Book(
+            KeyBook(
                 tenants={"acme": limited, "slow": TenantEntry(requests_per_min=1)},
                 keys={acme_id: acme, other_id: other, slow_id: slow},
             ),

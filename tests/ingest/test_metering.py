@@ -20,7 +20,7 @@ from penstock.cli.main import app
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.ingest import metering
-from penstock.ingest.metering import Meter, Sums, day_keys, day_of, last_days, sums_of
+from penstock.ingest.metering import UsageMeter, UsageSums, list_last_days, make_day_keys, parse_day_sums, utc_day
 from penstock.local.processes import Child
 from penstock.messages import Result, Timings, Usage, now_s
 from penstock.names import Pipeline
@@ -40,7 +40,7 @@ class Place:
         self.bus.create_topics()
         self.client: redis.Redis = redis_client(redis_url)
         self.publisher = self.bus.publisher()
-        self.used: dict[str, Sums] = {}
+        self.used: dict[str, UsageSums] = {}
         self.sent: list[bytes] = []
 
     def publish(self, count: int) -> None:
@@ -56,8 +56,8 @@ class Place:
             result = Result(id=name, tenant=tenant, finish_reason="stop", usage=usage, timings=timings)
             made.append(Outgoing(self.pipeline.results_topic, result.encode(), name))
             self.sent.append(result.encode())
-            so_far = self.used.get(tenant, Sums())
-            self.used[tenant] = metering.total([so_far, Sums(1, prompt - cached, cached, output)])
+            so_far = self.used.get(tenant, UsageSums())
+            self.used[tenant] = metering.add_sums([so_far, UsageSums(1, prompt - cached, cached, output)])
         self.publisher.publish(made)
 
     def again(self, count: int) -> None:
@@ -65,12 +65,12 @@ class Place:
         made = [Outgoing(self.pipeline.results_topic, value, json.loads(value)["id"]) for value in self.sent[-count:]]
         self.publisher.publish([*made, Outgoing(self.pipeline.results_topic, b"no result")])
 
-    def counted(self) -> dict[str, Sums]:
+    def counted(self) -> dict[str, UsageSums]:
         """What was counted, today or, near midnight, yesterday."""
-        found: dict[str, Sums] = {}
-        for key in day_keys(self.pipeline, last_days(2)):
-            for tenant, sums in sums_of(self.client.hgetall(key)).items():  # type: ignore[arg-type]
-                found[tenant] = metering.total([found.get(tenant, Sums()), sums])
+        found: dict[str, UsageSums] = {}
+        for key in make_day_keys(self.pipeline, list_last_days(2)):
+            for tenant, sums in parse_day_sums(self.client.hgetall(key)).items():  # type: ignore[arg-type]
+                found[tenant] = metering.add_sums([found.get(tenant, UsageSums()), sums])
         return found
 
     def num_counted(self) -> int:
@@ -90,9 +90,9 @@ def place(request: pytest.FixtureRequest, pipeline: Pipeline, redis_url: str) ->
     made.client.close()
 
 
-def count_all(place: Place, meter: Meter) -> None:
+def count_all(place: Place, meter: UsageMeter) -> None:
     place.take_lease()
-    wait_until(lambda: not meter.turn(0.3), 60, "nothing more to count")
+    wait_until(lambda: not meter.count_once(0.3), 60, "nothing more to count")
 
 
 def start(place: Place, tmp_path: Path, name: str, order: str = "") -> Child:
@@ -111,7 +111,7 @@ def test_killed_at_every_step_and_counted_exactly(place: Place, tmp_path: Path) 
         assert child.wait(60) == -signal.SIGKILL, child.read_log_tail()
     place.publish(200)
     place.again(150)
-    count_all(place, meter := Meter(place.addresses))
+    count_all(place, meter := UsageMeter(place.addresses))
     meter.close()
     assert place.counted() == place.used
 
@@ -119,26 +119,26 @@ def test_killed_at_every_step_and_counted_exactly(place: Place, tmp_path: Path) 
 def test_two_that_count_at_once_count_once(place: Place) -> None:
     """Neither knows of the other: each holds the lease when it looks."""
     place.publish(900)
-    meters = [Meter(place.addresses), Meter(place.addresses)]
+    meters = [UsageMeter(place.addresses), UsageMeter(place.addresses)]
 
     def both() -> bool:
         found = []
         for meter in meters:
             place.take_lease()
-            found.append(meter.turn(0.3))
+            found.append(meter.count_once(0.3))
         return found == [0, 0] and place.num_counted() == 900
 
     wait_until(both, 60, "nothing more to count")
     assert place.counted() == place.used
-    assert meters[0].turn(0) is None  # the other one has the lease
+    assert meters[0].count_once(0) is None  # the other one has the lease
     for meter in meters:
         meter.close()
 
 
 def test_lost_sums_are_counted_again_with_their_places(place: Place) -> None:
     place.publish(50)
-    count_all(place, meter := Meter(place.addresses))
-    for name in ("places", "seen", f"day:{day_of(now_s())}"):
+    count_all(place, meter := UsageMeter(place.addresses))
+    for name in ("places", "seen", f"day:{utc_day(now_s())}"):
         place.client.delete(place.pipeline.meter_key(name))
     place.publish(10)
     count_all(place, meter)  # its place is not the stored one: it reads again
@@ -148,9 +148,9 @@ def test_lost_sums_are_counted_again_with_their_places(place: Place) -> None:
 
 
 def test_the_window_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metering, "WINDOW", 20)
+    monkeypatch.setattr(metering, "MAX_SEEN_IDS", 20)
     place.publish(100)
-    count_all(place, meter := Meter(place.addresses))
+    count_all(place, meter := UsageMeter(place.addresses))
     meter.close()
     assert place.client.zcard(place.pipeline.meter_key("seen")) == 20
 
@@ -158,15 +158,17 @@ def test_the_window_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("place", ["kafka"], indirect=True)
 def test_a_log_that_lost_its_end_is_not_counted_again(place: Place) -> None:
     place.publish(50)
-    count_all(place, meter := Meter(place.addresses))
+    count_all(place, meter := UsageMeter(place.addresses))
     meter.close()
     places = place.pipeline.meter_key("places")
     stored = place.client.hgetall(places)
     place.client.hset(places, mapping={part: int(offset) + 1000 for part, offset in stored.items()})
     place.client.delete(place.pipeline.meter_key("seen"))  # longer ago than the window
     place.take_lease()
-    meter = Meter(place.addresses)
-    wait_until(lambda: meter.turn(0.3) is not None and place.client.hgetall(places) == stored, 30, "the logs' ends")
+    meter = UsageMeter(place.addresses)
+    wait_until(
+        lambda: meter.count_once(0.3) is not None and place.client.hgetall(places) == stored, 30, "the logs' ends"
+    )
     place.publish(10)
     count_all(place, meter)
     meter.close()
@@ -182,15 +184,15 @@ def test_a_result_that_cannot_be_does_not_stop_the_counting(place: Place) -> Non
     ]
     place.publisher.publish([Outgoing(place.pipeline.results_topic, result.encode(), result.id) for result in wild])
     place.publish(10)
-    count_all(place, meter := Meter(place.addresses))
+    count_all(place, meter := UsageMeter(place.addresses))
     meter.close()
-    place.used["default"] = metering.total([place.used.get("default", Sums()), Sums(1, 5)])
+    place.used["default"] = metering.add_sums([place.used.get("default", UsageSums()), UsageSums(1, 5)])
     assert place.counted() == place.used
 
 
 @given(st.floats(allow_nan=False))
 def test_every_time_has_a_day(seconds: float) -> None:
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", day_of(seconds))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", utc_day(seconds))
 
 
 def test_operators_see_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +200,9 @@ def test_operators_see_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PENSTOCK_PIPELINE", place.pipeline.name)
     assert "nothing was counted" in CliRunner().invoke(app, ["usage"]).output
     place.publish(20)
-    count_all(place, meter := Meter(place.addresses))
+    count_all(place, meter := UsageMeter(place.addresses))
     meter.close()
     days = json.loads(CliRunner().invoke(app, ["usage", "--json", "--days", "2"]).output)
-    assert {name: Sums(**sums) for tenants in days.values() for name, sums in tenants.items()} == place.used
+    assert {name: UsageSums(**sums) for tenants in days.values() for name, sums in tenants.items()} == place.used
     shown = CliRunner().invoke(app, ["usage"]).output
     assert all(f"{sums.decode_tokens:,}" in shown for sums in place.used.values())

@@ -2,7 +2,7 @@
 
 import uuid
 
-from penstock.ingest.gateway.models import Models
+from penstock.ingest.gateway.models import ServedModels
 from penstock.names import Pipeline
 from penstock.redis.client import async_redis_client
 from penstock.worker.heartbeat import Heartbeat
@@ -15,7 +15,7 @@ async def test_a_model_has_the_context_that_all_its_workers_take(redis_url: str)
         beat.update_status(model=pipeline.name, state="ready", max_model_len=length)
         beat.write_beat()
     async with async_redis_client(redis_url) as client:
-        assert (await Models(client, "").find(pipeline.name)).max_model_len == 512
+        assert (await ServedModels(client, "").find_model(pipeline.name)).max_model_len == 512
 
 
 async def test_workers_of_an_older_version_do_not_tell_the_context(redis_url: str) -> None:
@@ -24,4 +24,4 @@ async def test_workers_of_an_older_version_do_not_tell_the_context(redis_url: st
     beat.update_status(model=pipeline.name, state="ready")
     beat.write_beat()
     async with async_redis_client(redis_url) as client:
-        assert (await Models(client, "").find(pipeline.name)).max_model_len is None
+        assert (await ServedModels(client, "").find_model(pipeline.name)).max_model_len is None

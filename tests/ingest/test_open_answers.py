@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from penstock.client.core import make_request
-from penstock.ingest.admission import expected_output
-from penstock.ingest.batch.answer import Terms, on_terms
+from penstock.ingest.admission import estimate_open_output
+from penstock.ingest.batch.answer import BatchTerms, apply_terms
 from penstock.ingest.errors import ApiError
 from penstock.ingest.openai import ENDPOINTS
-from penstock.ingest.openai.body import NO_LIMIT
-from penstock.ingest.openai.endpoint import Ask, cap_open
+from penstock.ingest.openai.body import NO_TOKEN_LIMIT
+from penstock.ingest.openai.endpoint import SubmitArgs, cap_open_answers
 from penstock.ingest.tenants import Caller
 from penstock.messages import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
 
@@ -20,20 +20,20 @@ RESPONSE: dict[str, Any] = {"input": "hello"}
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
 
 
-def asks(name: str, **body: Any) -> list[Ask]:
+def asks(name: str, **body: Any) -> list[SubmitArgs]:
     endpoint = ENDPOINTS[f"/v1/{name}"]
-    return endpoint.asks(endpoint.parse({"model": "demo"} | body), "r")
+    return endpoint.make_requests(endpoint.parse_body({"model": "demo"} | body), "r")
 
 
 @pytest.mark.parametrize(
     ("name", "body", "most", "fits"),
     [
-        ("chat/completions", CHAT, NO_LIMIT, True),
-        ("chat/completions", CHAT | {"max_tokens": None}, NO_LIMIT, True),
+        ("chat/completions", CHAT, NO_TOKEN_LIMIT, True),
+        ("chat/completions", CHAT | {"max_tokens": None}, NO_TOKEN_LIMIT, True),
         ("chat/completions", CHAT | {"max_tokens": 9}, 9, None),
         ("chat/completions", CHAT | {"max_completion_tokens": 9}, 9, None),
         ("chat/completions", CHAT | {"logprobs": True}, MAX_LOGPROBS, True),
-        ("responses", RESPONSE, NO_LIMIT, True),
+        ("responses", RESPONSE, NO_TOKEN_LIMIT, True),
         ("responses", RESPONSE | {"max_output_tokens": 9}, 9, None),
         ("responses", RESPONSE | LOGPROBS, MAX_LOGPROBS // 21, True),
         ("completions", {"prompt": "hello"}, 16, None),
@@ -51,18 +51,18 @@ def test_without_a_limit_chats_and_responses_may_fill_the_context(
 def test_a_tenants_limit_ends_answers_that_have_none() -> None:
     def capped(most: int | None, **body: Any) -> list[int]:
         made = asks("chat/completions", **CHAT, **body)
-        cap_open(made, most)
+        cap_open_answers(made, most)
         return [ask["max_tokens"] for ask in made]
 
-    assert capped(None) == [NO_LIMIT]
+    assert capped(None) == [NO_TOKEN_LIMIT]
     assert capped(50) == [50]
     assert capped(50, n=4) == [12] * 4
     assert capped(2, n=4) == [1] * 4, "too many for the limit, which admission says"
     assert capped(50, max_tokens=60) == [60], "refused by admission"
-    terms = Terms(max_request_tokens=50)
-    assert on_terms(asks("chat/completions", **CHAT)[0], terms)["max_tokens"] == 50
+    terms = BatchTerms(max_request_tokens=50)
+    assert apply_terms(asks("chat/completions", **CHAT)[0], terms)["max_tokens"] == 50
     with pytest.raises(ApiError) as refused:
-        on_terms(asks("chat/completions", **CHAT, max_tokens=60)[0], terms)
+        apply_terms(asks("chat/completions", **CHAT, max_tokens=60)[0], terms)
     assert refused.value.status == 403
 
 
@@ -81,5 +81,5 @@ def test_a_tenants_limit_ends_answers_that_have_none() -> None:
 def test_as_much_is_reserved_as_answers_lately_took(
     num_open: int, mean: float | None, per_min: int | None, expected: int
 ) -> None:
-    assert expected_output(Caller(tokens_per_min=per_min), 100, NO_LIMIT, num_open, mean) == expected
-    assert expected_output(Caller(tokens_per_min=per_min), 100, 5, num_open, mean) == min(5, expected)
+    assert estimate_open_output(Caller(tokens_per_min=per_min), 100, NO_TOKEN_LIMIT, num_open, mean) == expected
+    assert estimate_open_output(Caller(tokens_per_min=per_min), 100, 5, num_open, mean) == min(5, expected)

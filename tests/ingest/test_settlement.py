@@ -13,9 +13,9 @@ import redis
 from penstock.bus.connect import connect
 from penstock.config.settings import AdmissionSettings, BusSettings
 from penstock.ingest.admission import Admission
-from penstock.ingest.keys import Book, write_book
-from penstock.ingest.tenant_shares import TICKET_S
-from penstock.ingest.tenants import Caller, TenantEntry, new_key
+from penstock.ingest.keys import KeyBook, write_book_file
+from penstock.ingest.tenant_shares import HELD_TTL_S
+from penstock.ingest.tenants import Caller, TenantEntry, make_key
 from penstock.local.processes import Child, find_free_port
 from penstock.local.stack import Stack
 from penstock.messages import Result, Usage, decode_message
@@ -79,9 +79,9 @@ class Door:
 
 @pytest.fixture(scope="module")
 def door(line: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    folder, port, (key, key_id, entry) = tmp_path_factory.mktemp("door"), find_free_port(), new_key(TENANT)
+    folder, port, (key, key_id, entry) = tmp_path_factory.mktemp("door"), find_free_port(), make_key(TENANT)
     limits = TenantEntry(tokens_per_min=PER_MIN)
-    write_book(folder / "keys.json", Book(tenants={TENANT: limits}, keys={key_id: entry}))
+    write_book_file(folder / "keys.json", KeyBook(tenants={TENANT: limits}, keys={key_id: entry}))
     own = {
         "PENSTOCK_STREAM_URL": line.addresses.stream_url,
         "PENSTOCK_PIPELINE": line.addresses.pipeline,
@@ -162,8 +162,8 @@ async def test_what_a_killed_gateway_took_is_back_within_a_minute(line: Stack, d
 
     server, tickets = bucket.server, bucket.pipeline.shares_key("tickets")
     (ticket,) = (one for one in cast("list[bytes]", server.zrange(tickets, 0, -1)) if TENANT.encode() in one)
-    assert cast(float, server.zscore(tickets, ticket)) <= time.time() + TICKET_S
-    server.zincrby(tickets, -TICKET_S, ticket)  # as if a minute had passed
+    assert cast(float, server.zscore(tickets, ticket)) <= time.time() + HELD_TTL_S
+    server.zincrby(tickets, -HELD_TTL_S, ticket)  # as if a minute had passed
     server.hincrbyfloat(rate_key(TENANT), "at", -60)
 
     async def no_lag(_: Pipeline) -> PipelineLag:

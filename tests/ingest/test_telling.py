@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from penstock.client.core import Event
 from penstock.errors import Cancelled, StreamDiverged
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.sse import frames
-from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Card, Endpoint, card_of
-from penstock.ingest.openai.cursor import Telling, Told
-from penstock.ingest.openai.sse import Places
+from penstock.ingest.gateway.sse import encode_frames
+from penstock.ingest.openai import CHAT, COMPLETIONS, RESPONSES, Endpoint, StreamMeta, make_stream_meta
+from penstock.ingest.openai.cursor import SentEvent, SseCursor
+from penstock.ingest.openai.sse import ResumePoint
 from penstock.messages import EndEvent, ErrorInfo, Logprobs, TokenEvent, TokenLogprob, Usage
 from penstock.names import START_HASH, roll_hash
 
@@ -28,8 +28,8 @@ CASES: dict[str, tuple[Endpoint[Any], dict[str, Any]]] = {
 }
 
 
-def card(endpoint: Endpoint[Any], body: dict[str, Any]) -> Card:
-    return card_of(endpoint, endpoint.parse({"model": "demo"} | body), f"{endpoint.prefix}1")
+def card(endpoint: Endpoint[Any], body: dict[str, Any]) -> StreamMeta:
+    return make_stream_meta(endpoint, endpoint.parse_body({"model": "demo"} | body), f"{endpoint.id_prefix}1")
 
 
 def log_of(seed: int, held_back: str = "!", with_logprobs: bool = False) -> list[Event]:
@@ -45,20 +45,20 @@ def log_of(seed: int, held_back: str = "!", with_logprobs: bool = False) -> list
     return [*events, EndEvent(finish_reason="length", text=held_back, usage=usage)]
 
 
-def told(endpoint: Endpoint[Any], made: Card, order: list[int], after: str | None = None) -> list[Told]:
+def told(endpoint: Endpoint[Any], made: StreamMeta, order: list[int], after: str | None = None) -> list[SentEvent]:
     """All that a reader is told whose choices' events come in this order, as far as it goes, then one by one."""
-    telling = Telling(endpoint, made, Places(len(made.request_ids), after))
+    telling = SseCursor(endpoint, made, ResumePoint(len(made.request_ids), after))
     logs = [iter(log_of(index, with_logprobs="logprobs" in made.options)) for index in range(len(made.request_ids))]
-    found = telling.open()
+    found = telling.open_stream()
     for place in [*order, *sorted(list(range(len(logs))) * (len(TEXTS) + 1))]:
         event = next(logs[place % len(logs)], None)
         if event is not None:
-            found += telling.event(place % len(logs), event)
+            found += telling.add_event(place % len(logs), event)
     assert telling.has_ended
-    return found + telling.close()
+    return found + telling.end_stream()
 
 
-def by_choice(pieces: list[Told]) -> dict[Any, list[str]]:
+def by_choice(pieces: list[SentEvent]) -> dict[Any, list[str]]:
     """What was said of each choice, in order; of none, under None."""
     said: dict[Any, list[str]] = {}
     for _, piece in pieces:
@@ -84,7 +84,7 @@ def test_any_id_can_be_resumed_from(case: str, first: list[int], second: list[in
         assert by_choice(seen + last) == by_choice(whole)
 
 
-def cut_of(data: st.DataObject, pieces: list[Told]) -> int:
+def cut_of(data: st.DataObject, pieces: list[SentEvent]) -> int:
     """How many pieces a reader had of these, the last one with an id."""
     return data.draw(st.sampled_from([place for place in range(1, len(pieces)) if pieces[place - 1].id]))
 
@@ -94,9 +94,9 @@ def test_the_usage_has_no_id_and_comes_again_until_it_is_over(case: str) -> None
     endpoint, body = CASES[case]
     made = card(endpoint, body)
     *_, end, usage, done = told(endpoint, made, [])
-    assert "usage" in json.loads(usage.piece.data)
+    assert "usage" in json.loads(usage.event.data)
     assert (usage.id, done.id) == ("", "done")
-    assert b"id:" not in frames([usage])
+    assert b"id:" not in encode_frames([usage])
     assert told(endpoint, made, [], after=end.id) == [usage, done]
 
 
@@ -105,26 +105,26 @@ def test_the_last_id_says_that_it_is_over(case: str) -> None:
     endpoint, body = CASES[case]
     made = card(endpoint, body)
     last = told(endpoint, made, [])[-1].id
-    assert Places(len(made.request_ids), last).is_over
-    assert not Places(len(made.request_ids), None).is_over
+    assert ResumePoint(len(made.request_ids), last).is_over
+    assert not ResumePoint(len(made.request_ids), None).is_over
 
 
 def test_another_answer_than_was_seen_is_told() -> None:
     made = card(COMPLETIONS, {"prompt": "x"})
     seen = told(COMPLETIONS, made, [])[0].id
-    telling = Telling(COMPLETIONS, made, Places(1, seen))
+    telling = SseCursor(COMPLETIONS, made, ResumePoint(1, seen))
     first, *_ = log_of(seed=7)
     with pytest.raises(StreamDiverged):
-        telling.event(0, first)
-    shorter = Telling(COMPLETIONS, made, Places(1, seen))
+        telling.add_event(0, first)
+    shorter = SseCursor(COMPLETIONS, made, ResumePoint(1, seen))
     with pytest.raises(StreamDiverged):
-        shorter.event(0, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=0)))
+        shorter.add_event(0, EndEvent(finish_reason="stop", usage=Usage(completion_tokens=0)))
 
 
 def test_an_end_with_an_error_raises_it() -> None:
-    telling = Telling(COMPLETIONS, card(COMPLETIONS, {"prompt": "x"}), Places(1))
+    telling = SseCursor(COMPLETIONS, card(COMPLETIONS, {"prompt": "x"}), ResumePoint(1))
     with pytest.raises(Cancelled):
-        telling.event(0, EndEvent(finish_reason="cancelled", error=ErrorInfo(code="cancelled", message="so")))
+        telling.add_event(0, EndEvent(finish_reason="cancelled", error=ErrorInfo(code="cancelled", message="so")))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_an_end_with_an_error_raises_it() -> None:
 )
 def test_what_cannot_be_an_id_is_an_error(text: str) -> None:
     with pytest.raises(ApiError) as refused:
-        Places(1, text)
+        ResumePoint(1, text)
     assert (refused.value.status, refused.value.param) == (400, "last_event_id")
 
 

@@ -14,8 +14,8 @@ from penstock.config.settings import AdmissionSettings
 from penstock.errors import BusUnavailable, SettingsError
 from penstock.ingest import keys
 from penstock.ingest.errors import ApiError
-from penstock.ingest.keys import Book, FileKeys, RedisKeys, read_book, source_of, write_book
-from penstock.ingest.tenants import Caller, Keyring, TenantEntry, new_key
+from penstock.ingest.keys import FileKeys, KeyBook, RedisKeys, open_key_source, read_book_file, write_book_file
+from penstock.ingest.tenants import Caller, Keyring, TenantEntry, make_key
 from penstock.local.processes import find_free_port
 from penstock.local.valkey import ValkeyServer
 from penstock.names import KEYS_KEY, TENANTS_KEY
@@ -32,7 +32,7 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(params=["file", "redis"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_redis: str) -> str:
     """Where keys are, as the setting says it."""
-    monkeypatch.setattr(keys, "FRESH_S", 0.0)
+    monkeypatch.setattr(keys, "CACHE_TTL_S", 0.0)
     monkeypatch.setenv("PENSTOCK_STREAM_URL", own_redis)
     found = "redis" if request.param == "redis" else str(tmp_path / "deep" / "keys.json")
     monkeypatch.setenv("PENSTOCK_GATEWAY_KEYS", found)
@@ -44,7 +44,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 async def ring(place: str, own_redis: str) -> AsyncIterator[Callable[[], Keyring]]:
     client = async_redis_client(own_redis)
-    yield lambda: Keyring(source_of(AdmissionSettings(keys=place), "0.0.0.0", client))
+    yield lambda: Keyring(open_key_source(AdmissionSettings(keys=place), "0.0.0.0", client))
     await client.aclose()
 
 
@@ -56,7 +56,7 @@ def command(*arguments: str) -> str:
 
 async def refused(gate: Keyring, header: str | None) -> bool:
     with pytest.raises(ApiError) as raised:
-        await gate.caller_of(header)
+        await gate.authenticate_caller(header)
     return (raised.value.status, raised.value.code) == (401, "invalid_api_key")
 
 
@@ -66,15 +66,15 @@ async def test_made_listed_used_and_revoked(ring: Callable[[], Keyring]) -> None
     command("tenant", "acme", "--tokens-per-min", "0", "--max-request-tokens", "50")
     gate = ring()
     expected = Caller("acme", ("batch",), 3.0, requests_per_min=60, tokens_per_min=None, max_request_tokens=50)
-    assert await gate.caller_of(f"Bearer {key}") == expected
-    assert await gate.caller_of(f"bearer  {key} ") == expected
+    assert await gate.authenticate_caller(f"Bearer {key}") == expected
+    assert await gate.authenticate_caller(f"bearer  {key} ") == expected
     listed = json.loads(command("list", "--json"))
     assert sorted(listed["keys"]) == sorted(one.split("_")[1] for one in (key, second))
     assert "hash" not in json.dumps(listed)
     assert "psk_" in command("list")
     command("revoke", key)
     assert await refused(gate, f"Bearer {key}")
-    assert (await gate.caller_of(f"Bearer {second}")).tenant == "acme"
+    assert (await gate.authenticate_caller(f"Bearer {second}")).tenant == "acme"
     again = CliRunner().invoke(app, ["keys", "revoke", key])
     assert isinstance(again.exception, SettingsError)
 
@@ -100,17 +100,17 @@ async def test_a_key_of_another_secret_or_shape_is_none(ring: Callable[[], Keyri
 
 
 async def test_a_file_that_broke_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "FRESH_S", 0.0)
-    key, key_id, entry = new_key("acme")
+    monkeypatch.setattr(keys, "CACHE_TTL_S", 0.0)
+    key, key_id, entry = make_key("acme")
     path = tmp_path / "keys.json"
-    write_book(path, Book(keys={key_id: entry}))
+    write_book_file(path, KeyBook(keys={key_id: entry}))
     ring = Keyring(FileKeys(path))
     path.write_text("{")
-    assert (await ring.caller_of(f"Bearer {key}")).tenant == "acme"
+    assert (await ring.authenticate_caller(f"Bearer {key}")).tenant == "acme"
     path.unlink()
-    assert (await ring.caller_of(f"Bearer {key}")).tenant == "acme"
-    write_book(path, Book(tenants={"acme": TenantEntry(weight=2)}, keys={key_id: entry}))
-    assert (await ring.caller_of(f"Bearer {key}")).weight == 2
+    assert (await ring.authenticate_caller(f"Bearer {key}")).tenant == "acme"
+    write_book_file(path, KeyBook(tenants={"acme": TenantEntry(weight=2)}, keys={key_id: entry}))
+    assert (await ring.authenticate_caller(f"Bearer {key}")).weight == 2
     with pytest.raises(SettingsError):
         FileKeys(tmp_path / "none.json")
 
@@ -118,29 +118,29 @@ async def test_a_file_that_broke_changes_nothing(tmp_path: Path, monkeypatch: py
 def test_toml_is_read_and_not_written(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text('[tenants.acme]\nweight = 3\n[keys.0123456789ab]\ntenant = "acme"\nhash = "' + "a" * 64 + '"\n')
-    book = read_book(path)
+    book = read_book_file(path)
     assert (book.tenants["acme"].weight, book.keys["0123456789ab"].tenant) == (3, "acme")
     with pytest.raises(SettingsError, match="by hand"):
-        write_book(path, book)
+        write_book_file(path, book)
     path.write_text("[tenants.acme]\nwieght = 3\n")
     with pytest.raises(SettingsError, match="wieght"):
-        read_book(path)
+        read_book_file(path)
 
 
 async def test_open_only_where_nobody_else_can_come(own_redis: str) -> None:
     client = async_redis_client(own_redis)
     for host in ("127.0.0.1", "::1", "localhost"):
-        assert source_of(AdmissionSettings(), host, client) is None
-    assert source_of(AdmissionSettings(keys="open"), "0.0.0.0", client) is None
+        assert open_key_source(AdmissionSettings(), host, client) is None
+    assert open_key_source(AdmissionSettings(keys="open"), "0.0.0.0", client) is None
     for host in ("0.0.0.0", "::", "10.0.0.7", "gateway.example"):
         with pytest.raises(SettingsError, match="PENSTOCK_GATEWAY_KEYS"):
-            source_of(AdmissionSettings(), host, client)
-    assert await Keyring(None).caller_of("Bearer anything") == Caller("default")
+            open_key_source(AdmissionSettings(), host, client)
+    assert await Keyring(None).authenticate_caller("Bearer anything") == Caller("default")
     await client.aclose()
 
 
 async def test_keys_in_a_redis_that_is_away() -> None:
     client = async_redis_client(f"redis://127.0.0.1:{find_free_port()}/0")
     with pytest.raises(BusUnavailable):
-        await Keyring(RedisKeys(client)).caller_of(f"Bearer {new_key('acme')[0]}")
+        await Keyring(RedisKeys(client)).authenticate_caller(f"Bearer {make_key('acme')[0]}")
     await client.aclose()

@@ -26,8 +26,8 @@ async def received(body: bytes, kind: str = KIND, cut: int = 1000) -> tuple[Uplo
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-type", kind.encode())]}
     form, content = Upload(Request(scope, receive)), b""
-    while await form.begun():
-        content += b"".join([piece async for piece in form.content()])
+    while await form.next_file():
+        content += b"".join([piece async for piece in form.read_file()])
     return form, content
 
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from penstock.ingest.keys import Book
-from penstock.ingest.tenants import new_key
+from penstock.ingest.keys import KeyBook
+from penstock.ingest.tenants import make_key
 from penstock.local.processes import find_free_port, start_child
 from penstock.local.stack import Stack
 from penstock.waiting import wait_until
@@ -206,10 +206,10 @@ def test_without_a_worker_nothing_can_be_sent(tabs: Tabs, tmp_path: Path) -> Non
 
 
 def test_with_keys_the_page_asks_for_one(tabs: Tabs, line: Stack, tmp_path: Path) -> None:
-    mine, my_id, my_entry = new_key("acme")
-    other, other_id, other_entry = new_key("other")
+    mine, my_id, my_entry = make_key("acme")
+    other, other_id, other_entry = make_key("other")
     book = tmp_path / "keys.json"
-    book.write_text(Book(keys={my_id: my_entry, other_id: other_entry}).model_dump_json())
+    book.write_text(KeyBook(keys={my_id: my_entry, other_id: other_entry}).model_dump_json())
     port = find_free_port()
     own = {"STREAM_URL": line.addresses.stream_url, "PIPELINE": line.addresses.pipeline, "GATEWAY_KEYS": str(book)}
     environment = os.environ | {f"PENSTOCK_{name}": value for name, value in own.items()}

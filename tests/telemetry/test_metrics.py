@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import PenstockError
-from penstock.ingest.gateway.metrics import REFUSED, GatewayFigures
+from penstock.ingest.gateway.metrics import REFUSAL_KEY, GatewayMetrics
 from penstock.local.processes import find_free_port
 from penstock.messages import EndEvent, Timings, Usage, now_s
 from penstock.names import CLASSES, STAGES
@@ -164,10 +164,10 @@ def meters() -> Meters:
     stage(made, "prefill")
     stage(made, "decode")
     addresses = Addresses(pipeline="p")
-    gateway = GatewayFigures(made, addresses, BusSettings())
+    gateway = GatewayMetrics(made, addresses, BusSettings())
     gateway._watches["p"] = Still(addresses, BusSettings())
-    gateway.answered({"type": "http"}, 404)
-    gateway.answered({"type": "http", REFUSED: "overloaded"}, 429)
+    gateway.count_answer({"type": "http"}, 404)
+    gateway.count_answer({"type": "http", REFUSAL_KEY: "overloaded"}, 429)
     return made
 
 

@@ -30,23 +30,23 @@ class Journal:
     def __init__(self, output: Path, errors: Path, digest: str) -> None:
         """Begin a run, or go on with one. `digest` is the input's. Raises `JournalError`."""
         self.path = output.with_name(f"{output.name}.journal")
-        self.run, self.done, self.num_failed = uuid.uuid4().hex, set[int](), 0
+        self.run_id, self.finished_rows, self.num_failed = uuid.uuid4().hex, set[int](), 0
         """The name of the run, in all its requests' ids; the lines that are finished, and how many failed."""
         self._files: dict[str, IO[bytes]] = {}
-        self._broken: JournalError | None = None
+        self._write_error: JournalError | None = None
         if not self.path.exists():
             for file in (output, errors):
                 if file.exists():
                     raise JournalError(f"{file} is there and was not made by this: move it away, or name another")
         try:
             self._journal = self.path.open("a+b")
-            self._lock()
-            sizes = self._recall(digest)
+            self._lock_journal()
+            sizes = self._load_entries(digest)
             if not sizes:
                 sizes = {"output": 0, "errors": 0}
-                self._write({"v": 1, "run": self.run, "input": digest, **sizes})
+                self._write_entry({"v": 1, "run": self.run_id, "input": digest, **sizes})
             for name, file in (("output", output), ("errors", errors)):
-                self._files[name] = _cut(file, sizes[name])
+                self._files[name] = _open_truncated(file, sizes[name])
             for folder in {output.parent, errors.parent}:
                 _sync_folder(folder)
         except OSError as error:
@@ -56,32 +56,32 @@ class Journal:
             self.close()
             raise
 
-    def write(self, group: Sequence[tuple[int, bytes, bool]]) -> None:
+    def write_rows(self, group: Sequence[tuple[int, bytes, bool]]) -> None:
         """Steps 1 and 2 for finished rows: number, text, whether it goes to the output. One call at a time.
 
         Raises `JournalError` where that fails, and from then on.
         """
         if not group:
             return
-        if self._broken is not None:
-            raise self._broken
+        if self._write_error is not None:
+            raise self._write_error
         try:
-            self._append(group)
+            self._append_rows(group)
         except OSError as error:
-            self._broken = JournalError(f"cannot write beside {self.path}: {error.strerror}; then go on from here")
-            raise self._broken from error
+            self._write_error = JournalError(f"cannot write beside {self.path}: {error.strerror}; then go on from here")
+            raise self._write_error from error
 
-    def _append(self, group: Sequence[tuple[int, bytes, bool]]) -> None:
+    def _append_rows(self, group: Sequence[tuple[int, bytes, bool]]) -> None:
         for name, wanted in (("output", True), ("errors", False)):
             rows = [row + b"\n" for _, row, is_ok in group if is_ok is wanted]
             if rows:
                 self._files[name].write(b"".join(rows))
-                _sync(self._files[name])
+                _sync_file(self._files[name])
         sizes = {name: file.tell() for name, file in self._files.items()}
         ok = [number for number, _, is_ok in group if is_ok]
         failed = [number for number, _, is_ok in group if not is_ok]
-        self._write({"ok": ok, "failed": failed, **sizes})
-        self.done.update(ok, failed)
+        self._write_entry({"ok": ok, "failed": failed, **sizes})
+        self.finished_rows.update(ok, failed)
         self.num_failed += len(failed)
 
     def close(self) -> None:
@@ -90,18 +90,18 @@ class Journal:
             with suppress(OSError):  # what is left to write cannot be written: `write` has said so
                 file.close()
 
-    def _lock(self) -> None:
+    def _lock_journal(self) -> None:
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JournalError(f"{self.path}: another run has it now") from None
 
-    def _recall(self, digest: str) -> dict[str, int]:
+    def _load_entries(self, digest: str) -> dict[str, int]:
         """Learn what is finished, cut off a half-written last line; returns the sizes of both files."""
         self._journal.seek(0)
-        good, sizes = 0, dict[str, int]()
+        num_good_bytes, sizes = 0, dict[str, int]()
         for line in self._journal:
-            entry = _entry(line)
+            entry = _parse_entry(line)
             if entry is None:
                 break
             if "run" in entry:
@@ -110,18 +110,18 @@ class Journal:
                         f"the input is another one than {self.path} was begun with: "
                         "name another output, or delete that journal and the output to begin anew"
                     )
-                self.run = entry["run"]
-            self.done.update(entry.get("ok", ()), entry.get("failed", ()))
+                self.run_id = entry["run"]
+            self.finished_rows.update(entry.get("ok", ()), entry.get("failed", ()))
             self.num_failed += len(entry.get("failed", ()))
             sizes = {name: entry[name] for name in ("output", "errors")}
-            good += len(line)
-        self._journal.seek(good)
+            num_good_bytes += len(line)
+        self._journal.seek(num_good_bytes)
         self._journal.truncate()
         return sizes
 
-    def _write(self, entry: dict[str, Any]) -> None:
+    def _write_entry(self, entry: dict[str, Any]) -> None:
         self._journal.write(json.dumps(entry).encode() + b"\n")
-        _sync(self._journal)
+        _sync_file(self._journal)
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +130,7 @@ class Journal:
         self.close()
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
+def _parse_entry(line: bytes) -> dict[str, Any] | None:
     """A line of the journal; None for one that is not whole."""
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
@@ -139,7 +139,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def _cut(path: Path, size: int) -> IO[bytes]:
+def _open_truncated(path: Path, size: int) -> IO[bytes]:
     """A file to append to, without what the journal does not know."""
     file = path.open("ab")
     if path.stat().st_size < size:
@@ -150,7 +150,7 @@ def _cut(path: Path, size: int) -> IO[bytes]:
     return file
 
 
-def _sync(file: IO[bytes]) -> None:
+def _sync_file(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
 

@@ -9,7 +9,7 @@ from penstock.names import batch_lease_key
 from penstock.redis.scripts import RELEASE_LEASE, RENEW_LEASE
 
 
-class Leases:
+class BatchLeases:
     """The leases of one process.
 
     They spare work and decide nothing: two who work on one batch, after one of them was paused, ask for the same
@@ -20,18 +20,18 @@ class Leases:
         self._client, self._ms = client, round(lease_s * 1000)
         self._holder = uuid.uuid4().hex
 
-    async def take(self, batch_id: str) -> bool:
+    async def acquire_lease(self, batch_id: str) -> bool:
         """Have a batch's lease, or keep it; False if another has it. Raises `RedisError` in an outage."""
         return bool(await RENEW_LEASE.run_async(self._client, [batch_lease_key(batch_id)], [self._holder, self._ms]))
 
-    async def lost(self, batch_id: str) -> bool:
+    async def is_lost(self, batch_id: str) -> bool:
         """Renew; whether another has it now. In an outage nobody can take it."""
         try:
-            return not await self.take(batch_id)
+            return not await self.acquire_lease(batch_id)
         except RedisError:
             return False
 
-    async def release(self, batch_id: str) -> None:
+    async def release_lease(self, batch_id: str) -> None:
         """Let another have it at once. In an outage it runs out by itself."""
         try:
             await RELEASE_LEASE.run_async(self._client, [batch_lease_key(batch_id)], [self._holder])

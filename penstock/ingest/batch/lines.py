@@ -11,10 +11,10 @@ from penstock.ingest.batch.shapes import LineError
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.messages import MAX_REQUEST_BYTES, Sampling
 
-PIECE = 2**20
+PIECE_BYTES = 2**20
 """Bytes that are read or written at once."""
 MAX_LINE_BYTES = MAX_REQUEST_BYTES
-MAX_ERRORS_TOLD = 100
+MAX_LISTED_ERRORS = 100
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Row:
     body: dict[str, Any]
 
 
-class BadLine(PenstockError):
+class InvalidLine(PenstockError):
     """A line that makes its whole file no batch file."""
 
     def __init__(self, error: LineError) -> None:
@@ -36,7 +36,7 @@ class BadLine(PenstockError):
         self.error = error
 
 
-async def split(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
+async def split_lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers. Raises `BadLine` for one longer than a request may be."""
     number, rest = 0, b""
     async for piece in pieces:
@@ -46,45 +46,47 @@ async def split(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]
             if line.strip():
                 yield number, line
         if len(rest) > MAX_LINE_BYTES:
-            raise bad(number + 1, "line_too_long", f"A line may have {MAX_LINE_BYTES:,} bytes.")
+            raise invalid_line(number + 1, "line_too_long", f"A line may have {MAX_LINE_BYTES:,} bytes.")
     if rest.strip():
         yield number + 1, rest
 
 
-def bad(line: int, code: str, message: str, param: str | None = None) -> BadLine:
+def invalid_line(line: int, code: str, message: str, param: str | None = None) -> InvalidLine:
     """A `BadLine`."""
-    return BadLine(LineError(code=code, message=message, line=line, param=param))
+    return InvalidLine(LineError(code=code, message=message, line=line, param=param))
 
 
 def parse_row(number: int, line: bytes, urls: tuple[str, ...]) -> Row:
     """A line's request. Its body is looked at later: one that is wrong fails alone. Raises `BadLine`."""
     try:
-        said = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
-        raise bad(number, "invalid_json_line", "This line is not parseable as valid JSON.") from None
-    if not isinstance(said, dict):
-        raise bad(number, "invalid_json_line", "This line is not a JSON object.")
-    custom_id, body = said.get("custom_id"), said.get("body")
+        raise invalid_line(number, "invalid_json_line", "This line is not parseable as valid JSON.") from None
+    if not isinstance(entry, dict):
+        raise invalid_line(number, "invalid_json_line", "This line is not a JSON object.")
+    custom_id, body = entry.get("custom_id"), entry.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512:
-        raise bad(number, "invalid_custom_id", "A 'custom_id' of 1 to 512 characters is required.", "custom_id")
-    if said.get("method") != "POST":
-        raise bad(number, "invalid_method", "The 'method' must be 'POST'.", "method")
-    if said.get("url") not in urls:
-        raise bad(number, "mismatched_url", f"The 'url' must be {' or '.join(map(repr, urls))}.", "url")
+        raise invalid_line(
+            number, "invalid_custom_id", "A 'custom_id' of 1 to 512 characters is required.", "custom_id"
+        )
+    if entry.get("method") != "POST":
+        raise invalid_line(number, "invalid_method", "The 'method' must be 'POST'.", "method")
+    if entry.get("url") not in urls:
+        raise invalid_line(number, "mismatched_url", f"The 'url' must be {' or '.join(map(repr, urls))}.", "url")
     if not isinstance(body, dict):
-        raise bad(number, "missing_required_parameter", "A 'body' that is an object is required.", "body")
-    return Row(number, custom_id, said["url"], body)
+        raise invalid_line(number, "missing_required_parameter", "A 'body' that is an object is required.", "body")
+    return Row(number, custom_id, entry["url"], body)
 
 
-def num_tokens(row: Row, line: bytes) -> int:
+def estimate_row_tokens(row: Row, line: bytes) -> int:
     """About how many tokens a request may take: prompt and output, by its length and by what it asks for."""
-    asked = [row.body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
-    most = next((one for one in asked if isinstance(one, int) and one > 0), Sampling().max_tokens)
+    limits = [row.body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
+    max_tokens = next((one for one in limits if isinstance(one, int) and one > 0), Sampling().max_tokens)
     count = row.body.get("n")
-    return len(line) // CHARS_PER_TOKEN + most * (count if isinstance(count, int) and count > 1 else 1)
+    return len(line) // CHARS_PER_TOKEN + max_tokens * (count if isinstance(count, int) and count > 1 else 1)
 
 
-async def check(
+async def check_lines(
     lines: AsyncIterator[tuple[int, bytes]], urls: tuple[str, ...], max_lines: int
 ) -> tuple[int, list[LineError]]:
     """How many requests a file has, and what is wrong with it as a whole."""
@@ -97,17 +99,17 @@ async def check(
                 break
             try:
                 row = parse_row(number, line, urls)
-            except BadLine as found:
+            except InvalidLine as found:
                 errors.append(found.error)
             else:
                 digest = hashlib.blake2b(row.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
                 if digest in seen:
                     message = f"The custom_id {row.custom_id[:64]!r} was used before in this file."
-                    errors.append(bad(number, "duplicate_custom_id", message, "custom_id").error)
+                    errors.append(invalid_line(number, "duplicate_custom_id", message, "custom_id").error)
                 seen.add(digest)
-            if len(errors) == MAX_ERRORS_TOLD:
+            if len(errors) == MAX_LISTED_ERRORS:
                 break
-    except BadLine as found:
+    except InvalidLine as found:
         errors.append(found.error)
     if not total and not errors:
         errors.append(LineError(code="empty_file", message="The file has no requests."))

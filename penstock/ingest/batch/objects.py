@@ -18,24 +18,24 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
 
-from penstock.ingest.batch.lines import PIECE
+from penstock.ingest.batch.lines import PIECE_BYTES
 from penstock.ingest.errors import ApiError
 
-NUM_THREADS = 8
+NUM_STORE_THREADS = 8
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Objects:
+class ObjectStorage:
     """Every method raises `ApiError` 503 while the store cannot be reached."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "files")
+        self._threads = ThreadPoolExecutor(NUM_STORE_THREADS, "files")
 
     @classmethod
-    def open(cls, url: str) -> "Objects":
+    def open(cls, url: str) -> "ObjectStorage":
         """A folder by its path or `file://`, made where it is not there; or `s3://bucket/prefix` and the like."""
         if "://" not in url:
             return cls(LocalStore(Path(url).expanduser(), mkdir=True))
@@ -44,33 +44,33 @@ class Objects:
     async def get(self, path: str) -> bytes | None:
         """An object's content; None where there is no such object."""
         try:
-            return await self._run(lambda: bytes(obstore.get(self._store, path).bytes()))
+            return await self._run_blocking(lambda: bytes(obstore.get(self._store, path).bytes()))
         except FileNotFoundError:
             return None
 
-    async def size(self, path: str) -> int | None:
+    async def get_size(self, path: str) -> int | None:
         """An object's length in bytes."""
         try:
-            return (await self._run(obstore.head, self._store, path))["size"]
+            return (await self._run_blocking(obstore.head, self._store, path))["size"]
         except FileNotFoundError:
             return None
 
     async def put(self, path: str, value: bytes) -> None:
         """Write an object, in the place of one that is there."""
-        await self._run(lambda: obstore.put(self._store, path, value))
+        await self._run_blocking(lambda: obstore.put(self._store, path, value))
 
-    async def create(self, path: str, value: bytes) -> bool:
+    async def put_if_absent(self, path: str, value: bytes) -> bool:
         """Write an object if it is not there; False if it is. Of several who try, one succeeds."""
         try:
-            await self._run(lambda: obstore.put(self._store, path, value, mode="create"))
+            await self._run_blocking(lambda: obstore.put(self._store, path, value, mode="create"))
         except AlreadyExistsError:
             return False
         return True
 
-    async def copy(self, source: str, target: str) -> bool:
+    async def copy_object(self, source: str, target: str) -> bool:
         """Copy an object, at the store; False where there is none."""
         try:
-            await self._run(obstore.copy, self._store, source, target)
+            await self._run_blocking(obstore.copy, self._store, source, target)
         except FileNotFoundError:
             return False
         return True
@@ -78,45 +78,45 @@ class Objects:
     async def delete(self, path: str) -> None:
         """Delete an object; one that is not there is fine."""
         with suppress(FileNotFoundError):
-            await self._run(obstore.delete, self._store, path)
+            await self._run_blocking(obstore.delete, self._store, path)
 
-    async def names(self, folder: str) -> list[str]:
+    async def list_names(self, folder: str) -> list[str]:
         """The names of objects and folders in a folder, in order."""
-        found = await self._run(obstore.list_with_delimiter, self._store, folder)
+        found = await self._run_blocking(obstore.list_with_delimiter, self._store, folder)
         paths = [*(entry["path"] for entry in found["objects"]), *found["common_prefixes"]]
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
-    async def write(self, path: str, pieces: AsyncIterator[bytes]) -> int:
+    async def write_stream(self, path: str, pieces: AsyncIterator[bytes]) -> int:
         """Write an object of any length, a piece at a time; returns its length.
 
         If `pieces` raises, or this is cancelled, there is no object and nothing stays of what was written.
         """
-        writer = await self._run(
-            lambda: obstore.open_writer(self._store, path, buffer_size=5 * PIECE, max_concurrency=2)
+        writer = await self._run_blocking(
+            lambda: obstore.open_writer(self._store, path, buffer_size=5 * PIECE_BYTES, max_concurrency=2)
         )
         num_bytes = 0
         try:
-            async for piece in _gathered(pieces):
+            async for piece in _join_pieces(pieces):
                 num_bytes += len(piece)
-                await self._run(writer.write, piece)
-            await self._run(writer.close)
+                await self._run_blocking(writer.write, piece)
+            await self._run_blocking(writer.close)
         except BaseException as error:
-            await asyncio.shield(self._run(writer.__exit__, type(error), error, None))
+            await asyncio.shield(self._run_blocking(writer.__exit__, type(error), error, None))
             raise
         return num_bytes
 
-    async def read(self, path: str) -> AsyncIterator[bytes]:
+    async def read_stream(self, path: str) -> AsyncIterator[bytes]:
         """An object's content in pieces. Between two of them nothing is held open, so a reader may take a day."""
-        size = await self.size(path)
-        for start in range(0, size or 0, PIECE):
-            end = min(size or 0, start + PIECE)
-            yield bytes(await self._run(lambda a=start, b=end: obstore.get_range(self._store, path, start=a, end=b)))  # type: ignore[misc]
+        size = await self.get_size(path)
+        for start in range(0, size or 0, PIECE_BYTES):
+            end = min(size or 0, start + PIECE_BYTES)
+            yield bytes(await self._run_blocking(obstore.get_range, self._store, path, start=start, end=end))
 
     def close(self) -> None:
         """Wait for what is under way."""
         self._threads.shutdown()
 
-    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _run_blocking(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
         except (FileNotFoundError, AlreadyExistsError):
@@ -126,12 +126,12 @@ class Objects:
             raise ApiError(503, "the file store cannot be used now", code="unavailable", headers=headers) from error
 
 
-async def _gathered(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _join_pieces(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The same bytes in pieces of at least `PIECE`, but for the last."""
     waiting = bytearray()
     async for piece in pieces:
         waiting += piece
-        if len(waiting) >= PIECE:
+        if len(waiting) >= PIECE_BYTES:
             yield bytes(waiting)
             waiting.clear()
     if waiting:

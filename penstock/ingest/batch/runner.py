@@ -22,27 +22,27 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from penstock.config.settings import BatchSettings
-from penstock.ingest.batch.batches import Batches, Birth
-from penstock.ingest.batch.lease import Leases
-from penstock.ingest.batch.objects import Objects
+from penstock.ingest.batch.batches import BatchSpec, BatchStore
+from penstock.ingest.batch.lease import BatchLeases
+from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.store import FileStore
-from penstock.ingest.batch.work import ClientOf, Work, make_places
+from penstock.ingest.batch.work import BatchWork, FindClient, make_row_slots
 from penstock.ingest.errors import ApiError
 
 log = logging.getLogger(__name__)
-MAX_BATCHES = 8
+MAX_MOVING_BATCHES = 8
 """That move, at once in one process; the others wait for their turn."""
-MAX_HELD = 4 * MAX_BATCHES
+MAX_HELD_BATCHES = 4 * MAX_MOVING_BATCHES
 """Those among them that stand still, because no worker serves their models."""
-SWEEP_S = 6 * 3600.0
+EXPIRY_CHECK_S = 6 * 3600.0
 
 
 @dataclass
-class _Held:
+class _HeldBatch:
     """A batch in this process's hands."""
 
-    birth: Birth
-    work: Work
+    spec: BatchSpec
+    work: BatchWork
     task: asyncio.Task[None]
     is_leaving: bool = False
     """It was stopped here, for another to take."""
@@ -52,145 +52,145 @@ class BatchRunner:
     """One process's share of the work. `start` and `close` within its event loop."""
 
     def __init__(
-        self, objects: Objects, client: "redis.asyncio.Redis", client_of: ClientOf, settings: BatchSettings
+        self, objects: ObjectStorage, client: "redis.asyncio.Redis", find_client: FindClient, settings: BatchSettings
     ) -> None:
-        self._objects, self._client_of, self._settings = objects, client_of, settings
-        self._batches, self._files = Batches(objects), FileStore(objects)
-        self._leases = Leases(client, settings.lease_s)
-        self._places = make_places(settings.rows_in_flight)
-        self._births: dict[str, Birth] = {}
+        self._objects, self._find_client, self._settings = objects, find_client, settings
+        self._batches, self._files = BatchStore(objects), FileStore(objects)
+        self._leases = BatchLeases(client, settings.lease_s)
+        self._row_slots = make_row_slots(settings.rows_in_flight)
+        self._specs: dict[str, BatchSpec] = {}
         """Of the open batches, as far as they were read."""
         self._unreadable = set[str]()
-        self._held: dict[str, _Held] = {}
-        self._news = asyncio.Event()
-        self._looking: asyncio.Task[None] | None = None
-        self._swept_at = time.monotonic()
+        self._held: dict[str, _HeldBatch] = {}
+        self._wake_up = asyncio.Event()
+        self._runner_task: asyncio.Task[None] | None = None
+        self._expiry_checked_at = time.monotonic()
 
     def start(self) -> None:
         """Begin to look."""
-        self._looking = asyncio.create_task(self._look_on())
+        self._runner_task = asyncio.create_task(self._run_forever())
 
-    def nudge(self) -> None:
+    def look_now(self) -> None:
         """There is a new batch: look now."""
-        self._news.set()
+        self._wake_up.set()
 
     async def close(self) -> None:
         """Stop; what is finished is written, and the batches are others'."""
         held = [one.task for one in self._held.values()]
-        tasks = held if self._looking is None else [self._looking, *held]
+        tasks = held if self._runner_task is None else [self._runner_task, *held]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look_on(self) -> None:
+    async def _run_forever(self) -> None:
         while True:
-            self._news.clear()
+            self._wake_up.clear()
             try:
-                await self._look()
-                if time.monotonic() > self._swept_at + SWEEP_S:
-                    self._swept_at = time.monotonic()
-                    await self._files.sweep()
+                await self._take_batches()
+                if time.monotonic() > self._expiry_checked_at + EXPIRY_CHECK_S:
+                    self._expiry_checked_at = time.monotonic()
+                    await self._files.delete_expired()
             except (ApiError, RedisError) as error:
                 log.warning("batches: %s", error)
             except Exception:  # a gateway that looks no more would work off nothing until it is started again
                 log.exception("batches: looked for again")
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.look_s):
-                    await self._news.wait()
+                    await self._wake_up.wait()
 
-    async def _look(self) -> None:
-        waiting = [birth for birth in await self._open_births() if birth.id not in self._held]
+    async def _take_batches(self) -> None:
+        waiting = [spec for spec in await self._list_open_specs() if spec.id not in self._held]
         while waiting:
             counted = [one for one in self._held.values() if not one.is_leaving]
-            num_held = Counter(one.birth.tenant for one in counted)
-            birth = min(waiting, key=lambda one: num_held[one.tenant])  # of a tenant's the first, which is the oldest
-            waiting.remove(birth)
-            giver = None
-            if len(counted) >= MAX_HELD or sum(one.work.is_moving for one in counted) >= MAX_BATCHES:
-                giver = _giver(counted, num_held, birth.tenant)
-                if giver is None:
+            num_held = Counter(one.spec.tenant for one in counted)
+            spec = min(waiting, key=lambda one: num_held[one.tenant])  # of a tenant's the first, which is the oldest
+            waiting.remove(spec)
+            victim = None
+            if len(counted) >= MAX_HELD_BATCHES or sum(one.work.is_moving for one in counted) >= MAX_MOVING_BATCHES:
+                victim = _choose_batch_to_release(counted, num_held, spec.tenant)
+                if victim is None:
                     return
-            if await self._leases.take(birth.id):
-                self._begin(birth)
-                if giver is not None:
-                    giver.is_leaving = True
-                    giver.task.cancel()
+            if await self._leases.acquire_lease(spec.id):
+                self._start_work(spec)
+                if victim is not None:
+                    victim.is_leaving = True
+                    victim.task.cancel()
 
-    async def _open_births(self) -> list[Birth]:
+    async def _list_open_specs(self) -> list[BatchSpec]:
         """The open batches that can be worked off, the oldest first. Each is read once."""
-        open_ids = await self._batches.open_ids()
-        found = await asyncio.gather(*map(self._read_birth, open_ids))
-        births = [birth for birth in found if birth is not None]
-        self._births = {birth.id: birth for birth in births}
-        return births
+        open_ids = await self._batches.list_open_ids()
+        found = await asyncio.gather(*map(self._read_spec, open_ids))
+        specs = [spec for spec in found if spec is not None]
+        self._specs = {spec.id: spec for spec in specs}
+        return specs
 
-    async def _read_birth(self, batch_id: str) -> Birth | None:
-        if batch_id in self._births:
-            return self._births[batch_id]
+    async def _read_spec(self, batch_id: str) -> BatchSpec | None:
+        if batch_id in self._specs:
+            return self._specs[batch_id]
         try:
-            birth = await self._batches.open_birth(batch_id)
+            spec = await self._batches.find_open_spec(batch_id)
         except ValueError as error:
             if batch_id not in self._unreadable:
                 self._unreadable.add(batch_id)
                 log.error("%s is left alone: what the store has of it cannot be read: %s", batch_id, error)
             return None
         self._unreadable.discard(batch_id)
-        return birth
+        return spec
 
-    def _begin(self, birth: Birth) -> None:
-        work = Work(self._objects, birth, self._client_of, self._places, self._settings)
-        task = asyncio.create_task(self._hold(birth, work))
-        self._held[birth.id] = _Held(birth, work, task)
-        task.add_done_callback(lambda _: self._over(birth.id))
+    def _start_work(self, spec: BatchSpec) -> None:
+        work = BatchWork(self._objects, spec, self._find_client, self._row_slots, self._settings)
+        task = asyncio.create_task(self._work_under_lease(spec, work))
+        self._held[spec.id] = _HeldBatch(spec, work, task)
+        task.add_done_callback(lambda _: self._forget_batch(spec.id))
 
-    def _over(self, batch_id: str) -> None:
+    def _forget_batch(self, batch_id: str) -> None:
         del self._held[batch_id]
-        self.nudge()
+        self.look_now()
 
-    async def _hold(self, birth: Birth, work: Work) -> None:
+    async def _work_under_lease(self, spec: BatchSpec, work: BatchWork) -> None:
         """Work on a batch for as long as its lease is ours."""
-        working = asyncio.create_task(self._logged(work.run(), birth))
+        working = asyncio.create_task(self._work_or_log(work.run(), spec))
         try:
             while not working.done():
                 await asyncio.wait((working,), timeout=self._settings.lease_s / 3)
-                if await self._leases.lost(birth.id):
-                    log.warning("%s is another gateway's now", birth.id)
+                if await self._leases.is_lost(spec.id):
+                    log.warning("%s is another gateway's now", spec.id)
                     return
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
             with suppress(ApiError):
-                await work.flush()
-            await self._leases.release(birth.id)
+                await work.flush_progress()
+            await self._leases.release_lease(spec.id)
 
-    async def _logged(self, work: Coroutine[Any, Any, None], birth: Birth) -> None:
+    async def _work_or_log(self, work: Coroutine[Any, Any, None], spec: BatchSpec) -> None:
         """Work, and if it fails leave it for a while: the batch is still there."""
         try:
             await work
         except Exception:
-            log.exception("%s: its work is tried again", birth.id)
+            log.exception("%s: its work is tried again", spec.id)
             await asyncio.sleep(self._settings.look_s)
 
 
-def _giver(held: list[_Held], num_held: Counter[str], tenant: str) -> _Held | None:
+def _choose_batch_to_release(held: list[_HeldBatch], num_held: Counter[str], tenant: str) -> _HeldBatch | None:
     """The batch that makes way for a tenant's: the youngest of whoever has the most, if that is two more at least.
 
     With one more, the two would take turns in giving way.
     """
-    richest, most = num_held.most_common(1)[0]
-    if most < num_held[tenant] + 2:
+    busiest_tenant, num_most = num_held.most_common(1)[0]
+    if num_most < num_held[tenant] + 2:
         return None
-    return max((one for one in held if one.birth.tenant == richest), key=lambda one: one.birth.id)
+    return max((one for one in held if one.spec.tenant == busiest_tenant), key=lambda one: one.spec.id)
 
 
-class Desk:
+class BatchService:
     """Made and closed within the event loop that uses it."""
 
-    def __init__(self, client: "redis.asyncio.Redis", client_of: ClientOf, settings: BatchSettings) -> None:
-        self._objects = Objects.open(settings.store_url)
+    def __init__(self, client: "redis.asyncio.Redis", find_client: FindClient, settings: BatchSettings) -> None:
+        self._objects = ObjectStorage.open(settings.store_url)
         self.settings = settings
-        self.files, self.batches = FileStore(self._objects), Batches(self._objects)
-        self.runner = BatchRunner(self._objects, client, client_of, settings)
+        self.files, self.batches = FileStore(self._objects), BatchStore(self._objects)
+        self.runner = BatchRunner(self._objects, client, find_client, settings)
         self.runner.start()
 
     async def close(self) -> None:

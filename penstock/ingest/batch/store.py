@@ -18,15 +18,15 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from penstock.ingest.batch.objects import Objects
+from penstock.ingest.batch.objects import ObjectStorage
 from penstock.ingest.batch.shapes import DAY_S, FILE_LIFE_S, FileObject, Purpose
-from penstock.ingest.errors import ApiError, not_found
+from penstock.ingest.errors import ApiError, not_found_error
 
-Prefix = Literal["file-", "batch_"]
-_ID = re.compile(r"(file-|batch_)([0-9a-f]{12})[0-9a-f]{20}")
+IdPrefix = Literal["file-", "batch_"]
+_ID_PATTERN = re.compile(r"(file-|batch_)([0-9a-f]{12})[0-9a-f]{20}")
 
 
-class _Stored(BaseModel):
+class _StoredFile(BaseModel):
     tenant: str
     file: FileObject
 
@@ -34,10 +34,10 @@ class _Stored(BaseModel):
 class FileStore:
     """Methods raise `ApiError`: 404 for what is not there, is over, or is another tenant's; 503 without the store."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: ObjectStorage) -> None:
         self._objects = objects
 
-    async def save(
+    async def save_file(
         self,
         tenant: str,
         filename: str,
@@ -49,16 +49,16 @@ class FileStore:
     ) -> FileObject:
         """Make a file. What `pieces` raises is raised, and there is no file then."""
         saved = await self.save_content(tenant, pieces, max_bytes)
-        return await self.save_meta(tenant, saved, filename, purpose, life_s)
+        return await self.save_metadata(tenant, saved, filename, purpose, life_s)
 
     async def save_content(
         self, tenant: str, pieces: AsyncIterator[bytes], max_bytes: int | None = None
     ) -> tuple[str, int]:
         """Step 1; returns the new id and the length."""
-        file_id = new_id("file-")
-        return file_id, await self._objects.write(content_path(tenant, file_id), _limited(pieces, max_bytes))
+        file_id = make_id("file-")
+        return file_id, await self._objects.write_stream(content_path(tenant, file_id), _limit_bytes(pieces, max_bytes))
 
-    async def save_meta(
+    async def save_metadata(
         self, tenant: str, saved: tuple[str, int], filename: str, purpose: Purpose, life_s: int = FILE_LIFE_S
     ) -> FileObject:
         """Step 2."""
@@ -68,27 +68,27 @@ class FileStore:
             id=file_id, bytes=num_bytes, created_at=now, expires_at=now + life_s, filename=filename, purpose=purpose
         )
         await self._objects.put(
-            _meta_path(tenant, file_id), _Stored(tenant=tenant, file=made).model_dump_json().encode()
+            _meta_path(tenant, file_id), _StoredFile(tenant=tenant, file=made).model_dump_json().encode()
         )
         return made
 
-    async def drop_content(self, tenant: str, file_id: str) -> None:
+    async def delete_content(self, tenant: str, file_id: str) -> None:
         """Undo step 1."""
         await self._objects.delete(content_path(tenant, file_id))
 
-    async def find(self, tenant: str, file_id: str) -> FileObject:
+    async def find_file(self, tenant: str, file_id: str) -> FileObject:
         """What is known of a file."""
         found = await self._objects.get(_meta_path(tenant, file_id)) if is_id(file_id, "file-") else None
-        stored = None if found is None else _Stored.model_validate_json(found)
-        if stored is None or stored.tenant != tenant or _is_over(stored.file):
-            raise not_found("file", file_id[:64])
+        stored = None if found is None else _StoredFile.model_validate_json(found)
+        if stored is None or stored.tenant != tenant or _is_expired(stored.file):
+            raise not_found_error("file", file_id[:64])
         return stored.file
 
-    async def page(
+    async def list_files(
         self, tenant: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None = None
     ) -> tuple[list[FileObject], bool]:
         """At most `limit` files after the one named, by age, and whether there are more."""
-        names = [name.removesuffix(".json") for name in await self._objects.names(f"tenants/{tenant}/files")]
+        names = [name.removesuffix(".json") for name in await self._objects.list_names(f"tenants/{tenant}/files")]
         if order == "desc":
             names.reverse()
         found: list[FileObject] = []
@@ -96,7 +96,7 @@ class FileStore:
             if len(found) > limit:
                 break
             try:
-                file = await self.find(tenant, file_id)
+                file = await self.find_file(tenant, file_id)
             except ApiError as error:
                 if error.status != 404:
                     raise
@@ -105,28 +105,28 @@ class FileStore:
                 found.append(file)
         return found[:limit], len(found) > limit
 
-    def content(self, tenant: str, file: FileObject) -> AsyncIterator[bytes]:
+    def read_content(self, tenant: str, file: FileObject) -> AsyncIterator[bytes]:
         """What is in a file, in pieces."""
-        return self._objects.read(content_path(tenant, file.id))
+        return self._objects.read_stream(content_path(tenant, file.id))
 
-    async def delete(self, tenant: str, file_id: str) -> None:
+    async def delete_file(self, tenant: str, file_id: str) -> None:
         """Delete a file."""
-        await self.find(tenant, file_id)
+        await self.find_file(tenant, file_id)
         await self._objects.delete(_meta_path(tenant, file_id))
-        await self.drop_content(tenant, file_id)
+        await self.delete_content(tenant, file_id)
 
-    async def sweep(self) -> int:
+    async def delete_expired(self) -> int:
         """Delete what is over, and contents of a day ago that no file has; returns how many contents went."""
         num_gone = 0
-        for tenant in await self._objects.names("tenants"):
-            for file_id in await self._objects.names(f"tenants/{tenant}/content"):
-                if made_at(file_id) > time.time() - 3600:
+        for tenant in await self._objects.list_names("tenants"):
+            for file_id in await self._objects.list_names(f"tenants/{tenant}/content"):
+                if parse_creation_time(file_id) > time.time() - 3600:
                     continue
                 found = await self._objects.get(_meta_path(tenant, file_id))
-                is_orphan = found is None and made_at(file_id) < time.time() - DAY_S
-                if is_orphan or (found is not None and _is_over(_Stored.model_validate_json(found).file)):
+                is_orphan = found is None and parse_creation_time(file_id) < time.time() - DAY_S
+                if is_orphan or (found is not None and _is_expired(_StoredFile.model_validate_json(found).file)):
                     await self._objects.delete(_meta_path(tenant, file_id))
-                    await self.drop_content(tenant, file_id)
+                    await self.delete_content(tenant, file_id)
                     num_gone += 1
         return num_gone
 
@@ -147,11 +147,11 @@ def _meta_path(tenant: str, file_id: str) -> str:
     return f"tenants/{tenant}/files/{file_id}.json"
 
 
-def _is_over(file: FileObject) -> bool:
+def _is_expired(file: FileObject) -> bool:
     return file.expires_at is not None and file.expires_at <= time.time()
 
 
-async def _limited(pieces: AsyncIterator[bytes], max_bytes: int | None) -> AsyncIterator[bytes]:
+async def _limit_bytes(pieces: AsyncIterator[bytes], max_bytes: int | None) -> AsyncIterator[bytes]:
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)
@@ -160,18 +160,18 @@ async def _limited(pieces: AsyncIterator[bytes], max_bytes: int | None) -> Async
         yield piece
 
 
-def new_id(prefix: Prefix) -> str:
+def make_id(prefix: IdPrefix) -> str:
     """The time in milliseconds and 80 random bits, in hex."""
     return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
 
 
-def is_id(text: str, prefix: Prefix) -> bool:
+def is_id(text: str, prefix: IdPrefix) -> bool:
     """Whether `text` may be such an id: only then it becomes a part of a path."""
-    match = _ID.fullmatch(text)
+    match = _ID_PATTERN.fullmatch(text)
     return match is not None and match[1] == prefix
 
 
-def made_at(some_id: str) -> float:
+def parse_creation_time(some_id: str) -> float:
     """When an id was made, in seconds since the epoch; 0 for what is no id."""
-    match = _ID.fullmatch(some_id)
+    match = _ID_PATTERN.fullmatch(some_id)
     return int(match[2], 16) / 1000 if match else 0.0

@@ -27,43 +27,43 @@ from penstock.ingest.admission import Ticket
 from penstock.ingest.errors import ApiError
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai.body import Body
-from penstock.ingest.openai.endpoint import Ask, Card, Endpoint, cap_open, card_of
+from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, cap_open_answers, make_stream_meta
 from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
-from penstock.ingest.tenant_shares import BUSY_S
+from penstock.ingest.tenant_shares import FULL_WAIT_S
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, Request, RequestId, Usage, now_s
 from penstock.names import Pipeline
 from penstock.record.claim import body_hash
 
 MAX_WAIT_S = 86400.0
-PUBLISHED_S = 60.0
+REPUBLISH_AFTER_S = 60.0
 """A POST that joins an earlier one publishes its requests again, if no worker has seen them for so long."""
-LARGE_BYTES = 65_536
+MIN_THREAD_BYTES = 65_536
 """Requests of more bytes are made on a thread: 8 MB take a fifth of a second."""
-BYTES_PER_ID = 6
+BYTES_PER_TOKEN_ID = 6
 """Of a token id in JSON, about."""
 
 
-def _seconds(said: object) -> object:
+def _parse_max_wait(value: object) -> object:
     """`true` is any wait that a free pipeline would not have."""
-    return {"true": BUSY_S, "false": None}.get(said.lower(), said) if isinstance(said, str) else said
+    return {"true": FULL_WAIT_S, "false": None}.get(value.lower(), value) if isinstance(value, str) else value
 
 
-Wait = Annotated[
+MaxWait = Annotated[
     Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] | None,
-    BeforeValidator(_seconds),
+    BeforeValidator(_parse_max_wait),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S}]}),
 ]
 
 
-class Wishes(BaseModel):
+class RequestHeaders(BaseModel):
     """Headers that say how to answer."""
 
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=255)] | None = None
     """A POST with the key of an earlier one joins its request."""
     x_session_affinity: RequestId | None = None
     """Requests of one session find the worker that has their KV."""
-    x_penstock_reject_if_busy: Wait = None
+    x_penstock_reject_if_busy: MaxWait = None
     """429 at once, if the request would have to wait for longer than so many seconds; `true`: than one."""
     x_penstock_deadline_s: Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)] | None = None
     """Seconds from now after which nobody wants the answer."""
@@ -71,136 +71,144 @@ class Wishes(BaseModel):
     """Cancel the request when this connection ends. Otherwise it goes on, and its stream can be read again."""
 
 
-WishesDep = Annotated[Wishes, Header()]
+RequestHeadersDep = Annotated[RequestHeaders, Header()]
 
 
-async def accept(
-    gateway: Gateway, caller: Caller, wishes: Wishes, endpoint: Endpoint[Any], body: Body, came_s: float
-) -> tuple[Card, Ticket | None]:
+async def accept_request(
+    gateway: Gateway, caller: Caller, headers: RequestHeaders, endpoint: Endpoint[Any], body: Body, arrived_s: float
+) -> tuple[StreamMeta, Ticket | None]:
     """The card of a POST's request, which is durable now; a ticket if it is new. Raises `ApiError` and our own.
 
     `came_s` is when the POST came, in seconds since the epoch: its requests' traces begin there.
     """
-    key = wishes.idempotency_key
-    served = await gateway.models.find(body.model)
-    name = uuid.uuid4().hex if key is None else await gateway.cards.name_of(caller.tenant, key)
-    card = card_of(endpoint, body, endpoint.prefix + name, pipeline=served.pipeline, tenant=caller.tenant)
-    asks = [_wished(ask, caller, wishes) for ask in endpoint.asks(body, card.id)]
-    cap_open(asks, caller.max_request_tokens)
-    earlier = None if key is None else await gateway.cards.find(card.id)
+    key = headers.idempotency_key
+    served = await gateway.models.find_model(body.model)
+    name = uuid.uuid4().hex if key is None else await gateway.stream_metas.derive_name(caller.tenant, key)
+    meta = make_stream_meta(endpoint, body, endpoint.id_prefix + name, pipeline=served.pipeline, tenant=caller.tenant)
+    submit_args = [_apply_headers(args, caller, headers) for args in endpoint.make_requests(body, meta.id)]
+    cap_open_answers(submit_args, caller.max_request_tokens)
+    earlier = None if key is None else await gateway.stream_metas.find_meta(meta.id)
     if earlier is not None:
-        return await _join(gateway, caller, earlier, card, asks), None
-    check_size(asks)
-    ticket = await _admit(gateway, caller, card, asks, wishes)
+        return await _join_earlier(gateway, caller, earlier, meta, submit_args), None
+    check_prompt_sizes(submit_args)
+    ticket = await _admit_request(gateway, caller, meta, submit_args, headers)
     try:
-        requests, bodies = await _made(asks)
-        card = card.model_copy(update={"bodies": bodies})
-        found = await gateway.cards.put(card)
+        requests, bodies = await _make_requests(submit_args)
+        meta = meta.model_copy(update={"bodies": bodies})
+        found = await gateway.stream_metas.put(meta)
     except PenstockError:
         await gateway.admission.settle(ticket, Usage())
         raise
-    if found is not card:
+    if found is not meta:
         await gateway.admission.settle(ticket, Usage())
-        return await _join(gateway, caller, found, card, asks), None
-    await _publish(gateway, card, requests, came_s, is_keyed=key is not None)
-    return card, ticket
+        return await _join_earlier(gateway, caller, found, meta, submit_args), None
+    await _publish_requests(gateway, meta, requests, arrived_s, is_keyed=key is not None)
+    return meta, ticket
 
 
-def _wished(ask: Ask, caller: Caller, wishes: Wishes) -> Ask:
+def _apply_headers(args: SubmitArgs, caller: Caller, headers: RequestHeaders) -> SubmitArgs:
     """Add what the caller and its headers say to a request."""
-    ask["tenant"], ask["weight"] = caller.tenant, caller.weight
-    if wishes.x_session_affinity is not None:
-        ask["session"] = wishes.x_session_affinity
-    if wishes.x_penstock_deadline_s is not None:
-        ask["deadline"] = now_s() + wishes.x_penstock_deadline_s
-    return ask
+    args["tenant"], args["weight"] = caller.tenant, caller.weight
+    if headers.x_session_affinity is not None:
+        args["session"] = headers.x_session_affinity
+    if headers.x_penstock_deadline_s is not None:
+        args["deadline"] = now_s() + headers.x_penstock_deadline_s
+    return args
 
 
-def check_size(asks: Sequence[Ask]) -> None:
+def check_prompt_sizes(submit_args: Sequence[SubmitArgs]) -> None:
     """Raise `RequestTooLarge` where the prompts of all choices together have more bytes than one request may have."""
     num_bytes = 0
-    for ask in asks:
-        num_bytes += num_prompt_bytes(ask)
-        if len(asks) > 1 and num_bytes > MAX_REQUEST_BYTES:
+    for args in submit_args:
+        num_bytes += estimate_prompt_bytes(args)
+        if len(submit_args) > 1 and num_bytes > MAX_REQUEST_BYTES:
             raise RequestTooLarge(
-                f"the prompts of {len(asks)} choices have more than {MAX_REQUEST_BYTES:,} bytes together: "
+                f"the prompts of {len(submit_args)} choices have more than {MAX_REQUEST_BYTES:,} bytes together: "
                 "ask for fewer choices (`n`) or prompts at once"
             )
 
 
-async def _made(asks: Sequence[Ask]) -> tuple[list[Request], list[str]]:
+async def _make_requests(submit_args: Sequence[SubmitArgs]) -> tuple[list[Request], list[str]]:
     """Make the requests, and the hashes of their bodies."""
-    if sum(map(num_prompt_bytes, asks)) < LARGE_BYTES:
-        return _make(asks)
-    return await asyncio.to_thread(_make, asks)
+    if sum(map(estimate_prompt_bytes, submit_args)) < MIN_THREAD_BYTES:
+        return _make_requests_here(submit_args)
+    return await asyncio.to_thread(_make_requests_here, submit_args)
 
 
-def _make(asks: Sequence[Ask]) -> tuple[list[Request], list[str]]:
+def _make_requests_here(submit_args: Sequence[SubmitArgs]) -> tuple[list[Request], list[str]]:
     requests = []
-    for ask in asks:
-        fields = ask.copy()
+    for args in submit_args:
+        fields = args.copy()
         prompt = fields.pop("prompt", None)
         requests.append(make_request(prompt, fields))
     return requests, list(map(body_hash, requests))
 
 
-async def _admit(gateway: Gateway, caller: Caller, card: Card, asks: Sequence[Ask], wishes: Wishes) -> Ticket:
-    limited = [ask["max_tokens"] for ask in asks if "fit_context" not in ask]
+async def _admit_request(
+    gateway: Gateway, caller: Caller, meta: StreamMeta, submit_args: Sequence[SubmitArgs], headers: RequestHeaders
+) -> Ticket:
+    limited = [args["max_tokens"] for args in submit_args if "fit_context" not in args]
     return await gateway.admission.admit(
         caller,
-        Pipeline(card.pipeline),
-        asks[0].get("klass", "interactive"),
-        sum(map(num_prompt_tokens, asks)) + sum(limited),
-        max_output=sum(ask["max_tokens"] for ask in asks),
-        num_open=len(asks) - len(limited),
-        most_wait_s=wishes.x_penstock_reject_if_busy,
+        Pipeline(meta.pipeline),
+        submit_args[0].get("klass", "interactive"),
+        sum(map(estimate_prompt_tokens, submit_args)) + sum(limited),
+        max_output=sum(args["max_tokens"] for args in submit_args),
+        num_open=len(submit_args) - len(limited),
+        max_wait_s=headers.x_penstock_reject_if_busy,
     )
 
 
-def num_prompt_tokens(ask: Ask) -> int:
+def estimate_prompt_tokens(args: SubmitArgs) -> int:
     """About how many tokens a prompt has."""
-    token_ids = ask.get("token_ids")
-    return len(token_ids) if token_ids is not None else sum(map(len, _texts(ask))) // CHARS_PER_TOKEN + 1
+    token_ids = args.get("token_ids")
+    return len(token_ids) if token_ids is not None else sum(map(len, _prompt_texts(args))) // CHARS_PER_TOKEN + 1
 
 
-def num_prompt_bytes(ask: Ask) -> int:
+def estimate_prompt_bytes(args: SubmitArgs) -> int:
     """About how many bytes a prompt has as JSON."""
-    token_ids = ask.get("token_ids")
-    return len(token_ids) * BYTES_PER_ID if token_ids is not None else sum(len(text.encode()) for text in _texts(ask))
+    token_ids = args.get("token_ids")
+    return (
+        len(token_ids) * BYTES_PER_TOKEN_ID
+        if token_ids is not None
+        else sum(len(text.encode()) for text in _prompt_texts(args))
+    )
 
 
-def _texts(ask: Ask) -> Iterator[str]:
-    yield ask.get("prompt") or ""
-    for message in ask.get("messages") or ():
+def _prompt_texts(args: SubmitArgs) -> Iterator[str]:
+    yield args.get("prompt") or ""
+    for message in args.get("messages") or ():
         yield message.content if isinstance(message, ChatMessage) else message["content"]
 
 
-async def _join(gateway: Gateway, caller: Caller, found: Card, card: Card, asks: Sequence[Ask]) -> Card:
+async def _join_earlier(
+    gateway: Gateway, caller: Caller, found: StreamMeta, meta: StreamMeta, submit_args: Sequence[SubmitArgs]
+) -> StreamMeta:
     """Return the card that was there before; its requests are durable now, if they were not."""
-    if found.body_hash != card.body_hash:
+    if found.body_hash != meta.body_hash:
         message = "this Idempotency-Key was used with another body"
         raise ApiError(409, message, code="idempotency_conflict")
     await gateway.admission.take_request(caller)
-    if now_s() > found.published + PUBLISHED_S:
-        client = gateway.client(found.pipeline)
+    if now_s() > found.published + REPUBLISH_AFTER_S:
+        client = gateway.get_client(found.pipeline)
         known = await asyncio.gather(*(client.status(request_id) for request_id in found.request_ids))
         # A wish to cancel makes a record of the stage `new`: no worker has seen the request.
         is_seen = [status is not None and status.stage != "new" for status in known]
-        requests, _ = await _made([ask for ask, seen in zip(asks, is_seen, strict=True) if not seen])
+        requests, _ = await _make_requests([args for args, seen in zip(submit_args, is_seen, strict=True) if not seen])
         if requests:
-            await _publish(gateway, found, requests, None, is_keyed=True)
-    options = found.options | {"stream_options": card.options.get("stream_options")}
+            await _publish_requests(gateway, found, requests, None, is_keyed=True)
+    options = found.options | {"stream_options": meta.options.get("stream_options")}
     return found.model_copy(update={"options": options})
 
 
-async def _publish(
-    gateway: Gateway, card: Card, requests: Sequence[Request], came_s: float | None, *, is_keyed: bool
+async def _publish_requests(
+    gateway: Gateway, meta: StreamMeta, requests: Sequence[Request], arrived_s: float | None, *, is_keyed: bool
 ) -> None:
-    client = gateway.client(card.pipeline)
+    client = gateway.get_client(meta.pipeline)
     try:
-        await asyncio.gather(*(client.send(request, came_s) for request in requests))
+        await asyncio.gather(*(client.send(request, arrived_s) for request in requests))
     except PenstockError:
-        gateway.cards.let_go(card)
+        gateway.stream_metas.stop_renewing(meta)
         raise
     if is_keyed:
-        await gateway.cards.note_published(card)
+        await gateway.stream_metas.note_published(meta)

@@ -20,14 +20,14 @@ from penstock.ingest.gateway import (
     streams,
     usage,
 )
-from penstock.ingest.gateway.guard import Guard
-from penstock.ingest.gateway.handlers import error_handlers, errors
-from penstock.ingest.gateway.metrics import Counted
+from penstock.ingest.gateway.guard import GuardMiddleware
+from penstock.ingest.gateway.handlers import error_handlers, error_responses
+from penstock.ingest.gateway.metrics import CountingMiddleware
 from penstock.ingest.gateway.state import Gateway
 from penstock.ingest.openai import ENDPOINTS
 from penstock.telemetry.meters import Meters
 
-PARTS = (inference, responses, streams, live, batches, usage, health, site)
+ROUTE_MODULES = (inference, responses, streams, live, batches, usage, health, site)
 
 
 def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:
@@ -46,50 +46,50 @@ def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters |
         title="Penstock",
         description="OpenAI's API over a durable pipeline: what is accepted is answered, every stream can be resumed.",
         lifespan=lifespan,
-        exception_handlers=error_handlers([route for part in PARTS for route in part.router.routes]),
+        exception_handlers=error_handlers([route for part in ROUTE_MODULES for route in part.router.routes]),
     )
     app.state.gateway = Gateway(settings, addresses, meters or Meters(is_on=False))
     is_open = app.state.gateway.keyring.is_open
     only_local = is_open and is_loopback(settings.host)
-    app.add_middleware(Guard, settings=load_settings(GuardSettings), only_local=only_local)
-    app.add_middleware(Counted, figures=app.state.gateway.figures)
-    for part in PARTS:
+    app.add_middleware(GuardMiddleware, settings=load_settings(GuardSettings), only_local=only_local)
+    app.add_middleware(CountingMiddleware, metrics=app.state.gateway.metrics)
+    for part in ROUTE_MODULES:
         app.include_router(part.router)
 
     def openapi() -> dict[str, Any]:
-        app.openapi_schema = app.openapi_schema or document(app, is_open=is_open, only_local=only_local)
+        app.openapi_schema = app.openapi_schema or build_openapi(app, is_open=is_open, only_local=only_local)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
 
 
-_FASTAPI_OWN = ("HTTPValidationError", "ValidationError")
-_ANYWHERE = (400, 404, 408, 413, 431, 503)
+_UNUSED_SCHEMAS = ("HTTPValidationError", "ValidationError")
+_GUARD_STATUSES = (400, 404, 408, 413, 431, 503)
 """What the guard answers before any route is asked: no HTTP, an impossible path, too slow, too large, too many."""
 
 
-def document(app: FastAPI, *, is_open: bool, only_local: bool) -> dict[str, Any]:
+def build_openapi(app: FastAPI, *, is_open: bool, only_local: bool) -> dict[str, Any]:
     """The document of all routes. `is_open`: nobody is asked for a key; `only_local`: other hosts are refused."""
-    made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    bodies = [(endpoint.body, "validation") for endpoint in ENDPOINTS.values()]
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    bodies = [(endpoint.body_model, "validation") for endpoint in ENDPOINTS.values()]
     _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    components = made.setdefault("components", {}).setdefault("schemas", {})
+    components = document.setdefault("components", {}).setdefault("schemas", {})
     components |= schemas["$defs"]
-    for name in _FASTAPI_OWN:
+    for name in _UNUSED_SCHEMAS:
         components.pop(name, None)
-    statuses = (*_ANYWHERE, 403) if only_local else _ANYWHERE
-    for path in made["paths"].values():
+    statuses = (*_GUARD_STATUSES, 403) if only_local else _GUARD_STATUSES
+    for path in document["paths"].values():
         for operation in path.values():
-            _true_errors(operation["responses"], statuses)
+            _correct_errors(operation["responses"], statuses)
             if is_open and "security" in operation:
                 operation["security"].append({})
-    return made
+    return document
 
 
-def _true_errors(responses: dict[str, Any], anywhere: tuple[int, ...]) -> None:
+def _correct_errors(responses: dict[str, Any], anywhere: tuple[int, ...]) -> None:
     """A value that cannot be is answered with 400 in our own shape, never with FastAPI's 422."""
     responses.pop("422", None)
     body = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
-    for status, told in errors(*anywhere).items():
-        responses.setdefault(str(status), {"description": told["description"], "content": body})
+    for status, response in error_responses(*anywhere).items():
+        responses.setdefault(str(status), {"description": response["description"], "content": body})

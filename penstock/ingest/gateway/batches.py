@@ -20,13 +20,13 @@ from penstock.ingest.batch.shapes import (
     NewBatch,
 )
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import CallerDep, Gateway, gateway_of
+from penstock.ingest.gateway.handlers import error_responses
+from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
 from penstock.ingest.gateway.upload import Upload
 
 router = APIRouter()
 MAX_NAME_CHARS = 255
-_FORM: dict[str, Any] = {
+_FORM_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
     "properties": {
@@ -41,13 +41,13 @@ _FORM: dict[str, Any] = {
 @router.post(
     "/v1/files",
     summary="Upload a file",
-    responses=errors(400, 401, 413, 503),
-    openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
+    responses=error_responses(400, 401, 413, 503),
+    openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM_SCHEMA}}}},
 )
 async def upload(request: Request, caller: CallerDep) -> FileObject:
     """It goes to the store as it comes. The answer says that it is there as a whole."""
     try:
-        return await _received(gateway_of(request), caller.tenant, Upload(request))
+        return await _receive_file(get_gateway(request), caller.tenant, Upload(request))
     except ApiError:
         with suppress(ClientDisconnect, RuntimeError):  # the rest, as who still sends would not read the answer
             async for _ in request.stream():
@@ -55,24 +55,24 @@ async def upload(request: Request, caller: CallerDep) -> FileObject:
         raise
 
 
-async def _received(gateway: Gateway, tenant: str, form: Upload) -> FileObject:
-    files, saved = gateway.desk.files, None
+async def _receive_file(gateway: Gateway, tenant: str, form: Upload) -> FileObject:
+    files, saved = gateway.batch_service.files, None
     try:
-        while await form.begun():
+        while await form.next_file():
             if saved is not None:
                 raise ApiError(400, "Only one file at a time.", param="file", code="invalid_form")
-            saved = await files.save_content(tenant, form.content(), gateway.desk.settings.max_file_bytes)
+            saved = await files.save_content(tenant, form.read_file(), gateway.batch_service.settings.max_file_bytes)
         if saved is None:
             raise ApiError(400, "Missing required parameter: 'file'.", param="file", code="missing_required_parameter")
-        life_s = _checked(form.fields)
-        return await files.save_meta(tenant, saved, form.filename[:MAX_NAME_CHARS] or "file", "batch", life_s)
+        life_s = _parse_lifetime(form.fields)
+        return await files.save_metadata(tenant, saved, form.filename[:MAX_NAME_CHARS] or "file", "batch", life_s)
     except BaseException:
         if saved is not None:
-            await files.drop_content(tenant, saved[0])
+            await files.delete_content(tenant, saved[0])
         raise
 
 
-def _checked(fields: dict[str, str]) -> int:
+def _parse_lifetime(fields: dict[str, str]) -> int:
     """How long the file is to be kept. Raises `ApiError` 400."""
     if fields.get("purpose") != "batch":
         message = "'purpose' must be 'batch': nothing else is supported by this server."
@@ -87,7 +87,7 @@ def _checked(fields: dict[str, str]) -> int:
         raise ApiError(400, message, param="expires_after", code="invalid_value") from None
 
 
-@router.get("/v1/files", summary="All files", responses=errors(401, 503))
+@router.get("/v1/files", summary="All files", responses=error_responses(401, 503))
 async def all_files(
     request: Request,
     caller: CallerDep,
@@ -97,16 +97,16 @@ async def all_files(
     purpose: Annotated[str | None, Query(max_length=64)] = None,
 ) -> FileList:
     """A page of them."""
-    files = gateway_of(request).desk.files
-    page, has_more = await files.page(caller.tenant, after=after, limit=limit, order=order, purpose=purpose)
+    files = get_gateway(request).batch_service.files
+    page, has_more = await files.list_files(caller.tenant, after=after, limit=limit, order=order, purpose=purpose)
     ends = (page[0].id, page[-1].id) if page else (None, None)
     return FileList(data=page, first_id=ends[0], last_id=ends[1], has_more=has_more)
 
 
-@router.get("/v1/files/{file_id}", summary="One file", responses=errors(401, 404, 503))
+@router.get("/v1/files/{file_id}", summary="One file", responses=error_responses(401, 404, 503))
 async def one_file(request: Request, caller: CallerDep, file_id: str) -> FileObject:
     """What is known of it."""
-    return await gateway_of(request).desk.files.find(caller.tenant, file_id)
+    return await get_gateway(request).batch_service.files.find_file(caller.tenant, file_id)
 
 
 @router.get(
@@ -118,41 +118,41 @@ async def one_file(request: Request, caller: CallerDep, file_id: str) -> FileObj
             "description": "The file.",
             "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
         },
-        **errors(401, 404, 503),
+        **error_responses(401, 404, 503),
     },
 )
 async def content(request: Request, caller: CallerDep, file_id: str) -> StreamingResponse:
     """In pieces, as fast as the reader takes them."""
-    files = gateway_of(request).desk.files
-    file = await files.find(caller.tenant, file_id)
-    pieces: AsyncIterator[bytes] = files.content(caller.tenant, file)
+    files = get_gateway(request).batch_service.files
+    file = await files.find_file(caller.tenant, file_id)
+    pieces: AsyncIterator[bytes] = files.read_content(caller.tenant, file)
     headers = {"content-length": str(file.bytes), "x-content-type-options": "nosniff"}
     return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
-@router.delete("/v1/files/{file_id}", summary="Delete a file", responses=errors(401, 404, 503))
+@router.delete("/v1/files/{file_id}", summary="Delete a file", responses=error_responses(401, 404, 503))
 async def delete(request: Request, caller: CallerDep, file_id: str) -> FileDeleted:
     """Batches that were made of it go on: they have a copy."""
-    await gateway_of(request).desk.files.delete(caller.tenant, file_id)
+    await get_gateway(request).batch_service.files.delete_file(caller.tenant, file_id)
     return FileDeleted(id=file_id)
 
 
-@router.post("/v1/batches", summary="Make a batch", responses=errors(400, 401, 403, 404, 503))
+@router.post("/v1/batches", summary="Make a batch", responses=error_responses(400, 401, 403, 404, 503))
 async def create(request: Request, caller: CallerDep, new: NewBatch) -> BatchObject:
     """Of a file. It is looked at afterwards: `status` says what came of that."""
-    gateway = gateway_of(request)
+    gateway = get_gateway(request)
     if "batch" not in caller.classes:
         raise ApiError(403, "This API key may not use batches.", code="class_not_allowed")
-    file = await gateway.desk.files.find(caller.tenant, new.input_file_id)
+    file = await gateway.batch_service.files.find_file(caller.tenant, new.input_file_id)
     if file.purpose != "batch":
         message = f"A batch is made of a file with the purpose 'batch', not {file.purpose!r}."
         raise ApiError(400, message, param="input_file_id", code="invalid_value")
-    made = await gateway.desk.batches.create(caller, new, file)
-    gateway.desk.runner.nudge()
+    made = await gateway.batch_service.batches.create_batch(caller, new, file)
+    gateway.batch_service.runner.look_now()
     return made
 
 
-@router.get("/v1/batches", summary="All batches", responses=errors(401, 503))
+@router.get("/v1/batches", summary="All batches", responses=error_responses(401, 503))
 async def all_batches(
     request: Request,
     caller: CallerDep,
@@ -160,18 +160,20 @@ async def all_batches(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> BatchList:
     """A page of them, the youngest first."""
-    page, has_more = await gateway_of(request).desk.batches.page(caller.tenant, after=after, limit=limit)
+    page, has_more = await get_gateway(request).batch_service.batches.list_batches(
+        caller.tenant, after=after, limit=limit
+    )
     ends = (page[0].id, page[-1].id) if page else (None, None)
     return BatchList(data=page, first_id=ends[0], last_id=ends[1], has_more=has_more)
 
 
-@router.get("/v1/batches/{batch_id}", summary="One batch", responses=errors(401, 404, 503))
+@router.get("/v1/batches/{batch_id}", summary="One batch", responses=error_responses(401, 404, 503))
 async def one_batch(request: Request, caller: CallerDep, batch_id: str) -> BatchObject:
     """How far it is."""
-    return await gateway_of(request).desk.batches.find(caller.tenant, batch_id)
+    return await get_gateway(request).batch_service.batches.find_batch(caller.tenant, batch_id)
 
 
-@router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=errors(401, 404, 409, 503))
+@router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=error_responses(401, 404, 409, 503))
 async def cancel(request: Request, caller: CallerDep, batch_id: str) -> BatchObject:
     """What is finished until then is in its output; the rest is in its error file."""
-    return await gateway_of(request).desk.batches.cancel(caller.tenant, batch_id)
+    return await get_gateway(request).batch_service.batches.cancel_batch(caller.tenant, batch_id)

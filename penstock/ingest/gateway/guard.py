@@ -14,18 +14,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config.settings import GuardSettings, is_loopback
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.metrics import REFUSED
+from penstock.ingest.gateway.metrics import REFUSAL_KEY
 from penstock.ingest.gateway.protocol import LINGER_S
 
 MB = 2**20
-MOMENT_S = 0.05
+DRAIN_S = 0.05
 """For what of a body is on its way when it is not wanted any more."""
-_PATH = re.compile(r"/[A-Za-z0-9._:~@+,=/-]*")
+_PATH_PATTERN = re.compile(r"/[A-Za-z0-9._:~@+,=/-]*")
 """Ids, files and model names are made of these: no path holds a line break, or what a shell or a store reads."""
-_PORT = re.compile(r":\d*$")
+_PORT_PATTERN = re.compile(r":\d*$")
 
 
-class Guard:
+class GuardMiddleware:
     """Around an ASGI application."""
 
     def __init__(self, app: ASGIApp, settings: GuardSettings, *, only_local: bool = False) -> None:
@@ -39,83 +39,83 @@ class Guard:
             return
         path = scope["path"]
         is_file = scope["method"] == "POST" and path.rstrip("/") == "/v1/files"
-        most = int((self._settings.max_file_mb if is_file else self._settings.max_body_mb) * MB)
-        request = _Request(scope, receive, send, most, self._settings)
-        refusal = _refusal_of_path(path) or request.refusal_of_length()
+        max_bytes = int((self._settings.max_file_mb if is_file else self._settings.max_body_mb) * MB)
+        request = _GuardedRequest(scope, receive, send, max_bytes, self._settings)
+        refusal = _check_path(path) or request.check_length()
         if self._only_local and refusal is None:
-            refusal = _refusal_of_stranger(dict(scope["headers"]))
+            refusal = _check_origin(dict(scope["headers"]))
         if refusal is not None:
             request.refusal = refusal
-            scope[REFUSED] = refusal.code
-            await request.answer_refusal()
+            scope[REFUSAL_KEY] = refusal.code
+            await request.send_refusal()
             return
         await self._app(scope, request.receive, request.send)
 
 
-def _refusal_of_path(path: str) -> ApiError | None:
-    if _PATH.fullmatch(path) is None or ".." in path.split("/") or "." in path.split("/"):
+def _check_path(path: str) -> ApiError | None:
+    if _PATH_PATTERN.fullmatch(path) is None or ".." in path.split("/") or "." in path.split("/"):
         return ApiError(404, "Unknown request URL.", code="unknown_url")
     return None
 
 
-def _refusal_of_stranger(headers: Mapping[bytes, bytes]) -> ApiError | None:
+def _check_origin(headers: Mapping[bytes, bytes]) -> ApiError | None:
     """A page of another site, or a name that somebody else resolves to this machine (DNS rebinding)."""
     host = headers.get(b"host", b"localhost")
     origin = headers[b"origin"].partition(b"://")[2] if b"origin" in headers else host
-    if all(is_loopback(_PORT.sub("", one.decode("latin-1")).strip("[]")) for one in (host, origin)):
+    if all(is_loopback(_PORT_PATTERN.sub("", host_name.decode("latin-1")).strip("[]")) for host_name in (host, origin)):
         return None
     message = "a gateway without keys answers to this machine alone: set PENSTOCK_GATEWAY_KEYS"
     return ApiError(403, message, code="host_not_allowed")
 
 
-class _Request:
+class _GuardedRequest:
     """One request's way in and out."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, most: int, settings: GuardSettings) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int, settings: GuardSettings) -> None:
         headers = dict(scope["headers"])
-        self._receive, self._send, self._most, self._settings = receive, send, most, settings
+        self._receive, self._send, self._max_bytes, self._settings = receive, send, max_bytes, settings
         self._length: bytes | None = headers.get(b"content-length")
         self._is_complete = self._length in {None, b"0"} and b"transfer-encoding" not in headers
-        self._waits_for_go = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
         self._num_bytes = 0
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
         self._is_answered = self._is_closing = False
         self.refusal: ApiError | None = None
 
-    def refusal_of_length(self) -> ApiError | None:
+    def check_length(self) -> ApiError | None:
         """Where the header says already that it is too much."""
-        is_too_long = self._length is not None and (len(self._length) > 15 or int(self._length) > self._most)
-        return self._too_large() if is_too_long else None
+        is_too_long = self._length is not None and (len(self._length) > 15 or int(self._length) > self._max_bytes)
+        return self._too_large_error() if is_too_long else None
 
     async def receive(self) -> Message:
         """As the application gets it. Raises `ApiError` for a body that is too large or too slow."""
         if self._is_complete:
             return await self._receive()
-        self._waits_for_go = False
+        self._expects_continue = False
         allowed_s = self._settings.body_s + self._num_bytes / (self._settings.body_kb_per_s * 1024)
         try:
-            async with asyncio.timeout(self._begun + allowed_s - time.monotonic()):
+            async with asyncio.timeout(self._started_at + allowed_s - time.monotonic()):
                 message = await self._receive()
         except TimeoutError:
             self.refusal = ApiError(408, "the body comes too slowly", code="request_timeout")
             raise self.refusal from None
         self._num_bytes += len(message.get("body", b""))
         self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
-        if self._num_bytes > self._most:
-            self.refusal = self._too_large()
+        if self._num_bytes > self._max_bytes:
+            self.refusal = self._too_large_error()
             raise self.refusal
         return message
 
     async def send(self, message: Message) -> None:
         """As the application answers; once its request is refused, what it has to say of that is replaced."""
         if self.refusal is not None and not self._is_answered:
-            await self.answer_refusal()
+            await self.send_refusal()
             return
         if self._is_closing and self.refusal is not None:
             return
         if message["type"] == "http.response.start":
             self._is_answered = True
-            await self._drop_body(MOMENT_S)
+            await self._drop_body(DRAIN_S)
             if not self._is_complete:
                 self._is_closing = True
                 message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
@@ -125,7 +125,7 @@ class _Request:
             message = {"type": "http.response.body", "body": b""}
         await self._send(message)
 
-    async def answer_refusal(self) -> None:
+    async def send_refusal(self) -> None:
         """The error, and the connection's end."""
         assert self.refusal is not None
         self._is_answered = self._is_closing = True
@@ -141,7 +141,7 @@ class _Request:
 
     async def _drop_body(self, seconds: float) -> None:
         """Read on for a moment, into nothing."""
-        if self._waits_for_go:  # it has not begun to send, and will not
+        if self._expects_continue:  # it has not begun to send, and will not
             return
         try:
             async with asyncio.timeout(seconds):
@@ -151,5 +151,5 @@ class _Request:
         except TimeoutError:
             pass
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body may have {self._most / MB:g} MB", code="request_too_large")
+    def _too_large_error(self) -> ApiError:
+        return ApiError(413, f"the body may have {self._max_bytes / MB:g} MB", code="request_too_large")

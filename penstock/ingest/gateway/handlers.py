@@ -11,17 +11,17 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 
 from penstock.errors import PenstockError
-from penstock.ingest.errors import ApiError, ErrorBody, api_error
-from penstock.ingest.gateway.metrics import REFUSED
-from penstock.ingest.openai import prompt_of
-from penstock.ingest.openai.body import api_error_of
+from penstock.ingest.errors import ApiError, ErrorBody, to_api_error
+from penstock.ingest.gateway.metrics import REFUSAL_KEY
+from penstock.ingest.openai import find_prompt_field
+from penstock.ingest.openai.body import validation_error
 
 log = logging.getLogger(__name__)
 
-NOT_LET_IN = (401, 403, 429)
+REFUSAL_STATUSES = (401, 403, 429)
 """Who asked may not, or not now."""
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
-_MEANINGS = {
+_STATUS_DESCRIPTIONS = {
     400: "The request cannot be answered: `param` names what is wrong with it.",
     401: "No valid API key.",
     403: "This API key may not do that.",
@@ -37,52 +37,57 @@ _MEANINGS = {
 }
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The answers that are errors, for a route's documentation."""
-    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
+    return {status: {"model": ErrorBody, "description": _STATUS_DESCRIPTIONS[status]} for status in statuses}
 
 
-def error_response(error: ApiError) -> Response:
+def render_error(error: ApiError) -> Response:
     """The answer."""
     return Response(error.body.model_dump_json(), error.status, error.headers, "application/json")
 
 
-async def _ours(request: Request, error: PenstockError) -> Response:
-    found = api_error(error, prompt_of(request.url.path))
+async def _handle_penstock_error(request: Request, error: PenstockError) -> Response:
+    found = to_api_error(error, find_prompt_field(request.url.path))
     if found.status == 500 and found.code == "internal_error":
         log.error("%s %s", request.method, request.url.path, exc_info=error)
-    if found.status in NOT_LET_IN:
-        request.scope[REFUSED] = found.code
-    return error_response(found)
+    if found.status in REFUSAL_STATUSES:
+        request.scope[REFUSAL_KEY] = found.code
+    return render_error(found)
 
 
-async def _invalid(request: Request, error: RequestValidationError) -> Response:
+async def _handle_invalid_value(request: Request, error: RequestValidationError) -> Response:
     line = error.errors()[0]
-    return error_response(api_error_of(line["type"], line["loc"][1:], line["msg"]))
+    return render_error(validation_error(line["type"], line["loc"][1:], line["msg"]))
 
 
-async def _http(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> Response:
+async def _handle_http_error(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> Response:
     message, code, headers = str(error.detail), None, error.headers
     if error.status_code == 404:
         message, code = f"Unknown request URL: {request.method} {request.url.path}.", "unknown_url"
     elif error.status_code == 405:
-        allowed = ", ".join(_methods(request, routes))
+        allowed = ", ".join(_allowed_methods(request, routes))
         message, code = f"{request.method} is not allowed at {request.url.path}: use {allowed}.", "method_not_allowed"
         headers = {"Allow": allowed}
-    return error_response(ApiError(error.status_code, message, code=code, headers=headers))
+    return render_error(ApiError(error.status_code, message, code=code, headers=headers))
 
 
-def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
+def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
     """Return the methods of all routes at the path of a request: the one that refused it knows only its own."""
     here = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in here if isinstance(route, Route) for method in route.methods or ()})
 
 
-async def _bug(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "internal error", code="internal_error"))
+async def _handle_bug(request: Request, error: Exception) -> Response:
+    return render_error(ApiError(500, "internal error", code="internal_error"))
 
 
 def error_handlers(routes: Sequence[BaseRoute]) -> dict[int | type[Exception], Handler]:
     """What an app with these routes does with exceptions."""
-    http = partial(_http, routes=routes)
-    return {PenstockError: _ours, RequestValidationError: _invalid, HTTPException: http, Exception: _bug}
+    http = partial(_handle_http_error, routes=routes)
+    return {
+        PenstockError: _handle_penstock_error,
+        RequestValidationError: _handle_invalid_value,
+        HTTPException: http,
+        Exception: _handle_bug,
+    }

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from penstock.bus.connect import connect
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import gateway_of
+from penstock.ingest.gateway.handlers import error_responses
+from penstock.ingest.gateway.state import get_gateway
 from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.telemetry.exposition import CONTENT_TYPE, render_metrics
 
@@ -32,14 +32,14 @@ async def healthz() -> Health:
     return Health(pid=os.getpid())
 
 
-@router.get("/readyz", summary="Whether requests can be taken", responses=errors(503))
+@router.get("/readyz", summary="Whether requests can be taken", responses=error_responses(503))
 async def readyz(request: Request) -> Health:
     """503 while it stops, while bus or Redis cannot be reached, and until a worker has said what it serves."""
-    gateway = gateway_of(request)
+    gateway = get_gateway(request)
     if gateway.is_stopping:
         raise ApiError(503, "this gateway stops", code="gateway_stopping")
     await asyncio.to_thread(connect(gateway.addresses, gateway.bus_settings).check, REDIS_TIMEOUT_S)
-    if not await gateway.models.all():
+    if not await gateway.models.list_models():
         raise ApiError(503, "no worker is ready yet", code="unavailable", headers={"Retry-After": "1"})
     return Health(pid=os.getpid())
 
@@ -53,13 +53,13 @@ async def readyz(request: Request) -> Health:
             "description": "Prometheus's text format.",
             "content": {CONTENT_TYPE: {"schema": {"type": "string"}}},
         },
-        **errors(404),
+        **error_responses(404),
     },
 )
 async def metrics(request: Request) -> Response:
     """What cannot be learned now is absent; 404 where telemetry is off."""
-    figures = gateway_of(request).figures
-    if not figures.meters.is_on:
+    metrics_ = get_gateway(request).metrics
+    if not metrics_.meters.is_on:
         raise ApiError(404, "telemetry is off", code="telemetry_off")
-    text = await asyncio.to_thread(render_metrics, figures.meters)
+    text = await asyncio.to_thread(render_metrics, metrics_.meters)
     return Response(text, headers={"content-type": CONTENT_TYPE})

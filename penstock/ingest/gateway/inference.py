@@ -10,95 +10,107 @@ from pydantic import BaseModel
 
 from penstock.errors import BusUnavailable, RequestError
 from penstock.ingest.admission import Ticket
-from penstock.ingest.gateway.accept import Wishes, WishesDep, accept
-from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.metrics import CAME_S
-from penstock.ingest.gateway.models import Served
-from penstock.ingest.gateway.state import CallerDep, Gateway, gateway_of
-from penstock.ingest.gateway.streaming import EVENTS, cancelled, event_stream, settled, settled_at_the_end, whole
+from penstock.ingest.gateway.accept import RequestHeaders, RequestHeadersDep, accept_request
+from penstock.ingest.gateway.handlers import error_responses
+from penstock.ingest.gateway.metrics import ARRIVAL_KEY
+from penstock.ingest.gateway.models import ServedModel
+from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
+from penstock.ingest.gateway.streaming import (
+    EVENT_STREAM_CONTENT,
+    cancel_requests,
+    make_event_stream,
+    read_answers,
+    settle_after_end,
+    settle_request,
+)
 from penstock.ingest.openai import ENDPOINTS
-from penstock.ingest.openai.endpoint import Card, Endpoint
-from penstock.ingest.openai.sse import Places
-from penstock.ingest.openai.tokens import total
+from penstock.ingest.openai.endpoint import Endpoint, StreamMeta
+from penstock.ingest.openai.sse import ResumePoint
+from penstock.ingest.openai.tokens import sum_usage
 from penstock.telemetry import tracing
 
 router = APIRouter()
 T = TypeVar("T")
-GONE = 499
+CLIENT_GONE_STATUS = 499
 """Nobody reads this status: its client has left."""
 
 
 def add_route(endpoint: Endpoint[Any]) -> None:
     """The route of one of OpenAI's endpoints."""
 
-    async def create(request: Request, caller: CallerDep, wishes: WishesDep) -> Response:
-        gateway, body = gateway_of(request), endpoint.parse(await request.body())
+    async def create(request: Request, caller: CallerDep, headers: RequestHeadersDep) -> Response:
+        gateway, body = get_gateway(request), endpoint.parse_body(await request.body())
         with tracing.continue_trace(request.headers):
-            card, ticket = await accept(gateway, caller, wishes, endpoint, body, request.scope[CAME_S])
+            meta, ticket = await accept_request(gateway, caller, headers, endpoint, body, request.scope[ARRIVAL_KEY])
         response: Response
         if body.stream:
-            places = Places(len(card.request_ids))
-            is_cancelled = wishes.x_penstock_cancel_on_disconnect
-            response = event_stream(gateway, card, places, ticket, cancel_on_leaving=is_cancelled)
+            resume_point = ResumePoint(len(meta.request_ids))
+            is_cancelled = headers.x_penstock_cancel_on_disconnect
+            response = make_event_stream(gateway, meta, resume_point, ticket, cancel_on_leaving=is_cancelled)
         else:
-            response = await _whole(request, gateway, endpoint, card, ticket, wishes)
+            response = await _answer_whole(request, gateway, endpoint, meta, ticket, headers)
         if ticket is not None:
             response.headers.update(ticket.headers)
         return response
 
-    schema = {"$ref": f"#/components/schemas/{endpoint.body.__name__}"}
+    schema = {"$ref": f"#/components/schemas/{endpoint.body_model.__name__}"}
     router.add_api_route(
         endpoint.path,
         create,
         methods=["POST"],
         name=endpoint.path.rpartition("/v1/")[2].replace("/", "_"),
-        summary=(endpoint.body.__doc__ or "").partition("\n")[0],
+        summary=(endpoint.body_model.__doc__ or "").partition("\n")[0],
         response_model=None,
         openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
         responses={
             200: {
-                "model": endpoint.answer,
+                "model": endpoint.answer_model,
                 "description": "The answer; with `stream`, its pieces as server-sent events.",
-                "content": EVENTS,
+                "content": EVENT_STREAM_CONTENT,
                 "headers": {
                     "x-request-id": {"schema": {"type": "string"}, "description": "The answer's id."},
                     "location": {"schema": {"type": "string"}, "description": "Where the stream can be read again."},
                 },
             },
-            **errors(400, 401, 403, 404, 409, 413, 429, 500, 503, 504),
+            **error_responses(400, 401, 403, 404, 409, 413, 429, 500, 503, 504),
         },
     )
 
 
-for one in ENDPOINTS.values():
-    add_route(one)
+for one_endpoint in ENDPOINTS.values():
+    add_route(one_endpoint)
 
 
-async def _whole(
-    request: Request, gateway: Gateway, endpoint: Endpoint[Any], card: Card, ticket: Ticket | None, wishes: Wishes
+async def _answer_whole(
+    request: Request,
+    gateway: Gateway,
+    endpoint: Endpoint[Any],
+    meta: StreamMeta,
+    ticket: Ticket | None,
+    headers: RequestHeaders,
 ) -> Response:
     """The answer as a whole. A client that leaves before is no reason to end the request, unless it said so."""
     try:
-        answers = await _unless_gone(request, whole(gateway, card))
+        answers = await _run_unless_gone(request, read_answers(gateway, meta))
     except RequestError:
         if ticket is not None:
-            gateway.later(settled_at_the_end(gateway, card, ticket))
+            gateway.run_later(settle_after_end(gateway, meta, ticket))
         raise
     if answers is None:
-        if ticket is not None and ticket.is_of_bucket:
-            gateway.later(settled_at_the_end(gateway, card, ticket))
-        if wishes.x_penstock_cancel_on_disconnect:
+        if ticket is not None and ticket.has_bucket_tokens:
+            gateway.run_later(settle_after_end(gateway, meta, ticket))
+        if headers.x_penstock_cancel_on_disconnect:
             with suppress(BusUnavailable):
-                await cancelled(gateway, card)
-        return Response(status_code=GONE)
-    await settled(gateway, card, ticket, total(answer.usage for answer in answers))
-    headers = {"x-request-id": card.id, "location": f"/v1/streams/{card.id}"}
-    return Response(endpoint.whole(card, answers).model_dump_json(), 200, headers, "application/json")
+                await cancel_requests(gateway, meta)
+        return Response(status_code=CLIENT_GONE_STATUS)
+    await settle_request(gateway, meta, ticket, sum_usage(answer.usage for answer in answers))
+    answer_headers = {"x-request-id": meta.id, "location": f"/v1/streams/{meta.id}"}
+    return Response(endpoint.make_answer(meta, answers).model_dump_json(), 200, answer_headers, "application/json")
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+async def _run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """What comes of `work`; None when the client left before."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_wait_until_gone(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
@@ -107,7 +119,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | No
         leaving.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def _wait_until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -131,17 +143,17 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-def _model(served: Served) -> Model:
+def _describe_model(served: ServedModel) -> Model:
     return Model(id=served.name, created=int(served.since_s), max_model_len=served.max_model_len)
 
 
-@router.get("/v1/models", summary="All models", responses=errors(401, 503))
+@router.get("/v1/models", summary="All models", responses=error_responses(401, 503))
 async def all_models(request: Request, caller: CallerDep) -> ModelList:
     """What workers say they serve."""
-    return ModelList(data=[_model(served) for served in await gateway_of(request).models.all()])
+    return ModelList(data=[_describe_model(served) for served in await get_gateway(request).models.list_models()])
 
 
-@router.get("/v1/models/{model:path}", summary="One model", responses=errors(401, 404, 503))
+@router.get("/v1/models/{model:path}", summary="One model", responses=error_responses(401, 404, 503))
 async def one_model(request: Request, caller: CallerDep, model: str) -> Model:
     """By its name."""
-    return _model(await gateway_of(request).models.find(model))
+    return _describe_model(await get_gateway(request).models.find_model(model))

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
-from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import CallerDep, Gateway, gateway_of
-from penstock.ingest.gateway.streaming import EVENTS
+from penstock.ingest.gateway.handlers import error_responses
+from penstock.ingest.gateway.state import CallerDep, Gateway, get_gateway
+from penstock.ingest.gateway.streaming import EVENT_STREAM_CONTENT
 from penstock.names import Pipeline
 from penstock.redis.client import translate_outages
 from penstock.telemetry.timeline import Timeline, read_timeline_async
@@ -71,45 +71,47 @@ class LifeList(BaseModel):
         200: {
             "description": "Events `look` with JSON: lag and latencies, and where no keys are asked for workers, "
             "lost workers, hits and rates; `unavailable` while bus or Redis cannot be reached.",
-            "content": EVENTS,
+            "content": EVENT_STREAM_CONTENT,
         },
-        **errors(401, 503),
+        **error_responses(401, 503),
     },
 )
 async def live(
     request: Request, caller: CallerDep, looks: Annotated[int | None, Query(ge=1, le=1_000_000)] = None
 ) -> Response:
     """`looks`: end after so many. All readers of a gateway see the same looks; with an API key, a summary of them."""
-    gateway = gateway_of(request)
+    gateway = get_gateway(request)
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(_events(gateway, looks), headers=headers, media_type="text/event-stream")
+    return StreamingResponse(_stream_looks(gateway, looks), headers=headers, media_type="text/event-stream")
 
 
-async def _events(gateway: Gateway, most: int | None) -> AsyncGenerator[bytes, None]:
-    async with aclosing(gateway.looks.frames(is_whole=gateway.keyring.is_open)) as frames:
+async def _stream_looks(gateway: Gateway, max_looks: int | None) -> AsyncGenerator[bytes, None]:
+    async with aclosing(gateway.broadcast.read_frames(is_whole=gateway.keyring.is_open)) as frames:
         number = 0
         async for frame in frames:
             yield frame
             number += 1
-            if number == most or gateway.is_stopping:
+            if number == max_looks or gateway.is_stopping:
                 return
 
 
 @router.get(
     "/v1/requests/{request_id}/timeline",
     summary="What a request went through",
-    responses=errors(401, 404, 503),
+    responses=error_responses(401, 404, 503),
 )
 async def life(request: Request, caller: CallerDep, request_id: str) -> LifeList:
     """From its trace, a list of spans for each choice; empty where none has come yet, or they are not kept any more."""
-    gateway = gateway_of(request)
-    card = await gateway.cards.of_tenant(request_id, caller.tenant)
-    pipeline = Pipeline(card.pipeline)
+    gateway = get_gateway(request)
+    meta = await gateway.stream_metas.find_of_tenant(request_id, caller.tenant)
+    pipeline = Pipeline(meta.pipeline)
     with translate_outages():
-        reads = (read_timeline_async(gateway.servers[one], pipeline, one) for one in card.request_ids)
+        reads = (read_timeline_async(gateway.servers[one], pipeline, one) for one in meta.request_ids)
         found = await asyncio.gather(*reads)
-    return LifeList(id=card.id, choices=[_life(one, line) for one, line in zip(card.request_ids, found, strict=True)])
+    return LifeList(
+        id=meta.id, choices=[_make_life(one, line) for one, line in zip(meta.request_ids, found, strict=True)]
+    )
 
 
-def _life(request_id: str, line: Timeline | None) -> Life:
+def _make_life(request_id: str, line: Timeline | None) -> Life:
     return Life(id=request_id) if line is None else Life.model_validate({"id": request_id, **line.as_json()})

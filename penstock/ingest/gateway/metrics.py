@@ -16,15 +16,15 @@ from penstock.ops.live import Json, LiveWatch
 from penstock.telemetry import catalog
 from penstock.telemetry.meters import Meters, Reading
 
-REFUSED = "penstock.refused"
+REFUSAL_KEY = "penstock.refused"
 """In the scope of a request that was not let in: why not."""
-CAME_S = "penstock.came_s"
+ARRIVAL_KEY = "penstock.came_s"
 """In the scope of every request: when it came, in seconds since the epoch."""
-STATES = ("loading", "ready", "degraded", "draining")
+WORKER_STATES = ("loading", "ready", "degraded", "draining")
 NO_ROUTE = "none"
 
 
-class GatewayFigures:
+class GatewayMetrics:
     """One gateway's. Its event loop counts, any thread may look."""
 
     def __init__(self, meters: Meters, addresses: Addresses, settings: BusSettings) -> None:
@@ -35,9 +35,9 @@ class GatewayFigures:
         self._watches: dict[str, LiveWatch] = {}
         self._lock = threading.Lock()
         self._num_streams = 0
-        meters.add_source(self._readings)
+        meters.add_source(self._read_all)
 
-    def watch(self, pipeline: str) -> LiveWatch:
+    def watch_pipeline(self, pipeline: str) -> LiveWatch:
         """The one look at a pipeline that all in this process share."""
         with self._lock:
             if pipeline not in self._watches:
@@ -45,15 +45,15 @@ class GatewayFigures:
                 self._watches[pipeline] = LiveWatch(addresses, self._settings)
             return self._watches[pipeline]
 
-    def answered(self, scope: Scope, status: int) -> None:
+    def count_answer(self, scope: Scope, status: int) -> None:
         """A request was answered, or is being answered."""
         route = getattr(scope.get("route"), "path", NO_ROUTE)
         self.meters.get_counter(catalog.GATEWAY_REQUESTS, route, str(status)).add()
-        if REFUSED in scope:
-            self.meters.get_counter(catalog.GATEWAY_REFUSED, scope[REFUSED]).add()
+        if REFUSAL_KEY in scope:
+            self.meters.get_counter(catalog.GATEWAY_REFUSED, scope[REFUSAL_KEY]).add()
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def count_reader(self) -> Iterator[None]:
         """Somebody reads a stream."""
         self._num_streams += 1
         try:
@@ -61,18 +61,18 @@ class GatewayFigures:
         finally:
             self._num_streams -= 1
 
-    def _readings(self) -> Iterator[Reading]:
+    def _read_all(self) -> Iterator[Reading]:
         yield Reading(catalog.GATEWAY_STREAMS, (), self._num_streams)
         for name in sorted(self.pipelines):
             look: Json | None = None
             with suppress(BusUnavailable, redis.RedisError):  # told by `penstock_pipeline_up`
-                look = self.watch(name).read_latest()
+                look = self.watch_pipeline(name).read_latest()
             yield Reading(catalog.PIPELINE_UP, (name,), int(look is not None))
             if look is not None:
-                yield from _of_pipeline(name, look)
+                yield from _read_pipeline(name, look)
 
 
-def _of_pipeline(name: str, look: Json) -> Iterator[Reading]:
+def _read_pipeline(name: str, look: Json) -> Iterator[Reading]:
     for klass in CLASSES:
         for stage in STAGES:
             lag, place = look["lag"][klass][stage], (name, stage, klass)
@@ -83,29 +83,29 @@ def _of_pipeline(name: str, look: Json) -> Iterator[Reading]:
         if (wait_s := look["lag"][klass]["estimated_wait_s"]) is not None:
             yield Reading(catalog.ESTIMATED_WAIT, (name, klass), wait_s)
     for worker in look["workers"]:
-        for state in STATES:
+        for state in WORKER_STATES:
             labels = (name, worker["stage"], worker["name"], state)
             yield Reading(catalog.WORKER_STATE, labels, int(worker["state"] == state))
     for worker in look["lost"]:
         yield Reading(catalog.WORKER_STATE, (name, worker["stage"], worker["name"], "lost"), 1)
 
 
-class Counted:
+class CountingMiddleware:
     """Around all of the gateway: notes when a request comes, and counts each answer when it begins."""
 
-    def __init__(self, app: ASGIApp, figures: GatewayFigures) -> None:
-        self._app, self._figures = app, figures
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or the application's life."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[CAME_S] = now_s()
+        scope[ARRIVAL_KEY] = now_s()
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._figures.answered(scope, message["status"])
+                self._metrics.count_answer(scope, message["status"])
             await send(message)
 
         await self._app(scope, receive, counted)

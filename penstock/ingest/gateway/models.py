@@ -13,14 +13,14 @@ from penstock.ingest.errors import ApiError
 from penstock.names import WORKERS_KEY, pipeline_of_worker
 from penstock.redis.client import translate_outages
 
-FRESH_S = 1.0
+MODELS_TTL_S = 1.0
 """How long what was read is believed."""
-REMEMBERED_S = 3600.0
+MODEL_MEMORY_S = 3600.0
 """A model whose workers are all gone is still taken requests for: they are answered when workers are back."""
 
 
 @dataclass
-class Served:
+class ServedModel:
     """A model that is served."""
 
     name: str
@@ -33,23 +33,23 @@ class Served:
     """The most tokens of prompt and answer that all its workers take; None: they do not say."""
 
 
-class Models:
+class ServedModels:
     """Model names and pipelines. Where two pipelines serve one name, `preferred` gets it, else the first by name."""
 
     def __init__(self, client: "redis.asyncio.Redis", preferred: str) -> None:
         self._client, self._preferred = client, preferred
-        self._known: dict[str, Served] = {}
-        self._read_at = -FRESH_S
-        self._reading: asyncio.Task[None] | None = None
+        self._known: dict[str, ServedModel] = {}
+        self._read_at = -MODELS_TTL_S
+        self._refresh_task: asyncio.Task[None] | None = None
 
-    async def all(self) -> list[Served]:
+    async def list_models(self) -> list[ServedModel]:
         """All models, by name. Raises `BusUnavailable` if nothing was ever read."""
-        await self._look()
+        await self._refresh_models()
         return [self._known[name] for name in sorted(self._known)]
 
-    async def find(self, name: str) -> Served:
+    async def find_model(self, name: str) -> ServedModel:
         """A model. Raises `ApiError`: 404 for one that nobody serves, 503 while nobody serves anything."""
-        await self._look()
+        await self._refresh_models()
         if name in self._known:
             return self._known[name]
         if not self._known:
@@ -57,39 +57,39 @@ class Models:
         message = f"The model {name[:256]!r} does not exist or you do not have access to it."
         raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def _look(self) -> None:
+    async def _refresh_models(self) -> None:
         """Read again, once for all who ask meanwhile."""
-        if time.monotonic() < self._read_at + FRESH_S:
+        if time.monotonic() < self._read_at + MODELS_TTL_S:
             return
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self._read())
-        await asyncio.shield(self._reading)
+        if self._refresh_task is None or self._refresh_task.done():
+            self._refresh_task = asyncio.create_task(self._read_models())
+        await asyncio.shield(self._refresh_task)
 
-    async def _read(self) -> None:
+    async def _read_models(self) -> None:
         now = time.monotonic()
         try:
             with translate_outages():
-                beats = await self._beats()
+                beats = await self._read_heartbeats()
         except BusUnavailable:
             if not self._known:
                 raise
             return  # what is known is good enough: publishing will tell
         self._read_at = now
-        found: dict[str, Served] = {}
+        found: dict[str, ServedModel] = {}
         for pipeline, beat in sorted(beats, key=lambda one: (one[0] != self._preferred, one[0])):
             name, since_s = beat.get("model"), float(beat["since"])
             if name is not None:
-                served = found.setdefault(name, Served(name, pipeline, since_s, now))
+                served = found.setdefault(name, ServedModel(name, pipeline, since_s, now))
                 served.since_s = min(served.since_s, since_s)
                 if served.pipeline == pipeline:
-                    told = [
+                    lengths = [
                         length for length in (served.max_model_len, beat.get("max_model_len")) if length is not None
                     ]
-                    served.max_model_len = min(told, default=None)
-        kept = {name: one for name, one in self._known.items() if one.seen_at > now - REMEMBERED_S}
+                    served.max_model_len = min(lengths, default=None)
+        kept = {name: one for name, one in self._known.items() if one.seen_at > now - MODEL_MEMORY_S}
         self._known = kept | found
 
-    async def _beats(self) -> list[tuple[str, dict[str, Any]]]:
+    async def _read_heartbeats(self) -> list[tuple[str, dict[str, Any]]]:
         """Pipeline and last heartbeat of each live worker. Those that are gone are taken off the list."""
         keys = sorted(cast("set[bytes]", await cast(Any, self._client.smembers(WORKERS_KEY))))
         values = cast("list[bytes | None]", await self._client.mget(keys)) if keys else []

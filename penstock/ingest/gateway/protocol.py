@@ -40,7 +40,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_bare_bytes = 0
         """Since there last were headers, or some of a body: what a parser may have to keep."""
         self._refusal: ApiError | None = None
-        self._why: ApiError | None = None
+        self._parse_error: ApiError | None = None
         """What a callback of the parser has against the request."""
         self._running: RequestResponseCycle | None = None
         """The last that was begun. `cycle` is the last that came, which may wait behind it."""
@@ -52,14 +52,16 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is here, and has to say something."""
         super().connection_made(transport)
-        self._header_timer = self.loop.call_later(self.guard.headers_s, self._too_slow)
+        self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)
         if len(self.connections) > self.guard.max_connections:
-            self._refuse(ApiError(503, "too many connections", code="unavailable", headers={"Retry-After": "1"}))
+            self._refuse_connection(
+                ApiError(503, "too many connections", code="unavailable", headers={"Retry-After": "1"})
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         self._stop_header_timer()
-        self._stop_cutting()
+        self._stop_cut_timer()
         self._end_cycles()
         super().connection_lost(exc)
 
@@ -70,9 +72,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_bare_bytes += len(data)
         super().data_received(data)
         if self._num_bare_bytes > self.guard.max_header_kb * 1024:
-            self._refuse(self._too_large())
+            self._refuse_connection(self._headers_too_large())
         elif self._awaits_headers and self._header_timer is None:  # those of a further request
-            self._header_timer = self.loop.call_later(self.guard.headers_s, self._too_slow)
+            self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)
 
     def pause_writing(self) -> None:
         """The client reads slower than it is sent to."""
@@ -82,7 +84,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         """It took something."""
         super().resume_writing()
-        self._stop_cutting()
+        self._stop_cut_timer()
 
     # The parser.
 
@@ -94,15 +96,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         """Some of the request line."""
         super().on_url(url)
-        self._count(len(url))
+        self._count_header_bytes(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or what follows a body in pieces, which is dropped."""
-        self._count(len(name) + len(value))
+        self._count_header_bytes(len(name) + len(value))
         if not self._awaits_headers:
             return
         if len(self.headers) >= self.guard.max_headers:
-            self._why = self._too_large()
+            self._parse_error = self._headers_too_large()
             raise _Refused
         super().on_header(name, value)
 
@@ -135,29 +137,29 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP, or too much of it."""
-        self._refuse(self._why or ApiError(400, msg, code="invalid_http"))
+        self._refuse_connection(self._parse_error or ApiError(400, msg, code="invalid_http"))
 
     # Refusing.
 
-    def _count(self, num_bytes: int) -> None:
+    def _count_header_bytes(self, num_bytes: int) -> None:
         self._num_header_bytes += num_bytes
         if self._num_header_bytes > self.guard.max_header_kb * 1024:
-            self._why = self._too_large()
+            self._parse_error = self._headers_too_large()
             raise _Refused
 
-    def _too_large(self) -> ApiError:
+    def _headers_too_large(self) -> ApiError:
         limits = f"{self.guard.max_header_kb} KB and {self.guard.max_headers} lines"
         return ApiError(431, f"request line and headers may have {limits}", code="headers_too_large")
 
-    def _too_slow(self) -> None:
+    def _on_headers_late(self) -> None:
         self._header_timer = None
         if self._is_answering():
-            self._header_timer = self.loop.call_later(self.guard.headers_s, self._too_slow)  # first things first
+            self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)  # first things first
         elif not self.transport.is_closing():
             message = f"no complete request within {self.guard.headers_s:g} s"
-            self._refuse(ApiError(408, message, code="request_timeout"))
+            self._refuse_connection(ApiError(408, message, code="request_timeout"))
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse_connection(self, error: ApiError) -> None:
         """Answer, stop listening, and close."""
         if self._refusal is not None or self.transport.is_closing():
             return
@@ -167,7 +169,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._end_cycles()
         self.flow.resume_reading()
         if not is_mid_answer:
-            self.transport.write(as_http(error))
+            self.transport.write(encode_response(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._cut_after(LINGER_S)
@@ -195,23 +197,23 @@ class GuardedProtocol(HttpToolsProtocol):
             self._header_timer = None
 
     def _cut_after(self, seconds: float) -> None:
-        self._stop_cutting()
-        self._cut_timer = self.loop.call_later(seconds, self._cut)
+        self._stop_cut_timer()
+        self._cut_timer = self.loop.call_later(seconds, self._cut_connection)
 
-    def _cut(self) -> None:
+    def _cut_connection(self) -> None:
         """Close at once, and have the kernel forget what the client did not take."""
         if (found := self.transport.get_extra_info("socket")) is not None and found.fileno() >= 0:
             with socket.socket(fileno=os.dup(found.fileno())) as own:
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
-    def _stop_cutting(self) -> None:
+    def _stop_cut_timer(self) -> None:
         if self._cut_timer is not None and self._refusal is None:
             self._cut_timer.cancel()
             self._cut_timer = None
 
 
-def as_http(error: ApiError) -> bytes:
+def encode_response(error: ApiError) -> bytes:
     """A whole answer."""
     body = error.body.model_dump_json().encode()
     try:
@@ -223,12 +225,12 @@ def as_http(error: ApiError) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
-def guarded(settings: GuardSettings) -> type[asyncio.Protocol]:
+def make_guarded_protocol(settings: GuardSettings) -> type[asyncio.Protocol]:
     """The protocol with these limits, as `uvicorn.Config(http=…)` takes it."""
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
     return type("GuardedProtocol", (GuardedProtocol,), {"guard": settings})
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Strangers that send rubbish do not fill the log."""
     return record.getMessage() != "Invalid HTTP request received."

@@ -22,42 +22,42 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import GatewaySettings, GuardSettings, load_settings
 from penstock.errors import PenstockError
 from penstock.ingest.gateway.app import create_app
-from penstock.ingest.gateway.protocol import guarded
+from penstock.ingest.gateway.protocol import make_guarded_protocol
 from penstock.telemetry.meters import Meters
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048
-SEND_BUFFER = 128 * 1024
+LISTEN_BACKLOG = 2048
+SEND_BUFFER_BYTES = 128 * 1024
 """What the kernel keeps for a reader that does not read; by itself it would take megabytes."""
-MAX_FILES = 65536
+MAX_OPEN_FILES = 65536
 
 
-def serve(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> None:
+def serve_gateway(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> None:
     """Serve until told to stop. Raises `PenstockError` where the port is taken."""
-    allow_connections()
+    raise_file_limit()
     app = create_app(settings, addresses, meters)
-    with listening(settings.host, settings.port) as listener:
+    with open_listener(settings.host, settings.port) as listener:
         host, port = listener.getsockname()[:2]
         log.info("the gateway listens on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         _Server(app, settings).run(sockets=[listener])
 
 
-def listening(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises `PenstockError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
     except OSError as error:
         raise PenstockError(f"the gateway cannot listen on {host}:{port}: {error}; PENSTOCK_GATEWAY_PORT") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit it
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
     return listener
 
 
-def allow_connections() -> None:
+def raise_file_limit() -> None:
     """As many open files as the system lets this process have, within reason: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -70,7 +70,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=guarded(load_settings(GuardSettings)),
+                http=make_guarded_protocol(load_settings(GuardSettings)),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -86,10 +86,10 @@ class _Server(uvicorn.Server):
         """Stop once it is safe to, at a signal; a second one ends the waiting."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+            loop.add_signal_handler(number, self._handle_signal)
         yield
 
-    def _stop(self) -> None:
+    def _handle_signal(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
         self._app.state.gateway.is_stopping = True

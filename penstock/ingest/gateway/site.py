@@ -8,21 +8,21 @@ from importlib.resources import files
 from fastapi import APIRouter, Request, Response
 
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.state import gateway_of
+from penstock.ingest.gateway.state import get_gateway
 
 router = APIRouter(include_in_schema=False)
-POLICY = (
+CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS: Mapping[str, str] = {
-    "content-security-policy": POLICY,
+PAGE_HEADERS: Mapping[str, str] = {
+    "content-security-policy": CONTENT_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-TYPES: Mapping[str, str] = {
+CONTENT_TYPES: Mapping[str, str] = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -33,7 +33,7 @@ _KEYS_NEEDED, _KEYS_OPEN = b'data-keys="needed"', b'data-keys="open"'
 
 
 @dataclass(frozen=True)
-class File:
+class PageFile:
     """A file as it is served."""
 
     body: bytes
@@ -41,38 +41,40 @@ class File:
     etag: str
 
     @classmethod
-    def of(cls, body: bytes, name: str) -> "File":
+    def from_body(cls, body: bytes, name: str) -> "PageFile":
         """By its content and name."""
-        return cls(body, TYPES[name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+        return cls(body, CONTENT_TYPES[name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
-def _read() -> dict[str, File]:
+def _read_page_files() -> dict[str, PageFile]:
     found = {one.name: one.read_bytes() for one in files("penstock.ingest.gateway").joinpath("page").iterdir()}
-    return {name: File.of(body, name) for name, body in found.items() if name.rpartition(".")[2] in TYPES}
+    return {
+        name: PageFile.from_body(body, name) for name, body in found.items() if name.rpartition(".")[2] in CONTENT_TYPES
+    }
 
 
-FILES = _read()
+PAGE_FILES = _read_page_files()
 """All files, by name."""
-OPEN = File.of(FILES["index.html"].body.replace(_KEYS_NEEDED, _KEYS_OPEN), "index.html")
+OPEN_PAGE = PageFile.from_body(PAGE_FILES["index.html"].body.replace(_KEYS_NEEDED, _KEYS_OPEN), "index.html")
 """The page of a gateway that asks for no key."""
 
 
 @router.get("/")
 async def page(request: Request) -> Response:
     """The page. It says whether a key is asked for, and holds nothing else that depends on the gateway."""
-    return _served(request, OPEN if gateway_of(request).keyring.is_open else FILES["index.html"])
+    return _make_response(request, OPEN_PAGE if get_gateway(request).keyring.is_open else PAGE_FILES["index.html"])
 
 
 @router.get("/page/{name}")
 async def file(request: Request, name: str) -> Response:
     """What the page is made of."""
-    if name not in FILES:
+    if name not in PAGE_FILES:
         raise ApiError(404, f"Unknown request URL: GET {request.url.path}.", code="unknown_url")
-    return _served(request, FILES[name])
+    return _make_response(request, PAGE_FILES[name])
 
 
-def _served(request: Request, file: File) -> Response:
-    headers = {**HEADERS, "etag": file.etag}
+def _make_response(request: Request, file: PageFile) -> Response:
+    headers = {**PAGE_HEADERS, "etag": file.etag}
     if request.headers.get("if-none-match") == file.etag:
         return Response(status_code=304, headers=headers)
     return Response(file.body, headers=headers, media_type=file.type)

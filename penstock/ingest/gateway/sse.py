@@ -13,96 +13,98 @@ from contextlib import aclosing
 
 from penstock.client.core import Event
 from penstock.errors import PenstockError, RequestError, StreamDiverged, StreamExpired
-from penstock.ingest.errors import ApiError, api_error
+from penstock.ingest.errors import ApiError, to_api_error
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.openai import ENDPOINTS, prompt_of
-from penstock.ingest.openai.cursor import Telling, Told
-from penstock.ingest.openai.endpoint import Card
-from penstock.ingest.openai.sse import DONE, Places
+from penstock.ingest.openai import ENDPOINTS, find_prompt_field
+from penstock.ingest.openai.cursor import SentEvent, SseCursor
+from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.openai.sse import DONE_ID, ResumePoint
 from penstock.messages import Usage
 
 log = logging.getLogger(__name__)
 
-RETRY_MS = 500
+BROWSER_RETRY_MS = 500
 """How soon a browser comes back."""
-KEEP_ALIVE = b": keep-alive\n"
+KEEP_ALIVE_FRAME = b": keep-alive\n"
 """One line: the SDKs take an empty line after an id for an event, even if there is nothing in it."""
-Ended = Callable[[Usage | None], Awaitable[None]]
+OnEnded = Callable[[Usage | None], Awaitable[None]]
 
 
-class Feed:
+class StreamFeed:
     """One connection's part of a stream."""
 
-    def __init__(self, gateway: Gateway, card: Card, places: Places, ended: Ended) -> None:
+    def __init__(self, gateway: Gateway, meta: StreamMeta, resume_point: ResumePoint, on_ended: OnEnded) -> None:
         """`ended` is awaited when the answer is complete, or has failed, with what was used if all of it has ended."""
-        self._gateway, self._card, self._ended = gateway, card, ended
-        self._telling = Telling(ENDPOINTS[card.path], card, places)
+        self._gateway, self._meta, self._on_ended = gateway, meta, on_ended
+        self._cursor = SseCursor(ENDPOINTS[meta.path], meta, resume_point)
         self.is_over = False
         """Whether everything was told that is told over this connection: who leaves now does not leave early."""
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
+    async def read_frames(self) -> AsyncGenerator[bytes, None]:
         """What goes over the wire."""
-        yield f"retry: {RETRY_MS}\n".encode()
+        yield f"retry: {BROWSER_RETRY_MS}\n".encode()
         try:
-            async with aclosing(self._told()) as told:
-                async for sent in told:
+            async with aclosing(self._read_new_frames()) as sent_events:
+                async for sent in sent_events:
                     yield sent
         except PenstockError as error:
             self.is_over = True
             is_last = isinstance(error, (RequestError, StreamDiverged, StreamExpired))
             if isinstance(error, RequestError):
-                await self._ended(self._telling.usage if self._telling.has_ended else None)
-            yield error_frame(api_error(error, prompt_of(self._card.path)), is_last=is_last)
+                await self._on_ended(self._cursor.usage if self._cursor.has_ended else None)
+            yield encode_error(to_api_error(error, find_prompt_field(self._meta.path)), is_last=is_last)
         except Exception:
-            log.exception("stream %s", self._card.id)
+            log.exception("stream %s", self._meta.id)
             self.is_over = True
-            yield error_frame(ApiError(500, "internal error", code="internal_error"), is_last=True)
+            yield encode_error(ApiError(500, "internal error", code="internal_error"), is_last=True)
 
-    async def _told(self) -> AsyncGenerator[bytes, None]:
-        yield frames(self._telling.open())
-        said_at = time.monotonic()
-        async with aclosing(self._news()) as news:
-            async for index, events in news:
-                sent, error = self._tell(index, events)
+    async def _read_new_frames(self) -> AsyncGenerator[bytes, None]:
+        yield encode_frames(self._cursor.open_stream())
+        last_sent_at = time.monotonic()
+        async with aclosing(self._read_choice_events()) as updates:
+            async for index, events in updates:
+                sent, error = self._encode_choice_events(index, events)
                 if sent:
                     yield sent
-                    said_at = time.monotonic()
-                elif time.monotonic() > said_at + self._gateway.settings.keep_alive_s:
-                    yield KEEP_ALIVE
-                    said_at = time.monotonic()
+                    last_sent_at = time.monotonic()
+                elif time.monotonic() > last_sent_at + self._gateway.settings.keep_alive_s:
+                    yield KEEP_ALIVE_FRAME
+                    last_sent_at = time.monotonic()
                 if error is not None:
                     raise error
-                if self._gateway.is_stopping and not self._telling.has_ended:
-                    message = f"this gateway stops: go on at /v1/streams/{self._card.id}, after the last event's id"
+                if self._gateway.is_stopping and not self._cursor.has_ended:
+                    message = f"this gateway stops: go on at /v1/streams/{self._meta.id}, after the last event's id"
                     raise ApiError(503, message, code="gateway_stopping")
-        await self._ended(self._telling.usage)
+        await self._on_ended(self._cursor.usage)
         self.is_over = True
-        yield frames(self._telling.close())
+        yield encode_frames(self._cursor.end_stream())
 
-    def _tell(self, index: int, events: list[Event]) -> tuple[bytes, PenstockError | None]:
+    def _encode_choice_events(self, index: int, events: list[Event]) -> tuple[bytes, PenstockError | None]:
         """What events of a choice add, up to an error if there is one."""
         sent = bytearray()
         try:
             for event in events:
-                sent += frames(self._telling.event(index, event))
+                sent += encode_frames(self._cursor.add_event(index, event))
         except PenstockError as error:
             return bytes(sent), error
         return bytes(sent), None
 
-    async def _news(self) -> AsyncGenerator[tuple[int, list[Event]], None]:
+    async def _read_choice_events(self) -> AsyncGenerator[tuple[int, list[Event]], None]:
         """The events of all choices as they come, from the beginning; an empty list now and then in a silence."""
-        streams = self._gateway.news(self._card)
+        streams = self._gateway.read_events(self._meta)
         if len(streams) == 1:
             async with aclosing(streams[0]) as only:
                 async for events in only:
                     yield 0, events
             return
-        async with aclosing(_merged(streams)) as merged:
+        async with aclosing(_merge_streams(streams)) as merged:
             async for index, events in merged:
                 yield index, events
 
 
-async def _merged(streams: list[AsyncGenerator[list[Event], None]]) -> AsyncGenerator[tuple[int, list[Event]], None]:
+async def _merge_streams(
+    streams: list[AsyncGenerator[list[Event], None]],
+) -> AsyncGenerator[tuple[int, list[Event]], None]:
     """What all streams give, with their places; at most one list of each is waiting."""
     queue: asyncio.Queue[tuple[int, list[Event] | BaseException | None]] = asyncio.Queue(1)
 
@@ -132,19 +134,19 @@ async def _merged(streams: list[AsyncGenerator[list[Event], None]]) -> AsyncGene
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def frames(told: Sequence[Told]) -> bytes:
+def encode_frames(sent_events: Sequence[SentEvent]) -> bytes:
     """Events as they go over the wire."""
-    return b"".join(map(_frame, told))
+    return b"".join(map(_encode_frame, sent_events))
 
 
-def _frame(told: Told) -> bytes:
-    event_id, piece = told
-    place = f"id: {event_id}\n" if event_id else ""
-    kind = f"event: {piece.event}\n" if piece.event else ""
-    return f"{place}{kind}data: {piece.data}\n\n".encode()
+def _encode_frame(sent_events: SentEvent) -> bytes:
+    event_id, event = sent_events
+    id_line = f"id: {event_id}\n" if event_id else ""
+    event_line = f"event: {event.event}\n" if event.event else ""
+    return f"{id_line}{event_line}data: {event.data}\n\n".encode()
 
 
-def error_frame(error: ApiError, *, is_last: bool) -> bytes:
+def encode_error(error: ApiError, *, is_last: bool) -> bytes:
     """An error in the middle of a stream, from which the SDKs raise. After the last one a browser comes no more."""
-    event_id = f"id: {DONE}\n" if is_last else ""
+    event_id = f"id: {DONE_ID}\n" if is_last else ""
     return f"{event_id}event: error\ndata: {error.body.model_dump_json()}\n\n".encode()

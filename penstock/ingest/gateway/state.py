@@ -21,15 +21,15 @@ from penstock.config.settings import (
 )
 from penstock.errors import PenstockError
 from penstock.ingest.admission import Admission
-from penstock.ingest.batch.runner import Desk
+from penstock.ingest.batch.runner import BatchService
 from penstock.ingest.errors import ApiError
-from penstock.ingest.gateway.broadcast import Looks
-from penstock.ingest.gateway.metrics import GatewayFigures
-from penstock.ingest.gateway.models import Models
-from penstock.ingest.gateway.stream_meta import Cards
-from penstock.ingest.keys import source_of
+from penstock.ingest.gateway.broadcast import LiveBroadcast
+from penstock.ingest.gateway.metrics import GatewayMetrics
+from penstock.ingest.gateway.models import ServedModels
+from penstock.ingest.gateway.stream_meta import StreamMetaStore
+from penstock.ingest.keys import open_key_source
 from penstock.ingest.metering import meter_forever
-from penstock.ingest.openai.endpoint import Card
+from penstock.ingest.openai.endpoint import StreamMeta
 from penstock.ingest.tenants import Caller, Keyring
 from penstock.names import Pipeline
 from penstock.ops.lag import PipelineLag
@@ -37,7 +37,7 @@ from penstock.redis.client import async_redis_client
 from penstock.redis.servers import ByServer
 from penstock.telemetry.meters import Meters
 
-LOOK_S = 5.0
+PIPELINE_CHECK_S = 5.0
 """How often it looks for further pipelines."""
 
 
@@ -52,13 +52,13 @@ class Gateway:
         self.bus_settings, self._record_settings = load_settings(BusSettings), load_settings(RecordSettings)
         self.servers = ByServer.from_urls(addresses.stream_url, async_redis_client)
         self.redis = self.servers.parts[0]
-        self.models = Models(self.redis, addresses.pipeline)
-        self.figures = GatewayFigures(meters, addresses, self.bus_settings)
-        self.cards = Cards(self.servers, self._record_settings)
+        self.models = ServedModels(self.redis, addresses.pipeline)
+        self.metrics = GatewayMetrics(meters, addresses, self.bus_settings)
+        self.stream_metas = StreamMetaStore(self.servers, self._record_settings)
         admission = load_settings(AdmissionSettings)
-        self.keyring = Keyring(source_of(admission, settings.host, self.redis))
-        self.admission = Admission(self.redis, self._lag_of, admission)
-        self.looks = Looks(self.figures.watch(addresses.pipeline))
+        self.keyring = Keyring(open_key_source(admission, settings.host, self.redis))
+        self.admission = Admission(self.redis, self._fetch_lag, admission)
+        self.broadcast = LiveBroadcast(self.metrics.watch_pipeline(addresses.pipeline))
         self.is_stopping = False
         """Set when this process was told to stop: streams tell their readers to go on elsewhere."""
         self._clients: dict[str, AsyncClient] = {}
@@ -66,9 +66,9 @@ class Gateway:
 
     async def open(self) -> None:
         """Before the first request."""
-        self._metering = asyncio.create_task(count_all(self.models, self.addresses, self.figures.pipelines))
-        self._renewing = asyncio.create_task(self.cards.renew_on())
-        self.desk = Desk(self.redis, self.client_of, load_settings(BatchSettings))
+        self._metering = asyncio.create_task(meter_pipelines(self.models, self.addresses, self.metrics.pipelines))
+        self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
+        self.batch_service = BatchService(self.redis, self.find_client, load_settings(BatchSettings))
 
     async def close(self) -> None:
         """After the last request."""
@@ -76,69 +76,69 @@ class Gateway:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        self.looks.end()
-        await self.desk.close()
+        self.broadcast.stop()
+        await self.batch_service.close()
         for client in self._clients.values():
             await client.close()
         for server in self.servers.parts:
             await server.aclose()
 
-    def later(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_later(self, work: Coroutine[Any, Any, None]) -> None:
         """Do what nobody waits for; given up where this process stops."""
         task = asyncio.create_task(work)
         self._later.add(task)
         task.add_done_callback(self._later.discard)
 
-    def client(self, pipeline: str) -> AsyncClient:
+    def get_client(self, pipeline: str) -> AsyncClient:
         """The client of a pipeline."""
         if pipeline not in self._clients:
             addresses = self.addresses.model_copy(update={"pipeline": pipeline})
             self._clients[pipeline] = AsyncClient(addresses, bus=self.bus_settings, record=self._record_settings)
         return self._clients[pipeline]
 
-    def news(self, card: Card) -> list[AsyncGenerator[list[Event], None]]:
+    def read_events(self, meta: StreamMeta) -> list[AsyncGenerator[list[Event], None]]:
         """The events of each of a card's requests, see `AsyncClient.news`; those of nobody else who used their ids."""
-        client, bodies = self.client(card.pipeline), card.bodies or [""] * len(card.request_ids)
+        client, bodies = self.get_client(meta.pipeline), meta.bodies or [""] * len(meta.request_ids)
         return [
             client.news(request_id, timeout_s=self.settings.patience_s, body=body)
-            for request_id, body in zip(card.request_ids, bodies, strict=True)
+            for request_id, body in zip(meta.request_ids, bodies, strict=True)
         ]
 
-    async def client_of(self, model: str) -> AsyncClient:
+    async def find_client(self, model: str) -> AsyncClient:
         """The client of the pipeline that serves a model. Raises as `Models.find`."""
-        return self.client((await self.models.find(model)).pipeline)
+        return self.get_client((await self.models.find_model(model)).pipeline)
 
-    async def _lag_of(self, pipeline: Pipeline) -> PipelineLag:
-        return await self.client(pipeline.name).lag()
+    async def _fetch_lag(self, pipeline: Pipeline) -> PipelineLag:
+        return await self.get_client(pipeline.name).lag()
 
 
-def gateway_of(request: HTTPConnection) -> Gateway:
+def get_gateway(request: HTTPConnection) -> Gateway:
     """The gateway that a request came to."""
     found = request.app.state.gateway
     assert isinstance(found, Gateway)
     return found
 
 
-async def count_all(models: Models, addresses: Addresses, found: set[str]) -> None:
+async def meter_pipelines(models: ServedModels, addresses: Addresses, found: set[str]) -> None:
     """Until cancelled. The names of all pipelines that were seen are put into `found`."""
-    counting: dict[str, asyncio.Task[None]] = {}
+    meter_tasks: dict[str, asyncio.Task[None]] = {}
     try:
         while True:
-            found |= await _pipelines(models, addresses)
+            found |= await _find_pipelines(models, addresses)
             for name in found:
-                if name not in counting or counting[name].done():
+                if name not in meter_tasks or meter_tasks[name].done():
                     own = addresses.model_copy(update={"pipeline": name})
-                    counting[name] = asyncio.create_task(meter_forever(own))
-            await asyncio.sleep(LOOK_S)
+                    meter_tasks[name] = asyncio.create_task(meter_forever(own))
+            await asyncio.sleep(PIPELINE_CHECK_S)
     finally:
-        for task in counting.values():
+        for task in meter_tasks.values():
             task.cancel()
-        await asyncio.gather(*counting.values(), return_exceptions=True)
+        await asyncio.gather(*meter_tasks.values(), return_exceptions=True)
 
 
-async def _pipelines(models: Models, addresses: Addresses) -> set[str]:
+async def _find_pipelines(models: ServedModels, addresses: Addresses) -> set[str]:
     try:
-        served = {model.pipeline for model in await models.all()}
+        served = {model.pipeline for model in await models.list_models()}
     except PenstockError:
         served = set()
     return served | {addresses.pipeline}
@@ -147,13 +147,13 @@ async def _pipelines(models: Models, addresses: Addresses) -> set[str]:
 _BEARER = HTTPBearer(auto_error=False, description="An API key, `psk_…`. An open gateway asks for none.")
 
 
-async def caller_of(request: Request, _: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)]) -> Caller:
+async def find_caller(request: Request, _: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)]) -> Caller:
     """The caller, from the key alone. Raises `ApiError` 401."""
     given = request.headers.getlist("authorization")
     if len(given) > 1:
         raise ApiError(401, "more than one Authorization header", code="invalid_api_key")
-    return await gateway_of(request).keyring.caller_of(given[0] if given else None)
+    return await get_gateway(request).keyring.authenticate_caller(given[0] if given else None)
 
 
-CallerDep = Annotated[Caller, Depends(caller_of)]
+CallerDep = Annotated[Caller, Depends(find_caller)]
 """Of a route: `caller: CallerDep`."""

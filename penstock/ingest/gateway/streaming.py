@@ -11,16 +11,16 @@ from starlette.types import Receive, Scope, Send
 from penstock.client.core import Answer, Event, build_answer, raise_on_error
 from penstock.errors import BusUnavailable, PenstockError
 from penstock.ingest.admission import Ticket
-from penstock.ingest.batch.answer import together
-from penstock.ingest.gateway.metrics import GatewayFigures
-from penstock.ingest.gateway.sse import Feed
+from penstock.ingest.batch.answer import gather_answers
+from penstock.ingest.gateway.metrics import GatewayMetrics
+from penstock.ingest.gateway.sse import StreamFeed
 from penstock.ingest.gateway.state import Gateway
-from penstock.ingest.openai.endpoint import Card
-from penstock.ingest.openai.sse import Places
-from penstock.ingest.openai.tokens import total
+from penstock.ingest.openai.endpoint import StreamMeta
+from penstock.ingest.openai.sse import ResumePoint
+from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import EndEvent, Usage
 
-_EVENT: dict[str, Any] = {
+_EVENT_SCHEMA: dict[str, Any] = {
     "type": "object",
     "description": "One event.",
     "required": ["data"],
@@ -31,35 +31,40 @@ _EVENT: dict[str, Any] = {
         "retry": {"type": "integer"},
     },
 }
-EVENTS = {"text/event-stream": {"schema": _EVENT}}
+EVENT_STREAM_CONTENT = {"text/event-stream": {"schema": _EVENT_SCHEMA}}
 """Of an answer that is a stream, for a route's documentation."""
 
 
-def event_stream(
-    gateway: Gateway, card: Card, places: Places, ticket: Ticket | None = None, *, cancel_on_leaving: bool = False
+def make_event_stream(
+    gateway: Gateway,
+    meta: StreamMeta,
+    resume_point: ResumePoint,
+    ticket: Ticket | None = None,
+    *,
+    cancel_on_leaving: bool = False,
 ) -> "EventStream":
     """The answer that tells what comes after `places`."""
 
     def settle_later() -> None:
         if ticket is not None:
-            gateway.later(settled_at_the_end(gateway, card, ticket))
+            gateway.run_later(settle_after_end(gateway, meta, ticket))
 
-    async def ended(usage: Usage | None) -> None:
+    async def on_ended(usage: Usage | None) -> None:
         if usage is None:
             settle_later()
         else:
-            await settled(gateway, card, ticket, usage)
+            await settle_request(gateway, meta, ticket, usage)
 
-    async def left() -> None:
-        if ticket is not None and ticket.is_of_bucket:
+    async def on_left() -> None:
+        if ticket is not None and ticket.has_bucket_tokens:
             settle_later()
         if cancel_on_leaving:
-            await cancelled(gateway, card)
+            await cancel_requests(gateway, meta)
 
-    return EventStream(Feed(gateway, card, places, ended), card.id, left, gateway.figures)
+    return EventStream(StreamFeed(gateway, meta, resume_point, on_ended), meta.id, on_left, gateway.metrics)
 
 
-async def settled(gateway: Gateway, card: Card, ticket: Ticket | None, usage: Usage) -> None:
+async def settle_request(gateway: Gateway, meta: StreamMeta, ticket: Ticket | None, usage: Usage) -> None:
     """A request is over: what it used is known, and its card lives as long as its records.
 
     Where Redis is away meanwhile the estimate stands, and the card lives longer.
@@ -67,41 +72,44 @@ async def settled(gateway: Gateway, card: Card, ticket: Ticket | None, usage: Us
     with suppress(BusUnavailable):
         if ticket is not None:
             await gateway.admission.settle(ticket, usage)
-        await gateway.cards.ended(card)
+        await gateway.stream_metas.note_ended(meta)
 
 
-async def settled_at_the_end(gateway: Gateway, card: Card, ticket: Ticket) -> None:
+async def settle_after_end(gateway: Gateway, meta: StreamMeta, ticket: Ticket) -> None:
     """The same where nobody reads until then: the client left, or was told of an error of one of several choices."""
     with suppress(PenstockError):  # then the estimate stands
-        usages = await asyncio.gather(*map(_used, gateway.news(card)))
-        await settled(gateway, card, ticket, total(usages))
+        usages = await asyncio.gather(*map(_read_usage, gateway.read_events(meta)))
+        await settle_request(gateway, meta, ticket, sum_usage(usages))
 
 
-async def whole(gateway: Gateway, card: Card) -> list[Answer]:
+async def read_answers(gateway: Gateway, meta: StreamMeta) -> list[Answer]:
     """The answers to all its requests, once they are complete. The first error ends the reading of the others."""
-    return await together(
-        [_whole(request_id, news) for request_id, news in zip(card.request_ids, gateway.news(card), strict=True)]
+    return await gather_answers(
+        [
+            _read_answer(request_id, updates)
+            for request_id, updates in zip(meta.request_ids, gateway.read_events(meta), strict=True)
+        ]
     )
 
 
-async def _whole(request_id: str, news: AsyncGenerator[list[Event], None]) -> Answer:
-    async with aclosing(news):
-        return build_answer(request_id, [event async for events in news for event in raise_on_error(events)])
+async def _read_answer(request_id: str, updates: AsyncGenerator[list[Event], None]) -> Answer:
+    async with aclosing(updates):
+        return build_answer(request_id, [event async for events in updates for event in raise_on_error(events)])
 
 
-async def _used(news: AsyncGenerator[list[Event], None]) -> Usage:
+async def _read_usage(updates: AsyncGenerator[list[Event], None]) -> Usage:
     """What a request used, whatever its end is like."""
-    async with aclosing(news):
-        async for events in news:
+    async with aclosing(updates):
+        async for events in updates:
             if events and isinstance(events[-1], EndEvent):
                 return events[-1].usage
     return Usage()
 
 
-async def cancelled(gateway: Gateway, card: Card) -> bool:
+async def cancel_requests(gateway: Gateway, meta: StreamMeta) -> bool:
     """Ask for the end of all its requests; whether one of them had not ended yet. Raises `BusUnavailable`."""
-    client = gateway.client(card.pipeline)
-    return any(await asyncio.gather(*(client.cancel(request_id) for request_id in card.request_ids)))
+    client = gateway.get_client(meta.pipeline)
+    return any(await asyncio.gather(*(client.cancel(request_id) for request_id in meta.request_ids)))
 
 
 class EventStream(StreamingResponse):
@@ -110,7 +118,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, feed: Feed, stream_id: str, left: Callable[[], Awaitable[None]], figures: GatewayFigures
+        self, feed: StreamFeed, stream_id: str, on_left: Callable[[], Awaitable[None]], metrics: GatewayMetrics
     ) -> None:
         headers = {
             "x-request-id": stream_id,
@@ -118,17 +126,17 @@ class EventStream(StreamingResponse):
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }
-        self._frames = feed.frames()
+        self._frames = feed.read_frames()
         super().__init__(self._frames, headers=headers)
-        self._feed, self._left, self._figures = feed, left, figures
+        self._feed, self._on_left, self._metrics = feed, on_left, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Tell it, until the end or until the client leaves."""
-        with self._figures.reading():
+        with self._metrics.count_reader():
             try:
                 await super().__call__(scope, receive, send)
             finally:
                 await self._frames.aclose()
         if not self._feed.is_over:
             with suppress(BusUnavailable):
-                await self._left()
+                await self._on_left()

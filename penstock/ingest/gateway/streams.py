@@ -7,10 +7,10 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 
 from penstock.errors import StreamExpired
-from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import CallerDep, gateway_of
-from penstock.ingest.gateway.streaming import EVENTS, cancelled, event_stream
-from penstock.ingest.openai.sse import Places
+from penstock.ingest.gateway.handlers import error_responses
+from penstock.ingest.gateway.state import CallerDep, get_gateway
+from penstock.ingest.gateway.streaming import EVENT_STREAM_CONTENT, cancel_requests, make_event_stream
+from penstock.ingest.openai.sse import ResumePoint
 
 router = APIRouter()
 EventId = Annotated[str | None, Header(max_length=8192)]
@@ -32,10 +32,10 @@ class StreamCancelled(BaseModel):
     responses={
         200: {
             "description": "The pieces after that event, as the POST that made the request streams them.",
-            "content": EVENTS,
+            "content": EVENT_STREAM_CONTENT,
         },
         204: {"description": "That was the last event: a browser's EventSource stops."},
-        **errors(400, 401, 404, 503),
+        **error_responses(400, 401, 404, 503),
     },
 )
 async def read(
@@ -46,23 +46,23 @@ async def read(
     after: Annotated[str | None, Query(alias="last_event_id", max_length=8192)] = None,
 ) -> Response:
     """The header `Last-Event-ID` goes before the parameter."""
-    gateway = gateway_of(request)
-    card = await gateway.cards.of_tenant(stream_id, caller.tenant)
-    places = Places(len(card.request_ids), last_event_id or after)
-    if places.is_over:
+    gateway = get_gateway(request)
+    meta = await gateway.stream_metas.find_of_tenant(stream_id, caller.tenant)
+    resume_point = ResumePoint(len(meta.request_ids), last_event_id or after)
+    if resume_point.is_over:
         return Response(status_code=204)
-    client = gateway.client(card.pipeline)
-    known = await asyncio.gather(*(client.status(card.request_ids[index]) for index in places.begun))
-    if None in known:
+    client = gateway.get_client(meta.pipeline)
+    statuses = await asyncio.gather(*(client.status(meta.request_ids[index]) for index in resume_point.started_choices))
+    if None in statuses:
         raise StreamExpired(f"the stream {stream_id} is gone")
-    return event_stream(gateway, card, places)
+    return make_event_stream(gateway, meta, resume_point)
 
 
 async def cancel(request: Request, caller: CallerDep, stream_id: str) -> StreamCancelled:
     """Its readers are told with the next token."""
-    gateway = gateway_of(request)
-    card = await gateway.cards.of_tenant(stream_id, caller.tenant)
-    return StreamCancelled(id=card.id, cancelled=await cancelled(gateway, card))
+    gateway = get_gateway(request)
+    meta = await gateway.stream_metas.find_of_tenant(stream_id, caller.tenant)
+    return StreamCancelled(id=meta.id, cancelled=await cancel_requests(gateway, meta))
 
 
 for path, method in (("/v1/streams/{stream_id}/cancel", "POST"), ("/v1/streams/{stream_id}", "DELETE")):
@@ -72,5 +72,5 @@ for path, method in (("/v1/streams/{stream_id}/cancel", "POST"), ("/v1/streams/{
         methods=[method],
         operation_id=f"{method.lower()}_cancel",
         summary="Cancel a request",
-        responses=errors(401, 404, 503),
+        responses=error_responses(401, 404, 503),
     )

@@ -13,7 +13,7 @@ MAX_FIELDS, MAX_FIELD_BYTES, MAX_HEADER_BYTES = 16, 4096, 4096
 
 
 @dataclass
-class Part:
+class FormPart:
     """One part of a form; `data` is a piece of its content, `is_last` comes with none."""
 
     headers: dict[str, bytes] = field(default_factory=dict)
@@ -22,44 +22,44 @@ class Part:
 
 
 @dataclass
-class Piece:
+class FormPiece:
     """Something of a part's content; the last piece of it is empty."""
 
-    part: Part
+    part: FormPart
     data: bytes
 
 
-def _bad(message: str, param: str | None = None) -> ApiError:
+def _invalid_form(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_form")
 
 
-class _Parser:
+class _FormParser:
     """What the form's parser tells, as pieces."""
 
     def __init__(self, boundary: bytes) -> None:
-        self.pieces: list[Piece] = []
-        self._part, self._name, self._value, self._num_parts = Part(), b"", b"", 0
+        self.pieces: list[FormPiece] = []
+        self._part, self._name, self._value, self._num_parts = FormPart(), b"", b"", 0
         self.is_whole = False
         self.parser = MultipartParser(
             boundary,
             {
-                "on_part_begin": self._begin, "on_part_data": self._data, "on_part_end": self._end,
+                "on_part_begin": self._begin_part, "on_part_data": self._add_data, "on_part_end": self._end_part,
                 "on_header_field": self._header_name, "on_header_value": self._header_value,
-                "on_header_end": self._header_end, "on_headers_finished": self._headers_end, "on_end": self._all,
+                "on_header_end": self._header_end, "on_headers_finished": self._headers_end, "on_end": self._end_form,
             },
         )  # fmt: skip
 
-    def _begin(self) -> None:
+    def _begin_part(self) -> None:
         self._num_parts += 1
         if self._num_parts > MAX_FIELDS:
-            raise _bad(f"A form may have {MAX_FIELDS} parts.")
-        self._part = Part()
+            raise _invalid_form(f"A form may have {MAX_FIELDS} parts.")
+        self._part = FormPart()
 
     def _header_name(self, data: bytes, start: int, end: int) -> None:
-        self._name = self._short(self._name + data[start:end])
+        self._name = self._check_header_length(self._name + data[start:end])
 
     def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._value = self._short(self._value + data[start:end])
+        self._value = self._check_header_length(self._value + data[start:end])
 
     def _header_end(self) -> None:
         self._part.headers[self._name.decode("latin-1").lower()] = self._value
@@ -71,19 +71,19 @@ class _Parser:
         if b"filename" in options:
             self._part.filename = options[b"filename"].decode("utf-8", "replace")
 
-    def _data(self, data: bytes, start: int, end: int) -> None:
-        self.pieces.append(Piece(self._part, data[start:end]))
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        self.pieces.append(FormPiece(self._part, data[start:end]))
 
-    def _end(self) -> None:
-        self.pieces.append(Piece(self._part, b""))
+    def _end_part(self) -> None:
+        self.pieces.append(FormPiece(self._part, b""))
 
-    def _all(self) -> None:
+    def _end_form(self) -> None:
         self.is_whole = True
 
     @staticmethod
-    def _short(text: bytes) -> bytes:
+    def _check_header_length(text: bytes) -> bytes:
         if len(text) > MAX_HEADER_BYTES:
-            raise _bad("A part's header is too long.")
+            raise _invalid_form("A part's header is too long.")
         return text
 
 
@@ -93,27 +93,27 @@ class Upload:
     def __init__(self, request: Request) -> None:
         self.fields: dict[str, str] = {}
         self.filename = ""
-        self._pieces = _pieces(request)
+        self._pieces = _read_pieces(request)
 
-    async def begun(self) -> bool:
+    async def next_file(self) -> bool:
         """Read on to the next part that is a file; False at the end. Its content is to be read before the next call."""
         value = b""
         async for piece in self._pieces:
             if piece.part.filename is not None:
                 if piece.part.name != "file":
-                    raise _bad("The file's part must be named 'file'.", "file")
+                    raise _invalid_form("The file's part must be named 'file'.", "file")
                 self.filename = piece.part.filename
                 self._first = piece
                 return True
             value += piece.data
             if len(value) > MAX_FIELD_BYTES:
-                raise _bad(f"A field may have {MAX_FIELD_BYTES:,} bytes.", piece.part.name)
+                raise _invalid_form(f"A field may have {MAX_FIELD_BYTES:,} bytes.", piece.part.name)
             if not piece.data:
                 self.fields[piece.part.name] = value.decode("utf-8", "replace")
                 value = b""
         return False
 
-    async def content(self) -> AsyncIterator[bytes]:
+    async def read_file(self) -> AsyncIterator[bytes]:
         """The content of the file that has begun."""
         piece = self._first
         while piece.data:
@@ -121,19 +121,19 @@ class Upload:
             piece = await anext(self._pieces)
 
 
-async def _pieces(request: Request) -> AsyncIterator[Piece]:
+async def _read_pieces(request: Request) -> AsyncIterator[FormPiece]:
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 0 < len(boundary) <= 256:
-        raise _bad("The body must be multipart/form-data.")
-    form = _Parser(boundary)
+        raise _invalid_form("The body must be multipart/form-data.")
+    form = _FormParser(boundary)
     async for chunk in request.stream():
         try:
             form.parser.write(chunk)
         except MultipartParseError as error:
-            raise _bad(f"The form cannot be read: {error}") from None
+            raise _invalid_form(f"The form cannot be read: {error}") from None
         for piece in form.pieces:
             yield piece
         form.pieces.clear()
     if not form.is_whole:
-        raise _bad("The form has no end.")
+        raise _invalid_form("The form has no end.")

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
-from penstock.ingest.gateway.handlers import errors
-from penstock.ingest.gateway.state import CallerDep, gateway_of
-from penstock.ingest.metering import COUNTERS, Sums, day_keys, last_days, sums_of, total
+from penstock.ingest.gateway.handlers import error_responses
+from penstock.ingest.gateway.state import CallerDep, get_gateway
+from penstock.ingest.metering import USAGE_COUNTERS, UsageSums, add_sums, list_last_days, make_day_keys, parse_day_sums
 from penstock.names import Pipeline
 from penstock.redis.client import raise_first_error, translate_outages
 
@@ -39,31 +39,31 @@ class UsageBody(BaseModel):
     total: Counts
 
 
-@router.get("/v1/usage", summary="What the tenant used", responses=errors(400, 401, 503))
+@router.get("/v1/usage", summary="What the tenant used", responses=error_responses(400, 401, 503))
 async def usage(
     request: Request,
     caller: CallerDep,
     days: Annotated[int, Query(ge=1, le=366, description="Today and those before it, in UTC.")] = 30,
 ) -> UsageBody:
     """The caller's own tenant alone, counted from the results: about a second behind."""
-    gateway = gateway_of(request)
-    pipelines = {gateway.addresses.pipeline} | {served.pipeline for served in await gateway.models.all()}
-    wanted = last_days(days)
-    fields = [f"{name}:{caller.tenant}" for name in COUNTERS]
+    gateway = get_gateway(request)
+    pipelines = {gateway.addresses.pipeline} | {served.pipeline for served in await gateway.models.list_models()}
+    wanted = list_last_days(days)
+    fields = [f"{name}:{caller.tenant}" for name in USAGE_COUNTERS]
     batch = gateway.redis.pipeline(transaction=False)
     for name in sorted(pipelines):
-        for key in day_keys(Pipeline(name), wanted):
+        for key in make_day_keys(Pipeline(name), wanted):
             batch.hmget(key, fields)
     with translate_outages():
         rows: list[list[bytes | None]] = raise_first_error(await batch.execute(raise_on_error=False))
-    found: dict[str, list[Sums]] = {}
+    found: dict[str, list[UsageSums]] = {}
     for number, row in enumerate(rows):
         counted = {field.encode(): raw for field, raw in zip(fields, row, strict=True) if raw is not None}
         if counted:
-            found.setdefault(wanted[number % len(wanted)], []).append(sums_of(counted)[caller.tenant])
-    days_ = [(day, total(sums)) for day, sums in sorted(found.items())]
+            found.setdefault(wanted[number % len(wanted)], []).append(parse_day_sums(counted)[caller.tenant])
+    days_ = [(day, add_sums(sums)) for day, sums in sorted(found.items())]
     return UsageBody(
         tenant=caller.tenant,
         data=[Day(day=day, **vars(sums)) for day, sums in days_],
-        total=Counts(**vars(total(sums for _, sums in days_))),
+        total=Counts(**vars(add_sums(sums for _, sums in days_))),
     )

@@ -5,16 +5,28 @@ from typing import Any
 
 from penstock.ingest.openai.chat import CHAT
 from penstock.ingest.openai.completions import COMPLETIONS
-from penstock.ingest.openai.endpoint import Ask, Card, Endpoint, card_of
+from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, make_stream_meta
 from penstock.ingest.openai.responses import RESPONSES
 
 ENDPOINTS: Mapping[str, Endpoint[Any]] = {CHAT.path: CHAT, COMPLETIONS.path: COMPLETIONS, RESPONSES.path: RESPONSES}
 """By path."""
 
 
-def prompt_of(path: str) -> str | None:
+def find_prompt_field(path: str) -> str | None:
     """Return the parameter that has the prompt at an endpoint, or at what it made; None at other paths."""
-    return next((one.prompt for one in ENDPOINTS.values() if path == one.path or path.startswith(f"{one.path}/")), None)
+    return next(
+        (one.prompt_field for one in ENDPOINTS.values() if path == one.path or path.startswith(f"{one.path}/")), None
+    )
 
 
-__all__ = ["CHAT", "COMPLETIONS", "ENDPOINTS", "RESPONSES", "Ask", "Card", "Endpoint", "card_of", "prompt_of"]
+__all__ = [
+    "CHAT",
+    "COMPLETIONS",
+    "ENDPOINTS",
+    "RESPONSES",
+    "Endpoint",
+    "StreamMeta",
+    "SubmitArgs",
+    "find_prompt_field",
+    "make_stream_meta",
+]

@@ -19,50 +19,50 @@ from penstock.messages import MAX_LOGPROBS, TokenId
 MAX_CHOICES = 128
 """Of one request: its prompts times its `n`."""
 MAX_SEED = 2**63
-NO_LIMIT = 2**31 - 1
+NO_TOKEN_LIMIT = 2**31 - 1
 """Tokens of an answer: more than any context has."""
 
 
-UNSUPPORTED = "unsupported_parameter"
+UNSUPPORTED_CODE = "unsupported_parameter"
 
 
-def unsupported(param: str, what: str) -> ApiError:
+def unsupported_value(param: str, what: str) -> ApiError:
     """That a parameter is understood, and cannot be had."""
-    return ApiError(400, f"Unsupported value of '{param}': {what}", param=param, code=UNSUPPORTED)
+    return ApiError(400, f"Unsupported value of '{param}': {what}", param=param, code=UNSUPPORTED_CODE)
 
 
-def _only(*allowed: Any) -> Callable[[Any], Any]:
+def _make_check(*allowed: Any) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value is None or value in allowed:
             return None
-        raise PydanticCustomError(UNSUPPORTED, "this server does not support it.")  # pydantic knows the whole path
+        raise PydanticCustomError(UNSUPPORTED_CODE, "this server does not support it.")  # pydantic knows the whole path
 
     return check
 
 
-def only(*allowed: Any) -> Any:
+def allow_only(*allowed: Any) -> Any:
     """A field that may say nothing but what is so anyway."""
     schema: dict[str, Any] = {"enum": [None, *allowed], "description": "Nothing else is supported."}
-    return Annotated[Any, AfterValidator(_only(*allowed)), WithJsonSchema(schema)]
+    return Annotated[Any, AfterValidator(_make_check(*allowed)), WithJsonSchema(schema)]
 
 
 Refused = Annotated[
     Any,
-    AfterValidator(_only([], {}, False)),
+    AfterValidator(_make_check([], {}, False)),
     WithJsonSchema({"enum": [None, False, [], {}], "description": "Not supported."}),
 ]
 """A field that asks for something that is not there."""
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Metadata = Annotated[dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)]
-Name = Annotated[str, StringConstraints(max_length=256)]
-Biases = Annotated[
+ShortText = Annotated[str, StringConstraints(max_length=256)]
+LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
 ]
 
 
-def text_schema(*kinds: str) -> WithJsonSchema:
+def make_text_schema(*kinds: str) -> WithJsonSchema:
     """What a message's content may be: text, or parts of these types."""
     part = {
         "type": "object",
@@ -72,32 +72,32 @@ def text_schema(*kinds: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": part}]})
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Exact types, no unknown fields, finite numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """How to stream."""
 
     include_usage: bool | None = None
     """Send the usage before the end."""
     continuous_usage_stats: bool | None = None
     """Accepted, as load tools ask for it; the usage comes once."""
-    include_obfuscation: only(False) = None  # type: ignore[valid-type]
+    include_obfuscation: allow_only(False) = None  # type: ignore[valid-type]
 
 
-def _check_streamed(options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+def _check_is_streamed(options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
     if options is not None and not info.data.get("stream"):
         raise ValueError("it is only allowed when 'stream' is true")
     return options
 
 
-OptionsOfStream = Annotated[StreamOptions | None, AfterValidator(_check_streamed)]
+CheckedStreamOptions = Annotated[StreamOptions | None, AfterValidator(_check_is_streamed)]
 
 
-class Body(Strict):
+class Body(StrictModel):
     """The fields that all endpoints have."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -111,11 +111,11 @@ class Body(Strict):
     """`flex`: fill what others leave, at leisure (class `batch`)."""
     metadata: Metadata | None = None
     """Accepted, and given back by `/v1/responses`."""
-    user: Name | None = None
+    user: ShortText | None = None
     """Accepted; does nothing."""
-    safety_identifier: Name | None = None
+    safety_identifier: ShortText | None = None
     """Accepted; does nothing."""
-    prompt_cache_key: Name | None = None
+    prompt_cache_key: ShortText | None = None
     """Accepted; does nothing: the header `x-session-affinity` says what belongs together."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """Accepted; does nothing."""
@@ -137,7 +137,7 @@ class Body(Strict):
         """How many requests of the pipeline it takes."""
         return 1
 
-    def fields(self) -> RequestFields:
+    def request_fields(self) -> RequestFields:
         """What all of its requests have in common."""
         fields = RequestFields(model=self.model, klass="batch" if self.service_tier == "flex" else "interactive")
         for name in ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids"):
@@ -151,14 +151,14 @@ class Body(Strict):
             fields["top_p"] = self.top_p
         return fields
 
-    def end_with_context(self, fields: RequestFields) -> None:
+    def set_default_limit(self, fields: RequestFields) -> None:
         """Let the answer fill the context, where no limit was given; with log probabilities, as far as they go."""
         if "max_tokens" not in fields:
             logprobs = fields.get("logprobs")
-            fields["max_tokens"] = NO_LIMIT if logprobs is None else MAX_LOGPROBS // (1 + logprobs)
+            fields["max_tokens"] = NO_TOKEN_LIMIT if logprobs is None else MAX_LOGPROBS // (1 + logprobs)
             fields["fit_context"] = True
 
-    def seed_of(self, choice: int) -> RequestFields:
+    def choice_seed(self, choice: int) -> RequestFields:
         """The seed of one of several choices. The first one's is the one given: it answers as if it were alone."""
         return RequestFields() if self.seed is None else RequestFields(seed=(self.seed + choice) % MAX_SEED)
 
@@ -174,14 +174,14 @@ class CompletionsBody(Body):
     """The most tokens of each answer."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Biases | None = None
+    logit_bias: LogitBias | None = None
     """Added to the scores of these tokens."""
-    stream_options: OptionsOfStream = None
+    stream_options: CheckedStreamOptions = None
     """Only with `stream`."""
 
-    def fields(self) -> RequestFields:
+    def request_fields(self) -> RequestFields:
         """What all of its requests have in common."""
-        fields = super().fields()
+        fields = super().request_fields()
         for name in ("presence_penalty", "frequency_penalty", "logit_bias", "max_tokens"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
@@ -193,16 +193,16 @@ class CompletionsBody(Body):
 B = TypeVar("B", bound=BaseModel)
 
 
-def parse(kind: type[B], raw: bytes | Mapping[str, Any]) -> B:
+def parse_body(kind: type[B], raw: bytes | Mapping[str, Any]) -> B:
     """A body of `kind` from its JSON. Raises `ApiError` 400 that names the parameter."""
     try:
         return kind.model_validate_json(raw if isinstance(raw, bytes) else json.dumps(raw))
     except ValidationError as error:
         line = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise api_error_of(line["type"], line["loc"], line["msg"]) from None
+        raise validation_error(line["type"], line["loc"], line["msg"]) from None
 
 
-def api_error_of(kind: str, where: Sequence[str | int], message: str) -> ApiError:
+def validation_error(kind: str, where: Sequence[str | int], message: str) -> ApiError:
     """The answer to a value that cannot be: pydantic's type of error, the place and what it says of it."""
     param = ".".join(str(part) for part in where if not str(part).startswith(("function-", "constrained-")))
     match kind:
@@ -218,7 +218,7 @@ def api_error_of(kind: str, where: Sequence[str | int], message: str) -> ApiErro
             message = "The body must be a JSON object, sent as application/json."
             return ApiError(400, message, code="invalid_value")
         case "unsupported_parameter":
-            return unsupported(param, message)
+            return unsupported_value(param, message)
         case "value_error":
             message = message.removeprefix("Value error, ")  # pydantic's words before ours
     if param:

@@ -6,16 +6,25 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from penstock.client.core import Answer
-from penstock.ingest.openai.body import CompletionsBody, Name, Refused, Strict, only, parse, text_schema, unsupported
-from penstock.ingest.openai.endpoint import Ask, Card, ask_of, request_ids
-from penstock.ingest.openai.sse import DONE, HOLE, NO_PLACE, Form, Piece, as_json
-from penstock.ingest.openai.tokens import CompletionUsage, TokenLogprobs, logprobs_entry, usage_of
+from penstock.ingest.openai.body import (
+    CompletionsBody,
+    Refused,
+    ShortText,
+    StrictModel,
+    allow_only,
+    make_text_schema,
+    parse_body,
+    unsupported_value,
+)
+from penstock.ingest.openai.endpoint import StreamMeta, SubmitArgs, make_request_ids, make_submit_args
+from penstock.ingest.openai.sse import DONE_ID, NO_POSITION, PLACEHOLDER, JsonTemplate, SseEvent, encode_json
+from penstock.ingest.openai.tokens import CompletionUsage, TokenLogprobs, encode_logprobs, make_completion_usage
 from penstock.messages import EndEvent, TokenEvent, Usage
 
 ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-class Message(Strict):
+class Message(StrictModel):
     """One turn of a chat."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["role", "content"]})
@@ -24,12 +33,12 @@ class Message(Strict):
         Literal["system", "developer", "user", "assistant", "tool", "function"],
         WithJsonSchema({"type": "string", "enum": list(ROLES)}),
     ]
-    content: Annotated[str | list[dict[str, Any]] | None, text_schema("text")] = None
+    content: Annotated[str | list[dict[str, Any]] | None, make_text_schema("text")] = None
     """Text, or a list of parts of type `text`."""
-    name: Name | None = None
+    choice_id: ShortText | None = None
     """Accepted; does nothing."""
-    tool_call_id: Name | None = None
-    refusal: only() = None  # type: ignore[valid-type]
+    tool_call_id: ShortText | None = None
+    refusal: allow_only() = None  # type: ignore[valid-type]
     annotations: Refused = None
     tool_calls: Refused = None
     function_call: Refused = None
@@ -46,20 +55,20 @@ class ChatBody(CompletionsBody):
     """Tell the log probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """And those of so many likeliest tokens."""
-    response_format: only({"type": "text"}) = None  # type: ignore[valid-type]
+    response_format: allow_only({"type": "text"}) = None  # type: ignore[valid-type]
     tools: Refused = None
-    tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
+    tool_choice: allow_only("none", "auto") = None  # type: ignore[valid-type]
     parallel_tool_calls: bool | None = None
     """Accepted; there are no tools."""
     functions: Refused = None
-    function_call: only("none", "auto") = None  # type: ignore[valid-type]
-    modalities: only(["text"]) = None  # type: ignore[valid-type]
+    function_call: allow_only("none", "auto") = None  # type: ignore[valid-type]
+    modalities: allow_only(["text"]) = None  # type: ignore[valid-type]
     audio: Refused = None
     prediction: Refused = None
-    web_search_options: only() = None  # type: ignore[valid-type]
+    web_search_options: allow_only() = None  # type: ignore[valid-type]
     """Not supported; `{}` too would switch the search on."""
-    reasoning_effort: only("none") = None  # type: ignore[valid-type]
-    verbosity: only("medium") = None  # type: ignore[valid-type]
+    reasoning_effort: allow_only("none") = None  # type: ignore[valid-type]
+    verbosity: allow_only("medium") = None  # type: ignore[valid-type]
     store: Refused = None
 
     @model_validator(mode="after")
@@ -113,86 +122,93 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str | None = None
 
 
-class Chat:
+class ChatEndpoint:
     """`/v1/chat/completions`."""
 
     path = "/v1/chat/completions"
-    prefix = "chatcmpl-"
-    prompt = "messages"
-    body = ChatBody
-    answer = ChatCompletion
+    id_prefix = "chatcmpl-"
+    prompt_field = "messages"
+    body_model = ChatBody
+    answer_model = ChatCompletion
 
-    def parse(self, raw: bytes | dict[str, Any]) -> ChatBody:
+    def parse_body(self, raw: bytes | dict[str, Any]) -> ChatBody:
         """The body, or `ApiError` 400."""
-        return parse(ChatBody, raw)
+        return parse_body(ChatBody, raw)
 
-    def asks(self, body: ChatBody, request_id: str) -> list[Ask]:
+    def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
         """One request for each of `n`."""
-        fields = body.fields()
-        fields["messages"] = [_turn(message, f"messages.{place}") for place, message in enumerate(body.messages)]
+        fields = body.request_fields()
+        fields["messages"] = [_make_turn(message, f"messages.{index}") for index, message in enumerate(body.messages)]
         if body.max_completion_tokens is not None:
             fields["max_tokens"] = body.max_completion_tokens
         if body.logprobs:
             fields["logprobs"] = body.top_logprobs or 0
-        body.end_with_context(fields)
-        ids = request_ids(request_id, body.num_choices)
-        return [ask_of(fields, body.seed_of(choice), name) for choice, name in enumerate(ids)]
+        body.set_default_limit(fields)
+        ids = make_request_ids(request_id, body.num_choices)
+        return [make_submit_args(fields, body.choice_seed(choice), choice_id) for choice, choice_id in enumerate(ids)]
 
-    def whole(self, card: Card, answers: Sequence[Answer]) -> ChatCompletion:
+    def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> ChatCompletion:
         """The answer as a whole."""
-        choices = [_choice(index, answer) for index, answer in enumerate(answers)]
-        usage = usage_of([answer.usage for answer in answers], len(answers))
+        choices = [_make_choice(index, answer) for index, answer in enumerate(answers)]
+        usage = make_completion_usage([answer.usage for answer in answers], len(answers))
         return ChatCompletion(
-            id=card.id, created=card.created, model=card.model, choices=choices, usage=usage, service_tier=tier(card)
+            id=meta.id,
+            created=meta.created,
+            model=meta.model,
+            choices=choices,
+            usage=usage,
+            service_tier=service_tier(meta),
         )
 
-    def chunks(self, card: Card) -> "ChatChunks":
+    def make_chunks(self, meta: StreamMeta) -> "ChatChunks":
         """The answer in pieces."""
-        return ChatChunks(card)
+        return ChatChunks(meta)
 
 
-CHAT = Chat()
+CHAT = ChatEndpoint()
 
 
-def tier(card: Card) -> str:
+def service_tier(meta: StreamMeta) -> str:
     """Which tier answers."""
-    return "flex" if card.options.get("service_tier") == "flex" else "default"
+    return "flex" if meta.options.get("service_tier") == "flex" else "default"
 
 
-def wants_usage(card: Card) -> bool:
+def wants_usage(meta: StreamMeta) -> bool:
     """Whether the stream has the usage before its end."""
-    return bool((card.options.get("stream_options") or {}).get("include_usage"))
+    return bool((meta.options.get("stream_options") or {}).get("include_usage"))
 
 
-def text_of(content: str | list[dict[str, Any]] | None, where: str, kinds: Sequence[str] = ("text",)) -> str:
+def join_text_parts(content: str | list[dict[str, Any]] | None, param: str, kinds: Sequence[str] = ("text",)) -> str:
     """A message's text. Raises `ApiError` 400 for what is none."""
     if isinstance(content, str):
         return content
     texts = []
-    for place, part in enumerate(content or ()):
+    for index, part in enumerate(content or ()):
         if part.get("type") not in kinds:
-            raise unsupported(f"{where}.{place}", f"content of type {part.get('type')!r} is not supported, only text.")
+            raise unsupported_value(
+                f"{param}.{index}", f"content of type {part.get('type')!r} is not supported, only text."
+            )
         if not isinstance(part.get("text"), str):
-            raise unsupported(f"{where}.{place}.text", "a part of a message has its text in 'text'.")
+            raise unsupported_value(f"{param}.{index}.text", "a part of a message has its text in 'text'.")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _turn(message: Message, where: str) -> dict[str, str]:
+def _make_turn(message: Message, param: str) -> dict[str, str]:
     if message.role not in ROLES:
-        raise unsupported(f"{where}.role", f"messages of role '{message.role}' are not supported by this server.")
+        raise unsupported_value(f"{param}.role", f"messages of role '{message.role}' are not supported by this server.")
     if message.content is None:
-        raise unsupported(f"{where}.content", "a message without content is not supported by this server.")
-    return {"role": ROLES[message.role], "content": text_of(message.content, f"{where}.content")}
+        raise unsupported_value(f"{param}.content", "a message without content is not supported by this server.")
+    return {"role": ROLES[message.role], "content": join_text_parts(message.content, f"{param}.content")}
 
 
-def _choice(index: int, answer: Answer) -> ChatChoice:
+def _make_choice(index: int, answer: Answer) -> ChatChoice:
     pairs = zip(answer.logprobs, answer.token_ids, strict=True) if answer.logprobs else ()
-    told = [TokenLogprobs.model_validate(logprobs_entry(one, token)) for one, token in pairs]
+    logprobs = [TokenLogprobs.model_validate(encode_logprobs(one, token)) for one, token in pairs]
     return ChatChoice(
         index=index,
         message=ChatMessageOut(content=answer.text),
-        logprobs=ChatLogprobs(content=told) if told else None,
+        logprobs=ChatLogprobs(content=logprobs) if logprobs else None,
         finish_reason="length" if answer.finish_reason == "length" else "stop",
     )
 
@@ -200,44 +216,52 @@ def _choice(index: int, answer: Answer) -> ChatChoice:
 class ChatChunks:
     """Its pieces: the role, a chunk for each token that says something, the finish reason, the usage, `[DONE]`."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, meta: StreamMeta) -> None:
         self._frame = {
-            "id": card.id, "object": "chat.completion.chunk", "created": card.created, "model": card.model,
-            "service_tier": tier(card), "system_fingerprint": None,
+            "id": meta.id, "object": "chat.completion.chunk", "created": meta.created, "model": meta.model,
+            "service_tier": service_tier(meta), "system_fingerprint": None,
         }  # fmt: skip
-        self._more: dict[str, Any] = {"usage": None} if wants_usage(card) else {}
-        self._texts = [Form(self._chunk(index, {"content": HOLE})) for index in range(len(card.request_ids))]
-        self._usages: list[Usage | None] = [None] * len(card.request_ids)
+        self._usage_field: dict[str, Any] = {"usage": None} if wants_usage(meta) else {}
+        self._templates = [
+            JsonTemplate(self._make_chunk(index, {"content": PLACEHOLDER})) for index in range(len(meta.request_ids))
+        ]
+        self._usages: list[Usage | None] = [None] * len(meta.request_ids)
 
-    def open(self, index: int) -> list[Piece]:
+    def open_choice(self, index: int) -> list[SseEvent]:
         """The role."""
-        return [Piece("s1", as_json(self._chunk(index, {"role": "assistant", "content": "", "refusal": None})))]
+        return [
+            SseEvent("s1", encode_json(self._make_chunk(index, {"role": "assistant", "content": "", "refusal": None})))
+        ]
 
-    def token(self, index: int, event: TokenEvent) -> list[Piece]:
+    def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
         """A token's text, and its log probability where that was asked for."""
         if event.logprobs is not None:
-            told = {"content": [logprobs_entry(event.logprobs, event.token)], "refusal": None}
-            return [Piece(event.id, as_json(self._chunk(index, {"content": event.text}, told)))]
-        return [Piece(event.id, self._texts[index].filled(event.text))] if event.text else []
+            logprobs = {"content": [encode_logprobs(event.logprobs, event.token)], "refusal": None}
+            return [SseEvent(event.id, encode_json(self._make_chunk(index, {"content": event.text}, logprobs)))]
+        return [SseEvent(event.id, self._templates[index].fill_in(event.text))] if event.text else []
 
-    def end(self, index: int, event: EndEvent) -> list[Piece]:
+    def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
         """The finish reason, with what text was held back."""
         self._usages[index] = event.usage
         delta = {"content": event.text} if event.text else {}
-        finish = "length" if event.finish_reason == "length" else "stop"
-        return [Piece("e1", as_json(self._chunk(index, delta, finish=finish)))]
+        finish_reason = "length" if event.finish_reason == "length" else "stop"
+        return [SseEvent("e1", encode_json(self._make_chunk(index, delta, finish_reason=finish_reason)))]
 
-    def close(self) -> list[Piece]:
+    def end_stream(self) -> list[SseEvent]:
         """The usage where it was asked for, and `[DONE]`."""
-        pieces = []
-        if self._more:
+        events = []
+        if self._usage_field:
             usages = [usage for usage in self._usages if usage is not None]
-            usage = usage_of(usages, len(usages)).model_dump()
-            pieces.append(Piece(NO_PLACE, as_json({**self._frame, "choices": [], "usage": usage})))
-        return [*pieces, Piece(DONE, "[DONE]")]
+            usage = make_completion_usage(usages, len(usages)).model_dump()
+            events.append(SseEvent(NO_POSITION, encode_json({**self._frame, "choices": [], "usage": usage})))
+        return [*events, SseEvent(DONE_ID, "[DONE]")]
 
-    def _chunk(
-        self, index: int, delta: dict[str, Any], told: dict[str, Any] | None = None, finish: str | None = None
+    def _make_chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish}
-        return {**self._frame, "choices": [choice], **self._more}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._frame, "choices": [choice], **self._usage_field}

@@ -6,31 +6,35 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.client.core import Answer
-from penstock.ingest.openai.body import MAX_CHOICES, CompletionsBody, Refused, only, parse
-from penstock.ingest.openai.chat import tier, wants_usage
-from penstock.ingest.openai.endpoint import Ask, Card, ask_of, request_ids
-from penstock.ingest.openai.sse import DONE, HOLE, NO_PLACE, Form, Piece, as_json
-from penstock.ingest.openai.tokens import CompletionUsage, token_text, usage_of
+from penstock.ingest.openai.body import MAX_CHOICES, CompletionsBody, Refused, allow_only, parse_body
+from penstock.ingest.openai.chat import service_tier, wants_usage
+from penstock.ingest.openai.endpoint import StreamMeta, SubmitArgs, make_request_ids, make_submit_args
+from penstock.ingest.openai.sse import DONE_ID, NO_POSITION, PLACEHOLDER, JsonTemplate, SseEvent, encode_json
+from penstock.ingest.openai.tokens import CompletionUsage, make_completion_usage, token_text
 from penstock.messages import EndEvent, Logprobs, TokenEvent, TokenId, Usage
 
-MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """Of an answer where none are given: as OpenAI has it."""
 
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
 class CompletionBody(CompletionsBody):
     """What is asked of `/v1/completions`."""
 
-    prompt: Text | Tokens | Annotated[list[Text] | list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+    prompt: (
+        NonEmptyText
+        | TokenIds
+        | Annotated[list[NonEmptyText] | list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
+    )
     """Text, token ids, or a list of either: each is answered by itself."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Tell the log probabilities of each token and of so many likeliest ones."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Only as many as `n`."""
     echo: Refused = None
-    suffix: only("") = None  # type: ignore[valid-type]
+    suffix: allow_only("") = None  # type: ignore[valid-type]
 
     @model_validator(mode="after")
     def _check(self) -> "CompletionBody":
@@ -86,84 +90,89 @@ class Completion(BaseModel):
     system_fingerprint: str | None = None
 
 
-class Completions:
+class CompletionsEndpoint:
     """`/v1/completions`."""
 
     path = "/v1/completions"
-    prefix = "cmpl-"
-    prompt = "prompt"
-    body = CompletionBody
-    answer = Completion
+    id_prefix = "cmpl-"
+    prompt_field = "prompt"
+    body_model = CompletionBody
+    answer_model = Completion
 
-    def parse(self, raw: bytes | dict[str, Any]) -> CompletionBody:
+    def parse_body(self, raw: bytes | dict[str, Any]) -> CompletionBody:
         """The body, or `ApiError` 400."""
-        return parse(CompletionBody, raw)
+        return parse_body(CompletionBody, raw)
 
-    def asks(self, body: CompletionBody, request_id: str) -> list[Ask]:
+    def make_requests(self, body: CompletionBody, request_id: str) -> list[SubmitArgs]:
         """One request for each of `n` for each prompt."""
-        fields = body.fields()
-        fields.setdefault("max_tokens", MAX_TOKENS)
+        fields = body.request_fields()
+        fields.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
         if body.logprobs is not None:
             fields["logprobs"] = body.logprobs
-        ids, n, asks = request_ids(request_id, body.num_choices), body.n or 1, list[Ask]()
-        for place, prompt in enumerate(body.prompts):
+        ids, n, requests = make_request_ids(request_id, body.num_choices), body.n or 1, list[SubmitArgs]()
+        for prompt_index, prompt in enumerate(body.prompts):
             for choice in range(n):
-                ask = ask_of(fields, body.seed_of(choice), ids[place * n + choice])
+                args = make_submit_args(fields, body.choice_seed(choice), ids[prompt_index * n + choice])
                 if isinstance(prompt, str):
-                    ask["prompt"] = prompt
+                    args["prompt"] = prompt
                 else:
-                    ask["token_ids"] = prompt
-                asks.append(ask)
-        return asks
+                    args["token_ids"] = prompt
+                requests.append(args)
+        return requests
 
-    def whole(self, card: Card, answers: Sequence[Answer]) -> Completion:
+    def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> Completion:
         """The answer as a whole."""
-        choices = [_choice(card, index, answer) for index, answer in enumerate(answers)]
-        usage = usage_of([answer.usage for answer in answers], card.options.get("n") or 1)
+        choices = [_make_choice(meta, index, answer) for index, answer in enumerate(answers)]
+        usage = make_completion_usage([answer.usage for answer in answers], meta.options.get("n") or 1)
         return Completion(
-            id=card.id, created=card.created, model=card.model, choices=choices, usage=usage, service_tier=tier(card)
+            id=meta.id,
+            created=meta.created,
+            model=meta.model,
+            choices=choices,
+            usage=usage,
+            service_tier=service_tier(meta),
         )
 
-    def chunks(self, card: Card) -> "CompletionChunks":
+    def make_chunks(self, meta: StreamMeta) -> "CompletionChunks":
         """The answer in pieces."""
-        return CompletionChunks(card)
+        return CompletionChunks(meta)
 
 
-COMPLETIONS = Completions()
+COMPLETIONS = CompletionsEndpoint()
 
 
-def _choice(card: Card, index: int, answer: Answer) -> CompletionChoice:
-    told = None
+def _make_choice(meta: StreamMeta, index: int, answer: Answer) -> CompletionChoice:
+    logprobs = None
     if answer.logprobs:
-        offsets = _Offsets(bool(card.options.get("logprobs")))
+        offsets = _LogprobLists(bool(meta.options.get("logprobs")))
         pairs = zip(answer.logprobs, answer.token_ids, strict=True)
-        told = CompletionLogprobs.model_validate(offsets.lists([*pairs]))
+        logprobs = CompletionLogprobs.model_validate(offsets.make_lists([*pairs]))
     return CompletionChoice(
         text=answer.text,
         index=index,
-        logprobs=told,
+        logprobs=logprobs,
         finish_reason="length" if answer.finish_reason == "length" else "stop",
     )
 
 
-class _Offsets:
+class _LogprobLists:
     """The four lists of a choice's log probabilities, and where in the text its next token begins."""
 
     def __init__(self, with_top: bool) -> None:
         self._with_top = with_top
         self._offset = 0
 
-    def lists(self, told: Sequence[tuple[Logprobs, int]]) -> dict[str, Any]:
+    def make_lists(self, logprobs: Sequence[tuple[Logprobs, int]]) -> dict[str, Any]:
         """Of the next tokens."""
-        tokens = [token_text(one, token) for one, token in told]
+        tokens = [token_text(one, token) for one, token in logprobs]
         offsets = []
-        for one, _ in told:
+        for one, _ in logprobs:
             offsets.append(self._offset)
             self._offset += len(one.text or "")
-        tops = [{token_text(best, best.token): best.logprob for best in one.top} for one, _ in told]
+        tops = [{token_text(best, best.token): best.logprob for best in one.top} for one, _ in logprobs]
         return {
             "tokens": tokens,
-            "token_logprobs": [one.logprob for one, _ in told],
+            "token_logprobs": [one.logprob for one, _ in logprobs],
             "text_offset": offsets,
             "top_logprobs": tops if self._with_top else None,
         }
@@ -172,44 +181,44 @@ class _Offsets:
 class CompletionChunks:
     """Its pieces: a chunk for each token that says something, the finish reason, the usage, `[DONE]`."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, meta: StreamMeta) -> None:
         self._frame = {
-            "id": card.id, "object": "text_completion", "created": card.created, "model": card.model,
-            "service_tier": tier(card), "system_fingerprint": None,
+            "id": meta.id, "object": "text_completion", "created": meta.created, "model": meta.model,
+            "service_tier": service_tier(meta), "system_fingerprint": None,
         }  # fmt: skip
-        self._more: dict[str, Any] = {"usage": None} if wants_usage(card) else {}
-        self._texts = [Form(self._chunk(index, HOLE)) for index in range(len(card.request_ids))]
-        self._n = card.options.get("n") or 1
-        self._usages: list[Usage] = [Usage()] * len(card.request_ids)
-        self._offsets = [_Offsets(bool(card.options.get("logprobs"))) for _ in card.request_ids]
+        self._usage_field: dict[str, Any] = {"usage": None} if wants_usage(meta) else {}
+        self._templates = [JsonTemplate(self._make_chunk(index, PLACEHOLDER)) for index in range(len(meta.request_ids))]
+        self._n = meta.options.get("n") or 1
+        self._usages: list[Usage] = [Usage()] * len(meta.request_ids)
+        self._logprob_lists = [_LogprobLists(bool(meta.options.get("logprobs"))) for _ in meta.request_ids]
 
-    def open(self, index: int) -> list[Piece]:
+    def open_choice(self, index: int) -> list[SseEvent]:
         """Nothing."""
         return []
 
-    def token(self, index: int, event: TokenEvent) -> list[Piece]:
+    def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
         """A token's text, and its log probability where that was asked for."""
         if event.logprobs is not None:
-            told = self._offsets[index].lists([(event.logprobs, event.token)])
-            return [Piece(event.id, as_json(self._chunk(index, event.text, told)))]
-        return [Piece(event.id, self._texts[index].filled(event.text))] if event.text else []
+            logprobs = self._logprob_lists[index].make_lists([(event.logprobs, event.token)])
+            return [SseEvent(event.id, encode_json(self._make_chunk(index, event.text, logprobs)))]
+        return [SseEvent(event.id, self._templates[index].fill_in(event.text))] if event.text else []
 
-    def end(self, index: int, event: EndEvent) -> list[Piece]:
+    def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
         """The finish reason, with what text was held back."""
         self._usages[index] = event.usage
-        finish = "length" if event.finish_reason == "length" else "stop"
-        return [Piece("e1", as_json(self._chunk(index, event.text, finish=finish)))]
+        finish_reason = "length" if event.finish_reason == "length" else "stop"
+        return [SseEvent("e1", encode_json(self._make_chunk(index, event.text, finish_reason=finish_reason)))]
 
-    def close(self) -> list[Piece]:
+    def end_stream(self) -> list[SseEvent]:
         """The usage where it was asked for, and `[DONE]`."""
-        pieces = []
-        if self._more:
-            usage = usage_of(self._usages, self._n).model_dump()
-            pieces.append(Piece(NO_PLACE, as_json({**self._frame, "choices": [], "usage": usage})))
-        return [*pieces, Piece(DONE, "[DONE]")]
+        events = []
+        if self._usage_field:
+            usage = make_completion_usage(self._usages, self._n).model_dump()
+            events.append(SseEvent(NO_POSITION, encode_json({**self._frame, "choices": [], "usage": usage})))
+        return [*events, SseEvent(DONE_ID, "[DONE]")]
 
-    def _chunk(
-        self, index: int, text: str, told: dict[str, Any] | None = None, finish: str | None = None
+    def _make_chunk(
+        self, index: int, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
     ) -> dict[str, Any]:
-        choice = {"text": text, "index": index, "logprobs": told, "finish_reason": finish}
-        return {**self._frame, "choices": [choice], **self._more}
+        choice = {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._frame, "choices": [choice], **self._usage_field}

@@ -4,25 +4,25 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.client.core import Event
-from penstock.ingest.openai.endpoint import Card, Endpoint
-from penstock.ingest.openai.sse import Piece, Places
-from penstock.ingest.openai.tokens import total
+from penstock.ingest.openai.endpoint import Endpoint, StreamMeta
+from penstock.ingest.openai.sse import ResumePoint, SseEvent
+from penstock.ingest.openai.tokens import sum_usage
 from penstock.messages import EndEvent, Usage
 
 
-class Told(NamedTuple):
+class SentEvent(NamedTuple):
     """A piece and the id of its event, empty where it has none."""
 
     id: str
-    piece: Piece
+    event: SseEvent
 
 
-class Telling:
+class SseCursor:
     """Told all events from the beginning, in any order of the choices, it tells those that are new to the reader."""
 
-    def __init__(self, endpoint: Endpoint[Any], card: Card, places: Places) -> None:
-        self._chunks, self._places = endpoint.chunks(card), places
-        self._num_choices = len(card.request_ids)
+    def __init__(self, endpoint: Endpoint[Any], meta: StreamMeta, resume_point: ResumePoint) -> None:
+        self._chunks, self._resume_point = endpoint.make_chunks(meta), resume_point
+        self._num_choices = len(meta.request_ids)
         self._usages: dict[int, Usage] = {}
 
     @property
@@ -33,26 +33,34 @@ class Telling:
     @property
     def usage(self) -> Usage:
         """What the choices that have ended used together."""
-        return total(self._usages.values())
+        return sum_usage(self._usages.values())
 
-    def open(self) -> list[Told]:
+    def open_stream(self) -> list[SentEvent]:
         """What comes before all events."""
-        return [told for index in range(self._num_choices) for told in self._new(index, self._chunks.open(index))]
+        return [
+            sent
+            for index in range(self._num_choices)
+            for sent in self._select_new(index, self._chunks.open_choice(index))
+        ]
 
-    def event(self, index: int, event: Event) -> list[Told]:
+    def add_event(self, index: int, event: Event) -> list[SentEvent]:
         """What the next event of a choice adds. Raises its error if it ends with one, and `StreamDiverged`."""
         if not isinstance(event, EndEvent):
-            self._places.token(index, event)
-            return self._new(index, self._chunks.token(index, event))
+            self._resume_point.check_token(index, event)
+            return self._select_new(index, self._chunks.add_token(index, event))
         self._usages[index] = event.usage
         if event.error is not None:
             raise event.error.to_exception()
-        self._places.end(index, event)
-        return self._new(index, self._chunks.end(index, event))
+        self._resume_point.check_end(index, event)
+        return self._select_new(index, self._chunks.end_choice(index, event))
 
-    def close(self) -> list[Told]:
+    def end_stream(self) -> list[SentEvent]:
         """What comes after all events."""
-        return [Told(piece.place, piece) for piece in self._chunks.close()]
+        return [SentEvent(event.position, event) for event in self._chunks.end_stream()]
 
-    def _new(self, index: int, pieces: Sequence[Piece]) -> list[Told]:
-        return [Told(at, piece) for piece in pieces if (at := self._places.pass_(index, piece)) is not None]
+    def _select_new(self, index: int, events: Sequence[SseEvent]) -> list[SentEvent]:
+        return [
+            SentEvent(event_id, event)
+            for event in events
+            if (event_id := self._resume_point.advance_past(index, event)) is not None
+        ]

@@ -17,19 +17,19 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.client.core import Answer, RequestFields
 from penstock.ingest.openai.body import Body
-from penstock.ingest.openai.sse import Piece
+from penstock.ingest.openai.sse import SseEvent
 from penstock.messages import EndEvent, TokenEvent
 
 B = TypeVar("B", bound=Body)
 
 
-class Ask(RequestFields, total=False):
+class SubmitArgs(RequestFields, total=False):
     """One request for the pipeline: `client.submit(**ask)`."""
 
     prompt: str | None
 
 
-class Card(BaseModel):
+class StreamMeta(BaseModel):
     """What a gateway that never saw a request has to know to stream its answer."""
 
     model_config = ConfigDict(frozen=True)
@@ -56,19 +56,19 @@ class Card(BaseModel):
     tenant: str = "default"
 
 
-class Chunks(Protocol):
+class AnswerChunks(Protocol):
     """One stream's pieces; told everything from the beginning, in any order of the choices."""
 
-    def open(self, index: int) -> Sequence[Piece]:
+    def open_choice(self, index: int) -> Sequence[SseEvent]:
         """What comes before the first token of a choice."""
 
-    def token(self, index: int, event: TokenEvent) -> Sequence[Piece]:
+    def add_token(self, index: int, event: TokenEvent) -> Sequence[SseEvent]:
         """What a token adds."""
 
-    def end(self, index: int, event: EndEvent) -> Sequence[Piece]:
+    def end_choice(self, index: int, event: EndEvent) -> Sequence[SseEvent]:
         """What comes at the end of a choice."""
 
-    def close(self) -> Sequence[Piece]:
+    def end_stream(self) -> Sequence[SseEvent]:
         """What comes after the ends of all choices. The last piece's place is `places.DONE`."""
 
 
@@ -76,47 +76,49 @@ class Endpoint(Protocol, Generic[B]):
     """One of OpenAI's endpoints."""
 
     path: str
-    prefix: str
+    id_prefix: str
     """How ids begin."""
-    prompt: str
+    prompt_field: str
     """The parameter that has the prompt."""
 
     @property
-    def body(self) -> type[B]:
+    def body_model(self) -> type[B]:
         """What is asked."""
 
     @property
-    def answer(self) -> type[BaseModel]:
+    def answer_model(self) -> type[BaseModel]:
         """The answer as a whole."""
 
-    def parse(self, raw: bytes | dict[str, Any]) -> B:
+    def parse_body(self, raw: bytes | dict[str, Any]) -> B:
         """The body, or `ApiError` 400 that names the parameter."""
 
-    def asks(self, body: B, request_id: str) -> list[Ask]:
+    def make_requests(self, body: B, request_id: str) -> list[SubmitArgs]:
         """What to ask of the pipeline, one request for each choice, in the order of their indices.
 
         The ids are `request_id`, or `request_id.0`, `.1`, … where there are several. Tenant, session and deadline are
         still to be added. Raises `ApiError` 400.
         """
 
-    def whole(self, card: Card, answers: Sequence[Answer]) -> BaseModel:
+    def make_answer(self, card: StreamMeta, answers: Sequence[Answer]) -> BaseModel:
         """The answer as a whole; `answers` in the order of the asks."""
 
-    def chunks(self, card: Card) -> Chunks:
+    def make_chunks(self, card: StreamMeta) -> AnswerChunks:
         """The answer in pieces."""
 
 
-def card_of(endpoint: Endpoint[B], body: B, request_id: str, *, pipeline: str = "", tenant: str = "default") -> Card:
+def make_stream_meta(
+    endpoint: Endpoint[B], body: B, request_id: str, *, pipeline: str = "", tenant: str = "default"
+) -> StreamMeta:
     """The card of a request that is made now."""
     options = body.model_dump(mode="json", exclude_unset=True)
-    said = {name: value for name, value in options.items() if name not in ("stream", "stream_options")}
-    canonical = json.dumps([endpoint.path, said], sort_keys=True)
-    return Card(
+    relevant_options = {name: value for name, value in options.items() if name not in ("stream", "stream_options")}
+    canonical = json.dumps([endpoint.path, relevant_options], sort_keys=True)
+    return StreamMeta(
         id=request_id,
         path=endpoint.path,
         model=body.model,
         created=int(time.time()),
-        request_ids=request_ids(request_id, body.num_choices),
+        request_ids=make_request_ids(request_id, body.num_choices),
         options={name: value for name, value in options.items() if name not in ("messages", "prompt", "input")},
         body_hash=hashlib.sha256(canonical.encode()).hexdigest(),
         pipeline=pipeline,
@@ -124,18 +126,18 @@ def card_of(endpoint: Endpoint[B], body: B, request_id: str, *, pipeline: str = 
     )
 
 
-def ask_of(fields: RequestFields, seed: RequestFields, request_id: str) -> Ask:
+def make_submit_args(fields: RequestFields, seed: RequestFields, request_id: str) -> SubmitArgs:
     """One choice's request, its prompt still to be added if that is no chat."""
-    return cast("Ask", {**fields, **seed, "id": request_id})
+    return cast("SubmitArgs", {**fields, **seed, "id": request_id})
 
 
-def cap_open(asks: Sequence[Ask], most: int | None) -> None:
+def cap_open_answers(requests: Sequence[SubmitArgs], max_tokens: int | None) -> None:
     """Let answers that have no limit end where together they have `most` tokens, but with one each at least."""
-    for ask in asks:
-        if most is not None and "fit_context" in ask:
-            ask["max_tokens"] = min(ask["max_tokens"], max(1, most // len(asks)))
+    for args in requests:
+        if max_tokens is not None and "fit_context" in args:
+            args["max_tokens"] = min(args["max_tokens"], max(1, max_tokens // len(requests)))
 
 
-def request_ids(request_id: str, num_choices: int) -> list[str]:
+def make_request_ids(request_id: str, num_choices: int) -> list[str]:
     """The ids of the pipeline's requests behind one of ours."""
     return [request_id] if num_choices == 1 else [f"{request_id}.{index}" for index in range(num_choices)]

@@ -6,34 +6,43 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.client.core import Answer
-from penstock.ingest.openai.body import Body, OptionsOfStream, Refused, Strict, only, parse, text_schema, unsupported
-from penstock.ingest.openai.chat import ROLES, text_of, tier
-from penstock.ingest.openai.endpoint import Ask, Card, ask_of
-from penstock.ingest.openai.sse import DONE, HOLE, Form, Piece, as_json
-from penstock.ingest.openai.tokens import TokenLogprobs, logprobs_entry
+from penstock.ingest.openai.body import (
+    Body,
+    CheckedStreamOptions,
+    Refused,
+    StrictModel,
+    allow_only,
+    make_text_schema,
+    parse_body,
+    unsupported_value,
+)
+from penstock.ingest.openai.chat import ROLES, join_text_parts, service_tier
+from penstock.ingest.openai.endpoint import StreamMeta, SubmitArgs, make_submit_args
+from penstock.ingest.openai.sse import DONE_ID, PLACEHOLDER, JsonTemplate, SseEvent, encode_json
+from penstock.ingest.openai.tokens import TokenLogprobs, encode_logprobs
 from penstock.messages import EndEvent, TokenEvent, Usage
 
-TEXTS = ("input_text", "output_text", "text")
-LOGPROBS = "message.output_text.logprobs"
+TEXT_PART_TYPES = ("input_text", "output_text", "text")
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 
-class InputItem(Strict):
+class InputItem(StrictModel):
     """One turn."""
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[dict[str, Any]], text_schema(*TEXTS)]
+    content: Annotated[str | list[dict[str, Any]], make_text_schema(*TEXT_PART_TYPES)]
     """Text, or a list of parts of type `input_text` or `output_text`."""
     id: str | None = None
     status: str | None = None
     phase: str | None = None
 
 
-class TextConfig(Strict):
+class TextConfig(StrictModel):
     """How the answer is to look: as plain text."""
 
-    format: only({"type": "text"}) = None  # type: ignore[valid-type]
-    verbosity: only("medium") = None  # type: ignore[valid-type]
+    format: allow_only({"type": "text"}) = None  # type: ignore[valid-type]
+    verbosity: allow_only("medium") = None  # type: ignore[valid-type]
 
 
 class ResponseBody(Body):
@@ -50,17 +59,17 @@ class ResponseBody(Body):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     """`message.output_text.logprobs`: tell the log probability of each token. `reasoning.encrypted_content`: accepted;
     there is no reasoning."""
-    stream_options: OptionsOfStream = None
+    stream_options: CheckedStreamOptions = None
     store: bool | None = None
     """Accepted: the response can be read again for a while in any case."""
     text: TextConfig | None = None
     tools: Refused = None
-    tool_choice: only("none", "auto") = None  # type: ignore[valid-type]
+    tool_choice: allow_only("none", "auto") = None  # type: ignore[valid-type]
     parallel_tool_calls: bool | None = None
     """Accepted; there are no tools."""
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     """Accepted; there are no tools."""
-    truncation: only("disabled") = None  # type: ignore[valid-type]
+    truncation: allow_only("disabled") = None  # type: ignore[valid-type]
     reasoning: Refused = None
     background: Refused = None
     conversation: Refused = None
@@ -72,13 +81,13 @@ class ResponseBody(Body):
     @model_validator(mode="after")
     def _check(self) -> "ResponseBody":
         if self.top_logprobs and not self.wants_logprobs:
-            raise ValueError(f"'top_logprobs' needs {LOGPROBS!r} in 'include'")
+            raise ValueError(f"'top_logprobs' needs {INCLUDE_LOGPROBS!r} in 'include'")
         return self
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether the log probability of each token is to be told."""
-        return LOGPROBS in (self.include or ())
+        return INCLUDE_LOGPROBS in (self.include or ())
 
 
 class OutputText(BaseModel):
@@ -159,59 +168,59 @@ class Response(BaseModel):
     user: str | None = None
 
 
-class Responses:
+class ResponsesEndpoint:
     """`/v1/responses`."""
 
     path = "/v1/responses"
-    prefix = "resp_"
-    prompt = "input"
-    body = ResponseBody
-    answer = Response
+    id_prefix = "resp_"
+    prompt_field = "input"
+    body_model = ResponseBody
+    answer_model = Response
 
-    def parse(self, raw: bytes | dict[str, Any]) -> ResponseBody:
+    def parse_body(self, raw: bytes | dict[str, Any]) -> ResponseBody:
         """The body, or `ApiError` 400."""
-        return parse(ResponseBody, raw)
+        return parse_body(ResponseBody, raw)
 
-    def asks(self, body: ResponseBody, request_id: str) -> list[Ask]:
+    def make_requests(self, body: ResponseBody, request_id: str) -> list[SubmitArgs]:
         """One request."""
-        fields = body.fields()
-        fields["messages"] = list(_turns(body))
+        fields = body.request_fields()
+        fields["messages"] = list(_make_turns(body))
         if body.max_output_tokens is not None:
             fields["max_tokens"] = body.max_output_tokens
         if body.wants_logprobs:
             fields["logprobs"] = body.top_logprobs or 0
-        body.end_with_context(fields)
-        return [ask_of(fields, body.seed_of(0), request_id)]
+        body.set_default_limit(fields)
+        return [make_submit_args(fields, body.choice_seed(0), request_id)]
 
-    def whole(self, card: Card, answers: Sequence[Answer]) -> Response:
+    def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> Response:
         """The answer as a whole."""
         (answer,) = answers
         pairs = zip(answer.logprobs, answer.token_ids, strict=True) if answer.logprobs else ()
-        told = [logprobs_entry(one, token) for one, token in pairs]
-        return _ended(card, answer.text, told, answer.finish_reason == "length", answer.usage)
+        logprobs = [encode_logprobs(one, token) for one, token in pairs]
+        return _make_ended_response(meta, answer.text, logprobs, answer.finish_reason == "length", answer.usage)
 
-    def chunks(self, card: Card) -> "ResponseChunks":
+    def make_chunks(self, meta: StreamMeta) -> "ResponseChunks":
         """The answer in pieces."""
-        return ResponseChunks(card)
+        return ResponseChunks(meta)
 
 
-RESPONSES = Responses()
+RESPONSES = ResponsesEndpoint()
 
 
-def _turns(body: ResponseBody) -> Sequence[dict[str, str]]:
+def _make_turns(body: ResponseBody) -> Sequence[dict[str, str]]:
     turns = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
         return [*turns, {"role": "user", "content": body.input}]
-    for place, item in enumerate(body.input):
-        text = text_of(item.content, f"input.{place}.content", TEXTS)
+    for position, item in enumerate(body.input):
+        text = join_text_parts(item.content, f"input.{position}.content", TEXT_PART_TYPES)
         turns.append({"role": ROLES[item.role], "content": text})
     if not turns:
-        raise unsupported("input", "an empty input is not supported by this server.")
+        raise unsupported_value("input", "an empty input is not supported by this server.")
     return turns
 
 
-def _response(card: Card, status: Literal["in_progress", "completed", "incomplete"]) -> Response:
-    options = card.options
+def _make_response(meta: StreamMeta, status: Literal["in_progress", "completed", "incomplete"]) -> Response:
+    options = meta.options
     given = {
         name: options[name]
         for name in (
@@ -220,35 +229,37 @@ def _response(card: Card, status: Literal["in_progress", "completed", "incomplet
         if options.get(name) is not None
     }  # fmt: skip
     return Response(
-        id=card.id,
-        created_at=card.created,
-        model=card.model,
+        id=meta.id,
+        created_at=meta.created,
+        model=meta.model,
         status=status,
         output=[],
-        service_tier=tier(card),
+        service_tier=service_tier(meta),
         temperature=1.0 if options.get("temperature") is None else options["temperature"],
         top_p=1.0 if options.get("top_p") is None else options["top_p"],
         **given,
     )
 
 
-def begun(card: Card) -> Response:
+def make_unfinished_response(meta: StreamMeta) -> Response:
     """A response that is not there yet."""
-    return _response(card, "in_progress")
+    return _make_response(meta, "in_progress")
 
 
-def _item_id(card: Card) -> str:
-    return "msg_" + card.id.removeprefix(Responses.prefix)
+def _make_item_id(meta: StreamMeta) -> str:
+    return "msg_" + meta.id.removeprefix(ResponsesEndpoint.id_prefix)
 
 
-def _item(card: Card, text: str, told: list[dict[str, Any]], is_cut: bool) -> OutputMessage:
-    content = OutputText(text=text, logprobs=[TokenLogprobs.model_validate(one) for one in told])
-    return OutputMessage(id=_item_id(card), status="incomplete" if is_cut else "completed", content=[content])
+def _make_item(meta: StreamMeta, text: str, logprobs: list[dict[str, Any]], is_cut: bool) -> OutputMessage:
+    content = OutputText(text=text, logprobs=[TokenLogprobs.model_validate(one) for one in logprobs])
+    return OutputMessage(id=_make_item_id(meta), status="incomplete" if is_cut else "completed", content=[content])
 
 
-def _ended(card: Card, text: str, told: list[dict[str, Any]], is_cut: bool, usage: Usage) -> Response:
-    response = _response(card, "incomplete" if is_cut else "completed")
-    response.output = [_item(card, text, told, is_cut)]
+def _make_ended_response(
+    meta: StreamMeta, text: str, logprobs: list[dict[str, Any]], is_cut: bool, usage: Usage
+) -> Response:
+    response = _make_response(meta, "incomplete" if is_cut else "completed")
+    response.output = [_make_item(meta, text, logprobs, is_cut)]
     response.incomplete_details = IncompleteDetails() if is_cut else None
     response.usage = ResponseUsage(
         input_tokens=usage.prompt_tokens,
@@ -262,69 +273,71 @@ def _ended(card: Card, text: str, told: list[dict[str, Any]], is_cut: bool, usag
 class ResponseChunks:
     """Its events. A token's number is its position after the four events before it: the same for whoever resumes."""
 
-    def __init__(self, card: Card) -> None:
-        self._card = card
-        self._where = {"output_index": 0, "item_id": _item_id(card)}
-        self._text = Form(_event("output_text.delta", HOLE, **self._delta(HOLE, [])))
+    def __init__(self, meta: StreamMeta) -> None:
+        self._meta = meta
+        self._item_fields = {"output_index": 0, "item_id": _make_item_id(meta)}
+        self._template = JsonTemplate(
+            _event_fields("output_text.delta", PLACEHOLDER, **self._delta_fields(PLACEHOLDER, []))
+        )
         self._texts: list[str] = []
-        self._told: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []
         self._num_tokens = 0
         self._end = EndEvent(finish_reason="stop")
 
-    def open(self, index: int) -> list[Piece]:
+    def open_choice(self, index: int) -> list[SseEvent]:
         """The response, its one item, and that item's one part."""
-        response = _response(self._card, "in_progress").model_dump()
-        item = _item(self._card, "", [], is_cut=False).model_dump() | {"status": "in_progress", "content": []}
+        response = _make_response(self._meta, "in_progress").model_dump()
+        item = _make_item(self._meta, "", [], is_cut=False).model_dump() | {"status": "in_progress", "content": []}
         part = OutputText(text="").model_dump()
         return [
-            self._piece("s1", "created", 0, response=response),
-            self._piece("s2", "in_progress", 1, response=response),
-            self._piece("s3", "output_item.added", 2, output_index=0, item=item),
-            self._piece("s4", "content_part.added", 3, **self._where, content_index=0, part=part),
+            self._make_event("s1", "created", 0, response=response),
+            self._make_event("s2", "in_progress", 1, response=response),
+            self._make_event("s3", "output_item.added", 2, output_index=0, item=item),
+            self._make_event("s4", "content_part.added", 3, **self._item_fields, content_index=0, part=part),
         ]
 
-    def token(self, index: int, event: TokenEvent) -> list[Piece]:
+    def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
         """A token's text, and its log probability where that was asked for."""
         number = 4 + self._num_tokens
         self._num_tokens += 1
-        told = [] if event.logprobs is None else [logprobs_entry(event.logprobs, event.token)]
+        logprobs = [] if event.logprobs is None else [encode_logprobs(event.logprobs, event.token)]
         self._texts.append(event.text)
-        self._told += told
-        if told:
-            return [self._piece(event.id, "output_text.delta", number, **self._delta(event.text, told))]
-        return [self._said(event.id, number, event.text)] if event.text else []
+        self._logprobs += logprobs
+        if logprobs:
+            return [self._make_event(event.id, "output_text.delta", number, **self._delta_fields(event.text, logprobs))]
+        return [self._make_text_delta(event.id, number, event.text)] if event.text else []
 
-    def end(self, index: int, event: EndEvent) -> list[Piece]:
+    def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
         """The whole of the part and of the item."""
         self._end, number = event, 4 + self._num_tokens
         self._texts.append(event.text)
         text, is_cut = "".join(self._texts), event.finish_reason == "length"
-        item = _item(self._card, text, self._told, is_cut)
-        told, part = self._told, item.content[0].model_dump()
-        where = {**self._where, "content_index": 0}
+        item = _make_item(self._meta, text, self._logprobs, is_cut)
+        logprobs, part = self._logprobs, item.content[0].model_dump()
+        fields = {**self._item_fields, "content_index": 0}
         return [
-            *([self._said("e1", number, event.text)] if event.text else []),
-            self._piece("e2", "output_text.done", number + 1, **where, text=text, logprobs=told),
-            self._piece("e3", "content_part.done", number + 2, **where, part=part),
-            self._piece("e4", "output_item.done", number + 3, output_index=0, item=item.model_dump()),
+            *([self._make_text_delta("e1", number, event.text)] if event.text else []),
+            self._make_event("e2", "output_text.done", number + 1, **fields, text=text, logprobs=logprobs),
+            self._make_event("e3", "content_part.done", number + 2, **fields, part=part),
+            self._make_event("e4", "output_item.done", number + 3, output_index=0, item=item.model_dump()),
         ]
 
-    def close(self) -> list[Piece]:
+    def end_stream(self) -> list[SseEvent]:
         """The whole of the response."""
         end, is_cut = self._end, self._end.finish_reason == "length"
-        response = _ended(self._card, "".join(self._texts), self._told, is_cut, end.usage)
+        response = _make_ended_response(self._meta, "".join(self._texts), self._logprobs, is_cut, end.usage)
         number = 4 + self._num_tokens + 4
-        return [self._piece(DONE, response.status, number, response=response.model_dump())]
+        return [self._make_event(DONE_ID, response.status, number, response=response.model_dump())]
 
-    def _said(self, place: str, number: int, text: str) -> Piece:
-        return Piece(place, self._text.filled(number, text), "response.output_text.delta")
+    def _make_text_delta(self, position: str, number: int, text: str) -> SseEvent:
+        return SseEvent(position, self._template.fill_in(number, text), "response.output_text.delta")
 
-    def _delta(self, text: str, told: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._where, "content_index": 0, "delta": text, "logprobs": told}
+    def _delta_fields(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._item_fields, "content_index": 0, "delta": text, "logprobs": logprobs}
 
-    def _piece(self, place: str, kind: str, number: int, **data: Any) -> Piece:
-        return Piece(place, as_json(_event(kind, number, **data)), f"response.{kind}")
+    def _make_event(self, position: str, kind: str, number: int, **data: Any) -> SseEvent:
+        return SseEvent(position, encode_json(_event_fields(kind, number, **data)), f"response.{kind}")
 
 
-def _event(kind: str, number: int | str, **data: Any) -> dict[str, Any]:
+def _event_fields(kind: str, number: int | str, **data: Any) -> dict[str, Any]:
     return {"type": f"response.{kind}", "sequence_number": number, **data}

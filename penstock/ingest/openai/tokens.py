@@ -27,7 +27,7 @@ class CompletionUsage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-def usage_of(usages: Sequence[Usage], n: int = 1) -> CompletionUsage:
+def make_completion_usage(usages: Sequence[Usage], n: int = 1) -> CompletionUsage:
     """The sum over all choices; a prompt that `n` choices share counts once."""
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     completion = sum(usage.completion_tokens for usage in usages)
@@ -40,7 +40,7 @@ def usage_of(usages: Sequence[Usage], n: int = 1) -> CompletionUsage:
     )
 
 
-def total(usages: Iterable[Usage]) -> Usage:
+def sum_usage(usages: Iterable[Usage]) -> Usage:
     """What several requests used together."""
     used = list(usages)
     return Usage(
@@ -71,12 +71,12 @@ def token_text(one: Logprobs | TokenLogprob, token: int) -> str:
     return f"token_id:{token}" if one.text is None else one.text
 
 
-def _entry(one: Logprobs | TokenLogprob, token: int) -> dict[str, Any]:
+def _encode_logprob(one: Logprobs | TokenLogprob, token: int) -> dict[str, Any]:
     text = token_text(one, token)
     spelled = list(text.encode()) if one.bytes is None else one.bytes
     return {"token": text, "logprob": one.logprob, "bytes": spelled}
 
 
-def logprobs_entry(told: Logprobs, token: int) -> dict[str, Any]:
+def encode_logprobs(told: Logprobs, token: int) -> dict[str, Any]:
     """One token's `TokenLogprobs`, as JSON has it."""
-    return {**_entry(told, token), "top_logprobs": [_entry(one, one.token) for one in told.top]}
+    return {**_encode_logprob(told, token), "top_logprobs": [_encode_logprob(one, one.token) for one in told.top]}
