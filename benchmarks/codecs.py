@@ -26,8 +26,8 @@ from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
 from penstock.kvstore.codec import Codec, PayloadShape
 from penstock.kvstore.codec.contract import Element
-from penstock.kvstore.codec.int8 import Int8
-from penstock.kvstore.codec.lossless import Lossless
+from penstock.kvstore.codec.int8 import Int8Codec
+from penstock.kvstore.codec.lossless import LosslessCodec
 from penstock.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0)
@@ -124,11 +124,11 @@ class KV:
 
 def there_and_back(codec: Codec, payload: bytes) -> bytes:
     """What a reader gets."""
-    number, content = codec.encode(memoryview(payload))
+    number, content = codec.encode_payload(memoryview(payload))
     if not number:
         return payload
     into = bytearray(len(payload))
-    assert codec.decode_into(content, memoryview(into))
+    assert codec.decode_payload(content, memoryview(into))
     return bytes(into)
 
 
@@ -140,11 +140,11 @@ def measure(codec: Codec, payloads: Items[bytes], rounds: int) -> dict[str, floa
     encoded: list[memoryview] = []
     for _ in range(rounds):
         begun = time.perf_counter()
-        encoded = [codec.encode(memoryview(payload))[1] for payload in payloads]
+        encoded = [codec.encode_payload(memoryview(payload))[1] for payload in payloads]
         encoding.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         for content in encoded:
-            codec.decode_into(content, into)
+            codec.decode_payload(content, into)
         decoding.append(time.perf_counter() - begun)
     kept = sum(map(len, encoded)) / total
     return {"kept": kept, "encode_gbs": total / min(encoding) / 1e9, "decode_gbs": total / min(decoding) / 1e9}
@@ -170,12 +170,12 @@ def main(given: Arguments) -> dict[str, float]:
         shape = PayloadShape(element, layout.vector_shapes)
         kv = KV(engine, texts(engine, extent))
         payloads = [payload for each in kv.payloads for payload in each[:-1]][: extent.blocks]
-        for codec in (Lossless(element), Int8(shape)):
+        for codec in (LosslessCodec(element), Int8Codec(shape)):
             for name, value in measure(codec, payloads, extent.rounds).items():
                 figures[f"{codec.name}_{element}_{name}"] = value
         other = open_demo(element)
         raw = kv.answers(other, extent.answer_tokens, None)
-        through = kv.answers(other, extent.answer_tokens, Int8(shape))
+        through = kv.answers(other, extent.answer_tokens, Int8Codec(shape))
         figures |= {f"{name}_{element}": value for name, value in flips(raw, through).items()}
     return figures
 

@@ -53,7 +53,7 @@ def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int) -> 
             "faults_answers": answers,
             "faults_wrong": wrong,
             "faults_damaged_blocks_met": sum(one.damaged for one in counters),
-            "faults_leases_left": sum(tier.usage().leased for tier in line.decode.store.tiers),
+            "faults_leases_left": sum(tier.read_usage().leased for tier in line.decode.store.tiers),
         }
         for strike, count in sorted(vandal.strikes.items()):
             figures[f"faults_{strike.replace(' ', '_')}"] = count

@@ -105,7 +105,7 @@ class Bench:
 
             taken_s = timed(hand_over)
             reader.check()
-            tier.remove([block.key.hash for block in writing])
+            tier.remove_blocks([block.key.hash for block in writing])
             return taken_s
 
         sides = {"shm": through, "memcpy": lambda _: copies.seconds()}

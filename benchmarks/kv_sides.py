@@ -17,7 +17,7 @@ from benchmarks.peers.shapes import SHAPES
 from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, BlockKey, ReadRequest
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.shared import SharedTier
-from penstock.kvstore.tiers.wire import command
+from penstock.kvstore.tiers.wire import encode_command
 from penstock.local.valkey import ValkeyServer
 from penstock.names import kv_key
 
@@ -106,7 +106,7 @@ def put_and_get(tier: Tier, blocks: Blocks, number: int) -> tuple[float, float]:
     np.frombuffer(blocks.target, np.uint8)[:] = 0
     put_s, get_s = timed(lambda: put(tier, writing)), timed(lambda: get(tier, reading))
     blocks.check(f"the {tier.name} tier")
-    tier.remove([block.key.hash for block in writing])
+    tier.remove_blocks([block.key.hash for block in writing])
     return put_s, get_s
 
 
@@ -191,7 +191,7 @@ class Socket:
 
     def seconds(self, number: int, *, drain: bool) -> float:
         """Of reading them all side by side; with `drain` each over the one before, so that they stay in the caches."""
-        gets = [command("GET", kv_key(name.hash)) for name in self._blocks.names(number)]
+        gets = [encode_command("GET", kv_key(name.hash)) for name in self._blocks.names(number)]
         size, receive = self._reply_bytes, self._socket.recv_into
         begun_s = time.perf_counter()
         self._socket.sendall(b"".join(gets[:_AHEAD]))

@@ -101,16 +101,16 @@ class Prefilling:
             pool = self.engine.pool
             pool.free_blocks(pool.allocate_blocks(pool.num_free_blocks))  # what was cached is not kept
         for one in self.store.tiers:
-            if _SHORT.get(one.name, one.name) == tier and not all(one.has(keys)):
+            if _SHORT.get(one.name, one.name) == tier and not all(one.has_blocks(keys)):
                 raise RuntimeError(f"not all of the prefix is in {tier}")
         for above in self.store.tiers[: max(0, TIERS.index(tier) - 1)]:
-            above.remove(keys)
+            above.remove_blocks(keys)
 
     def forget(self, token_ids: list[int]) -> None:
         """Take a prefix from everywhere below the pool."""
         keys = [name.hash for name in self.store.make_hasher("default").hash_full_blocks(token_ids)]
         for tier in self.store.tiers:
-            tier.remove(keys)
+            tier.remove_blocks(keys)
 
     def thoughts(self) -> str:
         """What the store believes to know about its tiers and the engine."""

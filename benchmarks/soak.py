@@ -47,7 +47,7 @@ def sampler(stack: Stack, server: ValkeyServer, places: list[TierLocation]) -> C
     pids[VALKEY] = server.pid or 0
 
     def sample() -> Sample:
-        usages = {place.name: place.tier.usage() for place in places}
+        usages = {place.name: place.tier.read_usage() for place in places}
         shares = {name: usage.bytes / max(1, usage.budget) for name, usage in usages.items()}
         return {"memory": resident_mb(pids), "usage": shares}
 

@@ -67,12 +67,12 @@ class Vandal:
 
     def _strike(self) -> None:
         tier = self._chance.choice(self.store.tiers)
-        keys = [entry.key for entry in tier.entries()]
+        keys = [entry.key for entry in tier.list_entries()]
         if len(keys) < 2:
             return
         key, other = self._chance.sample(keys, 2)
         what = self._chance.choice(["flip", "cut", "swap"])
-        others = tier.stored(other) or b""
+        others = tier.read_stored(other) or b""
         change: Change = {"flip": self._flip, "cut": self._cut, "swap": lambda stored: others or stored}[what]
         if self._write(tier.name, key, change):
             self.strikes[f"{tier.name} {what}"] += 1
@@ -88,10 +88,10 @@ class Vandal:
         if name == "shared":
             tier = self.store.tiers[0]
             assert isinstance(tier, SharedTier)
-            place = tier.arena.peek(key)
+            place = tier.arena.peek_slot(key)
             if place is None:
                 return False
-            slot = tier.arena.tables.slot(place.slot)
+            slot = tier.arena.tables.slot_memory(place.slot)
             slot[:] = change(bytes(slot))[: len(slot)].ljust(len(slot), b"\0")
         elif name == "disk":
             path = next(self.disk.rglob(f"{key.hex()}.kv"), None)

@@ -14,8 +14,8 @@ import redis
 
 from penstock.config.addresses import Addresses
 from penstock.kvstore.codec import INT8, LOSSLESS
-from penstock.kvstore.codec.int8 import Int8
-from penstock.kvstore.codec.lossless import Lossless
+from penstock.kvstore.codec.int8 import Int8Codec
+from penstock.kvstore.codec.lossless import LosslessCodec
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tools import TierLocation as Shown
 from penstock.kvstore.tools import codec_name, inspect_block
@@ -95,11 +95,11 @@ def test_stats_of_each_tier(host: Host) -> None:
     names = new_names(5)
     for tier in host.tiers.values():
         assert all(put(tier, names))
-        tier.lease("a job", keys_of(names[:2]), 60)
+        tier.lease_blocks("a job", keys_of(names[:2]), 60)
     told = json.loads(host.kv("stats", "--json"))
     assert [row["tier"] for row in told["tiers"]] == list(KINDS)
     for row in told["tiers"]:
-        usage = host.tiers[row["tier"]].usage()
+        usage = host.tiers[row["tier"]].read_usage()
         assert (row["blocks"], row["leased"]) == (5, 2)
         assert (row["bytes"], row["budget"]) == (usage.bytes, usage.budget)
     assert told["workers"] == {}
@@ -150,7 +150,7 @@ def test_inspect_by_a_beginning_of_the_key(host: Host) -> None:
     names = new_names(40)
     for kind in KINDS:
         put(host.tiers[kind], names[:1] if kind == "disk" else names)
-    host.tiers["redis"].lease("a job", keys_of(names), 60)
+    host.tiers["redis"].lease_blocks("a job", keys_of(names), 60)
     key = names[0].hash
     for beginning in (key.hex(), key.hex().upper(), key.hex()[:16]):
         shown = " ".join(host.kv("inspect", beginning).split())
@@ -178,7 +178,7 @@ def test_damage_is_found_named_and_removed(host: Host, kind: str) -> None:
     tier, other = host.tiers[kind], new_names(1)[0]
     bad = new_names(4)
     put(tier, [*bad, other])
-    stranger = tier.stored(other.hash) or b""
+    stranger = tier.read_stored(other.hash) or b""
     num_blocks = 20 * len(KINDS) + 5
     assert f"checked {num_blocks} blocks" in (whole := host.kv("verify"))
     assert "all whole" in whole
@@ -201,7 +201,7 @@ def test_damage_is_found_named_and_removed(host: Host, kind: str) -> None:
         assert expected[name] in " ".join(host.kv("inspect", name.hash.hex(), code=1).split())
     assert "4 damaged, 4 removed" in host.kv("verify", "--tier", kind, "--remove", code=1)
     assert "checked 21 blocks" in host.kv("verify", "--tier", kind)
-    assert not any(tier.has(keys_of(bad)))
+    assert not any(tier.has_blocks(keys_of(bad)))
 
 
 def test_progress_is_shown_on_a_terminal_only(host: Host) -> None:
@@ -218,13 +218,13 @@ def test_evict_takes_what_is_named_and_spares_what_is_leased(host: Host) -> None
     names = new_names(6)
     for tier in host.tiers.values():
         put(tier, names)
-        tier.lease("a job", keys_of(names[:1]), 60)
+        tier.lease_blocks("a job", keys_of(names[:1]), 60)
     assert "removed 6 blocks" in host.kv("evict", names[1].hash.hex(), names[2].hash.hex()[:20])
     assert "removed 1 blocks" in host.kv("evict", "--tier", "disk", names[3].hash.hex())
     assert "removed 0 blocks; 3 are leased" in " ".join(host.kv("evict", names[0].hash.hex()).split())
     assert "no block's key begins with" in host.kv("evict", names[1].hash.hex(), code=1)
     assert "removed 1 blocks" in host.kv("evict", "--tier", "redis", "--leased", names[0].hash.hex())
-    here = {kind: tier.has(keys_of(names)) for kind, tier in host.tiers.items()}
+    here = {kind: tier.has_blocks(keys_of(names)) for kind, tier in host.tiers.items()}
     assert here == {
         "shared": [True, False, False, True, True, True],
         "disk": [True, False, False, False, True, True],
@@ -249,7 +249,7 @@ def test_evict_asks_before_it_takes_all(host: Host) -> None:
         done = host.terminal("kv", "evict", "--all", typed=answer, **host.environment)
         assert done.returncode == code, done.stderr
         assert "Remove 900 blocks from shared, disk, redis?" in done.stdout
-        assert [tier.usage().blocks for tier in host.tiers.values()] == [left] * 3
+        assert [tier.read_usage().blocks for tier in host.tiers.values()] == [left] * 3
     for tier in host.tiers.values():
         put(tier, new_names(2))
     assert "removed 6 blocks" in host.kv("evict", "--all", "--yes")
@@ -329,7 +329,9 @@ def test_redis_needs_nothing_of_a_worker_but_xxhash(host: Host) -> None:
 
 
 def test_codecs_have_the_names_that_settings_have() -> None:
-    assert {LOSSLESS: Lossless.name, INT8: Int8.name} == {number: codec_name(number) for number in (LOSSLESS, INT8)}
+    assert {LOSSLESS: LosslessCodec.name, INT8: Int8Codec.name} == {
+        number: codec_name(number) for number in (LOSSLESS, INT8)
+    }
     assert "number 9" in codec_name(9)
 
 
@@ -337,7 +339,7 @@ def test_a_block_that_is_being_replaced_is_read_again(host: Host) -> None:
     (name,) = new_names(1)
     tier = host.tiers["redis"]
     put(tier, [name])
-    stored = tier.stored(name.hash) or b""
+    stored = tier.read_stored(name.hash) or b""
     host.damage("redis", name.hash, flipped(3000))
 
     class Replaced(Shown):

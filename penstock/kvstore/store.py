@@ -22,7 +22,7 @@ from penstock.kvstore.block import (
     hash_chain_root,
 )
 from penstock.kvstore.chain import BlockHasher
-from penstock.kvstore.codec import Element, PayloadShape, codec_for
+from penstock.kvstore.codec import Element, PayloadShape, make_codecs
 from penstock.kvstore.cost import CostModel
 from penstock.kvstore.tiers.contract import Tier
 from penstock.kvstore.tiers.disk import DiskTier
@@ -120,10 +120,10 @@ class KVStore:
         if settings.shared_mb:
             tiers.append(SharedTier.open(form, pipeline, settings.shared_mb * 2**20, settings.shared_dir))
         if settings.disk_mb:
-            codec = codec_for(settings.disk_codec, layout.shape)
+            codec = make_codecs(settings.disk_codec, layout.shape)
             tiers.append(DiskTier.open(form, settings.disk_path, settings.disk_mb * 2**20, codec))
         if settings.redis_mb:
-            codec = codec_for(settings.redis_codec, layout.shape)
+            codec = make_codecs(settings.redis_codec, layout.shape)
             tiers.append(RedisTier.open(form, split_urls(urls), settings.redis_mb * 2**20, settings.keep_s, codec))
         return cls(layout, tiers, settings)
 
@@ -140,7 +140,7 @@ class KVStore:
             if not missing:
                 break
             begun = tier.clock()
-            here = tier.has([keys[index] for index in missing])
+            here = tier.has_blocks([keys[index] for index in missing])
             self.cost.tier_speed(tier.name).record_lookup(tier.clock() - begun)
             for index, is_here in zip(missing, here, strict=True):
                 if is_here:
@@ -188,7 +188,7 @@ class KVStore:
         lacks = [(1 << depth) - 1 for depth in depths]
         unknown = [index for index, depth in enumerate(depths) if depth < self.hand_off_index] if hand_off else []
         if unknown:
-            here = self.tiers[self.hand_off_index].has([keys[index] for index in unknown])
+            here = self.tiers[self.hand_off_index].has_blocks([keys[index] for index in unknown])
             for index, is_here in zip(unknown, here, strict=True):
                 lacks[index] |= 0 if is_here else 1 << self.hand_off_index
         return lacks
@@ -216,12 +216,12 @@ class KVStore:
     def lease_blocks(self, owner: str, names: Sequence[BlockKey]) -> None:
         """Keep a job's blocks in the hand-off tier while it waits, `lease_s` at most."""
         if self.hand_off_index >= 0 and names:
-            self.tiers[self.hand_off_index].lease(owner, [name.hash for name in names], self.lease_s)
+            self.tiers[self.hand_off_index].lease_blocks(owner, [name.hash for name in names], self.lease_s)
 
     def release_leases(self, owner: str, names: Sequence[BlockKey]) -> None:
         """The job is done: its leases end."""
         if self.hand_off_index >= 0 and names:
-            self.tiers[self.hand_off_index].release(owner, [name.hash for name in names])
+            self.tiers[self.hand_off_index].release_leases(owner, [name.hash for name in names])
 
     def count_recomputed(self, num_blocks: int) -> None:
         """A job came for its blocks, and so many were gone."""

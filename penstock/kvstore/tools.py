@@ -36,19 +36,19 @@ class TierLocation:
 
     def read_usage(self) -> TierUsage:
         """What is there. Raises `KVStoreError` if that cannot be asked."""
-        return self._ask_tier(self.tier.usage)
+        return self._ask_tier(self.tier.read_usage)
 
     def list_entries(self) -> list[TierEntry]:
         """All blocks, the least recently used first. Raises `KVStoreError` if they cannot be listed."""
-        return self._ask_tier(lambda: sorted(self.tier.entries(), key=lambda entry: (entry.used_s, entry.key)))
+        return self._ask_tier(lambda: sorted(self.tier.list_entries(), key=lambda entry: (entry.used_s, entry.key)))
 
     def read_stored(self, key: bytes) -> bytes | None:
         """A block as it lies there. Raises `KVStoreError` if that cannot be asked."""
-        return self._ask_tier(lambda: self.tier.stored(key))
+        return self._ask_tier(lambda: self.tier.read_stored(key))
 
     def remove_blocks(self, keys: list[bytes]) -> int:
         """Forget these blocks; how many were there. Raises `KVStoreError` if that cannot be asked."""
-        return self._ask_tier(lambda: self.tier.remove(keys))
+        return self._ask_tier(lambda: self.tier.remove_blocks(keys))
 
     def _ask_tier(self, ask: Callable[[], T]) -> T:
         """A tier raises nothing; a person wants to know that what it says is not all there is."""
@@ -161,7 +161,7 @@ def _open_shared_tiers(directory: str, tell: Callable[[str], None]) -> Iterator[
         except KVStoreError as error:  # half made, as its maker died, or of another version
             tell(f"left out: {error}")
             continue
-        used = "" if arena.in_use else ", in no process"
+        used = "" if arena.is_in_use else ", in no process"
         yield TierLocation(tier, f"{arena.path}{used}")
 
 

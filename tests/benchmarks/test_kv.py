@@ -116,7 +116,7 @@ def test_what_is_left_behind_is_found(tmp_path: Path) -> None:
     assert leaks(places, disk) == []
 
     for place in places:
-        place.tier.lease("somebody", keys[:1], 60.0)
+        place.tier.lease_blocks("somebody", keys[:1], 60.0)
     (disk / "writers" / "dead").mkdir(parents=True)
     (disk / "writers" / "dead" / "half").touch()
     shared.arena.tables.state_array[-1] = WRITING

@@ -32,16 +32,16 @@ def live(directory: Path) -> None:
     for turn in range(1000):
         some = random.Random(turn).sample(NAMES, 4)
         put(tier, some, FORM)
-        tier.lease("a job", keys_of(some[:2]), 600)
-        tier.lease("another", keys_of(some[1:3]), 600)
+        tier.lease_blocks("a job", keys_of(some[:2]), 600)
+        tier.lease_blocks("another", keys_of(some[1:3]), 600)
         read(tier, some, FORM)
         tier.put([block(some[0], FORM), block(NAMES[turn % 24], FORM, lambda: False)])
-        tier.release("another", keys_of(some[1:3]))
-        tier.remove(keys_of(some[3:]))
+        tier.release_leases("another", keys_of(some[1:3]))
+        tier.remove_blocks(keys_of(some[3:]))
         tier.arena.tables.words[W_DIRTY] = turn % 5 == 4
         is_here(tier, some)
         if turn % 5 == 4:
-            tier.release("a job", keys_of(NAMES))
+            tier.release_leases("a job", keys_of(NAMES))
 
 
 def work(directory: Path, seed: int) -> int:
@@ -50,8 +50,8 @@ def work(directory: Path, seed: int) -> int:
     for turn in range(400):
         some = rng.sample(NAMES, 3)
         if seed % 2 and turn % 2:
-            tier.lease(str(seed), keys_of(some), 600)
-            tier.release(str(seed), keys_of(some))
+            tier.lease_blocks(str(seed), keys_of(some), 600)
+            tier.release_leases(str(seed), keys_of(some))
         if seed % 2:
             put(tier, some, FORM)
         for name, got in zip(some, read(tier, some, FORM), strict=True):

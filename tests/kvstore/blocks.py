@@ -56,7 +56,7 @@ def read(tier: Tier, names: Sequence[BlockKey], form: BlockFormat = FORM) -> lis
 
 def is_here(tier: Tier, names: Sequence[BlockKey]) -> list[bool]:
     """Which of the names the tier has; they were used now."""
-    return tier.has([name.hash for name in names])
+    return tier.has_blocks([name.hash for name in names])
 
 
 def keys_of(names: Sequence[BlockKey]) -> list[bytes]:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.kvstore.block import HEADER_BYTES, BlockKey
-from penstock.kvstore.directory.layout import room
+from penstock.kvstore.directory.layout import round_to_pages
 from penstock.kvstore.tiers import disk
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.waiting import wait_until
@@ -23,7 +23,7 @@ from tests.kvstore.children import die, halt
 FORM = make_form("a model that dies")
 NAMES = [BlockKey(random.Random(number).randbytes(32), 16, TAG) for number in range(24)]
 NUM_ROOMS = 8
-BUDGET = NUM_ROOMS * room(HEADER_BYTES + PAYLOAD_BYTES)
+BUDGET = NUM_ROOMS * round_to_pages(HEADER_BYTES + PAYLOAD_BYTES)
 
 
 def open_tier(directory: Path) -> DiskTier:
@@ -37,16 +37,16 @@ def live(directory: Path) -> None:
     for turn in range(1000):
         some = random.Random(turn).sample(NAMES, 4)
         put(tier, some, FORM)
-        tier.lease("a job", keys_of(some[:2]), 600)
-        tier.lease("another", keys_of(some[1:3]), 600)
-        tier.lease("late", keys_of(some[2:]), 0)
+        tier.lease_blocks("a job", keys_of(some[:2]), 600)
+        tier.lease_blocks("another", keys_of(some[1:3]), 600)
+        tier.lease_blocks("late", keys_of(some[2:]), 0)
         read(tier, some, FORM)
         tier.put([block(some[0], FORM), block(NAMES[turn % 24], FORM, lambda: False)])
-        tier.release("another", keys_of(some[1:3]))
-        tier.remove(keys_of(some[1:2] if turn % 2 else some[3:]))
+        tier.release_leases("another", keys_of(some[1:3]))
+        tier.remove_blocks(keys_of(some[1:2] if turn % 2 else some[3:]))
         is_here(tier, some)
         if turn % 3 == 2:
-            tier.release("a job", keys_of(NAMES))
+            tier.release_leases("a job", keys_of(NAMES))
 
 
 def work(directory: Path, seed: int) -> int:
@@ -57,12 +57,12 @@ def work(directory: Path, seed: int) -> int:
         if turn % 3:
             put(tier, some, FORM)
         if turn % 4 == 0:
-            tier.lease(str(seed), keys_of(some), 600)
+            tier.lease_blocks(str(seed), keys_of(some), 600)
         for name, got in zip(some, read(tier, some, FORM), strict=True):
             num_wrong += got not in (None, content(name, FORM))
             num_hits += got is not None
-        tier.release(str(seed), keys_of(some))
-        num_wrong += tier.usage().bytes > BUDGET
+        tier.release_leases(str(seed), keys_of(some))
+        num_wrong += tier.read_usage().bytes > BUDGET
     counters = tier.counters
     tier.close()
     return num_wrong + counters.damaged + counters.errors + (not num_hits)
@@ -77,7 +77,7 @@ def turn(directory: Path) -> None:
     """New blocks take the place of old ones, as within a budget; what is leased stays."""
     tier, leased = open_large(directory), new_names(3)
     assert all(put(tier, leased, FORM))
-    tier.lease("a job", keys_of(leased), 600)
+    tier.lease_blocks("a job", keys_of(leased), 600)
     for _ in range(20):
         some = new_names(5)
         assert put(tier, some, FORM) == [True] * 5
@@ -103,16 +103,16 @@ def start(directory: Path) -> None:
 
 def wait(directory: Path) -> None:
     """There is nothing that could go: it is opened all the same, and takes blocks when there is room."""
-    disk.REST_S = 0.0
+    disk.WRITE_PAUSE_S = 0.0
     other = fill(directory)
     tier = open_large(directory)
     assert put(tier, NAMES[:2], FORM) == [False, False]
     assert tier.counters.errors > 0
     assert is_here(tier, NAMES[:2]) == [False, False]
-    assert tier.usage().blocks == 0
+    assert tier.read_usage().blocks == 0
     other.unlink()
     wait_until(lambda: put(tier, NAMES[:2], FORM) == [True, True], 30, "there is room")
-    assert tier.usage().budget == 100 * BUDGET
+    assert tier.read_usage().budget == 100 * BUDGET
     assert tier.check_integrity() == []
     tier.close()
 

@@ -42,9 +42,9 @@ class SharedPlace:
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
         """See `Place.damage`. A slot has a fixed size: what is cut off is zeros."""
         assert isinstance(tier, SharedTier)
-        place = tier.arena.peek(key)
+        place = tier.arena.peek_slot(key)
         assert place is not None
-        slot = tier.arena.tables.slot(place.slot)
+        slot = tier.arena.tables.slot_memory(place.slot)
         stored = bytes(slot)
         slot[:] = change(stored)[: len(stored)].ljust(len(stored), b"\0")
 
@@ -62,7 +62,7 @@ class DiskPlace:
     def damage(self, tier: Tier, key: bytes, change: Change) -> None:
         """See `Place.damage`. The file is changed where it is."""
         path = self._directory / key.hex()[:2] / f"{key.hex()}.kv"
-        assert path.read_bytes() == tier.stored(key)
+        assert path.read_bytes() == tier.read_stored(key)
         path.write_bytes(change(path.read_bytes()))
 
 

@@ -14,23 +14,23 @@ def check_away(tier: RedisTier, form: BlockFormat = FORM) -> None:
     assert read(tier, names, form) == [None, None]
     assert put(tier, names, form) == [False, False]
     assert is_here(tier, names) == [False, False]
-    tier.lease("a job", keys_of(names), 1)
-    tier.release("a job", keys_of(names))
-    assert tier.remove(keys_of(names)) == 0
-    assert tier.usage().blocks == 0
-    assert list(tier.entries()) == []
-    assert tier.stored(names[0].hash) is None
+    tier.lease_blocks("a job", keys_of(names), 1)
+    tier.release_leases("a job", keys_of(names))
+    assert tier.remove_blocks(keys_of(names)) == 0
+    assert tier.read_usage().blocks == 0
+    assert list(tier.list_entries()) == []
+    assert tier.read_stored(names[0].hash) is None
     assert tier.counters.errors == before + 9
 
 
 def check_works(tier: RedisTier, form: BlockFormat = FORM) -> None:
     names = new_names(20)
     assert put(tier, names, form) == [True] * 20
-    tier.lease("a job", keys_of(names), 60)
+    tier.lease_blocks("a job", keys_of(names), 60)
     assert read(tier, names, form) == [content(name, form) for name in names]
-    assert (tier.usage().blocks, tier.usage().leased) == (20, 20)
-    tier.release("a job", keys_of(names))
+    assert (tier.read_usage().blocks, tier.read_usage().leased) == (20, 20)
+    tier.release_leases("a job", keys_of(names))
     assert tier.check_integrity() == []
-    assert tier.remove(keys_of(names)) == 20
+    assert tier.remove_blocks(keys_of(names)) == 20
     assert tier.counters.errors == 0
     tier.close()

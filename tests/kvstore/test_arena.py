@@ -60,7 +60,7 @@ def paths(directory: Path) -> list[Path]:
 
 @given(st.integers(0, 10**7), st.integers(0, 10**9))
 def test_an_arena_is_the_largest_that_its_budget_holds(payload_bytes: int, budget: int) -> None:
-    geometry = Geometry.within(payload_bytes, budget)
+    geometry = Geometry.fit_budget(payload_bytes, budget)
     if geometry.num_slots:
         assert geometry.total_bytes <= budget
     assert Geometry(payload_bytes, geometry.num_slots + 1).total_bytes > budget
@@ -70,7 +70,7 @@ def test_an_arena_is_the_largest_that_its_budget_holds(payload_bytes: int, budge
 
 def test_the_budget_is_that_of_the_file(open_tier: Open) -> None:
     tier = open_tier()
-    assert tier.arena.growth.wait(30)
+    assert tier.arena.allocator.wait_until_mapped(30)
     put(tier, new_names(200))
     status = tier.arena.path.stat()
     assert BUDGET - 8192 < status.st_blocks * 512 <= BUDGET
@@ -92,7 +92,7 @@ def test_the_file_is_the_user_s_alone(open_tier: Open, tmp_path: Path) -> None:
     (arena,) = find_arenas(str(tmp_path))
     assert arena.pipeline == "a-b/c d"
     assert stat.S_IMODE(arena.path.stat().st_mode) == 0o600
-    assert arena.in_use
+    assert arena.is_in_use
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
@@ -148,21 +148,21 @@ def test_opening_does_not_wait_for_memory(open_tier: Open, monkeypatch: pytest.M
     """Here another process is at it, and does not get on. When it is gone the next one goes on."""
     monkeypatch.setattr(growth, "PIECE_BYTES", 8192)
     first = open_tier()
-    assert first.arena.growth.wait(30)
+    assert first.arena.allocator.wait_until_mapped(30)
     path = first.arena.path
     first.close()
     path.unlink()
     empty = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    ByteLocks(empty).lock(ALLOCATION_BYTE)
+    ByteLocks(empty).lock_byte(ALLOCATION_BYTE)
     tier, names = open_tier(), new_names(5)
     writer = threading.Thread(target=put, args=(tier, names))
     writer.start()
-    assert not tier.arena.growth.wait(0.1)
-    assert tier.usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 0
+    assert not tier.arena.allocator.wait_until_mapped(0.1)
+    assert tier.read_usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 0
     os.close(empty)
     writer.join(30)
     assert read(tier, names) == [content(name) for name in names]
-    assert tier.arena.growth.wait(30)
+    assert tier.arena.allocator.wait_until_mapped(30)
     assert tier.arena.tables.words[W_ALLOCATED] == tier.arena.geometry.num_slots
     assert check_integrity(tier.arena) == []
 
@@ -191,10 +191,10 @@ def test_memory_that_runs_out_later(
     monkeypatch.setattr(os, "posix_fallocate", runs_out)
     with caplog.at_level(logging.WARNING):
         tier = open_tier()
-        assert tier.arena.growth.wait(30)
+        assert tier.arena.allocator.wait_until_mapped(30)
         names = new_names(30)
         assert all(put(tier, names))
-    assert tier.usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 12
+    assert tier.read_usage().blocks == tier.arena.tables.words[W_ALLOCATED] == 12
     assert read(tier, names[-12:]) == [content(name) for name in names[-12:]]
     assert caplog.text.count("PENSTOCK_KV_STORE_SHARED_MB") == 1
     assert check_integrity(tier.arena) == []
@@ -233,11 +233,11 @@ def test_an_arena_is_removed_when_nobody_has_it_open(open_tier: Open, tmp_path: 
     assert not remove_arena(path)
     assert put(other, new_names(1)) == [True]
     other.close()
-    assert [arena.in_use for arena in find_arenas(str(tmp_path))] == [False]
+    assert [arena.is_in_use for arena in find_arenas(str(tmp_path))] == [False]
     assert remove_arena(path)
     assert remove_arena(path)
     assert paths(tmp_path) == []
-    assert open_tier().usage().blocks == 0
+    assert open_tier().read_usage().blocks == 0
 
 
 def test_who_waited_while_it_was_removed_makes_a_new_one(open_tier: Open, tmp_path: Path) -> None:
@@ -267,9 +267,9 @@ def test_tools_attach_without_knowing_the_model(open_tier: Open) -> None:
     put(tier, names)
     tool = SharedTier.attach(tier.arena.path)
     assert tool.arena.form == FORM
-    assert {entry.key for entry in tool.entries()} == set(keys_of(names))
+    assert {entry.key for entry in tool.list_entries()} == set(keys_of(names))
     assert read(tool, names) == [content(name) for name in names]
-    assert tool.remove(keys_of(names[:1])) == 1
+    assert tool.remove_blocks(keys_of(names[:1])) == 1
     assert is_here(tier, names) == [False, True, True, True]
     tool.close()
 
@@ -306,17 +306,17 @@ def test_the_lease_table_is_bounded(open_tier: Open, caplog: pytest.LogCaptureFi
     tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 2).total_bytes), new_names(2)
     put(tier, names)
     for number in range(8):
-        tier.lease(str(number), keys_of(names[:1]), 0 if number == 5 else 600)
-        tier.arena.growth.wait(30)
-    tier.arena.tidy()
-    tier.lease("5", keys_of(names[:1]), 600)
+        tier.lease_blocks(str(number), keys_of(names[:1]), 0 if number == 5 else 600)
+        tier.arena.allocator.wait_until_mapped(30)
+    tier.arena.reclaim_stale()
+    tier.lease_blocks("5", keys_of(names[:1]), 600)
     for _ in range(3):
-        tier.lease("late", keys_of(names), 600)
-    assert [entry.leases for entry in sorted(tier.entries(), key=lambda entry: entry.leases)] == [0, 8]
+        tier.lease_blocks("late", keys_of(names), 600)
+    assert [entry.leases for entry in sorted(tier.list_entries(), key=lambda entry: entry.leases)] == [0, 8]
     assert caplog.text.count("lease table") == 1
-    tier.lease("3", keys_of(names[:1]), 0)
-    tier.lease("late", keys_of(names[1:]), 600)
-    assert {entry.key: entry.leases for entry in tier.entries()} == {names[0].hash: 7, names[1].hash: 1}
+    tier.lease_blocks("3", keys_of(names[:1]), 0)
+    tier.lease_blocks("late", keys_of(names[1:]), 600)
+    assert {entry.key: entry.leases for entry in tier.list_entries()} == {names[0].hash: 7, names[1].hash: 1}
     assert check_integrity(tier.arena) == []
 
 
@@ -324,12 +324,12 @@ def test_a_lease_is_renewed_where_the_table_is_full(open_tier: Open) -> None:
     """Also behind a block that gets none."""
     tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 2).total_bytes), new_names(2)
     put(tier, names)
-    tier.lease("a job", keys_of(names[1:]), 60)
+    tier.lease_blocks("a job", keys_of(names[1:]), 60)
     for number in range(7):
-        tier.lease(str(number), keys_of(names[:1]), 600)
-    tier.lease("a job", keys_of(names), 600)
+        tier.lease_blocks(str(number), keys_of(names[:1]), 600)
+    tier.lease_blocks("a job", keys_of(names), 600)
     assert (tier.arena.tables.lease_end_array > time.monotonic_ns() + 500 * 10**9).sum() == 8
-    assert {entry.key: entry.leases for entry in tier.entries()} == {names[0].hash: 7, names[1].hash: 1}
+    assert {entry.key: entry.leases for entry in tier.list_entries()} == {names[0].hash: 7, names[1].hash: 1}
     assert check_integrity(tier.arena) == []
 
 
@@ -361,9 +361,9 @@ def swap_in_index(arena: Arena) -> None:
 )  # fmt: skip
 def test_the_checker_finds_what_is_wrong(open_tier: Open, damage: Callable[[Arena], None]) -> None:
     tier, names = open_tier(budget=Geometry(PAYLOAD_BYTES, 10).total_bytes), new_names(4)
-    assert tier.arena.growth.wait(30)
+    assert tier.arena.allocator.wait_until_mapped(30)
     put(tier, names)
-    tier.lease("a job", keys_of(names[:2]), 600)
+    tier.lease_blocks("a job", keys_of(names[:2]), 600)
     assert check_integrity(tier.arena) == []
     damage(tier.arena)
     assert check_integrity(tier.arena) != []
@@ -372,7 +372,7 @@ def test_the_checker_finds_what_is_wrong(open_tier: Open, damage: Callable[[Aren
 def test_the_checker_finds_leases_that_nobody_ended(open_tier: Open) -> None:
     tier, names = open_tier(), new_names(1)
     put(tier, names)
-    tier.lease("a job", keys_of(names), -2)
+    tier.lease_blocks("a job", keys_of(names), -2)
     assert check_integrity(tier.arena) == ["a lease was not ended in time"]
-    tier.arena.tidy()
+    tier.arena.reclaim_stale()
     assert check_integrity(tier.arena) == []

@@ -22,18 +22,18 @@ start = partial(children.start, main)
 
 def check_sound(tier: SharedTier) -> None:
     """The arena agrees with itself, nothing is lost, every block in it is right, and it can be filled with others."""
-    tier.arena.tidy()
+    tier.arena.reclaim_stale()
     assert check_integrity(tier.arena) == []
     assert WRITING not in tier.arena.tables.state.tolist()
     found = read(tier, NAMES, FORM)
     assert all(got in (None, content(name, FORM)) for name, got in zip(NAMES, found, strict=True))
     assert tier.counters.damaged == 0
     for owner in ("a job", "another"):
-        tier.release(owner, keys_of(NAMES))
-    assert tier.usage().leased == 0
+        tier.release_leases(owner, keys_of(NAMES))
+    assert tier.read_usage().leased == 0
     for name in NAMES:
         assert put(tier, [name], FORM) == [True]
-    assert sum(is_here(tier, NAMES)) == tier.usage().blocks == NUM_SLOTS
+    assert sum(is_here(tier, NAMES)) == tier.read_usage().blocks == NUM_SLOTS
     assert tier.counters.refused == 0
     assert check_integrity(tier.arena) == []
 
@@ -50,7 +50,7 @@ def test_killed_at_a_step(tmp_path: Path, step: str, times: int) -> None:
     check_sound(tier)
     tier.close()
     (arena,) = find_arenas(str(tmp_path))
-    assert not arena.in_use
+    assert not arena.is_in_use
     assert remove_arena(arena.path)
 
 

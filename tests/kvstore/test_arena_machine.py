@@ -85,14 +85,14 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(tier=TIERS, number=PICKS)
     def has(self, tier: int, number: int) -> None:
         key = self.pick(number)
-        assert self.tiers[tier].has([NAMES[key].hash]) == [key in self.order]
+        assert self.tiers[tier].has_blocks([NAMES[key].hash]) == [key in self.order]
         if key in self.order:
             self.use(key)
 
     @rule(tier=TIERS, owner=OWNERS, numbers=st.lists(PICKS, max_size=3))
     def lease(self, tier: int, owner: str, numbers: list[int]) -> None:
         keys = [self.pick(number) for number in numbers]
-        self.tiers[tier].lease(owner, [NAMES[key].hash for key in keys], 600)
+        self.tiers[tier].lease_blocks(owner, [NAMES[key].hash for key in keys], 600)
         for key in keys:
             if key in self.order:
                 self.leases.setdefault(key, set()).add(owner)
@@ -100,29 +100,29 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(tier=TIERS, owner=OWNERS, numbers=st.lists(PICKS, max_size=3))
     def release(self, tier: int, owner: str, numbers: list[int]) -> None:
         keys = [self.pick(number) for number in numbers]
-        self.tiers[tier].release(owner, [NAMES[key].hash for key in keys])
+        self.tiers[tier].release_leases(owner, [NAMES[key].hash for key in keys])
         for key in keys:
             self.leases.get(key, set()).discard(owner)
 
     @rule(tier=TIERS, owner=OWNERS, number=PICKS)
     def lease_that_is_over(self, tier: int, owner: str, number: int) -> None:
         key = self.pick(number)
-        self.tiers[tier].lease(owner, [NAMES[key].hash], 0)
-        self.tiers[tier].arena.tidy()
+        self.tiers[tier].lease_blocks(owner, [NAMES[key].hash], 0)
+        self.tiers[tier].arena.reclaim_stale()
         self.leases.get(key, set()).discard(owner)
 
     @rule(tier=TIERS, number=PICKS)
     def remove(self, tier: int, number: int) -> None:
         key = self.pick(number)
-        assert self.tiers[tier].remove([NAMES[key].hash]) == (key in self.order)
+        assert self.tiers[tier].remove_blocks([NAMES[key].hash]) == (key in self.order)
         self.forget(key)
 
     @rule(tier=TIERS, number=PICKS, at=st.integers(0, PAYLOAD_BYTES + 143))
     def damage(self, tier: int, number: int, at: int) -> None:
         key = self.pick(number)
         arena = self.tiers[tier].arena
-        if (place := arena.peek(NAMES[key].hash)) is not None:
-            arena.tables.slot(place.slot)[at] ^= 1
+        if (place := arena.peek_slot(NAMES[key].hash)) is not None:
+            arena.tables.slot_memory(place.slot)[at] ^= 1
             assert read(self.tiers[tier], [NAMES[key]], FORM) == [None]
             self.forget(key)
 
@@ -143,10 +143,10 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_agrees(self) -> None:
-        entries = sorted(self.tiers[0].entries(), key=lambda entry: entry.used_s)
+        entries = sorted(self.tiers[0].list_entries(), key=lambda entry: entry.used_s)
         seen = {next(key for key in range(10) if NAMES[key].hash == entry.key): entry.leases for entry in entries}
         assert seen == {key: len(self.leases.get(key, ())) for key in self.order}
-        usage = self.tiers[1].usage()
+        usage = self.tiers[1].read_usage()
         assert (usage.blocks, usage.leased) == (len(self.order), sum(map(bool, self.leases.values())))
         assert check_integrity(self.tiers[0].arena) == []
 
@@ -165,7 +165,7 @@ def test_the_order_of_use_is_one_of_the_host(tmp_path: Path) -> None:
     tier = SharedTier.open(FORM, "demo", Geometry(PAYLOAD_BYTES, NUM_SLOTS).total_bytes, str(tmp_path))
     tier.put([block(name, FORM) for name in NAMES[:4]])
     for _ in range(200):
-        tier.has([name.hash for name in NAMES[:4]])
-    used = [used_ns for _, used_ns, _ in tier.arena.rows()]
+        tier.has_blocks([name.hash for name in NAMES[:4]])
+    used = [used_ns for _, used_ns, _ in tier.arena.list_blocks()]
     assert len(set(used)) == 4
     tier.close()

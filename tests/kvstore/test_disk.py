@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from penstock.kvstore.block import HEADER_BYTES, BlockKey
-from penstock.kvstore.codec import PayloadShape, codec_for
-from penstock.kvstore.directory.layout import Layout, room
+from penstock.kvstore.codec import PayloadShape, make_codecs
+from penstock.kvstore.directory.layout import DirectoryLayout, round_to_pages
 from penstock.kvstore.tiers import disk
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.waiting import wait_until
@@ -33,7 +33,7 @@ from tests.kvstore.blocks import (
 )
 
 AMPLE = 2**20
-FILE_BYTES = room(HEADER_BYTES + PAYLOAD_BYTES)
+FILE_BYTES = round_to_pages(HEADER_BYTES + PAYLOAD_BYTES)
 SHAPE = PayloadShape("float32", ((PAYLOAD_BYTES // 100, 25),))
 
 
@@ -61,7 +61,7 @@ def test_after_a_restart_of_the_machine_files_are_counted(tier: DiskTier, tmp_pa
     (tmp_path / "lock").write_bytes(record)
     again = DiskTier.open(FORM, tmp_path, AMPLE)
     again._directory.ledger._boot = bytes(range(16))
-    assert again.usage().blocks == 1
+    assert again.read_usage().blocks == 1
     assert again.check_integrity() == []
     again.close()
 
@@ -92,8 +92,8 @@ def test_files_cut_off_while_they_are_read(tier: DiskTier, tmp_path: Path) -> No
         stop.set()
         thread.join()
     assert tier.counters.errors == 0
-    tier.remove(keys_of(names))
-    assert tier.usage().bytes == 0
+    tier.remove_blocks(keys_of(names))
+    assert tier.read_usage().bytes == 0
     assert tier.check_integrity() == []
 
 
@@ -105,7 +105,7 @@ def test_a_damaged_block_that_was_replaced_stays(
     put(tier, [name])
     path = path_of(tmp_path, name)
     os.truncate(path, 100)
-    drop = tier._directory.drop
+    drop = tier._directory.drop_blocks
 
     def late(keys: dict[bytes, int | None]) -> int:
         other = DiskTier.open(FORM, tmp_path, AMPLE)
@@ -116,7 +116,7 @@ def test_a_damaged_block_that_was_replaced_stays(
         kept.unlink()
         return drop(keys)
 
-    monkeypatch.setattr(tier._directory, "drop", late)
+    monkeypatch.setattr(tier._directory, "drop_blocks", late)
     assert read(tier, [name]) == [None]
     assert read(tier, [name]) == [content(name)]
 
@@ -132,7 +132,7 @@ def test_a_block_that_the_disk_lost_goes(tier: DiskTier, monkeypatch: pytest.Mon
     """It could never be read again, and each question after it would be a use."""
     lost, kept = new_names(2)
     put(tier, [lost, kept])
-    tier.lease("a job", [lost.hash], 600)
+    tier.lease_blocks("a job", [lost.hash], 600)
 
     def fails(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -153,26 +153,26 @@ def test_a_block_that_was_copied_in_and_removed(tier: DiskTier, tmp_path: Path) 
     put(tier, [mine])
     path_of(tmp_path, copied).parent.mkdir(exist_ok=True)
     shutil.copy(path_of(tmp_path, mine), path_of(tmp_path, copied))
-    assert [tier.remove([name.hash]) for name in (mine, copied)] == [1, 1]
-    assert (tier.usage().blocks, tier.usage().bytes) == (0, 0)
+    assert [tier.remove_blocks([name.hash]) for name in (mine, copied)] == [1, 1]
+    assert (tier.read_usage().blocks, tier.read_usage().bytes) == (0, 0)
     assert tier.counters.errors == 0
 
 
 def test_a_lease_of_a_file_that_is_gone_is_none_of_the_next(tier: DiskTier, tmp_path: Path) -> None:
     (name,) = new_names(1)
     put(tier, [name])
-    tier.lease("a job", [name.hash], 600)
+    tier.lease_blocks("a job", [name.hash], 600)
     path_of(tmp_path, name).unlink()
-    tier.lease("a job", [name.hash], 600)
+    tier.lease_blocks("a job", [name.hash], 600)
     assert not list((tmp_path / "leases").rglob("*.*"))
     put(tier, [name])
-    tier.lease("a job", [name.hash], 600)
+    tier.lease_blocks("a job", [name.hash], 600)
     path_of(tmp_path, name).unlink()
     put(tier, [name])
     for _ in range(2):
-        tier.lease("a job", [name.hash], 600)
+        tier.lease_blocks("a job", [name.hash], 600)
     assert path_of(tmp_path, name).stat().st_nlink == 2
-    assert [entry.leases for entry in tier.entries()] == [1]
+    assert [entry.leases for entry in tier.list_entries()] == [1]
 
 
 # A disk that takes no more.
@@ -195,9 +195,9 @@ def test_a_full_disk_is_counted_and_left_alone_for_a_while(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert read(tier, [kept, lost]) == [content(kept), None]
-    assert tier.usage().blocks == 1
+    assert tier.read_usage().blocks == 1
     assert tier.check_integrity() == []
-    monkeypatch.setattr(disk, "REST_S", 0.0)
+    monkeypatch.setattr(disk, "WRITE_PAUSE_S", 0.0)
     wait_until(lambda: put(tier, [lost]) == [True], 30, "the disk is tried again")
     assert read(tier, [lost]) == [content(lost)]
 
@@ -206,14 +206,14 @@ def test_an_error_in_the_middle_of_a_batch_keeps_what_was_written(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = new_names(3)
-    write = tier._files.write
+    write = tier._files.write_block
 
     def fails_once(path: str, header: bytes, stored: memoryview) -> None:
         if stored == content(names[1]):
             raise OSError(28, "No space left on device")
         write(path, header, stored)
 
-    monkeypatch.setattr(tier._files, "write", fails_once)
+    monkeypatch.setattr(tier._files, "write_block", fails_once)
     assert put(tier, names) == [True, False, False]
     assert read(tier, names) == [content(names[0]), None, None]
     assert tier.check_integrity() == []
@@ -235,19 +235,19 @@ def test_an_error_of_the_caller_leaves_no_draft(tier: DiskTier, tmp_path: Path) 
 
 
 @pytest.fixture
-def listings(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
+def listings(monkeypatch: pytest.MonkeyPatch) -> list[DirectoryLayout]:
     """Grows by one whenever all blocks are listed."""
-    found, blocks = list[Layout](), Layout.blocks
+    found, blocks = list[DirectoryLayout](), DirectoryLayout.list_blocks
 
-    def listed(layout: Layout) -> Iterator[tuple[bytes, os.stat_result]]:
+    def listed(layout: DirectoryLayout) -> Iterator[tuple[bytes, os.stat_result]]:
         found.append(layout)
         return blocks(layout)
 
-    monkeypatch.setattr(Layout, "blocks", listed)
+    monkeypatch.setattr(DirectoryLayout, "list_blocks", listed)
     return found
 
 
-def test_the_directory_is_not_listed_for_every_put(tmp_path: Path, listings: list[Layout]) -> None:
+def test_the_directory_is_not_listed_for_every_put(tmp_path: Path, listings: list[DirectoryLayout]) -> None:
     tier, names = DiskTier.open(FORM, tmp_path, 200 * FILE_BYTES), new_names(600)
     put(tier, names)
     assert tier.counters.evictions == 400
@@ -257,14 +257,14 @@ def test_the_directory_is_not_listed_for_every_put(tmp_path: Path, listings: lis
     tier.close()
 
 
-def test_where_all_is_leased_the_directory_is_not_listed_again(tmp_path: Path, listings: list[Layout]) -> None:
+def test_where_all_is_leased_the_directory_is_not_listed_again(tmp_path: Path, listings: list[DirectoryLayout]) -> None:
     tier, names = DiskTier.open(FORM, tmp_path, 4 * FILE_BYTES), new_names(4)
     put(tier, names)
-    tier.lease("a job", keys_of(names), 600)
+    tier.lease_blocks("a job", keys_of(names), 600)
     before = len(listings)
     assert put(tier, new_names(3)) == [False] * 3
     assert (len(listings) - before, tier.counters.refused) == (1, 3)
-    tier.release("a job", keys_of(names[:1]))
+    tier.release_leases("a job", keys_of(names[:1]))
     assert put(tier, new_names(1)) == [True]
     tier.close()
 
@@ -275,9 +275,9 @@ def test_where_all_is_leased_the_directory_is_not_listed_again(tmp_path: Path, l
 @pytest.mark.parametrize("choice", ["lossless", "int8"])
 def test_blocks_are_written_as_the_codec_says(tmp_path: Path, choice: str) -> None:
     name, payload = new_name(), bytes(PAYLOAD_BYTES)
-    tier = DiskTier.open(FORM, tmp_path, AMPLE, codec_for(choice, SHAPE))  # type: ignore[arg-type]
+    tier = DiskTier.open(FORM, tmp_path, AMPLE, make_codecs(choice, SHAPE))  # type: ignore[arg-type]
     assert tier.put([replace(block(name), payload=memoryview(payload))]) == [True]
-    stored = tier.stored(name.hash)
+    stored = tier.read_stored(name.hash)
     assert stored is not None
     assert len(stored) < HEADER_BYTES + PAYLOAD_BYTES
     assert read(tier, [name]) == [payload]
@@ -289,7 +289,7 @@ def test_blocks_are_written_as_the_codec_says(tmp_path: Path, choice: str) -> No
 
 
 def test_damage_in_compressed_blocks(tmp_path: Path) -> None:
-    tier, rng = DiskTier.open(FORM, tmp_path, AMPLE, codec_for("lossless", SHAPE)), random.Random(1)
+    tier, rng = DiskTier.open(FORM, tmp_path, AMPLE, make_codecs("lossless", SHAPE)), random.Random(1)
     for _ in range(50):
         name = new_name()
         payload = bytes(rng.choices(range(4), k=PAYLOAD_BYTES))
@@ -300,7 +300,7 @@ def test_damage_in_compressed_blocks(tmp_path: Path) -> None:
         path.write_bytes(stored)
         assert read(tier, [name]) == [None]
     assert tier.counters.damaged == 50
-    assert tier.usage().blocks == 0
+    assert tier.read_usage().blocks == 0
     tier.close()
 
 
@@ -310,7 +310,7 @@ def test_damage_in_compressed_blocks(tmp_path: Path) -> None:
 def test_the_checker_sees_what_is_wrong(tier: DiskTier, tmp_path: Path) -> None:
     name, leased = new_names(2)
     put(tier, [name, leased])
-    tier.lease("a job", [leased.hash], 600)
+    tier.lease_blocks("a job", [leased.hash], 600)
     path_of(tmp_path, leased).unlink()
     (tmp_path / "writers" / "0123").mkdir()
     (tmp_path / "writers" / "0123" / "draft").write_bytes(b"left")

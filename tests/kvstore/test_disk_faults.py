@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import KVStoreError
 from penstock.kvstore import steps
-from penstock.kvstore.directory.files import Files
+from penstock.kvstore.directory.files import BlockFiles
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.local.processes import Child
 from penstock.waiting import wait_until
@@ -35,13 +35,13 @@ def check_sound(tier: DiskTier, directory: Path) -> None:
     assert all(got in (None, content(name, FORM)) for name, got in zip(NAMES, found, strict=True))
     assert tier.counters.damaged == 0
     for owner in ("a job", "another", "late", "0", "1"):
-        tier.release(owner, keys_of(NAMES))
-    assert tier.usage().leased == 0
+        tier.release_leases(owner, keys_of(NAMES))
+    assert tier.read_usage().leased == 0
     for name in NAMES:
         assert put(tier, [name], FORM) == [True]
-    assert sum(is_here(tier, NAMES)) == tier.usage().blocks == len(files(directory)) == NUM_ROOMS
+    assert sum(is_here(tier, NAMES)) == tier.read_usage().blocks == len(files(directory)) == NUM_ROOMS
     assert (tier.counters.refused, tier.counters.errors) == (0, 0)
-    assert tier.usage().bytes == BUDGET
+    assert tier.read_usage().bytes == BUDGET
     assert tier.check_integrity() == []
     assert all(path.stat().st_nlink == 1 for path in files(directory))
 
@@ -104,7 +104,7 @@ def test_files_of_the_living_are_left_alone_and_count(tmp_path: Path, halted: Ch
     for name in NAMES:
         put(tier, [name], FORM)
     assert all(path.exists() for path in drafts)
-    usage = tier.usage()
+    usage = tier.read_usage()
     assert usage.bytes <= BUDGET
     assert usage.blocks < NUM_ROOMS
     assert tier.check_integrity() == []
@@ -124,8 +124,8 @@ def test_killed_again_and_again_while_others_work(tmp_path: Path, tier: DiskTier
     worker = start(tmp_path, "work", "0")
     for step in ("put 4.2", "put 2", "lease 1", "remove 1"):
         assert start(tmp_path, "die", step, "3").wait(60) == -9
-        tier.release("a job", keys_of(NAMES))
-        tier.release("another", keys_of(NAMES))
+        tier.release_leases("a job", keys_of(NAMES))
+        tier.release_leases("another", keys_of(NAMES))
     assert worker.wait(120) == 0, worker.read_log_tail()
     check_sound(tier, tmp_path)
 
@@ -135,7 +135,7 @@ def test_killed_again_and_again_while_others_work(tmp_path: Path, tier: DiskTier
 
 def test_nobody_else_can_read_it(tmp_path: Path, tier: DiskTier) -> None:
     put(tier, NAMES[:3], FORM)
-    tier.lease("a job", keys_of(NAMES[:3]), 600)
+    tier.lease_blocks("a job", keys_of(NAMES[:3]), 600)
     for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
@@ -143,7 +143,7 @@ def test_nobody_else_can_read_it(tmp_path: Path, tier: DiskTier) -> None:
 def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path, tier: DiskTier) -> None:
     put(tier, NAMES[:NUM_ROOMS], FORM)
     smaller = DiskTier.open(FORM, tmp_path / "kv", BUDGET // 2)
-    usage = smaller.usage()
+    usage = smaller.read_usage()
     assert usage.bytes <= usage.budget == BUDGET // 2
     assert len(files(tmp_path)) == usage.blocks == NUM_ROOMS // 2
     smaller.close()
@@ -164,10 +164,10 @@ def test_attached_for_tools(tmp_path: Path, tier: DiskTier) -> None:
     names = NAMES[:3]
     put(tier, names, FORM)
     tool = DiskTier.attach(tmp_path / "kv")
-    assert tool.usage() == tier.usage()
-    assert {entry.key for entry in tool.entries()} == set(keys_of(names))
-    assert tool.stored(names[0].hash) == tier.stored(names[0].hash)
-    assert tool.remove(keys_of(names[:2])) == 2
+    assert tool.read_usage() == tier.read_usage()
+    assert {entry.key for entry in tool.list_entries()} == set(keys_of(names))
+    assert tool.read_stored(names[0].hash) == tier.read_stored(names[0].hash)
+    assert tool.remove_blocks(keys_of(names[:2])) == 2
     assert is_here(tier, names) == [False, False, True]
     tool.close()
     assert tier.check_integrity() == []
@@ -182,7 +182,7 @@ def test_a_tool_makes_no_lock(tmp_path: Path, tier: DiskTier) -> None:
     put(tier, NAMES[:3], FORM)
     tool = DiskTier.attach(tmp_path / "kv")
     lock.unlink()
-    assert tool.remove(keys_of(NAMES[:2])) == tool.usage().blocks == 0
+    assert tool.remove_blocks(keys_of(NAMES[:2])) == tool.read_usage().blocks == 0
     assert tool.counters.errors == 2
     assert not lock.exists()
     tool.close()
@@ -197,19 +197,19 @@ def test_a_disk_that_takes_nothing_is_left_alone_for_a_while(tier: DiskTier, mon
     kept, tries = NAMES[:2], list[str]()
     put(tier, kept, FORM)
 
-    def write(files: Files, path: str, *_: object) -> None:
+    def write(files: BlockFiles, path: str, *_: object) -> None:
         tries.append(path)
         Path(path).write_bytes(b"half of it")
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Files, "write", write)
+        patch.setattr(BlockFiles, "write_block", write)
         assert put(tier, NAMES[2:5], FORM) == [False] * 3
         assert (len(tries), tier.counters.errors) == (1, 1)
         assert put(tier, NAMES[5:6], FORM) == [False]
         assert len(tries) == 1, "not asked again at once"
     assert read(tier, kept, FORM) == [content(name, FORM) for name in kept]
-    assert tier.usage().blocks == 2
+    assert tier.read_usage().blocks == 2
     assert tier.check_integrity() == []
     assert not any(Path(path).exists() for path in tries)
     wait_until(lambda: put(tier, NAMES[2:5], FORM) == [True] * 3, 30, "it takes blocks again")
@@ -244,17 +244,17 @@ def test_a_failure_while_room_is_made(tier: DiskTier, monkeypatch: pytest.Monkey
         patch.setattr(os, "scandir", refuse)
         assert put(tier, NAMES[NUM_ROOMS : NUM_ROOMS + 2], FORM) == [False, False]
     assert tier.counters.errors == 1
-    assert tier.usage().bytes == BUDGET // NUM_ROOMS * (NUM_ROOMS - 1)
+    assert tier.read_usage().bytes == BUDGET // NUM_ROOMS * (NUM_ROOMS - 1)
     assert tier.check_integrity() == []
     wait_until(lambda: put(tier, NAMES[-2:], FORM) == [True, True], 30, "it takes blocks again")
-    assert tier.usage().bytes == BUDGET
+    assert tier.read_usage().bytes == BUDGET
 
 
 @pytest.mark.parametrize("what", [".", "*", "??", "lock", "writers", "leases"])
 def test_parts_of_the_directory_are_deleted(tmp_path: Path, tier: DiskTier, what: str) -> None:
     """Nothing is raised, and after a while it is all as new, also for who opens it now."""
     put(tier, NAMES[:4], FORM)
-    tier.lease("a job", keys_of(NAMES[:2]), 600)
+    tier.lease_blocks("a job", keys_of(NAMES[:2]), 600)
     for path in [tmp_path / "kv"] if what == "." else list((tmp_path / "kv").glob(what)):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for call in everything(tier):
@@ -264,7 +264,7 @@ def test_parts_of_the_directory_are_deleted(tmp_path: Path, tier: DiskTier, what
         wait_until(partial(takes, one), 30, "it takes blocks again")
         assert read(one, NAMES[5:7], FORM) == [content(name, FORM) for name in NAMES[5:7]]
     check_sound(other, tmp_path)
-    assert tier.usage() == other.usage()
+    assert tier.read_usage() == other.read_usage()
     other.close()
 
 
@@ -273,14 +273,14 @@ def test_another_thing_in_the_place_of_the_directory(tmp_path: Path, tier: DiskT
     put(tier, NAMES[:1], FORM)
     (moved := tmp_path / "moved").parent.joinpath("kv").rename(moved)
     (tmp_path / "kv").touch()
-    tier.lease("a job", keys_of(NAMES[:1]), 600)
+    tier.lease_blocks("a job", keys_of(NAMES[:1]), 600)
     assert tier.counters.errors == 1
     with (moved / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (tmp_path / "kv").unlink()
     moved.rename(tmp_path / "kv")
-    tier.lease("a job", keys_of(NAMES[:1]), 600)
-    assert tier.usage().leased == 1
+    tier.lease_blocks("a job", keys_of(NAMES[:1]), 600)
+    assert tier.read_usage().leased == 1
     assert tier.check_integrity() == []
 
 
@@ -292,9 +292,10 @@ def everything(tier: DiskTier) -> list[Callable[[], object]]:
     """All that can be asked of a tier."""
     keys = keys_of(NAMES[:3])
     return [
-        lambda: put(tier, NAMES[:6], FORM), lambda: read(tier, NAMES[:6], FORM), lambda: tier.has(keys),
-        lambda: tier.lease("a job", keys, 600), lambda: tier.release("a job", keys), lambda: tier.stored(keys[0]),
-        tier.usage, lambda: list(tier.entries()), lambda: tier.remove(keys),
+        lambda: put(tier, NAMES[:6], FORM), lambda: read(tier, NAMES[:6], FORM), lambda: tier.has_blocks(keys),
+        lambda: tier.lease_blocks("a job", keys, 600),
+        lambda: tier.release_leases("a job", keys), lambda: tier.read_stored(keys[0]),
+        tier.read_usage, lambda: list(tier.list_entries()), lambda: tier.remove_blocks(keys),
     ]  # fmt: skip
 
 
@@ -312,7 +313,7 @@ def test_strangers_in_the_directory(tmp_path: Path, tier: DiskTier) -> None:
     for name in NAMES:
         if not (root / name.hash.hex()[:2]).is_file():
             assert put(tier, [name], FORM) == [True]
-    assert tier.usage().bytes == BUDGET
+    assert tier.read_usage().bytes == BUDGET
     assert tier.counters.errors == 0
 
 
@@ -325,7 +326,7 @@ def test_a_closed_tier_does_nothing(tier: DiskTier) -> None:
 
 def test_leases_that_ran_out_do_not_stay(tier: DiskTier, tmp_path: Path) -> None:
     put(tier, NAMES[:NUM_ROOMS], FORM)
-    tier.lease("a job that died", keys_of(NAMES[:NUM_ROOMS]), 0)
+    tier.lease_blocks("a job that died", keys_of(NAMES[:NUM_ROOMS]), 0)
     assert put(tier, NAMES[NUM_ROOMS:], FORM)[-1]
     assert not list((tmp_path / "kv" / "leases").rglob("*.*"))
     assert tier.check_integrity() == []
@@ -333,6 +334,6 @@ def test_leases_that_ran_out_do_not_stay(tier: DiskTier, tmp_path: Path) -> None
 
 def test_leases_that_ran_out_go_when_it_is_opened(tier: DiskTier, tmp_path: Path) -> None:
     put(tier, NAMES[:2], FORM)
-    tier.lease("a job that died", keys_of(NAMES[:2]), 0)
+    tier.lease_blocks("a job that died", keys_of(NAMES[:2]), 0)
     open_tier(tmp_path).close()
     assert all(path.stat().st_nlink == 1 for path in files(tmp_path))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kvstore.directory.layout import room
+from penstock.kvstore.directory.layout import round_to_pages
 from penstock.kvstore.tiers import disk
 from penstock.kvstore.tiers.disk import DiskTier
 from sim.small_disk import run_on_small_disk
@@ -20,7 +20,7 @@ SIZE = BUDGET // NUM_ROOMS
 
 @pytest.fixture
 def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskTier]:
-    monkeypatch.setattr(disk, "REST_S", 0.0)
+    monkeypatch.setattr(disk, "WRITE_PAUSE_S", 0.0)
     opened = open_tier(tmp_path)
     yield opened
     opened.close()
@@ -31,7 +31,7 @@ def check_nothing_is_left(tier: DiskTier, directory: Path) -> None:
     names = new_names(NUM_ROOMS)
     assert put(tier, names, FORM) == [True] * NUM_ROOMS
     assert read(tier, names, FORM) == [content(name, FORM) for name in names]
-    usage = tier.usage()
+    usage = tier.read_usage()
     assert (usage.blocks, usage.bytes) == (NUM_ROOMS, BUDGET)
     assert [path.name for path in (directory / "kv" / "writers").glob("*/*")] == ["reserved"]
     assert tier.check_integrity() == []
@@ -55,7 +55,7 @@ def test_batches_that_cannot_be_published_leave_nothing(tier: DiskTier, tmp_path
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert tier.counters.errors == number + 1
-        assert tier.usage().bytes <= 2 * SIZE, "those of this batch alone"
+        assert tier.read_usage().bytes <= 2 * SIZE, "those of this batch alone"
         assert tier.check_integrity() == []
     check_nothing_is_left(tier, tmp_path)
 
@@ -75,7 +75,7 @@ def test_batches_that_cannot_be_recorded_leave_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", refuse)
             assert put(tier, new_names(2), FORM) == [False, False]
-        assert tier.usage().bytes == 0
+        assert tier.read_usage().bytes == 0
     check_nothing_is_left(tier, tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_a_draft_that_cannot_be_removed_counts_until_it_can(
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
         assert tier.put([block(new_name(), FORM, lambda: False), block(new_name(), FORM)]) == [False, True]
-        assert (tier.usage().blocks, tier.usage().bytes) == (1, 2 * SIZE)
+        assert (tier.read_usage().blocks, tier.read_usage().bytes) == (1, 2 * SIZE)
         assert tier.check_integrity() == []
     check_nothing_is_left(tier, tmp_path)
 
@@ -107,18 +107,18 @@ def test_a_disk_that_stays_full_is_left_alone(tier: DiskTier, monkeypatch: pytes
     """Others take what is freed: each put tries that once, and what it could not write leaves nothing."""
     tries, kept = list[str](), new_names(4)
     put(tier, kept, FORM)
-    monkeypatch.setattr(disk, "REST_S", 600.0)
+    monkeypatch.setattr(disk, "WRITE_PAUSE_S", 600.0)
 
     def refuse(path: str, *_: object) -> None:
         tries.append(path)
         Path(path).write_bytes(b"half of it")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tier._files, "write", refuse)
+    monkeypatch.setattr(tier._files, "write_block", refuse)
     for _ in range(2):
         assert put(tier, new_names(2), FORM) == [False, False]
     assert (len(tries), tier.counters.errors, tier.counters.evictions) == (2, 1, 2)
     assert [found is not None for found in read(tier, kept, FORM)] == [False, False, True, True]
-    assert tier.usage().bytes == 2 * room(SIZE)
+    assert tier.read_usage().bytes == 2 * round_to_pages(SIZE)
     assert tier.check_integrity() == []
     assert not any(Path(path).exists() for path in tries)

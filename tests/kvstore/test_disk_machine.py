@@ -71,24 +71,24 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(which=TIERS, key=KEYS)
     def has(self, which: int, key: int) -> None:
-        assert self.tiers[which].has([NAMES[key].hash]) == [key in self.here]
+        assert self.tiers[which].has_blocks([NAMES[key].hash]) == [key in self.here]
 
     @rule(which=TIERS, owner=OWNERS, keys=MANY, seconds=st.sampled_from([600, 600, 0]))
     def lease(self, which: int, owner: str, keys: Sequence[int], seconds: float) -> None:
-        self.tiers[which].lease(owner, [NAMES[key].hash for key in keys], seconds)
+        self.tiers[which].lease_blocks(owner, [NAMES[key].hash for key in keys], seconds)
         for key in self.here.intersection(keys):
             owners = self.leases.setdefault(key, set())
             (owners.add if seconds else owners.discard)(owner)
 
     @rule(which=TIERS, owner=OWNERS, keys=MANY)
     def release(self, which: int, owner: str, keys: Sequence[int]) -> None:
-        self.tiers[which].release(owner, [NAMES[key].hash for key in keys])
+        self.tiers[which].release_leases(owner, [NAMES[key].hash for key in keys])
         for key in keys:
             self.leases.get(key, set()).discard(owner)
 
     @rule(which=TIERS, key=KEYS)
     def remove(self, which: int, key: int) -> None:
-        assert self.tiers[which].remove([NAMES[key].hash]) == (key in self.here)
+        assert self.tiers[which].remove_blocks([NAMES[key].hash]) == (key in self.here)
         self.forget(key)
 
     @rule(key=KEYS, length=st.integers(0, 9000))
@@ -115,12 +115,12 @@ class DiskMachine(RuleBasedStateMachine):
         self.tiers[which] = self.open(which)
 
     def listed(self) -> dict[bytes, int]:
-        return {entry.key: entry.leases for entry in self.tiers[0].entries()}
+        return {entry.key: entry.leases for entry in self.tiers[0].list_entries()}
 
     @invariant()
     def everything_agrees(self) -> None:
         assert self.listed() == {NAMES[key].hash: len(self.leases.get(key, ())) for key in self.here}
-        usage = self.tiers[1].usage()
+        usage = self.tiers[1].read_usage()
         assert usage.bytes == self.pages() * 4096 <= usage.budget
         assert (usage.blocks, usage.leased) == (len(self.here), sum(map(bool, self.leases.values())))
         assert self.tiers[0].check_integrity() == []

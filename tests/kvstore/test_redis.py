@@ -8,8 +8,8 @@ import pytest
 import redis
 
 from penstock.kvstore.block import HEADER_BYTES, Block, BlockKey, ReadRequest
-from penstock.kvstore.codec import PayloadShape, codec_for
-from penstock.kvstore.codec.choice import Choice
+from penstock.kvstore.codec import PayloadShape, make_codecs
+from penstock.kvstore.codec.choice import AdaptiveCodec
 from penstock.kvstore.tiers import address as redis_address
 from penstock.kvstore.tiers import index as redis_index
 from penstock.kvstore.tiers.redis import RedisTier
@@ -46,7 +46,7 @@ def ttls(client: redis.Redis) -> list[int]:
 def test_nothing_stays_for_ever(tier: RedisTier, client: redis.Redis) -> None:
     names = new_names(5)
     put(tier, names)
-    tier.lease("a job", keys_of(names[:2]), 60)
+    tier.lease_blocks("a job", keys_of(names[:2]), 60)
     assert len(ttls(client)) == 5 + len(KV_INDEX)
     assert all(0 < ttl <= 2 * 600_000 for ttl in ttls(client))
 
@@ -66,11 +66,11 @@ def test_use_renews_a_block_s_time(client: redis.Redis, kv_url: str) -> None:
 def test_a_lease_outlives_a_block_s_time(client: redis.Redis, kv_url: str) -> None:
     tier, names = RedisTier.open(FORM, [kv_url], AMPLE, 0.05), new_names(2)
     put(tier, names)
-    tier.lease("a job", keys_of(names[:1]), 600)
+    tier.lease_blocks("a job", keys_of(names[:1]), 600)
     assert client.pttl(kv_key(names[0].hash)) > 500_000
     wait_until(lambda: not client.exists(kv_key(names[1].hash)), 30, "the other one's time is over")
     assert is_here(tier, names) == [True, False]
-    wait_until(lambda: put(tier, new_names(1)) and tier.usage().blocks <= 2, 30, "its entry is gone as well")
+    wait_until(lambda: put(tier, new_names(1)) and tier.read_usage().blocks <= 2, 30, "its entry is gone as well")
     assert tier.counters.evictions == 0
     assert tier.check_integrity() == []
 
@@ -85,12 +85,12 @@ def test_an_entry_without_block_is_forgotten(
     put(tier, names)
     client.delete(*(kv_key(name.hash) for name in names[:2]))
     assert is_here(tier, names) == [False, False, True]
-    assert tier.usage().blocks == 3, "a writer may just be about to write them"
-    monkeypatch.setattr(redis_index, "GRACE_MS", -10)  # all of this may happen within one millisecond
+    assert tier.read_usage().blocks == 3, "a writer may just be about to write them"
+    monkeypatch.setattr(redis_index, "WRITE_GRACE_MS", -10)  # all of this may happen within one millisecond
     assert read(tier, names[:1]) == [None]
-    assert tier.usage().blocks == 2
+    assert tier.read_usage().blocks == 2
     assert is_here(tier, names) == [False, False, True]
-    assert (tier.usage().blocks, tier.usage().bytes) == (1, STORED_BYTES)
+    assert (tier.read_usage().blocks, tier.read_usage().bytes) == (1, STORED_BYTES)
 
 
 @pytest.mark.parametrize("num_lost", range(1, len(KV_INDEX) + 1))
@@ -107,12 +107,12 @@ def test_an_index_that_lost_parts_is_begun_anew(
 def check_begun_anew(tier: RedisTier, client: redis.Redis, lost: Sequence[str], num_leased: int) -> None:
     names = new_names(4)
     put(tier, names)
-    tier.lease("a job", keys_of(names[:num_leased]), 600)
+    tier.lease_blocks("a job", keys_of(names[:num_leased]), 600)
     num_known = 3 if client.delete(*lost) else 4
     assert is_here(tier, names[:3]) == [True] * 3
-    assert (tier.usage().blocks, tier.usage().bytes) == (num_known, num_known * STORED_BYTES)
+    assert (tier.read_usage().blocks, tier.read_usage().bytes) == (num_known, num_known * STORED_BYTES)
     assert read(tier, names) == [content(name) for name in names]
-    assert tier.usage().bytes == 4 * STORED_BYTES
+    assert tier.read_usage().bytes == 4 * STORED_BYTES
 
 
 def test_a_block_that_nobody_noted_is_put_out_where_there_is_no_room(client: redis.Redis, kv_url: str) -> None:
@@ -120,13 +120,13 @@ def test_a_block_that_nobody_noted_is_put_out_where_there_is_no_room(client: red
     put(tier, names[:1])
     client.delete(*KV_INDEX)
     put(tier, names[1:])
-    tier.lease("a job", keys_of(names[1:]), 600)
+    tier.lease_blocks("a job", keys_of(names[1:]), 600)
     assert is_here(tier, names) == [False, True, True, True]
     client.set(kv_key(names[0].hash), "what nobody noted", px=60_000)
     assert put(tier, names[:1]) == [False]
     assert tier.counters.refused == 1
     assert on_server(client, names) == [False, True, True, True]
-    assert tier.usage().bytes == 3 * STORED_BYTES
+    assert tier.read_usage().bytes == 3 * STORED_BYTES
     assert tier.check_integrity() == []
 
 
@@ -138,8 +138,8 @@ def test_what_a_call_puts_out_again_it_does_not_say_is_here(
     client: redis.Redis, kv_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of more blocks than go in a batch, and than there is room for."""
-    monkeypatch.setattr(redis_index, "AT_ONCE", 4)
-    monkeypatch.setattr(redis_address, "AT_ONCE", 4)
+    monkeypatch.setattr(redis_index, "MAX_SCRIPT_KEYS", 4)
+    monkeypatch.setattr(redis_address, "MAX_SCRIPT_KEYS", 4)
     ample, small = RedisTier.open(FORM, [kv_url], AMPLE, 600), RedisTier.open(FORM, [kv_url], 6 * STORED_BYTES, 600)
     names = new_names(11)
     put(ample, names)
@@ -185,21 +185,21 @@ def test_the_index_stays_whole_whatever_happens(client: redis.Redis, kv_url: str
             case 3:
                 is_here(tier, some)
             case 4:
-                tier.lease(owner, keys_of(some), rng.choice([0.001, 600]))
+                tier.lease_blocks(owner, keys_of(some), rng.choice([0.001, 600]))
             case 5:
-                tier.release(owner, keys_of(some))
+                tier.release_leases(owner, keys_of(some))
             case 6:
-                tier.remove(keys_of(some[:1]))
+                tier.remove_blocks(keys_of(some[:1]))
             case 7:
                 client.delete(kv_key(some[0].hash))
-        usage = tier.usage()
+        usage = tier.read_usage()
         assert usage.bytes <= usage.budget
         if step % 10 == 0:
             assert tier.check_integrity() == []
     assert all(tier.counters.errors == tier.counters.damaged == 0 for tier in tiers)
-    tiers[0].release("a", keys_of(names))
-    tiers[0].release("b", keys_of(names))
-    assert tiers[0].usage().leased == 0
+    tiers[0].release_leases("a", keys_of(names))
+    tiers[0].release_leases("b", keys_of(names))
+    assert tiers[0].read_usage().leased == 0
     assert tiers[0].check_integrity() == []
 
 
@@ -216,14 +216,14 @@ def test_a_check_finds_what_does_not_agree(tier: RedisTier, client: redis.Redis)
 def test_tools_look_and_change_nothing(tier: RedisTier, kv_url: str) -> None:
     names = new_names(3)
     put(tier, names)
-    before = {entry.key: entry for entry in tier.entries()}
+    before = {entry.key: entry for entry in tier.list_entries()}
     looking = RedisTier.attach([kv_url])
-    assert looking.usage() == tier.usage()
+    assert looking.read_usage() == tier.read_usage()
     assert is_here(looking, names) == [True] * 3
-    assert {entry.key: entry for entry in looking.entries()} == before
-    assert looking.stored(names[0].hash) == tier.stored(names[0].hash)
-    assert looking.remove(keys_of(names[:2])) == 2
-    assert tier.usage().blocks == 1
+    assert {entry.key: entry for entry in looking.list_entries()} == before
+    assert looking.read_stored(names[0].hash) == tier.read_stored(names[0].hash)
+    assert looking.remove_blocks(keys_of(names[:2])) == 2
+    assert tier.read_usage().blocks == 1
     looking.close()
 
 
@@ -260,16 +260,16 @@ def test_a_value_of_another_length_is_not_taken_for_the_next_one(
 def test_a_leased_block_that_became_larger(client: redis.Redis, kv_url: str, leased: bool) -> None:
     """One that was lost, and is stored again by somebody without its codec. `leased`: all others are, too."""
     budget, names = 3 * STORED_BYTES - 1, new_names(3)
-    coded = RedisTier.open(FORM, [kv_url], budget, 600, codec_for("lossless", SHAPE))
+    coded = RedisTier.open(FORM, [kv_url], budget, 600, make_codecs("lossless", SHAPE))
     tier = RedisTier.open(FORM, [kv_url], budget, 600)
     assert coded.put([Block(names[0], memoryview(bytes(PAYLOAD_BYTES)))]) == [True]
     assert put(tier, names[1:]) == [True, True]
-    tier.lease("a job", keys_of(names if leased else names[:1]), 600)
+    tier.lease_blocks("a job", keys_of(names if leased else names[:1]), 600)
     client.delete(kv_key(names[0].hash))
     assert put(tier, names[:1]) == [not leased]
     assert on_server(client, names) == [not leased, leased, True]
-    assert (tier.usage().blocks, tier.usage().bytes) == (2, 2 * STORED_BYTES)
-    assert (tier.usage().leased, tier.counters.evictions) == ((2, 0) if leased else (1, 1))
+    assert (tier.read_usage().blocks, tier.read_usage().bytes) == (2, 2 * STORED_BYTES)
+    assert (tier.read_usage().leased, tier.counters.evictions) == ((2, 0) if leased else (1, 1))
     assert tier.check_integrity() == []
 
 
@@ -281,12 +281,12 @@ SHAPE = PayloadShape("float32", ((25, 10),) * 3)
 
 
 def test_blocks_of_any_codec_lie_side_by_side(tier: RedisTier, client: redis.Redis, kv_url: str) -> None:
-    coded, names = RedisTier.open(FORM, [kv_url], AMPLE, 600, codec_for("lossless", SHAPE)), new_names(3)
+    coded, names = RedisTier.open(FORM, [kv_url], AMPLE, 600, make_codecs("lossless", SHAPE)), new_names(3)
     payloads = [bytes(1500) + content(name)[1500:] for name in names]
     blocks = [Block(name, memoryview(payload)) for name, payload in zip(names, payloads, strict=True)]
     assert coded.put(blocks[:2]) == [True, True]
     assert tier.put(blocks[2:]) == [True]
-    assert coded.usage().bytes < 3 * STORED_BYTES
+    assert coded.read_usage().bytes < 3 * STORED_BYTES
     places = [bytearray(PAYLOAD_BYTES) for _ in names]
     wanted = [ReadRequest(name, memoryview(place)) for name, place in zip(names, places, strict=True)]
     assert coded.get(wanted) == [True] * 3
@@ -300,10 +300,10 @@ def test_blocks_of_any_codec_lie_side_by_side(tier: RedisTier, client: redis.Red
 
 def test_a_codec_that_chooses_is_told_the_speed(client: redis.Redis, kv_url: str) -> None:
     form, shape = make_form(payload_bytes=120_000), PayloadShape("float32", ((100, 100),) * 3)
-    codec = codec_for("auto", shape)
+    codec = make_codecs("auto", shape)
     tier, names = RedisTier.open(form, [kv_url], AMPLE, 600, codec), new_names(6)
     assert all(put(tier, names, form))
-    assert isinstance(codec._writer, Choice)
+    assert isinstance(codec._writer, AdaptiveCodec)
     written = codec._writer._link.num_bytes
     assert written >= 6 * 120_000
     assert read(tier, names, form) == [content(name, form) for name in names]
@@ -333,11 +333,11 @@ def test_a_writer_that_gives_up_leaves_the_block_of_another(tier: RedisTier, kv_
 
     def is_valid() -> bool:
         assert put(other, names[:2]) == [True, True]
-        other.lease("a job", keys_of(names[:1]), 600)
+        other.lease_blocks("a job", keys_of(names[:1]), 600)
         return False
 
     given_up = [block(names[0], is_valid=is_valid), *(block(name, is_valid=lambda: False) for name in names[1:])]
     assert tier.put(given_up) == [False] * 3
     assert read(other, names) == [content(names[0]), content(names[1]), None]
-    assert (other.usage().blocks, other.usage().leased) == (2, 1)
+    assert (other.read_usage().blocks, other.read_usage().leased) == (2, 1)
     other.close()

@@ -51,7 +51,7 @@ def test_damage_on_several_connections(tmp_path: Path) -> None:
         expected = [None if at in (2, 5, 7) else content(name, LARGE_FORM) for at, name in enumerate(names)]
         assert read(tier, names, LARGE_FORM) == expected
         assert (tier.counters.hits, tier.counters.misses, tier.counters.damaged) == (8, 3, 2)
-        assert list(tier.entries()) == sorted(tier.entries(), key=lambda entry: entry.used_s)
+        assert list(tier.list_entries()) == sorted(tier.list_entries(), key=lambda entry: entry.used_s)
         assert tier.check_integrity() == []
         tier.close()
 
@@ -91,16 +91,16 @@ def test_several_addresses_share_the_blocks(empty_url: str, own_server: ValkeySe
     names = new_names(40)
     assert put(tier, names) == [True] * 40
     assert read(other, names) == [content(name) for name in names]
-    tier.lease("a job", keys_of(names[:7]), 60)
-    usage = other.usage()
+    tier.lease_blocks("a job", keys_of(names[:7]), 60)
+    usage = other.read_usage()
     assert (usage.blocks, usage.bytes, usage.budget, usage.leased) == (40, 40 * STORED_BYTES, 2 * AMPLE, 7)
-    assert {entry.key for entry in other.entries()} == set(keys_of(names))
-    alone = [RedisTier.attach([url]).usage().blocks for url in urls]
+    assert {entry.key for entry in other.list_entries()} == set(keys_of(names))
+    alone = [RedisTier.attach([url]).read_usage().blocks for url in urls]
     assert sum(alone) == 40
     assert min(alone) > 5
-    other.release("a job", keys_of(names))
+    other.release_leases("a job", keys_of(names))
     assert tier.check_integrity() == []
-    assert tier.remove(keys_of(names)) == 40
+    assert tier.remove_blocks(keys_of(names)) == 40
     tier.close()
     other.close()
 
@@ -108,14 +108,14 @@ def test_several_addresses_share_the_blocks(empty_url: str, own_server: ValkeySe
 def test_one_address_down_loses_its_share_only(empty_url: str, own_server: ValkeyServer) -> None:
     tier, names = RedisTier.open(FORM, [own_server.url, empty_url], AMPLE, 60), new_names(40)
     put(tier, names)
-    here = {entry.key for entry in RedisTier.attach([empty_url]).entries()}
+    here = {entry.key for entry in RedisTier.attach([empty_url]).list_entries()}
     own_server.kill()
     expected = [content(name) if name.hash in here else None for name in names]
     assert read(tier, names) == expected
     assert tier.counters.errors == 1
     assert is_here(tier, names) == [name.hash in here for name in names]
     assert put(tier, names) == [name.hash in here for name in names]
-    assert tier.usage().blocks == len(here)
+    assert tier.read_usage().blocks == len(here)
     tier.close()
 
 
@@ -133,9 +133,9 @@ def test_a_closed_tier_has_nothing(empty_url: str, own_server: ValkeyServer) -> 
     check_away(alone)
     assert read(both, names) == [None] * 20
     assert put(both, names) == is_here(both, names) == [False] * 20
-    both.lease("a job", keys_of(names), 1)
-    both.release("a job", keys_of(names))
-    assert both.remove(keys_of(names)) == both.usage().blocks == len(list(both.entries())) == 0
+    both.lease_blocks("a job", keys_of(names), 1)
+    both.release_leases("a job", keys_of(names))
+    assert both.remove_blocks(keys_of(names)) == both.read_usage().blocks == len(list(both.list_entries())) == 0
 
 
 def test_nothing_is_received_after_a_get_that_raised(empty_url: str, own_server: ValkeyServer) -> None:
@@ -188,7 +188,7 @@ def test_a_machine_without_threads_to_spare(
 
 
 def test_scripts_forgotten_while_several_connections_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
     names = new_names(8)
     with unix_server(tmp_path) as url, redis.Redis.from_url(url) as client:
         tier = RedisTier.open(LARGE_FORM, [url], AMPLE, 60)

@@ -41,7 +41,7 @@ def test_what_is_no_address() -> None:
 def test_a_server_is_asked_again_however_often_it_was_away(
     own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
     tier, names = RedisTier.open(FORM, [own_server.url], AMPLE, 60), new_names(1)
     own_server.kill()
     for _ in range(110):
@@ -51,7 +51,7 @@ def test_a_server_is_asked_again_however_often_it_was_away(
     assert tier.counters.errors == 110
     with redis.Redis.from_url(own_server.url) as client:
         for _ in range(110):  # as a server does to clients that are idle for long
-            (idle,) = tier._addresses[0]._server._idle
+            (idle,) = tier._nodes[0]._server._idle
             client.client_kill_filter(_type="normal", skipme=True)
             wait_until(lambda wire=idle: not wire.is_quiet(), 30, "the connection is closed")  # type: ignore[misc]
             assert read(tier, names) == [content(names[0])]
@@ -60,7 +60,7 @@ def test_a_server_is_asked_again_however_often_it_was_away(
 
 
 def test_a_server_that_dies_and_comes_back_empty(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.2)
+    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.2)
     tier, names = RedisTier.open(FORM, [own_server.url], AMPLE, 60), new_names(3)
     put(tier, names)
     own_server.kill()
@@ -87,7 +87,7 @@ def test_a_restart_that_nobody_noticed_costs_no_error(own_server: ValkeyServer) 
 def broken_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server that accepts connections and answers nothing, or nonsense, or that it will not."""
     monkeypatch.setattr(redis_server, "TIMEOUT_S", 0.05)
-    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 600.0)
+    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 600.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         accepted: list[socket.socket] = []
 
@@ -160,7 +160,7 @@ def test_a_connection_cut_while_blocks_are_read(
     own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
     """What came whole is used, the rest of the batch is misses; nothing is damaged, and the next call is as before."""
-    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
     names = new_names(3)
     with Proxy(own_server.port) as proxy:
         tier = RedisTier.open(LARGE_FORM, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
@@ -180,7 +180,7 @@ def test_a_connection_cut_while_blocks_are_read(
 def test_a_connection_cut_while_blocks_are_written(
     own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
-    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
     names = new_names(3)
     with Proxy(own_server.port) as proxy:
         tier = RedisTier.open(FORM, [f"redis://127.0.0.1:{proxy.port}/0"], AMPLE, 60)
@@ -191,14 +191,14 @@ def test_a_connection_cut_while_blocks_are_written(
         proxy.left = None
         assert put(tier, names) == [True] * 3
         assert read(tier, names) == [content(name) for name in names]
-        assert (tier.usage().blocks, tier.usage().bytes) == (3, 3 * STORED_BYTES)
+        assert (tier.read_usage().blocks, tier.read_usage().bytes) == (3, 3 * STORED_BYTES)
         assert tier.check_integrity() == []
         tier.close()
 
 
 def test_a_late_reply_is_nobody_s(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reply that comes after its call gave up goes with its connection."""
-    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
     monkeypatch.setattr(redis_server, "TIMEOUT_S", 0.2)
     names = new_names(2)
     with Proxy(own_server.port) as proxy:
@@ -215,7 +215,7 @@ def test_a_late_reply_is_nobody_s(own_server: ValkeyServer, monkeypatch: pytest.
 
 def test_a_server_without_memory(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses the write: an error counted, nothing taken in. What it has can still be read."""
-    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
     tier, names = RedisTier.open(FORM, [own_server.url], AMPLE, 60), new_names(3)
     put(tier, names[:1])
     with redis.Redis.from_url(own_server.url) as client:
@@ -223,7 +223,7 @@ def test_a_server_without_memory(own_server: ValkeyServer, monkeypatch: pytest.M
     assert put(tier, names[1:]) == [False, False]
     assert tier.counters.errors == 1
     assert read(tier, names) == [content(names[0]), None, None]
-    assert (tier.usage().blocks, tier.usage().bytes) == (1, STORED_BYTES)
+    assert (tier.read_usage().blocks, tier.read_usage().bytes) == (1, STORED_BYTES)
     assert tier.counters.errors == 1
     assert tier.check_integrity() == []
     tier.close()
@@ -231,7 +231,7 @@ def test_a_server_without_memory(own_server: ValkeyServer, monkeypatch: pytest.M
 
 def test_a_server_that_evicts(own_server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take blocks and parts of the index; there is no wrong block, and the sums do not drift."""
-    monkeypatch.setattr(redis_server, "LEFT_ALONE_S", 0.0)
+    monkeypatch.setattr(redis_server, "RETRY_AFTER_S", 0.0)
     tier = RedisTier.open(LARGE_FORM, [own_server.url], 2**30, 60)
     with redis.Redis.from_url(own_server.url) as client:
         used = client.info("memory")["used_memory"]

@@ -84,7 +84,7 @@ def test_a_slot_that_is_given_away_and_back_under_a_reader(
     put(tier, [name])
 
     def away_and_back() -> None:
-        assert other.remove([name.hash]) == 1
+        assert other.remove_blocks([name.hash]) == 1
         assert put(other, [name]) == [True]
 
     at_step("get 3", away_and_back)
@@ -100,11 +100,11 @@ def test_a_half_overwritten_slot_is_a_miss(tier: SharedTier, other: SharedTier, 
     put(tier, [name, *fill])
 
     def while_it_reads() -> None:
-        other.remove([name.hash])
-        (place,) = other.arena.take([usurper.hash])
+        other.remove_blocks([name.hash])
+        (place,) = other.arena.allocate_slots([usurper.hash])
         assert place is not None
-        other.arena.tables.slot(place.slot)[HEADER_BYTES:] = content(usurper)
-        other.arena.publish([(place, usurper.hash, False)])
+        other.arena.tables.slot_memory(place.slot)[HEADER_BYTES:] = content(usurper)
+        other.arena.publish_slots([(place, usurper.hash, False)])
 
     at_step("get 1", while_it_reads)
     assert read(tier, [name]) == [None]
@@ -119,7 +119,7 @@ def test_the_same_block_from_two_writers_at_once(tier: SharedTier, other: Shared
     name = new_name()
     at_step("put 4", lambda: put(other, [name]))
     assert put(tier, [name]) == [True]
-    assert tier.usage().blocks == 1
+    assert tier.read_usage().blocks == 1
     assert read(tier, [name]) == [content(name)]
     assert check_integrity(tier.arena) == []
 
@@ -145,7 +145,7 @@ def test_memory_that_changes_while_it_is_copied(tier: SharedTier, at_step: AtSte
 
     at_step("put 1", recycled)
     assert tier.put([Block(name, memoryview(payload), lambda: is_valid[0])]) == [False]
-    assert tier.usage().blocks == 0
+    assert tier.read_usage().blocks == 0
     assert check_integrity(tier.arena) == []
 
 
@@ -155,7 +155,7 @@ def test_a_payload_of_another_size_is_the_caller_s_mistake(tier: SharedTier) -> 
     with pytest.raises(ValueError, match="bytes"):
         tier.put([Block(new_name(), memoryview(b"short"))])
     assert put(tier, good) == [True] * NUM_SLOTS
-    assert tier.usage().blocks == NUM_SLOTS
+    assert tier.read_usage().blocks == NUM_SLOTS
     assert check_integrity(tier.arena) == []
 
 
@@ -173,7 +173,7 @@ def test_slots_that_others_write_are_not_taken(tier: SharedTier, other: SharedTi
     """Where all others are leased a block is refused; the writer keeps its slot."""
     names = new_names(NUM_SLOTS - 1)
     put(tier, names)
-    tier.lease("a job", keys_of(names), 600)
+    tier.lease_blocks("a job", keys_of(names), 600)
     refused: list[bool] = []
     at_step("put 2", lambda: refused.extend(put(other, new_names(1))))
     mine = new_name()
@@ -204,7 +204,7 @@ def test_closing_waits_for_what_is_being_written(tier: SharedTier, other: Shared
     closer.start()
     closer.join(0.1)
     assert closer.is_alive()
-    other.arena.tidy()
+    other.arena.reclaim_stale()
     assert [state for state in other.arena.tables.state.tolist() if state] == [1]
     go_on.set()
     closer.join(30)
@@ -220,11 +220,11 @@ def test_a_closed_tier_has_nothing_and_takes_nothing(tier: SharedTier, other: Sh
     assert read(tier, names) == [None, None]
     assert put(tier, names) == [False, False]
     assert is_here(tier, names) == [False, False]
-    tier.lease("a job", keys_of(names), 600)
-    tier.release("a job", keys_of(names))
-    assert tier.remove(keys_of(names)) == 0
-    assert list(tier.entries()) == []
-    assert tier.stored(names[0].hash) is None
-    assert tier.usage().blocks == 0
+    tier.lease_blocks("a job", keys_of(names), 600)
+    tier.release_leases("a job", keys_of(names))
+    assert tier.remove_blocks(keys_of(names)) == 0
+    assert list(tier.list_entries()) == []
+    assert tier.read_stored(names[0].hash) is None
+    assert tier.read_usage().blocks == 0
     assert is_here(other, names) == [True, False]
-    assert other.usage().leased == 0
+    assert other.read_usage().leased == 0

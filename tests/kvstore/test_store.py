@@ -116,9 +116,9 @@ def test_reading_may_start_later(store: KVStore, depth: int) -> None:
 
 def test_the_prefix_ends_at_the_first_block_that_no_tier_has(store: KVStore) -> None:
     names = fill(store)
-    store.tiers[0].remove([names[0].hash, names[2].hash, names[3].hash])
-    store.tiers[1].remove([names[0].hash, names[3].hash])
-    store.tiers[2].remove([names[3].hash])
+    store.tiers[0].remove_blocks([names[0].hash, names[2].hash, names[3].hash])
+    store.tiers[1].remove_blocks([names[0].hash, names[3].hash])
+    store.tiers[2].remove_blocks([names[3].hash])
     payloads = expected()
     assert read(store) == [(payloads[0], 2), (payloads[1], 0), (payloads[2], 1)]
     assert read(store, start=3) == []
@@ -129,7 +129,7 @@ def test_the_prefix_ends_at_the_first_block_that_no_tier_has(store: KVStore) -> 
 def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(store: KVStore, places: list[Place], depth: int) -> None:
     names = fill(store)
     for upper in store.tiers[:depth]:
-        upper.remove([name.hash for name in names])
+        upper.remove_blocks([name.hash for name in names])
     tier = store.tiers[depth]
     places[depth].damage(tier, names[2].hash, lambda stored: stored[:-1] + bytes([stored[-1] ^ 1]))
     want = found(depth)
@@ -137,7 +137,7 @@ def test_a_damaged_block_is_counted_and_the_next_tier_is_asked(store: KVStore, p
         want[2] = (want[2][0], depth + 1)
     assert read(store) == (want if depth < 2 else want[:2])
     assert (tier.counters.hits, tier.counters.damaged) == (4, 1)
-    assert tier.has([names[2].hash]) == [False]
+    assert tier.has_blocks([names[2].hash]) == [False]
 
 
 def test_another_tenant_model_or_prompt_reads_nothing_of_it(store: KVStore, make_store: MakeStore) -> None:
@@ -158,7 +158,7 @@ def test_a_partial_block_is_not_used_for_a_longer_prompt(store: KVStore) -> None
 def test_where_a_block_is_to_be_written(store: KVStore) -> None:
     names = fill(store, 0b110)
     keys = [name.hash for name in names]
-    store.tiers[2].remove(keys[3:])
+    store.tiers[2].remove_blocks(keys[3:])
     depths = store.find_tiers(keys)
     assert depths == [1, 1, 1, 1, 1]
     assert store.hand_off_index == 2
@@ -174,9 +174,9 @@ def test_the_hand_off_tier_is_the_first_that_all_can_read(make_store: MakeStore)
     names = names_of(store)
     blocks = [(Block(name, memoryview(one)), 0b11) for name, one in zip(names, expected(), strict=True)]
     store.store_blocks(blocks, behind=False)
-    assert [tier.usage().blocks for tier in store.tiers] == [5, 0]
+    assert [tier.read_usage().blocks for tier in store.tiers] == [5, 0]
     store.store_blocks(blocks, behind=True)
-    assert [tier.usage().blocks for tier in store.tiers] == [5, 5]
+    assert [tier.read_usage().blocks for tier in store.tiers] == [5, 5]
     assert make_store(redis_mb=0, shared_mb=0).hand_off_index == 0
     alone = make_store(redis_mb=0, shared_mb=0, disk_mb=0)
     assert (alone.hand_off_index, alone.all_tiers) == (-1, 0)
@@ -188,14 +188,14 @@ def test_the_hand_off_tier_is_the_first_that_all_can_read(make_store: MakeStore)
 def test_leases_are_taken_in_the_hand_off_tier(store: KVStore) -> None:
     names = fill(store)
     store.lease_blocks("job", names)
-    assert [tier.usage().leased for tier in store.tiers] == [0, 0, 5]
+    assert [tier.read_usage().leased for tier in store.tiers] == [0, 0, 5]
     store.release_leases("job", names)
-    assert store.tiers[2].usage().leased == 0
+    assert store.tiers[2].read_usage().leased == 0
 
 
 def test_what_is_slower_than_computing_is_not_read(store: KVStore) -> None:
     names = fill(store)
-    store.tiers[0].remove([name.hash for name in names[2:]])
+    store.tiers[0].remove_blocks([name.hash for name in names[2:]])
     store.set_compute_speed(lambda: 40.0)  # 100 ms a block
     store.cost.tier_speed("shared").record_read(1, 0.0)
     assert store.cost.tier_speed("disk").begin_probe()
@@ -211,7 +211,7 @@ def test_memory_is_read_though_its_reader_waits_for_a_processor(
     """Of memory the processor time counts: the engine would wait as well. A disk that takes long is left alone."""
     names = fill(store)
     for tier in store.tiers[:depth]:
-        tier.remove([name.hash for name in names])
+        tier.remove_blocks([name.hash for name in names])
     tier, get = store.tiers[depth], store.tiers[depth].get
 
     def get_late(wanted: Sequence[ReadRequest]) -> list[bool]:

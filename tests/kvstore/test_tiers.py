@@ -45,7 +45,7 @@ def fill(tier: Tier) -> list[BlockKey]:
         names += new_names(1)
         assert put(tier, names[-1:]) == [True]
         assert len(names) < 1000
-    kept = {entry.key for entry in tier.entries()}
+    kept = {entry.key for entry in tier.list_entries()}
     return [name for name in names if name.hash in kept]
 
 
@@ -62,9 +62,9 @@ def test_what_is_put_is_got_in_the_order_asked(tier: Tier) -> None:
 
 
 def test_nothing_is_a_batch(tier: Tier) -> None:
-    assert (tier.put([]), tier.get([]), tier.has([]), tier.remove([])) == ([], [], [], 0)
-    tier.lease("a job", [], 10)
-    tier.release("a job", [])
+    assert (tier.put([]), tier.get([]), tier.has_blocks([]), tier.remove_blocks([])) == ([], [], [], 0)
+    tier.lease_blocks("a job", [], 10)
+    tier.release_leases("a job", [])
     assert (tier.counters.hits, tier.counters.misses) == (0, 0)
 
 
@@ -93,7 +93,7 @@ def test_a_block_that_is_here_already_counts_as_stored(tier: Tier) -> None:
     assert put(tier, [name]) == [True]
     assert put(tier, [name, name]) == [True, True]
     assert read(tier, [name]) == [content(name)]
-    assert tier.usage().blocks == 1
+    assert tier.read_usage().blocks == 1
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, NUM_TOKENS])
@@ -206,7 +206,7 @@ def test_a_truncated_block_is_a_miss(tier: Tier, damage: Damage, length: int) ->
 def test_swapped_blocks_are_misses(tier: Tier, damage: Damage) -> None:
     one, two = new_names(2)
     put(tier, [one, two])
-    first, second = tier.stored(one.hash), tier.stored(two.hash)
+    first, second = tier.read_stored(one.hash), tier.read_stored(two.hash)
     assert first
     assert second
     damage(tier, one.hash, lambda _: second)
@@ -218,7 +218,7 @@ def test_swapped_blocks_are_misses(tier: Tier, damage: Damage) -> None:
 def test_the_header_of_one_on_the_content_of_another(tier: Tier, damage: Damage) -> None:
     one, two = new_names(2)
     put(tier, [one, two])
-    other = tier.stored(two.hash)
+    other = tier.read_stored(two.hash)
     assert other
     damage(tier, one.hash, lambda stored: stored[:HEADER_BYTES] + other[HEADER_BYTES:])
     assert read(tier, [one]) == [None]
@@ -237,11 +237,11 @@ def test_damage_does_not_spread(tier: Tier, damage: Damage) -> None:
 def test_a_leased_block_that_is_damaged_is_removed(tier: Tier, damage: Damage) -> None:
     name = new_name()
     put(tier, [name])
-    tier.lease("a job", [name.hash], 60)
+    tier.lease_blocks("a job", [name.hash], 60)
     damage(tier, name.hash, lambda stored: bytes(len(stored)))
     assert read(tier, [name]) == [None]
     check_damage_was_removed(tier, name)
-    assert tier.usage().leased == 0
+    assert tier.read_usage().leased == 0
 
 
 # The page tag.
@@ -253,7 +253,7 @@ def test_memory_that_became_another_block_s_is_not_stored(tier: Tier) -> None:
     assert read(tier, [bad, good]) == [None, content(good)]
     assert tier.counters.damaged == 0
     assert tier.counters.bytes_written == PAYLOAD_BYTES
-    assert [entry.key for entry in tier.entries()] == [good.hash]
+    assert [entry.key for entry in tier.list_entries()] == [good.hash]
     assert put(tier, [bad]) == [True]
 
 
@@ -277,9 +277,9 @@ def test_the_budget_is_kept(make_tier: MakeTier) -> None:
     tier, names = make_tier(FORM, SMALL), new_names(60)
     for start in range(0, 60, 3):
         assert all(put(tier, names[start : start + 3]))
-        usage = tier.usage()
+        usage = tier.read_usage()
         assert 0 < usage.blocks * STORED_BYTES <= usage.bytes <= usage.budget <= SMALL
-        assert usage.blocks == sum(1 for _ in tier.entries())
+        assert usage.blocks == sum(1 for _ in tier.list_entries())
     assert tier.counters.evictions >= 60 - SMALL // STORED_BYTES
     assert tier.counters.refused == 0
     assert is_here(tier, names[-2:]) == [True, True]
@@ -288,7 +288,7 @@ def test_the_budget_is_kept(make_tier: MakeTier) -> None:
 def test_a_batch_larger_than_the_budget(make_tier: MakeTier) -> None:
     tier, names = make_tier(FORM, SMALL), new_names(60)
     put(tier, names)
-    assert tier.usage().bytes <= SMALL
+    assert tier.read_usage().bytes <= SMALL
     found = read(tier, names)
     assert any(found)
     assert all(got in (None, content(name)) for got, name in zip(found, names, strict=True))
@@ -318,7 +318,7 @@ def test_what_was_used_longest_ago_goes_first(make_tier: MakeTier, use: Callable
     order += (added := new_names(len(names) // 4))
     for name in added:
         assert put(tier, [name]) == [True]
-    kept = {entry.key for entry in tier.entries()}
+    kept = {entry.key for entry in tier.list_entries()}
     here = [name.hash in kept for name in order]
     assert here == sorted(here), "something went before what was used longer ago"
     assert not here[0]
@@ -332,16 +332,16 @@ def test_leased_blocks_stay_and_go_when_they_are_released(make_tier: MakeTier) -
     tier = make_tier(FORM, SMALL)
     names = fill(tier)
     leased = names[:2]
-    tier.lease("a job", keys_of(leased), 600)
-    assert tier.usage().leased == 2
+    tier.lease_blocks("a job", keys_of(leased), 600)
+    assert tier.read_usage().leased == 2
     for name in new_names(30):
         assert put(tier, [name]) == [True]
-    kept = {entry.key: entry.leases for entry in tier.entries()}
+    kept = {entry.key: entry.leases for entry in tier.list_entries()}
     assert [kept.get(name.hash) for name in leased] == [1, 1]
     assert sum(kept.values()) == 2
-    tier.release("a job", keys_of(leased))
-    tier.release("a job", keys_of(leased))
-    assert tier.usage().leased == 0
+    tier.release_leases("a job", keys_of(leased))
+    tier.release_leases("a job", keys_of(leased))
+    assert tier.read_usage().leased == 0
     for name in new_names(30):
         assert put(tier, [name]) == [True]
     assert is_here(tier, leased) == [False, False]
@@ -350,8 +350,8 @@ def test_leased_blocks_stay_and_go_when_they_are_released(make_tier: MakeTier) -
 def test_a_lease_ends_with_its_time(make_tier: MakeTier) -> None:
     tier = make_tier(FORM, SMALL)
     names = fill(tier)
-    tier.lease("a job", keys_of(names), 0.05)
-    wait_until(lambda: tier.usage().leased == 0, 30, "leases run out")
+    tier.lease_blocks("a job", keys_of(names), 0.05)
+    wait_until(lambda: tier.read_usage().leased == 0, 30, "leases run out")
     assert put(tier, new_names(2)) == [True, True]
     assert tier.counters.refused == 0
 
@@ -359,48 +359,48 @@ def test_a_lease_ends_with_its_time(make_tier: MakeTier) -> None:
 def test_a_second_lease_of_the_same_owner_moves_the_end(make_tier: MakeTier) -> None:
     tier, (longer, shorter) = make_tier(FORM, AMPLE), new_names(2)
     put(tier, [longer, shorter])
-    tier.lease("a job", [longer.hash], 0.05)
-    tier.lease("a job", [longer.hash], 600)
-    tier.lease("a job", [shorter.hash], 600)
-    tier.lease("a job", [shorter.hash], 0.05)
-    wait_until(lambda: tier.usage().leased == 1, 30, "the shorter lease runs out")
-    assert {entry.key: entry.leases for entry in tier.entries()} == {longer.hash: 1, shorter.hash: 0}
-    tier.release("a job", [longer.hash])
-    assert tier.usage().leased == 0
+    tier.lease_blocks("a job", [longer.hash], 0.05)
+    tier.lease_blocks("a job", [longer.hash], 600)
+    tier.lease_blocks("a job", [shorter.hash], 600)
+    tier.lease_blocks("a job", [shorter.hash], 0.05)
+    wait_until(lambda: tier.read_usage().leased == 1, 30, "the shorter lease runs out")
+    assert {entry.key: entry.leases for entry in tier.list_entries()} == {longer.hash: 1, shorter.hash: 0}
+    tier.release_leases("a job", [longer.hash])
+    assert tier.read_usage().leased == 0
 
 
 def test_owners_are_independent(make_tier: MakeTier) -> None:
     tier, other, name = make_tier(FORM, AMPLE), make_tier(FORM, AMPLE), new_name()
     put(tier, [name])
-    tier.lease("one", [name.hash], 600)
-    other.lease("two", [name.hash], 600)
-    assert [entry.leases for entry in tier.entries()] == [2]
-    assert tier.usage().leased == 1
-    other.release("one", [name.hash])
-    assert [entry.leases for entry in tier.entries()] == [1]
-    tier.release("three", [name.hash])
-    assert tier.usage().leased == 1
-    tier.release("two", [name.hash])
-    assert tier.usage().leased == 0
+    tier.lease_blocks("one", [name.hash], 600)
+    other.lease_blocks("two", [name.hash], 600)
+    assert [entry.leases for entry in tier.list_entries()] == [2]
+    assert tier.read_usage().leased == 1
+    other.release_leases("one", [name.hash])
+    assert [entry.leases for entry in tier.list_entries()] == [1]
+    tier.release_leases("three", [name.hash])
+    assert tier.read_usage().leased == 1
+    tier.release_leases("two", [name.hash])
+    assert tier.read_usage().leased == 0
 
 
 def test_nothing_to_lease(tier: Tier) -> None:
-    tier.lease("a job", keys_of(new_names(3)), 600)
-    tier.release("a job", keys_of(new_names(3)))
-    assert tier.usage().leased == 0
+    tier.lease_blocks("a job", keys_of(new_names(3)), 600)
+    tier.release_leases("a job", keys_of(new_names(3)))
+    assert tier.read_usage().leased == 0
 
 
 def test_when_all_is_leased_a_block_is_refused(make_tier: MakeTier) -> None:
     tier = make_tier(FORM, SMALL)
     names = fill(tier)
     while put(tier, extra := new_names(1)) == [True]:  # a tier may put out more than it must at a time
-        tier.lease("a job", keys_of(names + extra), 600)
-        names = [*(name for name in names if name.hash in {entry.key for entry in tier.entries()}), *extra]
+        tier.lease_blocks("a job", keys_of(names + extra), 600)
+        names = [*(name for name in names if name.hash in {entry.key for entry in tier.list_entries()}), *extra]
         assert len(names) < 100
     assert tier.counters.refused == 1
     assert is_here(tier, extra) == [False]
     assert read(tier, names) == [content(name) for name in names]
-    tier.release("a job", keys_of(names[:1]))
+    tier.release_leases("a job", keys_of(names[:1]))
     assert put(tier, extra) == [True]
     assert is_here(tier, [names[0], *extra]) == [False, True]
 
@@ -408,11 +408,11 @@ def test_when_all_is_leased_a_block_is_refused(make_tier: MakeTier) -> None:
 def test_a_lease_ends_with_its_block(tier: Tier) -> None:
     name = new_name()
     put(tier, [name])
-    tier.lease("a job", [name.hash], 600)
-    assert tier.remove([name.hash]) == 1
-    assert tier.usage().leased == 0
+    tier.lease_blocks("a job", [name.hash], 600)
+    assert tier.remove_blocks([name.hash]) == 1
+    assert tier.read_usage().leased == 0
     put(tier, [name])
-    assert [entry.leases for entry in tier.entries()] == [0]
+    assert [entry.leases for entry in tier.list_entries()] == [0]
 
 
 # Looking and removing.
@@ -428,40 +428,40 @@ def test_has_says_what_is_here_and_counts_nothing(tier: Tier) -> None:
 def test_remove(tier: Tier) -> None:
     names = new_names(4)
     put(tier, names)
-    assert tier.remove(keys_of([names[0], new_name(), names[2]])) == 2
-    assert tier.remove(keys_of([names[0]])) == 0
+    assert tier.remove_blocks(keys_of([names[0], new_name(), names[2]])) == 2
+    assert tier.remove_blocks(keys_of([names[0]])) == 0
     assert is_here(tier, names) == [False, True, False, True]
     assert tier.counters.evictions == 0
-    assert tier.usage().blocks == 2
-    tier.remove(keys_of(names))
-    assert tier.usage().blocks == 0
+    assert tier.read_usage().blocks == 2
+    tier.remove_blocks(keys_of(names))
+    assert tier.read_usage().blocks == 0
 
 
 def test_usage_follows_what_is_there(make_tier: MakeTier) -> None:
     tier, other, names = make_tier(FORM, AMPLE), make_tier(FORM, AMPLE), new_names(10)
-    before = tier.usage()
+    before = tier.read_usage()
     assert (before.blocks, before.leased) == (0, 0)
     assert before.budget <= AMPLE
     put(tier, names)
-    after = other.usage()
+    after = other.read_usage()
     assert after.blocks == 10
     assert after.bytes - before.bytes >= 10 * STORED_BYTES
-    tier.remove(keys_of(names))
-    assert other.usage() == before
+    tier.remove_blocks(keys_of(names))
+    assert other.read_usage() == before
 
 
 def test_entries_and_stored_show_what_is_there(tier: Tier) -> None:
     names = new_names(3)
     put(tier, names)
-    entries = {entry.key: entry for entry in tier.entries()}
+    entries = {entry.key: entry for entry in tier.list_entries()}
     assert entries.keys() == set(keys_of(names))
     for name in names:
         assert entries[name.hash].bytes >= STORED_BYTES
-        stored = tier.stored(name.hash)
+        stored = tier.read_stored(name.hash)
         assert stored is not None
         assert len(stored) == STORED_BYTES
         assert stored[HEADER_BYTES:] == content(name)
-    assert tier.stored(new_name().hash) is None
+    assert tier.read_stored(new_name().hash) is None
     assert (tier.counters.hits, tier.counters.misses) == (0, 0)
 
 
@@ -470,7 +470,7 @@ def test_entries_tell_the_order_of_use(tier: Tier) -> None:
     for name in names:
         put(tier, [name])
     use_by_get(tier, names[0])
-    used = {entry.key: entry.used_s for entry in tier.entries()}
+    used = {entry.key: entry.used_s for entry in tier.list_entries()}
     assert used[names[0].hash] >= used[names[3].hash] >= used[names[1].hash]
 
 
@@ -490,11 +490,11 @@ def test_threads_at_once(make_tier: MakeTier) -> None:
                 for name, got in zip(some, read(tier, some), strict=True):
                     if got not in (None, content(name)):
                         failures.append(name)
-                tier.lease(str(seed), keys_of(some), 600)
-                tier.has(keys_of(some))
+                tier.lease_blocks(str(seed), keys_of(some), 600)
+                tier.has_blocks(keys_of(some))
                 if rng.random() < 0.2:
-                    tier.remove(keys_of(some[:1]))
-                tier.release(str(seed), keys_of(some))
+                    tier.remove_blocks(keys_of(some[:1]))
+                tier.release_leases(str(seed), keys_of(some))
         except BaseException as error:  # shown by the main thread
             failures.append(error)
 
@@ -504,6 +504,6 @@ def test_threads_at_once(make_tier: MakeTier) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    usage = tiers[0].usage()
+    usage = tiers[0].read_usage()
     assert (usage.leased, usage.bytes <= SMALL) == (0, True)
     assert all(tier.counters.damaged == 0 for tier in tiers)

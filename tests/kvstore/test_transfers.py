@@ -117,7 +117,7 @@ def test_a_tail_without_its_blocks_is_not_read(store: KVStore) -> None:
 
 def test_what_the_tiers_lack_is_said(store: KVStore) -> None:
     names, pool = fill(store, 0b10), Pool(held=3)
-    store.tiers[1].remove([names[0].hash])
+    store.tiers[1].remove_blocks([names[0].hash])
     transfers = Transfers(store, pool, 10)
     transfers.submit_load(LoadOperation("mine", names[:4]))
     (done,) = collected(transfers)
@@ -135,12 +135,12 @@ def test_shipped_blocks_can_be_read_and_go_behind(store: KVStore) -> None:
     assert done is ship
     assert ship.is_written.result(20) == ship.finished_s
     assert [payload for payload, _ in read(store)] == expected()
-    assert store.tiers[0].usage().leased == 5
+    assert store.tiers[0].read_usage().leased == 5
     all_back(transfers, pool)
-    assert store.tiers[1].usage().blocks == 5
+    assert store.tiers[1].read_usage().blocks == 5
     transfers.submit_release("job", names)
     transfers.close()
-    assert store.tiers[0].usage().leased == 0
+    assert store.tiers[0].read_usage().leased == 0
 
 
 def test_what_would_take_up_too_much_of_the_pool_is_not_written_behind(store: KVStore) -> None:
@@ -152,7 +152,7 @@ def test_what_would_take_up_too_much_of_the_pool_is_not_written_behind(store: KV
     collected(transfers)
     all_back(transfers, pool)
     transfers.close()
-    assert [tier.usage().blocks for tier in store.tiers] == [5, 0]
+    assert [tier.read_usage().blocks for tier in store.tiers] == [5, 0]
     assert store.stats.not_written == 5
 
 
@@ -173,7 +173,7 @@ def test_what_no_job_waits_for_takes_up_so_much_of_the_pool_at_most(
     collected(transfers)
     all_back(transfers, pool)
     transfers.close()
-    assert [tier.usage().blocks for tier in store.tiers] == [4, 4]
+    assert [tier.read_usage().blocks for tier in store.tiers] == [4, 4]
 
 
 def held_up(store: KVStore, method: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> threading.Event:

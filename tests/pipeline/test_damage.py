@@ -122,4 +122,4 @@ def test_damage_everywhere_all_the_time_changes_no_token(
         assert wrong == 0, f"{wrong} of {answers} answers; {dict(vandal.strikes)}"
         assert sum(one.damaged for one in counters) > 0
         assert {strike.split()[0] for strike in vandal.strikes} == set(TIERS)
-        assert all(tier.usage().leased == 0 for tier in line.decode.store.tiers)
+        assert all(tier.read_usage().leased == 0 for tier in line.decode.store.tiers)

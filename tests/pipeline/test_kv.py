@@ -133,10 +133,10 @@ def test_leases_live_as_long_as_the_job(line: Line) -> None:
     line.send(request)
     line.run_prefill(1)
     (shared, _) = line.decode.store.tiers
-    assert shared.usage().leased == 5
+    assert shared.read_usage().leased == 5
     line.run_until(1)
     line.decode.kv.close()
-    assert shared.usage().leased == 0
+    assert shared.read_usage().leased == 0
 
 
 def test_the_end_of_leases_hashes_no_prompt_again(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_job_whose_blocks_are_gone_is_computed_again_and_counted(line: Line) -
     line.send(request)
     line.run_prefill(1)
     for tier in line.decode.store.tiers:
-        tier.remove([entry.key for entry in tier.entries()][:3])
+        tier.remove_blocks([entry.key for entry in tier.list_entries()][:3])
     (result,) = line.run_until(1)
     assert result.token_ids == expected
     stats = line.decode.store.stats

@@ -67,13 +67,13 @@ class Arena:
         self._slots = SlotTable(self.tables)
         self._guard = TablesLock(self._slots, self._locks)
         self._changing = TablesChange(self._guard)
-        self.growth = ArenaAllocator(fd, self.tables, self._slots, self._locks, self._changing)
+        self.allocator = ArenaAllocator(fd, self.tables, self._slots, self._locks, self._changing)
         self.owner = self._become_owner()
 
     @classmethod
     def open(cls, form: BlockFormat, pipeline: str, budget_bytes: int, directory: str = "") -> "Arena":
         """The host's arena for this pipeline and form: the steps in file.py. Raises `KVStoreError`."""
-        geometry = Geometry.within(form.payload_bytes, budget_bytes)
+        geometry = Geometry.fit_budget(form.payload_bytes, budget_bytes)
         if not geometry.num_slots:
             raise KVStoreError(f"{SETTING}: {budget_bytes} bytes hold no block of {geometry.slot_bytes} bytes")
         path = arena_path(directory, pipeline, form, geometry)
@@ -83,7 +83,7 @@ class Arena:
             steps.reached("open 1")
             initialize_arena(fd, path, geometry, form, pipeline)
             arena = cls(path, fd, geometry, form)
-        arena.growth.start()
+        arena.allocator.start()
         return arena
 
     @classmethod
@@ -97,161 +97,161 @@ class Arena:
             return cls(path, fd, *described)
 
     @property
-    def num_usable(self) -> int:
+    def num_usable_slots(self) -> int:
         """Slots that have memory, or will."""
-        return self.tables.words[W_ALLOCATED] if self.growth.is_over else self.geometry.num_slots
+        return self.tables.words[W_ALLOCATED] if self.allocator.is_finished else self.geometry.num_slots
 
-    def find(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
+    def find_slots(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
         """Where blocks are that can be read. Those were used now."""
         with self._guard as is_open:
             if not is_open:
                 return [None] * len(keys)
-            return [self._use(slot) if slot >= 0 else None for slot in self._find(keys)]
+            return [self._touch_slot(slot) if slot >= 0 else None for slot in self._look_up(keys)]
 
-    def peek(self, key: bytes) -> SlotRef | None:
+    def peek_slot(self, key: bytes) -> SlotRef | None:
         """Where a block is; it was not used by that."""
         with self._guard as is_open:
-            (slot,) = self._find([key]) if is_open else (-1,)
+            (slot,) = self._look_up([key]) if is_open else (-1,)
             return SlotRef(slot, self.tables.generation[slot]) if slot >= 0 else None
 
-    def take(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
+    def allocate_slots(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
         """Slots to write these blocks in; `HERE` for those that are here, None where all room is taken.
 
         They are this process's alone until it publishes them.
         """
-        self.growth.provide(len(keys))
+        self.allocator.ensure_free_slots(len(keys))
         with self._changing as is_open:
             if not is_open:
                 return [None] * len(keys)
             if self.tables.words[W_NUM_FREE] < len(keys):
-                self._tidy()
-            places = [self._take(key) for key in keys]
+                self._reclaim_stale()
+            places = [self._allocate_slot(key) for key in keys]
             self._guard.num_writing += sum(place is not None and place is not ALREADY_STORED for place in places)
             return places
 
-    def publish(self, places: Sequence[tuple[SlotRef, bytes, bool]]) -> list[bool]:
+    def publish_slots(self, places: Sequence[tuple[SlotRef, bytes, bool]]) -> list[bool]:
         """Each slot taken, with its key and whether the block is whole there: now it is found, or the slot is free."""
         with self._changing:
-            self._guard.wrote(len(places))
-            return [self._publish(*one) for one in places]
+            self._guard.finish_writes(len(places))
+            return [self._publish_slot(*one) for one in places]
 
-    def is_still(self, place: SlotRef) -> bool:
+    def is_current(self, place: SlotRef) -> bool:
         """Whether the slot was not given to another block meanwhile. Without the lock."""
         return self.tables.generation[place.slot] == place.generation
 
-    def drop(self, places: Sequence[SlotRef]) -> int:
+    def drop_slots(self, places: Sequence[SlotRef]) -> int:
         """Forget the blocks that lie there still, leased or not; how many did."""
         with self._changing as is_open:
             num_dropped = 0
             for place in places if is_open else ():
-                if self.tables.state[place.slot] == READY and self.is_still(place):
-                    self._slots.forget(place.slot)
+                if self.tables.state[place.slot] == READY and self.is_current(place):
+                    self._slots.forget_slot(place.slot)
                     num_dropped += 1
             return num_dropped
 
-    def remove(self, keys: Sequence[bytes]) -> int:
+    def remove_blocks(self, keys: Sequence[bytes]) -> int:
         """Forget blocks; how many were here."""
         with self._changing as is_open:
             num_removed = 0
             for key in keys if is_open else ():
-                if (slot := self._slots.index.find(key)) >= 0:
-                    self._slots.forget(slot)
+                if (slot := self._slots.index.find_slot(key)) >= 0:
+                    self._slots.forget_slot(slot)
                     num_removed += 1
             return num_removed
 
-    def lease(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
+    def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
         """Keep these blocks from eviction."""
         with self._changing as is_open:
             if is_open:
-                self._expire()
-                self._slots.leases.take(owner, [slot for slot in self._find(keys) if slot >= 0], seconds)
+                self._expire_leases()
+                self._slots.leases.lease_slots(owner, [slot for slot in self._look_up(keys) if slot >= 0], seconds)
 
-    def release(self, owner: str, keys: Sequence[bytes]) -> None:
+    def release_leases(self, owner: str, keys: Sequence[bytes]) -> None:
         """End leases."""
         with self._changing as is_open:
             if is_open:
-                self._slots.leases.release(owner, [slot for slot in self._find(keys) if slot >= 0])
+                self._slots.leases.release_slots(owner, [slot for slot in self._look_up(keys) if slot >= 0])
 
-    def count(self) -> tuple[int, int]:
+    def count_blocks(self) -> tuple[int, int]:
         """How many blocks there are, and how many of them are leased."""
         with self._changing as is_open:
             if not is_open:
                 return 0, 0
-            self._expire()
+            self._expire_leases()
             return self.tables.words[W_NUM_READY], int((self.tables.lease_count_array > 0).sum())
 
-    def rows(self) -> list[tuple[bytes, int, int]]:
+    def list_blocks(self) -> list[tuple[bytes, int, int]]:
         """Key, time of last use (ns, monotonic) and leases of every block."""
         with self._changing as is_open:
             if not is_open:
                 return []
-            self._expire()
+            self._expire_leases()
             tables = self.tables
             ready = [slot for slot, state in enumerate(tables.state.tolist()) if state == READY]
-            return [(tables.key_of(slot), tables.used[slot], tables.lease_count[slot]) for slot in ready]
+            return [(tables.slot_key(slot), tables.used[slot], tables.lease_count[slot]) for slot in ready]
 
-    def tidy(self) -> None:
+    def reclaim_stale(self) -> None:
         """Free what dead owners were writing and end leases whose time is over, as is done when room is wanted."""
         with self._changing as is_open:
             if is_open:
-                self._tidy()
+                self._reclaim_stale()
 
     @contextmanager
-    def holding(self) -> Iterator[ByteLocks]:
+    def hold_tables(self) -> Iterator[ByteLocks]:
         """Nothing changes meanwhile: for who looks at the tables."""
         with self._guard:
             yield self._locks
 
     def close(self) -> None:
         """Let go, once what is being written is published. The blocks stay."""
-        self.growth.stop()
+        self.allocator.stop()
         if self._guard.close():
             self._locks.unlock_all()
             os.close(self._fd)
 
-    def _find(self, keys: Sequence[bytes]) -> list[int]:
-        find = self._slots.index.find
+    def _look_up(self, keys: Sequence[bytes]) -> list[int]:
+        find = self._slots.index.find_slot
         return [find(key) for key in keys]
 
-    def _use(self, slot: int) -> SlotRef:
+    def _touch_slot(self, slot: int) -> SlotRef:
         """The block there was used now."""
         tables = self.tables
         now = tables.words[W_CLOCK] = max(tables.words[W_CLOCK] + 1, time.monotonic_ns())
         tables.used[slot] = now
         return SlotRef(slot, tables.generation[slot])
 
-    def _take(self, key: bytes) -> SlotRef | None:
-        if (slot := self._slots.index.find(key)) >= 0:
-            self._use(slot)
+    def _allocate_slot(self, key: bytes) -> SlotRef | None:
+        if (slot := self._slots.index.find_slot(key)) >= 0:
+            self._touch_slot(slot)
             return ALREADY_STORED
         if not self.tables.words[W_NUM_FREE]:
-            self.num_evicted += self._slots.evict()
-        slot = self._slots.take(key, self.owner)
+            self.num_evicted += self._slots.evict_oldest()
+        slot = self._slots.allocate_slot(key, self.owner)
         return SlotRef(slot, self.tables.generation[slot]) if slot >= 0 else None
 
-    def _publish(self, place: SlotRef, key: bytes, is_whole: bool) -> bool:
+    def _publish_slot(self, place: SlotRef, key: bytes, is_whole: bool) -> bool:
         tables, slot = self.tables, place.slot
-        if tables.state[slot] != WRITING or tables.owner[slot] != self.owner or not self.is_still(place):
+        if tables.state[slot] != WRITING or tables.owner[slot] != self.owner or not self.is_current(place):
             return False
-        before = self._slots.index.find(key)
+        before = self._slots.index.find_slot(key)
         if is_whole and before < 0:
-            self._use(slot)
-            self._slots.publish(slot)
+            self._touch_slot(slot)
+            self._slots.publish_slot(slot)
             return True
-        self._slots.free(slot)
+        self._slots.free_slot(slot)
         if is_whole:
-            self._use(before)
+            self._touch_slot(before)
         return is_whole
 
-    def _tidy(self) -> None:
-        self._expire()
-        for owner in self._slots.writers():
+    def _reclaim_stale(self) -> None:
+        self._expire_leases()
+        for owner in self._slots.find_writers():
             if owner != self.owner and not self._locks.is_held_elsewhere(FIRST_OWNER_BYTE + owner):
-                self._slots.reclaim(owner)
+                self._slots.reclaim_slots(owner)
 
-    def _expire(self) -> None:
-        if self._slots.leases.is_due():
-            self._slots.leases.expire()
+    def _expire_leases(self) -> None:
+        if self._slots.leases.has_expired():
+            self._slots.leases.remove_expired()
 
     def _become_owner(self) -> int:
         """Lock a byte of one's own, and free what its former owner and other dead ones were writing."""
@@ -259,7 +259,7 @@ class Arena:
             mine = next((owner for owner in range(MAX_OWNERS) if self._locks.try_lock(FIRST_OWNER_BYTE + owner)), None)
             if mine is None:
                 raise KVStoreError(f"shared memory: {self.path} is open in {MAX_OWNERS} processes")
-            self._slots.reclaim(mine)
+            self._slots.reclaim_slots(mine)
             self.owner = mine
-            self._tidy()
+            self._reclaim_stale()
             return mine

@@ -23,7 +23,7 @@ from penstock.kvstore.arena.locks import FIRST_OWNER_BYTE, ByteLocks
 
 def check_integrity(arena: Arena) -> list[str]:
     """What is wrong, in words; nothing, once dead owners' slots and leases that ran out were cleared (`tidy`)."""
-    with arena.holding() as locks:
+    with arena.hold_tables() as locks:
         tables = arena.tables
         return (
             _check_free_list(tables)
@@ -58,7 +58,7 @@ def _check_index(tables: Tables) -> list[str]:
     held = sorted(place - 1 for place in tables.index.tolist() if place)
     if held != ready:
         wrong.append(f"in the index: {held}, ready: {ready}")
-    keys = [tables.key_of(slot) for slot in ready]
+    keys = [tables.slot_key(slot) for slot in ready]
     if len(set(keys)) != len(keys):
         wrong.append("a key has two slots")
     if tables.words[W_NUM_READY] != len(ready):

@@ -38,7 +38,7 @@ class ArenaFile:
     path: Path
     pipeline: str
     bytes: int
-    in_use: bool
+    is_in_use: bool
     """Whether a process has it open."""
 
 
@@ -91,7 +91,7 @@ def remove_arena(path: Path) -> bool:
 def remove_stale_arenas(directory: str, pipeline: str, keep: Path) -> None:
     """Remove the pipeline's arenas of other forms that nobody uses: memory of former models."""
     for arena in find_arenas(directory):
-        if arena.pipeline == pipeline and arena.path != keep and not arena.in_use:
+        if arena.pipeline == pipeline and arena.path != keep and not arena.is_in_use:
             remove_arena(arena.path)
 
 
@@ -109,7 +109,7 @@ def open_in_use(path: Path, *, create: bool) -> int:
             status = os.fstat(fd)
             if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
                 raise KVStoreError(f"shared memory: {path} is not this user's alone; remove it")
-            ByteLocks(fd).lock(IN_USE_BYTE, shared=True)
+            ByteLocks(fd).lock_byte(IN_USE_BYTE, shared=True)
             if _is_same_file(fd, path):
                 return fd
         except BaseException:

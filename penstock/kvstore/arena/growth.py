@@ -47,11 +47,11 @@ class ArenaAllocator:
         self._stopped = threading.Event()
         self._failed = False
         """No more can be allocated here: there is no room, or this opening is closed."""
-        self._thread = threading.Thread(target=self._run, name="kv arena", daemon=True)
+        self._thread = threading.Thread(target=self._map_and_allocate, name="kv arena", daemon=True)
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether there is no more memory to come."""
         return self._failed or self._tables.words[W_ALLOCATED] >= self._tables.geometry.num_slots
 
@@ -67,32 +67,32 @@ class ArenaAllocator:
         with self._one_at_a_time:
             self._failed = True
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait_until_mapped(self, timeout_s: float) -> bool:
         """Wait until all slots have memory that is mapped here; whether they do."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def provide(self, count: int) -> None:
+    def ensure_free_slots(self, count: int) -> None:
         """Allocate until so many slots are free, or all have memory: nothing is evicted before that."""
-        while self._tables.words[W_NUM_FREE] < count and not self.is_over:
-            self._allocate(wait=True)
+        while self._tables.words[W_NUM_FREE] < count and not self.is_finished:
+            self._try_allocate_piece(wait=True)
 
-    def _run(self) -> None:
-        mapped, piece = 0, self._piece()
+    def _map_and_allocate(self) -> None:
+        mapped, piece = 0, self._slots_per_piece()
         while mapped < self._tables.geometry.num_slots and not self._stopped.is_set():
             allocated = self._tables.words[W_ALLOCATED]
             if mapped < allocated:
-                self._map(mapped, count := min(piece, allocated - mapped))
+                self._map_slots(mapped, count := min(piece, allocated - mapped))
                 mapped += count
             elif self._failed:
                 return
-            elif not self._allocate(wait=False):
+            elif not self._try_allocate_piece(wait=False):
                 self._stopped.wait(_ALLOCATION_POLL_S)
 
-    def _piece(self) -> int:
+    def _slots_per_piece(self) -> int:
         return max(1, PIECE_BYTES // self._tables.geometry.slot_bytes)
 
-    def _allocate(self, *, wait: bool) -> bool:
+    def _try_allocate_piece(self, *, wait: bool) -> bool:
         """Allocate the next piece; False if another one is at it."""
         if not self._one_at_a_time.acquire(blocking=wait):
             return False
@@ -100,21 +100,21 @@ class ArenaAllocator:
             if self._failed:
                 return False
             if wait:
-                self._locks.lock(ALLOCATION_BYTE)
+                self._locks.lock_byte(ALLOCATION_BYTE)
             elif not self._locks.try_lock(ALLOCATION_BYTE):
                 return False
             try:
-                self._allocate_next()
+                self._allocate_piece()
             finally:
-                self._locks.unlock(ALLOCATION_BYTE)
+                self._locks.unlock_byte(ALLOCATION_BYTE)
         finally:
             self._one_at_a_time.release()
         steps.reached("allocate 4")
         return True
 
-    def _allocate_next(self) -> None:
+    def _allocate_piece(self) -> None:
         geometry, first = self._tables.geometry, self._tables.words[W_ALLOCATED]
-        count = min(self._piece(), geometry.num_slots - first)
+        count = min(self._slots_per_piece(), geometry.num_slots - first)
         start, problem = geometry.metadata_bytes + first * geometry.slot_bytes, ""
         steps.reached("allocate 1")
         while count:
@@ -126,7 +126,7 @@ class ArenaAllocator:
         steps.reached("allocate 2")
         if count:
             with self._changing:
-                self._slots.add(first, count)
+                self._slots.add_slots(first, count)
         elif problem:
             self._failed = True
             log.warning(
@@ -134,7 +134,7 @@ class ArenaAllocator:
                 problem, first, geometry.num_slots,
             )  # fmt: skip
 
-    def _map(self, first: int, count: int) -> None:
+    def _map_slots(self, first: int, count: int) -> None:
         """Map slots that have memory, for writing, so that no copy stops at each page."""
         geometry = self._tables.geometry
         start = geometry.metadata_bytes + first * geometry.slot_bytes

@@ -35,7 +35,7 @@ class TablesLock:
             if self._is_held:
                 self._locks.lock_metadata()
                 if self.words[W_DIRTY]:
-                    self._slots.rebuild()
+                    self._slots.rebuild_tables()
                     self.words[W_DIRTY] = 0
                     steps.reached("rebuild 4")
         except BaseException:
@@ -51,7 +51,7 @@ class TablesLock:
             self._locks.unlock_metadata()
         self._threads.release()
 
-    def wrote(self, count: int) -> None:
+    def finish_writes(self, count: int) -> None:
         """So many slots are not being written any more. Under the guard."""
         self.num_writing -= count
         self._threads.notify_all()

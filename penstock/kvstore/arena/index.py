@@ -17,7 +17,7 @@ class SlotIndex:
         self._tables = tables
         self._mask = tables.geometry.index_size - 1
 
-    def find(self, key: bytes) -> int:
+    def find_slot(self, key: bytes) -> int:
         """The slot of a key, -1 where there is none."""
         places, keys, mask = self._places, self._keys, self._mask
         at = int.from_bytes(key[:8], "little") & mask
@@ -28,32 +28,32 @@ class SlotIndex:
             at = (at + 1) & mask
         return -1
 
-    def insert(self, slot: int) -> None:
+    def insert_slot(self, slot: int) -> None:
         """Add a slot whose key is not in it."""
-        at = self._home(slot)
+        at = self._home_position(slot)
         while self._places[at]:
             at = (at + 1) & self._mask
         self._places[at] = slot + 1
 
-    def delete(self, slot: int) -> None:
+    def delete_slot(self, slot: int) -> None:
         """Take a slot out."""
         places, mask = self._places, self._mask
-        hole = self._home(slot)
+        hole = self._home_position(slot)
         while places[hole] != slot + 1:
             hole = (hole + 1) & mask
         at = (hole + 1) & mask
         while place := places[at]:
-            if (at - self._home(place - 1)) & mask >= (at - hole) & mask:  # it may lie as far back as the hole
+            if (at - self._home_position(place - 1)) & mask >= (at - hole) & mask:  # it may lie as far back as the hole
                 places[hole] = place
                 hole = at
             at = (at + 1) & mask
         places[hole] = 0
 
-    def rebuild(self) -> None:
+    def rebuild_index(self) -> None:
         """Make it again from the slot table."""
         self._tables.index_array[:] = 0
         for slot in np.flatnonzero(self._tables.state_array == READY).tolist():
-            self.insert(slot)
+            self.insert_slot(slot)
 
-    def _home(self, slot: int) -> int:
+    def _home_position(self, slot: int) -> int:
         return int.from_bytes(self._keys[32 * slot : 32 * slot + 8], "little") & self._mask

@@ -61,7 +61,7 @@ class Geometry:
         return 1 << (2 * self.num_slots - 1).bit_length()
 
     @property
-    def tables(self) -> list[tuple[str, str, int]]:
+    def table_specs(self) -> list[tuple[str, str, int]]:
         """Name, type and number of elements of each table, in order."""
         return [
             ("key", "B", 32 * self.num_slots), ("generation", "Q", self.num_slots), ("used", "Q", self.num_slots),
@@ -74,7 +74,7 @@ class Geometry:
     @property
     def metadata_bytes(self) -> int:
         """Superblock and tables; the slots begin here."""
-        sizes = (_round_up(count * np.dtype(kind).itemsize, 64) for _, kind, count in self.tables)
+        sizes = (_round_up(count * np.dtype(kind).itemsize, 64) for _, kind, count in self.table_specs)
         return _round_up(_SUPERBLOCK + sum(sizes), PAGE_BYTES)
 
     @property
@@ -83,7 +83,7 @@ class Geometry:
         return self.metadata_bytes + self.num_slots * self.slot_bytes
 
     @classmethod
-    def within(cls, payload_bytes: int, budget_bytes: int) -> "Geometry":
+    def fit_budget(cls, payload_bytes: int, budget_bytes: int) -> "Geometry":
         """The largest arena that a budget holds; it may have no slots."""
         few, many = 0, budget_bytes // _round_up(HEADER_BYTES + payload_bytes, PAGE_BYTES) + 1
         while many - few > 1:
@@ -103,7 +103,7 @@ class Tables:
         self.words: memoryview[int] = whole[:1024].cast("Q")
         views: dict[str, memoryview[int]] = {}
         at = _SUPERBLOCK
-        for name, kind, count in geometry.tables:
+        for name, kind, count in geometry.table_specs:
             num_bytes = count * np.dtype(kind).itemsize
             views[name] = whole[at : at + num_bytes].cast(kind)  # type: ignore[call-overload]
             at += _round_up(num_bytes, 64)
@@ -121,12 +121,12 @@ class Tables:
         )
         self.lease_end_array, self.lease_slot_array = _as_array(self.lease_end), _as_array(self.lease_slot)
 
-    def slot(self, number: int) -> memoryview:
+    def slot_memory(self, number: int) -> memoryview:
         """A slot's header and payload."""
         at = self._slots_at + number * self._slot_bytes
         return self.memory[at : at + self._stored_bytes]
 
-    def key_of(self, slot: int) -> bytes:
+    def slot_key(self, slot: int) -> bytes:
         """The key in a slot's row."""
         return bytes(self.key[32 * slot : 32 * slot + 32])
 

@@ -25,17 +25,17 @@ class LeaseTable:
         self._tables, self._words = tables, tables.words
         self._warned = False
 
-    def take(self, owner: str, slots: Sequence[int], seconds: float) -> None:
+    def lease_slots(self, owner: str, slots: Sequence[int], seconds: float) -> None:
         """Lease READY slots; where the owner has a lease already its end moves."""
         tables, now = self._tables, time.monotonic_ns()
         end = min(now + int(seconds * 1e9), NEVER - 1)
-        hashed, rows, holes = _hash_owner(owner), self._rows(owner), self._holes()
+        hashed, rows, holes = _hash_owner(owner), self._find_rows(owner), self._free_rows()
         for slot in slots:
             row = rows.get(slot)
             if row is None:
                 row = next(holes, None)
                 if row is None:
-                    self._warn()
+                    self._warn_once()
                     continue
                 rows[slot] = row
                 tables.lease_owner[row], tables.lease_slot[row] = hashed, slot
@@ -49,18 +49,18 @@ class LeaseTable:
             self._words[W_NEXT_LEASE_END] = min(self._words[W_NEXT_LEASE_END], end)
             steps.reached("lease 2")
 
-    def release(self, owner: str, slots: Sequence[int]) -> None:
+    def release_slots(self, owner: str, slots: Sequence[int]) -> None:
         """End the owner's leases on these slots."""
-        rows = self._rows(owner)
+        rows = self._find_rows(owner)
         for slot in slots:
             row = rows.pop(slot, None)
             if row is not None:
                 self._tables.lease_end[row] = 0
                 steps.reached("release 1")
-                self._discount(slot)
+                self._decrement_count(slot)
                 steps.reached("release 2")
 
-    def clear(self, slot: int) -> None:
+    def clear_slot(self, slot: int) -> None:
         """The block in this slot goes, and all leases on it."""
         tables = self._tables
         if tables.lease_count[slot]:
@@ -68,11 +68,11 @@ class LeaseTable:
             tables.lease_end_array[:top][tables.lease_slot_array[:top] == slot] = 0
             tables.lease_count[slot] = 0
 
-    def is_due(self) -> bool:
+    def has_expired(self) -> bool:
         """Whether the time of some may be over."""
         return time.monotonic_ns() >= self._words[W_NEXT_LEASE_END]
 
-    def expire(self) -> None:
+    def remove_expired(self) -> None:
         """End those whose time is over."""
         tables, top = self._tables, self._words[W_LEASE_TOP]
         ends = tables.lease_end_array[:top]
@@ -80,10 +80,10 @@ class LeaseTable:
         slots = tables.lease_slot_array[over].tolist()
         ends[over] = 0
         for slot in slots:
-            self._discount(slot)
-        self._shrink()
+            self._decrement_count(slot)
+        self._update_bounds()
 
-    def rebuild(self) -> None:
+    def rebuild_counts(self) -> None:
         """Drop leases of what is not there any more, and count again."""
         tables = self._tables
         ends, slots = tables.lease_end_array, tables.lease_slot_array
@@ -96,34 +96,34 @@ class LeaseTable:
         tables.lease_count_array[:] = np.bincount(held[valid], minlength=tables.geometry.num_slots)
         self._words[W_LEASE_TOP] = tables.geometry.num_leases
         self._words[W_NUM_UNLEASED] += 1
-        self._shrink()
+        self._update_bounds()
 
-    def _shrink(self) -> None:
+    def _update_bounds(self) -> None:
         """Look how far the table is in use, and when the next lease ends."""
         ends = self._tables.lease_end_array[: self._words[W_LEASE_TOP]]
         rows = np.flatnonzero(ends)
         self._words[W_LEASE_TOP] = int(rows[-1]) + 1 if len(rows) else 0
         self._words[W_NEXT_LEASE_END] = int(ends[rows].min()) if len(rows) else NEVER
 
-    def _discount(self, slot: int) -> None:
+    def _decrement_count(self, slot: int) -> None:
         self._tables.lease_count[slot] -= 1
         if not self._tables.lease_count[slot]:
             self._words[W_NUM_UNLEASED] += 1
 
-    def _rows(self, owner: str) -> dict[int, int]:
+    def _find_rows(self, owner: str) -> dict[int, int]:
         """The owner's leases: slot → row."""
         tables, top = self._tables, self._words[W_LEASE_TOP]
         mine = (tables.lease_owner_array[:top] == _hash_owner(owner)) & (tables.lease_end_array[:top] > 0)
         rows = np.flatnonzero(mine)
         return dict(zip(tables.lease_slot_array[rows].tolist(), rows.tolist(), strict=True))
 
-    def _holes(self) -> Iterator[int]:
+    def _free_rows(self) -> Iterator[int]:
         """The free rows: first those between others, then those behind all."""
         tables, top = self._tables, self._words[W_LEASE_TOP]
         between = np.flatnonzero(tables.lease_end_array[:top] == 0).tolist()
         return chain(between, range(top, tables.geometry.num_leases))
 
-    def _warn(self) -> None:
+    def _warn_once(self) -> None:
         if not self._warned:
             self._warned = True
             log.warning("the lease table of the shared memory is full: some blocks are not kept from eviction")

@@ -36,7 +36,7 @@ class ByteLocks:
         """`unlock(METADATA)`, faster."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._metadata[1])
 
-    def lock(self, byte: int, *, shared: bool = False) -> None:
+    def lock_byte(self, byte: int, *, shared: bool = False) -> None:
         """Wait for the lock, alone or shared with others."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _pack_flock(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte))
 
@@ -50,7 +50,7 @@ class ByteLocks:
             return False
         return True
 
-    def unlock(self, byte: int) -> None:
+    def unlock_byte(self, byte: int) -> None:
         """Give it back."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _pack_flock(fcntl.F_UNLCK, byte))
 

@@ -29,10 +29,10 @@ class SlotTable:
         """Slots and the time of their last use: what is to go next, the last one first."""
         self._chosen_at = 0
 
-    def take(self, key: bytes, owner: int) -> int:
+    def allocate_slot(self, key: bytes, owner: int) -> int:
         """A free slot to write this block in; -1 if there is none."""
         tables = self._tables
-        slot = self._pop()
+        slot = self._pop_free()
         if slot < 0:
             return -1
         start = 32 * slot
@@ -44,51 +44,51 @@ class SlotTable:
         steps.reached("put 1.2")
         return slot
 
-    def publish(self, slot: int) -> None:
+    def publish_slot(self, slot: int) -> None:
         """What was written can be found from now on."""
         self._tables.state[slot] = READY
         steps.reached("put 5.1")
-        self.index.insert(slot)
+        self.index.insert_slot(slot)
         self.words[W_NUM_READY] += 1
         steps.reached("put 5.2")
 
-    def free(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """A slot that was written in vain."""
         self._tables.state[slot] = FREE
-        self._push(slot)
+        self._push_free(slot)
 
-    def forget(self, slot: int) -> None:
+    def forget_slot(self, slot: int) -> None:
         """A READY block goes, leased or not."""
-        self._drop(slot)
-        self._push(slot)
+        self._clear_slot(slot)
+        self._push_free(slot)
         steps.reached("forget 3")
 
-    def evict(self) -> bool:
+    def evict_oldest(self) -> bool:
         """Forget the block that was used longest ago among those without a lease, if there is one."""
         tables, words = self._tables, self.words
         if self._chosen_at != words[W_NUM_UNLEASED]:
             self._victims.clear()
-        while self._victims or self._choose():
+        while self._victims or self._choose_victims():
             slot, used = self._victims.pop()
             if tables.state[slot] == READY and tables.used[slot] == used and not tables.lease_count[slot]:
-                self.forget(slot)
+                self.forget_slot(slot)
                 return True
         return False
 
-    def add(self, first: int, count: int) -> None:
+    def add_slots(self, first: int, count: int) -> None:
         """Slots that have memory now."""
         for slot in range(first + count - 1, first - 1, -1):
-            self._push(slot)
+            self._push_free(slot)
         steps.reached("allocate 3")
         self.words[W_ALLOCATED] = first + count
 
-    def reclaim(self, owner: int) -> None:
+    def reclaim_slots(self, owner: int) -> None:
         """Free what this owner, who is dead, was writing."""
         tables = self._tables
         for slot in np.flatnonzero((tables.state_array == WRITING) & (tables.owner_array == owner)).tolist():
-            self.free(slot)
+            self.free_slot(slot)
 
-    def writers(self) -> list[int]:
+    def find_writers(self) -> list[int]:
         """The owners of slots that are being written."""
         tables, words = self._tables, self.words
         if words[W_ALLOCATED] == words[W_NUM_FREE] + words[W_NUM_READY]:
@@ -96,29 +96,29 @@ class SlotTable:
         owners: list[int] = np.unique(tables.owner_array[tables.state_array == WRITING]).tolist()
         return owners
 
-    def rebuild(self) -> None:
+    def rebuild_tables(self) -> None:
         """Make free list, leases and index again from the slot table, as somebody died while they were changed."""
         tables, words = self._tables, self.words
-        self.leases.rebuild()
+        self.leases.rebuild_counts()
         steps.reached("rebuild 1")
         words[W_FREE_HEAD], words[W_NUM_FREE] = NO_SLOT, 0
         states = tables.state_array[: words[W_ALLOCATED]]
         for slot in np.flatnonzero(states == FREE).tolist()[::-1]:
-            self._push(slot)
+            self._push_free(slot)
         steps.reached("rebuild 2")
-        self.index.rebuild()
+        self.index.rebuild_index()
         words[W_NUM_READY] = int(np.count_nonzero(states == READY))
         steps.reached("rebuild 3")
 
-    def _drop(self, slot: int) -> None:
-        self.index.delete(slot)
+    def _clear_slot(self, slot: int) -> None:
+        self.index.delete_slot(slot)
         steps.reached("forget 1")
-        self.leases.clear(slot)
+        self.leases.clear_slot(slot)
         self._tables.state[slot] = FREE
         self.words[W_NUM_READY] -= 1
         steps.reached("forget 2")
 
-    def _choose(self) -> bool:
+    def _choose_victims(self) -> bool:
         """Choose a few blocks to go next, so that not every eviction looks at all slots."""
         tables = self._tables
         slots = np.flatnonzero((tables.state_array == READY) & (tables.lease_count_array == 0))
@@ -132,13 +132,13 @@ class SlotTable:
         self._chosen_at = self.words[W_NUM_UNLEASED]
         return bool(self._victims)
 
-    def _push(self, slot: int) -> None:
+    def _push_free(self, slot: int) -> None:
         words = self.words
         self._tables.next_free[slot] = words[W_FREE_HEAD]
         words[W_FREE_HEAD] = slot
         words[W_NUM_FREE] += 1
 
-    def _pop(self) -> int:
+    def _pop_free(self) -> int:
         words = self.words
         slot = words[W_FREE_HEAD]
         if slot == NO_SLOT:

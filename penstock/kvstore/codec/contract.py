@@ -29,12 +29,12 @@ class Codec(Protocol):
 
     name: str
 
-    def encode(self, payload: memoryview) -> tuple[int, memoryview]:
+    def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
         """What to store for the payload, and the number of the codec that reads it: `RAW`, and the payload itself, if
         it cannot be written this way.
         """
 
-    def decode_into(self, content: memoryview, into: memoryview) -> bool:
+    def decode_payload(self, content: memoryview, into: memoryview) -> bool:
         """Write the payload to `into`, which has its length; False, and anything in it, if `content` is none that
         `encode` made. Never raises for that.
         """

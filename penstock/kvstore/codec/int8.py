@@ -12,15 +12,15 @@ from penstock.kvstore.codec.contract import INT8, Element, PayloadShape
 
 Floats = NDArray[np.float32]
 
-_TOP = 127
-_LARGEST: dict[Element, float] = {
+_MAX_INT8 = 127
+_MAX_FINITE: dict[Element, float] = {
     "float32": float(np.finfo(np.float32).max),
     "bfloat16": float(np.array(0x7F7F0000, np.uint32).view(np.float32)),
     "float16": float(np.finfo(np.float16).max),
 }
 
 
-class Int8:
+class Int8Codec:
     """8 bits a number, symmetric, one scale for each token and head."""
 
     name = "int8"
@@ -30,31 +30,31 @@ class Int8:
         self._num_rows = sum(count for count, _ in shape.rows)
         self._content_bytes = 4 * self._num_rows + sum(count * size for count, size in shape.rows)
 
-    def encode(self, payload: memoryview) -> tuple[int, memoryview]:
+    def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
         """See `Codec.encode`."""
         if len(payload) != self._shape.payload_bytes:
             return RAW, payload
-        values = widened(payload, self._shape.element)
+        values = to_float32(payload, self._shape.element)
         if not np.isfinite(values).all():
             return RAW, payload
         content = bytearray(self._content_bytes)
-        scales, integers = self._parts(memoryview(content))
+        scales, integers = self._split_content(memoryview(content))
         row = start = 0
         for count, size in self._shape.rows:
             part = values[start : start + count * size].reshape(count, size)
             # What is too small for a scale of its own has scale 0 and becomes 0.
-            scale = np.abs(part).max(axis=1, initial=0) / np.float32(_TOP)
+            scale = np.abs(part).max(axis=1, initial=0) / np.float32(_MAX_INT8)
             whole = np.rint(part / np.where(scale > 0, scale, np.float32(1))[:, None])
-            integers[start : start + count * size] = np.clip(whole, -_TOP, _TOP).astype(np.int8).reshape(-1)
+            integers[start : start + count * size] = np.clip(whole, -_MAX_INT8, _MAX_INT8).astype(np.int8).reshape(-1)
             scales[row : row + count] = scale
             row, start = row + count, start + count * size
         return INT8, memoryview(content)
 
-    def decode_into(self, content: memoryview, into: memoryview) -> bool:
+    def decode_payload(self, content: memoryview, into: memoryview) -> bool:
         """See `Codec.decode_into`."""
         if len(content) != self._content_bytes or len(into) != self._shape.payload_bytes:
             return False
-        scales, integers = self._parts(content)
+        scales, integers = self._split_content(content)
         if not (np.isfinite(scales).all() and (scales >= 0).all()):
             return False
         values = np.empty(integers.size, np.float32)
@@ -64,24 +64,24 @@ class Int8:
             with np.errstate(over="ignore"):
                 values[start : start + count * size] = (part * scales[row : row + count, None]).reshape(-1)
             row, start = row + count, start + count * size
-        largest = _LARGEST[self._shape.element]  # rounding may have gone over it
-        _narrow(np.clip(values, -largest, largest), self._shape.element, into)
+        largest = _MAX_FINITE[self._shape.element]  # rounding may have gone over it
+        _write_rounded(np.clip(values, -largest, largest), self._shape.element, into)
         return True
 
-    def _parts(self, content: memoryview) -> tuple[Floats, NDArray[np.int8]]:
+    def _split_content(self, content: memoryview) -> tuple[Floats, NDArray[np.int8]]:
         """Scales and integers, as they lie in the content."""
         end = 4 * self._num_rows
         return np.frombuffer(content[:end], "<f4"), np.frombuffer(content[end:], np.int8)
 
 
-def widened(payload: memoryview, element: Element) -> Floats:
+def to_float32(payload: memoryview, element: Element) -> Floats:
     """The payload's numbers."""
     if element == "bfloat16":
         return (np.frombuffer(payload, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
     return np.frombuffer(payload, "<f4" if element == "float32" else "<f2").astype(np.float32, copy=False)
 
 
-def _narrow(values: Floats, element: Element, into: memoryview) -> None:
+def _write_rounded(values: Floats, element: Element, into: memoryview) -> None:
     """Write numbers, all of them finite, as the payload has them; to the nearest, even ones at a tie."""
     if element == "bfloat16":
         bits = values.view(np.uint32)

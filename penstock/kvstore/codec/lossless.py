@@ -14,7 +14,7 @@ import zstandard
 from penstock.kvstore.block import RAW
 from penstock.kvstore.codec.contract import ELEMENT_BYTES, LOSSLESS, Element
 
-LEVEL = 1
+ZSTD_LEVEL = 1
 """Beyond it exponents get no shorter, only slower."""
 
 
@@ -22,11 +22,11 @@ class _PerThread(threading.local):
     """zstd's contexts may be used by one thread at a time."""
 
     def __init__(self) -> None:
-        self.encoder = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False, write_content_size=True)
+        self.encoder = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False, write_content_size=True)
         self.decoder = zstandard.ZstdDecompressor()
 
 
-class Lossless:
+class LosslessCodec:
     """Byte planes and zstd for numbers of one kind."""
 
     name = "lossless"
@@ -36,17 +36,17 @@ class Lossless:
         self._lengths = struct.Struct(f"<{self._planes}I")
         self._zstd = _PerThread()
 
-    def encode(self, payload: memoryview) -> tuple[int, memoryview]:
+    def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
         """See `Codec.encode`. Raw if it would get no shorter."""
         taken = np.frombuffer(payload, np.uint8)
         num_whole = taken.size - taken.size % self._planes
         planes = np.ascontiguousarray(taken[:num_whole].reshape(-1, self._planes).T)
-        parts = [self._shorter(plane.data) for plane in planes]
+        parts = [self._compress_plane(plane.data) for plane in planes]
         lengths = self._lengths.pack(*(len(part) for part in parts))
         content = b"".join((lengths, *parts, taken[num_whole:].data))
         return (LOSSLESS, memoryview(content)) if len(content) < taken.size else (RAW, payload)
 
-    def decode_into(self, content: memoryview, into: memoryview) -> bool:
+    def decode_payload(self, content: memoryview, into: memoryview) -> bool:
         """See `Codec.decode_into`."""
         if len(content) < self._lengths.size:
             return False
@@ -57,7 +57,7 @@ class Lossless:
         numbers = np.frombuffer(into, np.uint8)[: num_rows * self._planes].reshape(num_rows, self._planes)
         start = self._lengths.size
         for place, length in enumerate(lengths):
-            plane = self._plane(content[start : start + length], num_rows)
+            plane = self._decompress_plane(content[start : start + length], num_rows)
             if plane is None:
                 return False
             numbers[:, place] = np.frombuffer(plane, np.uint8)
@@ -65,11 +65,11 @@ class Lossless:
         into[num_rows * self._planes :] = content[start:]
         return True
 
-    def _shorter(self, plane: memoryview) -> memoryview | bytes:
+    def _compress_plane(self, plane: memoryview) -> memoryview | bytes:
         packed: bytes = self._zstd.encoder.compress(plane)
         return packed if len(packed) < len(plane) else plane
 
-    def _plane(self, part: memoryview, size: int) -> memoryview | bytes | None:
+    def _decompress_plane(self, part: memoryview, size: int) -> memoryview | bytes | None:
         """The plane's `size` bytes, never more; None if that is not what is there."""
         if len(part) == size:
             return part

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from penstock.kvstore import steps
 from penstock.kvstore.directory import leases, writers
-from penstock.kvstore.directory.layout import Layout, room, unlink
+from penstock.kvstore.directory.layout import DirectoryLayout, remove_file, round_to_pages
 from penstock.kvstore.directory.ledger import Ledger
 
-AT_LEAST = 64
+MIN_VICTIMS = 64
 
 
 class Victim(NamedTuple):
@@ -28,38 +28,38 @@ class Victim(NamedTuple):
 class Eviction:
     """Makes room under the directory's lock."""
 
-    def __init__(self, layout: Layout, ledger: Ledger, budget: int) -> None:
+    def __init__(self, layout: DirectoryLayout, ledger: Ledger, budget: int) -> None:
         self._layout, self._ledger, self._budget = layout, ledger, budget
-        self._oldest: deque[Victim] = deque()
-        self._fruitless: tuple[int, int] | None = None
+        self._victims: deque[Victim] = deque()
+        self._empty_listing: tuple[int, int] | None = None
         """When a listing found nothing: the count of changes then, and when the next lease ends."""
         self.num_evicted = 0
 
-    def make_room(self, size: int) -> bool:
+    def make_space(self, size: int) -> bool:
         """Evict until `size` bytes more are within the budget; False if that cannot be."""
         record = self._ledger.record
         if size > self._budget:
             return False
-        if record.used + size > self._budget:
-            self._ledger.change()
-            record.used -= writers.bury(self._layout)
-        while record.used + size > self._budget:
-            if not self._oldest and not self._list():
+        if record.used_bytes + size > self._budget:
+            self._ledger.mark_uncertain()
+            record.used_bytes -= writers.remove_dead_writers(self._layout)
+        while record.used_bytes + size > self._budget:
+            if not self._victims and not self._list_victims():
                 return False
-            self._evict(self._oldest.popleft())
+            self._evict_victim(self._victims.popleft())
         return True
 
-    def free(self, num_bytes: int) -> bool:
+    def evict_bytes(self, num_bytes: int) -> bool:
         """Evict so many bytes, or all there are, though they are within the budget; whether any went."""
-        self._ledger.change()
+        self._ledger.mark_uncertain()
         num_freed = 0
-        while num_freed < num_bytes and (self._oldest or self._list()):
-            num_freed += self._evict(self._oldest.popleft())
+        while num_freed < num_bytes and (self._victims or self._list_victims()):
+            num_freed += self._evict_victim(self._victims.popleft())
         return num_freed > 0
 
-    def _evict(self, victim: Victim) -> int:
+    def _evict_victim(self, victim: Victim) -> int:
         """How many bytes that gave; 0 where it was used or leased since it was listed."""
-        path = self._layout.block(victim.key)
+        path = self._layout.block_path(victim.key)
         try:
             now = os.stat(path)
         except FileNotFoundError:
@@ -67,29 +67,29 @@ class Eviction:
         if now.st_mtime_ns != victim.used_ns or now.st_nlink > 1:
             return 0
         steps.reached("evict 1")
-        unlink(path)
-        self._ledger.record.used -= victim.size
-        self._ledger.record.blocks -= 1
+        remove_file(path)
+        self._ledger.record.used_bytes -= victim.size
+        self._ledger.record.num_blocks -= 1
         self.num_evicted += 1
         steps.reached("evict 2")
         return victim.size
 
-    def _list(self) -> bool:
+    def _list_victims(self) -> bool:
         """List the oldest blocks without a lease; whether there are any. What is used is counted on the way."""
         record = self._ledger.record
-        if self._fruitless is not None:
-            changes, next_end = self._fruitless
-            if changes == record.changes and not 0 < next_end <= leases.now_ms():
+        if self._empty_listing is not None:
+            changes, next_end = self._empty_listing
+            if changes == record.num_changes and not 0 < next_end <= leases.now_ms():
                 return False
-        next_end = leases.tidy(self._layout)
+        next_end = leases.remove_expired_leases(self._layout)
         found, used, num_blocks = list[Victim](), 0, 0
-        for key, stat in self._layout.blocks():
-            size = room(stat.st_size)
+        for key, stat in self._layout.list_blocks():
+            size = round_to_pages(stat.st_size)
             used, num_blocks = used + size, num_blocks + 1
             if stat.st_nlink == 1:
                 found.append(Victim(stat.st_mtime_ns, key, size))
-        record.used, record.blocks = used + writers.reserved(self._layout), num_blocks
+        record.used_bytes, record.num_blocks = used + writers.count_reserved_bytes(self._layout), num_blocks
         found.sort()
-        self._oldest.extend(islice(found, max(AT_LEAST, len(found) // 8)))
-        self._fruitless = None if found else (record.changes, next_end)
+        self._victims.extend(islice(found, max(MIN_VICTIMS, len(found) // 8)))
+        self._empty_listing = None if found else (record.num_changes, next_end)
         return bool(found)

@@ -19,10 +19,10 @@ from penstock.kvstore.block import HEADER_BYTES, RAW, BlockFormat, Header, ReadR
 from penstock.kvstore.copying import HashingCopy
 
 if TYPE_CHECKING:
-    from penstock.kvstore.codec import Codecs
+    from penstock.kvstore.codec import TierCodecs
 
 
-PIECE = 2**20
+PIECE_BYTES = 2**20
 """So much is read at a time: measured, half of a processor's own cache."""
 
 
@@ -34,26 +34,26 @@ class Found(Enum):
     DAMAGED = "damaged"
 
 
-class _Buffers(threading.local):
+class _ThreadBuffers(threading.local):
     """Those of each thread that reads."""
 
     def __init__(self) -> None:
         self.header = memoryview(bytearray(HEADER_BYTES))
-        self.piece = memoryview(bytearray(PIECE))
+        self.piece = memoryview(bytearray(PIECE_BYTES))
 
 
-class Files:
+class BlockFiles:
     """Reads and writes the blocks of one form."""
 
-    def __init__(self, form: BlockFormat, codec: "Codecs | None") -> None:
+    def __init__(self, form: BlockFormat, codec: "TierCodecs | None") -> None:
         self._form, self._codec = form, codec
-        self._buffers = _Buffers()
+        self._buffers = _ThreadBuffers()
 
-    def encode(self, payload: memoryview) -> tuple[int, memoryview]:
+    def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
         """What is stored for a payload, and the number of its codec."""
-        return (RAW, payload) if self._codec is None else self._codec.encode(payload)
+        return (RAW, payload) if self._codec is None else self._codec.encode_payload(payload)
 
-    def write(self, path: str, header: bytes, content: memoryview) -> None:
+    def write_block(self, path: str, header: bytes, content: memoryview) -> None:
         """Make a file of a block. Raises `OSError`, also where not all of it could be written."""
         begun = time.perf_counter()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -70,9 +70,9 @@ class Files:
             os.utime(fd, ns=(now, now))  # finer than the clock that the kernel sets it by
         finally:
             os.close(fd)
-        self._moved(len(content), begun)
+        self._record_transfer(len(content), begun)
 
-    def read(self, path: str, wanted: ReadRequest) -> tuple[Found, int]:
+    def read_block(self, path: str, wanted: ReadRequest) -> tuple[Found, int]:
         """Steps 1 to 3 of a get; what was found, and the number of the file that was read. Raises `OSError`."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -82,7 +82,7 @@ class Files:
             steps.reached("get 1")
             stat = os.fstat(fd)
             try:
-                is_whole = self._is_whole(fd, stat.st_size, wanted)
+                is_whole = self._read_content(fd, stat.st_size, wanted)
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
@@ -97,29 +97,29 @@ class Files:
         finally:
             os.close(fd)
 
-    def _is_whole(self, fd: int, size: int, wanted: ReadRequest) -> bool:
+    def _read_content(self, fd: int, size: int, wanted: ReadRequest) -> bool:
         """Steps 2 and 3 of a get, of a file of `size` bytes, which may change meanwhile."""
         length = size - HEADER_BYTES
         if not 0 <= length <= 2 * self._form.payload_bytes:
             return False
         begun = time.perf_counter()
         piece = self._buffers.piece[:length]
-        header = self._header(fd, piece)
+        header = self._read_header(fd, piece)
         if header is None or not self._form.is_header_of(header, wanted.key) or header.content_bytes != length:
             return False
         steps.reached("get 2")
         if header.codec == RAW:
-            checksum = _read_on(fd, piece, wanted.target) if length == len(wanted.target) else None
-            self._moved(size, begun)
+            checksum = _copy_content(fd, piece, wanted.target) if length == len(wanted.target) else None
+            self._record_transfer(size, begun)
             return checksum == header.checksum
-        if self._codec is None or not self._codec.knows(header.codec):
+        if self._codec is None or not self._codec.has_decoder(header.codec):
             return False
         content = memoryview(bytearray(length))
-        checksum = _read_on(fd, piece, content)
-        self._moved(size, begun)
-        return checksum == header.checksum and self._codec.decode_into(header.codec, content, wanted.target)
+        checksum = _copy_content(fd, piece, content)
+        self._record_transfer(size, begun)
+        return checksum == header.checksum and self._codec.decode_payload(header.codec, content, wanted.target)
 
-    def _header(self, fd: int, piece: memoryview) -> Header | None:
+    def _read_header(self, fd: int, piece: memoryview) -> Header | None:
         """The header, and after it the first piece of the content; None if they are not there."""
         start = self._buffers.header
         try:
@@ -128,12 +128,12 @@ class Files:
         except DamagedBlock:
             return None
 
-    def _moved(self, num_bytes: int, begun: float) -> None:
+    def _record_transfer(self, num_bytes: int, begun: float) -> None:
         if self._codec is not None:
-            self._codec.moved(num_bytes, time.perf_counter() - begun)
+            self._codec.record_transfer(num_bytes, time.perf_counter() - begun)
 
 
-def _read_on(fd: int, piece: memoryview, into: memoryview) -> int | None:
+def _copy_content(fd: int, piece: memoryview, into: memoryview) -> int | None:
     """Step 3 of a get: `piece`, and what follows it in the file, to `into`; its checksum, or None if there is less."""
     pieces, start = HashingCopy(into), 0
     while start < len(into):

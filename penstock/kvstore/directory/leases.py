@@ -10,7 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 from penstock.kvstore import steps
-from penstock.kvstore.directory.layout import Layout, entries, folders, key_of, make_folder, unlink
+from penstock.kvstore.directory.layout import (
+    DirectoryLayout,
+    list_entries,
+    list_folders,
+    make_folder,
+    parse_key,
+    remove_file,
+)
 
 
 def now_ms() -> int:
@@ -18,102 +25,102 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def lease(layout: Layout, owner: str, keys: Sequence[bytes], seconds: float) -> None:
+def create_leases(layout: DirectoryLayout, owner: str, keys: Sequence[bytes], seconds: float) -> None:
     """Link those that are here; an older link of the same owner is renamed, unless it is of a file that is gone."""
-    folder = layout.owner(owner)
+    folder = layout.owner_folder(owner)
     make_folder(folder)
-    older = {key: path for key, _, path in _links(folder)}
+    older = {key: path for key, _, path in _list_owner_leases(folder)}
     end = now_ms() + max(0, int(seconds * 1000))
     for key in dict.fromkeys(keys):
         path = f"{folder}/{key.hex()}.{end}"
         with contextlib.suppress(FileNotFoundError):
-            if key in older and _is_of_block(layout, key, older[key]):
+            if key in older and _is_link_to_block(layout, key, older[key]):
                 os.rename(older[key], path)
             else:
                 if key in older:
-                    unlink(older[key])
-                os.link(layout.block(key), path)
+                    remove_file(older[key])
+                os.link(layout.block_path(key), path)
             steps.reached("lease 1")
     with contextlib.suppress(OSError):
         os.rmdir(folder)  # if nothing is in it
 
 
-def release(layout: Layout, owner: str, keys: Sequence[bytes]) -> None:
+def remove_leases(layout: DirectoryLayout, owner: str, keys: Sequence[bytes]) -> None:
     """Remove the owner's links to these blocks."""
-    folder, wanted = layout.owner(owner), set(keys)
-    for key, _, path in _links(folder):
+    folder, wanted = layout.owner_folder(owner), set(keys)
+    for key, _, path in _list_owner_leases(folder):
         if key in wanted:
-            unlink(path)
+            remove_file(path)
             steps.reached("release 1")
     with contextlib.suppress(OSError):
         os.rmdir(folder)
 
 
-def all_leases(layout: Layout) -> Iterator[tuple[bytes, int, str]]:
+def list_leases(layout: DirectoryLayout) -> Iterator[tuple[bytes, int, str]]:
     """(Key, end, path) of every lease, ended or not."""
-    for folder in folders(layout.leases):
-        yield from _links(folder.path)
+    for folder in list_folders(layout.leases):
+        yield from _list_owner_leases(folder.path)
 
 
-def forget(layout: Layout, keys: set[bytes]) -> None:
+def remove_leases_of_all_owners(layout: DirectoryLayout, keys: set[bytes]) -> None:
     """Remove all links to these blocks, whoever's they are."""
-    for key, _, path in all_leases(layout):
+    for key, _, path in list_leases(layout):
         if key in keys:
-            unlink(path)
+            remove_file(path)
 
 
-def tidy(layout: Layout, *, everything: bool = False) -> int:
+def remove_expired_leases(layout: DirectoryLayout, *, everything: bool = False) -> int:
     """Remove leases that ended, and empty folders; the end of the next one to end, or 0.
 
     With `everything` also those whose block is gone, and what is none.
     """
     now, ends = now_ms(), list[int]()
-    for folder in folders(layout.leases):
-        for entry in entries(folder.path):
-            key, end = _parsed(entry.name)
-            if end > now and (not everything or (key is not None and _is_of_block(layout, key, entry.path))):
+    for folder in list_folders(layout.leases):
+        for entry in list_entries(folder.path):
+            key, end = _parse_lease_name(entry.name)
+            if end > now and (not everything or (key is not None and _is_link_to_block(layout, key, entry.path))):
                 ends.append(end)
             elif key is not None or everything:
-                unlink(entry.path)
+                remove_file(entry.path)
         with contextlib.suppress(OSError):
             os.rmdir(folder.path)
     return min(ends, default=0)
 
 
-def astray(layout: Layout) -> list[str]:
+def find_stray_leases(layout: DirectoryLayout) -> list[str]:
     """What is no lease of a block that is here, for checks."""
     found = []
-    for folder in folders(layout.leases):
-        for entry in entries(folder.path):
-            key, _ = _parsed(entry.name)
-            if key is None or not _is_of_block(layout, key, entry.path):
+    for folder in list_folders(layout.leases):
+        for entry in list_entries(folder.path):
+            key, _ = _parse_lease_name(entry.name)
+            if key is None or not _is_link_to_block(layout, key, entry.path):
                 found.append(entry.path)
     return found
 
 
-def running(layout: Layout) -> list[bytes]:
+def list_leased_keys(layout: DirectoryLayout) -> list[bytes]:
     """The key of each lease that has not ended."""
     now = now_ms()
-    return [key for key, end, _ in all_leases(layout) if end > now]
+    return [key for key, end, _ in list_leases(layout) if end > now]
 
 
-def _links(folder: str) -> Iterator[tuple[bytes, int, str]]:
-    for entry in entries(folder):
-        key, end = _parsed(entry.name)
+def _list_owner_leases(folder: str) -> Iterator[tuple[bytes, int, str]]:
+    for entry in list_entries(folder):
+        key, end = _parse_lease_name(entry.name)
         if key is not None:
             yield key, end, entry.path
 
 
-def _parsed(name: str) -> tuple[bytes | None, int]:
+def _parse_lease_name(name: str) -> tuple[bytes | None, int]:
     """The key and the end that a lease's name says."""
     digits, _, end = name.partition(".")
-    key = key_of(digits, "")
+    key = parse_key(digits, "")
     return (key, int(end)) if key is not None and end.isascii() and end.isdigit() else (None, 0)
 
 
-def _is_of_block(layout: Layout, key: bytes, path: str) -> bool:
+def _is_link_to_block(layout: DirectoryLayout, key: bytes, path: str) -> bool:
     """Whether it is a link to the block that is here now."""
     try:
-        return os.stat(layout.block(key)).st_ino == os.lstat(path).st_ino
+        return os.stat(layout.block_path(key)).st_ino == os.lstat(path).st_ino
     except FileNotFoundError:
         return False

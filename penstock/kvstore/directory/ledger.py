@@ -22,7 +22,7 @@ from pathlib import Path
 
 from penstock.kvstore.copying import compute_checksum
 from penstock.kvstore.directory import leases, writers
-from penstock.kvstore.directory.layout import Layout, make_folder, room
+from penstock.kvstore.directory.layout import DirectoryLayout, make_folder, round_to_pages
 
 MAGIC = b"PKVD\0\0\0\1"
 _RECORD = struct.Struct("<8s16sQQQQQ")
@@ -30,56 +30,56 @@ _CHECKSUM = struct.Struct("<Q")
 
 
 @dataclass
-class Record:
+class UsageRecord:
     """What the directory holds."""
 
-    used: int = 0
+    used_bytes: int = 0
     """Bytes that count against the budget: blocks, in whole pages, and what is reserved for those being written."""
-    blocks: int = 0
-    budget: int = 0
+    num_blocks: int = 0
+    budget_bytes: int = 0
     """Of who opened it last, for people who look."""
-    changes: int = 0
+    num_changes: int = 0
     """Counts what may have given somebody a block to evict: blocks written, leases released, blocks removed."""
 
 
 class Ledger:
     """The lock of a directory, and the usage under it. Raises `OSError` if the directory fails."""
 
-    def __init__(self, layout: Layout, *, makes: bool) -> None:
+    def __init__(self, layout: DirectoryLayout, *, makes: bool) -> None:
         """With `makes` the directory and the lock's file are made where they are not there, when they are needed."""
         self._layout, self._makes = layout, makes
         self._threads = threading.Lock()
-        self._fd, self._is_closed = -1 if makes else self._open(), False
-        self._boot = _boot()
+        self._fd, self._is_closed = -1 if makes else self._open_lock_file(), False
+        self._boot = _read_boot_id()
         self._is_changing = False
-        self.record = Record()
+        self.record = UsageRecord()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[Record]:
+    def hold_lock(self) -> Iterator[UsageRecord]:
         """The lock, and the usage. Call `change` before the first change."""
         with self._threads:
-            self._lock()
+            self._acquire_lock()
             try:
-                found = self._read()
+                found = self._read_record()
                 self._is_changing = False
                 if found is None:
-                    self.change()
-                    self.count()
+                    self.mark_uncertain()
+                    self.recount_usage()
                 else:
                     self.record = found
                 yield self.record
                 if self._is_changing:
-                    self._write(is_certain=True)
+                    self._write_record(is_certain=True)
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def _lock(self) -> None:
+    def _acquire_lock(self) -> None:
         """Wait for the lock; if its file was deleted meanwhile, it is another file's: all must wait for the same."""
         if self._is_closed:
             raise OSError(errno.EBADF, "closed")
         while True:
             if self._fd < 0:
-                self._fd = self._open()
+                self._fd = self._open_lock_file()
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             is_named = False
             try:
@@ -93,25 +93,25 @@ class Ledger:
             if is_named:
                 return
 
-    def change(self) -> None:
+    def mark_uncertain(self) -> None:
         """Something is about to change: the record is uncertain until the lock is given up."""
         if not self._is_changing:
             self._is_changing = True
-            self._write(is_certain=False)
+            self._write_record(is_certain=False)
 
-    def count(self) -> None:
+    def recount_usage(self) -> None:
         """Count all there is, and remove what nobody needs."""
-        writers.bury(self._layout)
-        leases.tidy(self._layout, everything=True)
-        sizes = [room(stat.st_size) for _, stat in self._layout.blocks()]
-        self.record.used = sum(sizes) + writers.reserved(self._layout)
-        self.record.blocks = len(sizes)
+        writers.remove_dead_writers(self._layout)
+        leases.remove_expired_leases(self._layout, everything=True)
+        sizes = [round_to_pages(stat.st_size) for _, stat in self._layout.list_blocks()]
+        self.record.used_bytes = sum(sizes) + writers.count_reserved_bytes(self._layout)
+        self.record.num_blocks = len(sizes)
 
-    def peek(self) -> Record:
+    def read_usage(self) -> UsageRecord:
         """The usage; after closing what it was."""
         if self._is_closed:
             return self.record
-        with self.held() as record:
+        with self.hold_lock() as record:
             return record
 
     def close(self) -> None:
@@ -121,14 +121,14 @@ class Ledger:
                 os.close(self._fd)
             self._fd, self._is_closed = -1, True
 
-    def _open(self) -> int:
+    def _open_lock_file(self) -> int:
         """The lock's file. Who only looks makes none: it may be another user, and the workers could not open it."""
         if self._makes:
             make_folder(self._layout.root)
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if self._makes else 0)
         return os.open(self._layout.lock, flags, 0o600)
 
-    def _read(self) -> Record | None:
+    def _read_record(self) -> UsageRecord | None:
         stored = os.pread(self._fd, _RECORD.size + _CHECKSUM.size, 0)
         if len(stored) != _RECORD.size + _CHECKSUM.size:
             return None
@@ -138,18 +138,18 @@ class Ledger:
             return None
         if not is_certain or boot != self._boot:
             # The count is made anew, the rest is still good.
-            self.record.budget, self.record.changes = budget, changes + 1
+            self.record.budget_bytes, self.record.num_changes = budget, changes + 1
             return None
-        return Record(used, blocks, budget, changes)
+        return UsageRecord(used, blocks, budget, changes)
 
-    def _write(self, *, is_certain: bool) -> None:
+    def _write_record(self, *, is_certain: bool) -> None:
         now = self.record
-        used, blocks = max(0, now.used), max(0, now.blocks)
-        fields = _RECORD.pack(MAGIC, self._boot, is_certain, used, blocks, now.budget, now.changes)
+        used, blocks = max(0, now.used_bytes), max(0, now.num_blocks)
+        fields = _RECORD.pack(MAGIC, self._boot, is_certain, used, blocks, now.budget_bytes, now.num_changes)
         os.pwrite(self._fd, fields + _CHECKSUM.pack(compute_checksum(fields)), 0)
 
 
-def _boot() -> bytes:
+def _read_boot_id() -> bytes:
     """Stands for the time since the machine was started."""
     try:
         return hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).digest()[:16]

@@ -13,9 +13,9 @@ import struct
 from collections import deque
 from collections.abc import Iterable
 
-from penstock.kvstore.directory.layout import Layout, folders, make_folder, unlink
+from penstock.kvstore.directory.layout import DirectoryLayout, list_folders, make_folder, remove_file
 
-RESERVED = "reserved"
+RESERVATION_NAME = "reserved"
 _COUNT = struct.Struct("<Q")
 
 
@@ -27,14 +27,14 @@ class Writer:
     also where a file could not be removed or the record not be written.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: DirectoryLayout) -> None:
         self._folder = f"{layout.writers}/{secrets.token_hex(8)}"
         self._drafts: dict[str, int] = {}
         self._given_up: deque[str] = deque()
         self._num_recorded = 0
         self._fd = -1
         try:
-            self._make()
+            self._create_folder()
         except OSError:
             self.close()
             raise
@@ -45,22 +45,22 @@ class Writer:
         self._drafts[path] = size
         return path
 
-    def named(self, path: str) -> None:
+    def remove_published(self, path: str) -> None:
         """It is a block now."""
         del self._drafts[path]
 
-    def give_up(self, paths: Iterable[str]) -> None:
+    def give_up_drafts(self, paths: Iterable[str]) -> None:
         """No more is done with these files: they go when it is settled."""
         self._given_up.extend(paths)
 
-    def settle(self) -> int:
+    def update_reservation(self) -> int:
         """Remove what was given up and record what is reserved; how many bytes more than before."""
-        if not os.path.exists(f"{self._folder}/{RESERVED}"):  # somebody deleted it
-            self._make()
+        if not os.path.exists(f"{self._folder}/{RESERVATION_NAME}"):  # somebody deleted it
+            self._create_folder()
         for _ in range(len(self._given_up)):
             path = self._given_up.popleft()
             try:
-                unlink(path)
+                remove_file(path)
                 self._drafts.pop(path, None)
             except OSError:  # as long as it is there, it counts
                 self._given_up.append(path)
@@ -74,54 +74,54 @@ class Writer:
     def close(self) -> int:
         """Give it up; how many bytes were still recorded."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._let_go()
+        self._close_lock()
         return self._num_recorded
 
-    def _make(self) -> None:
+    def _create_folder(self) -> None:
         """The folder, its lock in our hands, and the record."""
-        self._let_go()
+        self._close_lock()
         make_folder(self._folder)
-        self._fd = os.open(f"{self._folder}/{RESERVED}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(f"{self._folder}/{RESERVATION_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         os.pwrite(self._fd, _COUNT.pack(self._num_recorded), 0)
 
-    def _let_go(self) -> None:
+    def _close_lock(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
-def bury(layout: Layout) -> int:
+def remove_dead_writers(layout: DirectoryLayout) -> int:
     """Remove the folders of dead processes; how many bytes they had reserved."""
     total = 0
-    for folder in folders(layout.writers):
-        with _claimed(folder.path) as reserved:
-            if reserved is not None:
+    for folder in list_folders(layout.writers):
+        with _lock_if_dead(folder.path) as reserved_bytes:
+            if reserved_bytes is not None:
                 shutil.rmtree(folder.path)
-                total += reserved
+                total += reserved_bytes
     return total
 
 
-def reserved(layout: Layout) -> int:
+def count_reserved_bytes(layout: DirectoryLayout) -> int:
     """How many bytes all writers have reserved, dead or alive."""
-    return sum(_reserved(f"{folder.path}/{RESERVED}") for folder in folders(layout.writers))
+    return sum(_read_reservation(f"{folder.path}/{RESERVATION_NAME}") for folder in list_folders(layout.writers))
 
 
-def dead(layout: Layout) -> list[str]:
+def find_dead_writers(layout: DirectoryLayout) -> list[str]:
     """The folders of dead processes, for checks."""
     found = []
-    for folder in folders(layout.writers):
-        with _claimed(folder.path) as reserved:
-            if reserved is not None:
+    for folder in list_folders(layout.writers):
+        with _lock_if_dead(folder.path) as reserved_bytes:
+            if reserved_bytes is not None:
                 found.append(folder.path)
     return found
 
 
-class _claimed(contextlib.AbstractContextManager["int | None"]):  # noqa: N801 (used as a function)
+class _lock_if_dead(contextlib.AbstractContextManager["int | None"]):  # noqa: N801 (used as a function)
     """A writer's lock, if nobody has it: what it had reserved, or None for one that lives."""
 
     def __init__(self, folder: str) -> None:
-        self._path, self._fd = f"{folder}/{RESERVED}", -1
+        self._path, self._fd = f"{folder}/{RESERVATION_NAME}", -1
 
     def __enter__(self) -> int | None:
         try:
@@ -131,14 +131,14 @@ class _claimed(contextlib.AbstractContextManager["int | None"]):  # noqa: N801 (
             return 0  # it died while it was made
         except BlockingIOError:
             return None
-        return _reserved(self._path)
+        return _read_reservation(self._path)
 
     def __exit__(self, *_: object) -> None:
         if self._fd >= 0:
             os.close(self._fd)
 
 
-def _reserved(path: str) -> int:
+def _read_reservation(path: str) -> int:
     try:
         with open(path, "rb") as file:
             found = file.read(_COUNT.size)

@@ -74,29 +74,29 @@ class Tier(Protocol):
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Store blocks; which of them others can read now (or could already: a key names one content)."""
 
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
+    def has_blocks(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are here, unchecked. Those were used now; counts neither hits nor misses."""
 
-    def lease(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
+    def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
         """Keep these blocks (those that are here) until the owner releases them or the time is over.
 
         Leases of several owners on one block are independent; a second one of the same owner moves the end. In Redis a
         leased block can still go where another writer was just deleting it: a miss, and computed again.
         """
 
-    def release(self, owner: str, keys: Sequence[bytes]) -> None:
+    def release_leases(self, owner: str, keys: Sequence[bytes]) -> None:
         """End the owner's leases on these blocks. Twice is harmless."""
 
-    def remove(self, keys: Sequence[bytes]) -> int:
+    def remove_blocks(self, keys: Sequence[bytes]) -> int:
         """Forget these blocks, leased or not; how many were here."""
 
-    def usage(self) -> TierUsage:
+    def read_usage(self) -> TierUsage:
         """What the tier holds."""
 
-    def entries(self) -> Iterator[TierEntry]:
+    def list_entries(self) -> Iterator[TierEntry]:
         """What is in it, in no order; what changes meanwhile may be missed."""
 
-    def stored(self, key: bytes) -> bytes | None:
+    def read_stored(self, key: bytes) -> bytes | None:
         """Header and content of a block as they lie there, unchecked: for people who look."""
 
     def close(self) -> None:

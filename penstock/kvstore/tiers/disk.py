@@ -35,21 +35,21 @@ from penstock.kvstore import steps
 from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, ReadRequest
 from penstock.kvstore.copying import compute_checksum
 from penstock.kvstore.directory import leases
-from penstock.kvstore.directory.check import check
-from penstock.kvstore.directory.directory import FULL, Directory, Draft
-from penstock.kvstore.directory.files import Files, Found
-from penstock.kvstore.directory.layout import room
+from penstock.kvstore.directory.check import check_directory
+from penstock.kvstore.directory.directory import DISK_FULL_ERRORS, Directory, Draft
+from penstock.kvstore.directory.files import BlockFiles, Found
+from penstock.kvstore.directory.layout import round_to_pages
 from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 
 if TYPE_CHECKING:
-    from penstock.kvstore.codec import Codecs
+    from penstock.kvstore.codec import TierCodecs
 
 T = TypeVar("T")
 
-BATCH, BATCH_BYTES = 32, 8 * 2**20
+MAX_BATCH_BLOCKS, MAX_BATCH_BYTES = 32, 8 * 2**20
 """About so much is written at a time, and reserved."""
 SETTING = "PENSTOCK_KV_STORE_DISK"
-REST_S = 1.0
+WRITE_PAUSE_S = 1.0
 """How long nothing is written after the disk did not take something."""
 
 
@@ -58,22 +58,22 @@ class DiskTier:
 
     name, clock = "disk", staticmethod(time.perf_counter)
 
-    def __init__(self, directory: Directory, form: BlockFormat, codec: "Codecs | None") -> None:
+    def __init__(self, directory: Directory, form: BlockFormat, codec: "TierCodecs | None") -> None:
         self.counters = TierCounters()
         self._directory, self._form = directory, form
-        self._files = Files(form, codec)
+        self._files = BlockFiles(form, codec)
         self._counting = threading.Lock()
-        self._rests_until = 0.0
+        self._paused_until_s = 0.0
         size = HEADER_BYTES + form.payload_bytes
-        self._batch = max(1, min(BATCH, BATCH_BYTES // size, directory.budget // 4 // size))
+        self._batch = max(1, min(MAX_BATCH_BLOCKS, MAX_BATCH_BYTES // size, directory.budget // 4 // size))
 
     @classmethod
-    def open(cls, form: BlockFormat, directory: Path, budget_bytes: int, codec: "Codecs | None" = None) -> Self:
+    def open(cls, form: BlockFormat, directory: Path, budget_bytes: int, codec: "TierCodecs | None" = None) -> Self:
         """The blocks in a directory, which is made if it is not there. Raises `KVStoreError` if it cannot be used.
 
         A full disk is no reason for that: it is read, and written as soon as it has room.
         """
-        size = room(HEADER_BYTES + form.payload_bytes)
+        size = round_to_pages(HEADER_BYTES + form.payload_bytes)
         if budget_bytes < size:
             raise KVStoreError(f"{SETTING}_MB: {budget_bytes} bytes hold no block of {size} bytes")
         try:
@@ -97,14 +97,14 @@ class DiskTier:
         found, suspects, failed = list[Found](), dict[bytes, int | None](), False
         for one in wanted:
             try:
-                kind, number = self._files.read(self._path(one.key.hash), one)
+                kind, number = self._files.read_block(self._block_path(one.key.hash), one)
             except OSError:
                 kind, number, failed = Found.NOTHING, 0, True
             found.append(kind)
             if kind is Found.DAMAGED:
                 suspects[one.key.hash] = number
         if suspects:
-            self._try(lambda: self._directory.drop(suspects), 0)
+            self._try_call(lambda: self._directory.drop_blocks(suspects), 0)
         with self._counting:
             hits = found.count(Found.WHOLE)
             self.counters.hits += hits
@@ -116,89 +116,91 @@ class DiskTier:
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """See `Tier.put`, and the steps above."""
-        here = self.has([block.key.hash for block in blocks])
+        here = self.has_blocks([block.key.hash for block in blocks])
         stored = {block.key.hash for block, is_here in zip(blocks, here, strict=True) if is_here}
         new = list({block.key.hash: block for block in blocks if block.key.hash not in stored}.values())
         for start in range(0, len(new), self._batch):
-            if not self._directory.is_writable or time.monotonic() < self._rests_until:
+            if not self._directory.is_writable or time.monotonic() < self._paused_until_s:
                 break
-            stored |= self._put(new[start : start + self._batch])
+            stored |= self._put_batch(new[start : start + self._batch])
         return [block.key.hash in stored for block in blocks]
 
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
+    def has_blocks(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier.has`."""
-        return [self._use(key) for key in keys]
+        return [self._touch_block(key) for key in keys]
 
-    def lease(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
+    def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
         """See `Tier.lease`. Ends are times of the host's clock."""
         if keys:
-            self._try(lambda: self._directory.lease(owner, keys, seconds), None)
+            self._try_call(lambda: self._directory.lease_blocks(owner, keys, seconds), None)
 
-    def release(self, owner: str, keys: Sequence[bytes]) -> None:
+    def release_leases(self, owner: str, keys: Sequence[bytes]) -> None:
         """See `Tier.release`."""
         if keys:
-            self._try(lambda: self._directory.release(owner, keys), None)
+            self._try_call(lambda: self._directory.release_leases(owner, keys), None)
 
-    def remove(self, keys: Sequence[bytes]) -> int:
+    def remove_blocks(self, keys: Sequence[bytes]) -> int:
         """See `Tier.remove`."""
-        return self._try(lambda: self._directory.drop(dict.fromkeys(keys)), 0) if keys else 0
+        return self._try_call(lambda: self._directory.drop_blocks(dict.fromkeys(keys)), 0) if keys else 0
 
-    def usage(self) -> TierUsage:
+    def read_usage(self) -> TierUsage:
         """See `Tier.usage`. Files count in whole pages; what is reserved counts too."""
 
         def look() -> TierUsage:
-            record = self._directory.ledger.peek()
-            num_leased = len(set(leases.running(self._directory.layout)))
-            return TierUsage(record.blocks, record.used, record.budget, num_leased)
+            record = self._directory.ledger.read_usage()
+            num_leased = len(set(leases.list_leased_keys(self._directory.layout)))
+            return TierUsage(record.num_blocks, record.used_bytes, record.budget_bytes, num_leased)
 
-        return self._try(look, TierUsage(0, 0, self._directory.budget, 0))
+        return self._try_call(look, TierUsage(0, 0, self._directory.budget, 0))
 
-    def entries(self) -> Iterator[TierEntry]:
+    def list_entries(self) -> Iterator[TierEntry]:
         """See `Tier.entries`."""
 
         def look() -> list[TierEntry]:
-            running = Counter(leases.running(self._directory.layout))
+            running = Counter(leases.list_leased_keys(self._directory.layout))
             return [
-                TierEntry(key, room(stat.st_size), stat.st_mtime_ns / 1e9, running[key])
-                for key, stat in self._directory.layout.blocks()
+                TierEntry(key, round_to_pages(stat.st_size), stat.st_mtime_ns / 1e9, running[key])
+                for key, stat in self._directory.layout.list_blocks()
             ]
 
-        return iter(self._try(look, list[TierEntry]()))
+        return iter(self._try_call(look, list[TierEntry]()))
 
-    def stored(self, key: bytes) -> bytes | None:
+    def read_stored(self, key: bytes) -> bytes | None:
         """See `Tier.stored`."""
         try:
-            return Path(self._path(key)).read_bytes()
+            return Path(self._block_path(key)).read_bytes()
         except OSError:
             return None
 
     def check_integrity(self) -> list[str]:
         """What does not agree in the directory, and what would stay for ever; reads no block. Empty: all is well."""
-        return check(self._directory)
+        return check_directory(self._directory)
 
     def close(self) -> None:
         """See `Tier.close`."""
-        self._try(self._directory.close, None)
+        self._try_call(self._directory.close, None)
 
-    def _put(self, blocks: Sequence[Block]) -> set[bytes]:
+    def _put_batch(self, blocks: Sequence[Block]) -> set[bytes]:
         """A batch; the keys that others can read now."""
-        ready = [(block, *self._files.encode(block.payload)) for block in blocks]
+        ready = [(block, *self._files.encode_payload(block.payload)) for block in blocks]
         lengths = [HEADER_BYTES + len(content) for *_, content in ready]
-        drafts = self._try(lambda: self._directory.reserve(lengths), list[Draft | None]())
+        drafts = self._try_call(lambda: self._directory.reserve_drafts(lengths), list[Draft | None]())
         steps.reached("put 1")
         named = dict[Draft, bytes | None].fromkeys(draft for draft in drafts if draft is not None)
         batch_bytes = sum(draft.size for draft in named)
         num_new = 0
         try:
             for draft, made in zip(drafts, ready, strict=False):
-                if draft is not None and not self._try(partial(self._write, draft, *made, batch_bytes), instead=False):
+                if draft is not None and not self._try_call(
+                    partial(self._write_draft, draft, *made, batch_bytes), instead=False
+                ):
                     break
                 if draft is not None and made[0].is_valid():
                     named[draft] = made[0].key.hash
                 steps.reached("put 3")
         finally:  # whatever happened, a draft gets its name or goes
             if named:
-                num_new = self._try(lambda: self._directory.publish(named), -1)
+                num_new = self._try_call(lambda: self._directory.publish_drafts(named), -1)
             steps.reached("put 4")
             with self._counting:
                 self.counters.refused += drafts.count(None)
@@ -206,37 +208,37 @@ class DiskTier:
                 self.counters.bytes_written += max(0, num_new) * self._form.payload_bytes
         return {key for key in named.values() if key is not None} if num_new >= 0 else set()
 
-    def _write(self, draft: Draft, block: Block, number: int, content: memoryview, batch_bytes: int) -> bool:
+    def _write_draft(self, draft: Draft, block: Block, number: int, content: memoryview, batch_bytes: int) -> bool:
         """Step 2 of a put. Where the disk is full, as many bytes of blocks go as the batch has."""
         header = self._form.make_header(block.key, compute_checksum(content), number, len(content))
         try:
-            self._files.write(draft.path, header.pack(), content)
+            self._files.write_block(draft.path, header.pack(), content)
         except OSError as error:
-            if error.errno not in FULL or not self._directory.relieve(draft, batch_bytes):
+            if error.errno not in DISK_FULL_ERRORS or not self._directory.free_disk_space(draft, batch_bytes):
                 raise
-            self._files.write(draft.path, header.pack(), content)
+            self._files.write_block(draft.path, header.pack(), content)
         steps.reached("put 2")
         return True
 
-    def _path(self, key: bytes) -> str:
-        return self._directory.layout.block(key)
+    def _block_path(self, key: bytes) -> str:
+        return self._directory.layout.block_path(key)
 
-    def _use(self, key: bytes) -> bool:
+    def _touch_block(self, key: bytes) -> bool:
         now = time.time_ns()
         try:
-            os.utime(self._path(key), ns=(now, now))
+            os.utime(self._block_path(key), ns=(now, now))
         except FileNotFoundError:
             return False
         except OSError:  # a disk that can only be read is still good for that
-            return os.path.exists(self._path(key))
+            return os.path.exists(self._block_path(key))
         return True
 
-    def _try(self, call: Callable[[], T], instead: T) -> T:
+    def _try_call(self, call: Callable[[], T], instead: T) -> T:
         """What the directory fails at is counted, and is all the harm; nothing is written for a while."""
         try:
             return call()
         except OSError:
             with self._counting:
                 self.counters.errors += 1
-            self._rests_until = time.monotonic() + REST_S
+            self._paused_until_s = time.monotonic() + WRITE_PAUSE_S
             return instead

@@ -4,22 +4,22 @@ import json
 from collections.abc import Iterator
 from functools import partial
 
-from penstock.kvstore.tiers.address import Address
+from penstock.kvstore.tiers.address import RedisNode
 from penstock.kvstore.tiers.contract import TierCounters, TierEntry
-from penstock.kvstore.tiers.index import AT_ONCE, Index, page, replies
-from penstock.kvstore.tiers.wire import NotRedis, Reply, Wire, command
+from penstock.kvstore.tiers.index import MAX_SCRIPT_KEYS, RedisIndex, read_page, read_replies
+from penstock.kvstore.tiers.wire import Reply, RespConnection, UnexpectedReply, encode_command
 from penstock.names import KV_INDEX
 
 USED, HELD, SIZES, LEASES, _, _ = KV_INDEX
 
 
-def entries(address: Address, counters: TierCounters) -> Iterator[TierEntry]:
+def list_node_entries(address: RedisNode, counters: TierCounters) -> Iterator[TierEntry]:
     """See `Tier.entries`. Ends early when the server does not answer."""
     seen: set[bytes] = set()
     for part in (HELD, USED):
         cursor = b"0"
         while True:
-            piece = address.ask(partial(_piece, part, cursor), counters)
+            piece = address.call_index(partial(_read_entries, part, cursor), counters)
             if piece is None:
                 return
             cursor, found = piece
@@ -29,28 +29,28 @@ def entries(address: Address, counters: TierCounters) -> Iterator[TierEntry]:
                 break
 
 
-def _piece(part: str, cursor: bytes, wire: Wire, _: Index) -> tuple[bytes, list[TierEntry]]:
+def _read_entries(part: str, cursor: bytes, wire: RespConnection, _: RedisIndex) -> tuple[bytes, list[TierEntry]]:
     """Some entries of a part of the index, and where to go on."""
-    wire.send([command("ZSCAN", part, cursor, "COUNT", AT_ONCE), command("TIME")])
-    cursor, found = page(wire)
-    (time,) = replies(wire, 1)
+    wire.send([encode_command("ZSCAN", part, cursor, "COUNT", MAX_SCRIPT_KEYS), encode_command("TIME")])
+    cursor, found = read_page(wire)
+    (time,) = read_replies(wire, 1)
     keys, used = found[::2], found[1::2]
     if not keys:
         return cursor, []
-    wire.send([command("HMGET", SIZES, *keys), command("HMGET", LEASES, *keys)])
-    sizes, leases = replies(wire, 2)
+    wire.send([encode_command("HMGET", SIZES, *keys), encode_command("HMGET", LEASES, *keys)])
+    sizes, leases = read_replies(wire, 2)
     match time, sizes, leases:
         case [bytes(seconds), bytes(micros)], list(), list():
             now = int(seconds) * 1000 + int(micros) // 1000
             return cursor, [
-                TierEntry(key, int(size), float(score) / 1e6, _running(owners, now))
+                TierEntry(key, int(size), float(score) / 1e6, _count_leases(owners, now))
                 for key, score, size, owners in zip(keys, used, sizes, leases, strict=True)
                 if isinstance(size, bytes)
             ]
-    raise NotRedis(f"not what was asked: {sizes!r}"[:200])
+    raise UnexpectedReply(f"not what was asked: {sizes!r}"[:200])
 
 
-def _running(owners: Reply, now: int) -> int:
+def _count_leases(owners: Reply, now: int) -> int:
     """How many leases have not run out."""
     ends = json.loads(owners) if isinstance(owners, bytes) else {}
     return sum(end > now for end in ends.values())

@@ -8,10 +8,10 @@ import xxhash
 
 from penstock.errors import DamagedBlock
 from penstock.kvstore.block import HEADER_BYTES, RAW, BlockFormat, Header, ReadRequest
-from penstock.kvstore.tiers.wire import Refused, Wire
+from penstock.kvstore.tiers.wire import ErrorReply, RespConnection
 
 if TYPE_CHECKING:
-    from penstock.kvstore.codec import Codecs
+    from penstock.kvstore.codec import TierCodecs
 
 T = TypeVar("T")
 Receiving = Generator[None, None, T]
@@ -26,29 +26,36 @@ class Found(Enum):
     DAMAGED = "damaged"
 
 
-def receive(wire: Wire, form: BlockFormat, want: ReadRequest, codecs: "Codecs | None") -> Receiving[tuple[Found, int]]:
+def receive_block(
+    wire: RespConnection, form: BlockFormat, want: ReadRequest, codecs: "TierCodecs | None"
+) -> Receiving[tuple[Found, int]]:
     """Read the reply to a GET, to its end, in pieces; what it was, and how many bytes."""
     try:
-        length = wire.length()
-    except Refused as refused:
+        length = wire.read_length()
+    except ErrorReply as refused:
         if str(refused).startswith("WRONGTYPE"):
             return Found.DAMAGED, 0
         raise
     if length is None:
         return Found.NOTHING, 0
     if length < HEADER_BYTES:
-        wire.skip(length)
-        wire.end_value()
+        wire.skip_bytes(length)
+        wire.read_value_end()
         return Found.DAMAGED, length
     start = bytearray(HEADER_BYTES)
     wire.read_into(memoryview(start))
-    whole = yield from _content(wire, form, want, memoryview(start), length - HEADER_BYTES, codecs)
-    wire.end_value()
+    whole = yield from _receive_content(wire, form, want, memoryview(start), length - HEADER_BYTES, codecs)
+    wire.read_value_end()
     return Found.WHOLE if whole else Found.DAMAGED, length
 
 
-def _content(
-    wire: Wire, form: BlockFormat, want: ReadRequest, start: memoryview, length: int, codecs: "Codecs | None"
+def _receive_content(
+    wire: RespConnection,
+    form: BlockFormat,
+    want: ReadRequest,
+    start: memoryview,
+    length: int,
+    codecs: "TierCodecs | None",
 ) -> Receiving[bool]:
     """Read the `length` bytes after the header; whether they are the content of the block that is wanted."""
     try:
@@ -56,18 +63,20 @@ def _content(
     except DamagedBlock:
         header = None
     if header is None or not form.is_header_of(header, want.key) or header.content_bytes != length:
-        wire.skip(length)
+        wire.skip_bytes(length)
         return False
     if header.codec == RAW and length == len(want.target):
-        return (yield from _checked(wire, want.target, header))
-    if codecs is None or not codecs.knows(header.codec) or length > 2 * form.payload_bytes:
-        wire.skip(length)
+        return (yield from _receive_checked(wire, want.target, header))
+    if codecs is None or not codecs.has_decoder(header.codec) or length > 2 * form.payload_bytes:
+        wire.skip_bytes(length)
         return False
     content = memoryview(bytearray(length))
-    return (yield from _checked(wire, content, header)) and codecs.decode_into(header.codec, content, want.target)
+    return (yield from _receive_checked(wire, content, header)) and codecs.decode_payload(
+        header.codec, content, want.target
+    )
 
 
-def _checked(wire: Wire, into: memoryview, header: Header) -> Receiving[bool]:
+def _receive_checked(wire: RespConnection, into: memoryview, header: Header) -> Receiving[bool]:
     digest = xxhash.xxh3_64()
-    yield from wire.pieces(into, digest)
+    yield from wire.read_pieces(into, digest)
     return digest.intdigest() == header.checksum

@@ -31,7 +31,7 @@ from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, ReadRequest
 from penstock.kvstore.copying import copy_and_hash
 from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 
-BATCH, BATCH_BYTES = 32, 8 * 2**20
+MAX_BATCH_BLOCKS, MAX_BATCH_BYTES = 32, 8 * 2**20
 """So many slots are taken at a time, and published together; a quarter of the arena, if that is less."""
 
 
@@ -44,7 +44,7 @@ class SharedTier:
         self.arena = arena
         self.counters = TierCounters()
         self._form = arena.form
-        self._batch = min(BATCH, BATCH_BYTES // arena.geometry.slot_bytes)
+        self._batch = min(MAX_BATCH_BLOCKS, MAX_BATCH_BYTES // arena.geometry.slot_bytes)
         self._counting = threading.Lock()
 
     @classmethod
@@ -62,11 +62,11 @@ class SharedTier:
 
     def get(self, wanted: Sequence[ReadRequest]) -> list[bool]:
         """See `Tier.get`, and the steps above."""
-        places = self.arena.find([one.key.hash for one in wanted])
+        places = self.arena.find_slots([one.key.hash for one in wanted])
         steps.reached("get 1")
-        whole = [place is not None and self._read(place, one) for place, one in zip(places, wanted, strict=True)]
+        whole = [place is not None and self._read_slot(place, one) for place, one in zip(places, wanted, strict=True)]
         suspects = [place for place, is_whole in zip(places, whole, strict=True) if place and not is_whole]
-        num_damaged = self.arena.drop(suspects) if suspects else 0
+        num_damaged = self.arena.drop_slots(suspects) if suspects else 0
         with self._counting:
             self.counters.hits += sum(whole)
             self.counters.misses += len(whole) - sum(whole)
@@ -77,63 +77,63 @@ class SharedTier:
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """See `Tier.put`, and the steps above."""
         stored: list[bool] = []
-        size = max(1, min(self._batch, self.arena.num_usable // 4))
+        size = max(1, min(self._batch, self.arena.num_usable_slots // 4))
         for start in range(0, len(blocks), size):
-            stored += self._put(blocks[start : start + size])
+            stored += self._put_batch(blocks[start : start + size])
         return stored
 
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
+    def has_blocks(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier.has`."""
-        return [place is not None for place in self.arena.find(keys)]
+        return [place is not None for place in self.arena.find_slots(keys)]
 
-    def lease(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
+    def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
         """See `Tier.lease`."""
-        self.arena.lease(owner, keys, seconds)
+        self.arena.lease_blocks(owner, keys, seconds)
 
-    def release(self, owner: str, keys: Sequence[bytes]) -> None:
+    def release_leases(self, owner: str, keys: Sequence[bytes]) -> None:
         """See `Tier.release`."""
-        self.arena.release(owner, keys)
+        self.arena.release_leases(owner, keys)
 
-    def remove(self, keys: Sequence[bytes]) -> int:
+    def remove_blocks(self, keys: Sequence[bytes]) -> int:
         """See `Tier.remove`."""
-        return self.arena.remove(keys)
+        return self.arena.remove_blocks(keys)
 
-    def usage(self) -> TierUsage:
+    def read_usage(self) -> TierUsage:
         """See `Tier.usage`. The tables count as used."""
-        num_blocks, num_leased = self.arena.count()
+        num_blocks, num_leased = self.arena.count_blocks()
         geometry = self.arena.geometry
         used = geometry.metadata_bytes + num_blocks * geometry.slot_bytes
         return TierUsage(num_blocks, used, geometry.total_bytes, num_leased)
 
-    def entries(self) -> Iterator[TierEntry]:
+    def list_entries(self) -> Iterator[TierEntry]:
         """See `Tier.entries`."""
         began = time.time() - time.monotonic()
-        for key, used_ns, num_leases in self.arena.rows():
+        for key, used_ns, num_leases in self.arena.list_blocks():
             yield TierEntry(key, self.arena.geometry.slot_bytes, began + used_ns / 1e9, num_leases)
 
-    def stored(self, key: bytes) -> bytes | None:
+    def read_stored(self, key: bytes) -> bytes | None:
         """See `Tier.stored`."""
-        place = self.arena.peek(key)
+        place = self.arena.peek_slot(key)
         if place is None:
             return None
-        found = bytes(self.arena.tables.slot(place.slot))
-        return found if self.arena.is_still(place) else None
+        found = bytes(self.arena.tables.slot_memory(place.slot))
+        return found if self.arena.is_current(place) else None
 
     def close(self) -> None:
         """See `Tier.close`."""
         self.arena.close()
 
-    def _read(self, place: SlotRef, wanted: ReadRequest) -> bool:
+    def _read_slot(self, place: SlotRef, wanted: ReadRequest) -> bool:
         """Steps 2 and 3 of a get."""
-        stored = self.arena.tables.slot(place.slot)
+        stored = self.arena.tables.slot_memory(place.slot)
         checksum = copy_and_hash(wanted.target, stored[HEADER_BYTES:])
         steps.reached("get 2")
         is_whole = stored[:HEADER_BYTES] == self._form.make_header(wanted.key, checksum).pack()
         steps.reached("get 3")
-        return is_whole and self.arena.is_still(place)
+        return is_whole and self.arena.is_current(place)
 
-    def _put(self, blocks: Sequence[Block]) -> list[bool]:
-        places = self.arena.take([block.key.hash for block in blocks])
+    def _put_batch(self, blocks: Sequence[Block]) -> list[bool]:
+        places = self.arena.allocate_slots([block.key.hash for block in blocks])
         steps.reached("put 1")
         mine = [
             (place, block)
@@ -143,10 +143,10 @@ class SharedTier:
         written: list[tuple[SlotRef, bytes, bool]] = []
         try:
             for place, block in mine:
-                written.append((place, block.key.hash, self._write(place, block)))
+                written.append((place, block.key.hash, self._write_slot(place, block)))
         finally:  # if one could not be written its slot is free again, and the caller is told why
             written += [(place, block.key.hash, False) for place, block in mine[len(written) :]]
-            published = iter(self.arena.publish(written) if written else ())
+            published = iter(self.arena.publish_slots(written) if written else ())
             steps.reached("put 5")
         stored = [place is ALREADY_STORED or (place is not None and next(published)) for place in places]
         with self._counting:
@@ -156,9 +156,9 @@ class SharedTier:
             self.counters.bytes_written += taken * self._form.payload_bytes
         return stored
 
-    def _write(self, place: SlotRef, block: Block) -> bool:
+    def _write_slot(self, place: SlotRef, block: Block) -> bool:
         """Steps 2 to 4 of a put; whether the block is whole."""
-        into = self.arena.tables.slot(place.slot)
+        into = self.arena.tables.slot_memory(place.slot)
         checksum = copy_and_hash(into[HEADER_BYTES:], block.payload)
         steps.reached("put 2")
         is_valid = block.is_valid()

@@ -10,7 +10,7 @@ from penstock.errors import KVStoreError
 T = TypeVar("T")
 
 
-class SideBySide:
+class ParallelCalls:
     """Does calls in threads of its own. They are all there from the start: later there may be none to be had."""
 
     def __init__(self, count: int) -> None:
@@ -28,7 +28,7 @@ class SideBySide:
             self._pool.shutdown()
             raise KVStoreError(f"{count} threads for the KV Redis cannot be started: {error}") from None
 
-    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+    def run_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """What each returns. Raises what one raised, but not before all are over: they use memory of the caller's."""
         futures: list[Future[T]] = []
         if self._pool is not None and len(calls) > 1:

@@ -10,28 +10,28 @@ from urllib.parse import urlsplit, urlunsplit
 import xxhash
 
 
-def identity(url: str) -> str:
+def url_identity(url: str) -> str:
     """What stays of a url when its password changes: kind, host and port or path, database."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, parts.query, ""))
 
 
-class Spread:
+class KeySpread:
     """Deals keys out to addresses."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._seeds = [xxhash.xxh3_64_intdigest(identity(url).encode()) for url in urls]
+        self._seeds = [xxhash.xxh3_64_intdigest(url_identity(url).encode()) for url in urls]
 
-    def place(self, key: bytes) -> int:
+    def find_server(self, key: bytes) -> int:
         """The index of the address that holds `key`."""
         if len(self._seeds) == 1:
             return 0
         weights = [xxhash.xxh3_64_intdigest(key, seed) for seed in self._seeds]
         return weights.index(max(weights))
 
-    def deal(self, keys: Sequence[bytes]) -> dict[int, list[int]]:
+    def group_by_server(self, keys: Sequence[bytes]) -> dict[int, list[int]]:
         """The indices of `keys` by the address that holds them."""
         dealt: dict[int, list[int]] = {}
         for index, key in enumerate(keys):
-            dealt.setdefault(self.place(key), []).append(index)
+            dealt.setdefault(self.find_server(key), []).append(index)
         return dealt
