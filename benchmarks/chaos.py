@@ -36,12 +36,12 @@ from rich.table import Table
 from benchmarks.chaos_flushes import flush_often
 from benchmarks.common import Arguments, machine, report
 from penstock.names import STAGES, Stage
-from sim.chaos.checker import Finding, tally
-from sim.chaos.faults import ANY_TIME, Bus, points_of
-from sim.chaos.nursery import Nursery
-from sim.chaos.recovery import Plan, Recovery, measured, prefill_plan, told
-from sim.chaos.runner import Outcome, Progress, Round, run
-from sim.chaos.system import Toll
+from sim.chaos.checker import Finding, count_by_kind
+from sim.chaos.faults import ANY_TIME, Bus, list_failpoints
+from sim.chaos.fork_server import ForkServer
+from sim.chaos.recovery import Recovery, RecoveryPlan, format_recovery, make_prefill_plan, measure_recovery
+from sim.chaos.runner import ChaosRound, Outcome, Progress, run_round
+from sim.chaos.system import FaultCounts
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 KILLS_A_ROUND = 125
@@ -76,7 +76,7 @@ MOST_S = 52 * 60
 class Sum:
     """What came of it all."""
 
-    toll: Toll = field(default_factory=Toll)
+    toll: FaultCounts = field(default_factory=FaultCounts)
     findings: list[Finding] = field(default_factory=list)
     recoveries: dict[tuple[Stage, Bus], Recovery] = field(default_factory=dict)
     requests: int = 0
@@ -89,102 +89,104 @@ class Sum:
 
     def add(self, outcome: Outcome) -> None:
         """Another round."""
-        self.toll.kills += outcome.toll.kills
-        self.toll.pauses += outcome.toll.pauses
-        self.toll.faults += outcome.toll.faults
-        self.toll.fell += outcome.toll.fell
+        self.toll.kills += outcome.counts.kills
+        self.toll.pauses += outcome.counts.pauses
+        self.toll.faults += outcome.counts.faults
+        self.toll.crashes += outcome.counts.crashes
         self.findings += outcome.findings
         self.requests += outcome.requests
         self.rounds += 1
 
     def figures(self) -> dict[str, float]:
         """For `--json`."""
-        figures: dict[str, float] = {"kills": self.kills, **tally(self.findings)}
+        figures: dict[str, float] = {"kills": self.kills, **count_by_kind(self.findings)}
         for (stage, bus), found in self.recoveries.items():
             # Decode's are known by the shorter names, too.
             for whose in (f"{stage}_{bus}", *([bus] if stage == "decode" else [])):
-                figures[f"recovery_s_p50_{whose}"] = found.quantile(0.5)
-                figures[f"recovery_s_p99_{whose}"] = found.quantile(0.99)
+                figures[f"recovery_s_p50_{whose}"] = found.compute_quantile(0.5)
+                figures[f"recovery_s_p99_{whose}"] = found.compute_quantile(0.99)
         return figures | {
             "requests": self.requests,
             "pauses": self.toll.pauses.total(),
             "clock_steps": sum(count for (_, what), count in self.toll.faults.items() if what == "clock"),
             "disks_full": self.toll.faults["disk", "full"],
             **{name: sum(n for (_, what), n in self.toll.faults.items() if what == one) for one, name in TOLD.items()},
-            "fell": len(self.toll.fell),
+            "fell": len(self.toll.crashes),
             "rounds": self.rounds,
         }
 
 
 def chaos(directory: Path, given: "Options") -> Sum:
     """Measure recovery, then go through rounds until there were so many kills."""
-    total, begun, nursery = Sum(), time.monotonic(), Nursery(directory)
+    total, begun, fork_server = Sum(), time.monotonic(), ForkServer(directory)
     plans = _plans(given)
     try:
         with contextlib.ExitStack() as waiting:
-            _recover(total, directory, nursery, given, waiting)
+            _recover(total, directory, fork_server, given, waiting)
             while total.rounds < 2:
-                _round(total, next(plans), directory, nursery, given)
+                _round(total, next(plans), directory, fork_server, given)
         for (stage, bus), found in total.recoveries.items():
             total.findings += found.findings
             _tell(f"recovery of {stage}, {bus}", found.findings)
         while not given.quick and total.kills < given.kills and time.monotonic() - begun < MOST_S:
-            _round(total, next(plans), directory, nursery, given)
+            _round(total, next(plans), directory, fork_server, given)
     finally:
-        nursery.close()
+        fork_server.close()
     return total
 
 
 def flush(directory: Path, given: "Options") -> dict[str, float]:
     """Nothing but flushes of Redis."""
-    nursery = Nursery(directory)
+    fork_server = ForkServer(directory)
     try:
         with telling("flushes", Sum(), given) as tell:
-            return flush_often(directory / "flushes", nursery, given.seed, given.flushes, tell)
+            return flush_often(directory / "flushes", fork_server, given.seed, given.flushes, tell)
     finally:
-        nursery.close()
+        fork_server.close()
 
 
-def _recover(total: Sum, directory: Path, nursery: Nursery, given: "Options", waiting: contextlib.ExitStack) -> None:
+def _recover(
+    total: Sum, directory: Path, fork_server: ForkServer, given: "Options", waiting: contextlib.ExitStack
+) -> None:
     """Of each stage on each bus; what is not settled yet then is `waiting` for that, while other things are done."""
-    plans = (Plan(1, 4), prefill_plan(1)) if given.quick else (Plan(3, 10), prefill_plan(8))
+    plans = (RecoveryPlan(1, 4), make_prefill_plan(1)) if given.quick else (RecoveryPlan(3, 10), make_prefill_plan(8))
     for plan, bus in itertools.product(plans, reversed(BUSES)):
         what = f"recovery of {plan.stage}, {bus}"
         with telling(what, total, given) as tell:
-            made = measured(bus, directory / f"recovery-{plan.stage}-{bus}", nursery, plan, tell)
+            made = measure_recovery(bus, directory / f"recovery-{plan.stage}-{bus}", fork_server, plan, tell)
             if plan.stage == "decode":
                 found = waiting.enter_context(made)
             else:  # others publish the jobs of a dead prefill worker: nothing waits for the brokers
                 with made as found:
                     pass
         total.recoveries[plan.stage, bus] = found
-        print(f"{what}: {told(found)}", flush=True)
+        print(f"{what}: {format_recovery(found)}", flush=True)
         total.toll.kills[plan.stage, ANY_TIME] += found.kills
 
 
-def _round(total: Sum, this: Round, directory: Path, nursery: Nursery, given: "Options") -> None:
+def _round(total: Sum, this: ChaosRound, directory: Path, fork_server: ForkServer, given: "Options") -> None:
     name = f"{this.bus}, seed {this.seed}"
     with telling(name, total, given) as tell:
-        outcome = run(this, directory / f"{this.bus}-{this.seed}", nursery, tell)
+        outcome = run_round(this, directory / f"{this.bus}-{this.seed}", fork_server, tell)
     total.add(outcome)
-    _tell(f"{name}: {outcome.toll.kills.total()} kills, {outcome.requests} requests", outcome.findings)
+    _tell(f"{name}: {outcome.counts.kills.total()} kills, {outcome.requests} requests", outcome.findings)
 
 
 def _tell(what: str, findings: list[Finding]) -> None:
     print(f"{what}: {len(findings)} findings", flush=True)
     for finding in findings:
-        print(f"    {finding.kind}: {finding.id}: {finding.story}", flush=True)
+        print(f"    {finding.kind}: {finding.id}: {finding.description}", flush=True)
 
 
-def _plans(given: "Options") -> Iterator[Round]:
+def _plans(given: "Options") -> Iterator[ChaosRound]:
     """Round after round, on both buses in turn."""
     for number in itertools.count():
         for bus in BUSES:
             seconds = 6.0 if given.quick else SECONDS_A_ROUND[bus]
             # Every third round on Kafka has servers with copies.
             is_replicated = bus == "kafka" and number % 3 == 2
-            yield Round(
-                given.seed + number, bus, seconds, KILLS_A_ROUND, is_replicated=is_replicated, with_mishaps=True
+            yield ChaosRound(
+                given.seed + number, bus, seconds, KILLS_A_ROUND, is_replicated=is_replicated, with_system_faults=True
             )
 
 
@@ -198,16 +200,16 @@ def telling(what: str, total: Sum, given: "Options") -> Iterator[Progress]:
         yield lambda line, kills: bar.update(task, completed=before + kills, description=f"{what}: {line}")
 
 
-def table(toll: Toll) -> Table:
+def table(toll: FaultCounts) -> Table:
     """Kills and stops by process and step, those too that nobody came by."""
     made = Table("process", "step", "kills", "stops")
-    steps = {(stage, step) for stage in STAGES for bus in BUSES for step in points_of(stage, bus)}
+    steps = {(stage, step) for stage in STAGES for bus in BUSES for step in list_failpoints(stage, bus)}
     for process, step in sorted(steps | toll.kills.keys() | toll.pauses.keys(), key=_in_order):
         made.add_row(process, step, str(toll.kills[process, step]), str(toll.pauses[process, step] or ""))
     return made
 
 
-def faults_table(toll: Toll) -> Table:
+def faults_table(toll: FaultCounts) -> Table:
     """What else was done."""
     made = Table("to", "what", "times")
     for (whose, what), count in sorted(toll.faults.items()):
@@ -244,7 +246,7 @@ def main() -> None:
     total = chaos(directory, given)
     print(f"\n{machine()}; histories and logs: {directory}")
     Console().print(table(total.toll), faults_table(total.toll))
-    for last_line, count in Counter(line.partition(": ")[2][:100] for line in total.toll.fell).most_common():
+    for last_line, count in Counter(line.partition(": ")[2][:100] for line in total.toll.crashes).most_common():
         print(f"fell {count} times: {last_line}")
     report(total.figures(), given)
 

@@ -12,63 +12,67 @@ from pathlib import Path
 import redis
 
 from penstock.local.kafka import SHORT_TIMEOUTS
-from sim.chaos.checker import check, tally
-from sim.chaos.clients import LONG, Clients, Errand, known, plain
-from sim.chaos.faults import ANY_TIME, Fate
-from sim.chaos.history import History, read
-from sim.chaos.nursery import Nursery
-from sim.chaos.runner import TEND_S, Progress, calm, write_down
-from sim.chaos.system import DoomedStack, Servers
+from sim.chaos.checker import check_history, count_by_kind
+from sim.chaos.clients import LONG_ANSWER_TOKENS, Clients, ClientTask, make_plain_task, prepare_known_requests
+from sim.chaos.faults import ANY_TIME, KillPlan
+from sim.chaos.fork_server import ForkServer
+from sim.chaos.history import History, read_history
+from sim.chaos.runner import POLL_S, Progress, record_topics, wait_until_calm
+from sim.chaos.system import ChaosStack, Servers
 
 SIZE = 2, 3
 UNDER_WAY = 24
 PATIENCE_S = 90.0
 
 
-def flush_often(directory: Path, nursery: Nursery, seed: int, flushes: int, progress: Progress) -> dict[str, float]:
+def flush_often(
+    directory: Path, fork_server: ForkServer, seed: int, flushes: int, progress: Progress
+) -> dict[str, float]:
     """Carry it out; return what became of the requests."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
-    known(LONG)  # takes seconds: not in the middle of it
+    prepare_known_requests(LONG_ANSWER_TOKENS)  # takes seconds: not in the middle of it
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
         servers = exits.enter_context(Servers(directory, "kafka", SHORT_TIMEOUTS))
-        stack = DoomedStack(directory / "stack", nursery, history, servers, lambda _, __: Fate(ANY_TIME, 1, 0.0), SIZE)
-        stack.is_doomed = False
+        stack = ChaosStack(
+            directory / "stack", fork_server, history, servers, lambda _, __: KillPlan(ANY_TIME, 1, 0.0), SIZE
+        )
+        stack.is_killing = False
         exits.enter_context(stack)
         clients = exits.enter_context(Clients(history, stack.addresses, _errand, UNDER_WAY, PATIENCE_S))
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
         _flush(stack, clients, client, history, random.Random(seed), flushes, progress)
-        clients.stop()
-        calm(stack, clients, PATIENCE_S + 30.0, lambda line: progress(line, 0))
-        write_down(stack, history)
-    counts = tally(check(entry for entry in read(path) if "reader" not in entry))
+        clients.stop_sending()
+        wait_until_calm(stack, clients, PATIENCE_S + 30.0, lambda line: progress(line, 0))
+        record_topics(stack, history)
+    counts = count_by_kind(check_history(entry for entry in read_history(path) if "reader" not in entry))
     return {
         "flushes": flushes,
-        "flush_requests": len(clients.accepted),
+        "flush_requests": len(clients.accepted_ids),
         "flush_duplicated": counts["duplicated"],
         "flush_lost": counts["lost"],
         "flush_wrong": counts["wrong"],
-        "flush_stuck": tally(check(read(path)))["stuck"],
+        "flush_stuck": count_by_kind(check_history(read_history(path)))["stuck"],
     }
 
 
-def _errand(number: int) -> Errand:
-    return plain(f"f{number}", number, LONG)
+def _errand(number: int) -> ClientTask:
+    return make_plain_task(f"f{number}", number, LONG_ANSWER_TOKENS)
 
 
 def _flush(
-    stack: DoomedStack, clients: Clients, client: "redis.Redis", history: History, chance: random.Random, flushes: int,
+    stack: ChaosStack, clients: Clients, client: "redis.Redis", history: History, chance: random.Random, flushes: int,
     progress: Progress,
 ) -> None:  # fmt: skip
     """Let Redis lose all it has, each time after some requests more were answered, and a moment later."""
     for number in range(flushes):
-        done, later_s = clients.done + chance.randint(8, 24), time.monotonic() + chance.uniform(0.2, 2.0)
+        done, later_s = clients.num_done + chance.randint(8, 24), time.monotonic() + chance.uniform(0.2, 2.0)
         until_s = time.monotonic() + PATIENCE_S
-        while (clients.done < done or time.monotonic() < later_s) and time.monotonic() < until_s:
+        while (clients.num_done < done or time.monotonic() < later_s) and time.monotonic() < until_s:
             stack.restart_dead()
-            clients.check()
-            progress(f"{number} of {flushes} flushes, {clients.done} of {clients.count} answered", 0)
-            time.sleep(TEND_S)
-        history.note("flush", number=number)
+            clients.raise_failure()
+            progress(f"{number} of {flushes} flushes, {clients.num_done} of {clients.num_begun} answered", 0)
+            time.sleep(POLL_S)
+        history.add_entry("flush", number=number)
         client.flushall()

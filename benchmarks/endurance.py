@@ -35,13 +35,13 @@ from penstock.config.settings import BusSettings
 from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import WorkerSlot
 from penstock.waiting import wait_until
-from sim.chaos.checker import Finding, check, tally
-from sim.chaos.clients import LONG, Clients, errand, known
-from sim.chaos.faults import ANY_TIME, Bus, Fate
-from sim.chaos.history import History, read
-from sim.chaos.nursery import Nursery
-from sim.chaos.runner import calm, write_down
-from sim.chaos.system import DoomedStack, Servers
+from sim.chaos.checker import Finding, check_history, count_by_kind
+from sim.chaos.clients import LONG_ANSWER_TOKENS, Clients, make_client_task, prepare_known_requests
+from sim.chaos.faults import ANY_TIME, Bus, KillPlan
+from sim.chaos.fork_server import ForkServer
+from sim.chaos.history import History, read_history
+from sim.chaos.runner import record_topics, wait_until_calm
+from sim.chaos.system import ChaosStack, Servers
 
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 SEED = 20261121
@@ -81,18 +81,20 @@ class Endured:
             "lag_left": self.lag_left,
         }
         told = {"requests": self.requests, "kills": self.kills, "fell": len(self.fell)}
-        return {f"endurance_{name}_{bus}": value for name, value in (told | tally(self.findings) | grown).items()}
+        return {
+            f"endurance_{name}_{bus}": value for name, value in (told | count_by_kind(self.findings) | grown).items()
+        }
 
 
-def fate(worker: WorkerSlot, life: int) -> Fate:
+def fate(worker: WorkerSlot, life: int) -> KillPlan:
     """The first worker of each stage lives on; the others' lives are short, and some of them are interrupted."""
     chance = random.Random(f"{SEED}/{worker.name}/{life}")
     if worker.name.endswith("-0"):
-        return Fate(ANY_TIME, 1, math.inf)
-    return Fate(ANY_TIME, 1, chance.uniform(*LIFE_S), chance.choice([2.0, 5.0]) if chance.random() < 0.2 else 0.0)
+        return KillPlan(ANY_TIME, 1, math.inf)
+    return KillPlan(ANY_TIME, 1, chance.uniform(*LIFE_S), chance.choice([2.0, 5.0]) if chance.random() < 0.2 else 0.0)
 
 
-def sampler(stack: DoomedStack, servers: Servers, client: "redis.Redis") -> Callable[[], Sample]:
+def sampler(stack: ChaosStack, servers: Servers, client: "redis.Redis") -> Callable[[], Sample]:
     """Those that live on, and what they all share."""
     bus = connect(stack.addresses, BusSettings())
     pids = {w.name: w.child.pid for w in stack.workers if w.name.endswith("-0") and w.child is not None}
@@ -108,45 +110,47 @@ def sampler(stack: DoomedStack, servers: Servers, client: "redis.Redis") -> Call
     return sample
 
 
-def endure(bus: Bus, minutes: float, directory: Path, nursery: Nursery, progress: Progress) -> Endured:
+def endure(bus: Bus, minutes: float, directory: Path, fork_server: ForkServer, progress: Progress) -> Endured:
     """Run, and check."""
     directory.mkdir(parents=True)
-    known(LONG)  # takes seconds: not in the middle of it
+    prepare_known_requests(LONG_ANSWER_TOKENS)  # takes seconds: not in the middle of it
     task = progress.add_task(bus, total=60 * minutes)
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(directory / "history.jsonl"))
         servers = exits.enter_context(Servers(directory, bus, SHORT_TIMEOUTS))
         settings = {"PENSTOCK_RECORD_KEEP_S": str(KEEP_S)}
-        stack = DoomedStack(directory / "stack", nursery, history, servers, fate, (2, 2), settings)
+        stack = ChaosStack(directory / "stack", fork_server, history, servers, fate, (2, 2), settings)
         exits.enter_context(stack)
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
         stack.wait_until_ready(120)
         sample = sampler(stack, servers, client)
         before = sample()
-        with Clients(history, stack.addresses, partial(errand, SEED), UNDER_WAY, PATIENCE_S) as clients:
+        with Clients(history, stack.addresses, partial(make_client_task, SEED), UNDER_WAY, PATIENCE_S) as clients:
             with Watch(sample) as watch:
                 _press_on(60 * minutes, stack, clients, lambda s: progress.update(task, completed=s))
-            clients.stop()
-            stack.is_doomed = False
-            calm(stack, clients, PATIENCE_S + 30.0, lambda line: progress.update(task, description=f"{bus}: {line}"))
+            clients.stop_sending()
+            stack.is_killing = False
+            wait_until_calm(
+                stack, clients, PATIENCE_S + 30.0, lambda line: progress.update(task, description=f"{bus}: {line}")
+            )
         keys_left, lag_left = _come_to_rest(stack, sample, before)
-        write_down(stack, history)
-    kills = sum(stack.toll.kills.values())
-    findings = check(read(history.path))
-    return Endured(findings, clients.count, kills, stack.toll.fell, watch, keys_left, lag_left)
+        record_topics(stack, history)
+    kills = sum(stack.counts.kills.values())
+    findings = check_history(read_history(history.path))
+    return Endured(findings, clients.num_begun, kills, stack.counts.crashes, watch, keys_left, lag_left)
 
 
-def _press_on(seconds: float, stack: DoomedStack, clients: Clients, passed: Callable[[float], None]) -> None:
+def _press_on(seconds: float, stack: ChaosStack, clients: Clients, passed: Callable[[float], None]) -> None:
     """The load itself."""
     begun = time.monotonic()
     while (at_s := time.monotonic() - begun) < seconds:
         stack.restart_dead()
-        clients.check()
+        clients.raise_failure()
         passed(at_s)
         time.sleep(0.05)
 
 
-def _come_to_rest(stack: DoomedStack, sample: Callable[[], Sample], before: Sample) -> tuple[float, float]:
+def _come_to_rest(stack: ChaosStack, sample: Callable[[], Sample], before: Sample) -> tuple[float, float]:
     """Wait until nothing is left, or it will not go: keys in Redis that were not there before, and messages."""
 
     def left() -> tuple[float, float]:
@@ -171,21 +175,21 @@ def run(given: Options) -> dict[str, float]:
     minutes = 0.15 if given.quick else 20.0
     directory = Path(tempfile.mkdtemp(prefix="penstock-endurance-"))
     figures: dict[str, float] = {"endurance_minutes": minutes}
-    nursery = Nursery(directory)
+    fork_server = ForkServer(directory)
     try:
         for bus in [given.bus] if given.bus else BUSES:
             with Progress(transient=True) as progress:
-                endured = endure(bus, minutes, directory / bus, nursery, progress)
+                endured = endure(bus, minutes, directory / bus, fork_server, progress)
             print(f"{bus}: {endured.requests} requests, {endured.kills} kills, {len(endured.findings)} findings")
             for finding in endured.findings:
-                print(f"    {finding.kind}: {finding.id}: {finding.story}")
+                print(f"    {finding.kind}: {finding.id}: {finding.description}")
             for line in endured.fell:
                 print(f"    fell: {line[:150]}")
             figures |= endured.figures(bus)
             if not given.quick:
                 save(endured.watch.draw(TITLES), f"endurance-{bus}")
     finally:
-        nursery.close()
+        fork_server.close()
     print(f"\n{machine()}; histories and logs: {directory}")
     return figures
 

@@ -13,11 +13,11 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from benchmarks.common import arguments, report
 from penstock.config.addresses import Addresses
 from penstock.local.valkey import ValkeyServer
-from sim.kv_faults import Vandal, num_reads, serve_damaged, tight_settings
-from sim.line import Line
-from sim.workload import SETTINGS
+from sim.kv_faults import BlockCorrupter, count_reads, serve_damaged, tight_settings
+from sim.line import InProcessPipeline
+from sim.workload import ENGINE_SETTINGS
 
-SMALL_POOL = SETTINGS.model_copy(update={"pool_mb": 8})
+SMALL_POOL = ENGINE_SETTINGS.model_copy(update={"pool_mb": 8})
 RESTART_EVERY = 5
 
 
@@ -34,28 +34,28 @@ def run(directory: Path, stream: ValkeyServer, kv: ValkeyServer, reads: int) -> 
     addresses = Addresses(pipeline="faults", stream_url=stream.url, kv_url=kv.url)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
-        Line(addresses, kv=tight_settings(directory), engine=SMALL_POOL) as line,
-        Vandal(line.decode.store, directory / "disk", kv.url, seed=20261121) as vandal,
+        InProcessPipeline(addresses, kv=tight_settings(directory), engine=SMALL_POOL) as line,
+        BlockCorrupter(line.decode.store, directory / "disk", kv.url, seed=20261121) as corrupter,
         Progress(*columns) as progress,
     ):
         task = progress.add_task("reads", total=reads)
 
         def restart(number: int) -> None:
-            progress.update(task, completed=min(reads, num_reads(line)))
+            progress.update(task, completed=min(reads, count_reads(line)))
             if number % RESTART_EVERY == RESTART_EVERY - 1:
                 kv.kill()
                 kv.start()
 
-        answers, wrong = serve_damaged(line, lambda: num_reads(line) >= reads, restart)
+        answers, wrong = serve_damaged(line, lambda: count_reads(line) >= reads, restart)
         counters = [tier.counters for store in (line.prefill.store, line.decode.store) for tier in store.tiers]
         figures = {
-            "faults_reads": num_reads(line),
+            "faults_reads": count_reads(line),
             "faults_answers": answers,
             "faults_wrong": wrong,
             "faults_damaged_blocks_met": sum(one.damaged for one in counters),
             "faults_leases_left": sum(tier.read_usage().leased for tier in line.decode.store.tiers),
         }
-        for strike, count in sorted(vandal.strikes.items()):
+        for strike, count in sorted(corrupter.num_corruptions.items()):
             figures[f"faults_{strike.replace(' ', '_')}"] = count
         return {name: float(value) for name, value in figures.items()}
 

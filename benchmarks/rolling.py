@@ -30,8 +30,8 @@ from rich.progress import Progress
 
 from benchmarks.common import Arguments, arguments, machine, report, save
 from benchmarks.rolling_phases import go_through, work
-from sim.chaos.checker import Finding, check
-from sim.chaos.history import read
+from sim.chaos.checker import Finding, check_history
+from sim.chaos.history import read_history
 
 BUSES = ("embedded", "kafka")
 
@@ -90,7 +90,7 @@ def run(given: Arguments) -> dict[str, float]:
         for phase, gaps in rolled.gaps.items():
             print(f"{bus:9} {phase:8} {len(gaps)} gaps, median {1000 * statistics.median(gaps):.1f} ms")
         for finding in rolled.findings:
-            print(f"    {finding.kind}: {finding.id}: {finding.story}")
+            print(f"    {finding.kind}: {finding.id}: {finding.description}")
     print(f"\n{machine()}; histories and logs: {directory}")
     if not given.quick:
         draw(found)
@@ -104,10 +104,10 @@ def on(bus: str, directory: Path, *, quick: bool) -> Rolled:
         path, drains = go_through(
             bus, directory, lambda line: bar.update(task, description=f"{bus}: {line}"), quick=quick
         )
-    entries = list(read(path))
+    entries = list(read_history(path))
     gaps, firsts = ({phase: how(entries, phase) for phase in phases_of(entries)} for how in (gaps_of, firsts_of))
     errors = sum(entry["what"] == "end" and entry["error"] is not None for entry in entries)
-    return Rolled(gaps, firsts, check(entries), errors, drains)
+    return Rolled(gaps, firsts, check_history(entries), errors, drains)
 
 
 def phases_of(history: Iterable[dict[str, Any]]) -> list[str]:

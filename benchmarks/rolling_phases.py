@@ -12,11 +12,11 @@ from penstock.local.stack import Stack, WorkerSlot
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request
 from penstock.names import STAGES
-from sim.chaos.clients import Clients, Errand
+from sim.chaos.clients import Clients, ClientTask
 from sim.chaos.history import History
-from sim.chaos.runner import Told, calm, write_down
+from sim.chaos.runner import WriteLine, record_topics, wait_until_calm
 from sim.forked import ForkedStack
-from sim.workload import Answer, alone, requests
+from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
 ENVIRONMENT = {"PENSTOCK_ENGINE_DTYPE": "float32", "PENSTOCK_ENGINE_DEVICE": "cpu"}
 DISTINCT = 6
@@ -31,20 +31,20 @@ Server = ValkeyServer | KafkaServer
 
 
 @cache
-def work() -> list[tuple[Request, Answer]]:
+def work() -> list[tuple[Request, ExpectedAnswer]]:
     """The requests that come again and again, and their answers."""
     made = []
-    for request in requests(DISTINCT, "rolling"):
+    for request in make_requests(DISTINCT, "rolling"):
         sampling = request.sampling.model_copy(update={"max_tokens": LENGTH, "ignore_eos": True})
         made.append(request.model_copy(update={"token_ids": (request.token_ids or [])[:200], "sampling": sampling}))
-    return list(zip(made, alone(made).values(), strict=True))
+    return list(zip(made, compute_answers(made).values(), strict=True))
 
 
-def errand(phase: str, number: int) -> Errand:
+def errand(phase: str, number: int) -> ClientTask:
     """Read from the first token to the last, by one reader who does not leave."""
     request, answer = work()[number % DISTINCT]
     named = request.model_copy(update={"id": f"{phase}-{number}", "tenant": f"tenant-{number % 5}"})
-    return Errand(named, answer, copies=1, cancel_after=None, leaves_after=[], late_s=None)
+    return ClientTask(named, answer, copies=1, cancel_after=None, reconnect_after=[], late_reader_s=None)
 
 
 class RollingStack(Stack):
@@ -63,7 +63,7 @@ class QuickStack(RollingStack, ForkedStack):
 class Roll:
     """The phases on one bus, and their load."""
 
-    def __init__(self, stack: Stack, servers: list[Server], history: History, progress: Told) -> None:
+    def __init__(self, stack: Stack, servers: list[Server], history: History, progress: WriteLine) -> None:
         self._stack, self._servers, self._history, self._progress = stack, servers, history, progress
         self.drains: list[float] = []
 
@@ -101,18 +101,18 @@ class Roll:
         with Clients(self._history, self._stack.addresses, partial(errand, phase), UNDER_WAY, PATIENCE_S) as clients:
             self._some_more(clients)
             yield clients
-            clients.stop()
-            calm(self._stack, clients, PATIENCE_S, lambda line: self._progress(f"{phase}, {line}"))
+            clients.stop_sending()
+            wait_until_calm(self._stack, clients, PATIENCE_S, lambda line: self._progress(f"{phase}, {line}"))
 
     def _some_more(self, clients: Clients) -> None:
         """Until as many have ended as are under way at a time."""
-        enough = clients.done + UNDER_WAY
-        self._while(clients, lambda: clients.done < enough)
+        enough = clients.num_done + UNDER_WAY
+        self._while(clients, lambda: clients.num_done < enough)
 
     def _while(self, clients: Clients, condition: Callable[[], bool]) -> None:
         while condition():
             self._stack.restart_dead()
-            clients.check()
+            clients.raise_failure()
             time.sleep(0.05)
 
     def _restart(self, worker: WorkerSlot) -> None:
@@ -127,7 +127,7 @@ class Roll:
         self._stack.wait_until_ready(300)
 
 
-def go_through(bus: str, directory: Path, progress: Told, *, quick: bool) -> tuple[Path, list[float]]:
+def go_through(bus: str, directory: Path, progress: WriteLine, *, quick: bool) -> tuple[Path, list[float]]:
     """All phases; the history, and how many seconds each worker took to end after SIGTERM."""
     directory.mkdir()
     path = directory / "history.jsonl"
@@ -153,5 +153,5 @@ def go_through(bus: str, directory: Path, progress: Told, *, quick: bool) -> tup
         if not quick:
             roll.workers("handed")
             roll.servers("servers")
-        write_down(stack, history)
+        record_topics(stack, history)
     return path, roll.drains

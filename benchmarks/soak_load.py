@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.client.sync import Client
 from penstock.errors import RequestError, StreamExpired, StreamTimeout
 from penstock.messages import Request
-from sim.workload import Answer, alone, requests
+from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
 KNOWN = 20
 """Requests whose answer is worked out beforehand; so many again continue the first ones' answers."""
@@ -24,7 +24,7 @@ class Sent:
     """A request under way."""
 
     id: str
-    expected: Answer | None
+    expected: ExpectedAnswer | None
 
 
 class Load:
@@ -36,11 +36,11 @@ class Load:
         """What was not as it should be, in words."""
         self._chance = random.Random(11)
         self._under_way: deque[Sent] = deque()
-        first = requests(KNOWN, "soak")
-        answers = alone(first)
+        first = make_requests(KNOWN, "soak")
+        answers = compute_answers(first)
         further = [_continued(request, answers[request.id], first[0]) for request in first]
         self._known = first + further
-        self._answers = answers | alone(further)
+        self._answers = answers | compute_answers(further)
 
     def keep_up(self, client: Client) -> None:
         """As many under way as there should be; then the end of the oldest one."""
@@ -80,7 +80,7 @@ class Load:
                 self.wrong.append(f"{sent.id}: {answer.token_ids} instead of {sent.expected.token_ids}")
 
 
-def _continued(request: Request, answer: Answer, other: Request) -> Request:
+def _continued(request: Request, answer: ExpectedAnswer, other: Request) -> Request:
     """The next turn: the prompt, what was answered, and something more."""
     more = list(other.token_ids or ())[:8] or [5]
     token_ids = [*(request.token_ids or ()), *answer.token_ids, *more]

@@ -17,30 +17,30 @@ from penstock.local.stack import ProcessSlot, Stack
 _context = multiprocessing.get_context("forkserver")
 
 
-def preload(*modules: str) -> None:
-    """Have the process that forks import these modules too; to be called before the first fork."""
+def preload_modules(*modules: str) -> None:
+    """Let the forking process import these modules, too. Call it before the first fork."""
     _context.set_forkserver_preload(["sim.warm", *modules])
 
 
-preload()
+preload_modules()
 
 
-class Forked:
-    """What `Child` asks of a process."""
+class ForkedProcess:
+    """A forked process with the methods that `Child` needs."""
 
     def __init__(self, call: Callable[..., int | None], log: Path, environment: Mapping[str, str], *given: Any) -> None:
         arguments = (call.__module__, call.__name__, str(log), dict(environment), given)
-        self._process = _context.Process(target=_run, args=arguments, daemon=True)
+        self._process = _context.Process(target=_run_child, args=arguments, daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit status, None while it runs."""
+        """Return its exit status, or None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, once it has ended."""
+        """Wait until it has ended and return its exit status."""
         self._process.join(timeout)
         if (status := self._process.exitcode) is None:
             raise TimeoutExpired(str(self.pid), timeout or 0.0)
@@ -52,30 +52,30 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def fork(
+def fork_process(
     name: str, log: Path, call: Callable[..., int | None], *given: Any, environment: Mapping[str, str] = os.environ
 ) -> Child:
-    """`call(*given)`, a function of a module, in a process that ends with its status; what it prints is in `log`."""
-    return Child(name, cast(Any, Forked(call, log, environment, *given)), log)
+    """Run `call(*given)`, a function of a module, in a process that exits with its result and prints into `log`."""
+    return Child(name, cast(Any, ForkedProcess(call, log, environment, *given)), log)
 
 
 class ForkedStack(Stack):
-    """A stack whose workers and gateway are forked; else as any other."""
+    """A stack whose workers and gateway are forked."""
 
     def _start_child(self, slot: ProcessSlot, arguments: list[str], environment: Mapping[str, str]) -> Child:
-        return fork(slot.name, self._log_path(slot), run_penstock, *arguments, environment=environment)
+        return fork_process(slot.name, self._log_path(slot), run_penstock, *arguments, environment=environment)
 
 
 def run_penstock(*arguments: str) -> None:
-    """The command."""
+    """Run the `penstock` command."""
     from penstock.cli.main import main
 
     sys.argv = ["penstock", *arguments]
     main()
 
 
-def _run(module: str, name: str, log: str, environment: Mapping[str, str], given: tuple[Any, ...]) -> None:
-    """In the child: from here on a process as `start_child` starts it."""
+def _run_child(module: str, name: str, log: str, environment: Mapping[str, str], given: tuple[Any, ...]) -> None:
+    """Run in the child: become a process like those of `start_child`, and call the function."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -1,4 +1,4 @@
-"""Damage in every tier while a pipeline serves, and what its readers saw of it."""
+"""Damages blocks in every tier while a pipeline serves, and checks the answers."""
 
 import contextlib
 import random
@@ -18,30 +18,30 @@ from penstock.kvstore.store import KVStore
 from penstock.kvstore.tiers.shared import SharedTier
 from penstock.messages import Request
 from penstock.names import kv_key
-from sim.line import Line
-from sim.workload import alone, requests
+from sim.line import InProcessPipeline
+from sim.workload import compute_answers, make_requests
 
 PAUSE_S = 0.002
 Change = Callable[[bytes], bytes]
 
 
 def tight_settings(directory: Path) -> KVSettings:
-    """All tiers, each with room for little more than the blocks of one round."""
+    """Return settings with all tiers, each of little more capacity than the blocks of one round."""
     return KVSettings(
         shared_mb=64, shared_dir=str(directory), disk_mb=64, disk_dir=str(directory / "disk"), redis_mb=64
     )  # fmt: skip
 
 
 @dataclass
-class Vandal:
-    """Flips bytes in stored blocks, cuts them off and swaps them, without asking the tiers, until it is stopped."""
+class BlockCorrupter:
+    """Flips bytes in stored blocks, truncates them and swaps them behind the tiers' backs, until it is stopped."""
 
     store: KVStore
     disk: Path
     redis_url: str
     seed: int
-    strikes: Counter[str] = field(default_factory=Counter)
-    """By tier and kind."""
+    num_corruptions: Counter[str] = field(default_factory=Counter)
+    """How many blocks were damaged, by tier and kind."""
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
@@ -63,9 +63,9 @@ class Vandal:
     def _run(self) -> None:
         while not self._stop.wait(PAUSE_S):
             with contextlib.suppress(redis.RedisError, OSError):
-                self._strike()
+                self._corrupt_block()
 
-    def _strike(self) -> None:
+    def _corrupt_block(self) -> None:
         tier = self._chance.choice(self.store.tiers)
         keys = [entry.key for entry in tier.list_entries()]
         if len(keys) < 2:
@@ -73,18 +73,22 @@ class Vandal:
         key, other = self._chance.sample(keys, 2)
         what = self._chance.choice(["flip", "cut", "swap"])
         others = tier.read_stored(other) or b""
-        change: Change = {"flip": self._flip, "cut": self._cut, "swap": lambda stored: others or stored}[what]
-        if self._write(tier.name, key, change):
-            self.strikes[f"{tier.name} {what}"] += 1
+        change: Change = {
+            "flip": self._flip_byte,
+            "cut": self._truncate_block,
+            "swap": lambda stored: others or stored,
+        }[what]
+        if self._write_block(tier.name, key, change):
+            self.num_corruptions[f"{tier.name} {what}"] += 1
 
-    def _flip(self, stored: bytes) -> bytes:
+    def _flip_byte(self, stored: bytes) -> bytes:
         place = self._chance.randrange(self._chance.choice([len(stored), min(HEADER_BYTES, len(stored))]))
         return stored[:place] + bytes([stored[place] ^ self._chance.randrange(1, 256)]) + stored[place + 1 :]
 
-    def _cut(self, stored: bytes) -> bytes:
+    def _truncate_block(self, stored: bytes) -> bytes:
         return stored[: self._chance.randrange(len(stored))]
 
-    def _write(self, name: str, key: bytes, change: Change) -> bool:
+    def _write_block(self, name: str, key: bytes, change: Change) -> bool:
         if name == "shared":
             tier = self.store.tiers[0]
             assert isinstance(tier, SharedTier)
@@ -107,31 +111,33 @@ class Vandal:
         return True
 
 
-def num_reads(line: Line) -> int:
-    """Blocks that the workers have asked a tier for, and got or not."""
+def count_reads(line: InProcessPipeline) -> int:
+    """Return how many blocks the workers have read from tiers, damaged ones included."""
     counters = [tier.counters for store in (line.prefill.store, line.decode.store) for tier in store.tiers]
     return sum(one.hits + one.damaged for one in counters)
 
 
 def serve_damaged(
-    line: Line, enough: Callable[[], bool], after_round: Callable[[int], None] = lambda number: None
+    line: InProcessPipeline, enough: Callable[[], bool], after_round: Callable[[int], None] = lambda number: None
 ) -> tuple[int, int]:
-    """Serve the same prompts again and again until it is enough: how many answers there were, and how many wrong."""
-    work = requests(24, line.pipeline.name)
-    expected = {request.id: answer.token_ids for request, answer in zip(work, alone(work).values(), strict=True)}
+    """Serve the same prompts again and again until `enough()`. Returns the numbers of answers, and of wrong answers."""
+    work = make_requests(24, line.pipeline.name)
+    expected = {
+        request.id: answer.token_ids for request, answer in zip(work, compute_answers(work).values(), strict=True)
+    }
     sent: dict[str, str] = {}
     number = 0
     while not enough():
-        again = [named(request, f"{request.id}-{number}") for request in work]
+        again = [rename_request(request, f"{request.id}-{number}") for request in work]
         sent |= {copy.id: request.id for copy, request in zip(again, work, strict=True)}
-        line.send(*again)
-        line.run_until(len(sent))
+        line.send_requests(*again)
+        line.run_until_results(len(sent))
         after_round(number)
         number += 1
-    results = {result.id: result.token_ids for result in line.results()}
+    results = {result.id: result.token_ids for result in line.read_results()}
     return len(results), sum(results.get(copy) != expected[original] for copy, original in sent.items())
 
 
-def named(request: Request, request_id: str) -> Request:
-    """The same request under another id, and its seed spelled out."""
+def rename_request(request: Request, request_id: str) -> Request:
+    """Return the request under another id."""
     return request.model_copy(update={"id": request_id})

@@ -17,27 +17,27 @@ from penstock.prefill_worker.tokenize import PromptTokenizer
 from penstock.record import connect_servers, record_on
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
-from sim.workload import SETTINGS, demo_model
+from sim.workload import ENGINE_SETTINGS, load_demo_model
 
-PATIENT = BusSettings(transaction_timeout_s=60.0)
-"""A worker process whose transaction was ended, as it was too slow, joins again by itself. The workers here do not."""
+BUS_SETTINGS = BusSettings(transaction_timeout_s=60.0)
+"""A worker process rejoins when its transaction timed out. The workers here do not, so the timeout is long."""
 
 
-class Line:
-    """The pipeline's arrows, one call each."""
+class InProcessPipeline:
+    """A pipeline of one prefill and one decode worker, with a call for each step."""
 
     def __init__(
         self,
         addresses: Addresses,
         record: RecordSettings | None = None,
         kv: KVSettings | None = None,
-        engine: EngineSettings = SETTINGS,
+        engine: EngineSettings = ENGINE_SETTINGS,
     ) -> None:
         self.addresses = addresses
         self.engine_settings = engine
         self.kv_settings = kv or KVSettings(shared_mb=0, redis_mb=64)
         self.pipeline = Pipeline(addresses.pipeline)
-        self.bus = connect(addresses, PATIENT)
+        self.bus = connect(addresses, BUS_SETTINGS)
         self.bus.create_topics()
         self.clients = connect_servers(addresses.stream_url)
         self.client = self.clients.parts[0]
@@ -48,15 +48,15 @@ class Line:
         self.publisher = self.bus.publisher()
 
     def add_prefill(self, name: str) -> None:
-        """A prefill worker. The one before goes on for whoever has it."""
-        self.prefill = self._worker("prefill", name)
+        """Add a prefill worker and make it the current one. The one before keeps running."""
+        self.prefill = self._make_worker("prefill", name)
 
     def add_decode(self, name: str) -> None:
-        """A decode worker, as above."""
-        self.decode = self._worker("decode", name)
+        """Add a decode worker and make it the current one. The one before keeps running."""
+        self.decode = self._make_worker("decode", name)
 
-    def _worker(self, stage: Stage, name: str) -> Worker:
-        engine = Engine(demo_model(), self.engine_settings)
+    def _make_worker(self, stage: Stage, name: str) -> Worker:
+        engine = Engine(load_demo_model(), self.engine_settings)
         layout = KVLayout.from_pool(engine.model.fingerprint, engine.model.layout)
         store = KVStore.open(
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
@@ -68,35 +68,35 @@ class Line:
         return Worker(role, self.pipeline, name, store, record, member)
 
     @property
-    def prompts(self) -> PromptTokenizer:
-        """What reads the prompts of the prefill worker."""
+    def prompt_tokenizer(self) -> PromptTokenizer:
+        """The tokenizer of the prefill worker."""
         assert isinstance(self.prefill.role, PrefillRole)
         return self.prefill.role.prompt_reader
 
     def renew_decode(self) -> None:
-        """Another decode worker, in the place of one that left."""
+        """Replace a decode worker that left by a new one."""
         self.add_decode("decode-0")
 
-    def publish(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
+    def publish_bytes(self, value: bytes, key: str | None = None, topic: str | None = None) -> None:
         """Put raw bytes in the interactive requests topic, or another."""
         self.publisher.publish([Outgoing(topic or self.pipeline.request_topic("interactive"), value, key)])
 
-    def send(self, *requests: Request) -> None:
+    def send_requests(self, *requests: Request) -> None:
         """Publish requests."""
         for request in requests:
-            self.publish(request.encode(), request.id)
+            self.publish_bytes(request.encode(), request.id)
 
-    def results(self) -> list[Result]:
-        """Everything in the results topic."""
+    def read_results(self) -> list[Result]:
+        """Return all messages of the results topic."""
         return [decode_message(Result, message.value) for message in self.bus.read_all(self.pipeline.results_topic)]
 
-    def dead(self) -> list[Outgoing]:
-        """Everything in the dead-letter topic."""
+    def read_dead_letters(self) -> list[Outgoing]:
+        """Return all messages of the dead-letter topic."""
         return self.bus.read_all(self.pipeline.dead_letter_topic)
 
-    def run_until_buried(self, count: int) -> list[Outgoing]:
+    def run_until_dead(self, count: int) -> list[Outgoing]:
         """Turn both workers until the dead-letter topic has `count` messages: partitions are read in any order."""
-        while len(found := self.dead()) < count:
+        while len(found := self.read_dead_letters()) < count:
             run_until_idle(self.prefill)
             run_until_idle(self.decode)
         return found
@@ -106,9 +106,9 @@ class Line:
         while len(self.bus.read_all(self.pipeline.job_topic("interactive"))) < num_jobs:
             run_until_idle(self.prefill)
 
-    def run_until(self, count: int) -> list[Result]:
+    def run_until_results(self, count: int) -> list[Result]:
         """Turn both workers until the results topic has `count` messages."""
-        while len(results := self.results()) < count:
+        while len(results := self.read_results()) < count:
             run_until_idle(self.prefill)
             run_until_idle(self.decode)
         return results

@@ -14,7 +14,7 @@ S = TypeVar("S", bound="Server")
 
 
 class Server(Protocol):
-    """What tests start and stop."""
+    """A server that tests start and stop."""
 
     def start(self) -> object:
         """Return once it answers."""
@@ -23,17 +23,17 @@ class Server(Protocol):
         """End it."""
 
 
-def served(server: AbstractContextManager[str]) -> Iterator[str]:
+def serve_address(server: AbstractContextManager[str]) -> Iterator[str]:
     """Yield the server's address. Without one the test is skipped; in CI it fails."""
-    address = started(server.__enter__)
+    address = start_or_skip(server.__enter__)
     try:
         yield address
     finally:
         server.__exit__(None, None, None)
 
 
-def started(start: Callable[[], T]) -> T:
-    """What `start` returns; a missing dependency skips the test, and in CI fails it."""
+def start_or_skip(start: Callable[[], T]) -> T:
+    """Return what `start` returns. A missing dependency skips the test, and in CI fails it."""
     try:
         return start()
     except DependencyMissing as missing:
@@ -42,10 +42,10 @@ def started(start: Callable[[], T]) -> T:
         pytest.skip(str(missing).splitlines()[0])
 
 
-def served_by(server: S) -> Iterator[S]:
-    """Yield the server itself, started, and stop it afterwards. As `served`."""
+def serve_server(server: S) -> Iterator[S]:
+    """Start a server, yield it, and stop it afterwards. Without it the test is skipped; in CI it fails."""
     try:
-        started(server.start)
+        start_or_skip(server.start)
         yield server
     finally:
         server.stop()

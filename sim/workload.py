@@ -1,4 +1,4 @@
-"""The requests of the equality tests, and what the undivided model says to them."""
+"""The requests of the equality tests, and the undivided model's answers to them."""
 
 import random
 from collections.abc import Iterable
@@ -16,12 +16,12 @@ from penstock.messages import Request, Sampling
 from penstock.prefill_worker.handoff import sampling_seed
 
 MAX_TOKENS = 24
-SETTINGS = EngineSettings(dtype="float32", device="cpu", max_step_tokens=128, pool_mb=64)
+ENGINE_SETTINGS = EngineSettings(dtype="float32", device="cpu", max_step_tokens=128, pool_mb=64)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a request should give."""
+class ExpectedAnswer:
+    """The answer that a request must get."""
 
     token_ids: list[int]
     text: str
@@ -29,19 +29,19 @@ class Answer:
 
 
 @cache
-def demo_model() -> LoadedModel:
-    """The model that ships with the project, loaded once."""
-    return load(SETTINGS)
+def load_demo_model() -> LoadedModel:
+    """Return the model that ships with the project, loaded once."""
+    return load(ENGINE_SETTINGS)
 
 
-def requests(count: int, tag: str, max_tokens: int = MAX_TOKENS) -> list[Request]:
-    """Prompts of 1 to 600 tokens, a third of them on three long shared prefixes; greedy and sampled in turn."""
+def make_requests(count: int, tag: str, max_tokens: int = MAX_TOKENS) -> list[Request]:
+    """Return requests with prompts of 1 to 600 tokens, a third on three shared prefixes; greedy and sampled in turn."""
     chance = random.Random(20261121)
-    shared = [_text_tokens(chance, 400) for _ in range(3)]
+    shared = [_make_text_tokens(chance, 400) for _ in range(3)]
     made = []
     for number in range(count):
         length = 1 + number * 599 // max(1, count - 1)
-        token_ids = _text_tokens(chance, length)
+        token_ids = _make_text_tokens(chance, length)
         if number % 3 == 0 and length > 40:
             base = shared[number % 9 // 3]
             keep = min(length - 20, len(base))
@@ -54,32 +54,36 @@ def requests(count: int, tag: str, max_tokens: int = MAX_TOKENS) -> list[Request
     return made
 
 
-def _text_tokens(chance: random.Random, count: int) -> list[int]:
-    """Tokens of words in the model's own language, so that its answers are not degenerate."""
+def _make_text_tokens(chance: random.Random, count: int) -> list[int]:
+    """Return tokens of words that the model knows, so that its answers are not degenerate."""
     words = ["and", "the", "king", "of", "Israel", "said", "unto", "his", "people", "LORD", "land", "go", "bread"]
     token_ids: list[int] = []
     while len(token_ids) < count:
         sentence = " " + " ".join(chance.choices(words, k=12)) + (";" if chance.random() < 0.5 else ".")
-        token_ids += demo_model().tokenizer(sentence)["input_ids"]
+        token_ids += load_demo_model().tokenizer(sentence)["input_ids"]
     return token_ids[:count]
 
 
-def alone(work: Iterable[Request]) -> dict[str, Answer]:
-    """Each request's answer: `generate()` of the plain model for greedy ones, the engine run alone for the others."""
-    engine = Engine(demo_model(), SETTINGS)
+def compute_answers(work: Iterable[Request]) -> dict[str, ExpectedAnswer]:
+    """Return each request's answer: from the plain model's `generate()` if greedy, else from an engine run alone."""
+    engine = Engine(load_demo_model(), ENGINE_SETTINGS)
     answers = {}
     for request in work:
         greedy = request.sampling.temperature == 0
         prompt = tuple(request.token_ids or ())
-        tokens = list(_generate(prompt, request.sampling.max_tokens)) if greedy else _engine_tokens(engine, request)
-        answers[request.id] = _cut(request, tokens)
+        tokens = (
+            list(_generate_plain(prompt, request.sampling.max_tokens))
+            if greedy
+            else _generate_with_engine(engine, request)
+        )
+        answers[request.id] = _cut_answer(request, tokens)
     return answers
 
 
 @cache
-def _generate(token_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """Worked out once: many tests ask for the same."""
-    model = demo_model()
+def _generate_plain(token_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """Return the plain model's tokens. Cached, as many tests need the same."""
+    model = load_demo_model()
     model.module.set_attn_implementation("sdpa")
     prompt = torch.tensor([token_ids])
     with torch.inference_mode():
@@ -93,7 +97,7 @@ def _generate(token_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     return tuple(int(token) for token in output[0, prompt.shape[1] :])
 
 
-def _engine_tokens(engine: Engine, request: Request) -> list[int]:
+def _generate_with_engine(engine: Engine, request: Request) -> list[int]:
     seq = Sequence(
         request.id,
         list(request.token_ids or ()),
@@ -108,14 +112,14 @@ def _engine_tokens(engine: Engine, request: Request) -> list[int]:
     return seq.output_token_ids
 
 
-def _cut(request: Request, tokens: list[int]) -> Answer:
-    """The answer up to where it ends."""
-    model = demo_model()
+def _cut_answer(request: Request, tokens: list[int]) -> ExpectedAnswer:
+    """Cut an answer off where it ends."""
+    model = load_demo_model()
     state = OutputState(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
     texts = []
     for number, token in enumerate(tokens, start=1):
         text, finish = state.push(token)
         texts.append(text)
         if finish is not None:
-            return Answer(tokens[:number], "".join(texts), finish)
+            return ExpectedAnswer(tokens[:number], "".join(texts), finish)
     raise AssertionError("the answer does not end")

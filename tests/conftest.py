@@ -11,10 +11,10 @@ from penstock.local.kafka import find_or_start_kafka
 from penstock.local.valkey import find_or_start_redis
 from penstock.names import Pipeline
 from sim import forked
-from sim.servers import served
+from sim.servers import serve_address
 from tests.commands import Terminal
 
-forked.preload(
+forked.preload_modules(
     "tests.bus.worker_process", "tests.ingest.meter_process", "tests.kvstore.arena_child", "tests.kvstore.disk_child"
 )
 
@@ -26,13 +26,13 @@ settings.load_profile("untimed")
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The bootstrap address of a real Kafka."""
-    yield from served(find_or_start_kafka(tmp_path_factory.mktemp("kafka")))
+    yield from serve_address(find_or_start_kafka(tmp_path_factory.mktemp("kafka")))
 
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The url of a real Redis. It is shared: tests keep apart by their pipeline's name."""
-    yield from served(find_or_start_redis(tmp_path_factory.mktemp("redis")))
+    yield from serve_address(find_or_start_redis(tmp_path_factory.mktemp("redis")))
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from penstock.errors import DeadLetterError
 from penstock.messages import Request, Sampling, now_s
 from penstock.names import MAX_ID_CHARS, Pipeline, is_request_id
 from penstock.ops.dead_letters import DeadLetter, keep_newest
-from sim.line import Line
-from sim.workload import alone
+from sim.line import InProcessPipeline
+from sim.workload import compute_answers
 from tests.commands import Terminal, penstock
 from tests.pipeline.test_failures import breaks, poison
 
@@ -40,24 +40,24 @@ class Desk:
 
 
 @pytest.fixture(params=["embedded", "kafka"])
-def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
     kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
-    with Line(addresses, RecordSettings(fail_attempts=1)) as made:
+    with InProcessPipeline(addresses, RecordSettings(fail_attempts=1)) as made:
         yield made
 
 
 @pytest.mark.timeout(120)
-def test_dead_requests_are_listed_shown_and_asked_again(line: Line, terminal: Terminal) -> None:
+def test_dead_requests_are_listed_shown_and_asked_again(line: InProcessPipeline, terminal: Terminal) -> None:
     dlq = Desk(line.addresses, terminal)
     assert "no dead letters" in dlq("list")
     first, second = poison("first").model_copy(update={"deadline": now_s() + 3600}), poison("second")
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"), times=1)
-    line.send(first)
-    line.run_until(1)
+    line.send_requests(first)
+    line.run_until_results(1)
     breaks(line, "decode", lambda: MemoryError("no room"), output=1, times=1)
-    line.send(second)
-    line.run_until(2)
+    line.send_requests(second)
+    line.run_until_results(2)
 
     rows = json.loads(dlq("list", "--json"))
     assert [(row["id"], row["reason"], row["attempts"], row["requeued"]) for row in rows] == [
@@ -75,16 +75,16 @@ def test_dead_requests_are_listed_shown_and_asked_again(line: Line, terminal: Te
 
     assert dlq("requeue", "first") == "first is asked again as first.retry-1\n"
     assert dlq("requeue", "--all") == "second is asked again as second.retry-1\n1 put back\n"
-    results = {result.id: result for result in line.run_until(4)}
+    results = {result.id: result for result in line.run_until_results(4)}
     assert set(results) == {"first", "second", "first.retry-1", "second.retry-1"}
     for request in (first, second):
         again = results[f"{request.id}.retry-1"]
-        assert (again.error, again.token_ids) == (None, alone([request])[request.id].token_ids)
+        assert (again.error, again.token_ids) == (None, compute_answers([request])[request.id].token_ids)
     assert dlq("requeue", "--all") == "0 put back\n"
     table = dlq("list")
     assert table.count("asked") == 2
     assert dlq("requeue", "second") == "second is asked again as second.retry-2\n"
-    assert {result.id for result in line.run_until(5)} > {"second.retry-2"}
+    assert {result.id for result in line.run_until_results(5)} > {"second.retry-2"}
 
 
 def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: Pipeline, terminal: Terminal) -> None:

@@ -25,7 +25,7 @@ from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
 from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
-from sim.servers import served
+from sim.servers import serve_address
 from tests.commands import HERE, Terminal, penstock
 from tests.kvstore import arena_child, children
 from tests.kvstore.blocks import FORM, keys_of, new_names, put
@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         with made:
             yield made.url
 
-    yield from served(url())
+    yield from serve_address(url())
 
 
 class Host:

@@ -22,8 +22,8 @@ from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from penstock.worker.load import Mean, Pace
 from penstock.worker.worker import Worker
-from sim.line import Line
-from sim.workload import alone, requests
+from sim.line import InProcessPipeline
+from sim.workload import compute_answers, make_requests
 from tests.commands import Terminal
 
 DEMO = Pipeline("demo")
@@ -159,11 +159,11 @@ def addresses(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline
 
 
 @pytest.fixture
-def tell(addresses: Addresses) -> Iterator[Callable[[Line], None]]:
+def tell(addresses: Addresses) -> Iterator[Callable[[InProcessPipeline], None]]:
     """Has both workers of a line say what they hold."""
     with ExitStack() as stack:
 
-        def now(line: Line) -> None:
+        def now(line: InProcessPipeline) -> None:
             workers: list[tuple[str, Worker]] = [
                 ("prefill", line.prefill),
                 ("decode", line.decode),
@@ -184,9 +184,9 @@ def ask(name: str, length: int, max_tokens: int, klass: PriorityClass = "interac
     return Request(id=name, token_ids=token_ids, sampling=sampling, klass=klass)
 
 
-def send(line: Line, work: list[Request]) -> None:
+def send(line: InProcessPipeline, work: list[Request]) -> None:
     for request in work:
-        line.publish(request.encode(), request.id, line.pipeline.request_topic(request.klass or "interactive"))
+        line.publish_bytes(request.encode(), request.id, line.pipeline.request_topic(request.klass or "interactive"))
 
 
 def turned(worker: Worker, until: Callable[[], object], what: str) -> None:
@@ -200,18 +200,18 @@ def turned(worker: Worker, until: Callable[[], object], what: str) -> None:
 
 
 def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
-    addresses: Addresses, tell: Callable[[Line], None], monkeypatch: pytest.MonkeyPatch
+    addresses: Addresses, tell: Callable[[InProcessPipeline], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.ops.lag.MAX_AGE_S", 0.0)
     settings = EngineSettings(dtype="float32", device="cpu", pool_mb=64, max_batch=4)
-    with Line(addresses, engine=settings) as line, Client(addresses) as client:
+    with InProcessPipeline(addresses, engine=settings) as line, Client(addresses) as client:
         assert client.estimated_wait() is None  # nobody is there
         send(line, [ask(f"a{n}", 50, 8, "batch") for n in range(6)])
         tell(line)
         assert client.lag().stages["prefill"]["batch"] == Lag(6, None, None)
         assert client.estimated_wait() == 0.0
         assert client.estimated_wait("batch") is None
-        line.run_until(6)
+        line.run_until_results(6)
         tell(line)
         wait_until(lambda: client.lag().stages["decode"]["batch"] == Lag(0, 0, 0), 30, "nothing lags")
         assert client.estimated_wait("batch") == 0.0
@@ -231,7 +231,7 @@ def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
         assert prefill.messages * 50 >= (prefill.prompt_tokens or 0)
         assert decode.messages >= 20
         assert (decode.output_tokens or 0) >= 20 * 8
-        line.run_until(46)
+        line.run_until_results(46)
         tell(line)
         wait_until(lambda: client.estimated_wait("batch") == 0.0, 30, "nothing lags")
 
@@ -244,7 +244,7 @@ def test_tokens_and_waits_of_a_pipeline_from_the_first_request_to_the_last(
 
 def test_the_command_shows_what_waits(terminal: Terminal, redis_url: str, pipeline: Pipeline) -> None:
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
-    with Line(addresses) as line:
+    with InProcessPipeline(addresses) as line:
         send(line, [ask(f"a{n}", 50, 8) for n in range(3)])
     environment = {"PENSTOCK_STREAM_URL": redis_url, "PENSTOCK_PIPELINE": pipeline.name}
     done = terminal("lag", "--json", **environment)
@@ -261,13 +261,13 @@ def test_the_command_shows_what_waits(terminal: Terminal, redis_url: str, pipeli
 # What a worker takes in.
 
 
-def num_jobs(line: Line, klass: PriorityClass) -> int:
+def num_jobs(line: InProcessPipeline, klass: PriorityClass) -> int:
     return len(line.bus.read_all(line.pipeline.job_topic(klass)))
 
 
-def line_of(addresses: Addresses, **engine: Any) -> Line:
+def line_of(addresses: Addresses, **engine: Any) -> InProcessPipeline:
     given = {"dtype": "float32", "device": "cpu", "pool_mb": 64, **engine}
-    return Line(addresses, RecordSettings(), engine=EngineSettings(**given))
+    return InProcessPipeline(addresses, RecordSettings(), engine=EngineSettings(**given))
 
 
 def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses: Addresses) -> None:
@@ -284,7 +284,7 @@ def test_prefill_takes_some_steps_ahead_and_leaves_the_rest_to_others(addresses:
 
         wait_until(done, 60.0, "all prompts are handed off", every_s=0)
         assert 200 <= max(held) <= MAX_WAITING_STEPS * 64 + 200
-        assert {result.error for result in line.run_until(14)} == {None}
+        assert {result.error for result in line.run_until_results(14)} == {None}
 
 
 def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) -> None:
@@ -304,15 +304,15 @@ def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) 
             line.decode.run_once()
             most_held = max(most_held, line.decode.member.held())
             most_waiting = max(most_waiting, line.decode.engine.num_waiting)
-            return len(line.results()) == 14
+            return len(line.read_results()) == 14
 
         wait_until(done, 90.0, "all are answered", every_s=0)
         assert most_held <= 12
         assert most_waiting <= 6
         assert line.decode.engine.scheduler.num_preemptions <= 3
         pool.free_blocks(hold)
-        assert {result.id: result.token_ids for result in line.results()} == {
-            name: answer.token_ids for name, answer in alone(work).items()
+        assert {result.id: result.token_ids for result in line.read_results()} == {
+            name: answer.token_ids for name, answer in compute_answers(work).items()
         }
 
 
@@ -329,7 +329,7 @@ def test_no_more_is_taken_while_fetches_wait_for_room(addresses: Addresses) -> N
         assert worker.free_capacity("batch") == 0
         assert worker.free_capacity("interactive") > 0
         assert not worker.kv.has_waiting_loads("interactive")
-        turned(worker, lambda: len(line.results()) == 3, "all are answered")
+        turned(worker, lambda: len(line.read_results()) == 3, "all are answered")
         pool.free_blocks(hold)
 
 
@@ -345,8 +345,8 @@ def test_interactive_overtakes_batch_that_was_put_back_or_is_on_its_way(addresse
             line.decode.queue.defer(delivery, 60.0)
         send(line, [ask("i0", 20, 4)])
         line.run_prefill(1)
-        turned(line.decode, line.results, "interactive is answered")
-        assert line.results()[0].id == "i0"
+        turned(line.decode, line.read_results, "interactive is answered")
+        assert line.read_results()[0].id == "i0"
         assert len(line.decode.queue) == 2
 
 
@@ -354,9 +354,9 @@ def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
     addresses: Addresses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode is full of batch; interactive comes and runs at once. No token is sampled twice, and all are right."""
-    batch = [request.model_copy(update={"klass": "batch"}) for request in requests(4, "batch", max_tokens=160)[2:]]
-    quick = [request.model_copy(update={"klass": "interactive"}) for request in requests(4, "quick")[2:]]
-    expected = alone([*batch, *quick])
+    batch = [request.model_copy(update={"klass": "batch"}) for request in make_requests(4, "batch", max_tokens=160)[2:]]
+    quick = [request.model_copy(update={"klass": "interactive"}) for request in make_requests(4, "quick")[2:]]
+    expected = compute_answers([*batch, *quick])
     with line_of(addresses, max_batch=2, max_step_tokens=128) as line:
         sampled: list[tuple[str, int]] = []
         step = line.decode.engine.step
@@ -373,7 +373,7 @@ def test_batch_gives_its_places_up_and_goes_on_without_generating_again(
         send(line, quick)
         line.run_prefill(2)
         before = len(sampled)
-        results = line.run_until(4)
+        results = line.run_until_results(4)
         assert line.decode.engine.scheduler.num_preemptions >= 1
         assert len(set(sampled)) == len(sampled), "a token was sampled twice"
         last_quick = max(place for place, (name, _) in enumerate(sampled) if name.startswith("quick"))

@@ -26,7 +26,7 @@ from penstock.redis.client import async_redis_client, is_away, redis_client
 from penstock.redis.sentinel import parse_sentinels
 from penstock.redis.urls import hide_password, hide_passwords, split_urls
 from penstock.waiting import wait_until
-from sim.servers import served_by
+from sim.servers import serve_server
 from tests.kvstore.blocks import FORM, new_names, put, read
 from tests.kvstore.redis_checks import AMPLE
 
@@ -36,7 +36,7 @@ TWO = "rediss+sentinel://me:p%40ss,word@one:1,two:2/the%20service/3?sentinel_use
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplicatedValkey]:
     """Its master is killed by the last test here."""
-    yield from served_by(ReplicatedValkey(tmp_path_factory.mktemp("group")))
+    yield from serve_server(ReplicatedValkey(tmp_path_factory.mktemp("group")))
 
 
 def test_an_address_names_sentinels_users_service_and_database() -> None:

@@ -5,12 +5,12 @@ import pytest
 from penstock.errors import PromptTooLong
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.tokenize import PromptTokenizer
-from sim.workload import demo_model
+from sim.workload import load_demo_model
 
 
 def refusal(request: Request) -> str:
     with pytest.raises(PromptTooLong) as refused:
-        PromptTokenizer(demo_model()).tokenize_prompt(request)
+        PromptTokenizer(load_demo_model()).tokenize_prompt(request)
     return str(refused.value)
 
 
@@ -24,7 +24,7 @@ def test_a_prompt_that_is_counted_is_told_exactly() -> None:
 
 def test_a_text_that_would_fit_by_itself_is_counted() -> None:
     said = refusal(Request(v=1, id="a", prompt="In the beginning", sampling=Sampling(max_tokens=1024)))
-    num_prompt = len(demo_model().tokenizer("In the beginning")["input_ids"])
+    num_prompt = len(load_demo_model().tokenizer("In the beginning")["input_ids"])
     assert f"you requested {num_prompt + 1024} tokens ({num_prompt} in the prompt, 1024 for the answer)" in said
 
 
@@ -36,4 +36,4 @@ def test_a_prompt_that_is_not_worth_counting_is_told_with_a_bound(field: str) ->
     assert "However, you requested at least " in said
     assert "160 for the answer" in said
     bound = int(said.partition("(at least ")[2].split()[0])
-    assert 1024 < bound < len(demo_model().tokenizer(text)["input_ids"])
+    assert 1024 < bound < len(load_demo_model().tokenizer(text)["input_ids"])

@@ -1,10 +1,10 @@
-"""Holds a history against the promises. It knows nothing of how they are kept.
+"""Check a history against the promises. It knows nothing of how they are kept.
 
 A history is a sequence of entries, each a flat JSON object with `what` and, nearly always, the request's `id`:
 
 | `what`      | Other fields                         | Says                                                          |
 |-------------|--------------------------------------|---------------------------------------------------------------|
-| `submitted` | `tokens`, `text`, `finish`, `may`    | somebody is about to send it; what the undivided model        |
+| `submitted` | `tokens`, `text`, `finish`, `may`    | a client is about to send it; what the undivided model        |
 |             |                                      | answers, and the codes of errors that may end it before       |
 | `accepted`  |                                      | it is durable, and has to be answered                         |
 | `token`     | `reader`, `event`, `token`           | a reader saw a token, under that event id                     |
@@ -14,8 +14,8 @@ A history is a sequence of entries, each a flat JSON object with `what` and, nea
 | `result`    | `tokens`, `text`, `finish`, `error`  | it is in the results topic, read_committed                    |
 | `dead`      | `reason`                             | it is among the dead letters                                  |
 
-Other entries tell what was done to the system; they are passed over. The order of one reader's entries is the order in
-which it saw them, over all its connections. The history ends when nobody would wait any longer.
+Other entries tell what was done to the system and are ignored. The order of one reader's entries is the order in
+which it saw them, over all its connections. The history ends when every client has its answer or has timed out.
 """
 
 from collections import defaultdict
@@ -36,8 +36,8 @@ class Finding:
     kind: str
     """One of `KINDS`."""
     id: str
-    """The request's."""
-    story: str
+    """The id of the request."""
+    description: str
 
 
 @dataclass
@@ -50,26 +50,26 @@ class _Request:
     dead: list[Entry] = field(default_factory=list)
 
 
-def check(history: Iterable[Entry]) -> list[Finding]:
-    """All that is not as it was promised."""
+def check_history(history: Iterable[Entry]) -> list[Finding]:
+    """Return all broken promises."""
     requests: dict[str, _Request] = {}
     for entry in history:
         if "id" in entry:
-            _note(requests.setdefault(entry["id"], _Request(entry["id"])), entry)
+            _add_entry(requests.setdefault(entry["id"], _Request(entry["id"])), entry)
     return [
-        Finding(kind, request.id, story) for request in requests.values() for kind, story in _broken_promises(request)
+        Finding(kind, request.id, story) for request in requests.values() for kind, story in _check_request(request)
     ]
 
 
-def tally(findings: Iterable[Finding]) -> dict[str, int]:
-    """How many there are of each kind."""
+def count_by_kind(findings: Iterable[Finding]) -> dict[str, int]:
+    """Count findings by kind. Kinds without findings count 0."""
     counts = dict.fromkeys(KINDS, 0)
     for finding in findings:
         counts[finding.kind] += 1
     return counts
 
 
-def _note(request: _Request, entry: Entry) -> None:
+def _add_entry(request: _Request, entry: Entry) -> None:
     match entry["what"]:
         case "submitted":
             request.submitted = entry
@@ -83,27 +83,27 @@ def _note(request: _Request, entry: Entry) -> None:
             request.dead.append(entry)
 
 
-Broken = Iterator[tuple[str, str]]
+BrokenPromises = Iterator[tuple[str, str]]
 
 
-def _broken_promises(request: _Request) -> Broken:
+def _check_request(request: _Request) -> BrokenPromises:
     if request.accepted and not request.results:
         yield "lost", "it was accepted, and has no result"
     if len(request.results) > 1:
         yield "duplicated", f"it has {len(request.results)} results"
     for reader, seen in request.readers.items():
-        yield from _order(reader, seen)
-        yield from _ends(reader, seen)
-    yield from _agreement(request)
+        yield from _check_order(reader, seen)
+        yield from _check_end_of_stream(reader, seen)
+    yield from _check_agreement(request)
     if request.submitted is not None:
-        yield from _truth(request, request.submitted)
+        yield from _check_answers(request, request.submitted)
         for letter in request.dead:
             if not letter["reason"].startswith(tuple(request.submitted["may"])):
                 yield "wrong", f"it is among the dead letters: {letter['reason']}"
 
 
-def _order(reader: str, seen: list[Entry]) -> Broken:
-    """Every position once, in order; nothing after the end."""
+def _check_order(reader: str, seen: list[Entry]) -> BrokenPromises:
+    """Check that a reader saw each position once, in order, and nothing after the end."""
     next_one, missing, over = 0, set[int](), False
     for entry in seen:
         if over:
@@ -124,8 +124,8 @@ def _order(reader: str, seen: list[Entry]) -> Broken:
         yield "lost", f"{reader} never saw token {position}"
 
 
-def _ends(reader: str, seen: list[Entry]) -> Broken:
-    """A stream ends, and with the number of tokens that it had."""
+def _check_end_of_stream(reader: str, seen: list[Entry]) -> BrokenPromises:
+    """Check that a stream ends with the number of tokens that it had."""
     last, num_tokens = seen[-1], sum(entry["what"] == "token" for entry in seen)
     if last["what"] == "token":
         yield "stuck", f"{reader} saw {num_tokens} tokens and no end"
@@ -136,8 +136,8 @@ def _ends(reader: str, seen: list[Entry]) -> Broken:
         yield kind, f"{reader} could not read on: {last['error']} {last['story']}"
 
 
-def _agreement(request: _Request) -> Broken:
-    """All readers and all results say the same, and the event ids are those of what they say."""
+def _check_agreement(request: _Request) -> BrokenPromises:
+    """Check that all readers and results have equal tokens, and that event ids match the tokens."""
     said: dict[int, int] = {}
     for reader, seen in request.readers.items():
         rolled, next_one = START_HASH, 0
@@ -155,26 +155,26 @@ def _agreement(request: _Request) -> Broken:
                 yield "diverged", f"a result has {token} at {position}, others {said[position]}"
 
 
-def _truth(request: _Request, expected: Entry) -> Broken:
-    """The answer of the undivided model, or a beginning of it and an error that may be."""
+def _check_answers(request: _Request, expected: Entry) -> BrokenPromises:
+    """Check that the answer is the undivided model's, or a prefix of it with an allowed error."""
     tokens = list(expected["tokens"])
     for reader, seen in request.readers.items():
         for entry in seen:
             if entry["what"] == "end":
-                yield from _end_is_true(reader, entry, expected)
+                yield from _check_end(reader, entry, expected)
             elif entry["what"] == "token":
                 position = parse_event_id(entry["event"])[0]
                 if tokens[position : position + 1] != [entry["token"]]:
                     yield "wrong", f"{reader} saw {entry['token']} at {position}"
     for result in request.results:
-        yield from _end_is_true("a result", result | {"count": len(result["tokens"])}, expected)
+        yield from _check_end("a result", result | {"count": len(result["tokens"])}, expected)
         if list(result["tokens"]) != tokens[: len(result["tokens"])]:
             yield "wrong", f"a result has other tokens: {result['tokens']}"
         if result["error"] is None and result["text"] != expected["text"]:
             yield "wrong", f"a result has another text: {result['text']!r}"
 
 
-def _end_is_true(who: str, end: Entry, expected: Entry) -> Broken:
+def _check_end(who: str, end: Entry, expected: Entry) -> BrokenPromises:
     if end["error"] is not None:
         if end["error"] not in expected["may"]:
             yield "wrong", f"{who} ends with the error {end['error']}"

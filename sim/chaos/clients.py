@@ -1,4 +1,4 @@
-"""Clients that send requests steadily and read every stream to its end; all that they see goes into the history."""
+"""Clients that send requests steadily and read every stream to its end. They write all they see into the history."""
 
 import contextlib
 import random
@@ -22,199 +22,211 @@ from penstock.errors import BusUnavailable, Cancelled, DeadlineExceeded, Request
 from penstock.messages import EndEvent, Request, now_s
 from penstock.names import Pipeline
 from sim.chaos.history import History
-from sim.workload import Answer, alone, requests
+from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
-NUM_KNOWN = 16
-LONG, BRIEF = 48, 4
+NUM_KNOWN_REQUESTS = 16
+LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS = 48, 4
 """Tokens of a long answer, and of a short one."""
-AGAIN_S = 0.2
-"""Before what was not acknowledged is sent again."""
-TENANTS = 7
-"""Requests of one tenant share KV; so much of the work is found in the store, and not all."""
+RESEND_DELAY_S = 0.2
+"""Wait before a request that was not acknowledged is sent again."""
+NUM_TENANTS = 7
+"""Requests of one tenant share KV, so that part of the work is found in the store."""
 
 
 @cache
-def known(max_tokens: int) -> list[tuple[Request, Answer]]:
-    """The requests that come again and again under other ids, and their answers; every eighth is of one token."""
-    work = requests(NUM_KNOWN, "chaos", max_tokens)
-    short = [work[n].sampling.model_copy(update={"max_tokens": 1}) for n in range(0, NUM_KNOWN, 8)]
+def prepare_known_requests(max_tokens: int) -> list[tuple[Request, ExpectedAnswer]]:
+    """Return requests that are sent repeatedly under other ids, with their answers. Every eighth has one token."""
+    work = make_requests(NUM_KNOWN_REQUESTS, "chaos", max_tokens)
+    short = [work[n].sampling.model_copy(update={"max_tokens": 1}) for n in range(0, NUM_KNOWN_REQUESTS, 8)]
     work[::8] = [request.model_copy(update={"sampling": one}) for request, one in zip(work[::8], short, strict=True)]
-    return list(zip(work, alone(work).values(), strict=True))
+    return list(zip(work, compute_answers(work).values(), strict=True))
 
 
 @dataclass(frozen=True)
-class Errand:
-    """A request, and what a client does with it."""
+class ClientTask:
+    """A request, and what the client does with it."""
 
     request: Request
-    answer: Answer
+    answer: ExpectedAnswer
     copies: int
-    """How often it is sent: twice, if the first answer of the bus seems to be lost."""
+    """How often it is sent: twice if the bus's first acknowledgement counts as lost."""
     cancel_after: int | None
     """Tokens after which it is cancelled."""
-    leaves_after: list[int]
-    """The first reader's connections end after so many events each; after the last of them it stays."""
-    late_s: float | None
-    """So much later a second reader comes."""
+    reconnect_after: list[int]
+    """After how many events each of the first reader's connections ends. The connection after those stays."""
+    late_reader_s: float | None
+    """After how many seconds a second reader starts; None: there is none."""
 
     @property
-    def may(self) -> list[str]:
-        """Errors that may be its end."""
+    def allowed_errors(self) -> list[str]:
+        """Codes of errors with which the request may end."""
         cancelled = [] if self.cancel_after is None else [Cancelled.code]
         return cancelled if self.request.deadline is None else [*cancelled, DeadlineExceeded.code]
 
 
-def errand(seed: int, number: int) -> Errand:
-    """The one of that number: the same for the same seed."""
+def make_client_task(seed: int, number: int) -> ClientTask:
+    """Return the task with this number. Equal seeds give equal tasks."""
     chance = random.Random(f"{seed}/errand/{number}")
-    request, answer = chance.choice(known(LONG))
+    request, answer = chance.choice(prepare_known_requests(LONG_ANSWER_TOKENS))
     update: dict[str, object] = {
         "id": f"e{number}",
-        "tenant": f"tenant-{chance.randrange(TENANTS)}",
+        "tenant": f"tenant-{chance.randrange(NUM_TENANTS)}",
         "klass": chance.choice(["interactive", "interactive", "batch"]),
     }
     if chance.random() < 0.06:
         update["deadline"] = now_s() + chance.choice([-1.0, 0.3, 1.0])
-    return Errand(
+    return ClientTask(
         request.model_copy(update=update),
         answer,
         copies=2 if chance.random() < 0.08 else 1,
         cancel_after=chance.randrange(20) if chance.random() < 0.08 else None,
-        leaves_after=[chance.randint(1, 20) for _ in range(chance.choice([0, 0, 1, 3]))],
-        late_s=chance.uniform(0, 2) if chance.random() < 0.25 else None,
+        reconnect_after=[chance.randint(1, 20) for _ in range(chance.choice([0, 0, 1, 3]))],
+        late_reader_s=chance.uniform(0, 2) if chance.random() < 0.25 else None,
     )
 
 
-def plain(request_id: str, number: int, max_tokens: int = BRIEF) -> Errand:
-    """A request that is read once to its end, or not at all."""
-    request, answer = known(max_tokens)[number % NUM_KNOWN]
-    named = request.model_copy(update={"id": request_id, "tenant": f"tenant-{number % TENANTS}"})
-    return Errand(named, answer, copies=1, cancel_after=None, leaves_after=[], late_s=None)
+def make_plain_task(request_id: str, number: int, max_tokens: int = SHORT_ANSWER_TOKENS) -> ClientTask:
+    """Return a task that is sent once and read by at most one reader."""
+    request, answer = prepare_known_requests(max_tokens)[number % NUM_KNOWN_REQUESTS]
+    named = request.model_copy(update={"id": request_id, "tenant": f"tenant-{number % NUM_TENANTS}"})
+    return ClientTask(named, answer, copies=1, cancel_after=None, reconnect_after=[], late_reader_s=None)
 
 
 class Clients:
-    """Keeps `under_way` errands under way, those that `make` makes of the numbers from 0, until it is told to stop."""
+    """Keeps `under_way` tasks running until it is stopped. `make` returns the task of each number from 0."""
 
     def __init__(
-        self, history: History, addresses: Addresses, make: Callable[[int], Errand], under_way: int, patience_s: float
+        self,
+        history: History,
+        addresses: Addresses,
+        make: Callable[[int], ClientTask],
+        under_way: int,
+        patience_s: float,
     ) -> None:
         self._history, self._make, self._patience_s = history, make, patience_s
         self._addresses, self._client = addresses, Client(addresses)
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self.count = 0
-        """Errands begun."""
-        self.done = 0
-        """Errands of which the first reader has seen the end."""
-        self.accepted: set[str] = set()
+        self.num_begun = 0
+        """Tasks begun."""
+        self.num_done = 0
+        """Tasks whose first reader has seen the end."""
+        self.accepted_ids: set[str] = set()
         self._pool = ThreadPoolExecutor(3 * under_way, "client")
-        self._futures: list[Future[None]] = [self._pool.submit(self._go_on) for _ in range(under_way)]
+        self._futures: list[Future[None]] = [self._pool.submit(self._run_tasks) for _ in range(under_way)]
 
-    def stop(self) -> None:
-        """Begin nothing new."""
+    def stop_sending(self) -> None:
+        """Begin no new tasks."""
         self._over.set()
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was begun has come to its end."""
+        """Whether all tasks that were begun have ended."""
         return all(future.done() for future in self._futures)
 
-    def check(self) -> None:
-        """Raise what a client fell over, if one did."""
+    def raise_failure(self) -> None:
+        """Raise the exception of a client that failed, if any did."""
         for future in self._futures:
             if future.done():
                 future.result()
 
-    def send_unread(self, tasks: Sequence[Errand], send: Callable[[list[Request]], None] | None = None) -> None:
-        """Send requests at once of which nobody reads the streams: their results tell. `send` raises `BusUnavailable`
-        where it is not known that they are durable; then they are sent again, until the clients are told to stop.
+    def send_unread(self, tasks: Sequence[ClientTask], send: Callable[[list[Request]], None] | None = None) -> None:
+        """Send requests at once without reading their streams; only their results are checked.
+
+        `send` raises `BusUnavailable` where it is not known that they are durable. They are then sent again, until the
+        clients are stopped.
         """
         for task in tasks:
-            self._submitted(task)
+            self._record_submitted(task)
         while not self._over.is_set():
             with contextlib.suppress(BusUnavailable):
-                (send or self._publish)([task.request for task in tasks])
+                (send or self._publish_requests)([task.request for task in tasks])
                 for task in tasks:
-                    self._accepted(task)
+                    self._record_accepted(task)
                 return
-            time.sleep(AGAIN_S)
+            time.sleep(RESEND_DELAY_S)
 
-    def _publish(self, work: list[Request]) -> None:
+    def _publish_requests(self, work: list[Request]) -> None:
         pipeline = Pipeline(self._addresses.pipeline)
         with contextlib.closing(connect(self._addresses, BusSettings()).publisher()) as publisher:
             publisher.publish([prepare_message(pipeline, request)[1] for request in work])
 
-    def _go_on(self) -> None:
+    def _run_tasks(self) -> None:
         while not self._over.is_set():
             with self._lock:
-                number, self.count = self.count, self.count + 1
-            self._run(self._make(number))
+                number, self.num_begun = self.num_begun, self.num_begun + 1
+            self._run_task(self._make(number))
             with self._lock:
-                self.done += 1
+                self.num_done += 1
 
-    def _run(self, task: Errand) -> None:
+    def _run_task(self, task: ClientTask) -> None:
         request = task.request
-        self._submitted(task)
+        self._record_submitted(task)
         for _ in range(task.copies):
-            self._send(request)
-        self._accepted(task)
+            self._submit_until_accepted(request)
+        self._record_accepted(task)
         others = []
-        if task.late_s is not None:
-            others.append(self._pool.submit(self._read_late, task.late_s, request.id))
-        self._read("first", task)
+        if task.late_reader_s is not None:
+            others.append(self._pool.submit(self._read_stream_late, task.late_reader_s, request.id))
+        self._read_stream("first", task)
         wait(others)
         for other in others:
             other.result()
 
-    def _submitted(self, task: Errand) -> None:
+    def _record_submitted(self, task: ClientTask) -> None:
         answer = task.answer
-        told = {"tokens": answer.token_ids, "text": answer.text, "finish": answer.finish_reason, "may": task.may}
-        self._history.note("submitted", id=task.request.id, **told)
+        told = {
+            "tokens": answer.token_ids,
+            "text": answer.text,
+            "finish": answer.finish_reason,
+            "may": task.allowed_errors,
+        }
+        self._history.add_entry("submitted", id=task.request.id, **told)
 
-    def _accepted(self, task: Errand) -> None:
-        self.accepted.add(task.request.id)
-        self._history.note("accepted", id=task.request.id)
+    def _record_accepted(self, task: ClientTask) -> None:
+        self.accepted_ids.add(task.request.id)
+        self._history.add_entry("accepted", id=task.request.id)
 
-    def _send(self, request: Request) -> None:
-        """Until it is durable: sending again under the same id is safe."""
+    def _submit_until_accepted(self, request: Request) -> None:
+        """Submit a request until it is durable. Sending it again under the same id is safe."""
         while True:
             try:
-                self._submit(request)
+                self._submit_request(request)
             except BusUnavailable:
-                time.sleep(AGAIN_S)
+                time.sleep(RESEND_DELAY_S)
             else:
                 return
 
-    def _submit(self, request: Request) -> None:
+    def _submit_request(self, request: Request) -> None:
         fields = request.sampling.model_dump(exclude_defaults=True) | {"klass": request.klass or "interactive"}
         self._client.submit(
             token_ids=request.token_ids, id=request.id, tenant=request.tenant, deadline=request.deadline, **fields
         )
 
-    def _read_late(self, late_s: float, request_id: str) -> None:
+    def _read_stream_late(self, late_s: float, request_id: str) -> None:
         self._over.wait(late_s)
-        with self._told("late", request_id):
-            self._connect("late", request_id, None, None, None)
+        with self._record_errors("late", request_id):
+            self._read_connection("late", request_id, None, None, None)
 
-    def _read(self, reader: str, task: Errand) -> None:
+    def _read_stream(self, reader: str, task: ClientTask) -> None:
         after: str | None = None
-        with self._told(reader, task.request.id):
-            for most in [*task.leaves_after, None]:
-                after, is_over = self._connect(reader, task.request.id, after, most, task.cancel_after)
+        with self._record_errors(reader, task.request.id):
+            for most in [*task.reconnect_after, None]:
+                after, is_over = self._read_connection(reader, task.request.id, after, most, task.cancel_after)
                 if is_over:
                     return
 
-    def _connect(
+    def _read_connection(
         self, reader: str, request_id: str, after: str | None, most: int | None, cancel_after: int | None
     ) -> tuple[str | None, bool]:
-        """Read at most so many events: the last event id seen, and whether that was all."""
+        """Read at most `most` events. Returns the last event id seen, and whether the stream has ended."""
         for count, event in enumerate(self._client.stream(request_id, after, self._patience_s), start=1):
             if isinstance(event, EndEvent):
                 told = {"finish": event.finish_reason, "count": event.usage.completion_tokens, "error": None}
-                self._history.note("end", id=request_id, reader=reader, **told)
+                self._history.add_entry("end", id=request_id, reader=reader, **told)
                 return after, True
             after = event.id
-            self._history.note("token", id=request_id, reader=reader, event=event.id, token=event.token)
+            self._history.add_entry("token", id=request_id, reader=reader, event=event.id, token=event.token)
             if cancel_after is not None and int(event.id.partition("-")[0]) == cancel_after:
                 with contextlib.suppress(redis.RedisError):
                     self._client.cancel(request_id)
@@ -223,14 +235,16 @@ class Clients:
         raise AssertionError("a stream ends with its end")
 
     @contextlib.contextmanager
-    def _told(self, reader: str, request_id: str) -> Iterator[None]:
-        """An error is how a reading can end, too."""
+    def _record_errors(self, reader: str, request_id: str) -> Iterator[None]:
+        """Record the errors with which a stream may end."""
         try:
             yield
         except RequestError as error:
-            self._history.note("end", id=request_id, reader=reader, finish="error", count=None, error=error.code)
+            self._history.add_entry("end", id=request_id, reader=reader, finish="error", count=None, error=error.code)
         except StreamError as error:
-            self._history.note("failed", id=request_id, reader=reader, error=type(error).__name__, story=str(error))
+            self._history.add_entry(
+                "failed", id=request_id, reader=reader, error=type(error).__name__, story=str(error)
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -12,15 +12,15 @@ from pathlib import Path
 _SECONDS = struct.Struct("d")
 
 
-def put(clock: Path, by_s: float) -> None:
-    """Whoever follows this clock is so far ahead from now on, or behind where it is less than zero."""
+def set_clock(clock: Path, by_s: float) -> None:
+    """Set how many seconds the processes that follow this clock are ahead (negative: behind)."""
     clock.touch()
     with clock.open("r+b") as file:  # written in one piece, and never shorter: processes have it mapped
         file.write(_SECONDS.pack(by_s))
 
 
-def follow(clock: Path) -> None:
-    """Let the time of this process be that of a clock."""
+def follow_clock(clock: Path) -> None:
+    """Replace this process's wall clock by the one in the file `clock`."""
     with clock.open("rb") as file:
         ahead = mmap.mmap(file.fileno(), _SECONDS.size, prot=mmap.PROT_READ)
     true_ns = time.time_ns

@@ -1,4 +1,4 @@
-"""What is done to the system, and when: all of it follows from the seed."""
+"""Which faults are injected, and when: all of it follows from the seed."""
 
 import random
 from collections.abc import Iterator
@@ -7,64 +7,64 @@ from dataclasses import dataclass
 from penstock import failpoints
 from penstock.names import STAGES, Stage
 
-OFTEN = (".stepped", ".sent", ".confirmed")
-"""Points that a worker passes many times in its short life."""
-SELDOM = ("prefill.2.ended", "prefill.2.taken", "decode.6.taken")
-"""Points that not every worker comes by: it is given more time."""
+FREQUENT_POINTS = (".stepped", ".sent", ".confirmed")
+"""Endings of failpoints that a worker passes many times."""
+RARE_POINTS = ("prefill.2.ended", "prefill.2.taken", "decode.6.taken")
+"""Failpoints that not every worker reaches: these workers are given more time."""
 ANY_TIME = "any time"
 Bus = str
 """`embedded` or `kafka`."""
-MISHAPS = ("freeze", "stall", "resize", "header")
-MISHAPS_ON_KAFKA = ("bomb",)
-MISHAPS_OF_COPIES = ("leader", "failover")
-BACKLOG = ("freeze", "resize")
-"""Mishaps that hurt most while more waits than workers have fetched: a burst of requests comes before the first."""
+SYSTEM_FAULTS = ("freeze", "stall", "resize", "header")
+KAFKA_FAULTS = ("bomb",)
+REPLICA_FAULTS = ("leader", "failover")
+BACKLOG_FAULTS = ("freeze", "resize")
+"""Faults that hurt most with a backlog: a burst of requests precedes the first of them."""
 
 
 @dataclass(frozen=True)
-class Fate:
-    """How one life of a worker ends."""
+class KillPlan:
+    """How and when one process of a worker is killed."""
 
     point: str
     """A failpoint, or `ANY_TIME`."""
     passage: int
     after_s: float
-    """If the point is not reached so long after the worker is ready, it is killed all the same."""
+    """The worker is killed this long after it is ready, if it has not reached the point by then."""
     pause_s: float = 0.0
-    """First it is stopped for so long, and goes on for a second: it does not know that others have its work."""
+    """How long the worker is stopped first. It then runs for a second without knowing that others have its work."""
 
     @property
-    def order(self) -> str:
-        """For the worker's environment."""
+    def failpoint_setting(self) -> str:
+        """The value of `PENSTOCK_FAILPOINTS` for the worker; empty for a kill at any time."""
         what = "stop" if self.pause_s else "kill"
         return "" if self.point == ANY_TIME else f"{self.point}={what}@{self.passage}"
 
 
-def points_of(stage: Stage, bus: Bus) -> list[str]:
-    """The failpoints that a worker can come by."""
+def list_failpoints(stage: Stage, bus: Bus) -> list[str]:
+    """Return the failpoints that a worker of a stage can reach."""
     own = failpoints.PREFILL if stage == "prefill" else failpoints.DECODE
     on_kafka = failpoints.KAFKA_PREFILL if stage == "prefill" else failpoints.KAFKA_DECODE
     return [*own, *failpoints.SETTLER, *(on_kafka if bus == "kafka" else ())]
 
 
-def fate_of(seed: int, bus: Bus, stage: Stage, name: str, life: int) -> Fate:
-    """The fate of a worker's life of that number (from 0): each point has its turn, in an order of the seed."""
-    order = points_of(stage, bus)
+def plan_kill(seed: int, bus: Bus, stage: Stage, name: str, life: int) -> KillPlan:
+    """Plan how a worker's process of the given number (from 0) is killed. The seed shuffles the failpoints."""
+    order = list_failpoints(stage, bus)
     random.Random(f"{seed}/{name}").shuffle(order)
     chance = random.Random(f"{seed}/{name}/{life}")
     point = order[life % len(order)]
-    after_s = 6.0 if point in SELDOM else 3.0
+    after_s = 6.0 if point in RARE_POINTS else 3.0
     if chance.random() < 0.12:
         point, after_s = ANY_TIME, chance.uniform(0.0, 2.0)
-    passage = chance.randint(1, 25) if point.endswith(OFTEN) else chance.choice([1, 1, 1, 2, 3])
-    passage = 1 if point in SELDOM else passage
+    passage = chance.randint(1, 25) if point.endswith(FREQUENT_POINTS) else chance.choice([1, 1, 1, 2, 3])
+    passage = 1 if point in RARE_POINTS else passage
     pause_s = chance.choice([2.0, 5.0]) if chance.random() < 0.08 else 0.0
-    return Fate(point, passage, after_s, pause_s)
+    return KillPlan(point, passage, after_s, pause_s)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something done to a server or to a connection."""
+    """One fault of a server, a connection, a disk, a clock or the whole system."""
 
     at_s: float
     what: str
@@ -73,15 +73,15 @@ class Fault:
     same, for a moment); to a stage `resize` (one more worker comes, and leaves again). From a producer come a `burst`
     of requests, a `header` that is no text, and a `bomb`, a message that is small until it is unpacked.
     """
-    whose: str
-    """A worker's name (its connections to Redis, or its clock), `redis`, `kafka`, `disk`, `all`, a stage, `client`."""
-    for_s: float
-    by_s: float = 0.0
-    """How far a clock is put forward; less than zero: back."""
+    target: str
+    """A worker's name (its connections to Redis, or its clock), `redis`, `kafka`, `disk`, `all`, a stage or `client`."""
+    duration_s: float
+    clock_shift_s: float = 0.0
+    """Seconds by which a clock is put forward (negative: back)."""
 
 
-def faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
-    """What happens to servers and connections, without end. A server has its turn about every 20 seconds."""
+def generate_faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
+    """Yield faults of servers and connections without end. A server is hit about every 20 seconds."""
     chance = random.Random(f"{seed}/faults")
     servers = ["redis", "kafka"] if bus == "kafka" else ["redis"]
     ways = [*workers, *(["kafka"] * 2 if bus == "kafka" else [])]
@@ -103,15 +103,15 @@ def faults(seed: int, bus: Bus, workers: list[str]) -> Iterator[Fault]:
             yield Fault(at_s, what, whose, for_s, by_s)
 
 
-def mishaps(seed: int, bus: Bus, *, is_replicated: bool = False) -> Iterator[Fault]:
-    """What happens to the system as a whole, without end: each kind has its turn, in an order of the seed."""
+def generate_system_faults(seed: int, bus: Bus, *, is_replicated: bool = False) -> Iterator[Fault]:
+    """Yield faults of the whole system without end. Each kind comes once a round, in an order of the seed."""
     chance = random.Random(f"{seed}/mishaps")
-    kinds = [*MISHAPS, *(MISHAPS_ON_KAFKA if bus == "kafka" else ()), *(MISHAPS_OF_COPIES if is_replicated else ())]
+    kinds = [*SYSTEM_FAULTS, *(KAFKA_FAULTS if bus == "kafka" else ()), *(REPLICA_FAULTS if is_replicated else ())]
     at_s, is_burst_over = 1.0, False
     while True:
         for what in chance.sample(kinds, len(kinds)):
             at_s += chance.uniform(4.0, 10.0)
-            if what in BACKLOG and not is_burst_over:
+            if what in BACKLOG_FAULTS and not is_burst_over:
                 # Workers that are killed all the time answer few requests: those of a second burst would wait for long.
                 is_burst_over = True
                 yield Fault(at_s, "burst", "client", 0.0)
@@ -119,7 +119,7 @@ def mishaps(seed: int, bus: Bus, *, is_replicated: bool = False) -> Iterator[Fau
             match what:
                 case "freeze":
                     fault = Fault(at_s, what, "all", chance.uniform(4.0, 8.0))
-                    at_s += fault.for_s
+                    at_s += fault.duration_s
                 case "stall":
                     fault = Fault(at_s, what, "redis", chance.uniform(0.3, 2.0))
                 case "leader" | "failover":

@@ -18,20 +18,20 @@ class History:
         self._lock = threading.Lock()
         self._begun_s = time.monotonic()
 
-    def note(self, what: str, **fields: Any) -> float:
-        """Write an entry; returns its time in seconds."""
+    def add_entry(self, what: str, **fields: Any) -> float:
+        """Write an entry and return its time in seconds since the history was opened."""
         with self._lock:
             at = time.monotonic() - self._begun_s
             self._file.write(json.dumps({"at": round(at, 4), "what": what, **fields}) + "\n")
         return at
 
     def flush(self) -> None:
-        """What was written can be read."""
+        """Flush the file, so that all entries can be read."""
         with self._lock:
             self._file.flush()
 
     def close(self) -> None:
-        """Everything is in the file."""
+        """Close the file."""
         with self._lock:
             self._file.close()
 
@@ -44,8 +44,8 @@ class History:
         self.close()
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a history, in the order in which they were written."""
+def read_history(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a history in the order in which they were written."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)

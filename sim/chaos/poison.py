@@ -1,4 +1,4 @@
-"""Messages that no client of ours would send, and that any program with access to the topics can."""
+"""Messages that Penstock's clients never send, but that any program with access to the topics can."""
 
 import ctypes
 import itertools
@@ -17,10 +17,10 @@ from penstock.errors import BusUnavailable
 from penstock.messages import Request
 from penstock.names import Pipeline
 
-NAME = b"\xff\xfe"
-"""Of a header; it is no UTF-8."""
+INVALID_HEADER_NAME = b"\xff\xfe"
+"""The name of a header that is not UTF-8."""
 BOMB_MB = 100
-FLUSH_S = 30.0
+FLUSH_TIMEOUT_S = 30.0
 """Shorter than librdkafka keeps trying to send a message: what it sent by then was acknowledged."""
 
 
@@ -34,13 +34,19 @@ def send_poisoned(addresses: Addresses, work: Sequence[Request]) -> None:
         topic = pipeline.request_topic(request.klass or "interactive")
         message = Outgoing(topic, request.encode(), request.id)
         if addresses.kafka:
-            produce_raw({"bootstrap.servers": addresses.kafka, **kafka_security_config(addresses)}, message, NAME)
+            produce_raw(
+                {"bootstrap.servers": addresses.kafka, **kafka_security_config(addresses)}, message, INVALID_HEADER_NAME
+            )
         else:
             _add_raw(addresses.stream_url, pipeline.stream_key(topic), message)
 
 
 def _add_raw(url: str, stream: str, message: Outgoing) -> None:
-    fields: dict[Any, Any] = {"value": message.value, "key": message.key or "", "headers": b'{"' + NAME + b'": "1"}'}
+    fields: dict[Any, Any] = {
+        "value": message.value,
+        "key": message.key or "",
+        "headers": b'{"' + INVALID_HEADER_NAME + b'": "1"}',
+    }
     with closing(redis.Redis.from_url(url, socket_timeout=2.0)) as client:
         try:
             client.xadd(stream, fields)
@@ -66,7 +72,7 @@ def send_bomb(addresses: Addresses, request_id: str) -> None:
     reports: list[object] = []
     topic = Pipeline(addresses.pipeline).request_topic("interactive")
     producer.produce(topic, request, request_id, on_delivery=lambda error, _: reports.append(error))
-    producer.flush(FLUSH_S)
+    producer.flush(FLUSH_TIMEOUT_S)
     if reports != [None]:
         producer.purge()
         raise BusUnavailable(f"Kafka: {reports or 'no acknowledgement'}")
@@ -79,7 +85,7 @@ _PRODUCER = 0
 _PURGE_ALL = 3
 
 
-def _librdkafka() -> ctypes.CDLL:
+def _load_librdkafka() -> ctypes.CDLL:
     folder = Path(confluent_kafka.__file__).parent
     inside = folder.parent / "confluent_kafka.libs", folder / ".dylibs"
     (path,) = itertools.chain.from_iterable(one.glob("librdkafka*") for one in inside)
@@ -93,7 +99,7 @@ def _librdkafka() -> ctypes.CDLL:
 
 
 @contextmanager
-def _producer(library: ctypes.CDLL, settings: dict[str, str]) -> Iterator[ctypes.c_void_p]:
+def _open_producer(library: ctypes.CDLL, settings: dict[str, str]) -> Iterator[ctypes.c_void_p]:
     error = ctypes.create_string_buffer(512)
     conf = library.rd_kafka_conf_new()
     for name, value in settings.items():
@@ -111,9 +117,9 @@ def _producer(library: ctypes.CDLL, settings: dict[str, str]) -> Iterator[ctypes
 
 def produce_raw(settings: dict[str, str], message: Outgoing, header: bytes) -> None:
     """Produce a message with a header of any name; raises `BusUnavailable` where it is not known to be durable."""
-    library, key = _librdkafka(), (message.key or "").encode()
+    library, key = _load_librdkafka(), (message.key or "").encode()
     settings = settings | {"acks": "all", "log_level": "0"}
-    with _producer(library, settings) as handle:
+    with _open_producer(library, settings) as handle:
         refused = library.rd_kafka_producev(
             handle,
             ctypes.c_int(_TOPIC), ctypes.c_char_p(message.topic.encode()),
@@ -122,5 +128,5 @@ def produce_raw(settings: dict[str, str], message: Outgoing, header: bytes) -> N
             ctypes.c_int(_HEADER), ctypes.c_char_p(header), ctypes.c_char_p(b"1"), ctypes.c_ssize_t(1),
             ctypes.c_int(_END),
         )  # fmt: skip
-        if refused or library.rd_kafka_flush(handle, int(FLUSH_S * 1000)):
+        if refused or library.rd_kafka_flush(handle, int(FLUSH_TIMEOUT_S * 1000)):
             raise BusUnavailable(f"Kafka: no acknowledgement of {message.key}")

@@ -8,11 +8,11 @@ from typing import Self
 
 from penstock.local.processes import find_free_port
 
-CHUNK = 2**16
+CHUNK_BYTES = 2**16
 
 
 class Proxy:
-    """Forwards a port to another one, from a thread of its own. What it does to connections is changed from any."""
+    """Forwards a port to another one on its own thread. Its public methods may be called from any thread."""
 
     def __init__(self, target_port: int, port: int | None = None) -> None:
         self.port, self.target_port = port or find_free_port(), target_port
@@ -23,33 +23,33 @@ class Proxy:
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"proxy-{self.port}", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=f"proxy-{self.port}", daemon=True)
 
     # From any thread.
 
-    def cut(self) -> None:
-        """End all connections at once; new ones are welcome."""
+    def cut_connections(self) -> None:
+        """Abort all connections. New ones are accepted."""
         self._loop.call_soon_threadsafe(self._abort_all)
 
-    def hang(self) -> None:
-        """Forward nothing from now on; connections stay open, and new ones are accepted."""
+    def stop_forwarding(self) -> None:
+        """Stop forwarding. Connections stay open, and new ones are accepted."""
         self._loop.call_soon_threadsafe(self._flows.clear)
 
-    def slow(self, delay_s: float) -> None:
-        """Forward each piece that much later."""
+    def delay_forwarding(self, delay_s: float) -> None:
+        """Delay each forwarded chunk by `delay_s`."""
         self._delay_s = delay_s
 
-    def refuse(self) -> None:
-        """End all connections, and new ones as they come."""
+    def refuse_connections(self) -> None:
+        """Abort all connections, and new ones as they come."""
         self._refuses = True
-        self.cut()
+        self.cut_connections()
 
     def lose_reply(self) -> None:
         """End the connection on which the next reply comes, instead of forwarding that."""
         self._loses = True
 
-    def heal(self) -> None:
-        """Be a proxy as any other again; what was held back goes on."""
+    def forward_normally(self) -> None:
+        """Undo all faults; what was held back is forwarded."""
         self._delay_s, self._refuses = 0.0, False
         self._loop.call_soon_threadsafe(self._flows.set)
 
@@ -59,7 +59,7 @@ class Proxy:
         for writer in self._open:
             writer.transport.abort()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -78,7 +78,10 @@ class Proxy:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
             self._open.add(far_writer)
             try:
-                ways = [self._forward(reader, far_writer), self._forward(far_reader, writer, are_replies=True)]
+                ways = [
+                    self._forward_bytes(reader, far_writer),
+                    self._forward_bytes(far_reader, writer, are_replies=True),
+                ]
                 pumps = [asyncio.create_task(way) for way in ways]
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
                 for pump in pumps:
@@ -88,10 +91,10 @@ class Proxy:
                 self._open.discard(far_writer)
                 far_writer.transport.abort()
 
-    async def _forward(
+    async def _forward_bytes(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, are_replies: bool = False
     ) -> None:
-        while piece := await reader.read(CHUNK):
+        while piece := await reader.read(CHUNK_BYTES):
             if are_replies and self._loses:
                 self._loses = False
                 return
@@ -101,18 +104,18 @@ class Proxy:
             writer.write(piece)
             await writer.drain()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            server = runner.run(self._listen())
+            server = runner.run(self._start_listening())
             self._started.set()
             self._loop.run_forever()
             server.close()
-            runner.run(self._end())
+            runner.run(self._cancel_tasks())
 
-    async def _listen(self) -> asyncio.Server:
-        return await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+    async def _start_listening(self) -> asyncio.Server:
+        return await asyncio.start_server(self._serve_connection, "127.0.0.1", self.port)
 
-    async def _end(self) -> None:
+    async def _cancel_tasks(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

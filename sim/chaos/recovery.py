@@ -27,34 +27,34 @@ from penstock.messages import Request
 from penstock.names import Pipeline, Stage, parse_event_id
 from penstock.record.log import Log, Status
 from penstock.waiting import wait_until
-from sim.chaos.belongings import read_belongings, read_members
-from sim.chaos.checker import Finding, check
-from sim.chaos.clients import Clients, Errand
-from sim.chaos.faults import ANY_TIME, Bus, Fate
-from sim.chaos.history import History, read
-from sim.chaos.nursery import Nursery
-from sim.chaos.runner import Progress, calm, write_down
-from sim.chaos.system import DoomedStack, Servers
-from sim.workload import Answer, alone, requests
+from sim.chaos.checker import Finding, check_history
+from sim.chaos.clients import Clients, ClientTask
+from sim.chaos.faults import ANY_TIME, Bus, KillPlan
+from sim.chaos.fork_server import ForkServer
+from sim.chaos.history import History, read_history
+from sim.chaos.ownership import read_members, read_owned_requests
+from sim.chaos.runner import Progress, record_topics, wait_until_calm
+from sim.chaos.system import ChaosStack, Servers
+from sim.workload import ExpectedAnswer, compute_answers, make_requests
 
-NUM_DISTINCT = 6
-WORTH: dict[Stage, int] = {"prefill": 2, "decode": 4}
-"""A worker with fewer requests is not worth a kill."""
-HANDED_OFF = ("handed", "decode", "end")
-"""Stages of a request's record in which it is no prefill worker's any more."""
-PATIENCE_S = 120.0
+NUM_DISTINCT_REQUESTS = 6
+MIN_REQUESTS_TO_KILL: dict[Stage, int] = {"prefill": 2, "decode": 4}
+"""Workers with fewer requests are not killed."""
+HANDED_OFF_STAGES = ("handed", "decode", "end")
+"""Stages of a request's record in which no prefill worker has it any more."""
+MAX_WAIT_S = 120.0
 
 
 @cache
-def _work(prompt: int, length: int) -> list[tuple[Request, Answer]]:
+def _make_work(prompt: int, length: int) -> list[tuple[Request, ExpectedAnswer]]:
     """A few requests with prompts of so many tokens and answers of so many, each asked for several times."""
-    work = requests(NUM_DISTINCT, "long")
+    work = make_requests(NUM_DISTINCT_REQUESTS, "long")
     text = [token for request in work for token in request.token_ids or ()]
     for number, request in enumerate(work):
         sampling = request.sampling.model_copy(update={"max_tokens": length, "ignore_eos": True})
         tokens = text[100 * number : 100 * number + prompt]
         work[number] = request.model_copy(update={"token_ids": tokens, "sampling": sampling})
-    return list(zip(work, alone(work).values(), strict=True))
+    return list(zip(work, compute_answers(work).values(), strict=True))
 
 
 @dataclass
@@ -65,19 +65,19 @@ class Recovery:
     kills: int = 0
     findings: list[Finding] = field(default_factory=list)
 
-    def quantile(self, share: float) -> float:
-        """That of the times."""
+    def compute_quantile(self, share: float) -> float:
+        """Return a quantile of the times."""
         ordered = sorted(self.seconds)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is to be measured, of workers of which stage."""
+class RecoveryPlan:
+    """What is to be measured."""
 
     waves: int
     kills: int
-    """At most so many in a wave."""
+    """Kills in a wave, at most."""
     stage: Stage = "decode"
     streams: int = 24
     prompt: int = 60
@@ -86,14 +86,18 @@ class Plan:
     """Tokens of each answer."""
 
 
-def prefill_plan(kills: int) -> Plan:
-    """So many kills of prefill workers, each in a wave of its own: who has come anew has no partition yet."""
-    return Plan(kills, 1, "prefill", streams=9, prompt=900, length=8)
+def make_prefill_plan(kills: int) -> RecoveryPlan:
+    """Plan kills of prefill workers, each in its own wave: a restarted worker has no partitions at first."""
+    return RecoveryPlan(kills, 1, "prefill", streams=9, prompt=900, length=8)
 
 
 @contextlib.contextmanager
-def measured(
-    bus: Bus, directory: Path, nursery: Nursery, plan: Plan, progress: Progress = lambda line, kills: None
+def measure_recovery(
+    bus: Bus,
+    directory: Path,
+    fork_server: ForkServer,
+    plan: RecoveryPlan,
+    progress: Progress = lambda line, kills: None,
 ) -> Iterator[Recovery]:
     """Kill workers of a stage in the middle of their work, one after the other, while nothing else is wrong.
 
@@ -104,135 +108,140 @@ def measured(
     directory.mkdir(parents=True, exist_ok=True)
     found = Recovery()
     path = directory / "history.jsonl"
-    _work(plan.prompt, plan.length)  # takes seconds: not in the middle of it
+    _make_work(plan.prompt, plan.length)  # takes seconds: not in the middle of it
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
         servers = exits.enter_context(Servers(directory, bus, {}))
         size = (1, 3) if plan.stage == "decode" else (3, 1)
-        stack = DoomedStack(directory / "stack", nursery, history, servers, lambda _, __: Fate(ANY_TIME, 1, 0.0), size)
-        stack.is_doomed = False
+        stack = ChaosStack(
+            directory / "stack", fork_server, history, servers, lambda _, __: KillPlan(ANY_TIME, 1, 0.0), size
+        )
+        stack.is_killing = False
         exits.enter_context(stack)
         client = exits.enter_context(redis.Redis.from_url(servers.redis.url))
         _tend_until(stack, lambda: all(map(stack.is_ready, stack.workers)), "all workers are ready")
         for number in range(plan.waves):
             if bus == "kafka":
                 _tend_until(stack, partial(_knows_members, stack, plan.stage), "all workers have partitions", 0.5)
-            make = partial(_errand, plan, number)
-            clients = exits.enter_context(Clients(history, stack.addresses, make, plan.streams, PATIENCE_S))
-            clients.stop()  # a wave is one errand each
-            _Wave(number, plan, stack, client, clients, history, found).run(progress)
-            _tend_until(stack, partial(_is_idle, clients), "all streams end")
+            make = partial(_make_task, plan, number)
+            clients = exits.enter_context(Clients(history, stack.addresses, make, plan.streams, MAX_WAIT_S))
+            clients.stop_sending()  # a wave is one errand each
+            _Wave(number, plan, stack, client, clients, history, found).kill_workers(progress)
+            _tend_until(stack, partial(_are_idle, clients), "all streams end")
             if number + 1 == plan.waves:
                 history.flush()
-                found.seconds = times(read(path))
+                found.seconds = compute_recovery_times(read_history(path))
                 yield found
-            calm(stack, clients, PATIENCE_S, lambda line: progress(line, found.kills))
-        write_down(stack, history)
-    found.findings = check(read(path))
+            wait_until_calm(stack, clients, MAX_WAIT_S, lambda line: progress(line, found.kills))
+        record_topics(stack, history)
+    found.findings = check_history(read_history(path))
 
 
-def _is_idle(clients: Clients) -> bool:
+def _are_idle(clients: Clients) -> bool:
     return clients.is_idle
 
 
-def _knows_members(stack: DoomedStack, stage: Stage) -> bool:
+def _knows_members(stack: ChaosStack, stage: Stage) -> bool:
     """Whether each worker of a stage has its partitions, and no dead one has any."""
     names = sorted(worker.name for worker in stack.workers if worker.stage == stage)
     return sorted(read_members(stack.addresses, Pipeline(stack.addresses.pipeline).consumer_group(stage))) == names
 
 
-def _tend_until(stack: DoomedStack, condition: Callable[[], bool], what: str, every_s: float = 0.05) -> None:
+def _tend_until(stack: ChaosStack, condition: Callable[[], bool], what: str, every_s: float = 0.05) -> None:
     def look() -> bool:
         stack.restart_dead()
         return condition()
 
-    wait_until(look, PATIENCE_S, what, every_s=every_s)
+    wait_until(look, MAX_WAIT_S, what, every_s=every_s)
 
 
-def _errand(plan: Plan, wave: int, number: int) -> Errand:
-    request, answer = _work(plan.prompt, plan.length)[number % NUM_DISTINCT]
+def _make_task(plan: RecoveryPlan, wave: int, number: int) -> ClientTask:
+    request, answer = _make_work(plan.prompt, plan.length)[number % NUM_DISTINCT_REQUESTS]
     # In prefill, equal prompts would be found and not computed: they are of different tenants.
     tenant = f"wave-{wave}" if plan.stage == "decode" else f"wave-{wave}-{number}"
     named = request.model_copy(update={"id": f"w{wave}-{number}", "tenant": tenant})
-    return Errand(named, answer, copies=1, cancel_after=None, leaves_after=[], late_s=None)
+    return ClientTask(named, answer, copies=1, cancel_after=None, reconnect_after=[], late_reader_s=None)
 
 
 class _Wave:
-    """Requests that are sent at once, and workers that are killed while they work on them."""
+    """Requests that are sent at once, and the kills of workers that hold them."""
 
     def __init__(
-        self, number: int, plan: Plan, stack: DoomedStack, client: "redis.Redis", clients: Clients, history: History,
-        found: Recovery,
+        self, number: int, plan: RecoveryPlan, stack: ChaosStack, client: "redis.Redis", clients: Clients,
+        history: History, found: Recovery,
     ) -> None:  # fmt: skip
         self._number, self._plan, self._stack, self._clients = number, plan, stack, clients
         self._client, self._history, self._found = client, history, found
         self._log = Log(client, Pipeline(stack.addresses.pipeline), RecordSettings())
         self._ids = [f"w{number}-{one}" for one in range(plan.streams)]
 
-    def run(self, progress: Progress) -> None:
-        """Kill the worker with the most requests, see them all go on, and again, while it is worth it."""
+    def kill_workers(self, progress: Progress) -> None:
+        """Kill the worker with the most requests, wait until they all go on, and repeat."""
         if self._plan.stage == "decode":
-            wait_until(self._all_decoding, PATIENCE_S, "all streams are in decode", every_s=0.02)
+            wait_until(self._all_decoding, MAX_WAIT_S, "all streams are in decode", every_s=0.02)
         for _ in range(self._plan.kills):
             if not (name := self._find_victim()):
                 return
-            before = self._kill(name)
+            before = self._kill_worker(name)
             progress(f"wave {self._number + 1}, {len(before)} requests of {name} go on", self._found.kills)
-            wait_until(partial(self._have_gone_on, before), PATIENCE_S, f"what {name} had goes on", every_s=0.02)
+            wait_until(partial(self._have_progressed, before), MAX_WAIT_S, f"what {name} had goes on", every_s=0.02)
 
-    def _states(self) -> dict[str, Status]:
+    def _read_states(self) -> dict[str, Status]:
         self._stack.restart_dead()
         seen = {request_id: self._log.status(request_id) for request_id in self._ids}
         return {request_id: status for request_id, status in seen.items() if status is not None}
 
     def _all_decoding(self) -> bool:
-        now = self._states()
+        now = self._read_states()
         return len(now) == len(self._ids) and all(status.stage in ("decode", "end") for status in now.values())
 
     def _find_victim(self) -> str:
-        """The worker that holds most. In prefill it is waited for, until all requests are handed off. Empty: none."""
+        """Return the worker that holds most requests, or an empty name where none holds enough.
+
+        In prefill, wait for one until all requests are handed off.
+        """
         while True:
-            now = self._states()
+            now = self._read_states()
             held = Counter(one.owner for one in now.values() if one.stage == self._plan.stage and one.owner)
             name, count = max(held.items(), key=lambda item: item[1], default=("", 0))
-            if count >= WORTH[self._plan.stage]:
+            if count >= MIN_REQUESTS_TO_KILL[self._plan.stage]:
                 return name
-            is_over = len(now) == len(self._ids) and all(one.stage in HANDED_OFF for one in now.values())
+            is_over = len(now) == len(self._ids) and all(one.stage in HANDED_OFF_STAGES for one in now.values())
             if self._plan.stage == "decode" or is_over:
                 return ""
             time.sleep(0.002)
 
-    def _kill(self, name: str) -> dict[str, int]:
-        """Kill a worker; return what it had, with the number of tokens that each had said."""
-        child, accepted = self._stack.child_of(name), set(self._clients.accepted)
+    def _kill_worker(self, name: str) -> dict[str, int]:
+        """Kill a worker. Return its requests, with the number of tokens that each had."""
+        child, accepted = self._stack.get_child(name), set(self._clients.accepted_ids)
         assert child is not None
-        at = self._history.note("victim", worker=name)
+        at = self._history.add_entry("victim", worker=name)
         child.kill()
-        now = self._states()
+        now = self._read_states()
         if self._plan.stage == "decode":
             before = {one: status.num_tokens for one, status in now.items() if status.owner == name}
         else:
             # What others took over meanwhile is seen here already: the lease of a second is what this has time for.
-            belongs = read_belongings(self._stack.addresses, self._client, "prefill", name)
-            handed_off = {one for one, status in now.items() if status.stage in HANDED_OFF}
+            belongs = read_owned_requests(self._stack.addresses, self._client, "prefill", name)
+            handed_off = {one for one, status in now.items() if status.stage in HANDED_OFF_STAGES}
             own = {one for one, status in now.items() if status.owner == name} | (belongs & accepted)
             before = {one: now[one].num_tokens if one in now else 0 for one in own - handed_off}
-        self._history.note("killed", at_s=at, worker=name, streams=before)
+        self._history.add_entry("killed", at_s=at, worker=name, streams=before)
         self._found.kills += 1
         return before
 
-    def _have_gone_on(self, before: dict[str, int]) -> bool:
-        now = self._states()
+    def _have_progressed(self, before: dict[str, int]) -> bool:
+        now = self._read_states()
         return all(
             one in now and (now[one].num_tokens > count or now[one].stage == "end") for one, count in before.items()
         )
 
 
-def times(history: Iterable[dict[str, Any]]) -> list[float]:
-    """From each kill to the next event of each request that the worker had."""
+def compute_recovery_times(history: Iterable[dict[str, Any]]) -> list[float]:
+    """Return the seconds from each kill to the next event of each request that the worker had."""
     waiting: dict[str, tuple[float, int]] = {}
     seconds: list[float] = []
-    for entry in _in_order(history):
+    for entry in _sort_entries(history):
         if entry["what"] == "killed":
             waiting |= {request_id: (entry["at_s"], count) for request_id, count in entry["streams"].items()}
         elif entry["what"] in ("token", "end") and entry["id"] in waiting:
@@ -243,12 +252,13 @@ def times(history: Iterable[dict[str, Any]]) -> list[float]:
     return seconds
 
 
-def _in_order(history: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A kill is told a moment after it was done: before what was seen in that moment."""
+def _sort_entries(history: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort entries by time. A kill is recorded a moment after it was done, and counts at its own time."""
     return sorted(history, key=lambda entry: entry["at_s"] if entry["what"] == "killed" else entry["at"])
 
 
-def told(found: Recovery) -> str:
-    """In words."""
+def format_recovery(found: Recovery) -> str:
+    """Format the recovery times as one line."""
     median = statistics.median(found.seconds)
-    return f"{found.kills} kills, {len(found.seconds)} requests: p50 {median:.2f} s, p99 {found.quantile(0.99):.2f} s"
+    p99_s = found.compute_quantile(0.99)
+    return f"{found.kills} kills, {len(found.seconds)} requests: p50 {median:.2f} s, p99 {p99_s:.2f} s"

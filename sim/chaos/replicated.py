@@ -1,4 +1,4 @@
-"""Servers with copies: three brokers, and a Redis whose copy a Sentinel makes the master. Who leads is killed."""
+"""Replicated servers, three brokers and a Redis with a replica under Sentinel, whose leaders are killed."""
 
 import os
 import signal
@@ -15,11 +15,11 @@ from penstock.local.valkey import ReplicatedValkey, ValkeySentinel, ValkeyServer
 from penstock.waiting import wait_until
 from sim.chaos.system import Servers
 
-FAILS_OVER_S = 60.0
+FAILOVER_TIMEOUT_S = 60.0
 
 
 class ReplicatedServers(Servers):
-    """Workers reach them without proxies, as Sentinel and brokers tell clients where to connect."""
+    """Replicated servers. Workers reach them without proxies, as Sentinel and brokers tell clients where to connect."""
 
     is_replicated = True
 
@@ -32,11 +32,11 @@ class ReplicatedServers(Servers):
 
     @property
     def stream_url(self) -> str:
-        """Where Redis is asked for."""
+        """The URL of the stream Redis."""
         return self.replicated.url
 
     def fail_over(self, whose: str, down_s: float) -> None:
-        """Kill the server that leads, and start it again later, to be a copy of the one that leads then."""
+        """Kill the leading server and start it again after `down_s`, as a replica of the new leader."""
         if whose == "kafka":
             leader = self._leading_broker()
             leader.kill()
@@ -45,21 +45,21 @@ class ReplicatedServers(Servers):
             return
         master = self.replicated.master
         master.kill()
-        wait_until(lambda: self.replicated.master is not master, FAILS_OVER_S, "the copy is the master")
+        wait_until(lambda: self.replicated.master is not master, FAILOVER_TIMEOUT_S, "the copy is the master")
         time.sleep(down_s)
         master.start()
         self.replicated.wait_until_replicated()
 
-    def pause(self, whose: str, for_s: float) -> None:
-        """Stop the master of Redis, and let it go on as if nothing had been."""
+    def pause_server(self, whose: str, for_s: float) -> None:
+        """Stop the master of Redis with SIGSTOP for `for_s`, then continue it."""
         pid = self.replicated.master.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         time.sleep(for_s)
         os.kill(pid, signal.SIGCONT)
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to all of them."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to all servers."""
         servers: list[ValkeyServer | ValkeySentinel | KafkaServer] = [
             *self.replicated.servers.values(),
             self.replicated.sentinel,

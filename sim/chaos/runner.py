@@ -1,4 +1,4 @@
-"""One round: a system, clients, and a seed that says what is done to it; then what everybody saw is checked."""
+"""One round: a system under faults that follow from a seed, and clients; then what the clients saw is checked."""
 
 import contextlib
 import heapq
@@ -19,137 +19,151 @@ from penstock.local.stack import Stack, WorkerSlot
 from penstock.messages import Result, decode_message, extract_request_id
 from penstock.names import REASON_HEADER, Pipeline
 from sim.chaos import clock
-from sim.chaos.checker import Finding, check
-from sim.chaos.clients import BRIEF, LONG, Clients, errand, known, plain
-from sim.chaos.faults import ANY_TIME, Bus, Fate, Fault, fate_of, faults, mishaps
-from sim.chaos.history import History, read
-from sim.chaos.nursery import Nursery
+from sim.chaos.checker import Finding, check_history
+from sim.chaos.clients import (
+    LONG_ANSWER_TOKENS,
+    SHORT_ANSWER_TOKENS,
+    Clients,
+    make_client_task,
+    make_plain_task,
+    prepare_known_requests,
+)
+from sim.chaos.faults import ANY_TIME, Bus, Fault, KillPlan, generate_faults, generate_system_faults, plan_kill
+from sim.chaos.fork_server import ForkServer
+from sim.chaos.history import History, read_history
 from sim.chaos.poison import send_bomb, send_poisoned
 from sim.chaos.replicated import ReplicatedServers
-from sim.chaos.system import DoomedStack, Servers, Toll
+from sim.chaos.system import ChaosStack, FaultCounts, Servers
 
-TEND_S = 0.05
+POLL_S = 0.05
 SETTINGS = {"PENSTOCK_KV_STORE_SHARED_MB": "16", "PENSTOCK_WORKER_DRAIN_S": "2"}
-"""So little that blocks are read from the disk, too; so short that workers which leave have something to hand back."""
-BURST = 300
-"""Requests of a burst: more than the prefill workers fetch."""
-Told = Callable[[str], None]
+"""The shared memory is small so that blocks are read from disk, too. The drain is short so that workers that leave
+have requests to hand back."""
+BURST_REQUESTS = 300
+"""Requests in a burst: more than the prefill workers fetch."""
+WriteLine = Callable[[str], None]
 Progress = Callable[[str, int], None]
-"""A line that says how far it is, and how many kills there were."""
+"""Receives a line about the progress, and the number of kills so far."""
 
 
 @dataclass(frozen=True)
-class Round:
+class ChaosRound:
     """What is to be done."""
 
     seed: int
     bus: Bus
     seconds: float
-    """At most so long; then what is under way comes to its end undisturbed."""
+    """How long faults are injected at most. The requests under way then end undisturbed."""
     kills: int = 10**9
-    """Or until so many processes were killed."""
+    """After how many kills no more faults are injected."""
     prefill: int = 3
     decode: int = 4
-    under_way: int = 16
+    num_in_flight: int = 16
     patience_s: float = 90.0
-    """Nobody would wait longer, for a token or for a result."""
+    """How long a client waits for a token or a result."""
     is_replicated: bool = False
     """Three brokers and a Redis with a copy; then nothing is done to connections, and no server is restarted."""
-    with_mishaps: bool = False
-    """Whether there are also those of `sim.chaos.faults.mishaps`."""
+    with_system_faults: bool = False
+    """Whether faults of the whole system are injected, too."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """The result of a round."""
 
     findings: list[Finding]
-    toll: Toll
+    counts: FaultCounts
     requests: int
     history: Path
 
 
-def run(plan: Round, directory: Path, nursery: Nursery, progress: Progress = lambda line, kills: None) -> Outcome:
-    """Do it; the history stays in the directory."""
+def run_round(
+    plan: ChaosRound, directory: Path, fork_server: ForkServer, progress: Progress = lambda line, kills: None
+) -> Outcome:
+    """Run a round. The history stays in the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "history.jsonl"
-    for max_tokens in (LONG, BRIEF) if plan.with_mishaps else (LONG,):
-        known(max_tokens)  # takes seconds: not in the middle of it
+    for max_tokens in (LONG_ANSWER_TOKENS, SHORT_ANSWER_TOKENS) if plan.with_system_faults else (LONG_ANSWER_TOKENS,):
+        prepare_known_requests(max_tokens)  # takes seconds: not in the middle of it
     with contextlib.ExitStack() as exits:
         history = exits.enter_context(History(path))
-        history.note("round", seed=plan.seed, bus=plan.bus)
+        history.add_entry("round", seed=plan.seed, bus=plan.bus)
         servers = exits.enter_context(
             ReplicatedServers(directory, SHORT_TIMEOUTS)
             if plan.is_replicated
             else Servers(directory, plan.bus, SHORT_TIMEOUTS)
         )
-        nursery.disk.clear()
-        stack = exits.enter_context(doomed(plan, directory, nursery, history, servers))
-        make = partial(errand, plan.seed)
-        clients = Clients(history, stack.addresses, make, plan.under_way, plan.patience_s)
+        fork_server.disk.remove_all()
+        stack = exits.enter_context(make_stack(plan, directory, fork_server, history, servers))
+        make = partial(make_client_task, plan.seed)
+        clients = Clients(history, stack.addresses, make, plan.num_in_flight, plan.patience_s)
         with clients:
-            _rage(plan, stack, servers, clients, history, progress)
-            clients.stop()
-            calm(stack, clients, plan.patience_s + 30.0, lambda line: progress(line, stack.toll.kills.total()))
-        write_down(stack, history)
-    return Outcome(check(read(path)), stack.toll, len(clients.accepted), path)
+            _inject_faults(plan, stack, servers, clients, history, progress)
+            clients.stop_sending()
+            wait_until_calm(
+                stack, clients, plan.patience_s + 30.0, lambda line: progress(line, stack.counts.kills.total())
+            )
+        record_topics(stack, history)
+    return Outcome(check_history(read_history(path)), stack.counts, len(clients.accepted_ids), path)
 
 
-def doomed(plan: Round, directory: Path, nursery: Nursery, history: History, servers: Servers) -> DoomedStack:
+def make_stack(
+    plan: ChaosRound, directory: Path, fork_server: ForkServer, history: History, servers: Servers
+) -> ChaosStack:
     """The stack of a round."""
 
-    def fate(worker: WorkerSlot, life: int) -> Fate:
-        return fate_of(plan.seed, plan.bus, worker.stage, worker.name, life)
+    def plan_of(worker: WorkerSlot, life: int) -> KillPlan:
+        return plan_kill(plan.seed, plan.bus, worker.stage, worker.name, life)
 
-    more, settings = int(plan.with_mishaps), SETTINGS | nursery.disk.settings()
+    more, settings = int(plan.with_system_faults), SETTINGS | fork_server.disk.make_settings()
     size, away = (plan.prefill + more, plan.decode + more), set[str]()
-    if plan.with_mishaps:
+    if plan.with_system_faults:
         away = {f"prefill-{plan.prefill}", f"decode-{plan.decode}"}
-    return DoomedStack(directory / "stack", nursery, history, servers, fate, size, settings, away)
+    return ChaosStack(directory / "stack", fork_server, history, servers, plan_of, size, settings, away)
 
 
-def _rage(
-    plan: Round, stack: DoomedStack, servers: Servers, clients: Clients, history: History, progress: Progress
+def _inject_faults(
+    plan: ChaosRound, stack: ChaosStack, servers: Servers, clients: Clients, history: History, progress: Progress
 ) -> None:
-    """Until there were enough kills, or the time is over."""
+    """Inject faults until there were enough kills, or the time is over."""
     begun = time.monotonic()
-    coming = faults(plan.seed, plan.bus, [worker.name for worker in stack.workers])
+    coming = generate_faults(plan.seed, plan.bus, [worker.name for worker in stack.workers])
     if plan.is_replicated:
-        coming = mishaps(plan.seed, plan.bus, is_replicated=True)
-    elif plan.with_mishaps:
-        coming = heapq.merge(coming, mishaps(plan.seed, plan.bus), key=lambda fault: fault.at_s)
-    with Mischief(stack, servers, clients, history) as mischief:
+        coming = generate_system_faults(plan.seed, plan.bus, is_replicated=True)
+    elif plan.with_system_faults:
+        coming = heapq.merge(coming, generate_system_faults(plan.seed, plan.bus), key=lambda fault: fault.at_s)
+    with FaultInjector(stack, servers, clients, history) as injector:
         fault = next(coming)
-        while (at_s := time.monotonic() - begun) < plan.seconds and stack.toll.kills.total() < plan.kills:
+        while (at_s := time.monotonic() - begun) < plan.seconds and stack.counts.kills.total() < plan.kills:
             stack.restart_dead()
-            clients.check()
-            mischief.check()
+            clients.raise_failure()
+            injector.raise_failure()
             while fault.at_s <= at_s:
-                mischief.do(fault)
+                injector.inject_fault(fault)
                 fault = next(coming)
-            progress(f"{at_s:4.0f} s, {clients.done} of {clients.count} answered", stack.toll.kills.total())
-            time.sleep(TEND_S)
-    stack.is_doomed = False
+            progress(f"{at_s:4.0f} s, {clients.num_done} of {clients.num_begun} answered", stack.counts.kills.total())
+            time.sleep(POLL_S)
+    stack.is_killing = False
 
 
-def calm(stack: Stack, clients: Clients, patience_s: float, progress: Told) -> None:
-    """Until everybody has what they wait for, or has lost patience."""
+def wait_until_calm(stack: Stack, clients: Clients, patience_s: float, progress: WriteLine) -> None:
+    """Wait until all accepted requests have results and all clients are idle, or `patience_s` is over."""
     bus, results = connect(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline).results_topic
     until, look_at, answered = time.monotonic() + patience_s, 0.0, False
     while time.monotonic() < until and not (answered and clients.is_idle):
         stack.restart_dead()
         if clients.is_idle and time.monotonic() > look_at:
-            answered = clients.accepted <= {
+            answered = clients.accepted_ids <= {
                 extract_request_id(message.value, None) for message in bus.read_all(results)
             }
             look_at = time.monotonic() + 1.0
-        progress(f"no more kills, {clients.done} of {clients.count} answered")
-        time.sleep(TEND_S)
-    clients.check()
+        progress(f"no more kills, {clients.num_done} of {clients.num_begun} answered")
+        time.sleep(POLL_S)
+    clients.raise_failure()
 
 
-def write_down(stack: Stack, history: History) -> None:
-    """What the topics hold in the end."""
+def record_topics(stack: Stack, history: History) -> None:
+    """Stop the workers and record what the results and dead-letter topics hold."""
     stack.stop_workers()
     pipeline = Pipeline(stack.addresses.pipeline)
     bus = connect(stack.addresses, BusSettings())
@@ -157,119 +171,125 @@ def write_down(stack: Stack, history: History) -> None:
         result = decode_message(Result, message.value)
         error = result.error.code if result.error else None
         told = {"tokens": result.token_ids, "text": result.text, "finish": result.finish_reason, "error": error}
-        history.note("result", id=result.id, **told)
+        history.add_entry("result", id=result.id, **told)
     for message in bus.read_all(pipeline.dead_letter_topic):
         request_id = extract_request_id(message.value, message.key)
-        history.note("dead", id=request_id or "", reason=message.headers.get(REASON_HEADER, ""))
+        history.add_entry("dead", id=request_id or "", reason=message.headers.get(REASON_HEADER, ""))
 
 
-class Mischief:
-    """Carries out faults, each undone after its time, on threads of its own."""
+class FaultInjector:
+    """Injects faults on its own threads, and undoes each after its time."""
 
-    def __init__(self, stack: DoomedStack, servers: Servers, clients: Clients, history: History) -> None:
+    def __init__(self, stack: ChaosStack, servers: Servers, clients: Clients, history: History) -> None:
         self._stack, self._servers, self._clients, self._history = stack, servers, clients, history
         self._disk = stack.disk
         self._over = threading.Event()
-        self._pool = ThreadPoolExecutor(8, "mischief")
-        self._spare = frozenset(stack.away)
+        self._pool = ThreadPoolExecutor(8, "faults")
+        self._spare = frozenset(stack.absent)
         self._numbers = itertools.count()
-        """Of faults, in their order: the ids of their requests have them."""
+        """Numbers of the faults, used in the ids of their requests."""
         self._at_servers = threading.Lock()
         self._futures: list[Future[None]] = []
 
-    def do(self, fault: Fault) -> None:
-        """Soon."""
+    def inject_fault(self, fault: Fault) -> None:
+        """Inject a fault on a thread of the pool."""
         if fault.what not in ("restart", "pause"):  # those are kills and stops
-            self._stack.toll.faults[fault.whose.partition("-")[0], fault.what] += 1
-        self._futures.append(self._pool.submit(self._do, fault, next(self._numbers)))
+            self._stack.counts.faults[fault.target.partition("-")[0], fault.what] += 1
+        self._futures.append(self._pool.submit(self._apply_fault, fault, next(self._numbers)))
 
-    def check(self) -> None:
-        """Raise what went wrong with one."""
+    def raise_failure(self) -> None:
+        """Raise the exception of a fault that failed, if any did."""
         for future in self._futures:
             if future.done():
                 future.result()
 
-    def _do(self, fault: Fault, number: int) -> None:
-        self._history.note("fault", fault=fault.what, whose=fault.whose, for_s=fault.for_s, by_s=fault.by_s)
+    def _apply_fault(self, fault: Fault, number: int) -> None:
+        self._history.add_entry(
+            "fault", fault=fault.what, whose=fault.target, for_s=fault.duration_s, by_s=fault.clock_shift_s
+        )
         match fault.what:
             case "restart" | "pause" | "stall":
                 with self._at_servers:
-                    self._to_server(fault)
+                    self._disturb_server(fault)
             case "leader" | "failover":
                 with self._at_servers:
-                    self._servers.fail_over(fault.whose, fault.for_s)
+                    self._servers.fail_over(fault.target, fault.duration_s)
             case "freeze":
                 with self._at_servers:
-                    self._stack.freeze(lambda: self._over.wait(fault.for_s))
+                    self._stack.freeze_all(lambda: self._over.wait(fault.duration_s))
             case "resize":
-                self._resize(fault)
+                self._resize_stage(fault)
             case "burst" | "header" | "bomb":
-                self._send(fault.what, number)
+                self._send_messages(fault.what, number)
             case "full":
-                self._to_disk(fault)
+                self._fill_disk(fault)
             case "clock":
-                clock.put(self._stack.clocks[fault.whose], fault.by_s)
-                self._over.wait(fault.for_s)
-                clock.put(self._stack.clocks[fault.whose], 0.0)
+                clock.set_clock(self._stack.clocks[fault.target], fault.clock_shift_s)
+                self._over.wait(fault.duration_s)
+                clock.set_clock(self._stack.clocks[fault.target], 0.0)
             case _:
-                self._to_connections(fault)
+                self._disturb_connections(fault)
 
-    def _resize(self, fault: Fault) -> None:
-        """The worker that is `away` comes, and leaves again while others go on with what it had."""
-        (name,) = (name for name in self._spare if name.startswith(fault.whose))
-        self._stack.away.discard(name)
-        self._over.wait(fault.for_s)
-        self._stack.away.add(name)
+    def _resize_stage(self, fault: Fault) -> None:
+        """Start the absent worker of a stage, then let it leave; others go on with its requests."""
+        (name,) = (name for name in self._spare if name.startswith(fault.target))
+        self._stack.absent.discard(name)
+        self._over.wait(fault.duration_s)
+        self._stack.absent.add(name)
 
-    def _send(self, what: str, number: int) -> None:
+    def _send_messages(self, what: str, number: int) -> None:
         addresses = self._stack.addresses
         match what:
             case "burst":
-                self._clients.send_unread([plain(f"burst{number}-{one}", one) for one in range(BURST)])
+                self._clients.send_unread(
+                    [make_plain_task(f"burst{number}-{one}", one) for one in range(BURST_REQUESTS)]
+                )
             case "header":
-                self._clients.send_unread([plain(f"header{number}", number)], partial(send_poisoned, addresses))
-            case "bomb":  # nobody can read it, and so there is nothing to wait for
+                self._clients.send_unread(
+                    [make_plain_task(f"header{number}", number)], partial(send_poisoned, addresses)
+                )
+            case "bomb":  # no worker can read it, so there is no result to wait for
                 with contextlib.suppress(BusUnavailable):
                     send_bomb(addresses, f"bomb{number}")
 
-    def _to_disk(self, fault: Fault) -> None:
-        """Whatever becomes free meanwhile is taken, too."""
-        until = time.monotonic() + fault.for_s
-        while time.monotonic() < until and not self._over.wait(TEND_S):
-            self._disk.fill()
-        self._disk.free()
+    def _fill_disk(self, fault: Fault) -> None:
+        """Keep the disk full for the fault's time, also when space becomes free meanwhile."""
+        until = time.monotonic() + fault.duration_s
+        while time.monotonic() < until and not self._over.wait(POLL_S):
+            self._disk.fill_up()
+        self._disk.free_space()
 
-    def _to_connections(self, fault: Fault) -> None:
-        proxy = self._servers.kafka_proxy if fault.whose == "kafka" else self._stack.proxies[fault.whose]
+    def _disturb_connections(self, fault: Fault) -> None:
+        proxy = self._servers.kafka_proxy if fault.target == "kafka" else self._stack.proxies[fault.target]
         assert proxy is not None
         match fault.what:
             case "cut":
-                proxy.cut()
+                proxy.cut_connections()
             case "hang":
-                proxy.hang()
+                proxy.stop_forwarding()
             case "slow":
-                proxy.slow(0.02)
+                proxy.delay_forwarding(0.02)
             case "refuse":
-                proxy.refuse()
-        self._over.wait(fault.for_s)
-        proxy.heal()
+                proxy.refuse_connections()
+        self._over.wait(fault.duration_s)
+        proxy.forward_normally()
 
-    def _to_server(self, fault: Fault) -> None:
-        kind = "valkey" if fault.whose == "redis" else "kafka"
+    def _disturb_server(self, fault: Fault) -> None:
+        kind = "valkey" if fault.target == "redis" else "kafka"
         if fault.what == "stall":
-            self._servers.pause(fault.whose, fault.for_s)
+            self._servers.pause_server(fault.target, fault.duration_s)
         elif fault.what == "pause":
-            self._servers.pause(fault.whose, fault.for_s)
-            self._stack.toll.pauses[kind, ANY_TIME] += 1
+            self._servers.pause_server(fault.target, fault.duration_s)
+            self._stack.counts.pauses[kind, ANY_TIME] += 1
         else:
-            self._servers.restart(fault.whose, fault.for_s)
-            self._stack.toll.kills[kind, ANY_TIME] += 1
-            self._history.note("kill", worker=kind, step=ANY_TIME)
+            self._servers.restart_server(fault.target, fault.duration_s)
+            self._stack.counts.kills[kind, ANY_TIME] += 1
+            self._history.add_entry("kill", worker=kind, step=ANY_TIME)
 
-    def __enter__(self) -> "Mischief":
+    def __enter__(self) -> "FaultInjector":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._pool.shutdown()
-        self.check()
+        self.raise_failure()

@@ -1,4 +1,4 @@
-"""The system under chaos: real servers, proxies before them, and workers each of which meets its fate."""
+"""The system under chaos: real servers behind proxies, and workers each of which is killed by its kill plan."""
 
 import contextlib
 import json
@@ -23,9 +23,9 @@ from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
 from sim.chaos import clock
-from sim.chaos.faults import ANY_TIME, Bus, Fate
+from sim.chaos.faults import ANY_TIME, Bus, KillPlan
+from sim.chaos.fork_server import ForkServer
 from sim.chaos.history import History
-from sim.chaos.nursery import Nursery
 from sim.chaos.proxy import Proxy
 
 PIPELINE = "chaos"
@@ -39,40 +39,40 @@ ENVIRONMENT = {
     "PENSTOCK_RECORD_MAX_ATTEMPTS": "1000",
     "PENSTOCK_WORKER_HEARTBEAT_S": "0.5",
 }
-"""So many attempts, as here workers die far more often than requests make a step forward."""
-AGAIN_S = 0.3
-"""Before a worker that fell is started again; those that were killed are at once."""
-FateOf = Callable[[WorkerSlot, int], Fate]
+"""The limit of attempts is high because workers die far more often here than requests make progress."""
+RESTART_DELAY_S = 0.3
+"""Wait before a worker that crashed by itself is started again. Killed workers are restarted at once."""
+PlanKill = Callable[[WorkerSlot, int], KillPlan]
 
 
 @dataclass
-class _Life:
+class _WorkerLife:
     number: int
-    fate: Fate | None
+    kill_plan: KillPlan | None
     ready_at: float = 0.0
     stopped_at: float = 0.0
     was_paused: bool = False
     killed: bool = False
-    """By us, and not by its own hand at a failpoint."""
-    leaves: bool = False
-    """It was told to."""
+    """Whether this process killed it. If not, it killed itself at a failpoint."""
+    is_leaving: bool = False
+    """Whether it was sent SIGTERM."""
 
 
 @dataclass
-class Toll:
-    """What was done, in numbers."""
+class FaultCounts:
+    """How often each fault was injected."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By kind of process and step."""
+    """By (kind of process, failpoint)."""
     pauses: Counter[tuple[str, str]] = field(default_factory=Counter)
-    fell: list[str] = field(default_factory=list)
-    """Workers that ended by themselves, and the last line they wrote."""
+    crashes: list[str] = field(default_factory=list)
+    """For each worker that ended by itself, its name and the last line of its log."""
     faults: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """What else was done, by what it was done to."""
+    """All other faults, by (target, fault)."""
 
 
 class Servers:
-    """Redis, and Kafka where that is the bus, each to be killed and started again. Kafka is reached by a proxy."""
+    """Redis and, where it is the bus, Kafka behind a proxy. Each can be killed and started again."""
 
     is_replicated = False
 
@@ -89,23 +89,23 @@ class Servers:
 
     @property
     def stream_url(self) -> str:
-        """Where Redis is asked for."""
+        """The URL of the stream Redis."""
         return self.redis.url
 
     def fail_over(self, whose: str, down_s: float) -> None:
-        """Kill the server that leads; here there is no other."""
+        """Kill the leading server. Raises `NotImplementedError`: these servers have no replicas."""
         raise NotImplementedError
 
-    def restart(self, whose: str, down_s: float) -> None:
-        """Kill one, wait, and start it again, with the data it had."""
+    def restart_server(self, whose: str, down_s: float) -> None:
+        """Kill a server, wait for `down_s`, and start it again with its data."""
         server = self.redis if whose == "redis" else self.kafka
         assert server is not None
         server.kill()
         time.sleep(down_s)
         server.start()
 
-    def pause(self, whose: str, for_s: float) -> None:
-        """Stop one, and let it go on as if nothing had been."""
+    def pause_server(self, whose: str, for_s: float) -> None:
+        """Stop a server with SIGSTOP for `for_s`, then continue it."""
         server = self.redis if whose == "redis" else self.kafka
         assert server is not None
         assert server.pid is not None
@@ -113,8 +113,8 @@ class Servers:
         time.sleep(for_s)
         os.kill(server.pid, signal.SIGCONT)
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to all of them."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to all servers."""
         for server in (self.redis, self.kafka):
             if server is not None and server.pid is not None:
                 os.kill(server.pid, number)
@@ -133,69 +133,69 @@ class Servers:
         self.redis.stop()
 
 
-class DoomedStack(Stack):
-    """A stack whose workers are forked in a nursery, reach Redis each through a proxy of its own, and meet their fates.
+class ChaosStack(Stack):
+    """A stack whose workers are forked by a `ForkServer`, each with its own proxy to Redis and its own kill plan.
 
-    `restart_dead` is the hand of fate: to be called often.
+    Call `restart_dead` often: it carries out the kill plans.
     """
 
     def __init__(
         self,
         directory: Path,
-        nursery: Nursery,
+        fork_server: ForkServer,
         history: History,
         servers: "Servers",
-        fate_of: FateOf,
+        plan_of: PlanKill,
         size: tuple[int, int],
         more: Mapping[str, str] | None = None,
         away: Collection[str] = (),
     ) -> None:
-        """`size`: workers of each stage; `more`: settings of theirs; `away`: those that are not there at first."""
+        """`size`: prefill and decode workers; `more`: their settings; `away`: workers that are not started yet."""
         super().__init__(
             directory, pipeline=PIPELINE, kafka=servers.bootstrap, redis=servers.stream_url, prefill=size[0],
             decode=size[1], environment={**ENVIRONMENT, **(more or {})},
         )  # fmt: skip
-        self._fate_of = fate_of
-        self.toll = Toll()
-        self.away = set(away)
-        """Workers by name that shall not be there: those that are leave in order, and nobody takes their place."""
-        self._hand = threading.Lock()
-        """Whoever has it may do something to workers."""
-        self.is_doomed = True
-        """Whether workers meet their fates. If not, those that come are not told any."""
+        self._plan_kill = plan_of
+        self.counts = FaultCounts()
+        self.absent = set(away)
+        """Names of workers that must not run. Those that do are sent SIGTERM and are not replaced."""
+        self._worker_lock = threading.Lock()
+        """Held while workers are started, stopped or signalled."""
+        self.is_killing = True
+        """Whether kill plans are carried out. If not, new workers get none."""
         self.proxies = {worker.name: Proxy(servers.redis.port) for worker in self.workers}
         self.clocks = {worker.name: directory / f"{worker.name}.clock" for worker in self.workers}
-        self._nursery, self._history, self.disk = nursery, history, nursery.disk
+        self._fork_server, self._history, self.disk = fork_server, history, fork_server.disk
         self._servers = servers
-        self._lives: dict[str, _Life] = {}
-        self._births: dict[str, int] = defaultdict(int)
+        self._lives: dict[str, _WorkerLife] = {}
+        self._num_starts: dict[str, int] = defaultdict(int)
         self._redis = redis_client(servers.stream_url)
 
-    def child_of(self, name: str) -> Child | None:
-        """The process in a slot, if it lives."""
+    def get_child(self, name: str) -> Child | None:
+        """Return the process of a worker, or None if it does not live."""
         child = next(worker.child for worker in self.workers if worker.name == name)
         return child if child is not None and child.is_alive() else None
 
-    def kill(self, worker: WorkerSlot) -> None:
-        """At once."""
+    def kill_worker(self, worker: WorkerSlot) -> None:
+        """Send SIGKILL to a worker."""
         if worker.child is not None and worker.child.is_alive():
             self._lives[worker.name].killed = True
             worker.child.kill()
 
     def is_ready(self, worker: WorkerSlot) -> bool:
-        """Whether the process in the slot now has said that it serves."""
+        """Return whether the worker's current process has reported the state `ready`."""
         return worker.name in self._lives and self._lives[worker.name].ready_at > 0
 
-    def freeze(self, wait: Callable[[], object]) -> None:
-        """Stop all workers and servers at once, `wait`, and let them go on. Workers' fates wait, too."""
-        with self._hand:
+    def freeze_all(self, wait: Callable[[], object]) -> None:
+        """Stop all workers and servers at once, call `wait`, and continue them. Kill plans are put off by that time."""
+        with self._worker_lock:
             begun = time.monotonic()
             children = [worker.child for worker in self.workers if worker.child is not None and worker.child.is_alive()]
             for child in children:
                 child.send_signal(signal.SIGSTOP)
-            self._servers.send(signal.SIGSTOP)
+            self._servers.send_signal(signal.SIGSTOP)
             wait()
-            self._servers.send(signal.SIGCONT)
+            self._servers.send_signal(signal.SIGCONT)
             for child in children:
                 child.send_signal(signal.SIGCONT)
             for life in self._lives.values():
@@ -203,70 +203,76 @@ class DoomedStack(Stack):
 
     def restart_dead(self) -> list[str]:
         """See who is ready, stop, continue and kill, bury the dead, and start others in their places."""
-        if self._hand.acquire(blocking=False):
+        if self._worker_lock.acquire(blocking=False):
             try:
-                self._tend()
+                self._update_workers()
             finally:
-                self._hand.release()
+                self._worker_lock.release()
         return []
 
-    def _tend(self) -> None:
-        self._look_who_is_ready()
+    def _update_workers(self) -> None:
+        self._update_readiness()
         for worker in self.workers:
             if worker.child is not None and worker.child.is_alive():
-                self._see_to(worker, worker.child, self._lives[worker.name])
+                self._apply_kill_plan(worker, worker.child, self._lives[worker.name])
             if worker.child is not None and not worker.child.is_alive():
-                self._bury(worker, worker.child, self._lives[worker.name])
+                self._record_exit(worker, worker.child, self._lives[worker.name])
                 worker.child = None
             if worker.child is None and time.monotonic() > worker.start_at:
                 self._start_slot(worker)
 
     def start(self) -> Self:
-        """Start the proxies and clocks, and then as every stack."""
+        """Start the proxies and clocks, then the stack."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self._servers.is_replicated:
             connect(self.addresses, BusSettings(replication=3)).create_topics()
         for path in self.clocks.values():
-            clock.put(path, 0.0)
+            clock.set_clock(path, 0.0)
         for proxy in self.proxies.values():
             proxy.__enter__()
         super().start()
         return self
 
     def stop(self) -> None:
-        """As every stack, and the proxies with it."""
+        """Stop the stack, then the proxies."""
         super().stop()
         for proxy in self.proxies.values():
             proxy.__exit__(None, None, None)
         self._redis.close()
 
     def stop_workers(self) -> None:
-        """Let go whoever is stopped, and then as every stack."""
+        """Continue workers that are stopped by SIGSTOP, then stop all workers."""
         for worker in self.workers:
             if worker.child is not None:
                 worker.child.send_signal(signal.SIGCONT)
         super().stop_workers()
 
     def _start_slot(self, worker: ProcessSlot) -> None:
-        if worker.name not in self.away:
+        if worker.name not in self.absent:
             super()._start_slot(worker)
 
     def _start_worker(self, worker: WorkerSlot, environment: Mapping[str, str]) -> Child:
-        number = self._births[worker.name]
-        self._births[worker.name] += 1
-        fate = self._fate_of(worker, number) if self.is_doomed else None
-        self._lives[worker.name] = _Life(number, fate)
+        number = self._num_starts[worker.name]
+        self._num_starts[worker.name] += 1
+        kill_plan = self._plan_kill(worker, number) if self.is_killing else None
+        self._lives[worker.name] = _WorkerLife(number, kill_plan)
         own: dict[str, str] = {}
         if not self._servers.is_replicated:
             own["PENSTOCK_STREAM_URL"] = f"redis://127.0.0.1:{self.proxies[worker.name].port}/0"
-        if fate is not None and fate.order:
-            own["PENSTOCK_FAILPOINTS"] = fate.order
+        if kill_plan is not None and kill_plan.failpoint_setting:
+            own["PENSTOCK_FAILPOINTS"] = kill_plan.failpoint_setting
         own_log, own_clock = self._log_path(worker), self.clocks[worker.name]
-        child = self._nursery.fork(worker.name, worker.stage, {**environment, **own}, own_log, own_clock)
-        self._history.note("start", worker=worker.name, life=number, pid=child.pid, order=fate.order if fate else "")
+        child = self._fork_server.fork_worker(worker.name, worker.stage, {**environment, **own}, own_log, own_clock)
+        self._history.add_entry(
+            "start",
+            worker=worker.name,
+            life=number,
+            pid=child.pid,
+            order=kill_plan.failpoint_setting if kill_plan else "",
+        )
         return child
 
-    def _look_who_is_ready(self) -> None:
+    def _update_readiness(self) -> None:
         waiting = [worker for worker in self.workers if worker.child is not None and not self.is_ready(worker)]
         keys = [Pipeline(PIPELINE).worker_key(worker.stage, worker.name) for worker in waiting]
         with contextlib.suppress(redis.RedisError):
@@ -276,37 +282,37 @@ class DoomedStack(Stack):
                 if child is not None and (status.get("state"), status.get("pid")) == ("ready", child.pid):
                     self._lives[worker.name].ready_at = time.monotonic()
 
-    def _see_to(self, worker: WorkerSlot, child: Child, life: _Life) -> None:
-        now, fate = time.monotonic(), life.fate
-        if worker.name in self.away and not life.leaves:
-            life.leaves = True
+    def _apply_kill_plan(self, worker: WorkerSlot, child: Child, life: _WorkerLife) -> None:
+        now, kill_plan = time.monotonic(), life.kill_plan
+        if worker.name in self.absent and not life.is_leaving:
+            life.is_leaving = True
             child.send_signal(signal.SIGTERM)
-        if self._nursery.is_stopped(child.pid):
-            pause_s = fate.pause_s if fate else 0.0
+        if self._fork_server.is_stopped(child.pid):
+            pause_s = kill_plan.pause_s if kill_plan else 0.0
             if not life.stopped_at:
                 life.stopped_at = now
-                self.toll.pauses[worker.stage, fate.point if fate else ANY_TIME] += 1
-                self._history.note("stopped", worker=worker.name, life=life.number)
+                self.counts.pauses[worker.stage, kill_plan.point if kill_plan else ANY_TIME] += 1
+                self._history.add_entry("stopped", worker=worker.name, life=life.number)
             elif now > life.stopped_at + pause_s:
-                self._history.note("continued", worker=worker.name, life=life.number)
+                self._history.add_entry("continued", worker=worker.name, life=life.number)
                 child.send_signal(signal.SIGCONT)
                 life.was_paused, life.ready_at = True, now
-        elif fate is not None and life.ready_at and self.is_doomed:
-            due = life.ready_at + (1.0 if life.was_paused else fate.after_s)
-            if now > due and fate.pause_s and not life.was_paused:
+        elif kill_plan is not None and life.ready_at and self.is_killing:
+            due = life.ready_at + (1.0 if life.was_paused else kill_plan.after_s)
+            if now > due and kill_plan.pause_s and not life.was_paused:
                 child.send_signal(signal.SIGSTOP)
             elif now > due:
-                self.kill(worker)
+                self.kill_worker(worker)
 
-    def _bury(self, worker: WorkerSlot, child: Child, life: _Life) -> None:
-        step = ANY_TIME if life.killed or life.fate is None else life.fate.point
+    def _record_exit(self, worker: WorkerSlot, child: Child, life: _WorkerLife) -> None:
+        step = ANY_TIME if life.killed or life.kill_plan is None else life.kill_plan.point
         if child.returncode == -9:
-            self.toll.kills[worker.stage, step] += 1
-            self._history.note("kill", worker=worker.name, life=life.number, step=step)
-        elif life.leaves and child.returncode in (0, -signal.SIGTERM):  # or before it could hear of it
-            self._history.note("left", worker=worker.name, life=life.number)
+            self.counts.kills[worker.stage, step] += 1
+            self._history.add_entry("kill", worker=worker.name, life=life.number, step=step)
+        elif life.is_leaving and child.returncode in (0, -signal.SIGTERM):  # or before it could hear of it
+            self._history.add_entry("left", worker=worker.name, life=life.number)
         else:
-            worker.start_at = time.monotonic() + AGAIN_S
+            worker.start_at = time.monotonic() + RESTART_DELAY_S
             last = self.read_log_tail(worker, 1)
-            self.toll.fell.append(f"{worker.name}: {last}")
-            self._history.note("fell", worker=worker.name, life=life.number, status=child.returncode, story=last)
+            self.counts.crashes.append(f"{worker.name}: {last}")
+            self._history.add_entry("fell", worker=worker.name, life=life.number, status=child.returncode, story=last)

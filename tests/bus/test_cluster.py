@@ -20,7 +20,7 @@ from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.local.kafka import QUICK_RESTART, SHORT_TIMEOUTS, KafkaCluster
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
-from sim.servers import served_by
+from sim.servers import serve_server
 from tests.bus.buses import ROOM, answered, take
 
 pytestmark = pytest.mark.timeout(180)
@@ -35,7 +35,7 @@ OLD_MS = (1, round(time.time() * 1000) - 15 * 86_400_000)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
     """One of its brokers is killed by the last test here."""
     timeouts = SHORT_TIMEOUTS | QUICK_RESTART | RETENTION
-    yield from served_by(KafkaCluster(tmp_path_factory.mktemp("cluster"), timeouts=timeouts))
+    yield from serve_server(KafkaCluster(tmp_path_factory.mktemp("cluster"), timeouts=timeouts))
 
 
 def test_what_is_accepted_is_kept_whatever_its_timestamp(cluster: KafkaCluster, pipeline: Pipeline) -> None:

@@ -27,8 +27,8 @@ from penstock.local.processes import Child
 from penstock.local.valkey import ValkeyServer
 from penstock.names import ATTEMPT_HEADER, BURIED_HEADER, ORIGIN_HEADER, REASON_HEADER, Pipeline
 from penstock.waiting import wait_until
-from sim.forked import fork
-from sim.servers import started
+from sim.forked import fork_process
+from sim.servers import start_or_skip
 from tests.bus import worker_process
 from tests.bus.buses import HASTY, ROOM, answered, make_bus, numbered, publish, take, values, work_until
 
@@ -48,7 +48,7 @@ def spawn(bus: Bus, pipeline: Pipeline, tmp_path: Path) -> Iterator[Callable[[st
     def start(name: str, mode: str) -> Child:
         kind, address = ("kafka", bus.bootstrap) if isinstance(bus, KafkaBus) else ("streams", address_of(bus))
         log = tmp_path / f"{name}.log"
-        child = fork(name, log, worker_process.main, kind, address, pipeline.name, name, mode, tmp_path)
+        child = fork_process(name, log, worker_process.main, kind, address, pipeline.name, name, mode, tmp_path)
         children.append(child)
         return child
 
@@ -362,7 +362,7 @@ def test_no_server_at_the_address(pipeline: Pipeline) -> None:
 
 
 def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: Path) -> None:
-    server = started(ValkeyServer(tmp_path).start)
+    server = start_or_skip(ValkeyServer(tmp_path).start)
     bus = make_bus("streams", pipeline, server.url)
     bus.create_topics()
     publish(bus, numbered(pipeline.job_topic("interactive"), 2))
@@ -396,7 +396,7 @@ def test_a_lost_reply_is_recovered(redis_url: str, pipeline: Pipeline) -> None:
 
 @pytest.mark.timeout(120)
 def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Path) -> None:
-    server = started(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | QUICK_RESTART).start)
+    server = start_or_skip(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | QUICK_RESTART).start)
     bus = make_bus("kafka", pipeline, server.bootstrap, HASTY)
     bus.create_topics()
     publish(bus, numbered(pipeline.job_topic("interactive"), 3))

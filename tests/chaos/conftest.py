@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from sim.chaos.nursery import Nursery
+from sim.chaos.fork_server import ForkServer
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Where workers are forked."""
-    made = Nursery(tmp_path_factory.mktemp("nursery"))
+    made = ForkServer(tmp_path_factory.mktemp("fork-server"))
     yield made
     made.close()

@@ -7,10 +7,19 @@ import pytest
 
 from penstock.local.kafka import find_jars, find_java
 from penstock.names import STAGES
-from sim.chaos.faults import ANY_TIME, MISHAPS, MISHAPS_ON_KAFKA, Bus, fate_of, faults, mishaps, points_of
-from sim.chaos.nursery import Nursery
-from sim.chaos.runner import Round, run
-from sim.servers import started
+from sim.chaos.faults import (
+    ANY_TIME,
+    KAFKA_FAULTS,
+    SYSTEM_FAULTS,
+    Bus,
+    generate_faults,
+    generate_system_faults,
+    list_failpoints,
+    plan_kill,
+)
+from sim.chaos.fork_server import ForkServer
+from sim.chaos.runner import ChaosRound, run_round
+from sim.servers import start_or_skip
 
 pytestmark = pytest.mark.timeout(300)
 BUSES: tuple[Bus, ...] = ("embedded", "kafka")
@@ -18,25 +27,29 @@ BUSES: tuple[Bus, ...] = ("embedded", "kafka")
 
 def needs(bus: Bus) -> None:
     if bus == "kafka":
-        started(find_java)
-        started(find_jars)
+        start_or_skip(find_java)
+        start_or_skip(find_jars)
 
 
 @pytest.mark.parametrize("bus", BUSES)
-def test_nothing_is_lost_doubled_or_wrong(bus: Bus, nursery: Nursery, tmp_path: Path) -> None:
+def test_nothing_is_lost_doubled_or_wrong(bus: Bus, fork_server: ForkServer, tmp_path: Path) -> None:
     needs(bus)
-    plan = Round(seed=7, bus=bus, seconds=20.0, kills=12, prefill=2, decode=3, under_way=12)
-    outcome = run(plan, tmp_path / "round", nursery)
+    plan = ChaosRound(seed=7, bus=bus, seconds=20.0, kills=12, prefill=2, decode=3, num_in_flight=12)
+    outcome = run_round(plan, tmp_path / "round", fork_server)
     assert outcome.findings == []
-    assert {process for process, _ in outcome.toll.kills} >= set(STAGES)
-    assert sum(count for (_, step), count in outcome.toll.kills.items() if step != ANY_TIME) > 0
+    assert {process for process, _ in outcome.counts.kills} >= set(STAGES)
+    assert sum(count for (_, step), count in outcome.counts.kills.items() if step != ANY_TIME) > 0
 
 
 def test_a_seed_says_what_happens() -> None:
     def said(seed: int) -> list[object]:
         workers = ["prefill-0", "decode-0"]
-        fates = [fate_of(seed, "kafka", "decode", "decode-0", life) for life in range(50)]
-        return [*fates, *islice(faults(seed, "kafka", workers), 50), *islice(mishaps(seed, "kafka"), 50)]
+        fates = [plan_kill(seed, "kafka", "decode", "decode-0", life) for life in range(50)]
+        return [
+            *fates,
+            *islice(generate_faults(seed, "kafka", workers), 50),
+            *islice(generate_system_faults(seed, "kafka"), 50),
+        ]
 
     assert said(3) == said(3)
     assert said(3) != said(4)
@@ -46,11 +59,11 @@ def test_a_seed_says_what_happens() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_point_has_its_turn(bus: Bus, stage: str) -> None:
     kind = next(known for known in STAGES if known == stage)
-    fates = {fate_of(1, bus, kind, f"{stage}-0", life).point for life in range(200)}
-    assert fates == {*points_of(kind, bus), ANY_TIME}
+    fates = {plan_kill(1, bus, kind, f"{stage}-0", life).point for life in range(200)}
+    assert fates == {*list_failpoints(kind, bus), ANY_TIME}
 
 
 @pytest.mark.parametrize("bus", BUSES)
 def test_every_mishap_has_its_turn(bus: Bus) -> None:
-    kinds = {*MISHAPS, *(MISHAPS_ON_KAFKA if bus == "kafka" else ())}
-    assert {fault.what for fault in islice(mishaps(1, bus), 3 * len(kinds))} == {*kinds, "burst"}
+    kinds = {*SYSTEM_FAULTS, *(KAFKA_FAULTS if bus == "kafka" else ())}
+    assert {fault.what for fault in islice(generate_system_faults(1, bus), 3 * len(kinds))} == {*kinds, "burst"}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.names import START_HASH, event_id, roll_hash
-from sim.chaos.checker import check, tally
+from sim.chaos.checker import check_history, count_by_kind
 
 TOKENS = [7, 3, 3, 9, 4]
 Entries = list[dict[str, Any]]
@@ -61,27 +61,27 @@ def good() -> Entries:
 
 
 def kinds(history: Entries) -> set[str]:
-    return {kind for kind, count in tally(check(history)).items() if count}
+    return {kind for kind, count in count_by_kind(check_history(history)).items() if count}
 
 
 def test_a_good_history_passes() -> None:
-    assert check(good()) == []
+    assert check_history(good()) == []
 
 
 def test_what_was_not_accepted_may_be_answered_or_not() -> None:
     sent = submitted()[:1]
-    assert check(sent) == []
-    assert check([*sent, result(TOKENS)]) == []
+    assert check_history(sent) == []
+    assert check_history([*sent, result(TOKENS)]) == []
     assert kinds([*sent, result(TOKENS), result(TOKENS)]) == {"duplicated"}
 
 
 def test_a_typed_error_passes_where_it_may_be() -> None:
     cut = [*reading("one", [0, 1]), end("one", 2, "cancelled"), result(TOKENS[:2], "cancelled")]
     letter = {"what": "dead", "id": "a", "reason": "attempts_exhausted: tried 8 times"}
-    assert check([*submitted("cancelled"), *cut]) == []
+    assert check_history([*submitted("cancelled"), *cut]) == []
     assert kinds([*submitted(), *cut]) == {"wrong"}
     assert kinds([*submitted("cancelled"), *cut, letter]) == {"wrong"}
-    assert check([*submitted("attempts_exhausted"), result([], "attempts_exhausted"), letter]) == []
+    assert check_history([*submitted("attempts_exhausted"), result([], "attempts_exhausted"), letter]) == []
 
 
 OTHER = [7, 3, 5, 9, 4]

@@ -16,40 +16,47 @@ from penstock.local.stack import WorkerSlot
 from penstock.messages import now_s
 from penstock.waiting import wait_until
 from sim.chaos import clock
-from sim.chaos.disk import Disk, pretend
-from sim.chaos.faults import ANY_TIME, Fate
+from sim.chaos.disk import SmallDisk, simulate_full_disk
+from sim.chaos.faults import ANY_TIME, KillPlan
+from sim.chaos.fork_server import ForkServer
 from sim.chaos.history import History
-from sim.chaos.nursery import Nursery
-from sim.chaos.system import DoomedStack, Servers
+from sim.chaos.system import ChaosStack, Servers
 from tests.kvstore.blocks import make_form, new_names, put
 
 TOKENS = list(range(10, 110))
 
 
 @pytest.fixture(scope="module")
-def stack(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DoomedStack]:
+def stack(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosStack]:
     """One worker of each stage, which nobody kills."""
     directory = tmp_path_factory.mktemp("hazards")
 
-    def fate(worker: WorkerSlot, life: int) -> Fate:
-        return Fate(ANY_TIME, 1, math.inf)
+    def fate(worker: WorkerSlot, life: int) -> KillPlan:
+        return KillPlan(ANY_TIME, 1, math.inf)
 
     with History(directory / "history.jsonl") as history, Servers(directory, "embedded", {}) as servers:
-        nursery.disk.clear()
-        made = DoomedStack(
-            directory / "stack", nursery, history, servers, fate, (1, 2), nursery.disk.settings(), away={"decode-1"}
+        fork_server.disk.remove_all()
+        made = ChaosStack(
+            directory / "stack",
+            fork_server,
+            history,
+            servers,
+            fate,
+            (1, 2),
+            fork_server.disk.make_settings(),
+            away={"decode-1"},
         )
         with made:
             wait_until(lambda: all_ready(made), 120, "both workers are ready")
             yield made
 
 
-def all_ready(stack: DoomedStack) -> bool:
+def all_ready(stack: ChaosStack) -> bool:
     stack.restart_dead()
-    return all(stack.is_ready(worker) for worker in stack.workers if worker.name not in stack.away)
+    return all(stack.is_ready(worker) for worker in stack.workers if worker.name not in stack.absent)
 
 
-def ask(stack: DoomedStack, first: int, deadline_in_s: float | None = None) -> list[int]:
+def ask(stack: ChaosStack, first: int, deadline_in_s: float | None = None) -> list[int]:
     """The answer to a prompt that begins with a token of its own."""
     deadline = None if deadline_in_s is None else now_s() + deadline_in_s
     with Client(stack.addresses) as client:
@@ -59,69 +66,69 @@ def ask(stack: DoomedStack, first: int, deadline_in_s: float | None = None) -> l
         return client.result(sent, timeout_s=60).token_ids
 
 
-def test_a_full_disk_takes_no_block_and_does_no_harm(stack: DoomedStack) -> None:
+def test_a_full_disk_takes_no_block_and_does_no_harm(stack: ChaosStack) -> None:
     disk = stack.disk
     answer = ask(stack, 1)
-    wait_until(lambda: disk.num_blocks() > 0, 30, "blocks are on the disk")
-    disk.clear()
-    disk.fill()
+    wait_until(lambda: disk.count_blocks() > 0, 30, "blocks are on the disk")
+    disk.remove_all()
+    disk.fill_up()
     assert ask(stack, 2)
     assert ask(stack, 1) == answer
-    assert disk.num_blocks() == 0
-    disk.free()
+    assert disk.count_blocks() == 0
+    disk.free_space()
 
     others = itertools.count(10)
-    wait_until(lambda: ask(stack, next(others)) and disk.num_blocks() > 0, 30, "blocks are on the disk again")
+    wait_until(lambda: ask(stack, next(others)) and disk.count_blocks() > 0, 30, "blocks are on the disk again")
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_one_workers_clock_is_put_forward_and_back(stack: DoomedStack, stage: str) -> None:
+def test_one_workers_clock_is_put_forward_and_back(stack: ChaosStack, stage: str) -> None:
     path = stack.clocks[f"{stage}-0"]
     answer = ask(stack, 1, deadline_in_s=600.0)
-    clock.put(path, 900.0)
+    clock.set_clock(path, 900.0)
     with pytest.raises(DeadlineExceeded):
         ask(stack, 1, deadline_in_s=600.0)
     assert ask(stack, 1) == answer
-    clock.put(path, -900.0)
+    clock.set_clock(path, -900.0)
     assert ask(stack, 1, deadline_in_s=600.0) == answer
-    clock.put(path, 0.0)
+    clock.set_clock(path, 0.0)
 
 
 def test_where_nothing_can_be_mounted_the_write_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "reached", steps.reached)
-    disk, form = Disk(tmp_path), make_form("a model")
+    disk, form = SmallDisk(tmp_path), make_form("a model")
     disk.is_real = False
-    pretend(str(disk.path))
-    disk.fill()
+    simulate_full_disk(str(disk.path))
+    disk.fill_up()
     with contextlib.closing(DiskTier.open(form, disk.path / "blocks", 2**20)) as tier:
         assert put(tier, new_names(1), form) == [False]
         assert tier.counters.errors == 1
-    disk.free()
+    disk.free_space()
     with contextlib.closing(DiskTier.open(form, disk.path / "blocks", 2**20)) as tier:
         assert put(tier, new_names(1), form) == [True]
 
 
-def test_a_freeze_stops_every_worker_until_it_is_over(stack: DoomedStack, nursery: Nursery) -> None:
+def test_a_freeze_stops_every_worker_until_it_is_over(stack: ChaosStack, fork_server: ForkServer) -> None:
     pids = [worker.child.pid for worker in stack.workers if worker.child is not None]
-    stack.freeze(lambda: wait_until(lambda: all(map(nursery.is_stopped, pids)), 20, "all are stopped"))
+    stack.freeze_all(lambda: wait_until(lambda: all(map(fork_server.is_stopped, pids)), 20, "all are stopped"))
     assert ask(stack, 4)
     assert [worker.child.pid for worker in stack.workers if worker.child is not None] == pids
 
 
-def test_a_worker_comes_and_leaves(stack: DoomedStack) -> None:
-    stack.away.discard("decode-1")
+def test_a_worker_comes_and_leaves(stack: ChaosStack) -> None:
+    stack.absent.discard("decode-1")
     wait_until(lambda: all_ready(stack), 60, "it serves")
-    stack.away.add("decode-1")
+    stack.absent.add("decode-1")
 
     def is_gone() -> bool:
         stack.restart_dead()
-        return stack.child_of("decode-1") is None
+        return stack.get_child("decode-1") is None
 
     wait_until(is_gone, 60, "it has left")
-    assert stack.toll.fell == []
+    assert stack.counts.crashes == []
 
 
-def test_a_worker_follows_one_whose_clock_was_ahead(stack: DoomedStack) -> None:
+def test_a_worker_follows_one_whose_clock_was_ahead(stack: ChaosStack) -> None:
     """A step back between two lives of a worker: the older one's heartbeat is of a later time."""
     worker = next(worker for worker in stack.workers if worker.stage == "decode")
 
@@ -130,8 +137,8 @@ def test_a_worker_follows_one_whose_clock_was_ahead(stack: DoomedStack) -> None:
         return stack.is_ready(worker)
 
     for by_s in (900.0, 0.0):
-        clock.put(stack.clocks[worker.name], by_s)
-        stack.kill(worker)
+        clock.set_clock(stack.clocks[worker.name], by_s)
+        stack.kill_worker(worker)
         stack.restart_dead()
         wait_until(serves, 60, "the next one serves")
     assert ask(stack, 3)

@@ -55,7 +55,7 @@ def test_what_is_cut_ends_and_a_new_connection_serves(proxy: Proxy) -> None:
     with connect(proxy) as first, connect(proxy) as second:
         assert says_back(first)
         assert says_back(second)
-        proxy.cut()
+        proxy.cut_connections()
         assert is_over(first)
         assert is_over(second)
     with connect(proxy) as third:
@@ -65,20 +65,20 @@ def test_what_is_cut_ends_and_a_new_connection_serves(proxy: Proxy) -> None:
 def test_what_hangs_goes_on_when_it_is_healed(proxy: Proxy) -> None:
     with connect(proxy) as connection:
         assert says_back(connection)
-        proxy.hang()
+        proxy.stop_forwarding()
         connection.settimeout(0.3)
         with pytest.raises(TimeoutError):
             says_back(connection)
-        proxy.heal()
+        proxy.forward_normally()
         connection.settimeout(10.0)
         assert connection.recv(16) == b"hello"
 
 
 def test_who_is_refused_is_welcome_again_afterwards(proxy: Proxy) -> None:
-    proxy.refuse()
+    proxy.refuse_connections()
     with connect(proxy) as connection:
         assert is_over(connection)
-    proxy.heal()
+    proxy.forward_normally()
 
     def serves() -> bool:
         with connect(proxy) as connection:

@@ -13,7 +13,7 @@ import yaml
 
 from penstock.config.settings import SETTINGS_CLASSES, check_environment, load_settings
 from penstock.errors import DependencyMissing
-from sim.servers import started
+from sim.servers import start_or_skip
 
 HERE = Path(__file__).parents[2]
 DOCKER = HERE / "docker"
@@ -30,7 +30,7 @@ def program(name: str, package: str) -> str:
             raise DependencyMissing(f"no {name}: {package} brings it")
         return found
 
-    return started(find)
+    return start_or_skip(find)
 
 
 def run(*command: str | Path) -> None:

@@ -14,7 +14,7 @@ from penstock.local import kafka, valkey
 from penstock.local.kafka import BROKER_SETTINGS, KafkaServer
 from penstock.local.processes import find_free_port, start_child
 from penstock.waiting import wait_until
-from sim.servers import started
+from sim.servers import start_or_skip
 from tests.commands import Terminal
 from tests.docker.files import GIVEN, check_settings, compose, megabytes, seconds
 
@@ -91,7 +91,7 @@ def test_a_real_broker_takes_its_settings(tmp_path: Path) -> None:
     for name in ("message.max.bytes", "replica.fetch.max.bytes", "auto.create.topics.enable"):
         assert wanted[name] == BROKER_SETTINGS[name]
     server = KafkaServer(tmp_path, timeouts=wanted)
-    started(server.start)
+    start_or_skip(server.start)
     try:
         resource = ConfigResource(ResourceType.BROKER, "1")
         admin = AdminClient({"bootstrap.servers": server.bootstrap})
@@ -104,7 +104,7 @@ def test_a_real_broker_takes_its_settings(tmp_path: Path) -> None:
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
     """A folder of the programs that the image of Redis has, over the real server."""
-    binary = started(valkey.find_binary)
+    binary = start_or_skip(valkey.find_binary)
     (tmp_path / "docker-entrypoint.sh").write_text('#!/bin/sh\nexec "$@"\n')
     (tmp_path / "valkey-server").write_text(f'#!/bin/sh\nexec {binary} "$@" --bind 127.0.0.1 --port "$PORT"\n')
     for file in tmp_path.iterdir():

@@ -19,7 +19,7 @@ from penstock.engine.model import load
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.local.processes import find_free_port
-from sim.forked import fork, run_penstock
+from sim.forked import fork_process, run_penstock
 from tests.engine import peak
 
 WEIGHTS = "model.safetensors"
@@ -82,7 +82,7 @@ def test_the_peak_is_what_stays(tmp_path: Path, dtype: str, packed: bool) -> Non
     """Of a bfloat16 model of 215 MB; packed means that each linear layer's weight goes to memory of its own."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux says what the peak was")
-    child = fork("peak", tmp_path / "log", peak.main, tmp_path / "model", dtype, packed)
+    child = fork_process("peak", tmp_path / "log", peak.main, tmp_path / "model", dtype, packed)
     assert child.wait(120) == 0, child.read_log_tail()
     assert float(child.read_log_tail(1)) <= 1.1
 
@@ -299,7 +299,7 @@ def test_a_worker_ends_with_one_line(copy: Path, tmp_path: Path) -> None:
     os.truncate(copy / WEIGHTS, 5000)
     nobody = f"redis://127.0.0.1:{find_free_port()}/0"
     given = {**os.environ, "PENSTOCK_STREAM_URL": nobody, "PENSTOCK_ENGINE_MODEL": str(copy)}
-    child = fork("worker", tmp_path / "log", run_penstock, "worker", "prefill", environment=given)
+    child = fork_process("worker", tmp_path / "log", run_penstock, "worker", "prefill", environment=given)
     assert child.wait(90) == 1
     assert f"penstock: cannot load model '{copy}': {WEIGHTS} is damaged or cut off" in child.read_log_tail(1)
     assert "Traceback" not in child.read_log_tail(1000)

@@ -13,7 +13,7 @@ from penstock.local.processes import Child, find_free_port
 from penstock.local.stack import Stack
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
-from sim.forked import fork
+from sim.forked import fork_process
 from tests.ingest.batch_files import each_once, finished, lines, read, read_file, result_ids, row, run_of
 from tests.ingest.gateways import wait_until_ready
 from tests.ingest.impatient import penstock
@@ -31,7 +31,7 @@ def start(line: Stack, folder: Path, *command: str) -> Child:
         "PENSTOCK_BATCH_STORE": str(folder / "files"),
         "PENSTOCK_BATCH_LOOK_S": "0.2",
     }
-    return fork(command[0], folder / f"{command[0]}.log", penstock, *command, environment=environment)
+    return fork_process(command[0], folder / f"{command[0]}.log", penstock, *command, environment=environment)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from penstock.messages import Request, Result, decode_message
 from penstock.names import CLASSES, Pipeline
 from penstock.waiting import wait_until
 from penstock.worker.loop import run_until_idle
-from sim.line import Line
-from sim.servers import started
+from sim.line import InProcessPipeline
+from sim.servers import start_or_skip
 from tests.ingest import nodejs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -36,7 +36,7 @@ class Backend:
     """An example's process, its table and what it prints."""
 
     command: list[str]
-    line: Line
+    line: InProcessPipeline
     directory: Path
 
     @property
@@ -85,7 +85,7 @@ class Backend:
         assert process.returncode == 0, process.read_log_tail()
 
 
-def written(line: Line, results: list[Result], *, committed: bool) -> None:
+def written(line: InProcessPipeline, results: list[Result], *, committed: bool) -> None:
     """Results in a transaction, and how it ends."""
     settings = {"bootstrap.servers": line.addresses.kafka, "transactional.id": f"{line.pipeline.name}-test"}
     producer = Producer(settings)
@@ -101,14 +101,14 @@ def written(line: Line, results: list[Result], *, committed: bool) -> None:
 
 
 @pytest.fixture
-def line(kafka: str, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
-    with Line(Addresses(kafka=kafka, stream_url=redis_url, pipeline=pipeline.name)) as made:
+def line(kafka: str, redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
+    with InProcessPipeline(Addresses(kafka=kafka, stream_url=redis_url, pipeline=pipeline.name)) as made:
         yield made
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_a_backend_gets_one_answer_to_each_question(language: str, line: Line, tmp_path: Path) -> None:
-    backend = Backend(started(lambda: LANGUAGES[language](tmp_path)), line, tmp_path)
+def test_a_backend_gets_one_answer_to_each_question(language: str, line: InProcessPipeline, tmp_path: Path) -> None:
+    backend = Backend(start_or_skip(lambda: LANGUAGES[language](tmp_path)), line, tmp_path)
     process = backend.start()
     wait_until(lambda: len(backend.rows()) == 3 or not process.is_alive(), 60, "the questions are in the table")
     lies = [Result(id=one, finish_reason="stop", text="never said") for one in backend.rows()]

@@ -16,7 +16,7 @@ from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.record import Log
 from penstock.redis.client import redis_client
-from sim.forked import fork, run_penstock
+from sim.forked import fork_process, run_penstock
 from tests.ingest.conftest import EventSource, Sent
 from tests.ingest.gateways import wait_until_ready
 
@@ -37,7 +37,7 @@ def doomed(line: Stack, tmp_path: Path) -> Iterator[tuple[str, Child]]:
     port = find_free_port()
     own = {"PENSTOCK_STREAM_URL": line.addresses.stream_url, "PENSTOCK_PIPELINE": line.addresses.pipeline}
     log = tmp_path / "doomed.log"
-    child = fork("doomed", log, run_penstock, "gateway", "--port", str(port), environment=os.environ | own)
+    child = fork_process("doomed", log, run_penstock, "gateway", "--port", str(port), environment=os.environ | own)
     wait_until_ready(child, port)
     yield f"127.0.0.1:{port}", child
     child.stop()

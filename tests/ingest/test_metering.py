@@ -26,7 +26,7 @@ from penstock.messages import Result, Timings, Usage, now_s
 from penstock.names import Pipeline
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
-from sim.forked import fork
+from sim.forked import fork_process
 from tests.ingest import meter_process
 
 
@@ -99,7 +99,7 @@ def start(place: Place, tmp_path: Path, name: str, order: str = "") -> Child:
     addresses = {"KAFKA": place.addresses.kafka, "STREAM_URL": place.addresses.stream_url}
     own = {f"PENSTOCK_{key}": value for key, value in addresses.items()}
     own |= {"PENSTOCK_PIPELINE": place.pipeline.name, "PENSTOCK_FAILPOINTS": order}
-    return fork(name, tmp_path / f"{name}.log", meter_process.main, environment=os.environ | own)
+    return fork_process(name, tmp_path / f"{name}.log", meter_process.main, environment=os.environ | own)
 
 
 def test_killed_at_every_step_and_counted_exactly(place: Place, tmp_path: Path) -> None:

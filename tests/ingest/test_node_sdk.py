@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.servers import started
+from sim.servers import start_or_skip
 from tests.ingest import nodejs
 
 SOURCE = Path(__file__).parent / "node"
@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent / "node"
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return started(lambda: nodejs.project(SOURCE, tmp_path_factory.mktemp("sdk")))
+    return start_or_skip(lambda: nodejs.project(SOURCE, tmp_path_factory.mktemp("sdk")))
 
 
 @pytest.mark.parametrize("file", sorted(file.name for file in SOURCE.glob("*.test.mjs")))

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionChunk
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
-from sim.workload import SETTINGS, demo_model
+from sim.workload import ENGINE_SETTINGS, load_demo_model
 
 MODEL = "demo"
 TURNS: Any = [{"role": "user", "content": "In the beginning God created"}]
@@ -20,8 +20,8 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 def alone(prompt: str, **sampling: Any) -> list[int]:
     """The tokens of the engine by itself, without any of the pipeline."""
-    engine = Engine(demo_model(), SETTINGS)
-    token_ids = demo_model().tokenizer(prompt)["input_ids"]
+    engine = Engine(load_demo_model(), ENGINE_SETTINGS)
+    token_ids = load_demo_model().tokenizer(prompt)["input_ids"]
     wanted = Sampling(max_tokens=24, **sampling)
     seq = Sequence("alone", token_ids, sampling=wanted, seed=wanted.seed or 0, max_new_tokens=24)
     engine.add_sequence(seq)
@@ -31,7 +31,7 @@ def alone(prompt: str, **sampling: Any) -> list[int]:
 
 
 def text_of(token_ids: list[int]) -> str:
-    text: str = demo_model().tokenizer.decode(token_ids, skip_special_tokens=True)
+    text: str = load_demo_model().tokenizer.decode(token_ids, skip_special_tokens=True)
     return text
 
 
@@ -98,7 +98,7 @@ def test_prompts_in_a_list_are_answered_one_by_one(sdk: openai.OpenAI) -> None:
     texts = [sdk.completions.create(prompt=one, **GREEDY).choices[0].text for one in ("In the", "And he")]
     together = sdk.completions.create(prompt=["In the", "And he"], **GREEDY)
     assert [choice.text for choice in together.choices] == texts
-    tokens = demo_model().tokenizer("In the")["input_ids"]
+    tokens = load_demo_model().tokenizer("In the")["input_ids"]
     assert sdk.completions.create(prompt=tokens, **GREEDY).choices[0].text == texts[0]
 
 
@@ -154,7 +154,7 @@ def test_responses_streamed_and_not_say_the_same(sdk: openai.OpenAI) -> None:
 def test_models_are_listed(sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == [MODEL]
     assert sdk.models.retrieve(MODEL).owned_by == "penstock"
-    assert sdk.models.retrieve(MODEL).to_dict()["max_model_len"] == demo_model().context_length
+    assert sdk.models.retrieve(MODEL).to_dict()["max_model_len"] == load_demo_model().context_length
     with pytest.raises(openai.NotFoundError):
         sdk.models.retrieve("nobody/has-it")
 

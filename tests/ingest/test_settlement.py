@@ -23,7 +23,7 @@ from penstock.names import CLASSES, Pipeline, rate_key
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.waiting import wait_until
-from sim.forked import fork, run_penstock
+from sim.forked import fork_process, run_penstock
 from tests.ingest.gateways import wait_until_ready
 
 PER_MIN, HAS = 60_000, 5_000
@@ -88,7 +88,9 @@ def door(line: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door
         "PENSTOCK_GATEWAY_KEYS": str(folder / "keys.json"),
         "PENSTOCK_BATCH_STORE": str(folder / "files"),
     }
-    child = fork("gateway", folder / "log", run_penstock, "gateway", "--port", str(port), environment=os.environ | own)
+    child = fork_process(
+        "gateway", folder / "log", run_penstock, "gateway", "--port", str(port), environment=os.environ | own
+    )
     headers, url = {"authorization": f"Bearer {key}"}, f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
         wait_until_ready(child, port)

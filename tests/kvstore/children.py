@@ -10,14 +10,14 @@ from pathlib import Path
 from penstock.kvstore import steps
 from penstock.local.processes import Child
 from penstock.waiting import wait_until
-from sim.forked import fork
+from sim.forked import fork_process
 
 Main = Callable[..., int]
 
 
 def start(main: Main, directory: Path, *what: str) -> Child:
     """A process that does in the directory what its `main` is told; the log is there, too."""
-    return fork(" ".join(what), directory / "log", main, directory, *what)
+    return fork_process(" ".join(what), directory / "log", main, directory, *what)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from penstock.kvstore.directory.layout import round_to_pages
 from penstock.kvstore.tiers import disk
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.waiting import wait_until
-from sim.small_disk import fill
+from sim.small_disk import fill_disk
 from tests.kvstore.blocks import PAYLOAD_BYTES, TAG, block, content, is_here, keys_of, make_form, new_names, put, read
 from tests.kvstore.children import die, halt
 
@@ -93,7 +93,7 @@ def start(directory: Path) -> None:
     tier, names = open_large(directory), new_names(10)
     put(tier, names, FORM)
     tier.close()
-    fill(directory)
+    fill_disk(directory)
     tier = open_large(directory)
     assert is_here(tier, names) == [False] * 4 + [True] * 6, "a few of the oldest went"
     assert put(tier, NAMES[:4], FORM) == [True] * 4
@@ -104,7 +104,7 @@ def start(directory: Path) -> None:
 def wait(directory: Path) -> None:
     """There is nothing that could go: it is opened all the same, and takes blocks when there is room."""
     disk.WRITE_PAUSE_S = 0.0
-    other = fill(directory)
+    other = fill_disk(directory)
     tier = open_large(directory)
     assert put(tier, NAMES[:2], FORM) == [False, False]
     assert tier.counters.errors > 0

@@ -7,7 +7,7 @@ from playwright.sync_api import Browser
 
 from penstock.local.processes import find_free_port
 from sim.forked import ForkedStack
-from sim.servers import started
+from sim.servers import start_or_skip
 from tests.ingest.conftest import ENVIRONMENT
 from tests.page.chromium import Tabs, chromium
 
@@ -16,7 +16,7 @@ from tests.page.chromium import Tabs, chromium
 def browser() -> Iterator[Browser]:
     """A real Chromium. Without one the test is skipped; in CI it fails."""
     context = chromium()
-    found = started(context.__enter__)
+    found = start_or_skip(context.__enter__)
     try:
         yield found
     finally:

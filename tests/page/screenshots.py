@@ -61,7 +61,7 @@ def answer(page: Page, proxy: Proxy) -> None:
     """Ask, lose the connection, and wait for the end and for the timeline."""
     ask(page, PROMPT, 110, seed="7")
     wait_for_tokens(page, 40)
-    proxy.cut()
+    proxy.cut_connections()
     page.wait_for_selector("#bars[data-whole=true]")
 
 

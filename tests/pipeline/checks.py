@@ -11,7 +11,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.messages import EndEvent, Request, Result, TokenEvent, decode_message
 from penstock.names import START_HASH, Pipeline, event_id, roll_hash
-from sim.workload import Answer
+from sim.workload import ExpectedAnswer
 
 
 class Streams:
@@ -51,7 +51,7 @@ def results_of(addresses: Addresses) -> list[Result]:
     ]
 
 
-def check_streams(streams: Streams, expected: dict[str, Answer]) -> None:
+def check_streams(streams: Streams, expected: dict[str, ExpectedAnswer]) -> None:
     """Every position once, in order, with the right event id; the tokens and texts of the undivided model."""
     for request_id, events in streams.events.items():
         *tokens, end = events
@@ -67,7 +67,7 @@ def check_streams(streams: Streams, expected: dict[str, Answer]) -> None:
         assert end.finish_reason == expected[request_id].finish_reason, request_id
 
 
-def check_results(results: Sequence[Result], expected: dict[str, Answer]) -> None:
+def check_results(results: Sequence[Result], expected: dict[str, ExpectedAnswer]) -> None:
     """Exactly one result for each id, with the tokens and text of the undivided model."""
     counts = Counter(result.id for result in results if result.id in expected)
     assert counts == Counter(expected.keys())

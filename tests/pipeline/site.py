@@ -26,8 +26,8 @@ from penstock.prefill_worker.handoff import sampling_seed
 from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.waiting import wait_until
 from sim.forked import ForkedStack
-from sim.servers import Server, served_by
-from sim.workload import SETTINGS, Answer, demo_model, requests
+from sim.servers import Server, serve_server
+from sim.workload import ENGINE_SETTINGS, ExpectedAnswer, load_demo_model, make_requests
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 
 NUM_REQUESTS = 8
@@ -55,7 +55,7 @@ class Site:
             server.start()
         environment = {
             "PENSTOCK_ENGINE_DTYPE": "float32",
-            "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(SETTINGS.max_step_tokens),
+            "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(ENGINE_SETTINGS.max_step_tokens),
             "PENSTOCK_ENGINE_POOL_MB": "64",
             "PENSTOCK_WORKER_HEARTBEAT_S": "0.3",
             "PENSTOCK_KV_STORE_REDIS_MB": "0",
@@ -111,7 +111,7 @@ class ReplicatedSite(Site):
 
 
 def site_on(bus: str, tmp_path_factory: pytest.TempPathFactory, kind: type[S]) -> Iterator[S]:
-    yield from served_by(kind(tmp_path_factory.mktemp(bus), bus))
+    yield from serve_server(kind(tmp_path_factory.mktemp(bus), bus))
 
 
 def work() -> list[Request]:
@@ -119,14 +119,14 @@ def work() -> list[Request]:
     longer = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
     return [
         request.model_copy(update={"sampling": request.sampling.model_copy(update=longer)})
-        for request in requests(NUM_REQUESTS, f"w{next(_tags)}")
+        for request in make_requests(NUM_REQUESTS, f"w{next(_tags)}")
     ]
 
 
 @cache
-def answers() -> list[Answer]:
+def answers() -> list[ExpectedAnswer]:
     """What the undivided engine says to them, all in one batch."""
-    model, engine, asked = demo_model(), Engine(demo_model(), SETTINGS), work()
+    model, engine, asked = load_demo_model(), Engine(load_demo_model(), ENGINE_SETTINGS), work()
     seqs = [
         Sequence(
             request.id,
@@ -147,7 +147,7 @@ def answers() -> list[Answer]:
     texts = [
         "".join(state.push(token)[0] for token in seq.output_token_ids) for state, seq in zip(states, seqs, strict=True)
     ]
-    return [Answer(seq.output_token_ids, text, "length") for seq, text in zip(seqs, texts, strict=True)]
+    return [ExpectedAnswer(seq.output_token_ids, text, "length") for seq, text in zip(seqs, texts, strict=True)]
 
 
 def submit(client: Client, request: Request) -> None:
@@ -175,7 +175,7 @@ def streaming(site: Site) -> Iterator[Streams]:
     assert site.pids() == before
 
 
-def results_when_all_there(site: Site, expected: dict[str, Answer]) -> list[Result]:
+def results_when_all_there(site: Site, expected: dict[str, ExpectedAnswer]) -> list[Result]:
     """Once each id has one."""
 
     def all_there() -> bool:

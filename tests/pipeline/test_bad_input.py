@@ -13,7 +13,7 @@ from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
 from penstock.config.addresses import Addresses
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
-from sim.line import Line
+from sim.line import InProcessPipeline
 
 GOOD: dict[str, Any] = {"v": 1, "prompt": "In the beginning", "sampling": {"max_tokens": 4, "temperature": 0}}
 TEN_MB = "a" * 10_000_000
@@ -65,49 +65,49 @@ BAD: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.fixture(params=["embedded", "kafka"])
-def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
     kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
-    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)) as made:
+    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)) as made:
         yield made
 
 
-def test_each_bad_input_has_its_error_and_good_ones_go_on(line: Line) -> None:
+def test_each_bad_input_has_its_error_and_good_ones_go_on(line: InProcessPipeline) -> None:
     for number, (name, (value, _)) in enumerate(BAD.items()):
-        line.publish(value, key=name)
-        line.send(Request(id=f"good-{number}", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
-    results = line.run_until(2 * len(BAD))
+        line.publish_bytes(value, key=name)
+        line.send_requests(Request(id=f"good-{number}", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
+    results = line.run_until_results(2 * len(BAD))
     found = {result.id: result.error.code if result.error else "ok" for result in results}
     assert len(results) == len(found)
     assert {name: found[name] for name in BAD} == {name: code for name, (_, code) in BAD.items()}
     assert all(found[f"good-{number}"] == "ok" for number in range(len(BAD)))
 
 
-def test_without_an_id_only_the_dead_letter_topic_can_tell(line: Line) -> None:
-    line.publish(b"{not json")
-    line.publish(json.dumps(GOOD | {"id": "no spaces allowed"}).encode())
-    line.send(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
-    results = line.run_until(1)
+def test_without_an_id_only_the_dead_letter_topic_can_tell(line: InProcessPipeline) -> None:
+    line.publish_bytes(b"{not json")
+    line.publish_bytes(json.dumps(GOOD | {"id": "no spaces allowed"}).encode())
+    line.send_requests(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
+    results = line.run_until_results(1)
     assert [result.id for result in results] == ["good"]
-    reasons = [message.headers[names.REASON_HEADER] for message in line.run_until_buried(2)]
+    reasons = [message.headers[names.REASON_HEADER] for message in line.run_until_dead(2)]
     assert all(reason.startswith("invalid_request") for reason in reasons)
 
 
-def test_a_message_too_large_for_any_topic_is_buried_in_part(line: Line) -> None:
+def test_a_message_too_large_for_any_topic_is_buried_in_part(line: InProcessPipeline) -> None:
     """What cannot be read and only just fits its own topic still has to fit the dead letters'."""
     value = b"{" * (MAX_MESSAGE_BYTES - 10)
-    line.publish(value)
-    line.send(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
-    line.run_until(1)
-    (dead,) = line.run_until_buried(1)
+    line.publish_bytes(value)
+    line.send_requests(Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4)))
+    line.run_until_results(1)
+    (dead,) = line.run_until_dead(1)
     assert dead.headers[names.TRUNCATED_HEADER] == str(len(value))
     assert value.startswith(dead.value)
 
 
-def test_of_what_is_too_large_nothing_is_kept(line: Line) -> None:
+def test_of_what_is_too_large_nothing_is_kept(line: InProcessPipeline) -> None:
     """Neither when it is claimed nor while it waits. Without a key its id is read all the same."""
     value = body(id="large", prompt=TEN_MB)
-    line.publish(value)
-    (result,) = line.run_until(1)
+    line.publish_bytes(value)
+    (result,) = line.run_until_results(1)
     assert result.error is not None
     assert result.error.code == "request_too_large"
     kept = line.client.hget(line.pipeline.record_key("large"), "message")
@@ -116,26 +116,26 @@ def test_of_what_is_too_large_nothing_is_kept(line: Line) -> None:
     assert line.prefill.make_claim_request(waiting) is None
 
 
-def test_an_id_used_twice_with_another_body(line: Line) -> None:
+def test_an_id_used_twice_with_another_body(line: InProcessPipeline) -> None:
     """The first body keeps its one answer; the second goes to the dead-letter topic with the typed reason."""
     first = Request(id="twice", prompt="In the beginning", sampling=Sampling(max_tokens=4, temperature=0))
-    line.send(first)
-    line.run_until(1)
-    line.send(first.model_copy(update={"prompt": "And God said"}), first)
-    line.send(first.model_copy(update={"id": "other"}))
-    results = line.run_until(2)
+    line.send_requests(first)
+    line.run_until_results(1)
+    line.send_requests(first.model_copy(update={"prompt": "And God said"}), first)
+    line.send_requests(first.model_copy(update={"id": "other"}))
+    results = line.run_until_results(2)
     assert sorted(result.id for result in results) == ["other", "twice"]
     assert all(result.error is None for result in results)
-    (dead,) = line.run_until_buried(1)
+    (dead,) = line.run_until_dead(1)
     assert dead.headers[names.REASON_HEADER].startswith("id_conflict")
 
 
-def test_a_deadline_in_the_middle(line: Line) -> None:
+def test_a_deadline_in_the_middle(line: InProcessPipeline) -> None:
     """What was said until then is in the result, and the error is typed."""
     deadline = time.time() + 1.0
     sampling = Sampling(max_tokens=900, temperature=0, ignore_eos=True)
-    line.send(Request(id="late", prompt="In the beginning", sampling=sampling, deadline=deadline))
-    (result,) = line.run_until(1)
+    line.send_requests(Request(id="late", prompt="In the beginning", sampling=sampling, deadline=deadline))
+    (result,) = line.run_until_results(1)
     assert result.error is not None
     assert result.error.code == "deadline_exceeded"
     assert result.usage.completion_tokens == len(result.token_ids)

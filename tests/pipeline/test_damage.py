@@ -12,14 +12,14 @@ from penstock.kvstore.tiers import shared
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import Request, Sampling
 from penstock.names import Pipeline
-from sim.kv_faults import Vandal, num_reads, serve_damaged, tight_settings
-from sim.line import Line
-from sim.workload import SETTINGS, alone, requests
+from sim.kv_faults import BlockCorrupter, count_reads, serve_damaged, tight_settings
+from sim.line import InProcessPipeline
+from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 from tests.kvstore.places import DiskPlace, Place, RedisPlace, SharedPlace
 
 WORK = 6
 READS = 500
-SMALL_POOL = SETTINGS.model_copy(update={"pool_mb": 8})
+SMALL_POOL = ENGINE_SETTINGS.model_copy(update={"pool_mb": 8})
 TIERS = ["shared", "disk", "redis"]
 
 
@@ -33,26 +33,26 @@ def kv_server(tmp_path: Path) -> Iterator[ValkeyServer]:
 @pytest.fixture
 def line(
     request: pytest.FixtureRequest, redis_url: str, kv_server: ValkeyServer, pipeline: Pipeline, tmp_path: Path
-) -> Iterator[Line]:
+) -> Iterator[InProcessPipeline]:
     """A pipeline whose workers hand over through one tier."""
     sizes = dict.fromkeys((f"{name}_mb" for name in TIERS), 0) | {f"{request.param}_mb": 64}
     kv = KVSettings(shared_dir=str(tmp_path), disk_dir=str(tmp_path / "disk"), **sizes)  # type: ignore[arg-type]
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kv_url=kv_server.url)
-    with Line(addresses, kv=kv) as made:
+    with InProcessPipeline(addresses, kv=kv) as made:
         yield made
 
 
-def place_of(line: Line, directory: Path) -> Place:
+def place_of(line: InProcessPipeline, directory: Path) -> Place:
     (tier,) = line.decode.store.tiers
     if tier.name == "redis":
         return RedisPlace(line.addresses.kv_url)
     return SharedPlace(directory) if tier.name == "shared" else DiskPlace(directory / "disk")
 
 
-def work_of(line: Line) -> list[Request]:
+def work_of(line: InProcessPipeline) -> list[Request]:
     return [
         request.model_copy(update={"sampling": Sampling(temperature=0, max_tokens=24, ignore_eos=True)})
-        for request in requests(WORK, line.pipeline.name)[1:]
+        for request in make_requests(WORK, line.pipeline.name)[1:]
     ]
 
 
@@ -62,21 +62,21 @@ def flip(stored: bytes) -> bytes:
     return stored[:place] + bytes([stored[place] ^ 0x40]) + stored[place + 1 :]
 
 
-def run_damaged(line: Line, place: Place) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+def run_damaged(line: InProcessPipeline, place: Place) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """Tokens got and expected, with a byte flipped in a block of each request between prefill and decode."""
     work = work_of(line)
-    line.send(*work)
+    line.send_requests(*work)
     line.run_prefill(len(work))
     for request in work:
         chain = line.prefill.store.make_hasher(request.tenant)
         place.damage(line.decode.store.tiers[0], chain.hash_full_blocks(request.token_ids or [])[0].hash, flip)
-    results = line.run_until(len(work))
-    expected = {request_id: answer.token_ids for request_id, answer in alone(work).items()}
+    results = line.run_until_results(len(work))
+    expected = {request_id: answer.token_ids for request_id, answer in compute_answers(work).items()}
     return {result.id: result.token_ids for result in results}, expected
 
 
 @pytest.mark.parametrize("line", TIERS, indirect=True)
-def test_a_flipped_byte_changes_no_token(line: Line, tmp_path: Path) -> None:
+def test_a_flipped_byte_changes_no_token(line: InProcessPipeline, tmp_path: Path) -> None:
     place = place_of(line, tmp_path)
     got, expected = run_damaged(line, place)
     assert got == expected
@@ -85,7 +85,9 @@ def test_a_flipped_byte_changes_no_token(line: Line, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["shared"], indirect=True)
-def test_without_the_checksum_it_would(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_checksum_it_would(
+    line: InProcessPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control: the equality test can fail."""
 
     def copied(into: memoryview, source: memoryview) -> int:
@@ -108,8 +110,8 @@ def test_damage_everywhere_all_the_time_changes_no_token(
     """
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kv_url=kv_server.url)
     with (
-        Line(addresses, kv=tight_settings(tmp_path), engine=SMALL_POOL) as line,
-        Vandal(line.decode.store, tmp_path / "disk", kv_server.url, seed=1) as vandal,
+        InProcessPipeline(addresses, kv=tight_settings(tmp_path), engine=SMALL_POOL) as line,
+        BlockCorrupter(line.decode.store, tmp_path / "disk", kv_server.url, seed=1) as corrupter,
     ):
 
         def restart(number: int) -> None:
@@ -117,9 +119,9 @@ def test_damage_everywhere_all_the_time_changes_no_token(
                 kv_server.kill()
                 kv_server.start()
 
-        answers, wrong = serve_damaged(line, lambda: num_reads(line) >= READS, restart)
+        answers, wrong = serve_damaged(line, lambda: count_reads(line) >= READS, restart)
         counters = [tier.counters for store in (line.prefill.store, line.decode.store) for tier in store.tiers]
-        assert wrong == 0, f"{wrong} of {answers} answers; {dict(vandal.strikes)}"
+        assert wrong == 0, f"{wrong} of {answers} answers; {dict(corrupter.num_corruptions)}"
         assert sum(one.damaged for one in counters) > 0
-        assert {strike.split()[0] for strike in vandal.strikes} == set(TIERS)
+        assert {strike.split()[0] for strike in corrupter.num_corruptions} == set(TIERS)
         assert all(tier.read_usage().leased == 0 for tier in line.decode.store.tiers)

@@ -13,7 +13,7 @@ from penstock.local.stack import Stack
 from penstock.messages import Request, Result
 from penstock.waiting import wait_until
 from sim.forked import ForkedStack
-from sim.workload import SETTINGS, Answer, alone, requests
+from sim.workload import ENGINE_SETTINGS, ExpectedAnswer, compute_answers, make_requests
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 
 pytestmark = pytest.mark.timeout(400)
@@ -24,7 +24,7 @@ NUM_REQUESTS = 24
 def stack(kafka: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     environment = {
         "PENSTOCK_ENGINE_DTYPE": "float32",
-        "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(SETTINGS.max_step_tokens),
+        "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(ENGINE_SETTINGS.max_step_tokens),
         "PENSTOCK_ENGINE_MAX_BATCH": "8",
         "PENSTOCK_ENGINE_POOL_MB": "64",
     }
@@ -67,7 +67,7 @@ def submit(client: Client, work: list[Request]) -> None:
         )
 
 
-def results_when_all_there(stack: Stack, expected: dict[str, Answer]) -> list[Result]:
+def results_when_all_there(stack: Stack, expected: dict[str, ExpectedAnswer]) -> list[Result]:
     """The results, once each id has one: a settlement may wait for a dead worker's delivery to come back."""
     found: list[Result] = []
 
@@ -80,19 +80,19 @@ def results_when_all_there(stack: Stack, expected: dict[str, Answer]) -> list[Re
 
 
 def test_tokens_equal_the_undivided_model(stack: Stack) -> None:
-    work = requests(NUM_REQUESTS, "calm")
+    work = make_requests(NUM_REQUESTS, "calm")
     with Client(stack.addresses) as client:
         submit(client, work)
         streams = Streams(client, work)
         streams.finish()
-    expected = alone(work)
+    expected = compute_answers(work)
     check_streams(streams, expected)
     check_results(results_when_all_there(stack, expected), expected)
 
 
 def test_workers_leave_on_request(stack: Stack) -> None:
     """SIGTERM in the middle of work: what runs is finished or handed back, and every process ends with status 0."""
-    work = requests(12, "leaving", max_tokens=60)
+    work = make_requests(12, "leaving", max_tokens=60)
     stack.wait_until_ready(120)
     with Client(stack.addresses) as client, tended(stack):
         streams = Streams(client, work)
@@ -102,5 +102,5 @@ def test_workers_leave_on_request(stack: Stack) -> None:
             assert worker.child is not None
             assert worker.child.stop(timeout_s=60.0) == 0
         streams.finish()
-    expected = alone(work)
+    expected = compute_answers(work)
     check_streams(streams, expected)

@@ -24,9 +24,9 @@ from penstock.record import Busy, Claim, body_hash
 from penstock.waiting import wait_until
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.loop import run_until_idle
-from sim.forked import fork
-from sim.line import Line
-from sim.workload import alone, requests
+from sim.forked import fork_process
+from sim.line import InProcessPipeline
+from sim.workload import compute_answers, make_requests
 from tests.pipeline import poisoned_worker
 from tests.pipeline.checks import results_of
 from tests.pipeline.poisoned_worker import POISON
@@ -36,13 +36,15 @@ RECORD = RecordSettings(retry_first_s=0.05, lease_s=0.4)
 
 
 @contextlib.contextmanager
-def line_on(redis_url: str, pipeline: Pipeline, kafka: str = "", record: RecordSettings = RECORD) -> Iterator[Line]:
-    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka), record) as made:
+def line_on(
+    redis_url: str, pipeline: Pipeline, kafka: str = "", record: RecordSettings = RECORD
+) -> Iterator[InProcessPipeline]:
+    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka), record) as made:
         yield made
 
 
 @pytest.fixture
-def line(redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+def line(redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
     with line_on(redis_url, pipeline) as made:
         yield made
 
@@ -55,7 +57,9 @@ def poison(name: str = "poison", max_tokens: int = 8) -> Request:
 GOOD = Request(id="good", prompt="In the beginning", sampling=Sampling(max_tokens=4))
 
 
-def breaks(line: Line, stage: Stage, error: Callable[[], Exception], output: int = 0, times: int = 1000) -> None:
+def breaks(
+    line: InProcessPipeline, stage: Stage, error: Callable[[], Exception], output: int = 0, times: int = 1000
+) -> None:
     """Let the steps of a worker fail, so often, that have a poisoned request with so many tokens of output."""
     engine = (line.prefill if stage == "prefill" else line.decode).engine
     right, left = engine._forward, [times]
@@ -69,10 +73,12 @@ def breaks(line: Line, stage: Stage, error: Callable[[], Exception], output: int
     engine._forward = broken  # type: ignore[assignment, method-assign]
 
 
-def check(line: Line, work: list[Request], results: list[Result], num_errors: int = 1) -> dict[str, Result]:
+def check(
+    line: InProcessPipeline, work: list[Request], results: list[Result], num_errors: int = 1
+) -> dict[str, Result]:
     """All but so many have the answer of the undivided model, each one result. Gives those that have not."""
     assert len({result.id for result in results}) == len(results) == len(work) + num_errors
-    expected = alone(work)
+    expected = compute_answers(work)
     found = {result.id: result for result in results}
     for request in work:
         assert found.pop(request.id).token_ids == expected[request.id].token_ids
@@ -85,14 +91,14 @@ def check(line: Line, work: list[Request], results: list[Result], num_errors: in
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 def test_who_makes_steps_fail_ends_alone(stage: Stage, redis_url: str, pipeline: Pipeline, kafka: str) -> None:
     with line_on(redis_url, pipeline, kafka) as line:
-        work, output = requests(8, pipeline.name), 0 if stage == "prefill" else 3
+        work, output = make_requests(8, pipeline.name), 0 if stage == "prefill" else 3
         breaks(line, stage, lambda: ZeroDivisionError("a bug"), output)
-        line.send(*work[:4], poison(), *work[4:])
-        result = check(line, work, line.run_until(9))["poison"]
+        line.send_requests(*work[:4], poison(), *work[4:])
+        result = check(line, work, line.run_until_results(9))["poison"]
         assert result.error is not None
         assert (result.error.code, result.error.message) == ("model_error", "ZeroDivisionError: a bug")
         assert len(result.token_ids) == output
-        (dead,) = line.run_until_buried(1)
+        (dead,) = line.run_until_dead(1)
         assert dead.key == "poison"
         assert dead.headers[names.REASON_HEADER] == "model_error: ZeroDivisionError: a bug"
         assert dead.headers[names.STACK_HEADER].rstrip().endswith("ZeroDivisionError: a bug")
@@ -104,19 +110,19 @@ def test_who_makes_steps_fail_ends_alone(stage: Stage, redis_url: str, pipeline:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_what_fails_for_a_while_is_answered(line: Line, stage: Stage) -> None:
+def test_what_fails_for_a_while_is_answered(line: InProcessPipeline, stage: Stage) -> None:
     breaks(line, stage, lambda: MemoryError("not now"), times=2)
-    line.send(poison())
-    (result,) = line.run_until(1)
+    line.send_requests(poison())
+    (result,) = line.run_until_results(1)
     assert result.error is None
     assert len(result.token_ids) == 8
-    assert line.dead() == []
+    assert line.read_dead_letters() == []
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("error", "code"), [(KVStoreError, "store_unreachable"), (KeyError, "internal_error")])
 def test_what_cannot_even_begin_ends_and_stops_nobody(
-    line: Line, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: str
+    line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: str
 ) -> None:
     right = line.prefill.store.make_hasher
 
@@ -126,21 +132,21 @@ def test_what_cannot_even_begin_ends_and_stops_nobody(
         return right(tenant)
 
     monkeypatch.setattr(line.prefill.store, "make_hasher", broken)
-    work = requests(2, line.pipeline.name)
-    line.send(work[0], poison().model_copy(update={"tenant": "odd"}), work[1])
-    result = check(line, work, line.run_until(3))["poison"]
+    work = make_requests(2, line.pipeline.name)
+    line.send_requests(work[0], poison().model_copy(update={"tenant": "odd"}), work[1])
+    result = check(line, work, line.run_until_results(3))["poison"]
     assert result.error is not None
     assert result.error.code == code
-    (dead,) = line.run_until_buried(1)
+    (dead,) = line.run_until_dead(1)
     assert "in broken" in dead.headers[names.STACK_HEADER]
     assert dead.headers[names.ATTEMPT_HEADER] == "3"
 
 
 @pytest.mark.timeout(60)
-def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
+def test_what_was_taken_over_fails_like_all_else(line: InProcessPipeline) -> None:
     """It has no delivery to keep: it is taken over again, until it ends."""
     silent = line.prefill
-    line.send(poison())
+    line.send_requests(poison())
     wait_until(lambda: silent.run_once() or silent.running, 30, "a claim", 0)
     silent.session.stop()
     line.add_prefill("prefill-1")
@@ -148,13 +154,13 @@ def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
 
     def is_dead() -> bool:
         line.prefill.run_once()
-        return bool(line.dead())
+        return bool(line.read_dead_letters())
 
     wait_until(is_dead, 30, "a dead letter", 0)
-    (dead,) = line.run_until_buried(1)
+    (dead,) = line.run_until_dead(1)
     assert dead.headers[names.REASON_HEADER].startswith("model_error")
     run_until_idle(silent)
-    (result,) = line.run_until(1)
+    (result,) = line.run_until_results(1)
     assert result.error is not None
     assert result.error.code == "model_error"
     silent.close()
@@ -164,7 +170,7 @@ def test_what_was_taken_over_fails_like_all_else(line: Line) -> None:
 def test_what_was_taken_over_waits_before_it_is_tried_again(redis_url: str, pipeline: Pipeline) -> None:
     with line_on(redis_url, pipeline, record=RecordSettings(retry_first_s=600, retry_cap_s=600, lease_s=0.4)) as line:
         silent = line.prefill
-        line.send(poison())
+        line.send_requests(poison())
         wait_until(lambda: silent.run_once() or silent.running, 20, "a claim", 0)
         silent.session.stop()
         line.add_prefill("prefill-1")
@@ -184,26 +190,26 @@ def test_what_was_taken_over_waits_before_it_is_tried_again(redis_url: str, pipe
 BAD_JOB = b'{"v": 1, "id": "bad", "job": "j1", "of_a_later_version": true}'
 
 
-def test_a_job_that_cannot_be_read_has_a_result(line: Line) -> None:
+def test_a_job_that_cannot_be_read_has_a_result(line: InProcessPipeline) -> None:
     """And only one: it is bound by its name, as any other. A copy is in the dead letters."""
     headers = {names.TENANT_HEADER: "acme"}
     topic = line.pipeline.job_topic("interactive")
     stale = BAD_JOB.replace(b"j1", b"j2")
     line.publisher.publish([Outgoing(topic, value, "bad", headers) for value in (BAD_JOB, stale)])
-    line.send(GOOD)
-    results = {result.id: result for result in line.run_until(2)}
+    line.send_requests(GOOD)
+    results = {result.id: result for result in line.run_until_results(2)}
     run_until_idle(line.decode)
-    assert len(line.results()) == 2
+    assert len(line.read_results()) == 2
     assert results[GOOD.id].error is None
     assert results["bad"].tenant == "acme"
     assert results["bad"].error is not None
     assert results["bad"].error.code == "internal_error"
     assert "of_a_later_version" in results["bad"].error.message
-    (letter,) = line.run_until_buried(1)
+    (letter,) = line.run_until_dead(1)
     assert (letter.value, letter.headers[names.ORIGIN_HEADER]) == (BAD_JOB, topic)
 
 
-def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> None:
+def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: InProcessPipeline) -> None:
     """A job ends; a parcel of another version is left to its delivery."""
     record, topic = line.decode.record, line.pipeline.job_topic("interactive")
     job = Delivery(topic, "0:0", BAD_JOB, "bad", {}, "interactive", 0.0)
@@ -224,15 +230,15 @@ def test_what_cannot_be_read_when_it_is_taken_over_stops_nobody(line: Line) -> N
     assert end.error is not None
     assert end.error.code == "internal_error"
     assert not line.decode.running
-    line.send(GOOD)
-    (result,) = line.run_until(1)
+    line.send_requests(GOOD)
+    (result,) = line.run_until_results(1)
     assert (result.id, result.error) == (GOOD.id, None)
 
 
 def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
-    line: Line, monkeypatch: pytest.MonkeyPatch
+    line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topic, read = line.pipeline.request_topic("interactive"), line.prompts.tokenize_prompt
+    topic, read = line.pipeline.request_topic("interactive"), line.prompt_tokenizer.tokenize_prompt
     fails = iter([True])
 
     def read_later(request: Request) -> list[int]:
@@ -240,7 +246,7 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
             raise RuntimeError("a bug")
         return read(request)
 
-    monkeypatch.setattr(line.prompts, "tokenize_prompt", read_later)
+    monkeypatch.setattr(line.prompt_tokenizer, "tokenize_prompt", read_later)
     delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
     who_died = alive(line.prefill.record, "prefill", "who died")
     line.prefill.record.claim_prefill(GOOD.id, who_died, body_hash(GOOD), serialize_delivery(delivery))
@@ -250,7 +256,7 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
         return bool(line.bus.read_all(line.pipeline.job_topic("interactive")))
 
     wait_until(is_handed_off, 30, "its job", 0)
-    (result,) = line.run_until(1)
+    (result,) = line.run_until_results(1)
     assert (result.id, result.error) == (GOOD.id, None)
 
 
@@ -266,35 +272,35 @@ def test_waiting_times_grow_up_to_the_cap(redis_url: str, pipeline: Pipeline) ->
                 claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
                 assert isinstance(claim, Claim)
                 line.prefill.record.release(claim, failed=True)
-            line.send(request)
+            line.send_requests(request)
             wait_until(partial(keeps, line, number + 1), 30, "it is kept", 0)
             busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
             assert isinstance(busy, Busy)
             waits.append(busy.wait_s)
         assert waits == pytest.approx([2, 6, 10], abs=1.5)
         assert line.prefill.member.held() == 3
-        line.send(GOOD)
+        line.send_requests(GOOD)
         wait_until(partial(hands_off, line, GOOD.id), 30, "what is kept holds up nobody", 0)
 
 
-def hands_off(line: Line, request_id: str) -> bool:
+def hands_off(line: InProcessPipeline, request_id: str) -> bool:
     line.prefill.run_once()
     return request_id in {job.key for job in line.bus.read_all(line.pipeline.job_topic("interactive"))}
 
 
-def keeps(line: Line, count: int) -> bool:
+def keeps(line: InProcessPipeline, count: int) -> bool:
     line.prefill.run_once()
     return len(line.prefill.queue) == count
 
 
-def test_what_failed_waits_through_its_workers_death(line: Line) -> None:
+def test_what_failed_waits_through_its_workers_death(line: InProcessPipeline) -> None:
     """Its attempts count in the record, and whoever is left tries again."""
     breaks(line, "prefill", lambda: ZeroDivisionError("a bug"))
-    line.send(poison())
+    line.send_requests(poison())
     wait_until(partial(keeps, line, 1), 30, "it failed", 0)
     line.prefill.abandon()
     line.add_prefill("prefill-1")
-    (result,) = line.run_until(1)
+    (result,) = line.run_until_results(1)
     assert result.error is None
     assert len(result.token_ids) == 8
     assert int(line.client.hget(line.pipeline.record_key("poison"), "attempts") or 0) == 0
@@ -302,11 +308,11 @@ def test_what_failed_waits_through_its_workers_death(line: Line) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_a_worker_has_one_at_a_time_that_may_kill_it(line: Line, stage: Stage) -> None:
+def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline, stage: Stage) -> None:
     """The others are given back, and their attempts do not count while they wait."""
-    work = requests(4, line.pipeline.name)
+    work = make_requests(4, line.pipeline.name)
     if stage == "decode":
-        line.send(*work)
+        line.send_requests(*work)
         line.run_prefill(4)
     jobs = {message.key: message for message in line.bus.read_all(line.pipeline.job_topic("interactive"))}
     record = line.prefill.record
@@ -320,7 +326,7 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: Line, stage: Stage) -
             assert isinstance(claim, Claim)
             record.release(claim, failed=True)
     if stage == "prefill":
-        line.send(*work)
+        line.send_requests(*work)
     worker = line.prefill if stage == "prefill" else line.decode
     most = 0
 
@@ -333,8 +339,8 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: Line, stage: Stage) -
         return most > 0 and not worker.running and worker.is_settled()
 
     wait_until(is_through, 40, "all through", 0)
-    check(line, work, line.run_until(4), num_errors=0)
-    assert line.dead() == []
+    check(line, work, line.run_until_results(4), num_errors=0)
+    assert line.read_dead_letters() == []
 
 
 @contextlib.contextmanager
@@ -355,7 +361,7 @@ def deadly_workers(addresses: Addresses, directory: Path) -> Iterator[dict[Stage
     try:
         for stage, log in logs.items():
             named = {**environment, "PENSTOCK_WORKER_NAME": f"{stage}-0"}
-            children.append(fork(stage, log, poisoned_worker.main, stage, environment=named))
+            children.append(fork_process(stage, log, poisoned_worker.main, stage, environment=named))
         yield logs
     finally:
         for child in children:
@@ -370,7 +376,7 @@ def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
     bus = connect(addresses, BusSettings())
     bus.create_topics()
-    work = requests(12, pipeline.name)
+    work = make_requests(12, pipeline.name)
     everything = [*work[:5], poison("kills-prefill", max_tokens=1), *work[5:9], poison("kills-decode"), *work[9:]]
     with contextlib.closing(bus.publisher()) as publisher:
         publisher.publish([Outgoing(pipeline.request_topic("interactive"), one.encode(), one.id) for one in everything])
@@ -380,7 +386,7 @@ def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
         )
         deaths = {stage: log.read_text().count("died of signal -11") for stage, log in logs.items()}
     found = {result.id: result for result in results_of(addresses)}
-    expected = alone(work)
+    expected = compute_answers(work)
     assert {one.id: found[one.id].token_ids for one in work} == {one.id: expected[one.id].token_ids for one in work}
     errors = {name: found[name].error for name in ("kills-prefill", "kills-decode")}
     assert all(error is not None and error.code == "attempts_exhausted" for error in errors.values())

@@ -14,40 +14,40 @@ from penstock.kvstore.store import KVStore
 from penstock.messages import Request, Result, Sampling
 from penstock.names import Pipeline
 from penstock.worker.loop import run_until_idle
-from sim.line import Line
-from sim.workload import SETTINGS, alone, requests
+from sim.line import InProcessPipeline
+from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 
-BLOCK = SETTINGS.block_size
+BLOCK = ENGINE_SETTINGS.block_size
 GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture
-def line(redis_url: str, pipeline: Pipeline, tmp_path: Path) -> Iterator[Line]:
+def line(redis_url: str, pipeline: Pipeline, tmp_path: Path) -> Iterator[InProcessPipeline]:
     """Workers of one host: shared memory, and the disk behind it."""
     kv = KVSettings(shared_mb=64, shared_dir=str(tmp_path), disk_mb=64, disk_dir=str(tmp_path / "disk"), redis_mb=0)
-    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url), kv=kv) as made:
+    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url), kv=kv) as made:
         yield made
 
 
-def prompt_of(length: int, line: Line) -> Request:
-    work = requests(40, line.pipeline.name)
+def prompt_of(length: int, line: InProcessPipeline) -> Request:
+    work = make_requests(40, line.pipeline.name)
     (longest,) = work[-1:]
     assert longest.token_ids is not None
     return longest.model_copy(update={"token_ids": longest.token_ids[:length], "sampling": GREEDY})
 
 
-def ask(line: Line, request: Request, request_id: str) -> Result:
-    line.send(request.model_copy(update={"id": request_id}))
-    results = line.run_until(len(line.results()) + 1)
+def ask(line: InProcessPipeline, request: Request, request_id: str) -> Result:
+    line.send_requests(request.model_copy(update={"id": request_id}))
+    results = line.run_until_results(len(line.read_results()) + 1)
     (mine,) = [result for result in results if result.id == request_id]
     return mine
 
 
 def tokens_alone(request: Request) -> list[int]:
-    return alone([request])[request.id].token_ids
+    return compute_answers([request])[request.id].token_ids
 
 
-def empty_pools(line: Line) -> None:
+def empty_pools(line: InProcessPipeline) -> None:
     """As if both workers had just been started."""
     for worker in (line.prefill, line.decode):
         pool = worker.engine.pool
@@ -55,7 +55,7 @@ def empty_pools(line: Line) -> None:
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 7])
-def test_a_prompt_asked_again_is_found(line: Line, length: int) -> None:
+def test_a_prompt_asked_again_is_found(line: InProcessPipeline, length: int) -> None:
     request = prompt_of(length, line)
     expected = tokens_alone(request)
     found = (length - 1) // BLOCK * BLOCK
@@ -74,21 +74,21 @@ def test_many_at_once_in_a_small_pool_each_get_what_is_stored(
     """What is fetched for one is not put out by what is fetched for the next."""
     kv = KVSettings(shared_mb=64, shared_dir=str(tmp_path), redis_mb=0)
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
-    with Line(addresses, kv=kv, engine=SETTINGS.model_copy(update={"pool_mb": 3})) as line:
+    with InProcessPipeline(addresses, kv=kv, engine=ENGINE_SETTINGS.model_copy(update={"pool_mb": 3})) as line:
         longest = prompt_of(10**6, line).token_ids or []
         prompts = [longest[n : n + 12 * BLOCK] for n in range(8)]
         for turn in ("first", "again"):
             empty_pools(line)
             for n, prompt in enumerate(prompts):
                 request = Request(id=f"{turn}-{n}", token_ids=prompt, sampling=Sampling(temperature=0, max_tokens=2))
-                line.send(request)
-            found = line.run_until(len(prompts) * (1 if turn == "first" else 2))
+                line.send_requests(request)
+            found = line.run_until_results(len(prompts) * (1 if turn == "first" else 2))
         again = [result for result in found if result.id.startswith("again")]
         assert [result.usage.cached_tokens for result in again] == [11 * BLOCK] * len(prompts)
         assert line.decode.store.stats.recomputed_jobs == 0
 
 
-def test_the_next_turn_finds_the_answers_kv(line: Line) -> None:
+def test_the_next_turn_finds_the_answers_kv(line: InProcessPipeline) -> None:
     """Also when another worker wrote the answer, and its pool is gone."""
     first = prompt_of(3 * BLOCK + 5, line)
     answer = ask(line, first, "turn-1")
@@ -103,10 +103,10 @@ def test_the_next_turn_finds_the_answers_kv(line: Line) -> None:
     assert result.usage.cached_tokens == (len(told) - 1) // BLOCK * BLOCK > len(first.token_ids)
 
 
-def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: Line) -> None:
+def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: InProcessPipeline) -> None:
     request = prompt_of(2 * BLOCK + 3, line)
     expected = tokens_alone(request)
-    line.send(request)
+    line.send_requests(request)
     line.run_prefill(1)
     decode = line.decode
     while not decode.running or len(next(iter(decode.running.values())).log_events) < BLOCK + 4:
@@ -123,26 +123,26 @@ def test_a_request_taken_over_reads_what_was_computed_of_its_answer(line: Line) 
             yield event
 
     line.decode.kv.collect_events = noted  # type: ignore[method-assign]
-    (result,) = line.run_until(1)
+    (result,) = line.run_until_results(1)
     assert result.token_ids == expected
     assert loaded[0].num_pool_blocks + loaded[0].num_tier_blocks == (2 * BLOCK + 3 + BLOCK + 3) // BLOCK
 
 
-def test_leases_live_as_long_as_the_job(line: Line) -> None:
+def test_leases_live_as_long_as_the_job(line: InProcessPipeline) -> None:
     request = prompt_of(4 * BLOCK + 2, line)
-    line.send(request)
+    line.send_requests(request)
     line.run_prefill(1)
     (shared, _) = line.decode.store.tiers
     assert shared.read_usage().leased == 5
-    line.run_until(1)
+    line.run_until_results(1)
     line.decode.kv.close()
     assert shared.read_usage().leased == 0
 
 
-def test_the_end_of_leases_hashes_no_prompt_again(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_leases_hashes_no_prompt_again(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a worker that is closed frees the connection of its appends."""
     request = prompt_of(30 * BLOCK + 2, line)
-    line.send(request)
+    line.send_requests(request)
     line.run_prefill(1)
     while not line.decode.running:
         line.decode.run_once()
@@ -154,7 +154,7 @@ def test_the_end_of_leases_hashes_no_prompt_again(line: Line, monkeypatch: pytes
         return hash_blocks(parent, token_ids, block_size)
 
     monkeypatch.setattr("penstock.kvstore.chain.hash_blocks", counted)
-    line.run_until(1)
+    line.run_until_results(1)
     assert num_hashed <= GREEDY.max_tokens + 2 * BLOCK
     assert line.decode.record._appends._link._connection is not None
     line.decode.close()
@@ -162,21 +162,21 @@ def test_the_end_of_leases_hashes_no_prompt_again(line: Line, monkeypatch: pytes
     line.renew_decode()
 
 
-def test_a_job_whose_blocks_are_gone_is_computed_again_and_counted(line: Line) -> None:
+def test_a_job_whose_blocks_are_gone_is_computed_again_and_counted(line: InProcessPipeline) -> None:
     request = prompt_of(4 * BLOCK + 2, line)
     expected = tokens_alone(request)
-    line.send(request)
+    line.send_requests(request)
     line.run_prefill(1)
     for tier in line.decode.store.tiers:
         tier.remove_blocks([entry.key for entry in tier.list_entries()][:3])
-    (result,) = line.run_until(1)
+    (result,) = line.run_until_results(1)
     assert result.token_ids == expected
     stats = line.decode.store.stats
     assert stats.recomputed_jobs == 1
     assert 1 <= stats.recomputed_blocks <= 5
 
 
-def test_tenants_share_nothing(line: Line) -> None:
+def test_tenants_share_nothing(line: InProcessPipeline) -> None:
     request = prompt_of(6 * BLOCK, line)
     ask(line, request, "one")
     result = ask(line, request.model_copy(update={"tenant": "another"}), "two")
@@ -199,36 +199,38 @@ def held_up(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_cancelled_while_its_blocks_are_fetched(line: Line, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_while_its_blocks_are_fetched(
+    line: InProcessPipeline, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The end comes at once; the fetch ends later, and its room goes back to the pool."""
     request = prompt_of(4 * BLOCK + 2, line)
     ask(line, request, "first")
     empty_pools(line)
     worker = line.prefill if stage == "prefill" else line.decode
     if stage == "decode":
-        line.send(request.model_copy(update={"id": "second"}))
+        line.send_requests(request.model_copy(update={"id": "second"}))
         line.run_prefill(1)
         empty_pools(line)
     begun, go_on = held_up(worker.store, monkeypatch)
     if stage == "prefill":
-        line.send(request.model_copy(update={"id": "second"}))
+        line.send_requests(request.model_copy(update={"id": "second"}))
     while not begun.is_set():
         worker.run_once()
     line.prefill.record.cancel("second")
     go_on.set()
-    results = line.run_until(2)
+    results = line.run_until_results(2)
     assert {result.id: result.finish_reason for result in results}["second"] == "cancelled"
     assert worker.engine.num_free_blocks == worker.engine.pool.num_blocks
 
 
-def test_no_step_waits_for_a_tier(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_waits_for_a_tier(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one job's blocks are fetched, another's tokens are generated."""
     slow, quick = prompt_of(4 * BLOCK + 2, line), prompt_of(1, line)
-    line.send(quick.model_copy(update={"id": "quick"}))
+    line.send_requests(quick.model_copy(update={"id": "quick"}))
     line.run_prefill(1)
     while not line.decode.engine.num_running:
         line.decode.run_once()
-    line.send(slow.model_copy(update={"id": "slow"}))
+    line.send_requests(slow.model_copy(update={"id": "slow"}))
     while "slow" not in {job.key for job in line.bus.read_all(line.pipeline.job_topic("interactive"))}:
         run_until_idle(line.prefill)
     begun, go_on = held_up(line.decode.store, monkeypatch)
@@ -239,4 +241,4 @@ def test_no_step_waits_for_a_tier(line: Line, monkeypatch: pytest.MonkeyPatch) -
         line.decode.run_once()
     assert "slow" in line.decode.running
     go_on.set()
-    assert {result.id for result in line.run_until(2)} == {"quick", "slow"}
+    assert {result.id for result in line.run_until_results(2)} == {"quick", "slow"}

@@ -16,14 +16,14 @@ from penstock.names import Pipeline
 from penstock.record import body_hash
 from penstock.waiting import wait_until
 from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
-from sim.line import Line
+from sim.line import InProcessPipeline
 
 
 @pytest.fixture(params=["embedded", "kafka"])
-def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
     kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
-    with Line(addresses, RecordSettings(max_attempts=2, retry_first_s=0.05)) as made:
+    with InProcessPipeline(addresses, RecordSettings(max_attempts=2, retry_first_s=0.05)) as made:
         yield made
 
 
@@ -32,10 +32,10 @@ def ask(name: str, max_tokens: int = 6, **changes: object) -> Request:
     return Request.model_validate({"id": name, "prompt": "In the beginning", "sampling": sampling, **changes})
 
 
-def test_cancelled_before_it_began(line: Line) -> None:
+def test_cancelled_before_it_began(line: InProcessPipeline) -> None:
     line.decode.record.cancel("gone")
-    line.send(ask("gone"), ask("stays"))
-    results = {result.id: result for result in line.run_until(2)}
+    line.send_requests(ask("gone"), ask("stays"))
+    results = {result.id: result for result in line.run_until_results(2)}
     assert results["gone"].finish_reason == "cancelled"
     assert results["gone"].error is not None
     assert results["gone"].error.code == "cancelled"
@@ -45,31 +45,31 @@ def test_cancelled_before_it_began(line: Line) -> None:
     assert results["stays"].usage.prompt_tokens > 0
 
 
-def test_refused_or_too_late_it_has_used_nothing(line: Line) -> None:
-    line.send(ask("long", prompt=None, token_ids=[5] * 5000), ask("late", deadline=now_s() - 1))
-    results = {result.id: result for result in line.run_until(2)}
+def test_refused_or_too_late_it_has_used_nothing(line: InProcessPipeline) -> None:
+    line.send_requests(ask("long", prompt=None, token_ids=[5] * 5000), ask("late", deadline=now_s() - 1))
+    results = {result.id: result for result in line.run_until_results(2)}
     codes = {name: result.error.code for name, result in results.items() if result.error is not None}
     assert codes == {"long": "prompt_too_long", "late": "deadline_exceeded"}
     assert {result.usage for result in results.values()} == {Usage()}
 
 
-def test_cancelled_while_it_waits_for_decode_it_has_used_its_prompt(line: Line) -> None:
-    line.send(ask("gone"))
+def test_cancelled_while_it_waits_for_decode_it_has_used_its_prompt(line: InProcessPipeline) -> None:
+    line.send_requests(ask("gone"))
     line.run_prefill(1)
     assert line.decode.record.cancel("gone")
-    (result,) = line.run_until(1)
+    (result,) = line.run_until_results(1)
     assert result.finish_reason == "cancelled"
     assert result.usage.prompt_tokens > 0
 
 
-def test_cancelled_in_the_middle(line: Line) -> None:
+def test_cancelled_in_the_middle(line: InProcessPipeline) -> None:
     """The stream ends within a step or two, with what was said until then, and the blocks are free again."""
-    line.send(ask("cut", max_tokens=800))
+    line.send_requests(ask("cut", max_tokens=800))
     line.run_prefill(1)
     while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 5):
         line.decode.run_once()
     assert line.decode.record.cancel("cut")
-    (result,) = line.run_until(1)
+    (result,) = line.run_until_results(1)
     assert result.finish_reason == "cancelled"
     assert 5 < len(result.token_ids) < 20
     assert result.usage.prompt_tokens > 0
@@ -78,85 +78,85 @@ def test_cancelled_in_the_middle(line: Line) -> None:
         list(client.stream("cut"))
 
 
-def test_sent_twice_is_answered_once(line: Line) -> None:
-    line.send(ask("same"), ask("same"), ask("other"))
-    line.run_until(2)
-    line.send(ask("same"), ask("last"))
-    results = line.run_until(3)
+def test_sent_twice_is_answered_once(line: InProcessPipeline) -> None:
+    line.send_requests(ask("same"), ask("same"), ask("other"))
+    line.run_until_results(2)
+    line.send_requests(ask("same"), ask("last"))
+    results = line.run_until_results(3)
     assert sorted(result.id for result in results) == ["last", "other", "same"]
-    assert line.dead() == []
+    assert line.read_dead_letters() == []
 
 
-def test_sent_many_times_is_prefilled_once_and_not_given_up(line: Line) -> None:
+def test_sent_many_times_is_prefilled_once_and_not_given_up(line: InProcessPipeline) -> None:
     """Copies of a request that waits for decode are settled without output, and do not use up its attempts."""
     line.decode.close()
-    line.send(ask("again"))
+    line.send_requests(ask("again"))
     line.run_prefill(1)
-    line.send(*[ask("again")] * 4, ask("other"))
+    line.send_requests(*[ask("again")] * 4, ask("other"))
     line.run_prefill(2)
     jobs = line.bus.read_all(line.pipeline.job_topic("interactive"))
     assert sorted(job.key or "" for job in jobs) == ["again", "other"]
     line.renew_decode()
-    results = line.run_until(2)
+    results = line.run_until_results(2)
     assert [result.error for result in results] == [None, None]
-    assert line.dead() == []
+    assert line.read_dead_letters() == []
 
 
-def unsettled(line: Line) -> int:
+def unsettled(line: InProcessPipeline) -> int:
     run_until_idle(line.prefill)
     return line.bus.unsettled()[line.pipeline.request_topic("interactive")]
 
 
-def test_one_token_ends_in_prefill_and_has_its_result(line: Line) -> None:
-    line.send(ask("short", max_tokens=1))
-    (result,) = line.run_until(1)
+def test_one_token_ends_in_prefill_and_has_its_result(line: InProcessPipeline) -> None:
+    line.send_requests(ask("short", max_tokens=1))
+    (result,) = line.run_until_results(1)
     assert (result.finish_reason, len(result.token_ids), result.usage.completion_tokens) == ("length", 1, 1)
 
 
-def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: Line) -> None:
+def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: InProcessPipeline) -> None:
     """Claims that came to nothing count; the next one gives up."""
     request = ask("poison")
     for _ in range(2):
         claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
         line.prefill.record.release(claim, failed=True)  # type: ignore[arg-type]
-    line.send(request)
-    (result,) = line.run_until(1)
+    line.send_requests(request)
+    (result,) = line.run_until_results(1)
     assert result.error is not None
     assert result.error.code == "attempts_exhausted"
-    (dead,) = line.run_until_buried(1)
+    (dead,) = line.run_until_dead(1)
     assert dead.key == "poison"
     assert dead.headers[names.REASON_HEADER].startswith("attempts_exhausted")
 
 
-def test_a_bug_in_tokenizing_is_retried_then_answered(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_tokenizing_is_retried_then_answered(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claimed and given back; then a typed error, a dead letter, and the next request is served."""
-    read = line.prompts.tokenize_prompt
+    read = line.prompt_tokenizer.tokenize_prompt
 
     def broken(request: Request) -> list[int]:
         if request.id == "trips":
             raise ZeroDivisionError("a bug")
         return read(request)
 
-    monkeypatch.setattr(line.prompts, "tokenize_prompt", broken)
-    line.send(ask("trips"), ask("walks"))
-    results = {result.id: result for result in line.run_until(2)}
+    monkeypatch.setattr(line.prompt_tokenizer, "tokenize_prompt", broken)
+    line.send_requests(ask("trips"), ask("walks"))
+    results = {result.id: result for result in line.run_until_results(2)}
     assert results["walks"].error is None
     error = results["trips"].error
     assert error is not None
     assert (error.code, error.message) == ("internal_error", "ZeroDivisionError: a bug")
-    (dead,) = line.run_until_buried(1)
+    (dead,) = line.run_until_dead(1)
     assert dead.headers[names.ATTEMPT_HEADER] == "3"
 
 
-def test_both_classes_are_answered_and_keep_their_class(line: Line) -> None:
+def test_both_classes_are_answered_and_keep_their_class(line: InProcessPipeline) -> None:
     slow, quick = ask("slow", klass="batch"), ask("quick", klass="interactive")
-    line.publish(slow.encode(), slow.id, line.pipeline.request_topic("batch"))
-    line.send(quick)
-    results = {result.id: result.klass for result in line.run_until(2)}
+    line.publish_bytes(slow.encode(), slow.id, line.pipeline.request_topic("batch"))
+    line.send_requests(quick)
+    results = {result.id: result.klass for result in line.run_until_results(2)}
     assert results == {"slow": "batch", "quick": "interactive"}
 
 
-def test_chat_tokens_are_those_of_the_template(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_tokens_are_those_of_the_template(line: InProcessPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer that adds a first token to every text does not add it to what the template wrote."""
     tokenizer, given = line.prefill.engine.model.tokenizer, []
 
@@ -169,15 +169,17 @@ def test_chat_tokens_are_those_of_the_template(line: Line, monkeypatch: pytest.M
             return {"input_ids": tokenizer(text)["input_ids"]}
 
     model = dataclasses.replace(line.prefill.engine.model, tokenizer=Recording())
-    monkeypatch.setattr(line.prompts, "_model", model)
-    line.send(ask("chat", prompt=None, messages=[{"role": "user", "content": "In the beginning"}]), ask("plain"))
+    monkeypatch.setattr(line.prompt_tokenizer, "_model", model)
+    line.send_requests(
+        ask("chat", prompt=None, messages=[{"role": "user", "content": "In the beginning"}]), ask("plain")
+    )
     line.run_prefill(2)
     assert sorted(given) == [False, True]
 
 
-def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: Line) -> None:
+def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: InProcessPipeline) -> None:
     """With no time to drain, the request is another worker's at once, and goes on where it was."""
-    line.send(ask("long", max_tokens=60))
+    line.send_requests(ask("long", max_tokens=60))
     line.run_prefill(1)
     stop = StopSignal()
     thread = threading.Thread(target=run_until_stopped, args=(line.decode, stop, 0.0))
@@ -189,7 +191,7 @@ def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: Line) -> None:
         thread.join(timeout=60)
         assert not thread.is_alive()
         line.renew_decode()
-        (result,) = line.run_until(1)
+        (result,) = line.run_until_results(1)
         rest = list(events)
     said = [event.token for event in [*first, *rest] if hasattr(event, "token")]
     assert said == result.token_ids
@@ -197,10 +199,10 @@ def test_a_stopping_worker_hands_back_what_it_cannot_finish(line: Line) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline_exceeded"])
-def test_ended_while_its_prompt_is_computed(line: Line, how: str) -> None:
+def test_ended_while_its_prompt_is_computed(line: InProcessPipeline, how: str) -> None:
     """In the middle of a long prompt: no token is sampled, and the blocks are free again."""
     token_ids = [5 + n % 200 for n in range(900)]
-    line.send(ask("stopped", prompt=None, token_ids=token_ids))
+    line.send_requests(ask("stopped", prompt=None, token_ids=token_ids))
     prefill = line.prefill
     while not (prefill.running and prefill.running["stopped"].num_prefilled_tokens > 0):
         prefill.run_once()
@@ -217,7 +219,7 @@ def test_ended_while_its_prompt_is_computed(line: Line, how: str) -> None:
         return not prefill.running
 
     wait_until(has_ended, 30, "the end")
-    (result,) = line.run_until(1)
+    (result,) = line.run_until_results(1)
     run_until_idle(prefill)
     assert prefill.engine.num_free_blocks == prefill.engine.pool.num_blocks
     assert (result.error and result.error.code, result.token_ids) == (how, [])

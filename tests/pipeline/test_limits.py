@@ -8,15 +8,15 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings
 from penstock.messages import DEFAULT_MAX_TOKENS, Request, Sampling
 from penstock.names import Pipeline
-from sim.line import Line
-from sim.workload import demo_model
+from sim.line import InProcessPipeline
+from sim.workload import load_demo_model
 
 NO_LIMIT = 2**31 - 1
 
 
 @pytest.fixture
-def line(redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
-    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as made:
+def line(redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
+    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as made:
         yield made
 
 
@@ -25,16 +25,16 @@ def ask(name: str, length: int, max_tokens: int, *, fits: bool = True) -> Reques
     return Request(id=name, token_ids=[5 + n % 200 for n in range(length)], sampling=sampling)
 
 
-def test_an_answer_ends_with_the_context_or_with_its_limit_whichever_is_first(line: Line) -> None:
-    context = demo_model().context_length
-    line.send(
+def test_an_answer_ends_with_the_context_or_with_its_limit_whichever_is_first(line: InProcessPipeline) -> None:
+    context = load_demo_model().context_length
+    line.send_requests(
         ask("open", context - 20, NO_LIMIT),
         ask("limited", context - 20, 7),
         ask("last", context - 1, NO_LIMIT),
         ask("full", context, NO_LIMIT),
         ask("explicit", context - 20, 21, fits=False),
     )
-    results = {result.id: result for result in line.run_until(5)}
+    results = {result.id: result for result in line.run_until_results(5)}
     ends = {name: (result.finish_reason, len(result.token_ids)) for name, result in results.items()}
     said = {"open": 20, "limited": 7, "last": 1}
     assert ends == {name: ("length", count) for name, count in said.items()} | dict.fromkeys(
@@ -44,40 +44,40 @@ def test_an_answer_ends_with_the_context_or_with_its_limit_whichever_is_first(li
     assert results["open"].token_ids[:7] == results["limited"].token_ids
 
 
-def test_a_pool_that_is_smaller_than_the_context_ends_answers_too(line: Line) -> None:
+def test_a_pool_that_is_smaller_than_the_context_ends_answers_too(line: InProcessPipeline) -> None:
     """First that of decode alone is, then that of both."""
     block = EngineSettings().block_size
-    line.send(ask("decode", 100, NO_LIMIT))
+    line.send_requests(ask("decode", 100, NO_LIMIT))
     line.run_prefill(1)
     for worker in (line.decode, line.prefill):
         pool = worker.engine.pool
         pool.num_blocks = 8
-    (decode,) = line.run_until(1)
+    (decode,) = line.run_until_results(1)
     assert (decode.finish_reason, len(decode.token_ids)) == ("length", 8 * block + 1 - 100)
-    line.send(ask("both", 100, NO_LIMIT), ask("explicit", 100, 8 * block + 2 - 100, fits=False))
-    both, explicit = (next(one for one in line.run_until(3) if one.id == name) for name in ("both", "explicit"))
+    line.send_requests(ask("both", 100, NO_LIMIT), ask("explicit", 100, 8 * block + 2 - 100, fits=False))
+    both, explicit = (next(one for one in line.run_until_results(3) if one.id == name) for name in ("both", "explicit"))
     assert (both.finish_reason, both.token_ids) == ("length", decode.token_ids)
     assert explicit.error is not None
     assert explicit.error.code == "prompt_too_long"
 
 
-def test_a_change_of_workers_changes_nothing(line: Line) -> None:
-    context = demo_model().context_length
-    line.send(ask("whole", context - 20, NO_LIMIT))
-    (whole,) = line.run_until(1)
-    line.send(ask("cut", context - 20, NO_LIMIT))
+def test_a_change_of_workers_changes_nothing(line: InProcessPipeline) -> None:
+    context = load_demo_model().context_length
+    line.send_requests(ask("whole", context - 20, NO_LIMIT))
+    (whole,) = line.run_until_results(1)
+    line.send_requests(ask("cut", context - 20, NO_LIMIT))
     line.run_prefill(1)
     while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 10):
         line.decode.run_once()
     line.decode.close()
     line.renew_decode()
-    cut = next(result for result in line.run_until(2) if result.id == "cut")
+    cut = next(result for result in line.run_until_results(2) if result.id == "cut")
     assert (cut.finish_reason, cut.token_ids) == ("length", whole.token_ids)
 
 
-def test_what_workers_say_of_their_load_does_not_grow_with_the_context(line: Line) -> None:
+def test_what_workers_say_of_their_load_does_not_grow_with_the_context(line: InProcessPipeline) -> None:
     """Expected are as many tokens as answers lately had; before the first one ended, as many as the default limit."""
-    line.send(ask("first", 20, NO_LIMIT))
+    line.send_requests(ask("first", 20, NO_LIMIT))
     line.run_prefill(1)
     prefill = line.prefill.report_load()["interactive"]
     assert isinstance(prefill, dict)

@@ -24,7 +24,7 @@ from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
 from penstock.ops.status import check_health
 from penstock.worker.loop import WorkerLoop
-from sim.line import Line
+from sim.line import InProcessPipeline
 from tests.pipeline.site import LONG_S, NUM_REQUESTS, Site, answers, hanging, leave, site_on, streaming, work
 
 pytestmark = pytest.mark.timeout(180)
@@ -37,10 +37,13 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipeline: Pipeline) -> None:
     """Also of what is on its way to or from the store; and another goes on with what it had."""
-    with ValkeyServer(tmp_path) as server, Line(Addresses(pipeline=pipeline.name, stream_url=server.url)) as line:
-        line.send(*work())
+    with (
+        ValkeyServer(tmp_path) as server,
+        InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=server.url)) as line,
+    ):
+        line.send_requests(*work())
         line.run_prefill(1)
-        line.send(*work())
+        line.send_requests(*work())
         workers = (line.prefill, line.decode)
         for worker in workers:
             while not worker.running:
@@ -57,7 +60,7 @@ def test_a_worker_that_is_let_go_of_leaves_the_engine_empty(tmp_path: Path, pipe
         server.start()
         line.add_prefill("prefill-0")
         line.add_decode("decode-0")
-        assert {result.error for result in line.run_until(2 * NUM_REQUESTS)} == {None}
+        assert {result.error for result in line.run_until_results(2 * NUM_REQUESTS)} == {None}
 
 
 def turn_for_ever(worker: WorkerLoop) -> NoReturn:

@@ -15,15 +15,15 @@ from penstock.record import Session
 from penstock.waiting import wait_until
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
-from sim.line import Line
-from sim.workload import alone, demo_model, requests
+from sim.line import InProcessPipeline
+from sim.workload import compute_answers, load_demo_model, make_requests
 
 
 class Reader(PromptTokenizer):
     """Reads the request `long` once it is let."""
 
     def __init__(self) -> None:
-        super().__init__(demo_model())
+        super().__init__(load_demo_model())
         self.is_let = threading.Event()
         self.begun: list[str] = []
         self.failures = 0
@@ -40,16 +40,16 @@ class Reader(PromptTokenizer):
 
 
 @pytest.fixture
-def line(redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+def line(redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
     settings = RecordSettings(lease_s=0.4, retry_first_s=0.01)
-    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url), settings) as made:
+    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url), settings) as made:
         yield made
 
 
 @pytest.fixture
 def work(pipeline: Pipeline) -> list[Request]:
     """Three that are neighbours of the fourth, which is called `long`."""
-    found = requests(4, pipeline.name, max_tokens=4)
+    found = make_requests(4, pipeline.name, max_tokens=4)
     return [*found[:3], found[3].model_copy(update={"id": "long"})]
 
 
@@ -59,8 +59,8 @@ def slowed(worker: Worker) -> Reader:
     return reader
 
 
-def publish_long(line: Line, request: Request) -> None:
-    line.publish(request.encode() + b" " * MAX_INLINE_BYTES, request.id)  # JSON may end in spaces
+def publish_long(line: InProcessPipeline, request: Request) -> None:
+    line.publish_bytes(request.encode() + b" " * MAX_INLINE_BYTES, request.id)  # JSON may end in spaces
 
 
 def turn_until(worker: Worker, request_id: str, reader: Reader) -> None:
@@ -73,11 +73,11 @@ def turn_until(worker: Worker, request_id: str, reader: Reader) -> None:
     wait_until(has_begun, 30, f"{request_id} is being read", 0)
 
 
-def test_neighbours_go_on_while_a_long_message_is_read(line: Line, work: list[Request]) -> None:
+def test_neighbours_go_on_while_a_long_message_is_read(line: InProcessPipeline, work: list[Request]) -> None:
     reader = slowed(line.prefill)
     publish_long(line, work[-1])
     turn_until(line.prefill, "long", reader)
-    line.send(*work[:3])
+    line.send_requests(*work[:3])
 
     def are_handed_off() -> bool:
         line.prefill.run_once()
@@ -86,12 +86,14 @@ def test_neighbours_go_on_while_a_long_message_is_read(line: Line, work: list[Re
     wait_until(are_handed_off, 30, "the neighbours' jobs", 0)
     assert line.prefill.record.status("long") is None, "it is claimed once it is read"
     reader.is_let.set()
-    expected = alone(work)
-    assert {one.id: one.token_ids for one in line.run_until(4)} == {name: a.token_ids for name, a in expected.items()}
+    expected = compute_answers(work)
+    assert {one.id: one.token_ids for one in line.run_until_results(4)} == {
+        name: a.token_ids for name, a in expected.items()
+    }
     assert reader.begun.count("long") == 1
 
 
-def test_what_is_being_read_counts_against_room(line: Line, work: list[Request]) -> None:
+def test_what_is_being_read_counts_against_room(line: InProcessPipeline, work: list[Request]) -> None:
     reader = slowed(line.prefill)
     line.prefill.load.mean_prompt_tokens["interactive"].note(1)
     line.prefill.run_once()
@@ -103,21 +105,21 @@ def test_what_is_being_read_counts_against_room(line: Line, work: list[Request])
     assert line.prefill.load.capacities["interactive"] == room - 1
     assert not line.prefill.is_settled()
     reader.is_let.set()
-    line.run_until(1)
+    line.run_until_results(1)
 
 
-def test_a_worker_that_leaves_leaves_what_it_reads_to_others(line: Line, work: list[Request]) -> None:
+def test_a_worker_that_leaves_leaves_what_it_reads_to_others(line: InProcessPipeline, work: list[Request]) -> None:
     leaving, reader = line.prefill, slowed(line.prefill)
     publish_long(line, work[-1])
     turn_until(leaving, "long", reader)
     leaving.close()
     reader.is_let.set()
     line.add_prefill("prefill-1")
-    (result,) = line.run_until(1)
-    assert result.token_ids == alone(work)["long"].token_ids
+    (result,) = line.run_until_results(1)
+    assert result.token_ids == compute_answers(work)["long"].token_ids
 
 
-def taking_over(line: Line, request: Request) -> tuple[Worker, Reader]:
+def taking_over(line: InProcessPipeline, request: Request) -> tuple[Worker, Reader]:
     """A worker that took a request over and is reading its message. Who had it before stands still."""
     publish_long(line, request)
     silent = line.prefill
@@ -130,7 +132,7 @@ def taking_over(line: Line, request: Request) -> tuple[Worker, Reader]:
     return silent, reader
 
 
-def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: Line, work: list[Request]) -> None:
+def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: InProcessPipeline, work: list[Request]) -> None:
     silent, reader = taking_over(line, work[-1])
     sessions, session = line.pipeline.sessions_key("prefill"), line.prefill.session.id
     lease_ms = line.prefill.record.lease_s * 1000
@@ -145,13 +147,15 @@ def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: Line, wo
     reader.is_let.set()
     line.run_prefill(1)
     run_until_idle(line.decode)
-    (result,) = line.results()
-    assert result.token_ids == alone(work)["long"].token_ids
+    (result,) = line.read_results()
+    assert result.token_ids == compute_answers(work)["long"].token_ids
     run_until_idle(silent)
     silent.close()
 
 
-def test_a_worker_that_leaves_gives_back_what_it_took_over_and_reads(line: Line, work: list[Request]) -> None:
+def test_a_worker_that_leaves_gives_back_what_it_took_over_and_reads(
+    line: InProcessPipeline, work: list[Request]
+) -> None:
     silent, reader = taking_over(line, work[-1])
     line.prefill.close()
     with Session(silent.record, "prefill", "a-third") as third:
@@ -160,15 +164,17 @@ def test_a_worker_that_leaves_gives_back_what_it_took_over_and_reads(line: Line,
     reader.is_let.set()
     silent.close()
     line.add_prefill("prefill-2")
-    line.run_until(1)
+    line.run_until_results(1)
 
 
-def test_a_request_that_was_taken_over_and_cannot_be_read_is_tried_again(line: Line, work: list[Request]) -> None:
+def test_a_request_that_was_taken_over_and_cannot_be_read_is_tried_again(
+    line: InProcessPipeline, work: list[Request]
+) -> None:
     silent, reader = taking_over(line, work[-1])
     reader.failures = 1
     reader.is_let.set()
     line.run_prefill(1)
-    (result,) = line.run_until(1)
-    assert result.token_ids == alone(work)["long"].token_ids
+    (result,) = line.run_until_results(1)
+    assert result.token_ids == compute_answers(work)["long"].token_ids
     assert reader.begun.count("long") == 2
     silent.close()

@@ -9,7 +9,7 @@ from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.messages import Logprobs, Request, Sampling, TokenEvent
 from penstock.names import Pipeline
-from sim.line import Line
+from sim.line import InProcessPipeline
 
 NUM_TOKENS = 30
 SAMPLING: dict[str, Any] = {
@@ -20,8 +20,8 @@ SAMPLING: dict[str, Any] = {
 
 
 @pytest.fixture
-def line(redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
-    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as made:
+def line(redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
+    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as made:
         yield made
 
 
@@ -33,16 +33,16 @@ def ask(name: str, **changes: Any) -> Request:
     return Request(id=name, prompt="In the beginning God said", sampling=Sampling(**(SAMPLING | changes)))
 
 
-def test_tokens_and_logprobs_are_the_same_after_a_change_of_workers(line: Line) -> None:
-    line.send(ask("whole"))
-    (whole,) = line.run_until(1)
-    line.send(ask("cut"))
+def test_tokens_and_logprobs_are_the_same_after_a_change_of_workers(line: InProcessPipeline) -> None:
+    line.send_requests(ask("whole"))
+    (whole,) = line.run_until_results(1)
+    line.send_requests(ask("cut"))
     line.run_prefill(1)
     while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > NUM_TOKENS // 2):
         line.decode.run_once()
     line.decode.close()
     line.renew_decode()
-    cut = next(result for result in line.run_until(2) if result.id == "cut")
+    cut = next(result for result in line.run_until_results(2) if result.id == "cut")
     assert len(cut.token_ids) == NUM_TOKENS
     assert cut.token_ids == whole.token_ids
     assert cut.logprobs is not None
@@ -60,11 +60,11 @@ def test_tokens_and_logprobs_are_the_same_after_a_change_of_workers(line: Line) 
     assert [event.logprobs for event in late] == cut.logprobs[10:]
 
 
-def test_only_who_asks_gets_logprobs_and_penalties(line: Line) -> None:
+def test_only_who_asks_gets_logprobs_and_penalties(line: InProcessPipeline) -> None:
     """They are not the neighbours', and being told about the tokens does not change them."""
     plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
-    line.send(ask("penalised"), ask("plain", **plain), ask("silent", logprobs=None))
-    results = {result.id: result for result in line.run_until(3)}
+    line.send_requests(ask("penalised"), ask("plain", **plain), ask("silent", logprobs=None))
+    results = {result.id: result for result in line.run_until_results(3)}
     assert results["silent"].token_ids == results["penalised"].token_ids != results["plain"].token_ids
     assert results["silent"].logprobs is None
     assert 13 not in results["penalised"].token_ids
@@ -72,9 +72,9 @@ def test_only_who_asks_gets_logprobs_and_penalties(line: Line) -> None:
     assert all(event.logprobs is None for event in said if isinstance(event, TokenEvent))
 
 
-def test_a_bias_for_a_token_beyond_the_vocabulary_is_refused(line: Line) -> None:
-    line.send(ask("beyond", logit_bias={1024: 1.0}), ask("last", logit_bias={1023: -1.0}))
-    results = {result.id: result for result in line.run_until(2)}
+def test_a_bias_for_a_token_beyond_the_vocabulary_is_refused(line: InProcessPipeline) -> None:
+    line.send_requests(ask("beyond", logit_bias={1024: 1.0}), ask("last", logit_bias={1023: -1.0}))
+    results = {result.id: result for result in line.run_until_results(2)}
     error = results["beyond"].error
     assert error is not None
     assert error.code == "invalid_request"

@@ -18,26 +18,26 @@ from penstock.prefill_worker.role import MAX_WAITING_STEPS
 from penstock.waiting import wait_until
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
-from sim.forked import fork, run_penstock
-from sim.line import Line
-from sim.servers import started
-from sim.workload import SETTINGS, alone, requests
+from sim.forked import fork_process, run_penstock
+from sim.line import InProcessPipeline
+from sim.servers import start_or_skip
+from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 
 LEASE_S = 0.4
 NUM_PARTITIONS = BusSettings().partitions
 
 
 @pytest.fixture(params=["embedded", "kafka"])
-def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[Line]:
+def line(request: pytest.FixtureRequest, redis_url: str, pipeline: Pipeline) -> Iterator[InProcessPipeline]:
     kafka = request.getfixturevalue("kafka") if request.param == "kafka" else ""
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=kafka)
-    with Line(addresses, RecordSettings(lease_s=LEASE_S)) as made:
+    with InProcessPipeline(addresses, RecordSettings(lease_s=LEASE_S)) as made:
         yield made
 
 
 def long(max_tokens: int) -> Request:
     sampling = Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return requests(4, "any")[-1].model_copy(update={"id": "long", "sampling": sampling})
+    return make_requests(4, "any")[-1].model_copy(update={"id": "long", "sampling": sampling})
 
 
 def silence(worker: Worker) -> None:
@@ -45,7 +45,7 @@ def silence(worker: Worker) -> None:
     worker.session.stop()
 
 
-def goes_on(line: Line, request_id: str, *workers: Worker) -> list[TokenEvent | EndEvent]:
+def goes_on(line: InProcessPipeline, request_id: str, *workers: Worker) -> list[TokenEvent | EndEvent]:
     """Turn workers until the stream of a request has its end; the whole stream, as a client reads it."""
     events: list[TokenEvent | EndEvent] = []
 
@@ -65,9 +65,9 @@ def goes_on(line: Line, request_id: str, *workers: Worker) -> list[TokenEvent | 
     return events
 
 
-def fallen_silent(line: Line, request: Request) -> Worker:
+def fallen_silent(line: InProcessPipeline, request: Request) -> Worker:
     """The worker that began to decode the request; another is there now."""
-    line.send(request)
+    line.send_requests(request)
     line.run_prefill(1)
     silent = line.decode
     while not (silent.running and silent.running["long"].claim.num_tokens > 5):
@@ -77,28 +77,28 @@ def fallen_silent(line: Line, request: Request) -> Worker:
     return silent
 
 
-def test_another_decode_worker_goes_on_and_the_holder_of_the_delivery_settles(line: Line) -> None:
+def test_another_decode_worker_goes_on_and_the_holder_of_the_delivery_settles(line: InProcessPipeline) -> None:
     request = long(40)
     zombie = fallen_silent(line, request)
     events = goes_on(line, "long", line.decode)
-    expected = alone([request])["long"].token_ids
+    expected = compute_answers([request])["long"].token_ids
     assert [event.token for event in events if isinstance(event, TokenEvent)] == expected
     if not line.addresses.kafka:  # Kafka gives a part of the partitions, and their deliveries, to who joins
-        assert line.results() == []  # the delivery is the zombie's, and nobody else settles it
-    while not line.results():
+        assert line.read_results() == []  # the delivery is the zombie's, and nobody else settles it
+    while not line.read_results():
         zombie.run_once()
         line.decode.run_once()
     run_until_idle(zombie)
-    (result,) = line.results()
+    (result,) = line.read_results()
     assert result.token_ids == expected
     assert not zombie.running
     zombie.close()
 
 
-def test_another_prefill_worker_goes_on(line: Line) -> None:
+def test_another_prefill_worker_goes_on(line: InProcessPipeline) -> None:
     """It hands off what it computed; when the first one wakes up, its request is bound, and settled without output."""
     request = long(12)
-    line.send(request)
+    line.send_requests(request)
     zombie = line.prefill
     while not zombie.running:
         zombie.run_once()
@@ -106,33 +106,33 @@ def test_another_prefill_worker_goes_on(line: Line) -> None:
     line.add_prefill("prefill-1")
     line.run_prefill(1)
     run_until_idle(line.decode)
-    expected = alone([request])["long"].token_ids
-    assert [result.token_ids for result in line.results()] == [expected]
+    expected = compute_answers([request])["long"].token_ids
+    assert [result.token_ids for result in line.read_results()] == [expected]
     zombie.run_once()
     run_until_idle(zombie)
     run_until_idle(line.decode)
-    assert len(line.results()) == 1
+    assert len(line.read_results()) == 1
     assert zombie.member.held() == 0
     zombie.close()
 
 
 def test_a_prompt_longer_than_a_worker_takes_ahead_is_taken_over_alone(redis_url: str, pipeline: Pipeline) -> None:
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
-    engine = SETTINGS.model_copy(update={"max_step_tokens": 8})
-    with Line(addresses, RecordSettings(lease_s=LEASE_S), engine=engine) as line:
+    engine = ENGINE_SETTINGS.model_copy(update={"max_step_tokens": 8})
+    with InProcessPipeline(addresses, RecordSettings(lease_s=LEASE_S), engine=engine) as line:
         silent, first = line.prefill, long(4)
         assert len(first.token_ids or ()) > MAX_WAITING_STEPS * 8
-        line.send(first)
+        line.send_requests(first)
         while not silent.running:
             silent.run_once()
         silence(silent)
         line.add_prefill("prefill-1")
-        line.send(first.model_copy(update={"id": "another"}))
+        line.send_requests(first.model_copy(update={"id": "another"}))
         line.run_prefill(2)  # the second of them knows how long the first one was
         silent.close()
 
 
-def test_a_delivery_that_comes_to_who_took_over_settles_there(line: Line) -> None:
+def test_a_delivery_that_comes_to_who_took_over_settles_there(line: InProcessPipeline) -> None:
     request = long(60)
     silent = fallen_silent(line, request)
     while "long" not in line.decode.running:
@@ -140,19 +140,19 @@ def test_a_delivery_that_comes_to_who_took_over_settles_there(line: Line) -> Non
     if not line.addresses.kafka:  # there who joins may get the delivery before it takes over
         assert not line.decode.running["long"].delivery.is_held
     silent.member.close()  # now its group knows
-    (result,) = line.run_until(1)
-    assert result.token_ids == alone([request])["long"].token_ids
+    (result,) = line.run_until_results(1)
+    assert result.token_ids == compute_answers([request])["long"].token_ids
     assert line.decode.member.held() == 0
 
 
 def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(redis_url: str, pipeline: Pipeline) -> None:
     """A worker left, another runs its long answers, and the deliveries came to one that has begun since."""
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
-    engine = SETTINGS.model_copy(update={"max_batch": 2})
-    with Line(addresses, RecordSettings(lease_s=0.4), engine=engine) as line:
+    engine = ENGINE_SETTINGS.model_copy(update={"max_batch": 2})
+    with InProcessPipeline(addresses, RecordSettings(lease_s=0.4), engine=engine) as line:
         first = line.decode
         answers = [long(300).model_copy(update={"id": f"long-{n}"}) for n in range(2)]
-        line.send(*answers)
+        line.send_requests(*answers)
         line.run_prefill(2)
         while len(first.running) < 2:
             first.run_once()
@@ -165,12 +165,12 @@ def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(redis_u
         line.add_decode("decode-2")
         while len(line.decode.queue) < 2:
             line.decode.run_once()
-        line.send(long(4).model_copy(update={"id": "new"}))
+        line.send_requests(long(4).model_copy(update={"id": "new"}))
         line.run_prefill(3)
 
         def has_answered() -> bool:
             line.decode.run_once()
-            return [result.id for result in line.results()] == ["new"]
+            return [result.id for result in line.read_results()] == ["new"]
 
         wait_until(has_answered, 30, "the new request's result", 0)
         assert len(heir.running) == len(line.decode.queue) == 2
@@ -180,7 +180,7 @@ def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(redis_u
 @pytest.fixture(scope="module")
 def patient_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Kafka with its timeouts at their defaults: it notices a dead member after 45 s."""
-    with started(KafkaServer(tmp_path_factory.mktemp("patient"), timeouts={}).start) as server:
+    with start_or_skip(KafkaServer(tmp_path_factory.mktemp("patient"), timeouts={}).start) as server:
         yield server.bootstrap
 
 
@@ -189,18 +189,18 @@ def test_what_waited_in_a_killed_worker_goes_on(
     stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:
     """It had fetched more than it had room for. The group thinks that it lives, and keeps its partitions for it."""
-    work = requests(48 if stage == "prefill" else 12, pipeline.name, max_tokens=8 if stage == "prefill" else 120)
+    work = make_requests(48 if stage == "prefill" else 12, pipeline.name, max_tokens=8 if stage == "prefill" else 120)
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
-    with Line(addresses, RecordSettings(lease_s=LEASE_S)) as line:
+    with InProcessPipeline(addresses, RecordSettings(lease_s=LEASE_S)) as line:
         if stage == "decode":
             line.decode.close()
-            line.send(*work)
+            line.send_requests(*work)
             line.run_prefill(len(work))
         else:
             line.prefill.close()
-            line.send(*work)
+            line.send_requests(*work)
         log, environment = tmp_path / "victim.log", environment_of(addresses)
-        victim = fork("victim", log, run_penstock, "worker", stage, environment=environment)
+        victim = fork_process("victim", log, run_penstock, "worker", stage, environment=environment)
 
         def waiting() -> list[str]:
             found = {request.id: line.prefill.record.status(request.id) for request in work}
@@ -221,7 +221,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
             return len(ended) == len(left)
 
         wait_until(all_ended, 30, "those that had waited have their answers", 0)
-        expected = alone([request for request in work if request.id in left])
+        expected = compute_answers([request for request in work if request.id in left])
         for name in left:
             said = [event.token for event in line.prefill.record.read_log(name) if isinstance(event, TokenEvent)]
             assert said == expected[name].token_ids
@@ -232,18 +232,18 @@ def test_what_arrives_for_a_killed_worker_goes_on(
     stage: Stage, patient_kafka: str, redis_url: str, pipeline: Pipeline, tmp_path: Path
 ) -> None:
     """All partitions are a dead member's for 45 s, and another worker answers what is put there now."""
-    work = requests(6, pipeline.name, max_tokens=8)
+    work = make_requests(6, pipeline.name, max_tokens=8)
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url, kafka=patient_kafka)
-    with Line(addresses, RecordSettings(lease_s=LEASE_S)) as line:
+    with InProcessPipeline(addresses, RecordSettings(lease_s=LEASE_S)) as line:
         (line.decode if stage == "decode" else line.prefill).close()
-        victim = fork(
+        victim = fork_process(
             "victim", tmp_path / "victim.log", run_penstock, "worker", stage, environment=environment_of(addresses)
         )
         wait_until(lambda: line.client.hlen(pipeline.readers_key(stage)) == NUM_PARTITIONS, 60, "it reads them all")
         victim.kill()
         (line.add_decode if stage == "decode" else line.add_prefill)("another")
-        line.send(*work)
-        expected = alone(work)
+        line.send_requests(*work)
+        expected = compute_answers(work)
         for request in work:
             events = goes_on(line, request.id, line.prefill, line.decode)
             said = [event.token for event in events if isinstance(event, TokenEvent)]

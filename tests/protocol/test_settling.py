@@ -14,7 +14,7 @@ from penstock.names import Pipeline
 from penstock.waiting import wait_until
 from penstock.worker.loop import run_until_idle
 from penstock.worker.settler import Settler
-from sim.line import Line
+from sim.line import InProcessPipeline
 from tests.bus.buses import make_bus, publish, take, values
 
 
@@ -80,13 +80,13 @@ def test_no_job_goes_out_twice_under_one_name_though_the_reply_is_lost(
 
 def test_an_answer_of_one_token_is_given_though_redis_loses_it_all(redis_url: str, pipeline: Pipeline) -> None:
     """It had ended in prefill, and only its job is left: it is computed again."""
-    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as line:
-        line.send(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1, temperature=0)))
+    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url)) as line:
+        line.send_requests(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1, temperature=0)))
         line.run_prefill(1)
         (job,) = line.bus.read_all(pipeline.job_topic("interactive"))
         (said, _) = line.prefill.record.read_log("r1")
         line.client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
-        (result,) = line.run_until(1)
+        (result,) = line.run_until_results(1)
         assert result.error is None
         assert isinstance(said, TokenEvent)
         assert result.token_ids == [said.token]
@@ -95,34 +95,34 @@ def test_an_answer_of_one_token_is_given_though_redis_loses_it_all(redis_url: st
 
 def test_a_delivery_that_is_being_settled_is_not_claimed_again(redis_url: str, pipeline: Pipeline) -> None:
     """It came a second time, and Redis forgot what it was settled for: its result would have no delivery."""
-    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url), RecordSettings(lease_s=30)) as line:
-        line.send(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1)))
+    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url), RecordSettings(lease_s=30)) as line:
+        line.send_requests(Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=1)))
         (delivery,) = take(line.prefill.member, 1)
         line.prefill.settler._open[delivery.topic, delivery.position] += 1
         line.prefill._claim_messages(line.prefill._read_messages([delivery]))
         assert line.prefill.record.status("r1") is None
         assert len(line.prefill.queue) == 1
         line.prefill.settler._open.clear()
-        assert len(line.run_until(1)) == 1
+        assert len(line.run_until_results(1)) == 1
         assert not line.prefill.member.holds(delivery)
 
 
 def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(redis_url: str, pipeline: Pipeline) -> None:
     """One job is decoded; then the record is gone, and another job of the request comes to the same worker."""
-    with Line(Addresses(pipeline=pipeline.name, stream_url=redis_url), RecordSettings(lease_s=30)) as line:
+    with InProcessPipeline(Addresses(pipeline=pipeline.name, stream_url=redis_url), RecordSettings(lease_s=30)) as line:
         request = Request(id="r1", prompt="In the beginning", sampling=Sampling(max_tokens=40, ignore_eos=True))
-        line.send(request)
+        line.send_requests(request)
         line.run_prefill(1)
         (first,) = line.bus.read_all(pipeline.job_topic("interactive"))
         while not line.decode.running:
             line.decode.run_once()
         line.client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
         second = decode_message(Job, first.value).model_copy(update={"job": "another"})
-        line.publish(second.encode(), "r1", pipeline.job_topic("interactive"))
+        line.publish_bytes(second.encode(), "r1", pipeline.job_topic("interactive"))
         while "another" not in [running.job_name for running in line.decode.running.values()]:
             line.decode.run_once()
-        (result,) = line.run_until(1)
+        (result,) = line.run_until_results(1)
         run_until_idle(line.decode)
         assert len(result.token_ids) == 40
         assert line.decode.member.held() == 0
-        assert len(line.results()) == 1
+        assert len(line.read_results()) == 1

@@ -10,7 +10,7 @@ import redis
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from sim.servers import started
+from sim.servers import start_or_skip
 from tests.security.certificates import Authority
 from tests.security.servers import REDIS_ACL_FILE, USERS, SecureKafka, SecureRedis
 
@@ -82,7 +82,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Running."""
     made = Site(tmp_path_factory.mktemp("secure"))
     try:
-        started(made.start)
+        start_or_skip(made.start)
         yield made
     finally:
         made.stop()

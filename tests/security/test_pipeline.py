@@ -18,9 +18,9 @@ from penstock.ops.status import read_worker_status
 from penstock.record import Record
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
-from sim.forked import fork, run_penstock
-from sim.line import Line
-from sim.workload import SETTINGS, alone, requests
+from sim.forked import fork_process, run_penstock
+from sim.line import InProcessPipeline
+from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 from tests.commands import Terminal
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.site import submit
@@ -30,7 +30,7 @@ from tests.security.conftest import WORDS, Site
 NUM_REQUESTS = 4
 WORKER = {
     "PENSTOCK_ENGINE_DTYPE": "float32",
-    "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(SETTINGS.max_step_tokens),
+    "PENSTOCK_ENGINE_MAX_STEP_TOKENS": str(ENGINE_SETTINGS.max_step_tokens),
     "PENSTOCK_ENGINE_POOL_MB": "64",
     "PENSTOCK_WORKER_HEARTBEAT_S": "0.3",
     "PENSTOCK_KV_STORE_SHARED_MB": "0",
@@ -44,7 +44,7 @@ def workers(directory: Path, access: dict[str, str]) -> Iterator[list[Child]]:
     """One of each stage, until they are told to leave."""
     environment = {**os.environ, **WORKER, **access}
     children = [
-        fork(stage, directory / stage, run_penstock, "worker", stage, environment=environment)
+        fork_process(stage, directory / stage, run_penstock, "worker", stage, environment=environment)
         for stage in ("prefill", "decode")
     ]
     try:
@@ -76,15 +76,15 @@ def test_the_pipeline(site: Site, bus: str, monkeypatch: pytest.MonkeyPatch) -> 
         addresses_of(site.redis_access(user) | kafka(site, bus, user), monkeypatch)
         for user in ("penstock-worker", "penstock-client")
     )
-    asked = requests(NUM_REQUESTS, bus.partition(" ")[0])
-    expected = alone(asked)
-    with site.admin() as admin, Line(worker) as line, Client(client) as reader:
+    asked = make_requests(NUM_REQUESTS, bus.partition(" ")[0])
+    expected = compute_answers(asked)
+    with site.admin() as admin, InProcessPipeline(worker) as line, Client(client) as reader:
         admin.acl_log_reset()
-        before = len(line.results())
+        before = len(line.read_results())
         streams = Streams(reader, asked)
         for request in asked:
             submit(reader, request)
-        line.run_until(before + NUM_REQUESTS)
+        line.run_until_results(before + NUM_REQUESTS)
         streams.finish()
         assert reader.lag().as_json()
         assert not reader.cancel(asked[0].id), "it has ended"
@@ -164,7 +164,7 @@ def ask_gateway(terminal: Terminal, directory: Path, access: dict[str, str]) -> 
     made = terminal("keys", "create", "acme", **keyed)
     key = next(word for word in made.stdout.split() if word.startswith("psk_"))
     port = find_free_port()
-    gateway = fork(
+    gateway = fork_process(
         "gateway", directory / "gateway", run_penstock, "gateway", "--port", str(port),
         environment={**os.environ, **keyed},
     )  # fmt: skip

@@ -21,7 +21,7 @@ from penstock.ops.status import read_worker_status
 from penstock.top.app import Top
 from penstock.top.panels import Look
 from penstock.waiting import wait_until
-from sim.servers import started
+from sim.servers import start_or_skip
 from tests.commands import Terminal
 from tests.top import stage
 from tests.top.screenshot import without_fonts
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
     made = ValkeyServer(tmp_path_factory.mktemp("server"))
-    started(made.start)
+    start_or_skip(made.start)
     yield made
     made.stop()
 

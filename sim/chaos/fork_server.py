@@ -1,6 +1,6 @@
 """Worker processes that start fast: the modules are imported once, and each worker is forked from there.
 
-`python -m sim.chaos.nursery SOCKET` imports what a worker needs, six seconds' worth, and then forks one for each
+`python -m sim.chaos.fork_server SOCKET` imports what a worker needs, six seconds' worth, and then forks one for each
 order that comes in. A worker does everything else itself, from reading its settings to loading the model and proving
 the engine, in the code that `penstock worker` runs. No thread, connection or model exists before the fork.
 """
@@ -22,111 +22,111 @@ from typing import Any, cast
 from penstock.local.processes import Child, start_child
 from penstock.waiting import wait_until
 from sim.chaos import clock
-from sim.chaos.disk import Disk, pretend
+from sim.chaos.disk import SmallDisk, simulate_full_disk
 
 
-class Nursery:
-    """The process, and what it says of those it has forked. Thread-safe."""
+class ForkServer:
+    """The process that forks workers, and the statuses it reports. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / "nursery"
-        self.disk = Disk(directory)
-        """All its workers have it."""
-        command = self.disk.command([sys.executable, "-m", "sim.chaos.nursery", str(path)])
-        self._process = start_child(command, name="nursery", log=directory / "nursery.log")
-        wait_until(lambda: path.exists() or not self._process.is_alive(), 120, "the nursery is ready")
-        self.disk.look_from(self._process.pid)
+        path = directory / "fork-server"
+        self.disk = SmallDisk(directory)
+        """The disk that all its workers share."""
+        command = self.disk.wrap_command([sys.executable, "-m", "sim.chaos.fork_server", str(path)])
+        self._process = start_child(command, name="fork-server", log=directory / "fork-server.log")
+        wait_until(lambda: path.exists() or not self._process.is_alive(), 120, "the fork server is ready")
+        self.disk.view_through(self._process.pid)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(path))
         self._lock = threading.Condition()
-        self._told: dict[int, int] = {}
-        """Status by pid, as `os.waitpid` gives it: of those that stopped last, or ended."""
-        self._born: list[int] = []
-        self._thread = threading.Thread(target=self._listen, name="nursery", daemon=True)
+        self._statuses: dict[int, int] = {}
+        """Status by pid as `os.waitpid` gives it, of processes that stopped or ended."""
+        self._new_pids: list[int] = []
+        self._thread = threading.Thread(target=self._read_statuses, name="fork-server", daemon=True)
         self._thread.start()
 
-    def fork(self, name: str, command: str, environment: dict[str, str], log: Path, clock: Path) -> Child:
-        """A worker of a stage, as a child like any other. Its wall clock is the one given (`sim.chaos.clock`)."""
+    def fork_worker(self, name: str, command: str, environment: dict[str, str], log: Path, clock: Path) -> Child:
+        """Fork a worker of a stage. Its wall clock is the one given (see `sim.chaos.clock`)."""
         order = {"stage": command, "environment": environment, "log": str(log), "clock": str(clock)}
         order["full"] = "" if self.disk.is_real else str(self.disk.path)
         with self._lock:
             self._socket.sendall(json.dumps(order).encode() + b"\n")
-            if not self._lock.wait_for(lambda: self._born, 60):
-                raise TimeoutError("the nursery forks nothing; its log ends:\n" + self._process.read_log_tail())
-            pid = self._born.pop()
-        return Child(name, cast(Any, Forked(self, pid)), log)
+            if not self._lock.wait_for(lambda: self._new_pids, 60):
+                raise TimeoutError("the fork server forks nothing; its log ends:\n" + self._process.read_log_tail())
+            pid = self._new_pids.pop()
+        return Child(name, cast(Any, ForkedWorker(self, pid)), log)
 
-    def status(self, pid: int) -> int | None:
-        """The exit status of a process that ended, minus the signal's number for a signal; else None."""
+    def get_status(self, pid: int) -> int | None:
+        """Return the exit status of a process (minus the number of the signal that ended it), or None while it runs."""
         with self._lock:
-            told = self._told.get(pid)
+            told = self._statuses.get(pid)
         return None if told is None or os.WIFSTOPPED(told) else os.waitstatus_to_exitcode(told)
 
     def is_stopped(self, pid: int) -> bool:
-        """Whether it has stopped, as by SIGSTOP, since it was last continued."""
+        """Return whether a process is stopped, as by SIGSTOP."""
         with self._lock:
-            return os.WIFSTOPPED(self._told.get(pid, 0))
+            return os.WIFSTOPPED(self._statuses.get(pid, 0))
 
-    def send(self, pid: int, number: int) -> None:
-        """Send a signal, unless it has ended."""
+    def send_signal(self, pid: int, number: int) -> None:
+        """Send a signal to a process unless it has ended."""
         with self._lock:
-            told = self._told.get(pid)
+            told = self._statuses.get(pid)
             if told is None or os.WIFSTOPPED(told):
-                self._told.pop(pid, None)
+                self._statuses.pop(pid, None)
                 os.kill(pid, number)
 
-    def wait(self, pid: int, timeout_s: float | None) -> int:
-        """Wait for the end of one."""
+    def wait_for_exit(self, pid: int, timeout_s: float | None) -> int:
+        """Wait until a process has ended and return its exit status. Raises `TimeoutExpired`."""
         with self._lock:
-            if not self._lock.wait_for(lambda: self.status(pid) is not None, timeout_s):
+            if not self._lock.wait_for(lambda: self.get_status(pid) is not None, timeout_s):
                 raise TimeoutExpired(str(pid), timeout_s or 0.0)
-        status = self.status(pid)
+        status = self.get_status(pid)
         assert status is not None
         return status
 
     def close(self) -> None:
-        """End the process, and all that it has forked."""
+        """Kill the process and all that it has forked."""
         self._process.kill()
         self._thread.join()
         self._socket.close()
 
-    def _listen(self) -> None:
+    def _read_statuses(self) -> None:
         with self._socket.makefile() as lines:
             for line in lines:
                 pid, status = json.loads(line)
                 with self._lock:
                     if status is None:
-                        self._born.append(pid)
+                        self._new_pids.append(pid)
                     else:
-                        self._told[pid] = status
+                        self._statuses[pid] = status
                     self._lock.notify_all()
 
 
-class Forked:
+class ForkedWorker:
     """What `penstock.local.processes.Child` asks of a process."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
-        self.pid, self._nursery = pid, nursery
+    def __init__(self, fork_server: ForkServer, pid: int) -> None:
+        self.pid, self._fork_server = pid, fork_server
 
     def poll(self) -> int | None:
-        """Its exit status, None while it runs."""
-        return self._nursery.status(self.pid)
+        """Return its exit status, or None while it runs."""
+        return self._fork_server.get_status(self.pid)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, once it has ended."""
-        return self._nursery.wait(self.pid, timeout)
+        """Wait until it has ended and return its exit status."""
+        return self._fork_server.wait_for_exit(self.pid, timeout)
 
     def send_signal(self, number: int) -> None:
         """Send a signal."""
-        self._nursery.send(self.pid, number)
+        self._fork_server.send_signal(self.pid, number)
 
 
-# In the nursery's process.
+# In the fork server's process.
 
 
-def serve(path: Path) -> None:
-    """Fork what is ordered, and tell what becomes of it, until the other side is gone."""
+def serve_orders(path: Path) -> None:
+    """Fork a worker for each order and report statuses, until the other side closes the socket."""
     importlib.import_module("sim.warm")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path.with_suffix(".new")))
@@ -145,27 +145,27 @@ def serve(path: Path) -> None:
         for key, _ in selector.select():
             news = cast(socket.socket, key.fileobj).recv(2**16)
             if key.fileobj is woken:
-                _report(client)
+                _send_statuses(client)
             elif not news:
                 return
             else:
                 *orders, pending = (pending + news).split(b"\n")
                 for order in orders:
-                    _say(client, _fork(json.loads(order)), None)
+                    _send_status(client, _fork_process(json.loads(order)), None)
 
 
-def _fork(order: dict[str, Any]) -> int:
+def _fork_process(order: dict[str, Any]) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
-            _be_worker(parent, order)
+            _run_worker(parent, order)
         finally:
             os._exit(1)
     return pid
 
 
-def _be_worker(parent: int, order: dict[str, Any]) -> None:
+def _run_worker(parent: int, order: dict[str, Any]) -> None:
     """From here on, a process as `start_child` starts it, in which `penstock worker` runs."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
@@ -177,9 +177,9 @@ def _be_worker(parent: int, order: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.closerange(3, 4096)
-    clock.follow(Path(order["clock"]))
+    clock.follow_clock(Path(order["clock"]))
     if order["full"]:
-        pretend(order["full"])
+        simulate_full_disk(order["full"])
     os.environ.clear()
     os.environ.update(order["environment"])
     sys.argv = ["penstock", "worker", order["stage"]]
@@ -195,8 +195,8 @@ def _be_worker(parent: int, order: dict[str, Any]) -> None:
     os._exit(1)
 
 
-def _report(client: socket.socket) -> None:
-    """Tell of all that ended or stopped."""
+def _send_statuses(client: socket.socket) -> None:
+    """Report the status of every process that ended or stopped."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
@@ -204,12 +204,12 @@ def _report(client: socket.socket) -> None:
             return
         if pid == 0:
             return
-        _say(client, pid, status)
+        _send_status(client, pid, status)
 
 
-def _say(client: socket.socket, pid: int, status: int | None) -> None:
+def _send_status(client: socket.socket, pid: int, status: int | None) -> None:
     client.sendall(json.dumps([pid, status]).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    serve_orders(Path(sys.argv[1]))
