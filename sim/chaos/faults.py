@@ -74,7 +74,7 @@ class Fault:
     of requests, a `header` that is no text, and a `bomb`, a message that is small until it is unpacked.
     """
     target: str
-    """A worker's name (its connections to Redis, or its clock), `redis`, `kafka`, `disk`, `all`, a stage or `client`."""
+    """A worker (its connections to Redis or its clock), `redis`, `kafka`, `disk`, `all`, `client` or a stage."""
     duration_s: float
     clock_shift_s: float = 0.0
     """Seconds by which a clock is put forward (negative: back)."""

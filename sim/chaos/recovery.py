@@ -125,7 +125,7 @@ def measure_recovery(
                 _tend_until(stack, partial(_knows_members, stack, plan.stage), "all workers have partitions", 0.5)
             make = partial(_make_task, plan, number)
             clients = exits.enter_context(Clients(history, stack.addresses, make, plan.streams, MAX_WAIT_S))
-            clients.stop_sending()  # a wave is one errand each
+            clients.stop_sending()  # a wave sends each task once
             _Wave(number, plan, stack, client, clients, history, found).kill_workers(progress)
             _tend_until(stack, partial(_are_idle, clients), "all streams end")
             if number + 1 == plan.waves:
