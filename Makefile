@@ -35,7 +35,7 @@ test: install
 test-all: test
 
 unit: install
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not server and not model"
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not server and not slow"
 
 format: install
 	$(BIN)/ruff format .

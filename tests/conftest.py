@@ -22,6 +22,34 @@ forked.preload_modules(
 settings.register_profile("untimed", settings.default, deadline=None)
 settings.load_profile("untimed")
 
+SERVER_FIXTURES = {
+    "redis_url", "kafka", "kv_url", "own_server", "own_redis", "kv_server", "patient_kafka", "bucket", "cluster",
+    "group", "server", "servers", "site", "stack", "line", "two", "embedded",
+}  # fmt: skip
+"""Fixtures that start a server or worker processes."""
+SERVER_PARAMS = {"kafka", "streams", "embedded", "redis", "s3", "bus", "on_kafka"}
+"""Parameters by which a fixture chooses one of those."""
+SERVER_FOLDERS = {"pipeline", "page"}
+SLOW_FILES = {
+    "test_arena_deaths.py", "test_attention_kernel.py", "test_check.py", "test_compatibility.py", "test_copying.py",
+    "test_disk_faults.py", "test_disk_full.py", "test_disk_machine.py", "test_equality.py", "test_fingerprint.py",
+    "test_gpu.py", "test_kernels.py", "test_landing.py", "test_loading.py", "test_model.py", "test_native.py",
+    "test_preemption.py",
+}  # fmt: skip
+"""Files whose tests load and build models, explore, or kill processes at every step: minutes together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make unit` leaves out. A test that starts a server without a fixture has the mark itself."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        parameters = getattr(item, "callspec", None)
+        values = {value for value in parameters.params.values() if isinstance(value, str)} if parameters else set()
+        if fixtures & SERVER_FIXTURES or values & SERVER_PARAMS or item.path.parent.name in SERVER_FOLDERS:
+            item.add_marker("server")
+        if item.path.name in SLOW_FILES:
+            item.add_marker("slow")
+
 
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

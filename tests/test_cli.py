@@ -165,6 +165,7 @@ def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, mo
     assert "does not answer" in find_reasons(silent, "interactive")[0]
 
 
+@pytest.mark.server
 def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     port = find_free_port()
     log = tmp_path / "up.log"
@@ -189,6 +190,7 @@ def test_up_serves_until_interrupted(tmp_path: Path) -> None:
     assert child.wait(60) == 0
 
 
+@pytest.mark.server
 def test_up_that_is_ended_before_it_is_ready_stops_in_order(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -361,6 +361,7 @@ def test_no_server_at_the_address(pipeline: Pipeline) -> None:
         bus.member("decode", "a")
 
 
+@pytest.mark.server
 def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: Path) -> None:
     server = start_or_skip(ValkeyServer(tmp_path).start)
     bus = make_bus("streams", pipeline, server.url)
@@ -394,6 +395,7 @@ def test_a_lost_reply_is_recovered(redis_url: str, pipeline: Pipeline) -> None:
         member.settle([answered(pipeline, d) for d in (held, *rest)])
 
 
+@pytest.mark.server
 @pytest.mark.timeout(120)
 def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Path) -> None:
     server = start_or_skip(KafkaServer(tmp_path, timeouts=SHORT_TIMEOUTS | QUICK_RESTART).start)

@@ -134,7 +134,7 @@ def test_large_blocks(make_tier: MakeTier) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [lambda name: replace(name, tag=bytes(16)), lambda name: replace(name, num_tokens=NUM_TOKENS - 1)],
+    [lambda name: replace(name, tenant_tag=bytes(16)), lambda name: replace(name, num_tokens=NUM_TOKENS - 1)],
     ids=["another tenant", "another number of tokens"],
 )
 def test_a_block_of_the_same_key_that_is_another_one(tier: Tier, other: Callable[[BlockKey], BlockKey]) -> None:

@@ -123,6 +123,7 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
 # Standing still.
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("still_s", [1.4, 2.4])
 def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, still_s: float) -> None:
     """By its clock all sessions are over when it goes on, and whoever comes first could end the others'."""
