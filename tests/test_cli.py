@@ -12,8 +12,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.cli.explain import explain
-from penstock.cli.generate import Reading, find_other_bus, find_reasons, in_a_shell, told_while_waiting
+from penstock.cli.explain import explain_error
+from penstock.cli.generate import (
+    StreamPosition,
+    describe_bus_mismatch,
+    explain_waiting,
+    find_wait_reasons,
+    format_shell_command,
+)
 from penstock.cli.main import COMMANDS, load_command
 from penstock.config.addresses import Addresses
 from penstock.errors import BusUnavailable
@@ -109,10 +115,10 @@ def test_a_server_that_is_away_is_named_with_its_setting(terminal: Terminal, red
     assert redis.stderr.splitlines()[-1] == f"penstock: Redis at 127.0.0.1:{port} does not answer: {advice}"
     kafka = Addresses(stream_url=redis_url, kafka=f"127.0.0.1:{port}")
     advice = "start it, or set PENSTOCK_KAFKA to where it is"
-    assert explain(BusUnavailable("Kafka: no"), kafka) == f"Kafka at 127.0.0.1:{port} does not answer: {advice}"
+    assert explain_error(BusUnavailable("Kafka: no"), kafka) == f"Kafka at 127.0.0.1:{port} does not answer: {advice}"
     both_answer = Addresses(stream_url=redis_url)
-    assert explain(BusUnavailable("Redis: no room"), both_answer) == "Redis: no room"
-    assert explain(ValueError("a bug")) is None
+    assert explain_error(BusUnavailable("Redis: no room"), both_answer) == "Redis: no room"
+    assert explain_error(ValueError("a bug")) is None
 
 
 def test_options_for_addresses_go_before_the_settings_in_what_is_said(tmp_path: Path) -> None:
@@ -122,9 +128,9 @@ def test_options_for_addresses_go_before_the_settings_in_what_is_said(tmp_path: 
 
 
 def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:
-    assert in_a_shell(Addresses(), "penstock lag") == "penstock lag"
+    assert format_shell_command(Addresses(), "penstock lag") == "penstock lag"
     given = Addresses(pipeline="line", kafka="k1:9092,k2:9092", stream_url="redis://me:secret@h:6379/0?db=1#a")
-    assert in_a_shell(given, "penstock lag") == (
+    assert format_shell_command(given, "penstock lag") == (
         "PENSTOCK_PIPELINE=line PENSTOCK_KAFKA=k1:9092,k2:9092 "
         "PENSTOCK_STREAM_URL='redis://me:***@h:6379/0?db=1#a' penstock lag"
     )
@@ -141,28 +147,28 @@ def test_a_command_for_another_shell_has_the_settings_it_needs() -> None:
     ],
 )
 def test_a_request_for_another_bus_is_told_so(theirs: str, ours: str, said: str) -> None:
-    found = find_other_bus([{"name": "of before"}, {"kafka": theirs}], Addresses(kafka=ours))
+    found = describe_bus_mismatch([{"name": "of before"}, {"kafka": theirs}], Addresses(kafka=ours))
     assert said in found
     assert bool(said) == bool(found)
 
 
 def test_what_a_request_waits_for_is_said(redis_url: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.cli.generate.WAITS_S", 0.0)
+    monkeypatch.setattr("penstock.cli.generate.SILENCE_BEFORE_REASONS_S", 0.0)
     addresses, said = Addresses(stream_url=redis_url, pipeline=pipeline.name), io.StringIO()
-    with told_while_waiting(Reading("x", None), addresses, "interactive", Console(file=said, width=500)):
+    with explain_waiting(StreamPosition("x", None), addresses, "interactive", Console(file=said, width=500)):
         wait_until(said.getvalue, 30, "the reason")
     assert said.getvalue().startswith(f"waiting: there is no worker of pipeline '{pipeline.name}'")
     for stage in STAGES:
         beat = Heartbeat(redis_url, pipeline, stage, "one", 60)
         beat.update_status(state="ready" if stage == "decode" else "loading", kafka="")
         beat.write_beat()
-    assert find_reasons(addresses, "interactive") == ["no prefill worker is ready"]
+    assert find_wait_reasons(addresses, "interactive") == ["no prefill worker is ready"]
     beat = Heartbeat(redis_url, pipeline, "prefill", "two", 60)
     beat.update_status(state="ready", kafka="")
     beat.write_beat()
-    assert find_reasons(addresses, "interactive")[0].startswith("0 requests of class interactive are queued")
+    assert find_wait_reasons(addresses, "interactive")[0].startswith("0 requests of class interactive are queued")
     silent = Addresses(stream_url=f"redis://127.0.0.1:{find_free_port()}/0", pipeline=pipeline.name)
-    assert "does not answer" in find_reasons(silent, "interactive")[0]
+    assert "does not answer" in find_wait_reasons(silent, "interactive")[0]
 
 
 @pytest.mark.server

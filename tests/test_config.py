@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.cli.config import rows
+from penstock.cli.config import list_settings
 from penstock.config.addresses import Addresses
 from penstock.config.settings import SETTINGS_CLASSES, KVSettings, list_variables, load_settings
 from penstock.config.sources import list_secret_variables
@@ -197,5 +197,5 @@ def test_certificates_go_into_the_addresses(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_hold_no_secret_of_the_default() -> None:
-    assert ("PENSTOCK_KV_STORE_SALT_SECRET", "***", "default") in list(rows())
-    assert KVSettings().salt_secret not in {row.value for row in rows()}
+    assert ("PENSTOCK_KV_STORE_SALT_SECRET", "***", "default") in list(list_settings())
+    assert KVSettings().salt_secret not in {row.value for row in list_settings()}

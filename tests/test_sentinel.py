@@ -107,11 +107,11 @@ def test_a_sentinel_that_is_away_is_passed_over(group: ReplicatedValkey) -> None
     url = group.url.replace("//", f"//127.0.0.1:{away},")
     with redis_client(url) as client:
         assert client.ping()
-    sentinels, server = doctor._redis("stream Redis", url, evicting_is_fine=False)
+    sentinels, server = doctor._check_redis("stream Redis", url, evicting_is_fine=False)
     assert sentinels.state == "note"
-    assert sentinels.found == f"1 of 2 answer, and name 127.0.0.1:{group.master.port} as the master of 'penstock'"
+    assert sentinels.detail == f"1 of 2 answer, and name 127.0.0.1:{group.master.port} as the master of 'penstock'"
     assert sentinels.advice == f"start those that do not answer: redis://127.0.0.1:{away}"
-    assert (server.state, server.found.split(": ")[0]) == ("ok", url)
+    assert (server.state, server.detail.split(": ")[0]) == ("ok", url)
     with redis_client(f"redis+sentinel://me:MARK@127.0.0.1:{away}/penstock/0") as client:
         with pytest.raises(redis.ConnectionError, match="none of the Sentinels at 127") as raised:
             client.ping()

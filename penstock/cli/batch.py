@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from penstock.ingest.batch.answer import FinishedRow
 
 app = typer.Typer(help="Many requests from a file.", no_args_is_help=True)
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
 @app.callback()
-def batch() -> None:
+def add_group() -> None:
     """Many requests from a file."""
 
 
 @app.command("run")
-def run(
+def run_batch(
     source: Annotated[Path, typer.Argument(metavar="INPUT", exists=True, dir_okay=False, help="OpenAI's batch lines.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where answers go, in the order they are finished.")],
     errors: Annotated[
@@ -46,18 +46,18 @@ def run(
     errors = errors or output.with_name(f"{output.stem}.errors.jsonl")
     notes = Console(stderr=True)
     try:
-        total, num_failed = asyncio.run(_run(source, output, errors, notes))
+        total, num_failed = asyncio.run(_send_rows(source, output, errors, notes))
     except KeyboardInterrupt:
         notes.print("stopped; the same command goes on from here")
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     notes.print(f"{total - num_failed:,} answers in {output}", highlight=False)
     if num_failed:
         notes.print(f"{num_failed:,} failed: {errors}", highlight=False)
         raise typer.Exit(1)
 
 
-async def _run(source: Path, output: Path, errors: Path, notes: Console) -> tuple[int, int]:
-    """How many rows there are, and how many failed."""
+async def _send_rows(source: Path, output: Path, errors: Path, notes: Console) -> tuple[int, int]:
+    """Send the rows that are not finished. Returns the number of rows, and how many failed."""
     from penstock.ingest.batch import direct
     from penstock.ingest.batch.journal import Journal
 
@@ -69,31 +69,32 @@ async def _run(source: Path, output: Path, errors: Path, notes: Console) -> tupl
         for reason in check_health(addresses, load_settings(BusSettings)).reasons:
             notes.print(f"rows wait: {reason}", highlight=False, markup=False)
         async with AsyncClient(addresses) as client:
-            with _shown(notes, total, len(journal.finished_rows), journal.num_failed) as meter:
-                await direct.answer_batch_file(client, source, journal, meter.add)
+            with _show_progress(notes, total, len(journal.finished_rows), journal.num_failed) as meter:
+                await direct.answer_batch_file(client, source, journal, meter.count_finished)
         return total, journal.num_failed
 
 
-class _Meter:
-    """What the bar shows."""
+class _ProgressMeter:
+    """The progress bar and its numbers: rows finished and failed, output tokens per second."""
 
     def __init__(self, progress: Progress, total: int, done: int, failed: int) -> None:
-        self._progress, self._failed, self._tokens, self._begun_s = progress, failed, 0, time.monotonic()
+        self._progress, self._num_failed, self._num_tokens, self._begun_s = progress, failed, 0, time.monotonic()
         self._task = progress.add_task("rows", total=total, completed=done, failed=failed, rate=0.0)
 
-    def add(self, finished: "FinishedRow") -> None:
-        """A row is finished."""
-        self._failed += not finished.is_ok
-        self._tokens += finished.usage.completion_tokens
-        rate = self._tokens / (time.monotonic() - self._begun_s)
-        self._progress.update(self._task, advance=1, failed=self._failed, rate=rate)
+    def count_finished(self, finished: "FinishedRow") -> None:
+        """Show one more finished row."""
+        self._num_failed += not finished.is_ok
+        self._num_tokens += finished.usage.completion_tokens
+        rate = self._num_tokens / (time.monotonic() - self._begun_s)
+        self._progress.update(self._task, advance=1, failed=self._num_failed, rate=rate)
 
 
 @contextlib.contextmanager
-def _shown(notes: Console, total: int, done: int, failed: int) -> Iterator[_Meter]:
+def _show_progress(notes: Console, total: int, done: int, failed: int) -> Iterator[_ProgressMeter]:
+    """Show a progress bar while the context lasts."""
     columns = (
         MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[failed]} failed"),
         TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=notes) as progress:
-        yield _Meter(progress, total, done, failed)
+        yield _ProgressMeter(progress, total, done, failed)

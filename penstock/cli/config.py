@@ -1,4 +1,4 @@
-"""`penstock config show | check`: what the settings are and where each comes from, and whether they are right."""
+"""`penstock config show | check`: every setting with its origin, and everything that is wrong with them."""
 
 import json
 import os
@@ -37,26 +37,26 @@ class Row(NamedTuple):
     origin: str
 
 
-@app.command()
-def show(
+@app.command("show")
+def show_settings(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False,
 ) -> None:
     """Every setting as it is in force here, without secrets, and where it comes from."""
     if as_json:
-        typer.echo(json.dumps([row._asdict() for row in rows()], indent=2, ensure_ascii=False))
+        typer.echo(json.dumps([row._asdict() for row in list_settings()], indent=2, ensure_ascii=False))
         return
     columns = Column("Variable", no_wrap=True), Column("Value", overflow="fold"), Column("From", overflow="fold")
     table = Table(*columns, box=None, pad_edge=False)
-    for row in rows():
+    for row in list_settings():
         style = "dim" if row.origin == "default" else ""
         table.add_row(row.variable, escape(str(row.value)), escape(row.origin), style=style)
     Console(highlight=False, soft_wrap=True).print(table)
 
 
-@app.command()
-def check() -> None:
+@app.command("check")
+def check_settings() -> None:
     """Everything that is wrong with the settings. Exit code 1 when something is."""
-    lines = all_problems()
+    lines = find_problems()
     for line in lines:
         typer.echo(line, err=True)
     if lines:
@@ -64,18 +64,18 @@ def check() -> None:
     typer.echo("nothing is wrong with the settings")
 
 
-def rows() -> Iterator[Row]:
-    """All settings, part by part. Raises `SettingsError`."""
+def list_settings() -> Iterator[Row]:
+    """Yield all settings, one class after the other. Raises `SettingsError`."""
     config = read_config_file(os.environ)
-    for part in SETTINGS_CLASSES:
-        settings, given = load_settings(part), read_given_values(part, os.environ, config)
-        for name in part.model_fields:
+    for kind in SETTINGS_CLASSES:
+        settings, given = load_settings(kind), read_given_values(kind, os.environ, config)
+        for name in kind.model_fields:
             origin = given[name].origin if name in given else "default"
-            yield Row(variable_name(part, name), printable(settings, name), origin)
+            yield Row(variable_name(kind, name), format_value(settings, name), origin)
 
 
-def printable(settings: BaseSettings, name: str) -> object:
-    """A setting's value; of a secret, that there is one; a url without its password."""
+def format_value(settings: BaseSettings, name: str) -> object:
+    """Return a setting's value as it may be printed: *** for a secret, a url without its password."""
     value = getattr(settings, name)
     if not is_secret(type(settings), name):
         return value
@@ -84,32 +84,37 @@ def printable(settings: BaseSettings, name: str) -> object:
     return "***" if (value.get_secret_value() if isinstance(value, SecretStr) else value) else ""
 
 
-def _problems_of(part: SettingsClass, given: dict[str, Any], parts: dict[SettingsClass, BaseSettings]) -> list[str]:
-    """What is wrong with each setting, and then, with defaults in its place, with all of a part together."""
+def _validate_settings(
+    kind: SettingsClass, given: dict[str, Any], valid: dict[SettingsClass, BaseSettings]
+) -> list[str]:
+    """Return a line for each problem of one settings class; without any, put its settings into `valid`.
+
+    Bad values are then replaced by defaults, to find what does not go together.
+    """
     try:
-        parts[part] = part(**given)
+        valid[kind] = kind(**given)
     except ValidationError as error:
         bad = {str(line["loc"][0]) for line in error.errors() if line["loc"]} & given.keys()
-        defaults = {name: part.model_fields[name].default for name in bad}
-        return describe_problems(part, error) + (_problems_of(part, given | defaults, parts) if bad else [])
+        defaults = {name: kind.model_fields[name].default for name in bad}
+        return describe_problems(kind, error) + (_validate_settings(kind, given | defaults, valid) if bad else [])
     return []
 
 
-def all_problems() -> list[str]:
-    """A line for each."""
-    lines, parts = describe_unknown_variables(os.environ), dict[SettingsClass, BaseSettings]()
+def find_problems() -> list[str]:
+    """Return a line for each problem with the settings."""
+    lines, valid = describe_unknown_variables(os.environ), dict[SettingsClass, BaseSettings]()
     try:
         config = read_config_file(os.environ)
         lines += check_config(config)
     except SettingsError as error:
         return [*lines, str(error)]
-    for part in SETTINGS_CLASSES:
+    for kind in SETTINGS_CLASSES:
         try:
-            given = {name: found.value for name, found in read_given_values(part, os.environ, config).items()}
-            lines += _problems_of(part, given, parts)
+            given = {name: found.value for name, found in read_given_values(kind, os.environ, config).items()}
+            lines += _validate_settings(kind, given, valid)
         except SettingsError as error:
             lines.append(str(error))
-    guard, batch = parts.get(GuardSettings), parts.get(BatchSettings)
+    guard, batch = valid.get(GuardSettings), valid.get(BatchSettings)
     if isinstance(guard, GuardSettings) and isinstance(batch, BatchSettings):
         lines += check_together(guard, batch)
     return lines

@@ -1,4 +1,4 @@
-"""`penstock demo`: start everything, send three prompts, print the tokens as they arrive; one more over HTTP; stop."""
+"""`penstock demo`: start everything, send three prompts and one over HTTP, print the tokens as they arrive, stop."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli.generate import print_stream
-from penstock.cli.up import READY_WITHIN_S, curl_body, curl_line, port_of_gateway
+from penstock.cli.up import READY_TIMEOUT_S, build_curl_body, choose_gateway_port, format_curl_command
 from penstock.client.sync import Client
 from penstock.errors import PenstockError
 from penstock.local.kafka import find_or_start_kafka
@@ -43,11 +43,11 @@ def demo(
         if kafka:
             console.print("starting Kafka", style="dim")
             bootstrap = exits.enter_context(find_or_start_kafka(directory / "kafka"))
-        gateway = port_of_gateway(find_free_port())
+        gateway = choose_gateway_port(find_free_port())
         parts = "a prefill and a decode worker" if gateway is None else "a prefill and a decode worker and a gateway"
         console.print(f"starting Redis, {parts}{' on Kafka' if kafka else ''}", style="dim")
         stack = exits.enter_context(Stack(directory, kafka=bootstrap, gateway=gateway))
-        stack.wait_until_ready(READY_WITHIN_S, lambda line: console.print(f"  {line}", style="dim"))
+        stack.wait_until_ready(READY_TIMEOUT_S, lambda line: console.print(f"  {line}", style="dim"))
         client = exits.enter_context(Client(stack.addresses))
         for number, (prompt, sampling) in enumerate(PROMPTS):
             begun_s = time.perf_counter()
@@ -62,15 +62,15 @@ def demo(
                     markup=False,
                 )
         if gateway is not None:
-            console.print(f"\n$ {curl_line(stack.gateway_url)}", style="bold", markup=False)
-            print_answer(stack.gateway_url)
-            said = f"[`penstock up` keeps all this running, its gateway on port {port_of_gateway(None)}]"
-            console.print(said, style="dim", markup=False)
+            console.print(f"\n$ {format_curl_command(stack.gateway_url)}", style="bold", markup=False)
+            stream_over_http(stack.gateway_url)
+            hint = f"[`penstock up` keeps all this running, its gateway on port {choose_gateway_port(None)}]"
+            console.print(hint, style="dim", markup=False)
 
 
-def print_answer(gateway_url: str) -> None:
-    """Do what the `curl` line does, and print the texts of what comes."""
-    body = json.dumps(curl_body()).encode()
+def stream_over_http(gateway_url: str) -> None:
+    """Send what the `curl` command sends, and print the text of each event."""
+    body = json.dumps(build_curl_body()).encode()
     with urllib.request.urlopen(f"{gateway_url}/v1/completions", body, timeout=60.0) as answer:
         for line in answer:
             if line.startswith(b"data: {"):

@@ -1,4 +1,4 @@
-"""`penstock dlq list | show | requeue`: the dead letters, and asking for them again."""
+"""`penstock dlq list | show | requeue`: list and show dead letters, and send them again."""
 
 import contextlib
 import json
@@ -30,36 +30,36 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
 @app.command("list")
-def list_(as_json: AsJson = False) -> None:
+def list_letters(as_json: AsJson = False) -> None:
     """All dead letters, the newest last, and which were asked again."""
-    with _office() as office:
-        letters = sort_by_age(office.letters())
-        rows = [{**_about(letter), "requeued": office.is_requeued(letter)} for letter in letters]
+    with _open_queue() as queue:
+        letters = sort_by_age(queue.read_letters())
+        rows = [{**_summarise_letter(letter), "requeued": queue.is_requeued(letter)} for letter in letters]
     if as_json:
         print(json.dumps(rows, indent=1))  # noqa: T201
     elif rows:
-        _console().print(_table(rows))
+        _make_console().print(_build_table(rows))
     else:
-        _console().print("no dead letters")
+        _make_console().print("no dead letters")
 
 
-@app.command()
-def show(
+@app.command("show")
+def show_letters(
     id_: Annotated[str, typer.Argument(metavar="ID", help="As `penstock dlq list` shows it.")],
     as_json: AsJson = False,
 ) -> None:
     """Everything about a dead letter: headers, reason, stack and the message. Of several with one id, all."""
-    with _office() as office:
-        letters = office.find(id_)
+    with _open_queue() as queue:
+        letters = queue.find_letters(id_)
     if as_json:
-        print(json.dumps([_whole(letter) for letter in letters], indent=1))  # noqa: T201
+        print(json.dumps([_describe_letter(letter) for letter in letters], indent=1))  # noqa: T201
         return
     for letter in letters:
-        _print(_console(), letter)
+        _print_letter(_make_console(), letter)
 
 
-@app.command()
-def requeue(
+@app.command("requeue")
+def requeue_letters(
     id_: Annotated[str | None, typer.Argument(metavar="ID", help="As `penstock dlq list` shows it.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that were not put back yet.")] = False,
 ) -> None:
@@ -73,14 +73,14 @@ def requeue(
     if everything == (id_ is not None):
         raise typer.BadParameter("give an ID or --all, one of them")
     num_failed = 0
-    with _office() as office:
+    with _open_queue() as queue:
         if id_ is not None:
-            chosen = office.find(id_)[-1:]
+            chosen = queue.find_letters(id_)[-1:]
         else:
-            chosen = [letter for letter in keep_newest(office.letters()) if not office.is_requeued(letter)]
+            chosen = [letter for letter in keep_newest(queue.read_letters()) if not queue.is_requeued(letter)]
         for letter in chosen:
             try:
-                print(f"{letter.id} is asked again as {office.put_back(letter)}")  # noqa: T201
+                print(f"{letter.id} is asked again as {queue.requeue_letter(letter)}")  # noqa: T201
             except DeadLetterError as error:
                 num_failed += 1
                 print(f"penstock: {error}", file=sys.stderr)  # noqa: T201
@@ -90,8 +90,8 @@ def requeue(
 
 
 @dataclass
-class _Office:
-    """The dead-letter topic, and the numbers of what was put back."""
+class _DeadLetterQueue:
+    """The dead-letter topic, and how often each request was put back into its topic."""
 
     pipeline: Pipeline
     bus: Bus
@@ -100,44 +100,45 @@ class _Office:
 
     def __post_init__(self) -> None:
         counts = cast("dict[bytes, bytes]", self.client.hgetall(self.pipeline.requeued_key))
-        self._counts = {base.decode(): int(count) for base, count in counts.items()}
+        self._retries = {base.decode(): int(count) for base, count in counts.items()}
 
-    def letters(self) -> list[DeadLetter]:
-        """All there are."""
+    def read_letters(self) -> list[DeadLetter]:
+        """Return all dead letters. Raises `DeadLetterError` if the pipeline has no topics."""
         if self.pipeline.dead_letter_topic in self.bus.missing_topics():
             raise DeadLetterError(f"the pipeline {self.pipeline.name!r} has no topics yet: penstock topics create")
         return [DeadLetter.from_message(message) for message in self.bus.read_all(self.pipeline.dead_letter_topic)]
 
-    def find(self, id_: str) -> list[DeadLetter]:
-        """Those of one id, the newest last. Raises `DeadLetterError` if there is none."""
-        found = [letter for letter in sort_by_age(self.letters()) if letter.id == id_]
+    def find_letters(self, id_: str) -> list[DeadLetter]:
+        """Return the letters of one id, the newest last. Raises `DeadLetterError` if there is none."""
+        found = [letter for letter in sort_by_age(self.read_letters()) if letter.id == id_]
         if not found:
             raise DeadLetterError(f"no dead letter has the id {id_!r}: see penstock dlq list")
         return found
 
     def is_requeued(self, letter: DeadLetter) -> bool:
-        """Whether it was put back."""
-        return self._counts.get(letter.base_id, 0) > letter.retry_number
+        """Return whether the letter was put back."""
+        return self._retries.get(letter.base_id, 0) > letter.retry_number
 
-    def put_back(self, letter: DeadLetter) -> str:
-        """Ask again, see `penstock.ops.dead_letters`; under which id."""
-        number = max(self._counts.get(letter.base_id, 0), letter.retry_number) + 1
+    def requeue_letter(self, letter: DeadLetter) -> str:
+        """Publish the letter's message again and return its new id. The steps are those of `ops.dead_letters`."""
+        number = max(self._retries.get(letter.base_id, 0), letter.retry_number) + 1
         message = letter.build_retry(self.pipeline, number)
         self.publisher.publish([message])  # 1
         self.client.hset(self.pipeline.requeued_key, letter.base_id, str(number))  # 2
-        self._counts[letter.base_id] = number
+        self._retries[letter.base_id] = number
         return str(message.key)
 
 
 @contextlib.contextmanager
-def _office() -> Iterator[_Office]:
+def _open_queue() -> Iterator[_DeadLetterQueue]:
     addresses = load_settings(Addresses)
     pipeline, bus = Pipeline(addresses.pipeline), connect(addresses, load_settings(BusSettings))
     with redis_client(addresses.first_url) as client, contextlib.closing(bus.publisher()) as publisher:
-        yield _Office(pipeline, bus, publisher, client)
+        yield _DeadLetterQueue(pipeline, bus, publisher, client)
 
 
-def _about(letter: DeadLetter) -> dict[str, Any]:
+def _summarise_letter(letter: DeadLetter) -> dict[str, Any]:
+    """Return what `list` shows of a letter."""
     attempts = letter.get_header(names.ATTEMPT_HEADER)
     return {
         "id": letter.id,
@@ -148,12 +149,14 @@ def _about(letter: DeadLetter) -> dict[str, Any]:
     }
 
 
-def _whole(letter: DeadLetter) -> dict[str, Any]:
-    text = letter.message.value.decode(errors="replace")
-    return {**_about(letter), "key": letter.message.key, "headers": dict(letter.message.headers), "message": text}
+def _describe_letter(letter: DeadLetter) -> dict[str, Any]:
+    """Return all of a letter, for `show --json`."""
+    message = letter.message
+    text = message.value.decode(errors="replace")
+    return {**_summarise_letter(letter), "key": message.key, "headers": dict(message.headers), "message": text}
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _build_table(rows: list[dict[str, Any]]) -> Table:
     table = Table("id", "when", "reason", "origin", box=None, pad_edge=False)
     table.add_column("attempts", justify="right")
     table.columns[0].overflow = table.columns[3].overflow = "fold"
@@ -162,35 +165,36 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         attempts = "" if row["attempts"] is None else str(row["attempts"])
         mark = " (asked again)" if row["requeued"] else ""
         reason = row["reason"] if len(row["reason"]) <= 120 else row["reason"][:119] + "…"
-        table.add_row(*map(_plain, (row["id"] + mark, _when(row["buried"]), reason, origin, attempts)))
+        cells = (row["id"] + mark, _format_time(row["buried"]), reason, origin, attempts)
+        table.add_row(*map(_escape_unprintable, cells))
     return table
 
 
-def _print(console: Console, letter: DeadLetter) -> None:
+def _print_letter(console: Console, letter: DeadLetter) -> None:
     console.print(Text(letter.id, "bold"))
     lines = Table("", "", box=None, pad_edge=False, show_header=False)
-    lines.add_row("dead since", _when(letter.dead_since_s))
+    lines.add_row("dead since", _format_time(letter.dead_since_s))
     for name, text in sorted(letter.message.headers.items()):
         if name not in (names.STACK_HEADER, names.BURIED_HEADER):
-            lines.add_row(name, _plain(text))
+            lines.add_row(name, _escape_unprintable(text))
     console.print(lines)
     if letter.get_header(names.STACK_HEADER):
-        console.print(_plain("\n" + letter.get_header(names.STACK_HEADER).rstrip()), soft_wrap=True)
+        console.print(_escape_unprintable("\n" + letter.get_header(names.STACK_HEADER).rstrip()), soft_wrap=True)
     try:
         message = json.dumps(json.loads(letter.message.value), indent=1, ensure_ascii=False)
     except (ValueError, RecursionError):
         message = letter.message.value.decode(errors="backslashreplace")
-    console.print(_plain(f"\n{message}\n"), soft_wrap=True)
+    console.print(_escape_unprintable(f"\n{message}\n"), soft_wrap=True)
 
 
-def _when(seconds: float | None) -> str:
+def _format_time(seconds: float | None) -> str:
     return "unknown" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _plain(text: str) -> Text:
-    """What others wrote, without what would move a terminal's cursor."""
+def _escape_unprintable(text: str) -> Text:
+    """Return a text from a message without characters that would move a terminal's cursor."""
     return Text("".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text))
 
 
-def _console() -> Console:
+def _make_console() -> Console:
     return Console(highlight=False)

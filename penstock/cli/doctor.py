@@ -1,4 +1,4 @@
-"""`penstock doctor`: is everything here that a pipeline needs, and what to do about what is not."""
+"""`penstock doctor`: check that everything a pipeline needs is here, and say what to do about what is missing."""
 
 import importlib.metadata
 import importlib.util
@@ -30,16 +30,16 @@ from penstock.redis.servers import check_server_list
 from penstock.redis.urls import hide_password, server_name, split_urls
 
 State = Literal["ok", "note", "fail"]
-STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "red"}
+STATE_STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `advice` says what to do."""
+    """One line of the report, and what to do about it."""
 
     state: State
-    what: str
-    found: str
+    subject: str
+    detail: str
     advice: str = ""
 
 
@@ -47,39 +47,40 @@ def doctor() -> None:
     """Check dependencies, addresses, topics, workers and the model. Exit code 1 when something fails."""
     console = Console(highlight=False, soft_wrap=True)
     failed = False
-    for finding in findings():
+    for finding in run_checks():
         failed |= finding.state == "fail"
-        console.print(f"[{STYLES[finding.state]}]{finding.state:4}[/]  {finding.what:19} {escape(finding.found)}")
+        state = f"[{STATE_STYLES[finding.state]}]{finding.state:4}[/]"
+        console.print(f"{state}  {finding.subject:19} {escape(finding.detail)}")
         if finding.advice:
             console.print(f"      {'':19} → {escape(finding.advice)}")
     raise typer.Exit(1 if failed else 0)
 
 
-def findings() -> Iterator[Finding]:
-    """Every check, in order."""
+def run_checks() -> Iterator[Finding]:
+    """Yield the findings of every check, in order."""
     addresses = load_settings(Addresses)
     checks: list[Callable[[], Iterator[Finding]]] = [
-        _python,
-        _packages,
-        _machine,
-        _kernels,
-        _copying,
-        _model,
-        _servers,
-        lambda: _stream_redis(addresses),
-        lambda: _kv_redis(addresses),
-        lambda: _bus(addresses),
-        lambda: _workers(addresses),
+        _check_python,
+        _check_packages,
+        _check_machine,
+        _check_kernels,
+        _check_native_copying,
+        _check_model,
+        _check_server_programs,
+        lambda: _check_stream_redis(addresses),
+        lambda: _check_kv_redis(addresses),
+        lambda: _check_bus(addresses),
+        lambda: _check_workers(addresses),
     ]
     for check in checks:
         yield from check()
 
 
-def _python() -> Iterator[Finding]:
+def _check_python() -> Iterator[Finding]:
     yield Finding("ok", "Python", platform.python_version())
 
 
-def _packages() -> Iterator[Finding]:
+def _check_packages() -> Iterator[Finding]:
     for name, extra in (
         ("confluent-kafka", ""),
         ("redis", ""),
@@ -93,7 +94,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding("note" if extra else "fail", name, "not installed", f"a worker needs it: {advice}")
 
 
-def _machine() -> Iterator[Finding]:
+def _check_machine() -> Iterator[Finding]:
     yield Finding("ok", "cores", str(os.cpu_count()))
     if importlib.util.find_spec("torch") is not None:
         import torch
@@ -102,8 +103,8 @@ def _machine() -> Iterator[Finding]:
         yield Finding("ok", "GPU", found)
 
 
-def _kernels() -> Iterator[Finding]:
-    """Whether the engine's kernels were built, and what that means for tokens in 16 bits."""
+def _check_kernels() -> Iterator[Finding]:
+    """Check that the engine's kernels were built, and say what that means for tokens in 16 bits."""
     if importlib.util.find_spec("torch") is None:
         return
     from penstock.engine.kernels import library
@@ -118,8 +119,8 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("note", "native kernels", found, advice)
 
 
-def _copying() -> Iterator[Finding]:
-    """Whether the KV store's copying was built."""
+def _check_native_copying() -> Iterator[Finding]:
+    """Check that the KV store's native copying was built."""
     if importlib.util.find_spec("xxhash") is None:
         return
     from penstock.kvstore.native import library
@@ -132,7 +133,7 @@ def _copying() -> Iterator[Finding]:
     yield Finding("note", "native copying", "not built: KV blocks are copied and checked in two passes", advice)
 
 
-def _model() -> Iterator[Finding]:
+def _check_model() -> Iterator[Finding]:
     name = load_settings(EngineSettings).model
     if name == "demo":
         there = (Path(__file__).parents[1] / "engine/demo/model/model.safetensors").exists()
@@ -146,8 +147,8 @@ def _model() -> Iterator[Finding]:
         yield Finding("note", "model", f"{name}: no directory here, would be fetched from the hub")
 
 
-def _servers() -> Iterator[Finding]:
-    """What the embedded stack and a local Kafka could be started from."""
+def _check_server_programs() -> Iterator[Finding]:
+    """Check for the programs that the embedded stack and a local Kafka are started from."""
     programs: list[tuple[str, Callable[[], object]]] = [("Valkey program", find_binary), ("Java for Kafka", find_java)]
     for what, find in programs:
         try:
@@ -159,25 +160,25 @@ def _servers() -> Iterator[Finding]:
     yield Finding("ok" if maven else "note", "Maven for Kafka", maven or "not found", advice)
 
 
-def _sentinels(url: str) -> Iterator[Finding]:
-    """Whether the Sentinels of an address answer, and name one master."""
+def _check_sentinels(url: str) -> Iterator[Finding]:
+    """Check that the Sentinels of an address answer, and name one master."""
     address, found = parse_sentinels(url), find_masters(url)
-    masters = {said for said in found.values() if not isinstance(said, redis.RedisError)}
-    silent = [place for place, said in found.items() if isinstance(said, redis.RedisError)]
-    named = " and ".join("nothing" if place is None else f"{place[0]}:{place[1]}" for place in masters) or "nothing"
+    masters = {master for master in found.values() if not isinstance(master, redis.RedisError)}
+    silent = [sentinel for sentinel, master in found.items() if isinstance(master, redis.RedisError)]
+    named = " and ".join("nothing" if master is None else f"{master[0]}:{master[1]}" for master in masters) or "nothing"
     what = f"{len(found) - len(silent)} of {len(found)} answer, and name {named} as the master of {address.service!r}"
     if len(masters) != 1 or None in masters:
         yield Finding("fail", "Sentinels", what, "they have to know the service, and agree: see PENSTOCK_STREAM_URL")
     elif silent:
-        listed = ", ".join(address.sentinel_url(place) for place in silent)
+        listed = ", ".join(address.sentinel_url(sentinel) for sentinel in silent)
         yield Finding("note", "Sentinels", what, f"start those that do not answer: {listed}")
     else:
         yield Finding("ok", "Sentinels", what)
 
 
-def _redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
+def _check_redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
     if is_sentinel(url):
-        yield from _sentinels(url)
+        yield from _check_sentinels(url)
     try:
         with redis_client(url) as client:
             version = client.info("server")["redis_version"]
@@ -205,27 +206,27 @@ def _redis(what: str, url: str, *, evicting_is_fine: bool) -> Iterator[Finding]:
         yield Finding("ok", what, f"{hide_password(url)}: {version}")
 
 
-def _stream_redis(addresses: Addresses) -> Iterator[Finding]:
-    """Each server, and whether they all know the same list of servers."""
+def _check_stream_redis(addresses: Addresses) -> Iterator[Finding]:
+    """Check each stream server, and that all have the same list of servers."""
     names, pipeline = [server_name(url) for url in split_urls(addresses.stream_url)], Pipeline(addresses.pipeline)
     for url, name in zip(split_urls(addresses.stream_url), names, strict=True):
         what = "stream Redis" if len(names) == 1 else f"stream Redis {name}"
-        yield from _redis(what, url, evicting_is_fine=False)
+        yield from _check_redis(what, url, evicting_is_fine=False)
         try:
             with redis_client(url) as client:
                 check_server_list(client, pipeline, names)
         except redis.RedisError:
-            continue  # it was told already
+            continue  # reported by `_check_redis`
         except ServersDiffer as error:
             yield Finding("fail", "stream servers", str(error), "set PENSTOCK_STREAM_URL alike everywhere")
 
 
-def _kv_redis(addresses: Addresses) -> Iterator[Finding]:
+def _check_kv_redis(addresses: Addresses) -> Iterator[Finding]:
     for url in split_urls(addresses.kv_url or addresses.stream_url):
-        yield from _redis("KV Redis", url, evicting_is_fine=True)
+        yield from _check_redis("KV Redis", url, evicting_is_fine=True)
 
 
-def _bus(addresses: Addresses) -> Iterator[Finding]:
+def _check_bus(addresses: Addresses) -> Iterator[Finding]:
     kind = "Kafka" if addresses.kafka else "bus (Redis Streams)"
     try:
         bus = connect(addresses, load_settings(BusSettings))
@@ -239,12 +240,12 @@ def _bus(addresses: Addresses) -> Iterator[Finding]:
         yield Finding("fail", "topics", f"{len(missing)} missing, first {missing[0]}", "penstock topics create")
     else:
         yield Finding("ok", "topics", "all there")
-        yield from _topic_settings(bus)
-    yield from _transactions(bus)
+        yield from _check_topic_settings(bus)
+    yield from _check_transactions(bus)
 
 
-def _topic_settings(bus: Bus) -> Iterator[Finding]:
-    """Whether the topics that are there have the settings that `penstock topics create` makes them with."""
+def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
+    """Check that the topics have the settings with which `penstock topics create` makes them."""
     from penstock.bus.kafka.bus import KafkaBus
     from penstock.bus.kafka.topics import alter_command, find_wrong_settings
 
@@ -263,8 +264,8 @@ def _topic_settings(bus: Bus) -> Iterator[Finding]:
         yield Finding("ok", "topic settings", "as the pipeline needs them")
 
 
-def _transactions(bus: Bus) -> Iterator[Finding]:
-    """Whether one that is open for longer than a worker's may be holds up readers."""
+def _check_transactions(bus: Bus) -> Iterator[Finding]:
+    """Check that no transaction holds up readers because it is open longer than a worker's may be."""
     from penstock.bus.kafka.bus import KafkaBus
     from penstock.bus.kafka.stuck import find_stuck
 
@@ -286,7 +287,7 @@ def _transactions(bus: Bus) -> Iterator[Finding]:
         yield Finding("ok", "transactions", "none holds up a partition")
 
 
-def _workers(addresses: Addresses) -> Iterator[Finding]:
+def _check_workers(addresses: Addresses) -> Iterator[Finding]:
     try:
         workers = read_worker_status(addresses)
     except redis.RedisError:

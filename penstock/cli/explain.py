@@ -1,4 +1,4 @@
-"""An error as one line that says what to do."""
+"""Errors as one line that says what to do."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -15,11 +15,11 @@ from penstock.redis.client import REDIS_TIMEOUT_S, is_away, redis_client
 from penstock.redis.urls import hide_password, split_urls
 
 
-def explain(error: BaseException, addresses: Addresses | None = None) -> str | None:
-    """Return an error of ours in one line, None for any other.
+def explain_error(error: BaseException, addresses: Addresses | None = None) -> str | None:
+    """Return one line for an error of Penstock or Redis, None for any other.
 
-    Where a server cannot be worked with it is asked why, at these addresses or at those of the settings: clients know
-    little.
+    Where a server is the cause, the servers at these addresses (else those of the settings) are asked for the reason:
+    clients' errors say little.
     """
     if not isinstance(error, redis.RedisError | PenstockError):
         return None
@@ -29,23 +29,23 @@ def explain(error: BaseException, addresses: Addresses | None = None) -> str | N
             check_access(addresses, "client")
         except (SettingsError, AccessRefused) as refused:
             return str(refused)
-        if silent := find_silent(addresses):
+        if silent := describe_silent_server(addresses):
             return silent
     prefix = "Redis: " if isinstance(error, redis.RedisError) else ""
     return f"{error.code}: {error}" if isinstance(error, RequestError) else f"{prefix}{error}"
 
 
 @contextmanager
-def explained(addresses: Addresses) -> Iterator[None]:
-    """Explain what is wrong with servers at addresses that were given as options: the settings know other ones."""
+def explain_server_errors(addresses: Addresses) -> Iterator[None]:
+    """Explain errors of servers at these addresses, where options gave other ones than the settings have."""
     try:
         yield
     except (redis.RedisError, BusUnavailable) as error:
-        raise PenstockError(explain(error, addresses)) from error
+        raise PenstockError(explain_error(error, addresses)) from error
 
 
-def find_silent(addresses: Addresses) -> str:
-    """Return which server does not answer now and what to do about it; empty where all of them answer."""
+def describe_silent_server(addresses: Addresses) -> str:
+    """Return which server does not answer now and what to do about it; empty if all of them answer."""
     for url in split_urls(addresses.stream_url):
         try:
             with closing(redis_client(url)) as client:
@@ -53,7 +53,7 @@ def find_silent(addresses: Addresses) -> str:
         except redis.RedisError as error:
             if is_away(error):
                 advice = "start one with `penstock up`, or set PENSTOCK_STREAM_URL"
-                return f"Redis at {_place(url)} does not answer: {advice}"
+                return f"Redis at {_format_address(url)} does not answer: {advice}"
     if addresses.kafka:
         try:
             connect(addresses, load_settings(BusSettings)).check(REDIS_TIMEOUT_S)
@@ -62,8 +62,8 @@ def find_silent(addresses: Addresses) -> str:
     return ""
 
 
-def _place(url: str) -> str:
-    """Return where a server is: host and port, or the whole address without its password where it has neither."""
+def _format_address(url: str) -> str:
+    """Return host and port of an address, or the whole address without its password if it has neither."""
     parts = urlsplit(url)
     is_plain = parts.scheme in ("redis", "rediss") and parts.hostname
     return f"{parts.hostname}:{parts.port or 6379}" if is_plain else hide_password(url)

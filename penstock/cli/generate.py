@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from penstock.bus.connect import connect
-from penstock.cli.explain import explain
+from penstock.cli.explain import explain_error
 from penstock.client.core import Event
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
@@ -29,8 +29,8 @@ from penstock.redis.client import REDIS_TIMEOUT_S
 from penstock.redis.urls import hide_passwords
 from penstock.telemetry.process import record_spans
 
-WAITS_S = 2.0
-"""For so long a request may be silent before it is said what it waits for."""
+SILENCE_BEFORE_REASONS_S = 2.0
+"""After this long without an event the reasons for the wait are printed."""
 
 
 def generate(
@@ -62,8 +62,8 @@ def generate(
         client = stack.enter_context(Client(addresses))
         text = sys.stdin.read() if prompt == "-" and resume is None else prompt
         begun_s = time.perf_counter()
-        reading = Reading(request_id, resume or None)
-        stack.enter_context(told_while_waiting(reading, addresses, klass, notes))
+        position = StreamPosition(request_id, resume or None)
+        stack.enter_context(explain_waiting(position, addresses, klass, notes))
         if resume is None:
             client.submit(
                 prompt=None if chat else text,
@@ -78,23 +78,23 @@ def generate(
                 stop=stop or [],
             )
         try:
-            print_stream(reading.follow(client, timeout), begun_s, notes=notes)
+            print_stream(position.read_events(client, timeout), begun_s, notes=notes)
         except KeyboardInterrupt:
-            line = f"penstock generate - --id {request_id} --resume {shlex.quote(reading.last_id or '')}"
-            notes.print(f"\nleft; read on with: {in_a_shell(addresses, line)}")
+            line = f"penstock generate - --id {request_id} --resume {shlex.quote(position.last_id or '')}"
+            notes.print(f"\nleft; read on with: {format_shell_command(addresses, line)}")
             raise typer.Exit(130) from None
 
 
-class Reading:
-    """How far a stream was read."""
+class StreamPosition:
+    """How far a stream was read: the id of the last event that was printed."""
 
     def __init__(self, request_id: str, last_id: str | None) -> None:
         self.request_id, self.last_id = request_id, last_id
         self.has_begun = threading.Event()
-        """Something of it came, or nobody waits for it any more."""
+        """Set when the first event came, and when the reader leaves."""
 
-    def follow(self, client: Client, timeout_s: float) -> Iterator[Event]:
-        """Return the events after the last one that was read."""
+    def read_events(self, client: Client, timeout_s: float) -> Iterator[Event]:
+        """Yield the events after the last one that was read."""
         for event in client.stream(self.request_id, after=self.last_id, timeout_s=timeout_s):
             self.has_begun.set()
             yield event
@@ -102,67 +102,70 @@ class Reading:
 
 
 @contextlib.contextmanager
-def told_while_waiting(reading: Reading, addresses: Addresses, klass: PriorityClass, notes: Console) -> Iterator[None]:
-    """Say what is waited for, where nothing has come after two seconds."""
+def explain_waiting(
+    position: StreamPosition, addresses: Addresses, klass: PriorityClass, notes: Console
+) -> Iterator[None]:
+    """Print why a request waits, if nothing has come after two seconds."""
 
-    def watch() -> None:
-        if reading.has_begun.wait(WAITS_S):
+    def print_reasons() -> None:
+        if position.has_begun.wait(SILENCE_BEFORE_REASONS_S):
             return
-        reasons = find_reasons(addresses, klass)
-        if not reading.has_begun.is_set():
+        reasons = find_wait_reasons(addresses, klass)
+        if not position.has_begun.is_set():
             notes.print("\n".join(f"waiting: {reason}" for reason in reasons))
 
-    threading.Thread(target=watch, name="waiting", daemon=True).start()
+    threading.Thread(target=print_reasons, name="waiting", daemon=True).start()
     try:
         yield
     finally:
-        reading.has_begun.set()
+        position.has_begun.set()
 
 
-def find_reasons(addresses: Addresses, klass: PriorityClass) -> list[str]:
-    """Return why a request may have to wait, as servers and workers tell it now."""
+def find_wait_reasons(addresses: Addresses, klass: PriorityClass) -> list[str]:
+    """Return why a request may have to wait, from what servers and workers report now."""
     try:
-        connect(addresses, load_settings(BusSettings)).check(REDIS_TIMEOUT_S)
+        bus_settings = load_settings(BusSettings)
+        connect(addresses, bus_settings).check(REDIS_TIMEOUT_S)
         workers = read_worker_status(addresses)
-        if other := find_other_bus(workers, addresses):
+        if other := describe_bus_mismatch(workers, addresses):
             return [other]
         if not workers:
             where = f"pipeline {addresses.pipeline!r} at {hide_passwords(addresses.stream_url)}"
             return [f"there is no worker of {where}: see PENSTOCK_PIPELINE and PENSTOCK_STREAM_URL"]
         if reasons := assess_health(workers).reasons:
             return list(reasons)
-        with contextlib.closing(LagWatch(addresses, load_settings(BusSettings))) as watch:
-            return [in_the_queue(watch.read_latest(), klass)]
+        with contextlib.closing(LagWatch(addresses, bus_settings)) as watch:
+            return [describe_queue(watch.read_latest(), klass)]
     except (redis.RedisError, PenstockError) as error:
-        return [explain(error, addresses) or ""]
+        return [explain_error(error, addresses) or ""]
 
 
-def find_other_bus(workers: Iterable[Mapping[str, Any]], addresses: Addresses) -> str:
-    """Return where the workers read their requests and what to set, if this command sends them elsewhere; else empty.
+def describe_bus_mismatch(workers: Iterable[Mapping[str, Any]], addresses: Addresses) -> str:
+    """Return where the workers read requests and what to set, if this command sends them elsewhere; else empty.
 
-    Brokers may have several names: where both are Kafka, the workers' own name is told only as a possibility.
+    Brokers may have several names, so between two Kafka addresses a mismatch is only possible.
     """
-    read = {worker["kafka"] for worker in workers if "kafka" in worker}  # older versions do not tell
-    if not read or addresses.kafka in read:
+    read_from = {worker["kafka"] for worker in workers if "kafka" in worker}  # older versions do not report it
+    if not read_from or addresses.kafka in read_from:
         return ""
-    first = min(read)
+    first = min(read_from)
     theirs, ours = (f"Kafka at {kafka}" if kafka else "Redis Streams" for kafka in (first, addresses.kafka))
     advice = f"set PENSTOCK_KAFKA={first}" if first else "unset PENSTOCK_KAFKA"
     unless = ", unless these are the same brokers" if first and addresses.kafka else ""
     return f"the workers of {addresses.pipeline!r} read from {theirs}, this command sends to {ours}: {advice}{unless}"
 
 
-def in_the_queue(lag: PipelineLag, klass: PriorityClass) -> str:
-    """Return how much is before a request that waits."""
+def describe_queue(lag: PipelineLag, klass: PriorityClass) -> str:
+    """Return how many requests are before a request that waits, and about how long that takes."""
     waits, wait_s = sum(stage[klass].messages for stage in lag.stages.values()), lag.estimated_wait_s(klass)
     about = "" if wait_s is None else f"; a new one would wait for about {wait_s:.0f} s"
     return f"{waits} requests of class {klass} are queued or worked on{about}"
 
 
-def in_a_shell(addresses: Addresses, command: str) -> str:
-    """Return a command as it works in a shell that has no settings: with those variables that are not the default.
+def format_shell_command(addresses: Addresses, command: str) -> str:
+    """Return a command for a shell without settings: with the variables of all addresses that are not the default.
 
-    A password is not printed: *** stands for it.
+    *** stands for a password.
     """
     words = []
     for name in ("pipeline", "kafka", "stream_url"):
@@ -174,9 +177,9 @@ def in_a_shell(addresses: Addresses, command: str) -> str:
 
 
 def print_stream(events: Iterable[Event], begun_s: float, *, notes: Console) -> list[float]:
-    """Print a stream's text as it arrives, then to `notes` what it took. Raises the request's error.
+    """Print a stream's text as it arrives, then its timing to `notes`. Raises the request's error.
 
-    Returns when each token came, by `time.perf_counter`.
+    Returns the time of each token, by `time.perf_counter`.
     """
     times: list[float] = []
     for event in events:
@@ -187,12 +190,12 @@ def print_stream(events: Iterable[Event], begun_s: float, *, notes: Console) -> 
     sys.stdout.write("\n")
     sys.stdout.flush()
     if times:
-        notes.print(summary(begun_s, times), style="dim", highlight=False, markup=False)
+        notes.print(format_summary(begun_s, times), style="dim", highlight=False, markup=False)
     return times
 
 
-def summary(begun_s: float, times: list[float]) -> str:
-    """Time to first token and tokens/s of one stream."""
+def format_summary(begun_s: float, times: list[float]) -> str:
+    """Return a line with the time to first token and the tokens/s of one stream."""
     rate = (
         f", {(len(times) - 1) / (times[-1] - times[0]):.0f} tokens/s" if len(times) > 1 and times[-1] > times[0] else ""
     )

@@ -1,4 +1,4 @@
-"""`penstock keys create | list | revoke | tenant`: who may use the gateway."""
+"""`penstock keys create | list | revoke | tenant`: the API keys and tenants of the gateway."""
 
 import contextlib
 import fcntl
@@ -31,25 +31,25 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 TenantName = Annotated[str, typer.Argument(metavar="TENANT")]
 
 
-@app.command()
-def create(tenant: TenantName, as_json: AsJson = False) -> None:
+@app.command("create")
+def create_key(tenant: TenantName, as_json: AsJson = False) -> None:
     """Make a key for a tenant and print it, this once: only its hash is kept."""
     from penstock.ingest.tenants import make_key
 
     _check_tenant(tenant)
     key, key_id, entry = make_key(tenant)
 
-    def add(book: "KeyBook") -> None:
+    def add_key(book: "KeyBook") -> None:
         book.keys[key_id] = entry
 
-    _change(add, lambda client: client.hset(KEYS_KEY, key_id, entry.model_dump_json()))
+    _change_keys(add_key, lambda client: client.hset(KEYS_KEY, key_id, entry.model_dump_json()))
     print(json.dumps({"id": key_id, "tenant": tenant, "key": key}) if as_json else key)  # noqa: T201
 
 
 @app.command("list")
-def list_(as_json: AsJson = False) -> None:
+def list_keys(as_json: AsJson = False) -> None:
     """All keys by id and tenant, and what the tenants may."""
-    book = _read()
+    book = _read_book()
     if as_json:
         print(book.model_dump_json(indent=1, exclude={"keys": {"__all__": {"hash"}}}))  # noqa: T201
         return
@@ -72,24 +72,24 @@ def list_(as_json: AsJson = False) -> None:
         console.print(tenants)
 
 
-@app.command()
-def revoke(key_id: Annotated[str, typer.Argument(metavar="ID", help="As `penstock keys list` shows it.")]) -> None:
+@app.command("revoke")
+def revoke_key(key_id: Annotated[str, typer.Argument(metavar="ID", help="As `penstock keys list` shows it.")]) -> None:
     """Make a key worthless, on every gateway within a second."""
     name = key_id.removeprefix("psk_").split("_")[0]
 
-    def remove(book: "KeyBook") -> None:
+    def remove_key(book: "KeyBook") -> None:
         if book.keys.pop(name, None) is None:
             raise SettingsError(f"no key has the id {name!r}: see penstock keys list")
 
-    def remove_in_redis(client: "redis.Redis") -> None:
+    def remove_key_in_redis(client: "redis.Redis") -> None:
         if not client.hdel(KEYS_KEY, name):
             raise SettingsError(f"no key has the id {name!r}: see penstock keys list")
 
-    _change(remove, remove_in_redis)
+    _change_keys(remove_key, remove_key_in_redis)
 
 
-@app.command()
-def tenant(
+@app.command("tenant")
+def set_tenant(
     tenant: TenantName,
     weight: Annotated[float | None, typer.Option(help="Its share where tenants compete.")] = None,
     class_: Annotated[list[str] | None, typer.Option("--class", help="A class it may use; may be repeated.")] = None,
@@ -112,14 +112,14 @@ def tenant(
     given |= {"weight": weight} if weight is not None else {}
     given |= {"classes": class_} if class_ else {}
     try:
-        entry = TenantEntry.model_validate(_read().tenants.get(tenant, TenantEntry()).model_dump() | given)
+        entry = TenantEntry.model_validate(_read_book().tenants.get(tenant, TenantEntry()).model_dump() | given)
     except ValidationError as error:
         raise typer.BadParameter("; ".join(str(line["msg"]) for line in error.errors())) from None
 
-    def put(book: "KeyBook") -> None:
+    def set_entry(book: "KeyBook") -> None:
         book.tenants[tenant] = entry
 
-    _change(put, lambda client: client.hset(TENANTS_KEY, tenant, entry.model_dump_json()))
+    _change_keys(set_entry, lambda client: client.hset(TENANTS_KEY, tenant, entry.model_dump_json()))
 
 
 def _check_tenant(name: str) -> None:
@@ -129,44 +129,47 @@ def _check_tenant(name: str) -> None:
         raise typer.BadParameter(f"{name!r} cannot name a tenant: 1 to 64 of A-Z a-z 0-9 . _ -") from None
 
 
-def _place() -> str:
+def _find_book() -> str:
+    """Return where the keys are: "redis" or a file. Raises `SettingsError` where no keys are used."""
     from penstock.ingest.keys import KEYS_OPEN
 
-    place = load_settings(AdmissionSettings).keys
-    if place in {"", KEYS_OPEN}:
+    location = load_settings(AdmissionSettings).keys
+    if location in {"", KEYS_OPEN}:
         raise SettingsError("no keys are asked for: set PENSTOCK_GATEWAY_KEYS to a JSON file, or to 'redis'")
-    return place
+    return location
 
 
-def _read() -> "KeyBook":
+def _read_book() -> "KeyBook":
+    """Return all keys and tenants."""
     from penstock.ingest.keys import KEYS_IN_REDIS, KeyBook, read_book_file, read_redis_book
 
-    place = _place()
-    if place == KEYS_IN_REDIS:
+    location = _find_book()
+    if location == KEYS_IN_REDIS:
         with redis_client(load_settings(Addresses).first_url) as client:
             return read_redis_book(client)
-    path = Path(place).expanduser()
+    path = Path(location).expanduser()
     return read_book_file(path) if path.exists() else KeyBook()
 
 
-def _change(in_file: Callable[["KeyBook"], None], in_redis: Callable[["redis.Redis"], object]) -> None:
-    """In a file: read, change and replace it, one process at a time."""
+def _change_keys(in_file: Callable[["KeyBook"], None], in_redis: Callable[["redis.Redis"], object]) -> None:
+    """Change the keys where they are. A file is read, changed and replaced by one process at a time."""
     from penstock.ingest.keys import KEYS_IN_REDIS, write_book_file
 
-    place = _place()
-    if place == KEYS_IN_REDIS:
+    location = _find_book()
+    if location == KEYS_IN_REDIS:
         with redis_client(load_settings(Addresses).first_url) as client:
             in_redis(client)
         return
-    path = Path(place).expanduser()
-    with _alone_in(path.parent):
-        book = _read()
+    path = Path(location).expanduser()
+    with _lock_directory(path.parent):
+        book = _read_book()
         in_file(book)
         write_book_file(path, book)
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _lock_directory(folder: Path) -> Iterator[None]:
+    """Hold a directory's lock, which excludes other processes, while the context lasts."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:

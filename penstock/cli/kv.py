@@ -28,11 +28,11 @@ app = typer.Typer(help="The KV store: what is in its tiers, and whether it is wh
 
 TierName = Literal["shared", "disk", "redis"]
 OneTier = Annotated[TierName | None, typer.Option("--tier", help="This tier only.")]
-UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+DURATION_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-@app.command()
-def stats(
+@app.command("stats")
+def show_stats(
     as_json: Annotated[
         bool, typer.Option("--json", help="For programs: bytes, counts and shares as they are.")
     ] = False,
@@ -40,40 +40,40 @@ def stats(
     """What each tier holds, and what the live workers found in them."""
     addresses = load_settings(Addresses)
     with places() as found:
-        rows = [kv_show.usage_row(place) for place in found]
-    stages = kv_show.by_stage(read_worker_status(addresses))
+        rows = [kv_show.build_usage_row(place) for place in found]
+    stages = kv_show.sum_by_stage(read_worker_status(addresses))
     if as_json:
         print(json.dumps({"tiers": rows, "workers": stages}, indent=1))  # noqa: T201
     else:
-        kv_show.print_stats(console(), rows, stages)
+        kv_show.print_stats(make_console(), rows, stages)
     raise typer.Exit(1 if any("error" in row for row in rows) else 0)
 
 
-@app.command()
-def inspect(
+@app.command("inspect")
+def inspect_block(
     key: Annotated[str, typer.Argument(help="The block's key in hex; a beginning that only it has will do.")],
 ) -> None:
     """Everything about one block, in each tier that has it. Exit code 1 if it is damaged."""
-    from_key = check_hex(key)
+    from_key = check_key_prefix(key)
     with places() as found:
         listed = [(place, place.list_entries()) for place in found]
-        wanted = one_key(from_key, [entry for _, entries in listed for entry in entries])
+        wanted = find_single_key(from_key, [entry for _, entries in listed for entry in entries])
         damaged = False
         for place, entries in listed:
             for entry in entries:
                 if entry.key == wanted:
-                    damaged |= kv_show.print_block(console(), place, entry)
+                    damaged |= kv_show.print_block(make_console(), place, entry)
     raise typer.Exit(1 if damaged else 0)
 
 
-@app.command()
-def verify(
+@app.command("verify")
+def verify_blocks(
     tier: OneTier = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove what is damaged.")] = False,
 ) -> None:
     """Read and check every block: header, key, and checksum of the content. Exit code 1 if any is damaged."""
     num_checked = num_bytes = num_damaged = num_removed = 0
-    with places(tier) as found, progress() as bar:
+    with places(tier) as found, make_progress_bar() as bar:
         from penstock.kvstore.tools import inspect_block, remove_in_batches
 
         for place in found:
@@ -89,15 +89,15 @@ def verify(
                 num_bytes += finding.bytes
                 if finding.problem:
                     damaged.append(entry)
-                    kv_show.print_damage(console(), place, finding)
+                    kv_show.print_damage(make_console(), place, finding)
             num_damaged += len(damaged)
             num_removed += sum(count for count, _ in remove_in_batches(place, damaged)) if remove else 0
-    kv_show.print_verdict(console(), num_checked, num_bytes, num_damaged, num_removed if remove else None)
+    kv_show.print_verify_summary(make_console(), num_checked, num_bytes, num_damaged, num_removed if remove else None)
     raise typer.Exit(1 if num_damaged else 0)
 
 
-@app.command()
-def evict(
+@app.command("evict")
+def evict_blocks(
     keys: Annotated[
         list[str] | None, typer.Argument(help="Blocks, in hex; beginnings that only one has will do.")
     ] = None,
@@ -110,12 +110,12 @@ def evict(
     """Remove blocks. They are computed again when they are needed."""
     if bool(keys) + everything + (older_than is not None) != 1:
         raise typer.BadParameter("give KEYs, --all or --older-than, one of them")
-    is_old = unused_for(older_than) if older_than is not None else None
+    is_old = make_age_filter(older_than) if older_than is not None else None
     with places(tier) as found:
         listed = [(place, place.list_entries()) for place in found]
         if keys:
             known = [entry for _, entries in listed for entry in entries]
-            wanted = {one_key(check_hex(key), known) for key in keys}
+            wanted = {find_single_key(check_key_prefix(key), known) for key in keys}
             listed = [(place, [entry for entry in entries if entry.key in wanted]) for place, entries in listed]
         elif is_old is not None:
             listed = [(place, [entry for entry in entries if is_old(entry)]) for place, entries in listed]
@@ -124,16 +124,16 @@ def evict(
         if everything and not yes:
             count = sum(len(entries) for _, entries in chosen)
             typer.confirm(f"Remove {count:,} blocks from {', '.join(place.name for place in found)}?", abort=True)
-        num_removed = remove_all(chosen)
-    kv_show.print_evicted(console(), num_removed, num_kept)
+        num_removed = remove_blocks(chosen)
+    kv_show.print_evict_summary(make_console(), num_removed, num_kept)
 
 
-def remove_all(chosen: "list[tuple[TierLocation, list[TierEntry]]]") -> int:
+def remove_blocks(chosen: "list[tuple[TierLocation, list[TierEntry]]]") -> int:
     """Remove the blocks chosen in each tier; how many there were."""
     from penstock.kvstore.tools import remove_in_batches
 
     num_removed = 0
-    with progress() as bar:
+    with make_progress_bar() as bar:
         for place, entries in chosen:
             task = bar.add_task(place.name, total=sum(entry.bytes for entry in entries))
             for count, num_bytes in remove_in_batches(place, entries):
@@ -163,14 +163,14 @@ def places(tier: TierName | None = None) -> "Iterator[list[TierLocation]]":
         yield found
 
 
-def check_hex(text: str) -> str:
+def check_key_prefix(text: str) -> str:
     """The beginning of a key, as keys are written. Raises `InvalidName` if it is none."""
     if re.fullmatch("[0-9a-fA-F]{1,64}", text) is None:
         raise InvalidName(f"{text!r} is no key of a block: up to 64 hex digits")
     return text.lower()
 
 
-def one_key(beginning: str, entries: "list[TierEntry]") -> bytes:
+def find_single_key(beginning: str, entries: "list[TierEntry]") -> bytes:
     """The one key that begins so. Raises `InvalidName` if several do, `KVStoreError` if none does."""
     found = sorted({entry.key for entry in entries if entry.key.hex().startswith(beginning)})
     if not found:
@@ -181,16 +181,16 @@ def one_key(beginning: str, entries: "list[TierEntry]") -> bytes:
     return found[0]
 
 
-def unused_for(text: str) -> "Callable[[TierEntry], bool]":
+def make_age_filter(text: str) -> "Callable[[TierEntry], bool]":
     """Whether a block was not used for as long as `text` says. Raises `typer.BadParameter` if that is no time."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None:
         raise typer.BadParameter(f"{text!r} is no time: write 90s, 30m, 1h or 7d")
-    before_s = time.time() - float(match[1]) * UNITS_S[match[2]]
+    before_s = time.time() - float(match[1]) * DURATION_UNITS_S[match[2]]
     return lambda entry: entry.used_s <= before_s
 
 
-def progress() -> Progress:
+def make_progress_bar() -> Progress:
     """A bar of bytes on a terminal, nothing elsewhere."""
     screen = Console(stderr=True, highlight=False)
     columns: list[Any] = [
@@ -200,6 +200,6 @@ def progress() -> Progress:
     return Progress(*columns, console=screen, disable=not screen.is_terminal, redirect_stdout=sys.stdout.isatty())
 
 
-def console() -> Console:
+def make_console() -> Console:
     """Where the answers go."""
     return Console(highlight=False)

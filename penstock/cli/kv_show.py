@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from penstock.kvstore.tiers.contract import TierEntry
     from penstock.kvstore.tools import BlockReport, TierLocation
 
-SUMMED = ("hits", "misses", "damaged", "evictions", "refused", "errors", "bytes_read", "bytes_written")
-TIERS = ("pool", "shared", "disk", "redis")
+SUMMED_COUNTERS = ("hits", "misses", "damaged", "evictions", "refused", "errors", "bytes_read", "bytes_written")
+TIER_ORDER = ("pool", "shared", "disk", "redis")
 Row = dict[str, Any]
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes as people write them."""
     for unit, length in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= length:
@@ -28,7 +28,7 @@ def size(count: int) -> str:
     return f"{count} bytes"
 
 
-def ago(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """A time that passed, in one unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * length:
@@ -39,7 +39,7 @@ def ago(seconds: float) -> str:
 # stats
 
 
-def usage_row(place: "TierLocation") -> Row:
+def build_usage_row(place: "TierLocation") -> Row:
     """One tier for `stats`; with `error` if it does not answer."""
     row: Row = {"tier": place.name, "where": place.location}
     try:
@@ -49,7 +49,7 @@ def usage_row(place: "TierLocation") -> Row:
     return row | {"blocks": usage.blocks, "bytes": usage.bytes, "budget": usage.budget, "leased": usage.leased}
 
 
-def by_stage(workers: Iterable[Row]) -> dict[str, Row]:
+def sum_by_stage(workers: Iterable[Row]) -> dict[str, Row]:
     """What the live workers say of the KV store, summed by stage; a worker that says nothing of it counts as none."""
     stages: dict[str, Row] = {}
     for worker in workers:
@@ -58,12 +58,12 @@ def by_stage(workers: Iterable[Row]) -> dict[str, Row]:
             continue
         stage = stages.setdefault(str(worker.get("stage")), {"workers": 0, "recomputed_jobs": 0, "tiers": {}})
         stage["workers"] += 1
-        stage["recomputed_jobs"] += number(told.get("recomputed_jobs"))
+        stage["recomputed_jobs"] += read_counter(told.get("recomputed_jobs"))
         for tier, counters in told.items():
             if isinstance(counters, dict):
-                sums = stage["tiers"].setdefault(tier, dict.fromkeys(SUMMED, 0))
-                for name in SUMMED:
-                    sums[name] += number(counters.get(name))
+                sums = stage["tiers"].setdefault(tier, dict.fromkeys(SUMMED_COUNTERS, 0))
+                for name in SUMMED_COUNTERS:
+                    sums[name] += read_counter(counters.get(name))
     for stage in stages.values():
         for sums in stage["tiers"].values():
             asked = sums["hits"] + sums["misses"]
@@ -72,21 +72,26 @@ def by_stage(workers: Iterable[Row]) -> dict[str, Row]:
     return dict(sorted(stages.items(), key=lambda item: order.get(item[0], len(order))))  # type: ignore[call-overload]
 
 
-def number(value: object) -> int:
+def read_counter(value: object) -> int:
     """A counter as a worker tells it; 0 for what is none."""
     return value if isinstance(value, int) else 0
 
 
 def print_stats(console: Console, rows: list[Row], stages: dict[str, Row]) -> None:
     """Both tables."""
-    table = _table("tier", "blocks", "bytes", "budget", "leased")
+    table = _make_table("tier", "blocks", "bytes", "budget", "leased")
     table.add_column("where", overflow="fold")
     for row in rows:
         if "error" in row:
             table.add_row(row["tier"], *["?"] * 4, f"{escape(row['where'])} [red]does not answer[/]")
             continue
         full = f" ({row['bytes'] / row['budget']:.0%})" if row["budget"] else ""
-        cells = (f"{row['blocks']:,}", size(row["bytes"]) + full, size(row["budget"]), f"{row['leased']:,}")
+        cells = (
+            f"{row['blocks']:,}",
+            format_bytes(row["bytes"]) + full,
+            format_bytes(row["budget"]),
+            f"{row['leased']:,}",
+        )
         table.add_row(row["tier"], *cells, escape(row["where"]))
     console.print(table)
     if not stages:
@@ -95,15 +100,15 @@ def print_stats(console: Console, rows: list[Row], stages: dict[str, Row]) -> No
         console.print(
             f"\n{escape(stage)}, live workers: {told['workers']}, jobs computed again: {told['recomputed_jobs']:,}"
         )
-        table = _table("tier", "hits", "misses", "hit rate", "damaged", "read", "written")
-        for tier, sums in sorted(told["tiers"].items(), key=lambda item: (*TIERS, item[0]).index(item[0])):
+        table = _make_table("tier", "hits", "misses", "hit rate", "damaged", "read", "written")
+        for tier, sums in sorted(told["tiers"].items(), key=lambda item: (*TIER_ORDER, item[0]).index(item[0])):
             rate = "" if sums["hit_rate"] is None else f"{sums['hit_rate']:.1%}"
             counts = (f"{sums['hits']:,}", f"{sums['misses']:,}", rate, f"{sums['damaged']:,}")
-            table.add_row(escape(tier), *counts, size(sums["bytes_read"]), size(sums["bytes_written"]))
+            table.add_row(escape(tier), *counts, format_bytes(sums["bytes_read"]), format_bytes(sums["bytes_written"]))
         console.print(table)
 
 
-def _table(first: str, *others: str) -> Table:
+def _make_table(first: str, *others: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(first)
     for name in others:
@@ -126,7 +131,7 @@ def print_block(console: Console, place: "TierLocation", entry: "TierEntry") -> 
     lines = {
         "tier": f"{place.name}, {place.location}",
         "bytes": f"{finding.bytes:,}, counted as {entry.bytes:,}",
-        "last used": f"{used}, {ago(time.time() - entry.used_s)}",
+        "last used": f"{used}, {format_age(time.time() - entry.used_s)}",
         "leases": str(entry.leases),
         "header": finding.header_problem or "right",
     }
@@ -160,18 +165,18 @@ def print_damage(console: Console, place: "TierLocation", finding: "BlockReport"
     console.print(f"{place.name:6} {finding.key.hex()}\n       [red]{escape(finding.problem)}[/]", soft_wrap=True)
 
 
-def print_verdict(
+def print_verify_summary(
     console: Console, num_checked: int, num_bytes: int, num_damaged: int, num_removed: int | None
 ) -> None:
     """What a walk found; `num_removed` where that was asked for."""
     if not num_damaged:
-        console.print(f"checked {num_checked:,} blocks, {size(num_bytes)}: all whole")
+        console.print(f"checked {num_checked:,} blocks, {format_bytes(num_bytes)}: all whole")
         return
     removed = "" if num_removed is None else f", {num_removed:,} removed"
-    console.print(f"checked {num_checked:,} blocks, {size(num_bytes)}: {num_damaged:,} damaged{removed}")
+    console.print(f"checked {num_checked:,} blocks, {format_bytes(num_bytes)}: {num_damaged:,} damaged{removed}")
 
 
-def print_evicted(console: Console, num_removed: int, num_kept: int) -> None:
+def print_evict_summary(console: Console, num_removed: int, num_kept: int) -> None:
     """What was removed and what was left."""
     kept = f"; {num_kept:,} are leased to jobs and stay (--leased takes them too)" if num_kept else ""
     console.print(f"removed {num_removed:,} blocks{kept}")

@@ -15,7 +15,7 @@ from penstock.config.settings import BusSettings, load_settings
 from penstock.names import CLASSES, STAGES
 from penstock.ops.lag import LagWatch, PipelineLag
 
-WATCH_S = 1.0
+WATCH_INTERVAL_S = 1.0
 
 
 def lag(
@@ -28,7 +28,7 @@ def lag(
         if as_json:
             _print_json(source, watch=watch)
         else:
-            _show(source, watch=watch)
+            _print_table(source, watch=watch)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -39,21 +39,21 @@ def _print_json(source: LagWatch, *, watch: bool) -> None:
         sys.stdout.flush()
         if not watch:
             return
-        time.sleep(WATCH_S)
+        time.sleep(WATCH_INTERVAL_S)
 
 
-def _show(source: LagWatch, *, watch: bool) -> None:
+def _print_table(source: LagWatch, *, watch: bool) -> None:
     console = Console()
     if not watch:
-        console.print(table(source.read_latest()))
+        console.print(build_table(source.read_latest()))
         return
-    with Live(table(source.read_latest()), console=console, auto_refresh=False) as live:
+    with Live(build_table(source.read_latest()), console=console, auto_refresh=False) as live:
         while True:
-            time.sleep(WATCH_S)
-            live.update(table(source.read_latest()), refresh=True)
+            time.sleep(WATCH_INTERVAL_S)
+            live.update(build_table(source.read_latest()), refresh=True)
 
 
-def table(found: PipelineLag) -> Table:
+def build_table(found: PipelineLag) -> Table:
     """One line a class and stage."""
     made = Table("class", "stage", box=None, pad_edge=False)
     for name in ("messages", "prompt tokens", "output tokens", "estimated wait"):
@@ -63,9 +63,9 @@ def table(found: PipelineLag) -> Table:
             one = found.stages[stage][klass]
             wait = found.estimated_wait_s(klass)
             said = "" if stage != STAGES[0] else "not known" if wait is None else f"{wait:,.1f} s"
-            made.add_row(klass, stage, *map(_count, (one.messages, one.prompt_tokens, one.output_tokens)), said)
+            made.add_row(klass, stage, *map(_format_count, (one.messages, one.prompt_tokens, one.output_tokens)), said)
     return made
 
 
-def _count(number: int | None) -> str:
+def _format_count(number: int | None) -> str:
     return "?" if number is None else f"{number:,}"

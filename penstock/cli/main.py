@@ -81,9 +81,9 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        from penstock.cli.explain import explain
+        from penstock.cli.explain import explain_error
 
-        line = explain(error)
+        line = explain_error(error)
         if line is None:
             raise
         print(f"penstock: {line}", file=sys.stderr)  # noqa: T201

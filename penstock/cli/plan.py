@@ -32,7 +32,7 @@ def plan(
     goals = Goals(ttft_s, itl_s, utilisation, window_s, load_settings(RecordSettings).keep_s)
     settings = load_settings(EngineSettings, **({"model": model} if model else {}))
     if measure:
-        from penstock.cli.plan_measure import measure as measure_engine
+        from penstock.cli.plan_measure import measure_engine
 
         rates = measure_engine(settings, round(compute_quantile([one.prompt_tokens for one in arrivals], 0.5)))
     else:

@@ -17,7 +17,7 @@ LEAST_S, LEAST_ROUNDS = 0.5, 3
 """Each figure is measured for so long, and over so many prompts or steps at least, after one that warms up."""
 
 
-def measure(settings: EngineSettings, num_prompt: int) -> WorkerRates:
+def measure_engine(settings: EngineSettings, num_prompt: int) -> WorkerRates:
     """Open the engine and measure prompts of `num_prompt` tokens, as far as they fit, and decode by batch size.
 
     Raises `ModelLoadError`, `DependencyMissing`.
@@ -31,25 +31,25 @@ def measure(settings: EngineSettings, num_prompt: int) -> WorkerRates:
     num_prompt = max(1, min(num_prompt, engine.model.context_length // 2, room // 2))
     return WorkerRates(
         source=f"measuring {settings.model} here, prompts of {num_prompt:,} tokens, {settings.threads} threads",
-        prefill_tokens_per_s=_prefill(engine, num_prompt),
-        batches=tuple(_batches(engine, num_prompt)),
+        prefill_tokens_per_s=_measure_prefill(engine, num_prompt),
+        batches=tuple(_measure_batches(engine, num_prompt)),
         block_size=settings.block_size,
         pool_blocks=engine.pool.num_blocks,
         block_bytes=engine.block_bytes,
     )
 
 
-def _prefill(engine: "Engine", num_prompt: int) -> float:
+def _measure_prefill(engine: "Engine", num_prompt: int) -> float:
     """Prompt tokens a second, one prompt after the other."""
-    _until_told(engine, _add(engine, 1, num_prompt, 1))
+    _step_until_first_tokens(engine, _add_sequences(engine, 1, num_prompt, 1))
     rounds, begun_s = 0, time.perf_counter()
     while rounds < LEAST_ROUNDS or time.perf_counter() - begun_s < LEAST_S:
-        _until_told(engine, _add(engine, 1, num_prompt, 1))
+        _step_until_first_tokens(engine, _add_sequences(engine, 1, num_prompt, 1))
         rounds += 1
     return rounds * num_prompt / (time.perf_counter() - begun_s)
 
 
-def _batches(engine: "Engine", num_prompt: int) -> Iterator[DecodeBatch]:
+def _measure_batches(engine: "Engine", num_prompt: int) -> Iterator[DecodeBatch]:
     """1, 2, 4, … sequences, as many as there are places and blocks for."""
     size, block = 1, engine.settings.block_size
     while size <= engine.settings.max_batch:
@@ -57,13 +57,13 @@ def _batches(engine: "Engine", num_prompt: int) -> Iterator[DecodeBatch]:
         max_new = min(num_left, engine.model.context_length - num_prompt)
         if max_new < LEAST_ROUNDS + 2:
             return
-        yield DecodeBatch(size, _decode(engine, _add(engine, size, num_prompt, max_new), max_new))
+        yield DecodeBatch(size, _measure_decode(engine, _add_sequences(engine, size, num_prompt, max_new), max_new))
         size *= 2
 
 
-def _decode(engine: "Engine", seqs: list["Sequence"], max_new: int) -> float:
+def _measure_decode(engine: "Engine", seqs: list["Sequence"], max_new: int) -> float:
     """Output tokens a second of all of them together, once each has its first."""
-    _until_told(engine, seqs, remove=False)
+    _step_until_first_tokens(engine, seqs, remove=False)
     engine.step()
     most = max_new - max(seq.num_output_tokens for seq in seqs)
     tokens, rounds, begun_s = 0, 0, time.perf_counter()
@@ -76,7 +76,7 @@ def _decode(engine: "Engine", seqs: list["Sequence"], max_new: int) -> float:
     return tokens / taken_s
 
 
-def _add(engine: "Engine", num_seqs: int, num_prompt: int, max_new: int) -> list["Sequence"]:
+def _add_sequences(engine: "Engine", num_seqs: int, num_prompt: int, max_new: int) -> list["Sequence"]:
     from penstock.engine.sequence import Sequence
 
     prompt = [at * 7 % engine.model.vocab_size for at in range(num_prompt)]
@@ -89,7 +89,7 @@ def _add(engine: "Engine", num_seqs: int, num_prompt: int, max_new: int) -> list
     return seqs
 
 
-def _until_told(engine: "Engine", seqs: list["Sequence"], *, remove: bool = True) -> None:
+def _step_until_first_tokens(engine: "Engine", seqs: list["Sequence"], *, remove: bool = True) -> None:
     """Until each has a token."""
     while any(seq.num_output_tokens == 0 for seq in seqs):
         engine.step()

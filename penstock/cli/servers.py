@@ -25,12 +25,12 @@ def list_servers() -> None:
     pipeline, clients = Pipeline(addresses.pipeline), ByServer.from_urls(addresses.stream_url, redis_client)
     table = Table("name", "address", "its list", box=None, pad_edge=False)
     for name, url, client in zip(clients.names, split_urls(addresses.stream_url), clients.parts, strict=True):
-        table.add_row(name, hide_password(url), _list_of(client, pipeline))
+        table.add_row(name, hide_password(url), _read_server_list(client, pipeline))
     Console(highlight=False).print(table)
 
 
-@app.command()
-def change() -> None:
+@app.command("change")
+def change_servers() -> None:
     """Tell all servers the list of PENSTOCK_STREAM_URL: when no worker runs, and nothing is under way.
 
     Requests wait in their topics meanwhile. What was begun and not ended would begin again on another server.
@@ -51,7 +51,7 @@ def change() -> None:
     Console(highlight=False).print(f"{pipeline.name}: {', '.join(clients.names)}")
 
 
-def _list_of(client: "redis.Redis", pipeline: Pipeline) -> str:
+def _read_server_list(client: "redis.Redis", pipeline: Pipeline) -> str:
     try:
         found: object = client.get(pipeline.servers_key)
     except redis.RedisError as error:

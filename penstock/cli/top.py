@@ -11,7 +11,7 @@ from penstock.errors import DependencyMissing, PenstockError
 def top() -> None:
     """Watch lag, workers, hit shares and latencies. q quits, p pauses, s sorts the workers, arrows scroll."""
     try:
-        from penstock.top.app import Top
+        from penstock.top.app import TopApp
     except ImportError as error:
         raise DependencyMissing(f"`penstock top` needs pip install 'penstock[top]' ({error})") from None
     from penstock.ops.live import LiveWatch
@@ -20,4 +20,4 @@ def top() -> None:
     if not sys.stdout.isatty():
         raise PenstockError("`penstock top` draws on a terminal; for programs there is `penstock lag --json --watch`")
     logging.disable()  # what is wrong is on the screen
-    Top(watch.read_latest).run()
+    TopApp(watch.read_latest).run()

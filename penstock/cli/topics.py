@@ -11,12 +11,12 @@ app = typer.Typer(help="The pipeline's topics.", no_args_is_help=True)
 
 
 @app.callback()
-def topics() -> None:
+def describe_commands() -> None:
     """The pipeline's topics."""
 
 
-@app.command()
-def create() -> None:
+@app.command("create")
+def create_topics() -> None:
     """Make the topics that are missing, and move on what an older version left in topics that are no more read."""
     bus = connect(load_settings(Addresses), load_settings(BusSettings))
     made = bus.create_topics()

@@ -11,34 +11,34 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from penstock.cli.explain import explained
-from penstock.cli.generate import in_a_shell
+from penstock.cli.explain import explain_server_errors
+from penstock.cli.generate import format_shell_command
 from penstock.config.addresses import Addresses
 from penstock.config.settings import EngineSettings, GatewaySettings, KVSettings, load_settings
 from penstock.local.stack import DEFAULT_REDIS_PORT, SHARED_DIR_VARIABLE, Stack
 from penstock.worker.loop import StopSignal
 
-READY_WITHIN_S = 600.0
-DISK_MB = 1024
+READY_TIMEOUT_S = 600.0
+DEFAULT_DISK_MB = 1024
 """What of the KV store is kept from one run to the next, unless the settings say otherwise."""
 
 
-def data_directory() -> Path:
+def default_data_directory() -> Path:
     """Where the embedded stack keeps its data and logs by default."""
     return Path.home() / ".local" / "share" / "penstock"
 
 
-def kv_environment() -> dict[str, str]:
+def build_kv_environment() -> dict[str, str]:
     """Where the workers keep KV: where `penstock kv` looks, and on disk too."""
     from penstock.kvstore.arena.file import arena_directory
 
     settings = load_settings(KVSettings)
-    disk_mb = settings.disk_mb if "disk_mb" in settings.model_fields_set else DISK_MB
+    disk_mb = settings.disk_mb if "disk_mb" in settings.model_fields_set else DEFAULT_DISK_MB
     return {SHARED_DIR_VARIABLE: str(arena_directory(settings.shared_dir)), "PENSTOCK_KV_STORE_DISK_MB": str(disk_mb)}
 
 
 @contextmanager
-def memory_freed(pipeline: str) -> Iterator[None]:
+def free_shared_memory(pipeline: str) -> Iterator[None]:
     """Give the workers' shared memory back afterwards: what is on disk stays."""
     from penstock.kvstore.arena.file import find_arenas, remove_arena
 
@@ -50,12 +50,12 @@ def memory_freed(pipeline: str) -> Iterator[None]:
                 remove_arena(arena.path)
 
 
-def port_of_gateway(given: int | None) -> int | None:
+def choose_gateway_port(given: int | None) -> int | None:
     """The port of the gateway that is started; None where what it needs is not installed."""
     return (given or load_settings(GatewaySettings).port) if find_spec("fastapi") and find_spec("uvicorn") else None
 
 
-def curl_body() -> dict[str, object]:
+def build_curl_body() -> dict[str, object]:
     """A request for the gateway."""
     return {
         "model": load_settings(EngineSettings).model,
@@ -65,9 +65,9 @@ def curl_body() -> dict[str, object]:
     }
 
 
-def curl_line(gateway_url: str) -> str:
+def format_curl_command(gateway_url: str) -> str:
     """A command that sends it and shows what comes."""
-    return f"curl -N {gateway_url}/v1/completions -d '{json.dumps(curl_body())}'"
+    return f"curl -N {gateway_url}/v1/completions -d '{json.dumps(build_curl_body())}'"
 
 
 def up(
@@ -83,7 +83,7 @@ def up(
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = load_settings(Addresses, **({"kafka": kafka} if kafka else {}))
     redis = redis or (given.stream_url if "stream_url" in given.model_fields_set else "")
-    directory = data or data_directory()
+    directory = data or default_data_directory()
     stack = Stack(
         directory,
         pipeline=given.pipeline,
@@ -92,12 +92,12 @@ def up(
         port=port,
         prefill=prefill,
         decode=decode,
-        gateway=port_of_gateway(gateway_port),
-        environment=kv_environment(),
+        gateway=choose_gateway_port(gateway_port),
+        environment=build_kv_environment(),
     )
     stop = StopSignal().install()
-    with explained(stack.addresses), memory_freed(stack.addresses.pipeline), stack:
-        wait_ready(stack, console, stop)
+    with explain_server_errors(stack.addresses), free_shared_memory(stack.addresses.pipeline), stack:
+        wait_until_ready(stack, console, stop)
         if not stop:
             print_hints(stack, console)
         while not stop:
@@ -107,19 +107,19 @@ def up(
         console.print("stopping")
 
 
-def wait_ready(stack: Stack, console: Console, stop: StopSignal) -> None:
+def wait_until_ready(stack: Stack, console: Console, stop: StopSignal) -> None:
     """Wait until all is ready: on a terminal with a line that changes, else with one for each change."""
     if console.is_terminal:
         with console.status("starting") as status:
-            stack.wait_until_ready(READY_WITHIN_S, status.update, lambda: bool(stop))
+            stack.wait_until_ready(READY_TIMEOUT_S, status.update, lambda: bool(stop))
     else:
-        stack.wait_until_ready(READY_WITHIN_S, console.print, lambda: bool(stop))
+        stack.wait_until_ready(READY_TIMEOUT_S, console.print, lambda: bool(stop))
 
 
 def print_hints(stack: Stack, console: Console) -> None:
     """Print what can be done now, as commands that work from another shell."""
     console.print(f"Penstock is up: pipeline {stack.addresses.pipeline}, logs in {stack.directory}")
-    generate = in_a_shell(stack.addresses, "penstock generate 'In the beginning'")
+    generate = format_shell_command(stack.addresses, "penstock generate 'In the beginning'")
     console.print(f"Try: {generate}    (Ctrl-C stops)")
     if stack.gateway is not None:
-        console.print(f"Or:  {curl_line(stack.gateway_url)}")
+        console.print(f"Or:  {format_curl_command(stack.gateway_url)}")

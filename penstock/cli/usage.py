@@ -25,7 +25,7 @@ def usage(
     """Requests and tokens of each tenant. A gateway counts them as results come."""
     from penstock.ingest.metering import add_sums
 
-    found = _read(days)
+    found = _read_usage(days)
     if as_json:
         body = {day: {name: asdict(sums) for name, sums in tenants.items()} for day, tenants in found.items()}
         print(json.dumps(body, indent=1))  # noqa: T201
@@ -35,10 +35,10 @@ def usage(
         names = sorted({name for _, name, _ in rows})
         rows = [("", name, add_sums(sums for _, other, sums in rows if other == name)) for name in names]
     console = Console(highlight=False)
-    console.print(_table(rows, by_day=by_day) if rows else "nothing was counted")
+    console.print(_build_table(rows, by_day=by_day) if rows else "nothing was counted")
 
 
-def _read(days: int) -> "dict[str, dict[str, UsageSums]]":
+def _read_usage(days: int) -> "dict[str, dict[str, UsageSums]]":
     """By day, then by tenant; days without any are left out."""
     from penstock.ingest.metering import list_last_days, make_day_keys, parse_day_sums
 
@@ -49,7 +49,7 @@ def _read(days: int) -> "dict[str, dict[str, UsageSums]]":
         return {day: parse_day_sums(reply) for day, reply in zip(wanted, execute_pipeline(batch), strict=True) if reply}
 
 
-def _table(rows: "list[tuple[str, str, UsageSums]]", *, by_day: bool) -> Table:
+def _build_table(rows: "list[tuple[str, str, UsageSums]]", *, by_day: bool) -> Table:
     from penstock.ingest.metering import USAGE_COUNTERS
 
     table = Table(*(["day"] if by_day else []), "tenant", box=None, pad_edge=False)

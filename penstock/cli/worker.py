@@ -36,19 +36,19 @@ app = typer.Typer(help="Run one worker until SIGTERM.", no_args_is_help=True)
 log = logging.getLogger(__name__)
 
 
-@app.command()
-def prefill() -> None:
+@app.command("prefill")
+def run_prefill() -> None:
     """Turn requests into KV blocks, first tokens and job references."""
-    run("prefill")
+    run_stage("prefill")
 
 
-@app.command()
-def decode() -> None:
+@app.command("decode")
+def run_decode() -> None:
     """Turn job references into token streams and results."""
-    run("decode")
+    run_stage("decode")
 
 
-def run(stage: Stage) -> None:
+def run_stage(stage: Stage) -> None:
     """Read the settings, load the model, join the group, work until told to stop."""
     addresses, settings = load_settings(Addresses), load_settings(WorkerSettings)
     name, pipeline = choose_worker_name(settings.name), Pipeline(addresses.pipeline)
@@ -63,10 +63,10 @@ def run(stage: Stage) -> None:
         )
         meters = stack.enter_context(told)
         stack.enter_context(beat)
-        _work(stage, name, addresses, beat, meters, settings.drain_s, stack)
+        _serve(stage, name, addresses, beat, meters, settings.drain_s, stack)
 
 
-def _work(
+def _serve(
     stage: Stage,
     name: str,
     addresses: Addresses,

@@ -17,23 +17,23 @@ from textual.widgets import DataTable, Footer, Static
 
 from penstock.errors import PenstockError
 from penstock.top import panels
-from penstock.top.panels import Look
+from penstock.top.panels import Snapshot
 
-INTERVAL_S = 1.0
-KEPT = 120
+REFRESH_INTERVAL_S = 1.0
+HISTORY_LENGTH = 120
 """Looks that sparklines may go back."""
 
 
-class Looked(Message):
+class Refreshed(Message):
     """What a look found, or why it found nothing."""
 
-    def __init__(self, found: Look | None, trouble: str = "") -> None:
+    def __init__(self, found: Snapshot | None, trouble: str = "") -> None:
         super().__init__()
-        self.found = found
-        self.trouble = trouble
+        self.snapshot = found
+        self.error_text = trouble
 
 
-class Top(App[None]):
+class TopApp(App[None]):
     """Runs until `q`. `look` is `LiveWatch.read_latest`; servers that are away are asked again."""
 
     TITLE = "penstock top"
@@ -51,16 +51,16 @@ class Top(App[None]):
         Binding("s", "sort", "Sort"),
     ]
 
-    def __init__(self, look: Callable[[], Look], interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, look: Callable[[], Snapshot], interval_s: float = REFRESH_INTERVAL_S) -> None:
         super().__init__()
-        self.found: Look | None = None
+        self.snapshot: Snapshot | None = None
         """What is shown."""
-        self.trouble = ""
+        self.error_text = ""
         self.is_paused = False
-        self.sorted_by = next(iter(panels.SORTS))
-        self._look = look
+        self.sorted_by = next(iter(panels.SORT_KEYS))
+        self._take_snapshot = look
         self._interval_s = interval_s
-        self._history = {name: deque[float](maxlen=KEPT) for name in panels.RATES}
+        self._history = {name: deque[float](maxlen=HISTORY_LENGTH) for name in panels.RATE_TITLES}
         self._ended = threading.Event()
 
     def compose(self) -> ComposeResult:
@@ -77,58 +77,58 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         """Begin to look."""
-        table = self._table()
-        for name, width in panels.COLUMNS.items():
+        table = self._workers_table()
+        for name, width in panels.WORKER_COLUMNS.items():
             table.add_column(name, key=name, width=width)
         table.focus()
-        self._draw()
-        threading.Thread(target=self._watch, name="top", daemon=True).start()
+        self._draw_panels()
+        threading.Thread(target=self._refresh_forever, name="top", daemon=True).start()
 
     def on_unmount(self) -> None:
         """Look no more."""
         self._ended.set()
 
-    def on_looked(self, message: Looked) -> None:
+    def on_refreshed(self, message: Refreshed) -> None:
         """Draw it, unless paused. Where a look failed the last figures stay."""
         if self.is_paused or not self.query(DataTable):  # without a table: it is leaving
             return
-        self.trouble = message.trouble
-        if message.found is not None:
-            self.found = message.found
+        self.error_text = message.error_text
+        if message.snapshot is not None:
+            self.snapshot = message.snapshot
             for name, history in self._history.items():
-                history.append(message.found["rates"][name] or 0.0)
-        self._draw()
+                history.append(message.snapshot["rates"][name] or 0.0)
+        self._draw_panels()
 
     def action_pause(self) -> None:
         """Hold what is shown, or go on."""
         self.is_paused = not self.is_paused
-        self._draw()
+        self._draw_panels()
 
     def action_sort(self) -> None:
         """By the next column."""
-        names = list(panels.SORTS)
+        names = list(panels.SORT_KEYS)
         self.sorted_by = names[(names.index(self.sorted_by) + 1) % len(names)]
-        self._draw()
+        self._draw_panels()
 
-    def _watch(self) -> None:
+    def _refresh_forever(self) -> None:
         while not self._ended.is_set():
             try:
-                looked = Looked(self._look())
+                looked = Refreshed(self._take_snapshot())
             except redis.RedisError as error:
-                looked = Looked(None, f"Redis: {error}")
+                looked = Refreshed(None, f"Redis: {error}")
             except PenstockError as error:
-                looked = Looked(None, str(error))
+                looked = Refreshed(None, str(error))
             with suppress(RuntimeError):  # its loop has just ended
                 self.post_message(looked)
             self._ended.wait(self._interval_s)
 
-    def _draw(self) -> None:
+    def _draw_panels(self) -> None:
         drawn: dict[str, RenderableType] = {
-            "head": panels.head(self.found, self.trouble, is_paused=self.is_paused),
-            "rates": panels.rates(self.found, self._history),
-            "latencies": panels.latencies(self.found),
-            "lag": panels.lag(self.found),
-            "tiers": panels.tiers(self.found),
+            "head": panels.build_header(self.snapshot, self.error_text, is_paused=self.is_paused),
+            "rates": panels.build_rates(self.snapshot, self._history),
+            "latencies": panels.build_latencies(self.snapshot),
+            "lag": panels.build_lag(self.snapshot),
+            "tiers": panels.build_tiers(self.snapshot),
         }
         with self.batch_update():
             for name, panel in drawn.items():
@@ -136,15 +136,15 @@ class Top(App[None]):
             self._draw_workers()
 
     def _draw_workers(self) -> None:
-        table = self._table()
+        table = self._workers_table()
         row, scrolled = table.cursor_row, table.scroll_y
-        for name, column in zip(panels.COLUMNS, table.ordered_columns, strict=True):
+        for name, column in zip(panels.WORKER_COLUMNS, table.ordered_columns, strict=True):
             column.label = Text(f"{name} ▾" if name == self.sorted_by else name)
         table.clear()
-        for cells in panels.workers(self.found, self.sorted_by):
+        for cells in panels.build_worker_rows(self.snapshot, self.sorted_by):
             table.add_row(*cells)
         table.move_cursor(row=row, scroll=False)
         table.scroll_to(y=scrolled, animate=False)
 
-    def _table(self) -> "DataTable[object]":
+    def _workers_table(self) -> "DataTable[object]":
         return self.query_one("#workers", DataTable)

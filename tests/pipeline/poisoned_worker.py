@@ -10,7 +10,7 @@ import signal
 from typing import Any
 
 import penstock.engine.check
-from penstock.cli.worker import run
+from penstock.cli.worker import run_stage
 from penstock.engine.batch import Batch
 from penstock.engine.engine import Engine
 from penstock.names import Stage
@@ -41,7 +41,7 @@ def main(stage: Stage) -> None:
         pid = os.fork()
         if not pid:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            run(stage)
+            run_stage(stage)
             return
         _, status = os.waitpid(pid, 0)
         logging.info("died of signal %d", os.waitstatus_to_exitcode(status))

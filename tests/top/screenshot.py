@@ -13,7 +13,7 @@ from penstock.config.settings import BusSettings
 from penstock.local.stack import Stack
 from penstock.local.valkey import ValkeyServer
 from penstock.ops.live import LiveWatch
-from penstock.top.app import Top
+from penstock.top.app import TopApp
 from tests.top import stage
 
 SIZE = (96, 26)
@@ -23,12 +23,12 @@ BUSY_LOOKS = 25
 
 async def picture(stack: Stack) -> str:
     """The screen as SVG, after the sparklines have filled."""
-    app = Top(LiveWatch(stack.addresses, BusSettings()).read_latest)
+    app = TopApp(LiveWatch(stack.addresses, BusSettings()).read_latest)
     async with app.run_test(size=SIZE) as pilot:
         for _ in range(BUSY_LOOKS):
             stage.submit(stack, 6, 150)
-            before = app.found
-            while app.found is before:
+            before = app.snapshot
+            while app.snapshot is before:
                 await pilot.pause(0.1)
         return without_fonts(app.export_screenshot(title="penstock top"))
 

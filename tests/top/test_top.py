@@ -18,8 +18,8 @@ from penstock.names import STAGES
 from penstock.ops.lag import RATE_FIELDS
 from penstock.ops.live import LiveWatch
 from penstock.ops.status import read_worker_status
-from penstock.top.app import Top
-from penstock.top.panels import Look
+from penstock.top.app import TopApp
+from penstock.top.panels import Snapshot
 from penstock.waiting import wait_until
 from sim.servers import start_or_skip
 from tests.commands import Terminal
@@ -44,7 +44,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, server: ValkeyServer) -> Ite
         yield made
 
 
-def shown(app: Top) -> list[str]:
+def shown(app: TopApp) -> list[str]:
     """The lines on the screen."""
     return [strip.text for strip in app.screen._compositor.render_strips()]
 
@@ -60,8 +60,8 @@ async def until(
     return lines
 
 
-def _top(pilot: Pilot[None]) -> Top:
-    assert isinstance(pilot.app, Top)
+def _top(pilot: Pilot[None]) -> TopApp:
+    assert isinstance(pilot.app, TopApp)
     return pilot.app
 
 
@@ -70,8 +70,8 @@ def line_of(lines: list[str], *words: str) -> str:
     return next((line for line in lines if all(word in line for word in words)), "")
 
 
-def opened(stack: Stack) -> Top:
-    return Top(LiveWatch(stack.addresses, BusSettings()).read_latest, interval_s=0.1)
+def opened(stack: Stack) -> TopApp:
+    return TopApp(LiveWatch(stack.addresses, BusSettings()).read_latest, interval_s=0.1)
 
 
 async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> None:
@@ -92,20 +92,20 @@ async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> No
         await until(pilot, lambda lines: bool(line_of(lines, "q Quit", "p Pause", "s Sort")), "the keys")
 
         await pilot.press("p")
-        held = app.found
+        held = app.snapshot
         assert held is not None
         newer = LiveWatch(stack.addresses, BusSettings())
         await until(pilot, lambda _: newer.read_latest()["at"] > held["at"] + 1.5, "time passes")
-        assert app.found is held, "paused"
+        assert app.snapshot is held, "paused"
         await until(pilot, lambda lines: bool(line_of(lines, "paused")), "it says so")
         await pilot.press("p")
-        await until(pilot, lambda _: app.found is not held, "it goes on")
+        await until(pilot, lambda _: app.snapshot is not held, "it goes on")
 
         await pilot.press("s", "s")
         lines = await until(pilot, lambda lines: bool(line_of(lines, "tok/s ▾")), "sorted")
         assert app.sorted_by == "tok/s"
         await pilot.press("down", "down")
-        table = app._table()
+        table = app._workers_table()
         await until(pilot, lambda _: table.cursor_row == 2, "the cursor stays where it was moved while figures change")
         await pilot.press("q")
     assert app._ended.is_set()
@@ -114,7 +114,7 @@ async def test_what_flows_is_shown_and_keys_do_what_they_say(stack: Stack) -> No
 async def test_more_workers_than_lines_are_scrolled(stack: Stack) -> None:
     found = LiveWatch(stack.addresses, BusSettings()).read_latest()
     many = [found["workers"][0] | {"name": f"prefill-{number:02}"} for number in range(30)]
-    app = Top(lambda: found | {"workers": many})
+    app = TopApp(lambda: found | {"workers": many})
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda lines: bool(line_of(lines, "prefill-00")), "the first")
         assert not line_of(shown(app), "prefill-29")
@@ -156,13 +156,13 @@ async def test_a_redis_that_goes_and_comes_back(stack: Stack, server: ValkeyServ
 async def test_a_bus_that_is_away_at_first(stack: Stack) -> None:
     real, asked = LiveWatch(stack.addresses, BusSettings()), list[int]()
 
-    def look() -> Look:
+    def look() -> Snapshot:
         asked.append(1)
         if len(asked) < 4:
             raise BusUnavailable("Kafka: no broker answers")
         return real.read_latest()
 
-    async with Top(look, interval_s=0.1).run_test(size=SIZE) as pilot:
+    async with TopApp(look, interval_s=0.1).run_test(size=SIZE) as pilot:
         await until(pilot, lambda lines: bool(line_of(lines, "trying again: Kafka: no broker answers")), "it says so")
         await until(pilot, lambda lines: bool(line_of(lines, "decode-0")), "it goes on")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.top.figures import bar, count, seconds, share, sparkline
+from penstock.top.formats import draw_bar, draw_sparkline, format_count, format_seconds, format_share
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from penstock.top.figures import bar, count, seconds, share, sparkline
     ],
 )
 def test_counts(number: float | None, shown: str) -> None:
-    assert count(number) == shown
+    assert format_count(number) == shown
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,11 @@ def test_counts(number: float | None, shown: str) -> None:
     ],
 )  # fmt: skip
 def test_times(number: float | None, shown: str) -> None:
-    assert seconds(number) == shown
+    assert format_seconds(number) == shown
 
 
 def test_bars_and_shares() -> None:
-    assert [bar(number, 4) for number in (None, 0.0, 0.125, 0.5, 1.0, 7.0)] == [
+    assert [draw_bar(number, 4) for number in (None, 0.0, 0.125, 0.5, 1.0, 7.0)] == [
         "····",
         "····",
         "▌···",
@@ -44,17 +44,17 @@ def test_bars_and_shares() -> None:
         "████",
         "████",
     ]
-    assert [share(number) for number in (None, 0.0, 0.636, 1.0)] == ["–", "0%", "64%", "100%"]
+    assert [format_share(number) for number in (None, 0.0, 0.636, 1.0)] == ["–", "0%", "64%", "100%"]
 
 
 def test_a_sparkline_ends_with_the_last_number() -> None:
-    assert sparkline([], 3) == "   "
-    assert sparkline([0, 0], 3) == " ▁▁"
-    assert sparkline([9, 0, 1, 4, 8], 4) == "▁▂▅█"
+    assert draw_sparkline([], 3) == "   "
+    assert draw_sparkline([0, 0], 3) == " ▁▁"
+    assert draw_sparkline([9, 0, 1, 4, 8], 4) == "▁▂▅█"
 
 
 @given(numbers=st.lists(st.floats(0, 1e12)), width=st.integers(1, 40), number=st.floats(0, 1e9) | st.none())
 def test_nothing_is_wider_than_its_place(numbers: list[float], width: int, number: float | None) -> None:
-    assert len(sparkline(numbers, width)) == width
-    assert len(bar(number, width)) == width
-    assert len(count(number)) <= 8
+    assert len(draw_sparkline(numbers, width)) == width
+    assert len(draw_bar(number, width)) == width
+    assert len(format_count(number)) <= 8

@@ -7,7 +7,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def count(number: float | None) -> str:
+def format_count(number: float | None) -> str:
     """At most seven characters: `12,345`, `1.2M`."""
     if number is None:
         return UNKNOWN
@@ -16,7 +16,7 @@ def count(number: float | None) -> str:
     return f"{number:,.0f}" if abs(number) < 999_999.5 else f"{number / 1e6:,.1f}M"
 
 
-def seconds(number: float | None) -> str:
+def format_seconds(number: float | None) -> str:
     """`0 s`, `4.2 ms`, `120 ms`, `3.4 s`, `12 s`, `2 min`."""
     if not number:
         return UNKNOWN if number is None else "0 s"
@@ -27,19 +27,19 @@ def seconds(number: float | None) -> str:
     return f"{number / 60:,.0f} min"
 
 
-def share(number: float | None) -> str:
+def format_share(number: float | None) -> str:
     """`64%`."""
     return UNKNOWN if number is None else f"{number:.0%}"
 
 
-def bar(number: float | None, width: int) -> str:
+def draw_bar(number: float | None, width: int) -> str:
     """So much of `width` characters filled, to an eighth of one; `number` is a share."""
     eighths = round(min(1.0, max(0.0, number or 0.0)) * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width, "·")
 
 
-def sparkline(numbers: Sequence[float], width: int) -> str:
+def draw_sparkline(numbers: Sequence[float], width: int) -> str:
     """The last `width` numbers, one character each, from nothing to the largest of them."""
     shown = list(numbers)[-width:]
     most = max(shown, default=0.0)
