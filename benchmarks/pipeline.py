@@ -34,7 +34,7 @@ from penstock.client.sync import Client
 from penstock.config.settings import EngineSettings
 from penstock.engine.opening import open_engine
 from penstock.engine.sequence import Sequence
-from penstock.engine.text import OutputState
+from penstock.engine.text import OutputText
 from penstock.errors import DependencyMissing
 from penstock.local.kafka import find_or_start_kafka
 from penstock.local.stack import REDIS_MB_VARIABLE, Stack
@@ -80,10 +80,10 @@ class Bare:
         for number, prompt in enumerate(prompts):
             seq = Sequence(str(number), prompt, sampling=sampling, seed=0, max_new_tokens=max_new)
             engine.add_sequence(seq)
-            states[seq.id] = OutputState(model.tokenizer, sampling, model.eos_token_ids, max_new)
+            states[seq.id] = OutputText(model.tokenizer, sampling, model.eos_token_ids, max_new)
         while engine.has_work():
             for seq, token_id, _ in engine.step():
-                if states[seq.id].push(token_id)[1] is not None:
+                if states[seq.id].add_token(token_id)[1] is not None:
                     engine.remove_sequence(seq)
 
 

@@ -9,7 +9,7 @@ import importlib
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.model import load
+from penstock.engine.model import load_model
 
 for _module in (
     "confluent_kafka",
@@ -28,4 +28,4 @@ for _module in (
     importlib.import_module(_module)
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
-load(EngineSettings(model="demo"))
+load_model(EngineSettings(model="demo"))

@@ -9,9 +9,9 @@ import torch
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.model import LoadedModel, load
+from penstock.engine.model import LoadedModel, load_model
 from penstock.engine.sequence import Sequence
-from penstock.engine.text import OutputState
+from penstock.engine.text import OutputText
 from penstock.messages import Request, Sampling
 from penstock.prefill_worker.handoff import sampling_seed
 
@@ -31,7 +31,7 @@ class ExpectedAnswer:
 @cache
 def load_demo_model() -> LoadedModel:
     """Return the model that ships with the project, loaded once."""
-    return load(ENGINE_SETTINGS)
+    return load_model(ENGINE_SETTINGS)
 
 
 def make_requests(count: int, tag: str, max_tokens: int = MAX_TOKENS) -> list[Request]:
@@ -115,10 +115,10 @@ def _generate_with_engine(engine: Engine, request: Request) -> list[int]:
 def _cut_answer(request: Request, tokens: list[int]) -> ExpectedAnswer:
     """Cut an answer off where it ends."""
     model = load_demo_model()
-    state = OutputState(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
+    state = OutputText(model.tokenizer, request.sampling, model.eos_token_ids, request.sampling.max_tokens)
     texts = []
     for number, token in enumerate(tokens, start=1):
-        text, finish = state.push(token)
+        text, finish = state.add_token(token)
         texts.append(text)
         if finish is not None:
             return ExpectedAnswer(tokens[:number], "".join(texts), finish)

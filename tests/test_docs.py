@@ -48,7 +48,7 @@ def rows(first_cell: str) -> list[list[str]]:
 
 
 def test_the_asyncapi_document_is_up_to_date() -> None:
-    assert asyncapi.document() == API, "run: python -m tools.asyncapi docs/asyncapi.json"
+    assert asyncapi.make_document() == API, "run: python -m tools.asyncapi docs/asyncapi.json"
 
 
 def test_the_channels_are_the_topics_and_keys_of_names() -> None:
@@ -111,7 +111,7 @@ def test_the_schema_refuses_what_the_model_refuses(body: dict[str, Any]) -> None
 
 def test_the_settings_page_is_up_to_date() -> None:
     page = (DOCS / "settings.md").read_text("utf-8")
-    assert page == settings_doc.page(), "run: python -m tools.settings_doc docs/settings.md"
+    assert page == settings_doc.make_page(), "run: python -m tools.settings_doc docs/settings.md"
     assert re.findall(r"^\| `(PENSTOCK_\w+)` \|", page, re.MULTILINE) == list_variables()
 
 

@@ -15,7 +15,7 @@ from penstock.config.settings import (
     load_settings,
 )
 from penstock.errors import SettingsError
-from tools.settings_doc import attribute_docs
+from tools.settings_doc import read_field_docs
 
 
 @pytest.fixture(autouse=True)
@@ -91,4 +91,4 @@ def test_variables_are_distinct_and_explained() -> None:
     known = list_variables()
     assert len(set(known)) == len(known)
     for part in SETTINGS_CLASSES:
-        assert attribute_docs(part).keys() == part.model_fields.keys()
+        assert read_field_docs(part).keys() == part.model_fields.keys()

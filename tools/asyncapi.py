@@ -14,7 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from penstock import names
 from penstock.messages import MAX_REQUEST_BYTES, VERSION, EndEvent, Job, Request, Result, TokenEvent, Wire
 from penstock.names import CLASSES, Pipeline, Stage
-from tools.settings_doc import attribute_docs, write
+from tools.settings_doc import read_field_docs, write_text
 
 MODELS: tuple[type[Wire], ...] = (Request, Job, Result, TokenEvent, EndEvent)
 Json = dict[str, Any]
@@ -66,7 +66,7 @@ class _Schemas(GenerateJsonSchema):
         return False
 
 
-def document() -> Json:
+def make_document() -> Json:
     """The whole document."""
     return {
         "asyncapi": "3.0.0",
@@ -89,42 +89,50 @@ def document() -> Json:
                 ("redis", "127.0.0.1:7379", "The Redis of logs and claims."),
             )
         },
-        "channels": _channels(),
-        "operations": _operations(),
-        "components": {"messages": _messages(), "parameters": _PARAMETERS, "schemas": _schemas()},
+        "channels": _make_channels(),
+        "operations": _make_operations(),
+        "components": {"messages": _make_messages(), "parameters": _PARAMETERS, "schemas": _make_schemas()},
     }
 
 
-def _channels() -> Json:
+def _make_channels() -> Json:
     klass = CLASSES[0]
     return {
-        "requests": _topic(_NAMES.request_topic(klass), "Requests. Durable here means accepted.", [Request], klass),
-        "jobs": _topic(
+        "requests": _make_topic_channel(
+            _NAMES.request_topic(klass), "Requests. Durable here means accepted.", [Request], klass
+        ),
+        "jobs": _make_topic_channel(
             _NAMES.job_topic(klass), "From prefill to decode: keys of KV blocks, never tensors.", [Job], klass
         ),
-        "results": _topic(_NAMES.results_topic, "One result for each request. Read with read_committed.", [Result]),
-        "dead": _topic(_NAMES.dead_letter_topic, "Messages nobody can do anything with, as they came.", [Request, Job]),
-        "log": _stream(
+        "results": _make_topic_channel(
+            _NAMES.results_topic, "One result for each request. Read with read_committed.", [Result]
+        ),
+        "dead": _make_topic_channel(
+            _NAMES.dead_letter_topic, "Messages nobody can do anything with, as they came.", [Request, Job]
+        ),
+        "log": _make_stream_channel(
             _NAMES.log_key("ID"),
             "A Redis stream, field `e`: token p is entry p-1, the end after n tokens n-2.",
         ),
-        "live": _stream(_NAMES.live_channel("ID"), "Pub/sub: the same events as they are appended to the log."),
+        "live": _make_stream_channel(
+            _NAMES.live_channel("ID"), "Pub/sub: the same events as they are appended to the log."
+        ),
     }
 
 
-def _topic(topic: str, description: str, models: list[type[Wire]], klass: str = "") -> Json:
+def _make_topic_channel(topic: str, description: str, models: list[type[Wire]], klass: str = "") -> Json:
     address = topic.replace("PIPELINE", "{pipeline}")
     limits = {"topicConfiguration": {"max.message.bytes": 2 * MAX_REQUEST_BYTES}, "bindingVersion": "0.5.0"}
-    channel = _channel(address.removesuffix(klass) + "{class}" if klass else address, "kafka", description, models)
+    channel = _make_channel(address.removesuffix(klass) + "{class}" if klass else address, "kafka", description, models)
     return channel | {"bindings": {"kafka": limits}}
 
 
-def _stream(key: str, description: str) -> Json:
+def _make_stream_channel(key: str, description: str) -> Json:
     address = key.replace("PIPELINE", "{pipeline}").replace("{ID}", "{tag}")
-    return _channel(address, "redis", description, [TokenEvent, EndEvent])
+    return _make_channel(address, "redis", description, [TokenEvent, EndEvent])
 
 
-def _channel(address: str, server: str, description: str, models: list[type[Wire]]) -> Json:
+def _make_channel(address: str, server: str, description: str, models: list[type[Wire]]) -> Json:
     return {
         "address": address,
         "description": description,
@@ -136,24 +144,26 @@ def _channel(address: str, server: str, description: str, models: list[type[Wire
     }
 
 
-def _operations() -> Json:
+def _make_operations() -> Json:
     answer = {
         "channel": {"$ref": "#/channels/results"},
         "messages": [{"$ref": "#/channels/results/messages/Result"}],
     }
     return {
-        "accept": _operation("receive", "requests", [Request], "Prefill workers take requests.", "prefill")
+        "accept": _make_operation("receive", "requests", [Request], "Prefill workers take requests.", "prefill")
         | {"reply": answer},
-        "handOff": _operation("send", "jobs", [Job], "Prefill workers leave job references."),
-        "takeJob": _operation("receive", "jobs", [Job], "Decode workers take job references.", "decode"),
-        "answer": _operation("send", "results", [Result], "Decode workers leave the one result."),
-        "log": _operation("send", "log", [TokenEvent, EndEvent], "Workers append each token, then the end."),
-        "stream": _operation("send", "live", [TokenEvent, EndEvent], "Each append is published by the same call."),
-        "bury": _operation("send", "dead", [Request, Job], "Workers give up on what cannot be answered at all."),
+        "handOff": _make_operation("send", "jobs", [Job], "Prefill workers leave job references."),
+        "takeJob": _make_operation("receive", "jobs", [Job], "Decode workers take job references.", "decode"),
+        "answer": _make_operation("send", "results", [Result], "Decode workers leave the one result."),
+        "log": _make_operation("send", "log", [TokenEvent, EndEvent], "Workers append each token, then the end."),
+        "stream": _make_operation("send", "live", [TokenEvent, EndEvent], "Each append is published by the same call."),
+        "bury": _make_operation("send", "dead", [Request, Job], "Workers give up on what cannot be answered at all."),
     }
 
 
-def _operation(action: str, channel: str, models: list[type[Wire]], summary: str, stage: Stage | None = None) -> Json:
+def _make_operation(
+    action: str, channel: str, models: list[type[Wire]], summary: str, stage: Stage | None = None
+) -> Json:
     operation: Json = {
         "action": action,
         "channel": {"$ref": f"#/channels/{channel}"},
@@ -167,7 +177,7 @@ def _operation(action: str, channel: str, models: list[type[Wire]], summary: str
     return operation
 
 
-def _messages() -> Json:
+def _make_messages() -> Json:
     found = {}
     for model in MODELS:
         name, by_kafka = model.__name__, "v" in model.model_fields
@@ -176,8 +186,8 @@ def _messages() -> Json:
             "summary": inspect.cleandoc(model.__doc__ or "").split("\n\n")[0],
             "payload": {"$ref": f"#/components/schemas/{name}"},
             "examples": [
-                {"name": example, "payload": payload} | ({"headers": _headers(payload)} if by_kafka else {})
-                for example, payload in examples()[name].items()
+                {"name": example, "payload": payload} | ({"headers": _make_headers(payload)} if by_kafka else {})
+                for example, payload in make_examples()[name].items()
             ],
         }
         if by_kafka:
@@ -189,7 +199,7 @@ def _messages() -> Json:
     return found
 
 
-def _headers(payload: Json) -> Json:
+def _make_headers(payload: Json) -> Json:
     klass = payload.get("class", CLASSES[0])
     return {
         names.VERSION_HEADER: str(VERSION),
@@ -198,7 +208,7 @@ def _headers(payload: Json) -> Json:
     }
 
 
-def examples() -> dict[str, dict[str, Json]]:
+def make_examples() -> dict[str, dict[str, Json]]:
     """Payloads by message and name: requests as producers write them, the others as workers do."""
     said, rolled = [], names.START_HASH
     for position, (token, text) in enumerate(_TOKENS):
@@ -252,7 +262,7 @@ def examples() -> dict[str, dict[str, Json]]:
     }
 
 
-def _schemas() -> Json:
+def _make_schemas() -> Json:
     _, found = models_json_schema(
         [(model, "validation") for model in MODELS],
         ref_template="#/components/schemas/{model}",
@@ -261,7 +271,7 @@ def _schemas() -> Json:
     schemas: Json = found["$defs"]
     for model in _with_parts(MODELS):
         properties = schemas[model.__name__]["properties"]
-        for name, text in attribute_docs(model).items():
+        for name, text in read_field_docs(model).items():
             properties[model.model_fields[name].alias or name]["description"] = text
         if "v" in properties:
             schemas[model.__name__]["required"] = ["v", *schemas[model.__name__].get("required", [])]
@@ -288,4 +298,4 @@ def _with_parts(models: tuple[type[Wire], ...]) -> list[type[BaseModel]]:
 
 
 if __name__ == "__main__":
-    write(json.dumps(document(), indent=1, ensure_ascii=False) + "\n", sys.argv[1:])
+    write_text(json.dumps(make_document(), indent=1, ensure_ascii=False) + "\n", sys.argv[1:])

@@ -21,18 +21,18 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import speed_up
+from penstock.engine.accelerate import accelerate_model
 from penstock.engine.model import LoadedModel
-from penstock.engine.probe import probe, refuse_config
-from penstock.engine.proof import MIN_DISTINCT, Inconclusive, answers, prove
-from penstock.engine.shrink import CannotShrink, shrunk
-from penstock.engine.tiny import build
+from penstock.engine.probe import check_config, probe_layout
+from penstock.engine.proof import MIN_DISTINCT_TOKENS, Inconclusive, generate_references, prove_engine
+from penstock.engine.shrink import CannotShrink, shrink_config
+from penstock.engine.tiny import build_tiny_model
 from penstock.errors import ModelLoadError
 from tools.compatibility_cases import AS_DECODER, KEYWORDS, REASONS, SIZES
 
 ARCHITECTURES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """transformers' names of model types."""
-CONTEXT = 128
+CONTEXT_TOKENS = 128
 NUM_SEEDS = 5
 _CPU = torch.device("cpu")
 
@@ -53,62 +53,62 @@ class Verdict:
         return not self.reason
 
 
-def judge(architecture: str) -> Verdict:
+def judge_architecture(architecture: str) -> Verdict:
     """Build a tiny model of the architecture and prove it."""
     names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     reason = ""
     try:
-        _try(architecture)
+        _prove_architecture(architecture)
     except (ModelLoadError, CannotShrink, Inconclusive) as error:
-        reason = REASONS.get(architecture) or _sentence(error)
+        reason = REASONS.get(architecture) or _make_sentence(error)
     return Verdict(architecture, names[architecture], reason)
 
 
-def _try(architecture: str) -> None:
+def _prove_architecture(architecture: str) -> None:
     try:
         config = CONFIG_MAPPING[architecture](**KEYWORDS.get(architecture, {}))
     except Exception as error:
         raise CannotShrink(f"no model can be made of its default configuration: {error}") from error
-    refuse_config(config)
+    check_config(config)
     auto: Any = AutoModelForCausalLM
     kind = auto._model_mapping[type(config)]  # noqa: SLF001 - as AutoModelForCausalLM.from_config does
     if kind.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
-    config = shrunk(config, SIZES.get(architecture))
+    config = shrink_config(config, SIZES.get(architecture))
     for seed in range(NUM_SEEDS):
-        reference = build(kind, config, seed, _CPU)
-        model = loaded(architecture, copy.deepcopy(reference))
+        reference = build_tiny_model(kind, config, seed, _CPU)
+        model = make_loaded_model(architecture, copy.deepcopy(reference))
         try:
-            told = answers(reference, model.vocab_size, CONTEXT, _CPU)
-            prove(model, EngineSettings(), told, control=True)
+            told = generate_references(reference, model.vocab_size, CONTEXT_TOKENS, _CPU)
+            prove_engine(model, EngineSettings(), told, control=True)
         except Inconclusive:
             if seed == NUM_SEEDS - 1:
                 raise
         else:
             break
-    speed_up(model)
-    prove(model, EngineSettings(), told)
+    accelerate_model(model)
+    prove_engine(model, EngineSettings(), told)
 
 
-def loaded(name: str, module: Any) -> LoadedModel:
+def make_loaded_model(name: str, module: Any) -> LoadedModel:
     """The module as if it was loaded. Raises `ModelLoadError` if it cannot be paged."""
     return LoadedModel(
         name=name,
         config=module.config,
         tokenizer=None,
-        context_length=CONTEXT,
+        context_length=CONTEXT_TOKENS,
         eos_token_ids=frozenset(),
         dtype=torch.float32,
         device=_CPU,
         fingerprint="",
         module=module,
-        layout=probe(module, EngineSettings().block_size, torch.float32, _CPU),
+        layout=probe_layout(module, EngineSettings().block_size, torch.float32, _CPU),
         vocab_size=module.get_input_embeddings().num_embeddings,
         stock_attention=module.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
     )
 
 
-def _sentence(error: Exception) -> str:
+def _make_sentence(error: Exception) -> str:
     text = " ".join(str(error).split())
     for mark in (" cannot be served: ", " on this engine: "):
         _, found, rest = text.partition(mark)
@@ -117,7 +117,7 @@ def _sentence(error: Exception) -> str:
     return f"{text[:1].upper()}{text[1:200]}".rstrip(".") + "."
 
 
-def row(verdict: Verdict) -> str:
+def make_row(verdict: Verdict) -> str:
     """The verdict's line of the table."""
     note = verdict.reason
     if verdict.works and verdict.architecture in AS_DECODER:
@@ -125,10 +125,11 @@ def row(verdict: Verdict) -> str:
     return f"| {verdict.architecture} | {verdict.model} | {'works' if verdict.works else 'refused'} | {note} |"
 
 
-def document(verdicts: list[Verdict]) -> str:
+def make_page(verdicts: list[Verdict]) -> str:
     """docs/models.md."""
     num_works = sum(verdict.works for verdict in verdicts)
-    rows = "\n".join(row(verdict) for verdict in verdicts)
+    min_distinct = MIN_DISTINCT_TOKENS
+    rows = "\n".join(make_row(verdict) for verdict in verdicts)
     return f"""# Models
 
 {num_works} of the {len(verdicts)} causal-language-model architectures of transformers {transformers.__version__} work.
@@ -138,7 +139,7 @@ This page is written by `python -m tools.compatibility docs/models.md` with torc
 **works**: a small random model of the architecture, made from its default configuration with every kind of layer it
 has and windows of a few tokens, said the same tokens on the engine as in `generate()`: in a batch with others and in
 small chunks, with its prefix found in the pool, and handed over as exported KV blocks to a second engine with a pool of
-its own; on PyTorch's operators and on the native kernels. It said at least {MIN_DISTINCT} different tokens, and other
+its own; on PyTorch's operators and on the native kernels. It said at least {min_distinct} different tokens, and other
 ones once the exported blocks were damaged.
 
 **refused**: it cannot be served, or was not proved, for this reason. Nothing is served unproved: at load the same
@@ -156,18 +157,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     file: Path = parser.parse_args().file
-    _silence()
+    _silence_transformers()
     verdicts = []
     console = Console(stderr=True)
     for architecture in track(ARCHITECTURES, "trying architectures", console=console):
-        verdicts.append(judge(architecture))
+        verdicts.append(judge_architecture(architecture))
         gc.collect()
-    text = document(verdicts)
+    text = make_page(verdicts)
     file.write_text(text)
     console.print(f"{file}: {sum(verdict.works for verdict in verdicts)} of {len(verdicts)} work")
 
 
-def _silence() -> None:
+def _silence_transformers() -> None:
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore")

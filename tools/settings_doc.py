@@ -32,7 +32,7 @@ Written by `python -m tools.settings_doc docs/settings.md`.
 _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def attribute_docs(model: type[BaseModel]) -> dict[str, str]:
+def read_field_docs(model: type[BaseModel]) -> dict[str, str]:
     """The docstring under each field of a class, as one line."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(definition, ast.ClassDef)
@@ -43,13 +43,13 @@ def attribute_docs(model: type[BaseModel]) -> dict[str, str]:
     return docs
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
+def format_table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first row is its head."""
     head, *body = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows)
     return "\n".join(f"| {line} |" for line in (head, " | ".join("---" for _ in rows[0]), *body)) + "\n"
 
 
-def allowed(schema: Mapping[str, Any]) -> str:
+def describe_values(schema: Mapping[str, Any]) -> str:
     """What values a field takes, from its JSON schema."""
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
@@ -58,25 +58,25 @@ def allowed(schema: Mapping[str, Any]) -> str:
     return " ".join([kind, ", ".join(limits)]).rstrip()
 
 
-def section(part: type[BaseSettings]) -> str:
+def make_section(part: type[BaseSettings]) -> str:
     """One class of settings: what it is about, and its table."""
-    docs, properties = attribute_docs(part), part.model_json_schema()["properties"]
+    docs, properties = read_field_docs(part), part.model_json_schema()["properties"]
     rows = [("Variable", "Default", "Values", "Meaning")]
     for name, schema in properties.items():
         variable = f"{part.model_config['env_prefix']}{name}".upper()
         default = f"`{schema['default']}`" if schema["default"] != "" else "empty"
-        rows.append((f"`{variable}`", default, allowed(schema), docs[name]))
+        rows.append((f"`{variable}`", default, describe_values(schema), docs[name]))
     title, _, text = " ".join((part.__doc__ or "").split()).partition(".")
-    return f"## {title}\n\n" + (f"{text.strip()}\n\n" if text else "") + table(rows)
+    return f"## {title}\n\n" + (f"{text.strip()}\n\n" if text else "") + format_table(rows)
 
 
-def page() -> str:
+def make_page() -> str:
     """The whole page."""
     secrets = ", ".join(f"`{variable}_FILE`" for variable in list_secret_variables(SETTINGS_CLASSES))
-    return "\n".join([_HEAD.replace("{secrets}", secrets), *(section(part) for part in SETTINGS_CLASSES)])
+    return "\n".join([_HEAD.replace("{secrets}", secrets), *(make_section(part) for part in SETTINGS_CLASSES)])
 
 
-def write(text: str, arguments: Sequence[str]) -> None:
+def write_text(text: str, arguments: Sequence[str]) -> None:
     """Into the file named first, else to standard output."""
     if arguments:
         Path(arguments[0]).write_text(text, "utf-8")
@@ -85,4 +85,4 @@ def write(text: str, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    write(page(), sys.argv[1:])
+    write_text(make_page(), sys.argv[1:])

@@ -182,7 +182,7 @@ def train_step(model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer],
 
 
 @torch.no_grad()
-def score(model: LlamaForCausalLM, stream: torch.Tensor, num_chars: int) -> Score:
+def score_model(model: LlamaForCausalLM, stream: torch.Tensor, num_chars: int) -> Score:
     """Predict every held-out token once, in consecutive windows of the full context.
 
     A window starts anywhere in a chapter and with no context, which makes this a strict measure.
@@ -202,15 +202,15 @@ def score(model: LlamaForCausalLM, stream: torch.Tensor, num_chars: int) -> Scor
     )
 
 
-def in_bfloat16(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def to_bfloat16(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """A rounded copy: what is saved, and therefore what the last score must be taken of."""
     return copy.deepcopy(model).to(torch.bfloat16)
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
     """Write beside the output, then move each file into place: a reader never sees half a file."""
     output.mkdir(parents=True, exist_ok=True)
-    rounded = in_bfloat16(model)
+    rounded = to_bfloat16(model)
     rounded.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".saving-") as staging:
         rounded.save_pretrained(staging)
@@ -236,7 +236,7 @@ def set_learning_rates(optimizers: list[torch.optim.Optimizer], factor: float) -
             group["lr"] = optimizer.defaults["lr"] * factor
 
 
-def train(arguments: argparse.Namespace) -> None:
+def train_model(arguments: argparse.Namespace) -> None:
     """Text to tokenizer to model to a directory, with a checkpoint in its place every so often."""
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
@@ -245,7 +245,7 @@ def train(arguments: argparse.Namespace) -> None:
     stream, held_out = (encode_chapters(tokenizer, chapters) for chapters in (corpus.train, corpus.held_out))
     num_chars = sum(len(text) for text in corpus.held_out)
     model = build_model()
-    save(model, tokenizer, arguments.output)
+    save_checkpoint(model, tokenizer, arguments.output)
     print(f"{model.num_parameters() / 1e6:.2f}M parameters, {len(stream)} tokens to train on")
     print(f"{len(held_out)} tokens held out, {num_chars / len(held_out):.2f} characters each", flush=True)
 
@@ -257,14 +257,14 @@ def train(arguments: argparse.Namespace) -> None:
         loss = train_step(model, optimizers, batch)
         progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
         if (step + 1) % arguments.checkpoint_every == 0:
-            save(model, tokenizer, arguments.output)
-            progress.write(f"step {step + 1}: held out {score(model, held_out, num_chars)}")
+            save_checkpoint(model, tokenizer, arguments.output)
+            progress.write(f"step {step + 1}: held out {score_model(model, held_out, num_chars)}")
 
-    save(model, tokenizer, arguments.output)
-    saved = in_bfloat16(model)
+    save_checkpoint(model, tokenizer, arguments.output)
+    saved = to_bfloat16(model)
     num_tokens, elapsed_s = arguments.steps * TOKENS_PER_STEP, time.monotonic() - started
     print(f"{arguments.steps} steps, {num_tokens / 1e6:.2f}M tokens, {elapsed_s:.0f} s")
-    print(f"as saved: {score(saved, held_out, num_chars)}")
+    print(f"as saved: {score_model(saved, held_out, num_chars)}")
     print(continue_greedily(saved, tokenizer, "And it came to pass"))
 
 
@@ -283,4 +283,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    train(parse_arguments())
+    train_model(parse_arguments())

@@ -109,7 +109,7 @@ def _check_kernels() -> Iterator[Finding]:
         return
     from penstock.engine.kernels import library
 
-    native = library.load()
+    native = library.load_library()
     if native is not None:
         found = f"{native.isa}; in bfloat16 too no token depends on the batch"
         yield Finding("ok", "native kernels", found)

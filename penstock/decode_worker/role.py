@@ -20,7 +20,7 @@ from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery
 from penstock.decode_worker.result import build_result, build_result_message
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence
-from penstock.engine.text import OutputState
+from penstock.engine.text import OutputText
 from penstock.errors import InternalError, RequestError
 from penstock.kvstore.connector import KVConnector
 from penstock.messages import (
@@ -93,9 +93,9 @@ class DecodeRole:
         # Prefill has cut it to its own room already; a pool that is smaller here cuts it once more.
         sampling = self.engine.cut_max_tokens(job.sampling, len(job.token_ids))
         task.message = job.model_copy(update={"sampling": sampling})
-        task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
+        task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         for event in task.log_events:
-            task.finish_reason = task.output.push(event.token)[1]
+            task.finish_reason = task.output.add_token(event.token)[1]
         if task.finish_reason is not None:
             return None
         task.blocks = kv.hash_prompt(job.tenant, job.token_ids)

@@ -19,10 +19,10 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.engine import hooks
 from penstock.engine.batch import Batch
-from penstock.engine.body import NativeBody, body_of
-from penstock.engine.cuda.trial import use_varlen
-from penstock.engine.fingerprint import computed_by
-from penstock.engine.kernels.library import Library, load
+from penstock.engine.body import NativeBody, make_native_body
+from penstock.engine.cuda.trial import enable_varlen
+from penstock.engine.fingerprint import add_arithmetic
+from penstock.engine.kernels.library import Library, load_library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import (
     DTYPES,
@@ -34,31 +34,31 @@ from penstock.engine.kernels.packed import (
     Release,
     weight_of,
 )
-from penstock.engine.layer import NativeLayer, form_of
-from penstock.engine.masks import MaskRule, Unsupported, is_interval, visible_of
+from penstock.engine.layer import NativeLayer, find_layer_parts
+from penstock.engine.masks import MaskRule, Unsupported, get_visibility, sees_interval
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.storage import KVStorage
 from penstock.messages import Sampling
 
-NUM_PROBED = 6
+NUM_PROBE_TOKENS = 6
 """Tokens that the model reads for comparison."""
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+MAX_RELATIVE_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """How far a replacement's result may be off: root mean square, as a share of what the original adds to its input."""
 
 
 @dataclass
-class _Call:
+class _ModuleCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
 
 
 @dataclass
-class _Record:
+class _ForwardRecord:
     """What the parts of the model were given, and gave."""
 
-    calls: dict[str, _Call] = field(default_factory=dict)
+    calls: dict[str, _ModuleCall] = field(default_factory=dict)
     """Of norms and decoder layers, by name."""
     inputs: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     """Linear layers by the module they are in and the tensor they read."""
@@ -72,26 +72,26 @@ class _Record:
 
 
 @torch.inference_mode()
-def speed_up(model: LoadedModel) -> None:
+def accelerate_model(model: LoadedModel) -> None:
     """Put the model on the native kernels, where they were built and compute in its dtype; on a GPU on torch's."""
-    arithmetic = _speed_up(model)
+    arithmetic = _accelerate(model)
     if model.dtype != torch.float32:
-        model.fingerprint = computed_by(model.fingerprint, arithmetic)
+        model.fingerprint = add_arithmetic(model.fingerprint, arithmetic)
 
 
-def _speed_up(model: LoadedModel) -> str:
+def _accelerate(model: LoadedModel) -> str:
     """What computes now, by name; in 16 bits two of another name may round otherwise."""
     if model.device.type == "cuda":
-        use_varlen(model)
-        return f"cuda {sorted(model.varlen)}"
-    native = load()
+        enable_varlen(model)
+        return f"cuda {sorted(model.varlen_windows)}"
+    native = load_library()
     if native is None or model.dtype not in DTYPES:
         return f"torch {torch.backends.cpu.get_cpu_capability()}"
-    record = _watch(model)
-    model.native, model.direct = native, record.direct
-    replacer = _Replacer(model, native, model.weights.release, record)
-    replacer.run()
-    model.body = replacer.body()
+    record = _record_forward(model)
+    model.native, model.direct_layers = native, record.direct
+    replacer = _Replacer(model, native, model.weights.drop_tensor_pages, record)
+    replacer.replace_parts()
+    model.body = replacer.build_body()
     return native.isa
 
 
@@ -100,17 +100,17 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, Conv1D)
 
 
-def _watch(model: LoadedModel) -> _Record:
-    record, handles = _Record(), []
+def _record_forward(model: LoadedModel) -> _ForwardRecord:
+    record, handles = _ForwardRecord(), []
     for name, part in model.module.named_modules():
         if is_linear(part):
-            handles.append(part.register_forward_pre_hook(_note_input(record, name)))
-        elif _is_norm(part) or form_of(part, is_linear) is not None:
-            handles.append(part.register_forward_hook(_note_call(record, name), with_kwargs=True))
-    batch, cache = _batch(model), hooks.PagedCache(_storage(model))
-    record.position_ids = batch.position_ids + max(0, model.context_length - NUM_PROBED)
+            handles.append(part.register_forward_pre_hook(_make_input_hook(record, name)))
+        elif _is_norm(part) or find_layer_parts(part, is_linear) is not None:
+            handles.append(part.register_forward_hook(_make_call_hook(record, name), with_kwargs=True))
+    batch, cache = _make_batch(model), hooks.PagedCache(_make_storage(model))
+    record.position_ids = batch.position_ids + max(0, model.context_length - NUM_PROBE_TOKENS)
     try:
-        with hooks.running(model.module, batch):
+        with hooks.run_with_batch(model.module, batch):
             ids, positions = batch.input_ids, record.position_ids
             output = model.module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
             record.logits = output.logits[0].float()
@@ -118,12 +118,12 @@ def _watch(model: LoadedModel) -> _Record:
         for handle in handles:
             handle.remove()
     record.direct = frozenset(
-        layer for layer, how in batch.direct.items() if is_interval(visible_of(how.rule, how.window))
+        layer for layer, how in batch.attention_by_layer.items() if sees_interval(get_visibility(how.rule, how.window))
     )
     return record
 
 
-def _note_input(record: _Record, name: str) -> Any:
+def _make_input_hook(record: _ForwardRecord, name: str) -> Any:
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
         record.kept.append(args[0])
         record.inputs.setdefault((name.rpartition(".")[0], id(args[0])), []).append(name)
@@ -131,11 +131,11 @@ def _note_input(record: _Record, name: str) -> Any:
     return note
 
 
-def _note_call(record: _Record, name: str) -> Any:
+def _make_call_hook(record: _ForwardRecord, name: str) -> Any:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(output, Tensor):
             # Of a norm that is called again only the last call counts; any does.
-            record.calls[name] = _Call(args, kwargs, output.clone())
+            record.calls[name] = _ModuleCall(args, kwargs, output.clone())
 
     return note
 
@@ -145,48 +145,54 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("RMSNorm") and isinstance(weight, Tensor) and weight.dim() == 1
 
 
-def _batch(model: LoadedModel) -> Batch:
+def _make_batch(model: LoadedModel) -> Batch:
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(model.vocab_size, (min(NUM_PROBED, model.context_length - 1),), generator=generator).tolist()
+    ids = torch.randint(
+        model.vocab_size, (min(NUM_PROBE_TOKENS, model.context_length - 1),), generator=generator
+    ).tolist()
     seq = Sequence("probe", ids, sampling=Sampling(), seed=0, max_new_tokens=1)
     seq.block_table = list(range(-(-len(ids) // model.layout.block_size)))
     return Batch([(seq, len(ids))], model.layout.block_size, model.device)
 
 
-def _storage(model: LoadedModel) -> KVStorage:
-    return KVStorage(model.layout, NUM_PROBED, model.device)
+def _make_storage(model: LoadedModel) -> KVStorage:
+    return KVStorage(model.layout, NUM_PROBE_TOKENS, model.device)
 
 
 class _Replacer:
-    def __init__(self, model: LoadedModel, native: Library, release: Release, record: _Record) -> None:
+    def __init__(self, model: LoadedModel, native: Library, release: Release, record: _ForwardRecord) -> None:
         self._model, self._native, self._release, self._record = model, native, release, record
         self._root: nn.Module = model.module
-        self._storage, self._tolerance = _storage(model), TOLERANCE[model.dtype]
+        self._storage, self._tolerance = _make_storage(model), MAX_RELATIVE_ERROR[model.dtype]
 
-    def run(self) -> None:
+    def replace_parts(self) -> None:
         # By name: whoever holds a module holds its weights.
         for name in self._record.calls:
             self._replace_layer(name)
         for name in self._record.calls:
-            if self._has(name, _is_norm):
-                norm = self._norm(name, self._root.get_submodule(name))
+            if self._is_present(name, _is_norm):
+                norm = self._make_norm(name, self._root.get_submodule(name))
                 if norm is not None:
-                    self._put(name, norm)
+                    self._set_module(name, norm)
         for names in self._record.inputs.values():
             self._replace_linears(names)
 
-    def body(self) -> NativeBody | None:
+    def build_body(self) -> NativeBody | None:
         """The whole model as one, if its form allows that and it gives the same logits."""
         masks = [call.kwargs.get("attention_mask") for call in self._record.calls.values() if call.kwargs]
-        new, batch = body_of(self._root), _batch(self._model)
+        new, batch = make_native_body(self._root), _make_batch(self._model)
         if new is None or not all(isinstance(mask, MaskRule) and mask.is_plain for mask in masks):
             return None
-        batch.page(self._native, self._storage)
-        with hooks.running(self._root, batch):
+        batch.enable_native_attention(self._native, self._storage)
+        with hooks.run_with_batch(self._root, batch):
             mine = new(batch.input_ids, self._record.position_ids).logits[0].float()
-        return new if _rms(mine - self._record.logits) <= self._tolerance * self._record.logits.std() else None
+        return (
+            new
+            if _root_mean_square(mine - self._record.logits) <= self._tolerance * self._record.logits.std()
+            else None
+        )
 
-    def _put(self, name: str, new: nn.Module) -> None:
+    def _set_module(self, name: str, new: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
         setattr(self._root.get_submodule(parent), child, new)
 
@@ -194,81 +200,83 @@ class _Replacer:
 
     def _replace_layer(self, name: str) -> None:
         layer = self._root.get_submodule(name)
-        form = form_of(layer, is_linear)
-        if form is None or form.place.index not in self._model.direct:
+        form = find_layer_parts(layer, is_linear)
+        if form is None or form.attention.index not in self._model.direct_layers:
             return
-        activation = _activation(layer.get_submodule("mlp"))
+        activation = _find_activation(layer.get_submodule("mlp"))
         paths = {id(part): path for path, part in layer.named_modules(prefix=name)}
-        norms = [self._norm(paths[id(norm)], norm) for norm in form.norms + form.head_norms]
+        norms = [self._make_norm(paths[id(norm)], norm) for norm in form.norms + form.head_norms]
         good = [norm for norm in norms if norm is not None]
         if activation is None or len(good) < len(norms) or len({norm.plus_one for norm in good}) > 1:
             return
         groups = (
-            PackedLinears(self._native, form.projections, _keep),
-            PackedLinears(self._native, [form.output], _keep),
-            PackedLinears(self._native, form.gate_up, _keep, activation),
-            PackedLinears(self._native, [form.down], _keep),
+            PackedLinears(self._native, form.projections, _keep_weight),
+            PackedLinears(self._native, [form.output_projection], _keep_weight),
+            PackedLinears(self._native, form.gate_up, _keep_weight, activation),
+            PackedLinears(self._native, [form.down_projection], _keep_weight),
         )
-        new = NativeLayer(form.place, groups, good, activation)
-        if not self._same(new, name):
+        new = NativeLayer(form.attention, groups, good, activation)
+        if not self._gives_same(new, name):
             return
-        self._put(name, new)
-        for linear in (*form.projections, form.output, *form.gate_up, form.down):
+        self._set_module(name, new)
+        for linear in (*form.projections, form.output_projection, *form.gate_up, form.down_projection):
             self._release(weight_of(linear))
 
-    def _same(self, new: nn.Module, name: str) -> bool:
-        call, batch = self._record.calls[name], _batch(self._model)
-        batch.page(self._native, self._storage)
+    def _gives_same(self, new: nn.Module, name: str) -> bool:
+        call, batch = self._record.calls[name], _make_batch(self._model)
+        batch.enable_native_attention(self._native, self._storage)
         try:
-            with hooks.running(self._root, batch):
+            with hooks.run_with_batch(self._root, batch):
                 mine = new(*call.args, **call.kwargs).float()
         except (TypeError, ValueError, Unsupported):
             return False
-        right, given = call.output.float(), _given(call).float()
-        return mine.shape == right.shape and bool(_rms(mine - right) <= self._tolerance * _rms(right - given))
+        right, given = call.output.float(), _input_of(call).float()
+        return mine.shape == right.shape and bool(
+            _root_mean_square(mine - right) <= self._tolerance * _root_mean_square(right - given)
+        )
 
     # Norms
 
-    def _norm(self, name: str, norm: nn.Module) -> NativeNorm | None:
+    def _make_norm(self, name: str, norm: nn.Module) -> NativeNorm | None:
         """The norm as a kernel, if one of the two usual forms gives what it gave."""
         eps: Any = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         weight: Any = norm.weight
         if not isinstance(eps, float) or weight.dtype != self._model.dtype or name not in self._record.calls:
             return None
         call = self._record.calls[name]
-        x = _given(call)
+        x = _input_of(call)
         if x.shape[-1] != weight.numel() or x.dtype != weight.dtype or call.output.dtype != weight.dtype:
             return None
         right = call.output.float()
         for plus_one in (False, True):
             new = NativeNorm(self._native, weight.detach(), eps, plus_one=plus_one)
-            if _rms(new(x).float() - right) <= self._tolerance * _rms(right):
+            if _root_mean_square(new(x).float() - right) <= self._tolerance * _root_mean_square(right):
                 return new
         return None
 
     # Linear layers
 
     def _replace_linears(self, names: list[str]) -> None:
-        names = [name for name in dict.fromkeys(names) if self._has(name, is_linear)]
+        names = [name for name in dict.fromkeys(names) if self._is_present(name, is_linear)]
         linears = [self._root.get_submodule(name) for name in names]
         if not linears or any(linear.weight.dtype != self._model.dtype for linear in linears):
             return
-        tied = self._tied_embedding(linears[0])
-        group = PackedLinears(self._native, linears, _keep if tied == "" else self._release)
+        tied = self._find_tied_embedding(linears[0])
+        group = PackedLinears(self._native, linears, _keep_weight if tied == "" else self._release)
         first = PackedLinear(group)
         for index, name in enumerate(names):
-            self._put(name, first if index == 0 else PackedFollower(first, index))
+            self._set_module(name, first if index == 0 else PackedFollower(first, index))
         if tied:
-            self._put(tied, PackedEmbedding(self._native, group))
+            self._set_module(tied, PackedEmbedding(self._native, group))
 
-    def _has(self, name: str, is_kind: Callable[[nn.Module], bool]) -> bool:
+    def _is_present(self, name: str, is_kind: Callable[[nn.Module], bool]) -> bool:
         """Whether it is still in the model: not if the decoder layer around it was replaced."""
         try:
             return is_kind(self._root.get_submodule(name))
         except AttributeError:
             return False
 
-    def _tied_embedding(self, linear: nn.Module) -> str | None:
+    def _find_tied_embedding(self, linear: nn.Module) -> str | None:
         """The embedding with the linear layer's own weight; None if there is none, "" if it cannot be replaced."""
         address = weight_of(linear).data_ptr()
         for name, part in self._root.named_modules():
@@ -278,21 +286,21 @@ class _Replacer:
         return None
 
 
-def _rms(x: Tensor) -> Tensor:
+def _root_mean_square(x: Tensor) -> Tensor:
     return x.square().mean().sqrt()
 
 
-def _given(call: _Call) -> Tensor:
+def _input_of(call: _ModuleCall) -> Tensor:
     given = call.args[0] if call.args else call.kwargs["hidden_states"]
     assert isinstance(given, Tensor)
     return given
 
 
-def _keep(weight: Tensor) -> None:
+def _keep_weight(weight: Tensor) -> None:
     """The weights stay until the layer is compared."""
 
 
-def _activation(mlp: Any) -> Activation | None:
+def _find_activation(mlp: Any) -> Activation | None:
     """Which of the kernels' activations the module's own is."""
     x = torch.linspace(-6, 6, 97)
     function = next(

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from penstock.engine.gathered import Causal, Gathered, Mask, Masks
+from penstock.engine.gathered import Causal, GatheredRows, Mask, Masks
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreParams:
     """How scores are made of queries and keys."""
 
     scale: float
@@ -22,31 +22,31 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Attended:
+class LayerAttention:
     """How a layer attended."""
 
-    heads: int
+    num_heads: int
     """Of its queries."""
-    scores: Scores
+    scores: ScoreParams
     rule: object
     """Its mask, as the model gave it."""
     window: int | None
     """A sliding window that it has beside that."""
 
 
-def attend_gathered(gathered: Gathered, qkv: QKV, masks: Masks, how: Scores) -> Tensor:
+def attend_gathered(gathered: GatheredRows, qkv: QKV, masks: Masks, how: ScoreParams) -> Tensor:
     """Query [1, heads, T, size], K and V [1, kv heads, rows, size]; returns [1, T, heads, size of V]."""
     query, key, value = qkv
     outputs = []
     if gathered.num_single:
-        outputs.append(_attend_single(gathered, qkv, masks.single, how))
+        outputs.append(_attend_single_tokens(gathered, qkv, masks.single, how))
     for chunk, mask in zip(gathered.chunks, masks.chunks, strict=True):
         part = (query[:, :, chunk.query], key[:, :, chunk.rows], value[:, :, chunk.rows])
-        outputs.append(_attend(part, mask, how)[0].transpose(0, 1))
+        outputs.append(_compute_attention(part, mask, how)[0].transpose(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
-def _attend_single(gathered: Gathered, qkv: QKV, mask: Mask, how: Scores) -> Tensor:
+def _attend_single_tokens(gathered: GatheredRows, qkv: QKV, mask: Mask, how: ScoreParams) -> Tensor:
     """All sequences with one new token at once; returns [num_single, heads, size].
 
     The query heads that share a KV head take the place of the query's length, so that no K or V is repeated.
@@ -54,17 +54,19 @@ def _attend_single(gathered: Gathered, qkv: QKV, mask: Mask, how: Scores) -> Ten
     query, key, value = qkv
     q = query[0, :, : gathered.num_single].transpose(0, 1)
     grouped = q.reshape(gathered.num_single, key.shape[1], -1, q.shape[-1])
-    return _attend((grouped, _by_sequence(gathered, key), _by_sequence(gathered, value)), mask, how).flatten(1, 2)
+    return _compute_attention(
+        (grouped, _split_by_sequence(gathered, key), _split_by_sequence(gathered, value)), mask, how
+    ).flatten(1, 2)
 
 
-def _by_sequence(gathered: Gathered, rows: Tensor) -> Tensor:
+def _split_by_sequence(gathered: GatheredRows, rows: Tensor) -> Tensor:
     """The single-token sequences' part of [1, heads, rows, size] as [num_single, heads, single_len, size]."""
-    num, padded = gathered.num_single, gathered.single_padded
+    num, padded = gathered.num_single, gathered.rows_per_single
     part = rows[0, :, : num * padded]
-    return part.view(len(part), num, padded, -1)[:, :, : gathered.single_len].transpose(0, 1)
+    return part.view(len(part), num, padded, -1)[:, :, : gathered.max_single_length].transpose(0, 1)
 
 
-def _attend(qkv: QKV, mask: Mask, how: Scores) -> Tensor:
+def _compute_attention(qkv: QKV, mask: Mask, how: ScoreParams) -> Tensor:
     """Query [B, heads, T, size], K and V [B, kv heads, L, size]; returns [B, heads, T, size of V]."""
     q, k, v = qkv
     added, is_causal = (mask, False) if isinstance(mask, Tensor) else (None, mask is Causal.PLAIN)

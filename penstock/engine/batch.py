@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from penstock.engine.attention import Attended
+from penstock.engine.attention import LayerAttention
 from penstock.engine.cuda.copies import to_device
 from penstock.engine.cuda.varlen import VarlenStep
-from penstock.engine.gathered import Gathered
+from penstock.engine.gathered import GatheredRows
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.paged import PagedStep
 from penstock.engine.scheduler import Plan
@@ -24,28 +24,28 @@ class Batch:
 
     def __init__(self, plan: Plan, block_size: int, device: torch.device) -> None:
         self.plan = [*((seq, num) for seq, num in plan if num == 1), *((seq, num) for seq, num in plan if num > 1)]
-        self.sampled = [seq for seq, num in self.plan if num == seq.num_pending_tokens]
+        self.sampled_sequences = [seq for seq, num in self.plan if num == seq.num_pending_tokens]
         """Sequences whose next token this step decides."""
-        self.fresh_blocks: list[int] = []
+        self.partial_new_blocks: list[int] = []
         """Blocks that this step begins and does not fill."""
-        self.num_attended = 0
+        self.num_attention_calls = 0
         """Layers whose attention came to the engine in this step."""
         self.paged: PagedStep | None = None
         """For layers whose attention the native kernels compute."""
         self.varlen: VarlenStep | None = None
         """For layers whose attention `varlen_attn` computes."""
-        self.given: dict[int, tuple[Tensor, Tensor]] = {}
+        self.kv_by_layer: dict[int, tuple[Tensor, Tensor]] = {}
         """By layer: K and V as the cache gave them in this step."""
-        self.direct: dict[int, Attended] = {}
+        self.attention_by_layer: dict[int, LayerAttention] = {}
         """Layers whose K and V came to attention just so, and how they attended to them."""
         self._block_size, self._device = block_size, device
-        self._build()
+        self._collect_tokens()
 
-    def _build(self) -> None:
+    def _collect_tokens(self) -> None:
         self._ids: list[int] = []
         self._positions: list[int] = []
         self._slot_blocks: list[int] = []
-        self._keep: list[int] = []
+        self._logit_rows: list[int] = []
         size = self._block_size
         for seq, num in self.plan:
             start, end = seq.num_computed_tokens, seq.num_computed_tokens + num
@@ -54,49 +54,49 @@ class Batch:
             self._slot_blocks += [seq.block_table[position // size] for position in range(start, end)]
             last = (end - 1) // size
             if end % size and start <= last * size:
-                self.fresh_blocks.append(seq.block_table[last])
+                self.partial_new_blocks.append(seq.block_table[last])
             if end == len(seq.token_ids):
-                self._keep.append(len(self._ids) - 1)
+                self._logit_rows.append(len(self._ids) - 1)
 
-    def _tensor(self, values: list[int]) -> Tensor:
+    def _to_tensor(self, values: list[int]) -> Tensor:
         return to_device(values, self._device, torch.int64)
 
     @cached_property
     def input_ids(self) -> Tensor:
         """The tokens: [1, T]."""
-        return self._tensor(self._ids)[None]
+        return self._to_tensor(self._ids)[None]
 
     @cached_property
     def position_ids(self) -> Tensor:
         """Their positions, each in its own sequence: [1, T]."""
-        return self._tensor(self._positions)[None]
+        return self._to_tensor(self._positions)[None]
 
     @cached_property
     def slots(self) -> tuple[Tensor, Tensor]:
         """Block and row in it of each of the T new tokens."""
         rows = [position % self._block_size for position in self._positions]
-        return self._tensor(self._slot_blocks), self._tensor(rows)
+        return self._to_tensor(self._slot_blocks), self._to_tensor(rows)
 
     @cached_property
     def logits_to_keep(self) -> Tensor:
         """Indices in the flat batch, one for each of `sampled`; one that nobody looks at if there is none."""
-        return self._tensor(self._keep or [0])
+        return self._to_tensor(self._logit_rows or [0])
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids.shape[1]
 
-    def owner(self, key: Tensor, value: Tensor) -> int | None:
+    def find_layer(self, key: Tensor, value: Tensor) -> int | None:
         """The layer for which the cache gave just these tensors in this step."""
-        found = (layer for layer, (k, v) in reversed(self.given.items()) if k is key and v is value)
+        found = (layer for layer, (k, v) in reversed(self.kv_by_layer.items()) if k is key and v is value)
         return next(found, None)
 
     @cached_property
-    def gathered(self) -> Gathered:
+    def gathered(self) -> GatheredRows:
         """How the torch path finds the rows of each sequence."""
-        return Gathered(self.plan, self._block_size, self._device)
+        return GatheredRows(self.plan, self._block_size, self._device)
 
-    def page(self, native: Library, storage: KVStorage) -> None:
+    def enable_native_attention(self, native: Library, storage: KVStorage) -> None:
         """Let the native kernels compute the attention of the layers that they can."""
         self.paged = PagedStep(native, storage, self.plan, self.slots)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from penstock.engine.hooks import current_batch
 from penstock.engine.layer import NativeLayer
 
-_MODEL = {"model", "lm_head"}
-_INNER = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_MODEL_CHILDREN = {"model", "lm_head"}
+_INNER_CHILDREN = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
 
 class Output(NamedTuple):
@@ -39,21 +39,21 @@ class NativeBody(nn.Module):
         x = self._embed(input_ids)
         tables = self._rotary(x, position_ids)
         for layer in self._layers:
-            x = layer.run(paged, x, tables, None)
+            x = layer.compute(paged, x, tables, None)
         if logits_to_keep is not None:
             x = x[:, logits_to_keep]
         return Output(self._head(self._norm(x)))
 
 
-def body_of(module: Any) -> NativeBody | None:
+def make_native_body(module: Any) -> NativeBody | None:
     """The model as one body if it is built as Llama is and all its layers are native; else None.
 
     As with layers, whether it computes the same is seen by comparing.
     """
-    if {name for name, _ in module.named_children()} != _MODEL:
+    if {name for name, _ in module.named_children()} != _MODEL_CHILDREN:
         return None
-    if {name for name, _ in module.model.named_children()} != _INNER:
+    if {name for name, _ in module.model.named_children()} != _INNER_CHILDREN:
         return None
-    if not all(isinstance(layer, NativeLayer) and layer.place.window is None for layer in module.model.layers):
+    if not all(isinstance(layer, NativeLayer) and layer.attention.window is None for layer in module.model.layers):
         return None
     return NativeBody(module)

@@ -19,95 +19,95 @@ import torch
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import speed_up
+from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.model import LoadedModel, Progress
-from penstock.engine.probe import probe
-from penstock.engine.proof import Answers, Inconclusive, answers, named, prove
+from penstock.engine.probe import probe_layout
+from penstock.engine.proof import Inconclusive, ReferenceAnswers, describe_model, generate_references, prove_engine
 from penstock.engine.sequence import Sequence
-from penstock.engine.shrink import CannotShrink, shrunk
-from penstock.engine.tiny import build, layer_kinds
+from penstock.engine.shrink import CannotShrink, shrink_config
+from penstock.engine.tiny import build_tiny_model, find_layer_kinds
 from penstock.engine.weights import MappedWeights
 from penstock.errors import EngineCheckFailed
 from penstock.messages import Sampling
 
 NUM_SEEDS = 5
-MAX_BLOCK_SIZE = 16
+MAX_TINY_BLOCK_SIZE = 16
 """Tokens in a block of the tiny model, at most: its prompts must fill some."""
-REAL_CHUNK = 13
+CHECK_STEP_TOKENS = 13
 """Tokens in a step of the model itself."""
-TOLERANCE = {torch.float32: 0.01}
+MAX_RELATIVE_ERROR = {torch.float32: 0.01}
 """How far the logits after a token may be off: root mean square, as a share of their spread."""
-LOW_PRECISION_TOLERANCE = 0.1
+MAX_RELATIVE_ERROR_16_BIT = 0.1
 """The same for dtypes of 16 bits, where one expert chosen differently moves all logits a little."""
 
 
-def check(model: LoadedModel, settings: EngineSettings, progress: Progress | None = None) -> None:
+def check_engine(model: LoadedModel, settings: EngineSettings, progress: Progress | None = None) -> None:
     """Raise `EngineCheckFailed` if the engine's tokens are not the model's own."""
     report = progress or (lambda what, done: None)
     report("checking the engine", 0.0)
-    tokens = _real_prompt(model)
-    plain = _plain_logits(model, tokens)
+    tokens = _make_prompt(model)
+    plain = _compute_plain_logits(model, tokens)
     report("checking the engine", 0.2)
     try:
-        tiny, told = _tiny(model, settings)
+        tiny, told = _build_tiny_model(model, settings)
     except CannotShrink:
-        tiny, told = model, _told_by_itself(model)
+        tiny, told = model, _generate_with_model(model)
     report("checking the engine", 0.6)
-    prove(tiny, settings, told)
+    prove_engine(tiny, settings, told)
     report("checking the engine", 0.8)
-    speed_up(model)
+    accelerate_model(model)
     _compare_logits(model, settings, tokens, plain)
     report("checking the engine", 1.0)
 
 
-def _tiny(model: LoadedModel, settings: EngineSettings) -> tuple[LoadedModel, Answers]:
+def _build_tiny_model(model: LoadedModel, settings: EngineSettings) -> tuple[LoadedModel, ReferenceAnswers]:
     """A tiny model of the same kind, ready for the engine, and what `generate()` says with an untouched copy of it."""
-    config = shrunk(model.module.config)
+    config = shrink_config(model.module.config)
     for seed in range(NUM_SEEDS):
-        reference = build(type(model.module), config, seed, model.device, model.stock_attention)
-        missing = layer_kinds(model.module) - layer_kinds(reference)
+        reference = build_tiny_model(type(model.module), config, seed, model.device, model.stock_attention)
+        missing = find_layer_kinds(model.module) - find_layer_kinds(reference)
         if missing:
             raise CannotShrink(f"{len(missing)} kinds of layers were lost")
         try:
-            tiny = adopt(model, copy.deepcopy(reference), min(settings.block_size, MAX_BLOCK_SIZE))
-            speed_up(tiny)
-            return tiny, answers(reference, tiny.vocab_size, tiny.context_length, tiny.device)
+            tiny = replace_module(model, copy.deepcopy(reference), min(settings.block_size, MAX_TINY_BLOCK_SIZE))
+            accelerate_model(tiny)
+            return tiny, generate_references(reference, tiny.vocab_size, tiny.context_length, tiny.device)
         except Inconclusive:
             continue
     raise CannotShrink("what it says does not vary")
 
 
-def adopt(model: LoadedModel, module: Any, block_size: int) -> LoadedModel:
+def replace_module(model: LoadedModel, module: Any, block_size: int) -> LoadedModel:
     """`model` with another module of its kind, in float32. Raises `ModelLoadError` if that cannot be paged."""
     return replace(
         model,
         module=module,
         dtype=torch.float32,
-        layout=probe(module, block_size, torch.float32, model.device),
+        layout=probe_layout(module, block_size, torch.float32, model.device),
         weights=MappedWeights([]),
         vocab_size=module.get_input_embeddings().num_embeddings,
     )
 
 
-def _told_by_itself(model: LoadedModel) -> Answers:
+def _generate_with_model(model: LoadedModel) -> ReferenceAnswers:
     """What the model itself says, however monotonous its weights are."""
     model.module.set_attn_implementation(model.stock_attention)
     try:
-        return answers(model.module, model.vocab_size, model.context_length, model.device, min_distinct=1)
+        return generate_references(model.module, model.vocab_size, model.context_length, model.device, min_distinct=1)
     except Inconclusive as error:
-        raise EngineCheckFailed(f"{named(model)} cannot be checked: {error}") from error
+        raise EngineCheckFailed(f"{describe_model(model)} cannot be checked: {error}") from error
 
 
-def _real_prompt(model: LoadedModel) -> list[int]:
+def _make_prompt(model: LoadedModel) -> list[int]:
     """As many tokens as make two chunks, and one more that is computed alone."""
-    length = max(1, min(2 * REAL_CHUNK + 1, model.context_length - 1))
+    length = max(1, min(2 * CHECK_STEP_TOKENS + 1, model.context_length - 1))
     prompt: list[int] = torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(20)).tolist()
     return prompt
 
 
 @torch.inference_mode()
-def _plain_logits(model: LoadedModel, tokens: list[int]) -> Tensor:
+def _compute_plain_logits(model: LoadedModel, tokens: list[int]) -> Tensor:
     """The transformers model's logits after the last token: [vocabulary]."""
     model.module.set_attn_implementation(model.stock_attention)
     ids = torch.tensor([tokens], device=model.device)
@@ -121,23 +121,23 @@ def _compare_logits(model: LoadedModel, settings: EngineSettings, tokens: list[i
     pool_mb = -(-num_blocks * model.layout.block_bytes // 2**20)
     seq = Sequence("check", tokens, sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=1)
     engine = Engine(
-        model, settings.model_copy(update={"max_step_tokens": REAL_CHUNK, "pool_mb": pool_mb}), quarantine=False
+        model, settings.model_copy(update={"max_step_tokens": CHECK_STEP_TOKENS, "pool_mb": pool_mb}), quarantine=False
     )
-    with _last_logits(model) as seen:
+    with _capture_last_logits(model) as seen:
         engine.add_sequence(seq)
         while engine.has_work():
             engine.step()
     error = float((seen[-1] - plain).square().mean().sqrt() / plain.std())
-    tolerance = TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE)
+    tolerance = MAX_RELATIVE_ERROR.get(model.dtype, MAX_RELATIVE_ERROR_16_BIT)
     if not error <= tolerance:
         raise EngineCheckFailed(
-            f"{named(model)} gives other logits on this engine than by itself: they are off by {error:.1%} of their "
-            f"spread, and {model.dtype} allows {tolerance:.0%}"
+            f"{describe_model(model)} gives other logits on this engine than by itself: they are off by {error:.1%} "
+            f"of their spread, and {model.dtype} allows {tolerance:.0%}"
         )
 
 
 @contextmanager
-def _last_logits(model: LoadedModel) -> Iterator[list[Tensor]]:
+def _capture_last_logits(model: LoadedModel) -> Iterator[list[Tensor]]:
     """The logits of the last position of each forward pass, as they come."""
     seen: list[Tensor] = []
 

@@ -19,14 +19,14 @@ from penstock.engine import hooks
 from penstock.engine.batch import Batch
 from penstock.engine.cost import TRIAL_CHUNK_TOKENS, TRIAL_CONTEXT_TOKENS, TRIAL_DECODES, TrialStep, measure_cost
 from penstock.engine.cuda.decode import CudaRecorder, DecodeGraphs, Recorder
-from penstock.engine.cuda.varlen import VarlenStep, parts_of
+from penstock.engine.cuda.varlen import VarlenStep, make_calls
 from penstock.engine.limits import check_sequence, cut_max_tokens, max_length
 from penstock.engine.memory import keep_freed_memory
 from penstock.engine.model import LoadedModel
 from penstock.engine.pool import BlockPool
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.rates import PrefillRate, measure_prefill_rate
-from penstock.engine.sampler import Draw, logprobs, sample
+from penstock.engine.sampler import SamplingParams, compute_logprobs, sample_tokens
 from penstock.engine.scheduler import Plan, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.staging import BlockStaging, PinnedBlock, StagedBlocks
@@ -73,20 +73,20 @@ class Engine:
         self._rate = PrefillRate()
         self._last_step_ended_s, self._num_last_sampled = 0.0, 0
         """When the last step was computed, and how many tokens it decided."""
-        self._cache = hooks.PagedCache(self.storage, model.direct)
-        model.module.set_attn_implementation(hooks.NAME)
+        self._cache = hooks.PagedCache(self.storage, model.direct_layers)
+        model.module.set_attn_implementation(hooks.ATTENTION_NAME)
         # Rows that nobody wrote are met only where whole blocks are gathered, behind a mask.
-        self._gathers = model.native is None or model.direct != self.storage.keys.keys()
+        self._gathers = model.native is None or model.direct_layers != self.storage.keys.keys()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.module.forward).parameters
         self._graphs = self._make_graphs(CudaRecorder(model.device)) if on_gpu else None
 
     def _make_graphs(self, recorder: Recorder) -> DecodeGraphs | None:
         """For a model of which every layer attends by `varlen_attn`."""
-        if self.model.varlen.keys() != self.storage.keys.keys():
+        if self.model.varlen_windows.keys() != self.storage.keys.keys():
             return None
         return DecodeGraphs(
             self.storage,
-            self.model.varlen,
+            self.model.varlen_windows,
             max_batch=self.settings.max_batch,
             max_blocks=min(self.pool.num_blocks, -(-self.model.context_length // self.settings.block_size)),
             spare=self.pool.num_blocks,
@@ -261,7 +261,7 @@ class Engine:
             seq.num_computed_tokens = num_before
             plan.append((seq, num_tokens))
         begun_s = clock()
-        self._run(plan)
+        self._run_plan(plan)
         taken_s = (clock() - begun_s) / threads
         for seq, _ in plan:
             self.pool.free_blocks(seq.block_table)
@@ -282,12 +282,12 @@ class Engine:
         max_tokens = quarantine.max_tokens if quarantine else self.settings.max_step_tokens
         plan = self.scheduler.schedule(max_tokens, self.settings.max_batch)
         self.has_run = bool(plan)
-        self._note_outside()
+        self._record_time_outside()
         if not plan:
             return []
         before = [seq.num_computed_tokens for seq, _ in plan]
         try:
-            sampled = self._run(plan)
+            sampled = self._run_plan(plan)
         except BaseException as error:
             for (seq, _), num_computed_tokens in zip(plan, before, strict=True):  # as if the step had not been
                 seq.num_computed_tokens = num_computed_tokens
@@ -310,13 +310,13 @@ class Engine:
         )
         return sampled
 
-    def _note_outside(self) -> None:
+    def _record_time_outside(self) -> None:
         """The next step is planned: what came between it and the last one, its tokens caused."""
         if self._num_last_sampled and self.scheduler.cost is not None:
             self.scheduler.cost.record_outside(time.perf_counter() - self._last_step_ended_s, self._num_last_sampled)
         self._num_last_sampled = 0
 
-    def _run(self, plan: Plan) -> list[Sampled]:
+    def _run_plan(self, plan: Plan) -> list[Sampled]:
         """Compute what is planned, and decide the tokens; nobody has taken them yet."""
         for seq, _ in plan:
             if seq.tail_payload is not None:
@@ -333,24 +333,27 @@ class Engine:
     def _sample(self, batch: Batch, logits: Tensor) -> list[Sampled]:
         """The tokens that the step decides; meanwhile a GPU's next step is prepared."""
         if self._graphs is not None:
-            self._graphs.prepare(batch.sampled)
-        draws = [Draw(seq.sampling, seq.seed, seq.num_output_tokens, seq.token_ids) for seq in batch.sampled]
+            self._graphs.prepare_next_step(batch.sampled_sequences)
+        draws = [
+            SamplingParams(seq.sampling, seq.seed, seq.num_output_tokens, seq.token_ids)
+            for seq in batch.sampled_sequences
+        ]
         logits = logits[: len(draws)]
-        tokens = sample(logits, draws)
-        told = logprobs(logits, draws, tokens)
-        return [Sampled(*entry) for entry in zip(batch.sampled, tokens, told, strict=True)]
+        tokens = sample_tokens(logits, draws)
+        told = compute_logprobs(logits, draws, tokens)
+        return [Sampled(*entry) for entry in zip(batch.sampled_sequences, tokens, told, strict=True)]
 
     def _forward(self, batch: Batch) -> Tensor:
         """Logits [rows to keep, vocabulary]; the KV of all the batch's tokens is in the pool afterwards."""
-        if batch.fresh_blocks and self._gathers:
-            self.storage.zero_blocks(batch.fresh_blocks)
-        if self._graphs is not None and self._graphs.suits(batch.plan):
-            return self._graphs.run([seq for seq, _ in batch.plan], self._compute)
+        if batch.partial_new_blocks and self._gathers:
+            self.storage.zero_blocks(batch.partial_new_blocks)
+        if self._graphs is not None and self._graphs.can_run(batch.plan):
+            return self._graphs.run_step([seq for seq, _ in batch.plan], self._compute)
         if self.model.native is not None:
-            batch.page(self.model.native, self.storage)
-        if self.model.varlen:
-            parts = parts_of(batch.plan, self.settings.block_size, self.model.device)
-            batch.varlen = VarlenStep(self.storage, self.model.varlen, parts, batch.slots)
+            batch.enable_native_attention(self.model.native, self.storage)
+        if self.model.varlen_windows:
+            parts = make_calls(batch.plan, self.settings.block_size, self.model.device)
+            batch.varlen = VarlenStep(self.storage, self.model.varlen_windows, parts, batch.slots)
         if not self._keeps_logits:
             return self._compute(batch)[batch.logits_to_keep]
         return self._compute(batch, logits_to_keep=batch.logits_to_keep)

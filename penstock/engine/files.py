@@ -12,18 +12,18 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is done, 0 to 1."""
 
 
-def locate(name: str, report: Progress) -> Path:
+def find_model(name: str, report: Progress) -> Path:
     """The model's directory, fetched from the hub if the name is not one on disk."""
     directory = DEMO_MODEL if name == "demo" else Path(name).expanduser()
     if not directory.is_dir():
         if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
             raise ModelLoadError(f"there is no directory {directory}")
-        directory = _download(name, report)
+        directory = _download_model(name, report)
     _check_config(directory)
     return directory
 
 
-def _download(name: str, report: Progress) -> Path:
+def _download_model(name: str, report: Progress) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -32,7 +32,7 @@ def _download(name: str, report: Progress) -> Path:
     try:
         path = snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(f"no such directory, and not from the hub: {one_line(error)}") from error
+        raise ModelLoadError(f"no such directory, and not from the hub: {to_one_line(error)}") from error
     report("downloading", 1.0)
     return Path(path)
 
@@ -49,7 +49,7 @@ def _check_config(directory: Path) -> None:
         raise ModelLoadError(f"{path} has no model_type")
 
 
-def weight_files(directory: Path) -> list[Path]:
+def find_weight_files(directory: Path) -> list[Path]:
     """The files the weights are in: those the index names, if there is one."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not index.is_file():
@@ -60,7 +60,7 @@ def weight_files(directory: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         files = [directory / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index} is not a weight index: {one_line(error)}") from error
+        raise ModelLoadError(f"{index} is not a weight index: {to_one_line(error)}") from error
     if not files:
         raise ModelLoadError(f"{index} names no file")
     for file in files:
@@ -69,6 +69,6 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
+def to_one_line(error: BaseException, limit: int = 300) -> str:
     """An exception's text as the end of a sentence."""
     return " ".join(str(error).split())[:limit]

@@ -16,20 +16,20 @@ import xxhash
 
 from penstock.engine.files import Progress
 
-_PIECE = 8 * 2**20  # what of a file is in this process's memory at once
+_READ_BYTES = 8 * 2**20  # what of a file is in this process's memory at once
 
-_SILENT = {"_name_or_path", "_attn_implementation", "transformers_version", "dtype", "torch_dtype"}
+_IRRELEVANT_FIELDS = {"_name_or_path", "_attn_implementation", "transformers_version", "dtype", "torch_dtype"}
 """The dtype is part of the layout, and the attention the engine's own."""
 
-Stamp = tuple[tuple[int, ...], ...]
+FileStats = tuple[tuple[int, ...], ...]
 
 
-def stamp(files: list[Path]) -> Stamp:
+def stat_files(files: list[Path]) -> FileStats:
     """What of the files changes when somebody writes to them or puts others in their place."""
     return tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in map(Path.stat, files))
 
 
-def digests(files: list[Path], report: Progress) -> list[str]:
+def hash_files(files: list[Path], report: Progress) -> list[str]:
     """xxh3-128 of each file, in hex. Each is read once, from start to end."""
     total = sum(file.stat().st_size for file in files)
     done, found = 0, []
@@ -40,9 +40,9 @@ def digests(files: list[Path], report: Progress) -> list[str]:
             size = file.stat().st_size
             if size:
                 with mmap.mmap(content.fileno(), size, access=mmap.ACCESS_READ) as mapped:
-                    for offset in range(0, size, _PIECE):
+                    for offset in range(0, size, _READ_BYTES):
                         _hash_piece(digest, mapped, offset)
-                        report("reading weights", min(1.0, (done + min(size, offset + _PIECE)) / total))
+                        report("reading weights", min(1.0, (done + min(size, offset + _READ_BYTES)) / total))
         done += size
         found.append(digest.hexdigest())
     return found
@@ -50,14 +50,14 @@ def digests(files: list[Path], report: Progress) -> list[str]:
 
 def _hash_piece(digest: "xxhash.xxh3_128", mapped: mmap.mmap, offset: int) -> None:
     """Hash one piece while the system fetches the next, and let go of its pages."""
-    if offset + _PIECE < len(mapped):
-        mapped.madvise(mmap.MADV_WILLNEED, offset + _PIECE, min(_PIECE, len(mapped) - offset - _PIECE))
+    if offset + _READ_BYTES < len(mapped):
+        mapped.madvise(mmap.MADV_WILLNEED, offset + _READ_BYTES, min(_READ_BYTES, len(mapped) - offset - _READ_BYTES))
     with memoryview(mapped) as content:
-        digest.update(content[offset : offset + _PIECE])
-    mapped.madvise(mmap.MADV_DONTNEED, offset, min(_PIECE, len(mapped) - offset))
+        digest.update(content[offset : offset + _READ_BYTES])
+    mapped.madvise(mmap.MADV_DONTNEED, offset, min(_READ_BYTES, len(mapped) - offset))
 
 
-def fingerprint(directory: Path, files: list[Path], digests: list[str], config: Any, layout: str) -> str:
+def compute_fingerprint(directory: Path, files: list[Path], digests: list[str], config: Any, layout: str) -> str:
     """Hex SHA-256 over the weights' names, sizes and digests, the configuration, and the form of KV blocks.
 
     The configuration twice: as its file has it, and with all that transformers fills in where the file is silent, such
@@ -65,20 +65,26 @@ def fingerprint(directory: Path, files: list[Path], digests: list[str], config: 
     """
     combined = hashlib.sha256(f"{layout}\n".encode())
     combined.update((directory / "config.json").read_bytes())
-    settled = json.dumps(_settled(config.to_dict()), sort_keys=True, default=lambda value: type(value).__name__)
+    settled = json.dumps(
+        _without_irrelevant_fields(config.to_dict()), sort_keys=True, default=lambda value: type(value).__name__
+    )
     combined.update(f"\n{settled}".encode())
     for file, digest in zip(files, digests, strict=True):
         combined.update(f"\n{file.name} {file.stat().st_size} {digest}".encode())
     return combined.hexdigest()
 
 
-def computed_by(name: str, arithmetic: str) -> str:
+def add_arithmetic(name: str, arithmetic: str) -> str:
     """The fingerprint of what is computed in 16 bits: with other arithmetic it rounds otherwise."""
     return hashlib.sha256(f"{name} {arithmetic}".encode()).hexdigest()
 
 
-def _settled(values: Any) -> Any:
+def _without_irrelevant_fields(values: Any) -> Any:
     """A configuration without what says nothing about KV, such as where it was read from."""
     if isinstance(values, dict):
-        return {str(key): _settled(value) for key, value in values.items() if str(key) not in _SILENT}
-    return [_settled(value) for value in values] if isinstance(values, list | tuple) else values
+        return {
+            str(key): _without_irrelevant_fields(value)
+            for key, value in values.items()
+            if str(key) not in _IRRELEVANT_FIELDS
+        }
+    return [_without_irrelevant_fields(value) for value in values] if isinstance(values, list | tuple) else values

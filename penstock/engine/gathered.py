@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine.scheduler import Plan
 
-Visible = Callable[[Tensor, Tensor], Tensor]
+Visibility = Callable[[Tensor, Tensor], Tensor]
 """(query positions, key positions) -> bool: what a layer lets a query see, besides being causal."""
 
 
@@ -51,7 +51,7 @@ class Chunk:
     """Its rows among the gathered."""
 
 
-class Gathered:
+class GatheredRows:
     """Which blocks to gather, which of their rows belong to whom, and who sees what.
 
     The plan is in the batch's order.
@@ -63,9 +63,9 @@ class Gathered:
         self.chunks: list[Chunk] = []
         self._device = device
         self._single_lens = [seq.num_computed_tokens + 1 for seq in singles]
-        self.single_len = max(self._single_lens, default=0)
+        self.max_single_length = max(self._single_lens, default=0)
         """Tokens of the longest of the single-token sequences."""
-        self.single_padded = -(-self.single_len // block_size) * block_size
+        self.rows_per_single = -(-self.max_single_length // block_size) * block_size
         """Gathered rows for each of them."""
         table: list[int] = []
         row = 0
@@ -78,15 +78,15 @@ class Gathered:
             table += held
             if num == 1:
                 # Padded with the sequence's own first block: what is behind a mask is still its own.
-                table += held[:1] * (self.single_padded // block_size - len(held))
+                table += held[:1] * (self.rows_per_single // block_size - len(held))
             row += num
         self.num_rows = len(table) * block_size
         """Rows gathered."""
-        self.table = torch.tensor(table, device=device)
+        self.block_ids = torch.tensor(table, device=device)
         """Blocks to gather."""
         self._plain: dict[torch.dtype, Masks] = {}
 
-    def masks(self, visible: Visible | None, dtype: torch.dtype) -> Masks:
+    def make_masks(self, visible: Visibility | None, dtype: torch.dtype) -> Masks:
         """The masks for layers that see what `visible` says, or all that came before (made once)."""
         if visible is None and dtype in self._plain:
             return self._plain[dtype]
@@ -96,22 +96,22 @@ class Gathered:
             self._plain[dtype] = masks
         return masks
 
-    def _single_mask(self, visible: Visible | None, dtype: torch.dtype) -> Mask:
-        if visible is None and min(self._single_lens, default=0) == self.single_len:
+    def _single_mask(self, visible: Visibility | None, dtype: torch.dtype) -> Mask:
+        if visible is None and min(self._single_lens, default=0) == self.max_single_length:
             return None
         query = torch.tensor(self._single_lens, device=self._device)[:, None] - 1
-        key = torch.arange(self.single_len, device=self._device)[None]
-        return _additive(query, key, visible, dtype)[:, None, None]
+        key = torch.arange(self.max_single_length, device=self._device)[None]
+        return _make_additive_mask(query, key, visible, dtype)[:, None, None]
 
-    def _chunk_mask(self, chunk: Chunk, visible: Visible | None, dtype: torch.dtype) -> Mask:
+    def _chunk_mask(self, chunk: Chunk, visible: Visibility | None, dtype: torch.dtype) -> Mask:
         if visible is None and chunk.start == 0:
             return Causal.PLAIN
         query = torch.arange(chunk.start, chunk.end, device=self._device)[:, None]
         key = torch.arange(chunk.end, device=self._device)[None]
-        return _additive(query, key, visible, dtype)
+        return _make_additive_mask(query, key, visible, dtype)
 
 
-def _additive(query: Tensor, key: Tensor, visible: Visible | None, dtype: torch.dtype) -> Tensor:
+def _make_additive_mask(query: Tensor, key: Tensor, visible: Visibility | None, dtype: torch.dtype) -> Tensor:
     seen = key <= query
     if visible is not None:
         seen = seen & visible(query, key)

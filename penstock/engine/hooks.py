@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-from penstock.engine.attention import Attended, Scores, attend_gathered
+from penstock.engine.attention import LayerAttention, ScoreParams, attend_gathered
 from penstock.engine.batch import Batch
-from penstock.engine.masks import Unsupported, first_keys, mask_rule, masks_of
+from penstock.engine.masks import Unsupported, find_first_keys, make_mask_rule, make_masks
 from penstock.engine.storage import KVStorage, LayerShape
 
-NAME = "penstock"
+ATTENTION_NAME = "penstock"
 """The attention implementation's name in transformers."""
 
 current_batch: ContextVar[Batch] = ContextVar("current_batch")
@@ -34,17 +34,17 @@ current_batch: ContextVar[Batch] = ContextVar("current_batch")
 
 
 @contextmanager
-def running(module: Any, batch: Batch) -> Iterator[None]:
+def run_with_batch(module: Any, batch: Batch) -> Iterator[None]:
     """Let the module's forward pass within run over this batch."""
     stock = module.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
-    if stock != NAME:
-        module.set_attn_implementation(NAME)
+    if stock != ATTENTION_NAME:
+        module.set_attn_implementation(ATTENTION_NAME)
     token = current_batch.set(batch)
     try:
         yield
     finally:
         current_batch.reset(token)
-        if stock != NAME:
+        if stock != ATTENTION_NAME:
             module.set_attn_implementation(stock)
 
 
@@ -122,18 +122,18 @@ class PagedCache(_PositionedCache):
         batch = current_batch.get()
         step = batch.paged or batch.varlen
         if step is not None and layer_idx in self.direct:
-            step.write(layer_idx, key_states, value_states)
-            batch.given[layer_idx] = (key_states, value_states)
+            step.write_kv(layer_idx, key_states, value_states)
+            batch.kv_by_layer[layer_idx] = (key_states, value_states)
             return key_states, value_states
         keys, values = self.storage.keys[layer_idx], self.storage.values[layer_idx]
         keys.index_put_(batch.slots, key_states[0].transpose(0, 1))
         values.index_put_(batch.slots, value_states[0].transpose(0, 1))
-        table = batch.gathered.table
-        batch.given[layer_idx] = found = (gather(keys, table), gather(values, table))
+        table = batch.gathered.block_ids
+        batch.kv_by_layer[layer_idx] = found = (gather_rows(keys, table), gather_rows(values, table))
         return found
 
 
-def gather(pool: Tensor, table: Tensor) -> Tensor:
+def gather_rows(pool: Tensor, table: Tensor) -> Tensor:
     """The rows of those blocks, of K or V of a layer: [1, heads, rows, size]."""
     return pool.index_select(0, table).flatten(0, 1).transpose(0, 1)[None]
 
@@ -157,27 +157,27 @@ def paged_attention(
     Returns [1, T, heads, size]. `softcap` bounds the scores; `s_aux` is a learned extra score a head, a sink.
     """
     batch = current_batch.get()
-    batch.num_attended += 1
+    batch.num_attention_calls += 1
     if position_bias is not None:
         raise Unsupported("it adds a position bias to the scores")
     if attention_mask is None and not getattr(module, "is_causal", True):
         raise Unsupported("its attention is not causal")
     sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
-    how = Scores(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sinks)
-    owner = batch.owner(key, value)
+    how = ScoreParams(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, sinks)
+    owner = batch.find_layer(key, value)
     if batch.paged is not None and owner is not None and key.shape[2] == batch.num_tokens:
-        batch.paged.aim(owner, how.scale, first_keys(batch, attention_mask, sliding_window))
-        return batch.paged.attend(query, sinks, softcap), None
+        batch.paged.select_layer(owner, how.scale, find_first_keys(batch, attention_mask, sliding_window))
+        return batch.paged.compute_attention(query, sinks, softcap), None
     if batch.varlen is not None and owner is not None and owner in batch.varlen.windows:
-        return batch.varlen.attend(owner, query, how.scale), None
+        return batch.varlen.compute_attention(owner, query, how.scale), None
     if owner is not None:
-        batch.direct[owner] = Attended(query.shape[1], how, attention_mask, sliding_window)
+        batch.attention_by_layer[owner] = LayerAttention(query.shape[1], how, attention_mask, sliding_window)
     gathered = batch.gathered
     if key.shape[2] != gathered.num_rows:
         raise Unsupported("a layer's keys and values do not come from the cache")
-    masks = masks_of(gathered, attention_mask, sliding_window, query.dtype)
+    masks = make_masks(gathered, attention_mask, sliding_window, query.dtype)
     return attend_gathered(gathered, (query, key, value), masks, how), None
 
 
-AttentionInterface.register(NAME, paged_attention)
-AttentionMaskInterface.register(NAME, mask_rule)
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, make_mask_rule)

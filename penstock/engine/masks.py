@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from penstock.engine.batch import Batch
-from penstock.engine.gathered import Gathered, Masks, Visible
+from penstock.engine.gathered import GatheredRows, Masks, Visibility
 
-_SHOWN = 128
+_NUM_CHECKED_POSITIONS = 128
 
 
 class Unsupported(Exception):
@@ -24,12 +24,12 @@ class MaskRule:
     """
 
     def __init__(self, rule: Callable[..., Any]) -> None:
-        self.visible: Visible | None = None
+        self.visibility: Visibility | None = None
         """None: all that came before."""
         if rule is not causal_mask_function:
             zero = torch.zeros((), dtype=torch.long)
-            self.visible = lambda query, key: rule(zero.to(query.device), zero.to(query.device), query, key)
-            _refuse_unusual(rule, zero)
+            self.visibility = lambda query, key: rule(zero.to(query.device), zero.to(query.device), query, key)
+            _check_rule(rule, zero)
         self._masks: Masks | None = None
         self._first_keys: Tensor | None = None
 
@@ -44,22 +44,22 @@ class MaskRule:
     @property
     def is_plain(self) -> bool:
         """Whether every token sees all that came before."""
-        return self.visible is None
+        return self.visibility is None
 
-    def masks(self, gathered: Gathered, dtype: torch.dtype) -> Masks:
+    def get_masks(self, gathered: GatheredRows, dtype: torch.dtype) -> Masks:
         """The masks of this kind of layer, made at its first layer."""
         if self._masks is None:
-            self._masks = gathered.masks(self.visible, dtype)
+            self._masks = gathered.make_masks(self.visibility, dtype)
         return self._masks
 
-    def first_keys(self, batch: Batch) -> Tensor | None:
+    def get_first_keys(self, batch: Batch) -> Tensor | None:
         """For each row the first position it sees, int32 [T], made at the first layer; None if that is 0 for all."""
-        if self._first_keys is None and self.visible is not None:
-            self._first_keys = _first_visible(self.visible, batch.position_ids[0])
+        if self._first_keys is None and self.visibility is not None:
+            self._first_keys = _find_first_visible(self.visibility, batch.position_ids[0])
         return self._first_keys
 
 
-def _refuse_unusual(rule: Callable[..., Any], zero: Tensor) -> None:
+def _check_rule(rule: Callable[..., Any], zero: Tensor) -> None:
     """Refuse a rule that lets a token see a later one, or asks for more than positions."""
     try:
         sees_later = bool(rule(zero, zero, zero, zero + 1))
@@ -69,62 +69,62 @@ def _refuse_unusual(rule: Callable[..., Any], zero: Tensor) -> None:
         raise Unsupported("its attention is not causal")
 
 
-def mask_rule(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> MaskRule:
+def make_mask_rule(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> MaskRule:
     """What transformers calls for the mask of one kind of layer."""
     return MaskRule(mask_function)
 
 
-def masks_of(gathered: Gathered, rule: object, window: int | None, dtype: torch.dtype) -> Masks:
+def make_masks(gathered: GatheredRows, rule: object, window: int | None, dtype: torch.dtype) -> Masks:
     """The masks of a layer with this rule, or with a sliding window of its own."""
     if isinstance(rule, MaskRule):
-        return rule.masks(gathered, dtype)
+        return rule.get_masks(gathered, dtype)
     if rule is not None:
         raise Unsupported("it makes its attention masks itself")
-    return gathered.masks(_window_rule(window), dtype)
+    return gathered.make_masks(_make_window_rule(window), dtype)
 
 
-def first_keys(batch: Batch, rule: object, window: int | None) -> Tensor | None:
+def find_first_keys(batch: Batch, rule: object, window: int | None) -> Tensor | None:
     """For each row the first position it sees, int32 [T]; None if that is 0 for all."""
     if isinstance(rule, MaskRule):
-        return rule.first_keys(batch)
+        return rule.get_first_keys(batch)
     if rule is not None:
         raise Unsupported("it makes its attention masks itself")
-    visible = _window_rule(window)
-    return None if visible is None else _first_visible(visible, batch.position_ids[0])
+    visible = _make_window_rule(window)
+    return None if visible is None else _find_first_visible(visible, batch.position_ids[0])
 
 
-def visible_of(rule: object, window: int | None) -> Visible | None:
+def get_visibility(rule: object, window: int | None) -> Visibility | None:
     """What a layer lets a token see; None: all that came before."""
-    return rule.visible if isinstance(rule, MaskRule) else _window_rule(window)
+    return rule.visibility if isinstance(rule, MaskRule) else _make_window_rule(window)
 
 
-def window_of(visible: Visible | None, length: int) -> int | None:
+def find_window(visible: Visibility | None, length: int) -> int | None:
     """How many tokens each sees back, itself included, among `length` tokens: 0 for all; None if that varies."""
     if visible is None:
         return 0
     positions = torch.arange(length)
-    num_seen = positions - _first_visible(visible, positions) + 1
+    num_seen = positions - _find_first_visible(visible, positions) + 1
     most = int(num_seen.max())
     if not bool((num_seen == (positions + 1).clamp(max=most)).all()):
         return None
     return most if most < length else 0
 
 
-def _window_rule(window: int | None) -> Visible | None:
+def _make_window_rule(window: int | None) -> Visibility | None:
     return None if window is None else lambda query, key: key > query - window
 
 
-def is_interval(visible: Visible | None) -> bool:
+def sees_interval(visible: Visibility | None) -> bool:
     """Whether what a token sees reaches from some position up to its own without a gap, as far as 128 tokens show."""
     if visible is None:
         return True
-    key = torch.arange(_SHOWN)
+    key = torch.arange(_NUM_CHECKED_POSITIONS)
     query = key[:, None]
-    first = _first_visible(visible, key)
+    first = _find_first_visible(visible, key)
     return torch.equal(visible(query, key) & (key <= query), (key >= first[:, None]) & (key <= query))
 
 
-def _first_visible(visible: Visible, positions: Tensor) -> Tensor:
+def _find_first_visible(visible: Visibility, positions: Tensor) -> Tensor:
     """By bisection: what a token sees reaches from some position up to its own, without a gap."""
     low, high = torch.zeros_like(positions), positions.clone()
     while bool((low < high).any()):

@@ -9,14 +9,14 @@ import torch
 from penstock.errors import ModelLoadError
 
 
-def check_room(weights: int, pool_mb: int, device: torch.device) -> None:
+def check_memory(weights: int, pool_mb: int, device: torch.device) -> None:
     """Raise `ModelLoadError` if weights (bytes) and KV pool (MiB) are more than the device has left."""
-    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else count_available_bytes()
     pool = pool_mb * 2**20
     if available is not None and weights + pool > available:
         raise ModelLoadError(
-            f"not enough memory on {device}: the weights take {_mb(weights)}, the KV pool "
-            f"{_mb(pool)} (PENSTOCK_ENGINE_POOL_MB={pool_mb}), and {_mb(available)} are available"
+            f"not enough memory on {device}: the weights take {_format_mib(weights)}, the KV pool "
+            f"{_format_mib(pool)} (PENSTOCK_ENGINE_POOL_MB={pool_mb}), and {_format_mib(available)} are available"
         )
 
 
@@ -32,11 +32,11 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, 512 * 2**20)
 
 
-def _mb(size: int) -> str:
+def _format_mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
 
-def available_bytes(root: Path = Path("/")) -> int | None:
+def count_available_bytes(root: Path = Path("/")) -> int | None:
     """What this process may still take: the least that the machine and its control groups have left.
 
     File pages that can be dropped count as free, so weights that are only mapped are not counted twice. `None` where
@@ -47,10 +47,10 @@ def available_bytes(root: Path = Path("/")) -> int | None:
         machine = int(meminfo["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
-    return min([machine, *_groups_left(root)])
+    return min([machine, *_iter_group_limits(root)])
 
 
-def _groups_left(root: Path) -> Iterator[int]:
+def _iter_group_limits(root: Path) -> Iterator[int]:
     """What each limit on the way to this process's control group leaves, of both versions of control groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -59,13 +59,13 @@ def _groups_left(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _left(root / "sys/fs/cgroup", path, ("memory.max", "memory.current"), "")
+            yield from _iter_free_bytes(root / "sys/fs/cgroup", path, ("memory.max", "memory.current"), "")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            yield from _left(root / "sys/fs/cgroup/memory", path, names, "total_")
+            yield from _iter_free_bytes(root / "sys/fs/cgroup/memory", path, names, "total_")
 
 
-def _left(base: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[int]:
+def _iter_free_bytes(base: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[int]:
     """Limit less use, for the group and those above it. A container may see only the top, which is its own."""
     group = base / path.lstrip("/")
     for directory in (group, *(parent for parent in group.parents if parent.is_relative_to(base))):

@@ -20,22 +20,22 @@ from transformers import AutoConfig, AutoTokenizer
 from penstock.config.settings import EngineSettings
 from penstock.engine.body import NativeBody
 from penstock.engine.cuda.varlen import Windows
-from penstock.engine.files import DEMO_MODEL, Progress, locate, one_line, weight_files
-from penstock.engine.fingerprint import digests, fingerprint, stamp
+from penstock.engine.files import DEMO_MODEL, Progress, find_model, find_weight_files, to_one_line
+from penstock.engine.fingerprint import compute_fingerprint, hash_files, stat_files
 from penstock.engine.kernels.library import Library
-from penstock.engine.memory import check_room
-from penstock.engine.module import check_sizes, generation_config, load_module, num_bytes, skeleton_of
-from penstock.engine.probe import probe, refuse_config, unscaled_context
+from penstock.engine.memory import check_memory
+from penstock.engine.module import build_skeleton, check_weight_sizes, count_bytes, load_generation_config, load_module
+from penstock.engine.probe import check_config, find_unscaled_context, probe_layout
 from penstock.engine.storage import KVLayout
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 
-__all__ = ["DEMO_MODEL", "LoadedModel", "Progress", "load"]
+__all__ = ["DEMO_MODEL", "LoadedModel", "Progress", "load_model"]
 
 LAYOUT_VERSION = 2
 """Counts the changes of how a block's bytes are arranged; part of the fingerprint."""
 
-_ENDLESS = 10**9  # tokenizers without a limit of their own say something enormous
+_NO_LENGTH_LIMIT = 10**9  # tokenizers without a limit of their own say something enormous
 
 
 @dataclass
@@ -64,52 +64,52 @@ class LoadedModel:
     """The files its parameters may be views of; whoever packs a parameter elsewhere calls `weights.release()`."""
     native: Library | None = None
     """The kernels it runs on, if it was put on them."""
-    varlen: Windows = field(default_factory=dict)
+    varlen_windows: Windows = field(default_factory=dict)
     """Layers whose attention `varlen_attn` computes, on a GPU."""
-    direct: frozenset[int] = frozenset()
+    direct_layers: frozenset[int] = frozenset()
     """Layers whose attention those kernels compute, or `varlen_attn`."""
     body: NativeBody | None = None
     """What the engine calls in the module's place, if that has a shorter way to the logits."""
 
 
-def load(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
+def load_model(settings: EngineSettings, progress: Progress | None = None) -> LoadedModel:
     """Load `settings.model`. Raises `ModelLoadError`, with the reason, for anything that cannot be served."""
-    with _errors_of(settings.model):
-        return _load(settings, progress or _silent)
+    with _as_load_errors(settings.model):
+        return _load_model(settings, progress or _ignore_progress)
 
 
-def _load(settings: EngineSettings, report: Progress) -> LoadedModel:
+def _load_model(settings: EngineSettings, report: Progress) -> LoadedModel:
     _prepare_transformers()
     torch.set_num_threads(settings.threads)
-    directory = locate(settings.model, report)
-    files = weight_files(directory)
+    directory = find_model(settings.model, report)
+    files = find_weight_files(directory)
     sources = [directory / "config.json", *files]
-    before = stamp(sources)
-    device = _device(settings.device)
+    before = stat_files(sources)
+    device = _parse_device(settings.device)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    refuse_config(config)
+    check_config(config)
     tokenizer = _load_tokenizer(directory)
-    context_length = _context_length(config, tokenizer)
-    dtype = _dtype(settings.dtype, config, device)
-    skeleton = skeleton_of(config, dtype)
-    check_room(num_bytes(skeleton), settings.pool_mb, device)
+    context_length = _find_context_length(config, tokenizer)
+    dtype = _choose_dtype(settings.dtype, config, device)
+    skeleton = build_skeleton(config, dtype)
+    check_memory(count_bytes(skeleton), settings.pool_mb, device)
     weights = MappedWeights(files)
     if getattr(config, "quantization_config", None) is None:  # a quantised model stores other sizes than it has
-        check_sizes(skeleton, weights)
-    hashes = digests(files, report)
+        check_weight_sizes(skeleton, weights)
+    hashes = hash_files(files, report)
     module = load_module(skeleton, config, weights, device, report)
-    layout = probe(module, settings.block_size, dtype, device)
-    weights.sweep()
+    layout = probe_layout(module, settings.block_size, dtype, device)
+    weights.drop_pages()
     form = f"penstock kv layout {LAYOUT_VERSION}\n{layout}"
-    name = fingerprint(directory, files, hashes, module.config, form)
-    if stamp(sources) != before:
+    name = compute_fingerprint(directory, files, hashes, module.config, form)
+    if stat_files(sources) != before:
         raise ModelLoadError(f"{directory} was written to while it was loaded")
     return LoadedModel(
         name=settings.model,
         config=config,
         tokenizer=tokenizer,
         context_length=context_length,
-        eos_token_ids=_eos_token_ids(generation_config(directory), config, tokenizer),
+        eos_token_ids=_find_eos_token_ids(load_generation_config(directory), config, tokenizer),
         dtype=dtype,
         device=device,
         fingerprint=name,
@@ -133,26 +133,28 @@ def _prepare_transformers() -> None:
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
 
-def _silent(what: str, done: float) -> None:
+def _ignore_progress(what: str, done: float) -> None:
     pass
 
 
 @contextmanager
-def _errors_of(name: str) -> Iterator[None]:
+def _as_load_errors(name: str) -> Iterator[None]:
     """Whatever transformers, safetensors or tokenizers raise over a bad model becomes a `ModelLoadError`."""
     try:
         yield
     except ModelLoadError as error:
-        raise ModelLoadError(f"cannot load model {name!r}: {one_line(error, 600)}") from error.__cause__
+        raise ModelLoadError(f"cannot load model {name!r}: {to_one_line(error, 600)}") from error.__cause__
     except Exception as error:
-        raise ModelLoadError(f"cannot load model {name!r}: {type(error).__name__}: {one_line(error, 400)}") from error
+        raise ModelLoadError(
+            f"cannot load model {name!r}: {type(error).__name__}: {to_one_line(error, 400)}"
+        ) from error
 
 
 def _load_tokenizer(directory: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
-        raise ModelLoadError(f"no usable tokenizer in {directory}: {one_line(error)}") from error
+        raise ModelLoadError(f"no usable tokenizer in {directory}: {to_one_line(error)}") from error
     # Where there are no files, transformers makes some tokenizers up: with special tokens only.
     special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     if len(tokenizer) <= len(special):
@@ -160,7 +162,7 @@ def _load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def _device(name: str) -> torch.device:
+def _parse_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -173,7 +175,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+def _choose_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     if name != "auto":
         dtype = getattr(torch, name)
         assert isinstance(dtype, torch.dtype)
@@ -182,20 +184,20 @@ def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
 
 
-def _context_length(config: Any, tokenizer: Any) -> int:
+def _find_context_length(config: Any, tokenizer: Any) -> int:
     text = config.get_text_config()
-    if unscaled := unscaled_context(text):
+    if unscaled := find_unscaled_context(text):
         return unscaled
     for attribute in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(text, attribute, None)
         if isinstance(value, int) and value > 0:
             return value
-    if tokenizer.model_max_length < _ENDLESS:
+    if tokenizer.model_max_length < _NO_LENGTH_LIMIT:
         return int(tokenizer.model_max_length)
     raise ModelLoadError("neither its config nor its tokenizer says how long its context is")
 
 
-def _eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
+def _find_eos_token_ids(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
     ids: set[int] = set()
     for source in (generation, config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
-from penstock.engine.files import Progress, one_line
+from penstock.engine.files import Progress, to_one_line
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 
 
-def skeleton_of(config: Any, dtype: torch.dtype) -> Any:
+def build_skeleton(config: Any, dtype: torch.dtype) -> Any:
     """The model that transformers has for a configuration, without memory: every tensor is on `meta`."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelLoadError(f"transformers has no causal language model of type {config.model_type!r}")
@@ -25,11 +25,11 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> Any:
         with torch.device("meta"):
             return auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except Exception as error:
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{type(error).__name__}: {to_one_line(error)}"
         raise ModelLoadError(f"config.json describes no model that can be built ({reason})") from error
 
 
-def check_sizes(skeleton: nn.Module, weights: MappedWeights) -> None:
+def check_weight_sizes(skeleton: nn.Module, weights: MappedWeights) -> None:
     """Raise `ModelLoadError` where configuration and weights give a tensor another number of elements, or kind.
 
     Before anything is allocated. A name that only one of them knows may be renamed at loading, and an equal number in
@@ -39,12 +39,12 @@ def check_sizes(skeleton: nn.Module, weights: MappedWeights) -> None:
         if name in weights.tensors:
             stored = weights.tensors[name]
             if tensor.numel() != math.prod(stored.get_shape()):
-                raise _disagreement(name, stored.get_shape(), tensor.shape)
+                raise _shape_error(name, stored.get_shape(), tensor.shape)
             if tensor.is_floating_point() and not stored.get_dtype().startswith(("F", "BF")):
                 raise ModelLoadError(f"{name} is of type {stored.get_dtype()} in the weights, not a float")
 
 
-def num_bytes(module: nn.Module) -> int:
+def count_bytes(module: nn.Module) -> int:
     """Size of all parameters and buffers, shared ones counted once."""
     return sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()})
 
@@ -57,19 +57,19 @@ def load_module(skeleton: Any, config: Any, weights: MappedWeights, device: torc
         None,
         config=own,
         dtype=skeleton.config.dtype,
-        state_dict=weights.lazy(report),
+        state_dict=weights.as_state_dict(report),
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    _refuse(module, info)
-    weights.sweep()
+    _check_loaded_keys(module, info)
+    weights.drop_pages()
     # Only the check calls `generate()`; its answer must not depend on the author's defaults.
     plain: Any = GenerationConfig
     module.generation_config = plain(pad_token_id=0)
     return module.eval().requires_grad_(False).to(device)
 
 
-def generation_config(directory: Path) -> Any:
+def load_generation_config(directory: Path) -> Any:
     """The author's generation settings, from their own file or from config.json, as transformers finds them."""
     plain: Any = GenerationConfig
     if (directory / "generation_config.json").is_file():
@@ -77,23 +77,23 @@ def generation_config(directory: Path) -> Any:
     return plain.from_pretrained(directory, config_file_name="config.json", _from_model_config=True)
 
 
-def _refuse(module: nn.Module, info: Any) -> None:
+def _check_loaded_keys(module: nn.Module, info: Any) -> None:
     """Raise `ModelLoadError` unless every parameter came from the weights in its shape, and no layer was left over."""
     for name, stored, configured in sorted(info["mismatched_keys"], key=str):
-        raise _disagreement(name, stored, configured)
+        raise _shape_error(name, stored, configured)
     if info["missing_keys"]:
         missing = sorted(map(str, info["missing_keys"]))
         raise ModelLoadError(f"the weights lack {len(missing)} tensors, {missing[0]} among them")
-    left = _left_layers(info["unexpected_keys"], module.state_dict())
+    left = _find_surplus_layers(info["unexpected_keys"], module.state_dict())
     if left:
         raise ModelLoadError(f"the weights have more layers than config.json says: {left[0]} is left over")
 
 
-def _left_layers(unexpected: Iterable[str], known: Iterable[str]) -> list[str]:
+def _find_surplus_layers(unexpected: Iterable[str], known: Iterable[str]) -> list[str]:
     """Tensors left over that the model has too, under another layer's number."""
     forms = {re.sub(r"\.\d+\.", ".#.", name) for name in known}
     return sorted(name for name in unexpected if re.sub(r"\.\d+\.", ".#.", name) in forms)
 
 
-def _disagreement(name: str, stored: Iterable[int], configured: Iterable[int]) -> ModelLoadError:
+def _shape_error(name: str, stored: Iterable[int], configured: Iterable[int]) -> ModelLoadError:
     return ModelLoadError(f"{name} is {list(stored)} in the weights, and {list(configured)} by config.json")

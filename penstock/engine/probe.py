@@ -19,7 +19,7 @@ _SPARSE = {"indexed_attention", "compressed_sparse_attention", "heavily_compress
 """transformers' names of kinds of layers."""
 
 
-def refuse_config(config: Any) -> None:
+def check_config(config: Any) -> None:
     """Raise `ModelLoadError` for what a configuration alone shows cannot be served."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError("it is an encoder-decoder model; only decoder-only models can be served")
@@ -37,7 +37,7 @@ def refuse_config(config: Any) -> None:
         )
 
 
-def unscaled_context(config: Any) -> int | None:
+def find_unscaled_context(config: Any) -> int | None:
     """How many tokens the model takes before rope changes with the length of the longest sequence in the batch.
 
     transformers switches the frequencies of all rows then, so beyond it a token would depend on its neighbours. None if
@@ -53,7 +53,7 @@ def unscaled_context(config: Any) -> int | None:
 
 
 @torch.inference_mode()
-def probe(module: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> KVLayout:
+def probe_layout(module: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> KVLayout:
     """Learn from one token what each layer caches, and that its attention comes to the engine.
 
     Raises `ModelLoadError` with the reason why the architecture cannot be served.
@@ -63,23 +63,23 @@ def probe(module: Any, block_size: int, dtype: torch.dtype, device: torch.device
     seq.block_table = [0]
     batch = Batch([(seq, 1)], 1, device)
     try:
-        with hooks.running(module, batch):
+        with hooks.run_with_batch(module, batch):
             module(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
-        _refuse_unhooked(module, cache, batch)
+        _check_attention_hooked(module, cache, batch)
     except Exception as error:
-        reason = str(error) if isinstance(error, Unsupported) else _why_not(module, error)
+        reason = str(error) if isinstance(error, Unsupported) else _explain_failure(module, error)
         raise ModelLoadError(f"architecture {type(module).__name__} cannot be served: {reason}") from error
     return KVLayout(tuple(cache.shapes[layer] for layer in sorted(cache.shapes)), block_size, dtype)
 
 
-def _refuse_unhooked(module: Any, cache: ProbeCache, batch: Batch) -> None:
+def _check_attention_hooked(module: Any, cache: ProbeCache, batch: Batch) -> None:
     if not cache.shapes:
         raise Unsupported("it caches no keys and values")
-    if batch.num_attended < len(cache.shapes):
+    if batch.num_attention_calls < len(cache.shapes):
         raise Unsupported("it computes its attention inside its own modules, not through transformers' interface")
 
 
-def _why_not(module: Any, error: Exception) -> str:
+def _explain_failure(module: Any, error: Exception) -> str:
     parameters = inspect.signature(module.forward).parameters
     if "past_key_values" not in parameters:
         return "it has no cache of keys and values"

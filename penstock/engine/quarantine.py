@@ -41,7 +41,7 @@ class Quarantine:
         """A step raised this, and was undone. Raises `SequenceFailed` if it is one sequence's, or what it raised."""
         if isinstance(error, torch.AcceleratorError):
             raise error
-        cause = _cause(error)
+        cause = _classify_error(error)
         num_tokens = sum(num for _, num in plan)
         if isinstance(cause, OutOfMemory) and num_tokens > 1:
             self.max_tokens = num_tokens // 2
@@ -61,7 +61,7 @@ class Quarantine:
             torch.cuda.empty_cache()
 
 
-def _cause(error: Exception) -> RequestError:
+def _classify_error(error: Exception) -> RequestError:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in text for words in ("can't allocate memory", "not enough memory", "bad_alloc")

@@ -9,27 +9,29 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from penstock.engine.sampling.draw import Draw, uniform
-from penstock.engine.sampling.filters import draw_at_random, put
-from penstock.engine.sampling.logprobs import logprobs
-from penstock.engine.sampling.penalties import adjust, changes_scores
-from penstock.engine.sampling.ranking import best
-from penstock.engine.sampling.shares import take
+from penstock.engine.sampling.draw import SamplingParams, draw_uniform
+from penstock.engine.sampling.filters import draw_at_random, scatter_rows
+from penstock.engine.sampling.logprobs import compute_logprobs
+from penstock.engine.sampling.penalties import apply_penalties, changes_scores
+from penstock.engine.sampling.ranking import argmax_lowest_id
+from penstock.engine.sampling.shares import select_rows
 
-__all__ = ["Draw", "logprobs", "sample", "uniform"]
+__all__ = ["SamplingParams", "compute_logprobs", "draw_uniform", "sample_tokens"]
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+def sample_tokens(logits: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
     """One token for each row of `logits` [rows, vocabulary], which stay as they are."""
     assert len(logits) == len(draws)
     if not any(changes_scores(draw.sampling) or draw.sampling.temperature > 0 for draw in draws):
-        return list(best(logits).tolist())
+        return list(argmax_lowest_id(logits).tolist())
     scores = logits.float()
     if any(changes_scores(draw.sampling) for draw in draws):
         scores = scores.clone() if scores is logits else scores
-        adjust(scores, draws)
+        apply_penalties(scores, draws)
     at_random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    tokens: list[int] = [0] * len(draws) if len(at_random) == len(draws) else best(scores).tolist()
+    tokens: list[int] = [0] * len(draws) if len(at_random) == len(draws) else argmax_lowest_id(scores).tolist()
     if at_random:
-        put(tokens, at_random, draw_at_random(take(scores, at_random), [draws[row] for row in at_random]))
+        scatter_rows(
+            tokens, at_random, draw_at_random(select_rows(scores, at_random), [draws[row] for row in at_random])
+        )
     return tokens

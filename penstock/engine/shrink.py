@@ -57,49 +57,49 @@ class CannotShrink(Exception):
     """No small model of this kind can be made; the message says why."""
 
 
-def shrunk(config: Any, sizes: dict[str, Any] | None = None) -> Any:
+def shrink_config(config: Any, sizes: dict[str, Any] | None = None) -> Any:
     """A configuration of the same class for a tiny model, with `sizes` where given. Raises `CannotShrink`."""
     try:
-        return type(config)(**{**_small(config), **(sizes or {})})
+        return type(config)(**{**_shrink_values(config), **(sizes or {})})
     except Exception as error:
         raise CannotShrink(f"{type(config).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _small(config: Any) -> dict[str, Any]:
+def _shrink_values(config: Any) -> dict[str, Any]:
     """The keyword arguments of the shrunken configuration."""
     values: dict[str, Any] = config.to_dict()
     for key in list(values):
         part = config.__dict__.get(key)
         if isinstance(part, PreTrainedConfig):
-            values[key] = _small(part)
+            values[key] = _shrink_values(part)
     _cut_layers(values)
-    sizes = {**_SIZES, **_heads(values)}
-    old_head = values.get("head_dim") or _old_head(values)
+    sizes = {**_SIZES, **_shrink_heads(values)}
+    old_head = values.get("head_dim") or _find_head_size(values)
     if (
         values.get("qk_nope_head_dim")
         and values.get("head_dim") == values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     ):
         sizes["head_dim"] = 2 * HEAD_SIZE
     for key, value in list(values.items()):
-        values[key] = _cut(key, value, sizes)
+        values[key] = _cap_value(key, value, sizes)
     for overrides in values.get("per_layer_config", {}).values():
-        overrides.update({key: _cut(key, value, sizes) for key, value in overrides.items()})
+        overrides.update({key: _cap_value(key, value, sizes) for key, value in overrides.items()})
     if isinstance(values.get("rotary_dim"), int) and old_head:
         values["rotary_dim"] = max(2, values["rotary_dim"] * HEAD_SIZE // old_head)
-    for rope in _ropes(values):
-        _cut_rope(rope, old_head)
+    for rope in _rope_parameters(values):
+        _shrink_rope(rope, old_head)
     values["tie_word_embeddings"] = False
     values.pop("quantization_config", None)
     return values
 
 
-def _first_of(values: dict[str, Any], names: tuple[str, ...]) -> str | None:
+def _find_name(values: dict[str, Any], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if isinstance(values.get(name), int)), None)
 
 
-def _heads(values: dict[str, Any]) -> dict[str, int]:
+def _shrink_heads(values: dict[str, Any]) -> dict[str, int]:
     """The new head counts, in the old ratio, and the width that follows, for every value as large as the old."""
-    name, kv_name, hidden = (_first_of(values, names) for names in (_HEADS, _KV_HEADS, _HIDDEN))
+    name, kv_name, hidden = (_find_name(values, names) for names in (_HEADS, _KV_HEADS, _HIDDEN))
     if name is None:
         return {hidden: 4 * HEAD_SIZE} if hidden else {}
     old, old_kv = values[name], values[kv_name] if kv_name else values[name]
@@ -120,12 +120,12 @@ def _heads(values: dict[str, Any]) -> dict[str, int]:
     return new
 
 
-def _old_head(values: dict[str, Any]) -> int:
-    name, hidden = _first_of(values, _HEADS), _first_of(values, _HIDDEN)
+def _find_head_size(values: dict[str, Any]) -> int:
+    name, hidden = _find_name(values, _HEADS), _find_name(values, _HIDDEN)
     return values[hidden] // values[name] if name and hidden else 0
 
 
-def _cut(key: str, value: Any, sizes: dict[str, int]) -> Any:
+def _cap_value(key: str, value: Any, sizes: dict[str, int]) -> Any:
     if isinstance(value, list) and key in sizes and all(type(item) is int for item in value):
         return [min(item, sizes[key]) for item in value]
     if type(value) is not int:
@@ -137,20 +137,20 @@ def _cut(key: str, value: Any, sizes: dict[str, int]) -> Any:
 
 def _cut_layers(values: dict[str, Any]) -> None:
     """Keep one layer of each kind, in order, and as many more as make `MIN_LAYERS`."""
-    name = _first_of(values, _LAYERS)
+    name = _find_name(values, _LAYERS)
     if name is None or values[name] <= MIN_LAYERS:
         return
     total = values[name]
     lists = [key for key, value in values.items() if _is_by_layer(key, value, total)]
     first: dict[str, int] = {}
     for index in range(total):
-        first.setdefault(_kind(values, lists, total, index), index)
+        first.setdefault(_layer_signature(values, lists, total, index), index)
     if len(first) > MAX_LAYERS:
         raise CannotShrink(f"{len(first)} kinds of layers")
     keep = sorted(first.values())
     keep = sorted(keep + [index for index in range(total) if index not in keep][: max(0, MIN_LAYERS - len(keep))])
     values.update({key: [values[key][index] for index in keep] for key in lists})
-    _renumber(values, keep, total)
+    _renumber_layers(values, keep, total)
     values[name] = len(keep)
     if values.get("num_layers_per_stack"):  # stacks are gone through several times, each time with a cache of its own
         rounds = total // values["num_layers_per_stack"]
@@ -162,7 +162,7 @@ def _is_by_layer(key: str, value: Any, total: int) -> bool:
     return isinstance(value, list) and len(value) == total and key not in _INDICES
 
 
-def _renumber(values: dict[str, Any], keep: list[int], total: int) -> None:
+def _renumber_layers(values: dict[str, Any], keep: list[int], total: int) -> None:
     """Whatever names layers by their numbers, for the layers that are kept."""
     for key, value in list(values.items()):
         if key in _FIRST and type(value) is int:
@@ -176,7 +176,7 @@ def _renumber(values: dict[str, Any], keep: list[int], total: int) -> None:
             values[key] = {new: dict(old[index]) for new, index in enumerate(keep) if index in old}
 
 
-def _kind(values: dict[str, Any], lists: list[str], total: int, index: int) -> str:
+def _layer_signature(values: dict[str, Any], lists: list[str], total: int, index: int) -> str:
     """Whatever the configuration says of this layer alone."""
     says: list[Any] = [values[key][index] for key in lists]
     says += [index < values[key] for key in _FIRST if type(values.get(key)) is int]
@@ -186,13 +186,13 @@ def _kind(values: dict[str, Any], lists: list[str], total: int, index: int) -> s
     return json.dumps(says, default=str)
 
 
-def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
+def _rope_parameters(values: dict[str, Any]) -> list[dict[str, Any]]:
     rope = values.get("rope_parameters") or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     return nested or [rope]
 
 
-def _cut_rope(rope: dict[str, Any], old_head: int) -> None:
+def _shrink_rope(rope: dict[str, Any], old_head: int) -> None:
     """Lists that belong to a head's dimensions get a smaller head's length; scaling by position begins within it."""
     if rope.get("llama_4_scaling_beta") and "original_max_position_embeddings" in rope:
         rope["original_max_position_embeddings"] = WINDOW

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.cuda.copies import Staging, to_device
-from penstock.engine.kernels.memory import zeros
+from penstock.engine.cuda.copies import BlockCopier, to_device
+from penstock.engine.kernels.memory import map_zeros
 from penstock.engine.sequence import Payload
 
 
@@ -78,10 +78,12 @@ class KVStorage:
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
-        flat = (zeros(num_blocks * layout.block_elements, layout.dtype) if device.type == "cpu"
+        flat = (map_zeros(num_blocks * layout.block_elements, layout.dtype) if device.type == "cpu"
                 else torch.zeros(num_blocks * layout.block_elements, dtype=layout.dtype, device=device))  # fmt: skip
         self.data = flat.view(num_blocks, layout.block_elements)
-        self._copier = Staging.on(device, layout.block_elements, layout.dtype) if device.type == "cuda" else None
+        self._copier = (
+            BlockCopier.create(device, layout.block_elements, layout.dtype) if device.type == "cuda" else None
+        )
         self._bytes = self.data.view(torch.uint8).numpy() if device.type == "cpu" else np.empty((0, 0), np.uint8)
         self._parts: list[tuple[int, int, int]] = []  # (offset, heads, size of a head) of each K and V in a row
         self.keys: dict[int, Tensor] = {}
@@ -105,7 +107,7 @@ class KVStorage:
     def write_block(self, block: int, payload: Payload) -> None:
         """Fill a block from `block_bytes` bytes."""
         if self._copier is not None:
-            self._copier.put(self.data[block], payload)
+            self._copier.write_block(self.data[block], payload)
         else:
             self._bytes[block][:] = np.frombuffer(payload, dtype=np.uint8)
 
@@ -116,14 +118,14 @@ class KVStorage:
         """
         if self._copier is None:
             return [memoryview(self._bytes[block]) for block in blocks], None
-        staged = self._copier.room(len(blocks))
+        staged = self._copier.allocate_rows(len(blocks))
         return [memoryview(row) for row in staged.view(torch.uint8).numpy()], staged
 
     def commit_views(self, blocks: list[int], staged: Tensor | None) -> None:
         """What was written to the first of `room` is the content of these blocks, from the next step on."""
         if self._copier is not None and staged is not None:
             for block, row in zip(blocks, staged, strict=False):
-                self._copier.upload(self.data[block], row)
+                self._copier.upload_row(self.data[block], row)
 
     def view_block(self, block: int) -> memoryview | None:
         """A block's own bytes, to read only; None if they are on a GPU."""
@@ -131,7 +133,7 @@ class KVStorage:
 
     def copy_block(self, block: int, num_rows: int) -> memoryview:
         """A copy of a block's bytes; rows (tokens) from `num_rows` on are zero."""
-        copy = self.data[block].clone() if self._copier is None else self._copier.get(self.data[block])
+        copy = self.data[block].clone() if self._copier is None else self._copier.read_block(self.data[block])
         if num_rows < self.layout.block_size:
             for offset, heads, size in self._parts:
                 part = copy[offset : offset + heads * self.layout.block_size * size]

@@ -12,12 +12,12 @@ from typing import Any
 
 from penstock.messages import FinishReason, Sampling
 
-_UNKNOWN = "\ufffd"
-_MAX_INCOMPLETE = 3  # bytes of an incomplete UTF-8 character, each at most one replacement character
-_WINDOW = 16  # tokens that are decoded together at most before the older ones are left behind
+_REPLACEMENT = "\ufffd"
+_MAX_INCOMPLETE_BYTES = 3  # bytes of an incomplete UTF-8 character, each at most one replacement character
+_MAX_WINDOW_TOKENS = 16  # tokens that are decoded together at most before the older ones are left behind
 
 
-class OutputState:
+class OutputText:
     """The text side of one request's output."""
 
     def __init__(self, tokenizer: Any, sampling: Sampling, eos_token_ids: frozenset[int], max_new_tokens: int) -> None:
@@ -26,7 +26,7 @@ class OutputState:
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._eos_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         self._max_new = max_new_tokens
-        self._unseen_ids, self._byte_ids = _special_kinds(tokenizer)
+        self._unseen_ids, self._byte_ids = _find_special_ids(tokenizer)
         self._num_tokens = 0
         self._window: list[int] = []
         self._num_old = 0
@@ -36,7 +36,7 @@ class OutputState:
         self._held = ""
         """Whole characters that may be the beginning of a stop string."""
 
-    def push(self, token_id: int) -> tuple[str, FinishReason | None]:
+    def add_token(self, token_id: int) -> tuple[str, FinishReason | None]:
         """The text this token adds, and why the output ends with it, if it does.
 
         The text of the last token includes everything held back, up to a stop string if one was found.
@@ -46,36 +46,36 @@ class OutputState:
         is_last = ends or self._num_tokens >= self._max_new
         if not ends and token_id not in self._unseen_ids:
             self._window.append(token_id)
-        self._held += self._take(everything=is_last)
-        found = _first(self._held, self._stop)
+        self._held += self._take_text(everything=is_last)
+        found = _find_stop(self._held, self._stop)
         if found is not None:
             text, self._held = self._held[:found], ""
             return text, "stop"
         if is_last:
-            return self.flush(), "stop" if ends else "length"
-        keep = _longest_beginning(self._held, self._stop)
+            return self.take_rest(), "stop" if ends else "length"
+        keep = _count_stop_prefix(self._held, self._stop)
         text = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return text, None
 
-    def flush(self) -> str:
+    def take_rest(self) -> str:
         """Whatever is held back, for a stream that is cut short. Nothing may be pushed after it."""
-        text = self._held + self._take(everything=True)
+        text = self._held + self._take_text(everything=True)
         self._held = ""
         return text
 
-    def _take(self, *, everything: bool) -> str:
+    def _take_text(self, *, everything: bool) -> str:
         """Text of the window that is not out; without `everything`, only characters that cannot change."""
         if not everything and self._window and self._window[-1] in self._byte_ids:
             return ""
         text = self._decode(self._window)
         end = len(text)
         if not everything:
-            while end > max(self._num_out, len(text) - _MAX_INCOMPLETE) and text[end - 1] == _UNKNOWN:
+            while end > max(self._num_out, len(text) - _MAX_INCOMPLETE_BYTES) and text[end - 1] == _REPLACEMENT:
                 end -= 1
         new = text[self._num_out : end]
         self._num_out = max(self._num_out, end)
-        if end == len(text) and len(self._window) >= _WINDOW:
+        if end == len(text) and len(self._window) >= _MAX_WINDOW_TOKENS:
             # Some tokenizers write a token differently at the beginning of a text: the last ones stay.
             self._window = self._window[self._num_old or len(self._window) // 2 :]
             self._num_old = len(self._window)
@@ -88,7 +88,7 @@ class OutputState:
 
 
 @lru_cache(maxsize=8)
-def _special_kinds(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
+def _find_special_ids(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
     """Ids of the tokens that have no text, and of those that stand for one byte each."""
     unseen = frozenset(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
     names = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -97,13 +97,13 @@ def _special_kinds(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
     return unseen, frozenset(token_id for name, token_id in named if tokenizer.convert_ids_to_tokens(token_id) == name)
 
 
-def _first(text: str, stops: list[str]) -> int | None:
+def _find_stop(text: str, stops: list[str]) -> int | None:
     """Where the first stop string in `text` begins."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return min(places, default=None)
 
 
-def _longest_beginning(text: str, stops: list[str]) -> int:
+def _count_stop_prefix(text: str, stops: list[str]) -> int:
     """How many last characters of `text` are the beginning of a stop string."""
     longest = min(len(text), max(map(len, stops), default=1) - 1)
     return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)

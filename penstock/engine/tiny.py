@@ -14,7 +14,9 @@ _SPREADS = ((0.2, 1.5), (1.0, 1.0), (3.0, 2.5), (0.2, 4.0), (1.0, 3.0))
 """By seed: standard deviations of embeddings, and of matrices in units that keep the length of a vector."""
 
 
-def build(kind: type[Any], config: Any, seed: int, device: torch.device, attention: str | None = None) -> Any:
+def build_tiny_model(
+    kind: type[Any], config: Any, seed: int, device: torch.device, attention: str | None = None
+) -> Any:
     """A model of a shrunken configuration in float32, its random weights such that what it says varies."""
     try:
         with torch.device("meta"):
@@ -24,7 +26,7 @@ def build(kind: type[Any], config: Any, seed: int, device: torch.device, attenti
         torch.manual_seed(seed)
         options = {} if attention is None else {"attn_implementation": attention}
         module = kind._from_config(config, dtype=torch.float32, **options)  # noqa: SLF001
-        _fill(module, seed)
+        _fill_weights(module, seed)
     except CannotShrink:
         raise
     except Exception as error:
@@ -35,7 +37,7 @@ def build(kind: type[Any], config: Any, seed: int, device: torch.device, attenti
 
 
 @torch.no_grad()
-def _fill(module: nn.Module, seed: int) -> None:
+def _fill_weights(module: nn.Module, seed: int) -> None:
     """Weights that let what is attended to decide the next token, so that a mistake there shows."""
     generator = torch.Generator().manual_seed(seed)
     of_embeddings, of_matrices = _SPREADS[seed % len(_SPREADS)]
@@ -50,19 +52,19 @@ def _fill(module: nn.Module, seed: int) -> None:
             parameter.add_(0.1 * noise)
 
 
-def layer_kinds(module: nn.Module) -> set[str]:
+def find_layer_kinds(module: nn.Module) -> set[str]:
     """What kinds of layers a model is made of: the classes of their parts, and which of them have a window."""
     kinds: set[str] = set()
     for layers in module.modules():
         if isinstance(layers, nn.ModuleList):
-            kinds.update(_signature(layer) for layer in layers)
+            kinds.update(_layer_signature(layer) for layer in layers)
     return kinds
 
 
-def _signature(layer: nn.Module) -> str:
-    parts = {(type(part).__name__, _windowed(part)) for part in layer.modules()}
+def _layer_signature(layer: nn.Module) -> str:
+    parts = {(type(part).__name__, _has_window(part)) for part in layer.modules()}
     return repr(sorted(parts))
 
 
-def _windowed(part: nn.Module) -> bool:
+def _has_window(part: nn.Module) -> bool:
     return isinstance(getattr(part, "sliding_window", None), int | Tensor)

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.messages import MAX_TOKEN_BYTES, Logprobs, TokenLogprob
 
-Spelled = tuple[str | None, list[int] | None]
+TextAndBytes = tuple[str | None, list[int] | None]
 """Text and bytes, as `TokenLogprob` has them."""
 
 
@@ -21,46 +21,46 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
-        self._bytes = _byte_letters() if _is_byte_level(tokenizer) else {}
+        self._bytes = _map_byte_letters() if _is_byte_level(tokenizer) else {}
         anchors = tokenizer.encode("a", add_special_tokens=False)
         self._anchor = anchors[-1:]
         """A token before the one in question: some tokenizers write the first token of a text differently."""
-        self._anchor_text = self._decode(self._anchor)
-        self._known: dict[int, Spelled] = {}
+        self._anchor_text = self._decode_tokens(self._anchor)
+        self._known: dict[int, TextAndBytes] = {}
 
-    def fill(self, told: Logprobs | None, token_id: int) -> Logprobs | None:
+    def add_texts(self, told: Logprobs | None, token_id: int) -> Logprobs | None:
         """`told` of the chosen token `token_id`, with the texts of all its tokens."""
         if told is None:
             return None
-        top = [TokenLogprob(token=one.token, logprob=one.logprob, **self._fields(one.token)) for one in told.top]
-        return Logprobs(logprob=told.logprob, top=top, **self._fields(token_id))
+        top = [TokenLogprob(token=one.token, logprob=one.logprob, **self._make_fields(one.token)) for one in told.top]
+        return Logprobs(logprob=told.logprob, top=top, **self._make_fields(token_id))
 
-    def spelled(self, token_id: int) -> Spelled:
+    def get_text(self, token_id: int) -> TextAndBytes:
         """A token's text; its bytes, where that is no whole characters. No text for an id that no token has."""
         if token_id not in self._known:
-            self._known[token_id] = self._spell(token_id)
+            self._known[token_id] = self._find_text(token_id)
         return self._known[token_id]
 
-    def _fields(self, token_id: int) -> dict[str, Any]:
-        text, spelling = self.spelled(token_id)
+    def _make_fields(self, token_id: int) -> dict[str, Any]:
+        text, spelling = self.get_text(token_id)
         return {"text": text, "bytes": spelling}
 
-    def _spell(self, token_id: int) -> Spelled:
+    def _find_text(self, token_id: int) -> TextAndBytes:
         name = self._added.get(token_id)
         if name is None:
             name = self._tokenizer.convert_ids_to_tokens(token_id)
             if name is None:
                 return None, None
-            spelling = self._spelling(name)
+            spelling = self._find_bytes(name)
             if spelling is None:
-                name = self._decode([*self._anchor, token_id])[len(self._anchor_text) :]
+                name = self._decode_tokens([*self._anchor, token_id])[len(self._anchor_text) :]
             else:
                 name = spelling.decode(errors="replace")
                 if name.encode() != spelling:
                     return name, list(spelling)
         return (name, None) if len(name.encode()) <= MAX_TOKEN_BYTES else (None, None)
 
-    def _spelling(self, name: str) -> bytes | None:
+    def _find_bytes(self, name: str) -> bytes | None:
         """The bytes that a token's name stands for, if it does."""
         if self._bytes:
             letters = [self._bytes.get(letter) for letter in name]
@@ -69,13 +69,13 @@ class TokenTexts:
             return bytes.fromhex(name[3:5])
         return None
 
-    def _decode(self, token_ids: list[int]) -> str:
+    def _decode_tokens(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
 
 @lru_cache(maxsize=4)
-def token_texts(tokenizer: Any) -> TokenTexts:
+def get_token_texts(tokenizer: Any) -> TokenTexts:
     """The texts of a tokenizer's tokens, shared by all requests."""
     return TokenTexts(tokenizer)
 
@@ -85,7 +85,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
     return decoder is not None and '"ByteLevel"' in json.dumps(json.loads(decoder.__getstate__()))
 
 
-def _byte_letters() -> dict[str, int]:
+def _map_byte_letters() -> dict[str, int]:
     """The letter that stands for each byte in byte-level vocabularies: itself where it can be seen, else one of those
     after the 256th.
     """

@@ -13,10 +13,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.engine.files import Progress, one_line
+from penstock.engine.files import Progress, to_one_line
 from penstock.errors import ModelLoadError
 
-_SWEEP_BYTES = 8 * 2**20  # how much is read before its pages are let go
+_DROP_INTERVAL_BYTES = 8 * 2**20  # how much is read before its pages are let go
 
 
 class MappedWeights:
@@ -28,14 +28,14 @@ class MappedWeights:
         self.num_bytes = 0
         """Size of all tensors as they are stored."""
         self._mappings: list[tuple[int, int]] = []  # (first address, address after the last)
-        self._read = self._swept = 0
+        self._num_bytes_read = self._num_bytes_dropped = 0
         for file in files:
             try:
-                self._add(safe_open(file, framework="pt", backend="mmap"))
+                self._map_file(safe_open(file, framework="pt", backend="mmap"))
             except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
-                raise ModelLoadError(f"{file.name} is damaged or cut off: {one_line(error)}") from error
+                raise ModelLoadError(f"{file.name} is damaged or cut off: {to_one_line(error)}") from error
 
-    def _add(self, file: Any) -> None:
+    def _map_file(self, file: Any) -> None:
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
         views = [view for view in (part[...] for part in slices.values()) if view.nbytes]
         if views:
@@ -43,26 +43,26 @@ class MappedWeights:
         self.num_bytes += sum(view.nbytes for view in views)
         self.tensors.update(slices)
 
-    def lazy(self, report: Progress) -> dict[str, Any]:
+    def as_state_dict(self, report: Progress) -> dict[str, Any]:
         """What `from_pretrained` takes for a state dict: it asks for one tensor after the other with `[...]`."""
-        return {name: _Lazy(self, part, report) for name, part in self.tensors.items()}
+        return {name: _LazyTensor(self, part, report) for name, part in self.tensors.items()}
 
-    def view(self, part: Any, report: Progress) -> Tensor:
+    def map_tensor(self, part: Any, report: Progress) -> Tensor:
         """The mapped tensor of one slice; says how much of all bytes has been asked for."""
         view: Tensor = part[...]
-        if self._read - self._swept > _SWEEP_BYTES:
-            self.sweep()
-        self._read += view.nbytes
-        report("loading weights", self._read / max(1, self.num_bytes))
+        if self._num_bytes_read - self._num_bytes_dropped > _DROP_INTERVAL_BYTES:
+            self.drop_pages()
+        self._num_bytes_read += view.nbytes
+        report("loading weights", self._num_bytes_read / max(1, self.num_bytes))
         return view
 
-    def sweep(self) -> None:
+    def drop_pages(self) -> None:
         """Let go of all pages in memory. Nobody may have written to a view: a page comes back from the file."""
         for first, end in self._mappings:
-            _drop(first, end)
-        self._swept = self._read
+            _drop_pages(first, end)
+        self._num_bytes_dropped = self._num_bytes_read
 
-    def release(self, tensor: Tensor) -> None:
+    def drop_tensor_pages(self, tensor: Tensor) -> None:
         """Let go of a tensor's pages when it was packed elsewhere; nothing if it is not a view of a file.
 
         A large one in pieces (`release(weight[:rows])`): until then its pages and the packed copy are both in memory.
@@ -70,10 +70,10 @@ class MappedWeights:
         """
         first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         if any(low <= first and end <= high for low, high in self._mappings):
-            _drop(first, end)
+            _drop_pages(first, end)
 
 
-class _Lazy:
+class _LazyTensor:
     """One tensor of a file, in the form `from_pretrained` expects."""
 
     def __init__(self, weights: MappedWeights, part: Any, report: Progress) -> None:
@@ -81,7 +81,7 @@ class _Lazy:
 
     def __getitem__(self, key: object) -> Tensor:
         assert key is Ellipsis, "transformers took whole tensors when this was written"
-        return self._weights.view(self._part, self._report)
+        return self._weights.map_tensor(self._part, self._report)
 
     def get_shape(self) -> list[int]:
         shape: list[int] = self._part.get_shape()
@@ -92,7 +92,7 @@ class _Lazy:
         return dtype
 
 
-def _drop(first: int, end: int) -> None:
+def _drop_pages(first: int, end: int) -> None:
     """Take the pages of [first, end) out of this process. Pages of an unwritten private mapping lose nothing."""
     first -= first % mmap.PAGESIZE
     ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)

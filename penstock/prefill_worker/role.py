@@ -17,7 +17,7 @@ from opentelemetry.context import Context
 from penstock.bus.contract import Delivery
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.text import OutputState
+from penstock.engine.text import OutputText
 from penstock.errors import InvalidRequest, RequestError
 from penstock.kvstore.connector import KVConnector
 from penstock.messages import EndEvent, Request, decode_message, extract_request_id, now_s
@@ -108,7 +108,7 @@ class PrefillRole:
         sampling = self.engine.cut_max_tokens(request.sampling, len(task.token_ids))
         task.message = request.model_copy(update={"sampling": sampling})
         task.blocks = kv.hash_prompt(request.tenant, task.token_ids)
-        task.output = OutputState(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
+        task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
         if self.backpressure is not None and task.klass == "batch":
             self.backpressure.note_batch_admitted()
         return Sequence(

@@ -11,7 +11,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.engine.engine import Engine
 from penstock.engine.sequence import Sequence, State
-from penstock.engine.text import OutputState
+from penstock.engine.text import OutputText
 from penstock.errors import RequestError, RequestTooLarge
 from penstock.kvstore.connector import KVConnector, SequenceBlocks
 from penstock.messages import EndEvent, FinishReason, Job, Request, TokenEvent, now_s
@@ -54,7 +54,7 @@ class Task:
     blocks: SequenceBlocks | None = None
     blocks_stored: "Future[float] | None" = None
     """Done when the blocks are stored that have to be before it may be settled."""
-    output: OutputState | None = None
+    output: OutputText | None = None
     log_events: list[TokenEvent] = field(default_factory=list)
     """The log, as far as it was read, and what was sent to it since."""
     end_event: EndEvent | None = None

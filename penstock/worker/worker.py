@@ -39,7 +39,7 @@ from penstock.bus.contract import Delivery, Member, Settlement
 from penstock.bus.letters import dead_message
 from penstock.engine.engine import Sampled
 from penstock.engine.sequence import State
-from penstock.engine.token_text import token_texts
+from penstock.engine.token_text import get_token_texts
 from penstock.errors import AttemptsExhausted, Cancelled, IdConflict, InvalidRequest, RequestError, SequenceFailed
 from penstock.failpoints import failpoint, stage_failpoint
 from penstock.kvstore.connector import KVConnector, Loaded, Stored
@@ -474,8 +474,8 @@ class Worker:
     def _make_token_event(self, task: Task, item: Sampled) -> TokenEvent:
         """The event of its next token."""
         assert task.output is not None
-        text, task.finish_reason = task.output.push(item.token_id)
-        logprobs = token_texts(self.engine.model.tokenizer).fill(item.logprobs, item.token_id)
+        text, task.finish_reason = task.output.add_token(item.token_id)
+        logprobs = get_token_texts(self.engine.model.tokenizer).add_texts(item.logprobs, item.token_id)
         event = task.claim.next_event(item.token_id, text, logprobs)
         task.log_events.append(event)
         task.is_in_flight = True
@@ -522,7 +522,7 @@ class Worker:
         for task in self.running.values():
             if (error := deadline_error(task.deadline)) is not None:
                 task.error = error
-                task.tail_text = task.output.flush() if task.output is not None else ""
+                task.tail_text = task.output.take_rest() if task.output is not None else ""
                 overdue.append(task)
         self._end_tasks(*overdue)
 

@@ -6,12 +6,12 @@ import torch
 import transformers
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.model import DEMO_MODEL, LoadedModel, load
+from penstock.engine.model import DEMO_MODEL, LoadedModel, load_model
 
 
 @pytest.fixture(scope="session")
 def demo() -> LoadedModel:
-    return load(EngineSettings())
+    return load_model(EngineSettings())
 
 
 @pytest.fixture(scope="session")

@@ -80,5 +80,5 @@ def generate(model: LoadedModel, prompts: list[list[int]], num_new: int) -> list
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
         )
         answers.append(output[0, len(prompt) :].tolist())
-    model.module.set_attn_implementation(hooks.NAME)
+    model.module.set_attn_implementation(hooks.ATTENTION_NAME)
     return answers

@@ -67,7 +67,7 @@ def model_on(monkeypatch: pytest.MonkeyPatch, model: LoadedModel, kernel: Callab
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(trial, "DTYPES", (model.dtype,))
     model = replace(model)
-    trial.use_varlen(model)
+    trial.enable_varlen(model)
     return model
 
 
@@ -102,7 +102,7 @@ class TapeRecorder:
     def __init__(self) -> None:
         self.num_recorded = self.num_replayed = 0
 
-    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record_graph(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         with Tape() as tape:
             result = work()
         self.num_recorded += 1
@@ -115,7 +115,7 @@ class TapeRecorder:
 
         return replay
 
-    def mark(self) -> "Now":
+    def record_event(self) -> "Now":
         return Now()
 
 
@@ -131,7 +131,7 @@ def recording(model: LoadedModel, settings: EngineSettings) -> tuple[Engine, Tap
     engine, recorder = Engine(model, settings), TapeRecorder()
     engine.storage = KVStorage(model.layout, engine.pool.num_blocks + 1, model.device)
     engine.staging = BlockStaging(engine.pool, engine.storage)
-    engine._cache = hooks.PagedCache(engine.storage, model.direct)
+    engine._cache = hooks.PagedCache(engine.storage, model.direct_layers)
     engine._graphs = engine._make_graphs(recorder)
     return engine, recorder
 
@@ -152,15 +152,15 @@ class Queues:
         self._run(self._compute, len(self._compute))
         self._run(self._lane, len(self._lane))
 
-    def after_compute(self) -> None:
+    def wait_for_compute(self) -> None:
         upto = len(self._compute)
         self._lane.append(lambda: self._run(self._compute, upto))
 
-    def before_compute(self) -> None:
+    def block_compute(self) -> None:
         upto = len(self._lane)
         self._compute.append(lambda: self._run(self._lane, upto))
 
-    def copy(self, target: Tensor, source: Tensor) -> "Until":
+    def enqueue_copy(self, target: Tensor, source: Tensor) -> "Until":
         self._lane.append(lambda: target.copy_(source))
         upto = len(self._lane)
         return Until(lambda: self._run(self._lane, upto))
@@ -175,13 +175,13 @@ class Queues:
 class AtOnce:
     """A lane that copies at once, as all that computes is done on a CPU."""
 
-    def after_compute(self) -> None:
+    def wait_for_compute(self) -> None:
         """It is done."""
 
-    def before_compute(self) -> None:
+    def block_compute(self) -> None:
         """The copies are done."""
 
-    def copy(self, target: Tensor, source: Tensor) -> Now:
+    def enqueue_copy(self, target: Tensor, source: Tensor) -> Now:
         target.copy_(source)
         return Now()
 

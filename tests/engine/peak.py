@@ -8,25 +8,25 @@ import torch
 import transformers
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.model import DEMO_MODEL, load
-from penstock.engine.module import num_bytes
+from penstock.engine.model import DEMO_MODEL, load_model
+from penstock.engine.module import count_bytes
 
 
 def main(directory: Path, dtype: str, packed: bool) -> None:
     """Make the model in the directory, load it, and print that."""
     _save(directory)
-    load(EngineSettings())  # imports, and what the libraries keep
+    load_model(EngineSettings())  # imports, and what the libraries keep
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     before = _status("VmRSS")
-    model = load(EngineSettings.model_validate({"model": str(directory), "dtype": dtype, "pool_mb": 1}))
+    model = load_model(EngineSettings.model_validate({"model": str(directory), "dtype": dtype, "pool_mb": 1}))
     if packed:
         linears = [module for module in model.module.modules() if isinstance(module, torch.nn.Linear)]
         for linear in sorted(linears, key=lambda linear: -linear.weight.nbytes):
             weight = linear.weight
             linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-            model.weights.release(weight)
+            model.weights.drop_tensor_pages(weight)
             del weight
-    sys.stdout.write(f"{(_status('VmHWM') - before) * 1024 / num_bytes(model.module):.3f}\n")
+    sys.stdout.write(f"{(_status('VmHWM') - before) * 1024 / count_bytes(model.module):.3f}\n")
 
 
 def _save(directory: Path) -> None:

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.sampler import Draw, uniform
+from penstock.engine.sampler import SamplingParams, draw_uniform
 
 f32 = np.float32
 
 
-def reference_scores(logits: Tensor, draw: Draw) -> list[f32]:
+def reference_scores(logits: Tensor, draw: SamplingParams) -> list[f32]:
     """A row's scores after bias and penalties."""
     sampling = draw.sampling
     scores = [f32(x) for x in logits.float().tolist()]
@@ -20,12 +20,12 @@ def reference_scores(logits: Tensor, draw: Draw) -> list[f32]:
     for token in set(draw.token_ids):
         factor = f32(sampling.repetition_penalty)
         scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
-    for token, count in Counter(draw.output).items():
+    for token, count in Counter(draw.output_token_ids).items():
         scores[token] -= f32(sampling.presence_penalty + count * sampling.frequency_penalty)
     return scores
 
 
-def reference_token(logits: Tensor, draw: Draw) -> int:
+def reference_token(logits: Tensor, draw: SamplingParams) -> int:
     """The token of one row of logits [vocabulary]."""
     sampling, scores = draw.sampling, reference_scores(logits, draw)
     ranked = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
@@ -46,7 +46,7 @@ def reference_token(logits: Tensor, draw: Draw) -> int:
     if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
         kept.sort()
     total = sum(weights[token] for token in kept)
-    wanted = min(int(float(total) * uniform(draw.seed, draw.position)), total - 1)
+    wanted = min(int(float(total) * draw_uniform(draw.seed, draw.position)), total - 1)
     for token in kept:
         wanted -= weights[token]
         if wanted < 0:

@@ -15,7 +15,7 @@ from penstock.engine.kernels import library
 from penstock.engine.kernels.library import AttentionArgs, Library, Segment, WriteArgs
 from penstock.errors import SettingsError
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="the native kernels are not built")
+pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the native kernels are not built")
 
 LENGTHS = (150, 70, 9)
 
@@ -52,15 +52,15 @@ INSTRUCTION_SETS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def native(request: pytest.FixtureRequest) -> Iterator[Library]:
-    lib = library.load()
+    lib = library.load_library()
     assert lib is not None
     before = lib.isa
     try:
-        lib.select(request.param)
+        lib.select_isa(request.param)
     except SettingsError:
         pytest.skip(f"no {request.param} here")
     yield lib
-    lib.select(before)
+    lib.select_isa(before)
     lib.set_threads(torch.get_num_threads())
 
 

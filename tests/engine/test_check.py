@@ -10,9 +10,9 @@ import transformers
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.batch import Batch
-from penstock.engine.check import check
+from penstock.engine.check import check_engine
 from penstock.engine.engine import Engine
-from penstock.engine.model import DEMO_MODEL, LoadedModel, load
+from penstock.engine.model import DEMO_MODEL, LoadedModel, load_model
 from penstock.engine.opening import open_engine
 from penstock.engine.shrink import CannotShrink
 from penstock.errors import EngineCheckFailed, ModelLoadError
@@ -53,7 +53,7 @@ def _load(directory: Path, kind: Any, extra: dict[str, Any]) -> LoadedModel:
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, directory / name)
-    return load(EngineSettings(model=str(directory)))
+    return load_model(EngineSettings(model=str(directory)))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -63,7 +63,7 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 1000, (n,), generator=generator).tolist() for n in (1, 16, 45, 70)]
     expected = generate(model, prompts, 10)
-    check(model, settings)
+    check_engine(model, settings)
     engine = Engine(model, settings)
     seqs = [sequence(p, 10) for p in prompts]
     assert run(engine, seqs, remove=False) == expected
@@ -75,7 +75,7 @@ def test_architectures(name: str, tmp_path: Path) -> None:
 def test_architectures_that_cannot_run_are_refused(name: str, tmp_path: Path) -> None:
     kind, extra, reason = REFUSED[name]
     with pytest.raises(ModelLoadError, match=reason):
-        check(_load(tmp_path, kind, extra), EngineSettings())
+        check_engine(_load(tmp_path, kind, extra), EngineSettings())
 
 
 def test_rope_that_changes_with_the_longest_sequence_is_not_reached(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_rope_that_changes_with_the_longest_sequence_is_not_reached(tmp_path: Pa
         tmp_path, transformers.Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
     )
     assert model.context_length == 64
-    check(model, EngineSettings())
+    check_engine(model, EngineSettings())
 
 
 def test_the_demo_model_passes() -> None:
@@ -107,16 +107,16 @@ def wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_positions_are_noticed(wrong_positions: None) -> None:
     with pytest.raises(EngineCheckFailed, match="other tokens"):
-        check(load(EngineSettings()), EngineSettings())
+        check_engine(load_model(EngineSettings()), EngineSettings())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_only_the_model_itself_shows_is_noticed(
     dtype: str, wrong_positions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.engine.check.prove", lambda *args: None)
+    monkeypatch.setattr("penstock.engine.check.prove_engine", lambda *args: None)
     with pytest.raises(EngineCheckFailed, match="other logits"):
-        check(load(EngineSettings(dtype=dtype)), EngineSettings())
+        check_engine(load_model(EngineSettings(dtype=dtype)), EngineSettings())
 
 
 def test_a_model_that_cannot_be_shrunk_is_checked_itself(
@@ -125,16 +125,16 @@ def test_a_model_that_cannot_be_shrunk_is_checked_itself(
     def cannot(config: Any) -> Any:
         raise CannotShrink("on purpose")
 
-    monkeypatch.setattr("penstock.engine.check.shrunk", cannot)
+    monkeypatch.setattr("penstock.engine.check.shrink_config", cannot)
     with pytest.raises(EngineCheckFailed, match=r"'demo'.*other tokens"):
-        check(load(EngineSettings()), EngineSettings())
+        check_engine(load_model(EngineSettings()), EngineSettings())
 
 
 def test_a_copy_that_lost_a_kind_of_layer_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = iter([{"one", "another"}, {"one"}])
-    monkeypatch.setattr("penstock.engine.check.layer_kinds", lambda module: next(kinds))
+    monkeypatch.setattr("penstock.engine.check.find_layer_kinds", lambda module: next(kinds))
     proved: list[LoadedModel] = []
-    monkeypatch.setattr("penstock.engine.check.prove", lambda model, *args: proved.append(model))
-    demo = load(EngineSettings())
-    check(demo, EngineSettings())
+    monkeypatch.setattr("penstock.engine.check.prove_engine", lambda model, *args: proved.append(model))
+    demo = load_model(EngineSettings())
+    check_engine(demo, EngineSettings())
     assert proved == [demo]

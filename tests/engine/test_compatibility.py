@@ -14,13 +14,13 @@ from penstock.config.settings import EngineSettings
 from penstock.engine import masks
 from penstock.engine.batch import Batch
 from penstock.engine.model import LoadedModel
-from penstock.engine.proof import Answers, answers, prove
-from penstock.engine.shrink import CannotShrink, shrunk
+from penstock.engine.proof import ReferenceAnswers, generate_references, prove_engine
+from penstock.engine.shrink import CannotShrink, shrink_config
 from penstock.engine.storage import KVStorage
-from penstock.engine.tiny import build, layer_kinds
+from penstock.engine.tiny import build_tiny_model, find_layer_kinds
 from penstock.errors import EngineCheckFailed
 from tools import compatibility
-from tools.compatibility import ARCHITECTURES, judge, row
+from tools.compatibility import ARCHITECTURES, judge_architecture, make_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 CPU = torch.device("cpu")
@@ -39,16 +39,16 @@ def table() -> dict[str, str]:
 
 @pytest.mark.parametrize("architecture", MEANT_TO_WORK)
 def test_the_page_says_what_works(architecture: str) -> None:
-    verdict = judge(architecture)
+    verdict = judge_architecture(architecture)
     assert verdict.works, verdict.reason
-    assert table()[architecture] == row(verdict)
+    assert table()[architecture] == make_row(verdict)
 
 
 @pytest.mark.parametrize("architecture", MEANT_TO_BE_REFUSED)
 def test_the_page_says_what_is_refused_and_why(architecture: str) -> None:
-    verdict = judge(architecture)
+    verdict = judge_architecture(architecture)
     assert not verdict.works
-    assert table()[architecture] == row(verdict)
+    assert table()[architecture] == make_row(verdict)
 
 
 def test_the_page_has_every_architecture_once() -> None:
@@ -64,22 +64,24 @@ PROVED = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2")
 
 
 @pytest.fixture(scope="module", params=PROVED)
-def subject(request: pytest.FixtureRequest) -> tuple[LoadedModel, Answers]:
+def subject(request: pytest.FixtureRequest) -> tuple[LoadedModel, ReferenceAnswers]:
     auto: Any = AutoModelForCausalLM
-    config = shrunk(CONFIG_MAPPING[request.param]())
-    reference = build(auto._model_mapping[type(config)], config, 0, CPU)
-    model = compatibility.loaded(request.param, copy.deepcopy(reference))
-    told = answers(reference, model.vocab_size, model.context_length, CPU)
-    prove(model, EngineSettings(), told, control=True)
+    config = shrink_config(CONFIG_MAPPING[request.param]())
+    reference = build_tiny_model(auto._model_mapping[type(config)], config, 0, CPU)
+    model = compatibility.make_loaded_model(request.param, copy.deepcopy(reference))
+    told = generate_references(reference, model.vocab_size, model.context_length, CPU)
+    prove_engine(model, EngineSettings(), told, control=True)
     return model, told
 
 
-def _fails(subject: tuple[LoadedModel, Answers], match: str) -> None:
+def _fails(subject: tuple[LoadedModel, ReferenceAnswers], match: str) -> None:
     with pytest.raises(EngineCheckFailed, match=match):
-        prove(subject[0], EngineSettings(), subject[1])
+        prove_engine(subject[0], EngineSettings(), subject[1])
 
 
-def test_swapped_positions_are_noticed(subject: tuple[LoadedModel, Answers], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_positions_are_noticed(
+    subject: tuple[LoadedModel, ReferenceAnswers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def swap(positions: torch.Tensor) -> None:
         if len(positions) > 1:
             positions[:2] = positions[:2].flip(0)
@@ -89,7 +91,7 @@ def test_swapped_positions_are_noticed(subject: tuple[LoadedModel, Answers], mon
 
 
 def test_a_position_off_by_one_while_decoding_is_noticed(
-    subject: tuple[LoadedModel, Answers], monkeypatch: pytest.MonkeyPatch
+    subject: tuple[LoadedModel, ReferenceAnswers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(positions: torch.Tensor) -> None:
         if len(positions) == 1:
@@ -114,7 +116,9 @@ def _with_positions(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Ten
     monkeypatch.setattr(Batch, "__init__", wrong)
 
 
-def test_a_damaged_block_is_noticed(subject: tuple[LoadedModel, Answers], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_block_is_noticed(
+    subject: tuple[LoadedModel, ReferenceAnswers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = KVStorage.write_block
 
     def damaged(storage: KVStorage, block: int, payload: Any) -> None:
@@ -136,7 +140,7 @@ def test_a_window_off_by_one_is_noticed(architecture: str, monkeypatch: pytest.M
         right(mask, rule)
 
     monkeypatch.setattr(masks.MaskRule, "__init__", wide)
-    assert "other tokens" in judge(architecture).reason
+    assert "other tokens" in judge_architecture(architecture).reason
 
 
 # The small copy
@@ -149,21 +153,21 @@ def test_the_small_copy_has_every_kind_of_layer(architecture: str) -> None:
     kind = auto._model_mapping[type(config)]
     with torch.device("meta"):
         large = kind(config)
-        small = kind(shrunk(config))
-    assert layer_kinds(large) <= layer_kinds(small)
+        small = kind(shrink_config(config))
+    assert find_layer_kinds(large) <= find_layer_kinds(small)
     assert len(small.model.layers) < len(large.model.layers)
 
 
 def test_the_small_copy_keeps_the_structure_of_heads() -> None:
     config: Any = CONFIG_MAPPING["qwen3"]
-    small = shrunk(config(num_attention_heads=40, num_key_value_heads=8))
+    small = shrink_config(config(num_attention_heads=40, num_key_value_heads=8))
     assert small.num_attention_heads == 5 * small.num_key_value_heads
     assert small.num_key_value_heads == 2
-    one = shrunk(config(num_attention_heads=40, num_key_value_heads=1))
+    one = shrink_config(config(num_attention_heads=40, num_key_value_heads=1))
     assert (one.num_attention_heads, one.num_key_value_heads) == (8, 1)
 
 
 def test_too_many_kinds_of_layers_are_not_left_out() -> None:
     config: Any = CONFIG_MAPPING["granite_swa"]
     with pytest.raises(CannotShrink, match="24 kinds"):
-        shrunk(config(layer_rope_theta=[float(theta) for theta in range(1, 25)]))
+        shrink_config(config(layer_rope_theta=[float(theta) for theta in range(1, 25)]))

@@ -17,9 +17,9 @@ import transformers
 from penstock.config.settings import EngineSettings
 from penstock.engine import accelerate
 from penstock.engine import model as loading
-from penstock.engine.accelerate import speed_up
+from penstock.engine.accelerate import accelerate_model
 from penstock.engine.kernels import library
-from penstock.engine.model import load
+from penstock.engine.model import load_model
 
 PRINT = """
 import sys
@@ -34,7 +34,7 @@ def _settings(directory: Path, **given: object) -> EngineSettings:
 
 
 def _print(directory: Path, **given: object) -> str:
-    return load(_settings(directory, **given)).fingerprint
+    return load_model(_settings(directory, **given)).fingerprint
 
 
 @pytest.fixture
@@ -84,9 +84,9 @@ def test_rope_and_other_settings(tiny_dir: Path, copied: Path, values: dict[str,
 
 def test_what_the_configuration_leaves_to_transformers(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _edit(copied, lambda config: config.pop("rope_parameters"))
-    before = load(_settings(copied))
+    before = load_model(_settings(copied))
     monkeypatch.setattr(transformers.LlamaConfig, "default_theta", 500_000.0)
-    after = load(_settings(copied))
+    after = load_model(_settings(copied))
     assert [model.module.config.rope_parameters["rope_theta"] for model in (before, after)] == [10_000.0, 500_000.0]
     assert before.fingerprint != after.fingerprint
 
@@ -106,21 +106,21 @@ def test_the_form_of_a_block(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _by(directory: Path, dtype: str) -> str:
-    model = load(_settings(directory, dtype=dtype))
-    speed_up(model)
+    model = load_model(_settings(directory, dtype=dtype))
+    accelerate_model(model)
     return model.fingerprint
 
 
-@pytest.mark.skipif(library.load() is None, reason="the kernels were not built")
+@pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
 def test_kernels_and_torch_in_16_bits(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = {dtype: _by(tiny_dir, dtype) for dtype in ("float32", "bfloat16")}
-    monkeypatch.setattr(accelerate, "load", lambda: None)
+    monkeypatch.setattr(accelerate, "load_library", lambda: None)
     assert _by(tiny_dir, "float32") == kernels["float32"]
     assert _by(tiny_dir, "bfloat16") != kernels["bfloat16"]
 
 
 def test_instruction_sets_in_16_bits(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerate, "load", lambda: None)
+    monkeypatch.setattr(accelerate, "load_library", lambda: None)
     prints = set()
     for name in ("AVX2", "AVX512", "AVX2"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=name: name)
@@ -132,15 +132,17 @@ def test_instruction_sets_in_16_bits(tiny_dir: Path, monkeypatch: pytest.MonkeyP
 def test_a_gpu_and_its_attention_in_16_bits(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prints = []
     for windows in ({}, {0: 0, 1: 0}):
-        model = replace(load(_settings(tiny_dir, dtype="bfloat16")), device=torch.device("cuda"))
-        monkeypatch.setattr(accelerate, "use_varlen", lambda model, windows=windows: setattr(model, "varlen", windows))
-        speed_up(model)
+        model = replace(load_model(_settings(tiny_dir, dtype="bfloat16")), device=torch.device("cuda"))
+        monkeypatch.setattr(
+            accelerate, "enable_varlen", lambda model, windows=windows: setattr(model, "varlen_windows", windows)
+        )
+        accelerate_model(model)
         prints.append(model.fingerprint)
     assert len({*prints, _by(tiny_dir, "bfloat16")}) == 3
 
 
 def test_what_codecs_know_of_a_block(tiny_dir: Path) -> None:
-    layout = load(_settings(tiny_dir, dtype="bfloat16", block_size=8)).layout
+    layout = load_model(_settings(tiny_dir, dtype="bfloat16", block_size=8)).layout
     assert layout.vector_shapes == ((8, 16),) * 4  # a head of 16 numbers and 8 tokens, for K and V of two layers
     assert layout.element_type == "bfloat16"
     assert sum(count * size for count, size in layout.vector_shapes) * 2 == layout.block_bytes

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.attention import Attended, Scores
-from penstock.engine.check import check
+from penstock.engine.attention import LayerAttention, ScoreParams
+from penstock.engine.check import check_engine
 from penstock.engine.cuda import trial
-from penstock.engine.cuda.copies import Staging
-from penstock.engine.cuda.decode import DecodeGraphs, HostRows
-from penstock.engine.cuda.varlen import bucket, parts_of
+from penstock.engine.cuda.copies import BlockCopier
+from penstock.engine.cuda.decode import DecodeGraphs, HostInputs
+from penstock.engine.cuda.varlen import make_calls, pad_to_power_of_two
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks
-from penstock.engine.masks import MaskRule, visible_of, window_of
-from penstock.engine.model import LoadedModel, load
+from penstock.engine.masks import MaskRule, find_window, get_visibility
+from penstock.engine.model import LoadedModel, load_model
 from penstock.engine.sequence import Sequence
 from penstock.engine.storage import LayerShape
 from penstock.messages import Sampling
@@ -57,9 +57,9 @@ def _seqs(prompts: list[list[int]]) -> list[Sequence]:
 
 def test_all_layers_of_a_plain_model_are_taken(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_on(monkeypatch, demo, varlen_attn)
-    assert model.varlen == {shape.layer: 0 for shape in demo.layout.layers}
-    assert model.direct == frozenset(model.varlen)
-    assert demo.varlen == {}
+    assert model.varlen_windows == {shape.layer: 0 for shape in demo.layout.layers}
+    assert model.direct_layers == frozenset(model.varlen_windows)
+    assert demo.varlen_windows == {}
 
 
 def _refuses(*args: Any, **kwargs: Any) -> Tensor:
@@ -79,14 +79,14 @@ def test_a_kernel_that_cannot_or_is_wrong_is_not_used(
     demo: LoadedModel, monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]
 ) -> None:
     model = model_on(monkeypatch, demo, kernel)
-    assert model.varlen == {}
-    assert model.direct == frozenset()
+    assert model.varlen_windows == {}
+    assert model.direct_layers == frozenset()
 
 
 def test_no_layer_of_a_model_in_32_bits_is_taken(demo: LoadedModel) -> None:
     assert demo.dtype == torch.float32
-    trial.use_varlen(demo)
-    assert demo.varlen == {}
+    trial.enable_varlen(demo)
+    assert demo.varlen_windows == {}
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_what_a_layer_may_have(
     found: int | None,
 ) -> None:
     model = model_on(monkeypatch, demo, varlen_attn)
-    how = Attended(4, Scores(0.2, softcap, sinks), None, window)
-    assert trial.window_if_it_agrees(model, LayerShape(0, (2, 16), (2, 16)), how) == found
+    how = LayerAttention(4, ScoreParams(0.2, softcap, sinks), None, window)
+    assert trial.try_layer(model, LayerShape(0, (2, 16), (2, 16)), how) == found
 
 
 def _rule(visible: Callable[[Any, Any], Any]) -> MaskRule:
@@ -116,18 +116,18 @@ def _rule(visible: Callable[[Any, Any], Any]) -> MaskRule:
 
 
 def test_windows_are_found_in_rules() -> None:
-    assert window_of(visible_of(None, None), 100) == 0
-    assert window_of(visible_of(None, 100), 100) == 0  # it never hides anything
-    assert window_of(visible_of(None, 99), 100) == 99
-    assert window_of(visible_of(_rule(lambda query, key: key > query - 8), None), 100) == 8
-    assert window_of(visible_of(_rule(lambda query, key: key // 8 == query // 8), None), 100) is None
+    assert find_window(get_visibility(None, None), 100) == 0
+    assert find_window(get_visibility(None, 100), 100) == 0  # it never hides anything
+    assert find_window(get_visibility(None, 99), 100) == 99
+    assert find_window(get_visibility(_rule(lambda query, key: key > query - 8), None), 100) == 8
+    assert find_window(get_visibility(_rule(lambda query, key: key // 8 == query // 8), None), 100) is None
 
 
 # Steps
 
 
 def test_sizes_are_padded_to_powers_of_two() -> None:
-    assert [bucket(n) for n in (1, 2, 3, 4, 5, 31, 33)] == [1, 2, 4, 4, 8, 32, 64]
+    assert [pad_to_power_of_two(n) for n in (1, 2, 3, 4, 5, 31, 33)] == [1, 2, 4, 4, 8, 32, 64]
 
 
 def test_a_step_is_two_calls_at_most() -> None:
@@ -136,26 +136,26 @@ def test_a_step_is_two_calls_at_most() -> None:
         seq = sequence([0] * length, block_keys=[])
         seq.num_computed_tokens, seq.block_table = computed, blocks
         plan.append((seq, num))
-    singles, chunks = parts_of(plan, 4, CPU)
+    singles, chunks = make_calls(plan, 4, CPU)
     assert singles.tables.tolist() == [[4, 2, 7, 4], [9, 9, 9, 9], [5, 5, 5, 5], [4, 4, 4, 4]]
     assert singles.lengths.tolist() == [9, 1, 2, 1]
     assert (singles.rows, singles.num_queries, singles.starts.tolist()) == (slice(0, 3), 4, [0, 1, 2, 3, 4])
     assert chunks.tables.tolist() == [[3, 1, 8, 3]]
     assert (chunks.lengths.tolist(), chunks.starts.tolist()) == ([11], [0, 6])
-    assert (chunks.rows, chunks.num_queries, chunks.longest) == (slice(3, 9), 8, 8)
+    assert (chunks.rows, chunks.num_queries, chunks.max_rows) == (slice(3, 9), 8, 8)
 
 
 @pytest.mark.parametrize("window", [0, 5])
 def test_torch_takes_the_calls(window: int) -> None:
     """torch's own function, on tensors without content: names, order and shapes."""
     seqs = [_decoding([7, 3], 6), _decoding([5], 1), _decoding([1, 2, 4], 9)]
-    parts = parts_of([(seq, 1) for seq in seqs] + [(_decoding([6, 8], 1), 7)], 4, CPU)
+    parts = make_calls([(seq, 1) for seq in seqs] + [(_decoding([6, 8], 1), 7)], 4, CPU)
     pool = torch.empty(9, 2, 4, 16, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     query = torch.empty(10, 4, 16, dtype=torch.bfloat16, device="meta")
     for part in parts:
         names = ("starts", "tables", "lengths")
         there = replace(part, **{name: getattr(part, name).to("meta") for name in names})
-        out = there.attend(query, pool, pool, 0.25, window)
+        out = there.compute_attention(query, pool, pool, 0.25, window)
         assert out.shape == (part.rows.stop - part.rows.start, 4, 16)
 
 
@@ -238,7 +238,7 @@ def test_what_is_recorded_wrongly_is_run(
         result = work() * 1.1
         return lambda: result
 
-    monkeypatch.setattr(TapeRecorder, "record", forgets)
+    monkeypatch.setattr(TapeRecorder, "record_graph", forgets)
     engine, _ = recording(model_on(monkeypatch, demo, varlen_attn), SMALL)
     assert run(engine, _seqs(prompts)) == expected
     assert [record.message for record in caplog.records] == [
@@ -248,7 +248,7 @@ def test_what_is_recorded_wrongly_is_run(
 
 def test_graphs_need_every_layer(demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_on(monkeypatch, demo, varlen_attn)
-    model.varlen = {layer: window for layer, window in model.varlen.items() if layer}
+    model.varlen_windows = {layer: window for layer, window in model.varlen_windows.items() if layer}
     assert Engine(model, SMALL)._make_graphs(TapeRecorder()) is None
 
 
@@ -261,13 +261,13 @@ def _decoding(blocks: list[int], length: int) -> Sequence:
     return seq
 
 
-def _contents(host: HostRows, size: int) -> list[Any]:
+def _contents(host: HostInputs, size: int) -> list[Any]:
     return [x.tolist() for x in (host.numbers[:, :size], host.lengths[:size], host.tables[:size])]
 
 
 def _anew(seqs: list[Sequence], size: int) -> list[Any]:
-    host = HostRows(8, 4, 4, 99, pinned=False)
-    host.fill(seqs, size)
+    host = HostInputs(8, 4, 4, 99, pinned=False)
+    host.write_step(seqs, size)
     return _contents(host, size)
 
 
@@ -281,37 +281,41 @@ def test_rows_of_a_decode_step() -> None:
 
 
 def test_only_what_changed_is_written() -> None:
-    host = HostRows(8, 4, 4, 99, pinned=False)
+    host = HostInputs(8, 4, 4, 99, pinned=False)
     seqs = [_decoding([7, 3], 6), _decoding([5], 4), _decoding([1, 2, 6], 9)]
-    assert host.fill(seqs, 4) == 3
-    assert host.fill(seqs, 4) == 0
+    assert host.write_step(seqs, 4) == 3
+    assert host.write_step(seqs, 4) == 0
     for seq in seqs:
         seq.token_ids.append(200)
         seq.num_computed_tokens += 1
-    assert host.prepare(seqs) == 2  # the second one's next block is not there yet
+    assert host.write_known_rows(seqs) == 2  # the second one's next block is not there yet
     seqs[1].block_table += [8]
-    assert host.fill(seqs, 4) == 1
+    assert host.write_step(seqs, 4) == 1
     assert _contents(host, 4) == _anew(seqs, 4)
 
 
 def test_rows_follow_who_leaves_and_who_comes() -> None:
-    host = HostRows(8, 4, 4, 99, pinned=False)
+    host = HostInputs(8, 4, 4, 99, pinned=False)
     seqs = [_decoding([n, n + 10, n + 20], 9 + n % 3) for n in range(6)]
-    host.fill(seqs, 8)
+    host.write_step(seqs, 8)
     for now in (seqs[1:], seqs[3:], [*seqs[3:], _decoding([55], 2)], [_decoding([2], 10 - 7)], seqs):
-        host.fill(now, bucket(len(now)))
-        assert _contents(host, bucket(len(now))) == _anew(now, bucket(len(now)))
+        host.write_step(now, pad_to_power_of_two(len(now)))
+        assert _contents(host, pad_to_power_of_two(len(now))) == _anew(now, pad_to_power_of_two(len(now)))
     seqs[0].block_table = [70, 71, 72]  # preempted, and back
-    host.fill(seqs, 8)
+    host.write_step(seqs, 8)
     assert _contents(host, 8) == _anew(seqs, 8)
 
 
 # Copies
 
 
-def _staging(num_buffers: int) -> tuple[Queues, Staging, Tensor]:
+def _staging(num_buffers: int) -> tuple[Queues, BlockCopier, Tensor]:
     queues = Queues()
-    return queues, Staging(queues, torch.zeros(num_buffers, 2, dtype=torch.int16)), torch.zeros(6, 2, dtype=torch.int16)
+    return (
+        queues,
+        BlockCopier(queues, torch.zeros(num_buffers, 2, dtype=torch.int16)),
+        torch.zeros(6, 2, dtype=torch.int16),
+    )
 
 
 def _payload(number: int) -> bytes:
@@ -323,7 +327,7 @@ def test_a_step_reads_what_was_imported_before_it() -> None:
     seen: list[list[int]] = []
     queues.compute(lambda: seen.append(pool[:, 0].tolist()))  # a step under way, which still reads the old content
     for block in range(6):
-        staging.put(pool[block], _payload(block + 1))
+        staging.write_block(pool[block], _payload(block + 1))
     queues.compute(lambda: seen.append(pool[:, 1].tolist()))
     queues.finish()
     assert seen == [[0] * 6, [1, 2, 3, 4, 5, 6]]
@@ -334,12 +338,12 @@ def test_an_export_has_what_was_computed_before_it_and_waits_for_no_more() -> No
     done: list[str] = []
     queues.compute(lambda: pool.fill_(7))
     queues.compute(lambda: done.append("before"))
-    staging.put(pool[1], _payload(5))
-    first = staging.get(pool[0])
+    staging.write_block(pool[1], _payload(5))
+    first = staging.read_block(pool[0])
     queues.compute(lambda: done.append("after"))
-    second = staging.get(pool[1])
+    second = staging.read_block(pool[1])
     assert (first.tolist(), second.tolist(), done) == ([7, 7], [5, 5], ["before", "after"])
-    third = staging.get(pool[1])
+    third = staging.read_block(pool[1])
     queues.compute(lambda: done.append("later"))
     assert third.tolist() == [5, 5]
     assert done == ["before", "after"]
@@ -349,11 +353,11 @@ def test_an_export_has_what_was_computed_before_it_and_waits_for_no_more() -> No
 def test_a_step_reads_what_landed_before_it_and_none_under_way_does() -> None:
     queues, staging, pool = _staging(2)
     seen: list[list[int]] = []
-    staged = staging.room(3)
+    staged = staging.allocate_rows(3)
     queues.compute(lambda: seen.append(pool[:, 0].tolist()))  # a step under way: the blocks may be its sequences'
     staged.copy_(torch.tensor([[1, 1], [2, 2], [3, 3]]))
     for block, row in zip((4, 0), staged, strict=False):
-        staging.upload(pool[block], row)
+        staging.upload_row(pool[block], row)
     queues.compute(lambda: seen.append(pool[:, 1].tolist()))
     queues.finish()
     assert seen == [[0] * 6, [2, 0, 0, 0, 1, 0]]
@@ -365,7 +369,7 @@ def test_kv_comes_and_goes_through_memory_of_the_host(
     first, second = Engine(demo, SMALL), Engine(demo, SMALL)
     for engine in (first, second):
         buffers = torch.zeros(2, demo.layout.block_elements, dtype=demo.dtype)
-        engine.storage._copier = Staging(AtOnce(), buffers)
+        engine.storage._copier = BlockCopier(AtOnce(), buffers)
     done = _seqs(prompts)
     run(first, done, remove=False)
     assert [seq.output_token_ids for seq in done] == expected
@@ -396,8 +400,8 @@ on_gpu = pytest.mark.parametrize("block_size", [pytest.param(16, marks=needs_gpu
 def _gpu(block_size: int, dtype: Literal["float32", "bfloat16"]) -> LoadedModel:
     """The demo model, checked and put on the GPU's kernels."""
     settings = EngineSettings(device="cuda", dtype=dtype, block_size=block_size)
-    model = load(settings)
-    check(model, settings)
+    model = load_model(settings)
+    check_engine(model, settings)
     return model
 
 
@@ -412,7 +416,7 @@ def _plain(prompts: list[list[int]], num_new: int) -> list[Sequence]:
 @on_gpu
 def test_float32_tokens_are_the_cpus(demo: LoadedModel, prompts: list[list[int]], block_size: int) -> None:
     model = _gpu(block_size, "float32")
-    assert model.varlen == {}
+    assert model.varlen_windows == {}
     assert run(Engine(model, _settings(block_size)), _plain(prompts, 12)) == run(
         Engine(demo, SMALL), _plain(prompts, 12)
     )
@@ -421,11 +425,11 @@ def test_float32_tokens_are_the_cpus(demo: LoadedModel, prompts: list[list[int]]
 @on_gpu
 def test_16_bits_use_paged_attention_and_graphs(prompts: list[list[int]], block_size: int) -> None:
     model = _gpu(block_size, "bfloat16")
-    assert model.varlen.keys() == {shape.layer for shape in model.layout.layers}
+    assert model.varlen_windows.keys() == {shape.layer for shape in model.layout.layers}
     engine = Engine(model, _settings(block_size))
     run(engine, _plain(prompts, 24))
     assert isinstance(engine._graphs, DecodeGraphs)
-    assert engine._graphs._works
+    assert engine._graphs._is_enabled
     assert 8 in engine._graphs._replays
 
 
@@ -443,8 +447,8 @@ def test_a_replayed_step_is_a_launched_one(prompts: list[list[int]], block_size:
     decoding = [seq for seq in seqs if seq.num_pending_tokens == 1]
     for seq in decoding:  # a block for the next token
         assert seq.num_computed_tokens < len(seq.block_table) * block_size
-    replayed = graphs.run(decoding, engine._compute)[: len(decoding)].clone()
-    launched = graphs._work(4, engine._compute)[: len(decoding)]
+    replayed = graphs.run_step(decoding, engine._compute)[: len(decoding)].clone()
+    launched = graphs._compute_step(4, engine._compute)[: len(decoding)]
     assert torch.equal(replayed, launched)
 
 
@@ -452,7 +456,7 @@ def test_a_replayed_step_is_a_launched_one(prompts: list[list[int]], block_size:
 def test_16_bit_tokens_are_nearly_the_torch_paths(prompts: list[list[int]], block_size: int) -> None:
     model = _gpu(block_size, "bfloat16")
     fast = run(Engine(model, _settings(block_size)), _plain(prompts, 12))
-    model.varlen, model.direct = {}, frozenset()
+    model.varlen_windows, model.direct_layers = {}, frozenset()
     slow = run(Engine(model, _settings(block_size)), _plain(prompts, 12))
     assert sum(a == b for a, b in zip(fast, slow, strict=True)) >= len(prompts) // 2
 
@@ -473,4 +477,4 @@ def test_blocks_travel(demo: LoadedModel, prompts: list[list[int]], block_size: 
 @on_gpu
 def test_a_pool_that_is_too_large_is_refused(block_size: int) -> None:
     with pytest.raises(Exception, match="not enough memory on cuda"):
-        load(EngineSettings(device="cuda", pool_mb=10**7, block_size=block_size))
+        load_model(EngineSettings(device="cuda", pool_mb=10**7, block_size=block_size))

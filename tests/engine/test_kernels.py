@@ -31,7 +31,7 @@ def _here(native: Library) -> list[str]:
     names = []
     for name in build.instruction_sets():
         try:
-            native.select(name)
+            native.select_isa(name)
         except SettingsError:
             continue
         names.append(name)
@@ -40,7 +40,7 @@ def _here(native: Library) -> list[str]:
 
 @pytest.fixture(scope="module")
 def built() -> Library:
-    native = library.load()
+    native = library.load_library()
     assert native is not None, "there is a compiler, but the library was not built"
     return native
 
@@ -58,9 +58,9 @@ def native(
         return
     if request.param not in here:
         pytest.skip(f"this processor has no {request.param}")
-    built.select(request.param)
+    built.select_isa(request.param)
     yield built
-    built.select("")
+    built.select_isa("")
     built.set_threads(1)
 
 
@@ -68,7 +68,7 @@ def _emulated(factory: pytest.TempPathFactory) -> Library:
     path = factory.getbasetemp() / "libemulated.so"
     if not path.exists():
         flags = [*build.instruction_sets()["amx"], "-include", str(HEADER)]
-        build.build(path, {"avx512_bf16": flags})
+        build.build_library(path, {"avx512_bf16": flags})
     return Library(ctypes.CDLL(str(path)))
 
 
@@ -195,12 +195,12 @@ def test_two_callers_at_once_both_get_their_results(built: Library) -> None:
 def test_an_unknown_instruction_set_is_an_error(built: Library) -> None:
     used = built.isa
     with pytest.raises(SettingsError, match="no_such_set"):
-        built.select("no_such_set")
+        built.select_isa("no_such_set")
     assert built.isa == used
 
 
 def test_without_a_compiler_the_build_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     with pytest.raises(OSError, match="none"):
-        build.build(tmp_path / "lib.so")
+        build.build_library(tmp_path / "lib.so")
     assert not list(tmp_path.iterdir())

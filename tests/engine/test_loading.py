@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.memory import available_bytes
-from penstock.engine.model import load
+from penstock.engine.memory import count_available_bytes
+from penstock.engine.model import load_model
 from penstock.engine.weights import MappedWeights
 from penstock.errors import ModelLoadError
 from penstock.local.processes import find_free_port
@@ -32,7 +32,7 @@ def copy(tiny_dir: Path, tmp_path: Path) -> Path:
 
 
 def _load(directory: Path, **given: object) -> None:
-    load(EngineSettings.model_validate({"model": str(directory), **given}))
+    load_model(EngineSettings.model_validate({"model": str(directory), **given}))
 
 
 def _refused(directory: Path, message: str, **given: object) -> None:
@@ -52,7 +52,7 @@ def _configure(directory: Path, **changes: object) -> None:
 
 def test_progress_moves_with_the_bytes(tiny_dir: Path) -> None:
     seen: dict[str, list[float]] = {}
-    load(EngineSettings(model=str(tiny_dir)), lambda what, done: seen.setdefault(what, []).append(done))
+    load_model(EngineSettings(model=str(tiny_dir)), lambda what, done: seen.setdefault(what, []).append(done))
     assert set(seen) == {"reading weights", "loading weights"}
     sizes = [tensor.nbytes for tensor in load_file(tiny_dir / WEIGHTS).values()]
     steps = [b - a for a, b in zip([0.0, *seen["loading weights"]], seen["loading weights"], strict=False)]
@@ -61,19 +61,19 @@ def test_progress_moves_with_the_bytes(tiny_dir: Path) -> None:
 
 
 def test_weights_in_the_files_own_dtype_are_not_copied(tiny_dir: Path) -> None:
-    model = load(EngineSettings(model=str(tiny_dir)))
+    model = load_model(EngineSettings(model=str(tiny_dir)))
     weight = model.module.lm_head.weight
     with torch.inference_mode():
         stored = weight[0, 0].item()
         weight[0, 0] = 5
-        model.weights.release(weight)
+        model.weights.drop_tensor_pages(weight)
         assert weight[0, 0].item() == stored  # it came from the file again
 
 
 def test_letting_go_spares_what_is_no_view_of_a_file(tiny_dir: Path) -> None:
     weights = MappedWeights([tiny_dir / WEIGHTS])
     own = torch.ones(1 << 20)
-    weights.release(own)
+    weights.drop_tensor_pages(own)
     assert own.sum() == 1 << 20
 
 
@@ -133,7 +133,7 @@ def test_any_byte_of_the_header_flipped(tiny_dir: Path, copy: Path, data: st.Dat
     content[data.draw(st.integers(0, 8 + header - 1))] ^= data.draw(st.integers(1, 255))
     (copy / WEIGHTS).write_bytes(content)
     with contextlib.suppress(ModelLoadError):
-        model = load(EngineSettings(model=str(copy)))
+        model = load_model(EngineSettings(model=str(copy)))
         assert model.module.lm_head.weight.shape == (1024, 32)
 
 
@@ -160,7 +160,7 @@ def test_weights_in_two_files(copy: Path) -> None:
     (copy / WEIGHTS).unlink()
     index = copy / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {name: file for file, held in parts.items() for name in held}}))
-    model = load(EngineSettings(model=str(copy)))
+    model = load_model(EngineSettings(model=str(copy)))
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.module.state_dict().items())
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
     _refused(copy, f"the weights lack {len(parts['b.safetensors'])} tensors")
@@ -179,7 +179,7 @@ def test_weights_replaced_while_they_are_read(copy: Path) -> None:
             (copy / "new").replace(copy / WEIGHTS)
 
     with pytest.raises(ModelLoadError, match="written to while it was loaded"):
-        load(EngineSettings(model=str(copy)), meddle)
+        load_model(EngineSettings(model=str(copy)), meddle)
 
 
 # A configuration that lies
@@ -285,11 +285,11 @@ NEW, OLD = "sys/fs/cgroup", "sys/fs/cgroup/memory"
     ],
 )  # fmt: skip
 def test_what_is_available(tmp_path: Path, files: dict[str, str], available: int) -> None:
-    assert available_bytes(_system(tmp_path, files)) == available
+    assert count_available_bytes(_system(tmp_path, files)) == available
 
 
 def test_a_system_that_does_not_say(tmp_path: Path) -> None:
-    assert available_bytes(tmp_path) is None
+    assert count_available_bytes(tmp_path) is None
 
 
 # The command line

@@ -8,7 +8,7 @@ import transformers
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
 from penstock.engine.limits import max_length
-from penstock.engine.model import LoadedModel, load
+from penstock.engine.model import LoadedModel, load_model
 from penstock.errors import InternalError, InvalidRequest, ModelLoadError, PromptTooLong
 from tests.engine.helpers import sequence
 
@@ -23,7 +23,7 @@ def _copy(tiny_dir: Path, tmp_path: Path) -> Path:
 
 def test_loading_reports_and_says_what_it_found(tiny_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[str, float]] = []
-    model = load(_settings(tiny_dir), lambda what, done: seen.append((what, done)))
+    model = load_model(_settings(tiny_dir), lambda what, done: seen.append((what, done)))
     assert (model.context_length, model.eos_token_ids, model.vocab_size) == (256, frozenset({1}), 1024)
     assert {("reading weights", 1.0), ("loading weights", 1.0)} <= set(seen)
     assert capfd.readouterr() == ("", "")
@@ -37,12 +37,12 @@ def test_a_missing_file(tiny_dir: Path, tmp_path: Path, missing: str, message: s
     directory = _copy(tiny_dir, tmp_path)
     (directory / missing).unlink()
     with pytest.raises(ModelLoadError, match=message):
-        load(_settings(directory))
+        load_model(_settings(directory))
 
 
 def test_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="there is no directory"):
-        load(_settings(tmp_path / "nowhere"))
+        load_model(_settings(tmp_path / "nowhere"))
 
 
 def test_an_index_that_names_a_file_that_is_not_there(tiny_dir: Path, tmp_path: Path) -> None:
@@ -50,14 +50,14 @@ def test_an_index_that_names_a_file_that_is_not_there(tiny_dir: Path, tmp_path: 
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}}))
     with pytest.raises(ModelLoadError, match="which is not there"):
-        load(_settings(directory))
+        load_model(_settings(directory))
 
 
 def test_an_encoder_decoder(tiny_dir: Path, tmp_path: Path) -> None:
     directory = _copy(tiny_dir, tmp_path)
     transformers.T5Config().save_pretrained(directory)
     with pytest.raises(ModelLoadError, match="encoder-decoder"):
-        load(_settings(directory))
+        load_model(_settings(directory))
 
 
 def test_an_unknown_architecture(tiny_dir: Path, tmp_path: Path) -> None:
@@ -65,12 +65,12 @@ def test_an_unknown_architecture(tiny_dir: Path, tmp_path: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "no_such_thing"}))
     with pytest.raises(ModelLoadError, match="no_such_thing"):
-        load(_settings(directory))
+        load_model(_settings(directory))
 
 
 def test_an_unknown_device(tiny_dir: Path) -> None:
     with pytest.raises(ModelLoadError, match="no device"):
-        load(_settings(tiny_dir, device="toaster"))
+        load_model(_settings(tiny_dir, device="toaster"))
 
 
 def test_what_the_engine_does_not_take(demo: LoadedModel) -> None:
@@ -95,6 +95,6 @@ def test_what_the_engine_does_not_take(demo: LoadedModel) -> None:
 
 
 def test_a_pool_smaller_than_a_block(demo: LoadedModel) -> None:
-    large = load(EngineSettings(block_size=1024))
+    large = load_model(EngineSettings(block_size=1024))
     with pytest.raises(ModelLoadError, match="POOL_MB"):
         Engine(large, EngineSettings(block_size=1024, pool_mb=1))

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import speed_up
+from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.kernels import library
 from penstock.engine.kernels.norm import NativeNorm
 from penstock.engine.kernels.packed import PackedEmbedding, PackedLinear
 from penstock.engine.layer import NativeLayer
-from penstock.engine.masks import is_interval
-from penstock.engine.model import LoadedModel, load
+from penstock.engine.masks import sees_interval
+from penstock.engine.model import LoadedModel, load_model
 from penstock.engine.sequence import Sequence
 from penstock.messages import Sampling
 from tests.engine.helpers import generate, handed_over, run, sequence
@@ -27,12 +27,12 @@ DTYPES = ["float32", "bfloat16"]
 MAX_NEW = 48
 SAMPLED = Sampling(temperature=0.9, top_p=0.95)
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were not built")
+pytestmark = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
 
 
 def _fast(dtype: str) -> LoadedModel:
-    model = load(EngineSettings(dtype=dtype))  # type: ignore[arg-type, unused-ignore]
-    speed_up(model)
+    model = load_model(EngineSettings(dtype=dtype))  # type: ignore[arg-type, unused-ignore]
+    accelerate_model(model)
     return model
 
 
@@ -44,7 +44,7 @@ def fast(request: pytest.FixtureRequest) -> LoadedModel:
 @pytest.fixture(autouse=True)
 def one_thread_again() -> Iterator[None]:
     yield
-    native = library.load()
+    native = library.load_library()
     assert native is not None
     native.set_threads(1)
 
@@ -73,7 +73,7 @@ def test_the_demo_model_runs_on_kernels_alone(fast: LoadedModel) -> None:
     kinds = {type(part) for part in fast.module.modules()}
     assert {NativeLayer, NativeNorm, PackedLinear, PackedEmbedding} <= kinds
     assert not kinds & {torch.nn.Linear, torch.nn.Embedding}
-    assert len(fast.direct) == fast.config.num_hidden_layers
+    assert len(fast.direct_layers) == fast.config.num_hidden_layers
 
 
 def test_in_float32_the_tokens_are_those_of_transformers_itself(demo: LoadedModel) -> None:
@@ -113,19 +113,19 @@ def test_a_resumed_request_goes_on_as_if_nothing_had_happened(fast: LoadedModel)
 
 @pytest.mark.parametrize("broken", ["norm", "scale"])
 def test_a_layer_that_only_looks_like_the_common_one_stays_as_it_is(broken: str) -> None:
-    model = load(EngineSettings(dtype="float32"))
+    model = load_model(EngineSettings(dtype="float32"))
     layer = model.module.model.layers[2]
     if broken == "norm":
         layer.input_layernorm.forward = lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:])
     else:
         layer.register_forward_hook(lambda module, args, output: output * 1.01)
-    speed_up(model)
+    accelerate_model(model)
     kinds = [isinstance(part, NativeLayer) for part in model.module.model.layers]
     assert kinds == [True, True, False, True, True, True]
 
 
 def test_a_layer_that_scales_by_position_is_not_taken_for_the_common_one() -> None:
-    model = load(EngineSettings(dtype="float32"))
+    model = load_model(EngineSettings(dtype="float32"))
     attention = model.module.model.layers[1].self_attn
 
     def scaled(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -133,16 +133,16 @@ def test_a_layer_that_scales_by_position_is_not_taken_for_the_common_one() -> No
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * torch.where(late, 1.1, 1.0)}
 
     attention.register_forward_pre_hook(scaled, with_kwargs=True)
-    speed_up(model)
+    accelerate_model(model)
     kinds = [isinstance(part, NativeLayer) for part in model.module.model.layers]
     assert kinds == [True, False, True, True, True, True]
     assert model.body is None
 
 
 def test_the_original_weights_are_gone() -> None:
-    model = load(EngineSettings(dtype="float32"))
+    model = load_model(EngineSettings(dtype="float32"))
     originals = [weakref.ref(part) for part in model.module.modules() if isinstance(part, torch.nn.Linear)]
-    speed_up(model)
+    accelerate_model(model)
     gc.collect()
     assert originals
     assert not [part for part in originals if part() is not None]
@@ -152,7 +152,7 @@ def test_a_library_for_another_machine_is_left_alone(monkeypatch: pytest.MonkeyP
     foreign = tmp_path / "libpenstock.so"
     foreign.write_bytes(b"\x7fELF of some other kind")
     monkeypatch.setattr(library, "LIBRARY", foreign)
-    assert library.load.__wrapped__() is None
+    assert library.load_library.__wrapped__() is None
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_a_library_for_another_machine_is_left_alone(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_only_masks_without_gaps_go_to_the_kernel(visible: Any, expected: bool) -> None:
-    assert is_interval(visible) is expected
+    assert sees_interval(visible) is expected

@@ -2,7 +2,7 @@ import pytest
 
 from penstock.config.settings import EngineSettings
 from penstock.engine.engine import Engine
-from penstock.engine.model import LoadedModel, load
+from penstock.engine.model import LoadedModel, load_model
 from penstock.engine.opening import open_engine
 from penstock.engine.rates import HALF_LIFE_TOKENS, MEASURE_S, PrefillRate, measure_prefill_rate
 from tests.engine.helpers import run, sequence
@@ -65,7 +65,7 @@ def test_an_engine_knows_its_rate_before_its_first_prompt() -> None:
 
 def test_a_pool_of_one_block_is_enough_to_measure() -> None:
     settings = EngineSettings(pool_mb=1, block_size=160, max_step_tokens=2048)
-    engine = Engine(load(settings), settings)
+    engine = Engine(load_model(settings), settings)
     assert engine.pool.num_blocks == 1
     engine.measure_speed()
     assert engine.prefill_tokens_per_s() is not None

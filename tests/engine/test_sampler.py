@@ -7,24 +7,24 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.sampler import Draw, logprobs, sample, uniform
+from penstock.engine.sampler import SamplingParams, compute_logprobs, draw_uniform, sample_tokens
 from penstock.messages import MIN_LOGPROB, Sampling
 from tests.engine.reference_sampler import reference_token
 
 
-def _draws(num: int, **sampling: Any) -> list[Draw]:
-    return [Draw(Sampling.model_validate(sampling), seed=3, position=i) for i in range(num)]
+def _draws(num: int, **sampling: Any) -> list[SamplingParams]:
+    return [SamplingParams(Sampling.model_validate(sampling), seed=3, position=i) for i in range(num)]
 
 
 def test_these_numbers_never_change() -> None:
     """A rolling upgrade may hand a request to a newer worker: both must draw the same."""
-    drawn = [uniform(0, 0), uniform(0, 1), uniform(1, 0), uniform(2**63 - 1, 4095)]
+    drawn = [draw_uniform(0, 0), draw_uniform(0, 1), draw_uniform(1, 0), draw_uniform(2**63 - 1, 4095)]
     assert drawn == [0.6524484863740322, 0.7012121095215252, 0.36818951565166946, 0.5268763636163535]
 
 
 def test_uniform_is_uniform() -> None:
     values = torch.tensor(
-        [uniform(seed, position) for seed in range(200) for position in range(200)], dtype=torch.float64
+        [draw_uniform(seed, position) for seed in range(200) for position in range(200)], dtype=torch.float64
     )
     counts = torch.histc(values, bins=20, min=0, max=1)
     assert float(((counts - 2000) ** 2 / 2000).sum()) < 45  # chi-square, 19 degrees of freedom: p < 0.001
@@ -40,8 +40,8 @@ def test_greedy_takes_the_lowest_id_of_equals(size: int) -> None:
     logits[0, [7, 31, size - 1]] = 1.0
     logits[1, size - 1] = 1.0
     logits[2, ::2] = -0.0  # equal to 0
-    assert sample(logits, _draws(3, temperature=0.0)) == [7, size - 1, 0]
-    assert sample(logits, _draws(3, top_k=1)) == [7, size - 1, 0]
+    assert sample_tokens(logits, _draws(3, temperature=0.0)) == [7, size - 1, 0]
+    assert sample_tokens(logits, _draws(3, top_k=1)) == [7, size - 1, 0]
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 5, "top_p": 0.9}])
@@ -52,7 +52,7 @@ def test_frequencies_follow_the_distribution(filters: dict[str, Any]) -> None:
         if len(filters) < 2 else [2, 5, 0, 3]  # fmt: skip
     expected = torch.zeros(6, dtype=torch.float64)
     expected[list(kept)] = shares[list(kept)] / shares[list(kept)].sum()
-    tokens = sample(logits.expand(20_000, 6), _draws(20_000, temperature=0.7, **filters))
+    tokens = sample_tokens(logits.expand(20_000, 6), _draws(20_000, temperature=0.7, **filters))
     found = torch.bincount(torch.tensor(tokens), minlength=6)
     possible = expected > 0
     assert int(found[~possible].sum()) == 0
@@ -63,23 +63,23 @@ def test_frequencies_follow_the_distribution(filters: dict[str, Any]) -> None:
 def test_top_k_top_p_and_min_p_cut_the_tail() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     many = logits.expand(2000, 4)
-    assert set(sample(many, _draws(2000, top_k=2))) == {0, 1}
-    assert set(sample(many, _draws(2000, top_p=0.7))) == {0, 1}
-    assert set(sample(many, _draws(2000, top_p=0.81))) == {0, 1, 2}
-    assert set(sample(many, _draws(2000, top_p=1e-9))) == {0}
-    assert set(sample(many, _draws(2000, top_k=3, top_p=0.6))) == {0, 1}
-    assert set(sample(many, _draws(2000, min_p=0.2))) == {0, 1, 2}
-    assert set(sample(many, _draws(2000, min_p=0.61))) == {0}
-    assert set(sample(many, _draws(2000, min_p=1))) == {0}
-    assert set(sample(many, _draws(2000, temperature=1e-9))) == {0}
-    assert set(sample(many, _draws(2000, temperature=1e-300))) == {0}
+    assert set(sample_tokens(many, _draws(2000, top_k=2))) == {0, 1}
+    assert set(sample_tokens(many, _draws(2000, top_p=0.7))) == {0, 1}
+    assert set(sample_tokens(many, _draws(2000, top_p=0.81))) == {0, 1, 2}
+    assert set(sample_tokens(many, _draws(2000, top_p=1e-9))) == {0}
+    assert set(sample_tokens(many, _draws(2000, top_k=3, top_p=0.6))) == {0, 1}
+    assert set(sample_tokens(many, _draws(2000, min_p=0.2))) == {0, 1, 2}
+    assert set(sample_tokens(many, _draws(2000, min_p=0.61))) == {0}
+    assert set(sample_tokens(many, _draws(2000, min_p=1))) == {0}
+    assert set(sample_tokens(many, _draws(2000, temperature=1e-9))) == {0}
+    assert set(sample_tokens(many, _draws(2000, temperature=1e-300))) == {0}
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.full((500, 9), -torch.inf)
     logits[:, 4] = 1.0
-    assert set(sample(logits, _draws(500, temperature=100.0))) == {4}
-    assert set(sample(logits, _draws(500, temperature=100.0, top_p=0.999))) == {4}
+    assert set(sample_tokens(logits, _draws(500, temperature=100.0))) == {4}
+    assert set(sample_tokens(logits, _draws(500, temperature=100.0, top_p=0.999))) == {4}
 
 
 def test_penalties_and_bias() -> None:
@@ -87,7 +87,7 @@ def test_penalties_and_bias() -> None:
 
     def greedy(output: list[int], prompt: tuple[int, ...] = (), **changes: Any) -> int:
         sampling = Sampling(temperature=0, **changes)
-        return sample(logits, [Draw(sampling, 0, len(output), [*prompt, *output])])[0]
+        return sample_tokens(logits, [SamplingParams(sampling, 0, len(output), [*prompt, *output])])[0]
 
     assert greedy([0, 0]) == 0
     assert greedy([0], presence_penalty=0.2) == 1
@@ -124,9 +124,9 @@ ROWS = st.tuples(
 Row = tuple[Sampling, int, list[int], list[int]]
 
 
-def _draw(row: Row) -> Draw:
+def _draw(row: Row) -> SamplingParams:
     sampling, seed, prompt, output = row
-    return Draw(sampling, seed, len(output), prompt + output)
+    return SamplingParams(sampling, seed, len(output), prompt + output)
 
 
 def _logits(rows: int, size: int, seed: int, step: float, dtype: torch.dtype) -> Tensor:
@@ -150,7 +150,7 @@ PAST_FIRST: Row = (Sampling(temperature=0.3, top_k=129, top_p=0.5, min_p=0.01), 
 @example(row=(Sampling(top_k=5000), 7, [], [1]), size=8300, seed=2, step=3.0, dtype=torch.float32)
 def test_the_token_is_that_of_the_reference(row: Row, size: int, seed: int, step: float, dtype: torch.dtype) -> None:
     logits, draw = _logits(1, size, seed, step, dtype), _draw(row)
-    assert sample(logits, [draw]) == [reference_token(logits[0], draw)]
+    assert sample_tokens(logits, [draw]) == [reference_token(logits[0], draw)]
 
 
 @given(
@@ -166,24 +166,26 @@ def test_a_row_does_not_depend_on_the_others(
     rows: list[Row], size: int, seed: int, step: float, dtype: torch.dtype
 ) -> None:
     logits, draws = _logits(len(rows), size, seed, step, dtype), [_draw(row) for row in rows]
-    together = sample(logits, draws)
-    said = logprobs(logits, draws, together)
+    together = sample_tokens(logits, draws)
+    said = compute_logprobs(logits, draws, together)
     alone = [logits[i : i + 1] for i in range(len(rows))]
-    assert together == [sample(row, [draw])[0] for row, draw in zip(alone, draws, strict=True)]
-    assert sample(logits.flip(0), draws[::-1]) == together[::-1]
-    assert said == [logprobs(row, [draw], [token])[0] for row, draw, token in zip(alone, draws, together, strict=True)]
+    assert together == [sample_tokens(row, [draw])[0] for row, draw in zip(alone, draws, strict=True)]
+    assert sample_tokens(logits.flip(0), draws[::-1]) == together[::-1]
+    assert said == [
+        compute_logprobs(row, [draw], [token])[0] for row, draw, token in zip(alone, draws, together, strict=True)
+    ]
 
 
 def test_the_number_of_threads_changes_nothing() -> None:
     logits = _logits(6, 151_936, 3, 0.0, torch.float32)
     kinds = [{}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}, {"temperature": 0}, {"logprobs": 4}]
-    draws = [Draw(Sampling.model_validate(kind), 3, 5) for kind in kinds]
+    draws = [SamplingParams(Sampling.model_validate(kind), 3, 5) for kind in kinds]
     threads = torch.get_num_threads()
     found = []
     for num in (1, 2, 3):
         torch.set_num_threads(num)
-        tokens = sample(logits, draws)
-        found.append((tokens, logprobs(logits, draws, tokens)))
+        tokens = sample_tokens(logits, draws)
+        found.append((tokens, compute_logprobs(logits, draws, tokens)))
     torch.set_num_threads(threads)
     assert found[0] == found[1] == found[2]
 
@@ -192,8 +194,8 @@ def test_the_number_of_threads_changes_nothing() -> None:
 def test_logprobs_are_those_of_the_raw_distribution(size: int, seed: int, count: int, step: float) -> None:
     logits = _logits(2, size, seed, step, torch.float32)
     sampling = Sampling(temperature=0.5, top_k=2, logprobs=count, logit_bias={0: 5.0}, repetition_penalty=2.0)
-    draws = [Draw(sampling, 1, 1, [3, 4]), Draw(Sampling(), 1, 1, [3, 4])]
-    told, silent = logprobs(logits, draws, [5, 6])
+    draws = [SamplingParams(sampling, 1, 1, [3, 4]), SamplingParams(Sampling(), 1, 1, [3, 4])]
+    told, silent = compute_logprobs(logits, draws, [5, 6])
     assert silent is None
     assert told is not None
     expected = torch.log_softmax(logits[0].double(), -1)
@@ -206,6 +208,6 @@ def test_logprobs_are_those_of_the_raw_distribution(size: int, seed: int, count:
 
 def test_an_impossible_token_has_the_least_logprob() -> None:
     logits = torch.tensor([[0.0, -torch.inf]])
-    (told,) = logprobs(logits, _draws(1, logprobs=2), [0])
+    (told,) = compute_logprobs(logits, _draws(1, logprobs=2), [0])
     assert told is not None
     assert [(entry.token, entry.logprob) for entry in told.top] == [(0, 0.0), (1, MIN_LOGPROB)]

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from penstock.config.settings import EngineSettings
-from penstock.engine.accelerate import speed_up
+from penstock.engine.accelerate import accelerate_model
 from penstock.engine.engine import Engine
 from penstock.engine.handover import export_blocks, import_blocks
 from penstock.engine.kernels import library
-from penstock.engine.model import LoadedModel, load
+from penstock.engine.model import LoadedModel, load_model
 from penstock.engine.sequence import Sequence, State
 from penstock.messages import Sampling
 from tests.engine.helpers import keys_of, land, run, sequence
@@ -21,7 +21,7 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95)
 NUM_NEW = 40
 SMALL = EngineSettings(max_batch=6, max_step_tokens=40, pool_mb=16)
 
-has_kernels = pytest.mark.skipif(library.load() is None, reason="the kernels were not built")
+has_kernels = pytest.mark.skipif(library.load_library() is None, reason="the kernels were not built")
 PATHS = ["torch", pytest.param("float32", marks=has_kernels), pytest.param("bfloat16", marks=has_kernels)]
 
 
@@ -30,8 +30,8 @@ def model(request: pytest.FixtureRequest, demo: LoadedModel) -> LoadedModel:
     """The demo model on torch, and on the kernels."""
     if request.param == "torch":
         return demo
-    model = load(EngineSettings(dtype=request.param))
-    speed_up(model)
+    model = load_model(EngineSettings(dtype=request.param))
+    accelerate_model(model)
     return model
 
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from penstock.engine.model import LoadedModel
-from penstock.engine.text import OutputState
+from penstock.engine.text import OutputText
 from penstock.messages import FinishReason, Sampling
 
 EOS = frozenset({1})
@@ -46,12 +46,12 @@ def _bytes(text: str) -> list[int]:
 
 def _push_all(
     tokenizer: Any, tokens: list[int], **sampling: Any
-) -> tuple[list[str], list[FinishReason | None], OutputState]:
-    state = OutputState(tokenizer, Sampling(**sampling), EOS, sampling.get("max_tokens", len(tokens) + 1))
+) -> tuple[list[str], list[FinishReason | None], OutputText]:
+    state = OutputText(tokenizer, Sampling(**sampling), EOS, sampling.get("max_tokens", len(tokens) + 1))
     texts: list[str] = []
     reasons: list[FinishReason | None] = []
     for token in tokens:
-        text, reason = state.push(token)
+        text, reason = state.add_token(token)
         texts.append(text)
         reasons.append(reason)
         if reason is not None:
@@ -63,7 +63,7 @@ def _push_all(
 def test_any_text_comes_out_whole(tokenizer: Any, text: str) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     texts, reasons, state = _push_all(tokenizer, tokens, ignore_eos=True)
-    assert "".join(texts) + state.flush() == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert "".join(texts) + state.take_rest() == tokenizer.decode(tokens, skip_special_tokens=True)
     assert not any(reasons)
 
 
@@ -71,10 +71,10 @@ def test_any_text_comes_out_whole(tokenizer: Any, text: str) -> None:
 def test_any_tokens_come_out_as_they_decode_at_once(tokenizer: Any, tokens: list[int], at_length: bool) -> None:
     limit = {"max_tokens": len(tokens)} if at_length else {}
     texts, reasons, state = _push_all(tokenizer, tokens, ignore_eos=True, **limit)
-    whole = "".join(texts) + ("" if at_length else state.flush())
+    whole = "".join(texts) + ("" if at_length else state.take_rest())
     assert whole == tokenizer.decode(tokens, skip_special_tokens=True)
     assert reasons[-1] == ("length" if at_length else None)
-    assert state.flush() == ""
+    assert state.take_rest() == ""
 
 
 @given(text=st.text("aé€😀", min_size=1, max_size=30))
@@ -100,7 +100,7 @@ def test_stop_strings_cut_wherever_the_tokens_end(tokenizer: Any, text: str, sto
         assert any(text[len(said) :].startswith(stop) for stop in stops)
     else:
         assert reasons[-1] is None
-        assert said + state.flush() == text
+        assert said + state.take_rest() == text
 
 
 def test_a_possible_stop_string_is_held_back_and_let_go(tokenizer: Any) -> None:
@@ -161,14 +161,14 @@ def test_byte_tokens_come_out_as_they_decode_at_once(
     for text in texts:
         said += text
         assert expected.startswith(said)  # so no replacement character that is not in the answer
-    assert said + state.flush() == expected
+    assert said + state.take_rest() == expected
     assert reasons[-1:] == (["length"] if limit else [None] * bool(tokens))
 
 
 def test_a_character_of_byte_tokens_comes_as_soon_as_it_is_certain(sentencepiece: Any) -> None:
     texts, _, state = _push_all(sentencepiece, [A, *_bytes("你"), A, *_bytes("é")])
     assert texts == ["a", "", "", "", "你a", "", ""]
-    assert state.flush() == "é"
+    assert state.take_rest() == "é"
     texts, _, _ = _push_all(sentencepiece, [A, UNKNOWN, A])
     assert "".join(texts) == "a\ufffda"
 

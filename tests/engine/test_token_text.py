@@ -13,7 +13,7 @@ from penstock.messages import MAX_TOKEN_BYTES, Logprobs, TokenLogprob
 
 
 def spelled(texts: TokenTexts, token_id: int) -> bytes:
-    text, spelling = texts.spelled(token_id)
+    text, spelling = texts.get_text(token_id)
     assert text is not None
     return text.encode() if spelling is None else bytes(spelling)
 
@@ -28,7 +28,7 @@ def test_tokens_of_bytes_add_up_to_the_text(demo: LoadedModel, text: str) -> Non
 def test_a_part_of_a_character_has_its_bytes(demo: LoadedModel) -> None:
     texts = TokenTexts(demo.tokenizer)
     first, *_ = demo.tokenizer.encode("😀", add_special_tokens=False)
-    text, spelling = texts.spelled(first)
+    text, spelling = texts.get_text(first)
     assert spelling is not None
     assert bytes(spelling) == "😀".encode()[: len(spelling)]
     assert text == bytes(spelling).decode(errors="replace")
@@ -36,8 +36,8 @@ def test_a_part_of_a_character_has_its_bytes(demo: LoadedModel) -> None:
 
 def test_special_tokens_have_their_names_and_unknown_ids_nothing(demo: LoadedModel) -> None:
     texts = TokenTexts(demo.tokenizer)
-    assert texts.spelled(demo.tokenizer.eos_token_id) == (demo.tokenizer.eos_token, None)
-    assert texts.spelled(10**6) == (None, None)
+    assert texts.get_text(demo.tokenizer.eos_token_id) == (demo.tokenizer.eos_token, None)
+    assert texts.get_text(10**6) == (None, None)
 
 
 def sentencepiece(*words: str) -> Any:
@@ -52,17 +52,17 @@ def sentencepiece(*words: str) -> Any:
 
 def test_a_space_before_a_word_stays_and_byte_tokens_are_bytes() -> None:
     texts = TokenTexts(sentencepiece("▁the", "é", "=" * (MAX_TOKEN_BYTES + 1)))
-    assert texts.spelled(258) == (" the", None)
-    assert texts.spelled(259) == ("é", None)
-    assert texts.spelled(260) == (None, None), "too long for a result"
-    assert texts.spelled(2 + 0xC3) == ("\ufffd", [0xC3])
-    assert texts.spelled(2 + 0x0A) == ("\n", None)
+    assert texts.get_text(258) == (" the", None)
+    assert texts.get_text(259) == ("é", None)
+    assert texts.get_text(260) == (None, None), "too long for a result"
+    assert texts.get_text(2 + 0xC3) == ("\ufffd", [0xC3])
+    assert texts.get_text(2 + 0x0A) == ("\n", None)
 
 
 def test_log_probabilities_are_filled_with_them(demo: LoadedModel) -> None:
     texts = TokenTexts(demo.tokenizer)
     the, king = (demo.tokenizer.encode(word, add_special_tokens=False)[0] for word in (" the", " king"))
-    filled = texts.fill(Logprobs(logprob=-1.0, top=[TokenLogprob(token=king, logprob=-0.5)]), the)
+    filled = texts.add_texts(Logprobs(logprob=-1.0, top=[TokenLogprob(token=king, logprob=-0.5)]), the)
     assert filled is not None
-    assert (filled.text, filled.top[0].text) == (texts.spelled(the)[0], texts.spelled(king)[0])
-    assert texts.fill(None, the) is None
+    assert (filled.text, filled.top[0].text) == (texts.get_text(the)[0], texts.get_text(king)[0])
+    assert texts.add_texts(None, the) is None

@@ -27,7 +27,7 @@ def prepare(model: Path) -> Path:
 def load(*, model: Path, threads: int, pool_mb: int, device: str) -> "Limits":
     """The threads and the device; the model does not matter."""
     torch.set_num_threads(threads)
-    native = library.load() if device == "cpu" else None
+    native = library.load_library() if device == "cpu" else None
     if native is not None:
         native.set_threads(threads)
     return Limits(device, native)

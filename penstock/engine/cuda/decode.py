@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.batch import Batch
-from penstock.engine.cuda.copies import Mark
-from penstock.engine.cuda.varlen import Part, VarlenStep, Windows, bucket
+from penstock.engine.cuda.copies import CopyEvent
+from penstock.engine.cuda.varlen import VarlenCall, VarlenStep, Windows, pad_to_power_of_two
 from penstock.engine.scheduler import Plan
 from penstock.engine.sequence import Sequence
 from penstock.engine.storage import KVStorage
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 Compute = Callable[[Batch], Tensor]
 """The model's forward pass: logits of all rows, [T, vocabulary]."""
 
-TOLERANCE = 0.01
+MAX_RELATIVE_ERROR = 0.01
 """How far a replayed step's logits may be off: root mean square, as a share of theirs."""
 
 
-class HostRows:
+class HostInputs:
     """The inputs of a decode step on the host, a row a sequence. A row is written only as far as it changed."""
 
     def __init__(self, capacity: int, width: int, block_size: int, spare: int, *, pinned: bool) -> None:
@@ -47,24 +47,24 @@ class HostRows:
         self._arrays = self.numbers.numpy(), self.lengths.numpy(), self.tables.numpy()
         self._arrays[0][2] = spare
 
-    def fill(self, seqs: list[Sequence], size: int) -> int:
+    def write_step(self, seqs: list[Sequence], size: int) -> int:
         """Write the next token's row for each sequence, and padding up to `size`; how many rows had to be written."""
-        num_written = self.prepare(seqs)
+        num_written = self.write_known_rows(seqs)
         assert self._positions[: len(seqs)] == [seq.num_computed_tokens for seq in seqs], "a row without its block"
         self._arrays[0][0, : len(seqs)] = [seq.token_ids[seq.num_computed_tokens] for seq in seqs]
         for row in range(len(seqs), size):
-            num_written += self._write(row, [], 0)
+            num_written += self._write_row(row, [], 0)
         return num_written
 
-    def prepare(self, seqs: list[Sequence]) -> int:
+    def write_known_rows(self, seqs: list[Sequence]) -> int:
         """The same without the tokens; a sequence whose next block is not there yet is left out."""
         return sum(
-            self._write(row, seq.block_table, seq.num_computed_tokens)
+            self._write_row(row, seq.block_table, seq.num_computed_tokens)
             for row, seq in enumerate(seqs)
             if seq.num_computed_tokens < len(seq.block_table) * self._block_size
         )
 
-    def _write(self, row: int, blocks: list[int], position: int) -> bool:
+    def _write_row(self, row: int, blocks: list[int], position: int) -> bool:
         if self._positions[row] == position and self._blocks[row] is blocks:
             return False
         is_padding = not blocks
@@ -87,13 +87,13 @@ class HostRows:
 class Recorder(Protocol):
     """Records work on the device."""
 
-    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record_graph(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """What does the same work again on the same tensors, and returns its result in the same place.
 
         Raises `RuntimeError` for work that cannot be recorded: if it waits for the device, or copies from it.
         """
 
-    def mark(self) -> Mark:
+    def record_event(self) -> CopyEvent:
         """The end of what is queued now."""
 
 
@@ -105,7 +105,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record_graph(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -117,9 +117,9 @@ class CudaRecorder:
 
         return replay
 
-    def mark(self) -> Mark:
+    def record_event(self) -> CopyEvent:
         """See `Recorder`."""
-        mark: Mark = torch.cuda.current_stream(self._device).record_event()
+        mark: CopyEvent = torch.cuda.current_stream(self._device).record_event()
         return mark
 
 
@@ -142,78 +142,78 @@ class DecodeGraphs:
     ) -> None:
         """`max_blocks`: of one sequence. `spare`: the block for padding."""
         self._storage, self._windows, self._recorder = storage, windows, recorder
-        self._device, capacity = storage.data.device, bucket(max_batch)
-        rows = partial(HostRows, capacity, max_blocks, storage.layout.block_size, spare)
-        self._hosts = [rows(pinned=self._device.type == "cuda") for _ in range(2)]
-        self._marks: list[Mark | None] = [None, None]
+        self._device, capacity = storage.data.device, pad_to_power_of_two(max_batch)
+        rows = partial(HostInputs, capacity, max_blocks, storage.layout.block_size, spare)
+        self._host_inputs = [rows(pinned=self._device.type == "cuda") for _ in range(2)]
+        self._copy_events: list[CopyEvent | None] = [None, None]
         """The ends of the last copies from them."""
         self._turn = 0
         self._numbers, self._lengths, self._tables = (
             tensor.to(self._device, copy=True)
-            for tensor in (self._hosts[0].numbers, self._hosts[0].lengths, self._hosts[0].tables)
+            for tensor in (self._host_inputs[0].numbers, self._host_inputs[0].lengths, self._host_inputs[0].tables)
         )
         self._starts = torch.arange(capacity + 1, dtype=torch.int32, device=self._device)
         self._replays: dict[int, Callable[[], Tensor]] = {}
-        self._works = True
+        self._is_enabled = True
 
-    def suits(self, plan: Plan) -> bool:
+    def can_run(self, plan: Plan) -> bool:
         """Whether every sequence computes its last token, and only that."""
-        return self._works and all(seq.num_pending_tokens == 1 for seq, _ in plan)
+        return self._is_enabled and all(seq.num_pending_tokens == 1 for seq, _ in plan)
 
-    def run(self, seqs: list[Sequence], compute: Compute) -> Tensor:
+    def run_step(self, seqs: list[Sequence], compute: Compute) -> Tensor:
         """Logits, in the order of the sequences: [at least as many rows, vocabulary], valid until the next step."""
-        size = bucket(len(seqs))
-        self._upload(seqs, size)
+        size = pad_to_power_of_two(len(seqs))
+        self._upload_inputs(seqs, size)
         replay = self._replays.get(size)
         if replay is not None:
             return replay()
-        logits = self._work(size, compute)
+        logits = self._compute_step(size, compute)
         try:
-            replay = self._recorder.record(partial(self._work, size, compute))
+            replay = self._recorder.record_graph(partial(self._compute_step, size, compute))
         except RuntimeError as error:
-            self._give_up(str(error).partition("\n")[0])
+            self._disable(str(error).partition("\n")[0])
             return logits
         right = logits[: len(seqs)].float()
         difference = (replay()[: len(seqs)].float() - right).square().mean().sqrt()
-        if bool(difference <= TOLERANCE * right.square().mean().sqrt()):
+        if bool(difference <= MAX_RELATIVE_ERROR * right.square().mean().sqrt()):
             self._replays[size] = replay
         else:
-            self._give_up("a recorded step gives other logits than it did before")
+            self._disable("a recorded step gives other logits than it did before")
         return logits
 
-    def _give_up(self, reason: str) -> None:
+    def _disable(self, reason: str) -> None:
         log.warning("decode steps are launched one kernel at a time: %s", reason)
-        self._works = False
+        self._is_enabled = False
 
-    def prepare(self, seqs: list[Sequence]) -> None:
+    def prepare_next_step(self, seqs: list[Sequence]) -> None:
         """Fill in what is known of the step after this one, if the same sequences go on."""
-        self._free_host().prepare(seqs)
+        self._wait_for_inputs().write_known_rows(seqs)
 
-    def _upload(self, seqs: list[Sequence], size: int) -> None:
-        host = self._free_host()
-        host.fill(seqs, size)
+    def _upload_inputs(self, seqs: list[Sequence], size: int) -> None:
+        host = self._wait_for_inputs()
+        host.write_step(seqs, size)
         self._numbers.copy_(host.numbers, non_blocking=True)
         self._lengths.copy_(host.lengths, non_blocking=True)
         self._tables[:size].copy_(host.tables[:size], non_blocking=True)
-        self._marks[self._turn] = self._recorder.mark()
+        self._copy_events[self._turn] = self._recorder.record_event()
         self._turn ^= 1
 
-    def _free_host(self) -> HostRows:
+    def _wait_for_inputs(self) -> HostInputs:
         """The inputs that nothing is copied from any more."""
-        mark = self._marks[self._turn]
+        mark = self._copy_events[self._turn]
         if mark is not None:
             mark.synchronize()
-        return self._hosts[self._turn]
+        return self._host_inputs[self._turn]
 
-    def _work(self, size: int, compute: Compute) -> Tensor:
+    def _compute_step(self, size: int, compute: Compute) -> Tensor:
         numbers = self._numbers[:, :size]
         batch = Batch([], self._storage.layout.block_size, self._device)
         batch.input_ids, batch.position_ids, batch.slots = numbers[0:1], numbers[1:2], (numbers[2], numbers[3])
-        part = Part(
+        part = VarlenCall(
             rows=slice(0, size),
             num_queries=size,
             starts=self._starts[: size + 1],
-            longest=1,
+            max_rows=1,
             tables=self._tables[:size],
             lengths=self._lengths[:size],
         )

@@ -9,94 +9,104 @@ import random
 import torch
 
 from penstock.engine import hooks
-from penstock.engine.attention import Attended, attend_gathered
+from penstock.engine.attention import LayerAttention, attend_gathered
 from penstock.engine.batch import Batch
-from penstock.engine.cuda.varlen import VarlenStep, Windows, parts_of
-from penstock.engine.masks import visible_of, window_of
+from penstock.engine.cuda.varlen import VarlenStep, Windows, make_calls
+from penstock.engine.masks import find_window, get_visibility
 from penstock.engine.model import LoadedModel
 from penstock.engine.sequence import Sequence
 from penstock.engine.storage import KVLayout, KVStorage, LayerShape
 from penstock.messages import Sampling
 
 DTYPES = (torch.float16, torch.bfloat16)
-TOLERANCE = 0.02
+MAX_RELATIVE_ERROR = 0.02
 """How far results may be off: root mean square, as a share of theirs."""
-NUM_READ = 6
+NUM_PROBE_TOKENS = 6
 """Tokens that the model reads to show how its layers attend."""
-MAX_LENGTH = 2048
+MAX_TRIAL_TOKENS = 2048
 """Tokens of the longest sequence of a trial. Windows longer than that are tried as far as it goes."""
 
 
 @torch.inference_mode()
-def use_varlen(model: LoadedModel) -> None:
+def enable_varlen(model: LoadedModel) -> None:
     """Let `varlen_attn` compute the attention of the layers that it can."""
     if model.dtype not in DTYPES:
         return
     tried: dict[tuple[object, ...], int | None] = {}
     windows: Windows = {}
-    for layer, how in _attended(model).items():
+    for layer, how in _watch_layers(model).items():
         shape = model.layout.by_layer[layer]
-        key = (shape.k_shape, shape.v_shape, how.heads, how.scores.scale, is_plain(how), id(how.rule), how.window)
+        key = (
+            shape.k_shape,
+            shape.v_shape,
+            how.num_heads,
+            how.scores.scale,
+            has_plain_scores(how),
+            id(how.rule),
+            how.window,
+        )
         if key not in tried:
-            tried[key] = window_if_it_agrees(model, shape, how)
+            tried[key] = try_layer(model, shape, how)
         window = tried[key]
         if window is not None:
             windows[layer] = window
-    model.varlen, model.direct = windows, frozenset(windows)
+    model.varlen_windows, model.direct_layers = windows, frozenset(windows)
 
 
-def is_plain(how: Attended) -> bool:
+def has_plain_scores(how: LayerAttention) -> bool:
     """Whether scores are scaled products, and nothing else."""
     return not how.scores.softcap and how.scores.sinks is None
 
 
-def _attended(model: LoadedModel) -> dict[int, Attended]:
+def _watch_layers(model: LoadedModel) -> dict[int, LayerAttention]:
     """How each layer attends whose K and V come to attention as the cache gave them."""
-    num_tokens = min(NUM_READ, model.context_length - 1)
-    seq = _sequence("look", num_tokens, 0)
+    num_tokens = min(NUM_PROBE_TOKENS, model.context_length - 1)
+    seq = _make_sequence("look", num_tokens, 0)
     seq.block_table = list(range(-(-num_tokens // model.layout.block_size)))
     batch = Batch([(seq, num_tokens)], model.layout.block_size, model.device)
     cache = hooks.PagedCache(KVStorage(model.layout, len(seq.block_table), model.device))
-    with hooks.running(model.module, batch):
+    with hooks.run_with_batch(model.module, batch):
         ids, positions = batch.input_ids, batch.position_ids
         model.module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-    return batch.direct
+    return batch.attention_by_layer
 
 
-def window_if_it_agrees(model: LoadedModel, shape: LayerShape, how: Attended) -> int | None:
+def try_layer(model: LoadedModel, shape: LayerShape, how: LayerAttention) -> int | None:
     """The layer's window if `varlen_attn` gives its attention over random K and V, otherwise None."""
-    visible = visible_of(how.rule, how.window)
-    window = window_of(visible, model.context_length)
-    if window is None or not is_plain(how):
+    visible = get_visibility(how.rule, how.window)
+    window = find_window(visible, model.context_length)
+    if window is None or not has_plain_scores(how):
         return None
-    length = min(model.context_length, MAX_LENGTH, max(3 * model.layout.block_size, window) + 40)
+    length = min(model.context_length, MAX_TRIAL_TOKENS, max(3 * model.layout.block_size, window) + 40)
     layout = KVLayout((shape,), model.layout.block_size, model.dtype)
-    batch = _batch(length, layout.block_size, model.device)
+    batch = _make_trial_batch(length, layout.block_size, model.device)
     storage = KVStorage(layout, 1 + max(max(seq.block_table) for seq, _ in batch.plan), model.device)
     generator = torch.Generator(model.device).manual_seed(3)
     storage.data.normal_(generator=generator)
-    size = (1, how.heads, batch.num_tokens, shape.k_shape[1])
+    size = (1, how.num_heads, batch.num_tokens, shape.k_shape[1])
     query = torch.empty(size, dtype=model.dtype, device=model.device).normal_(generator=generator)
     step = VarlenStep(
-        storage, {shape.layer: window}, parts_of(batch.plan, layout.block_size, model.device), batch.slots
+        storage, {shape.layer: window}, make_calls(batch.plan, layout.block_size, model.device), batch.slots
     )
     try:
-        mine = step.attend(shape.layer, query, how.scores.scale).float()
+        mine = step.compute_attention(shape.layer, query, how.scores.scale).float()
     except (RuntimeError, TypeError, ValueError):
         return None
-    masks = batch.gathered.masks(visible, model.dtype)
-    key, value = (hooks.gather(pool[shape.layer], batch.gathered.table) for pool in (storage.keys, storage.values))
+    masks = batch.gathered.make_masks(visible, model.dtype)
+    key, value = (
+        hooks.gather_rows(pool[shape.layer], batch.gathered.block_ids) for pool in (storage.keys, storage.values)
+    )
     right = attend_gathered(batch.gathered, (query, key, value), masks, how.scores).float()
     error, spread = (mine - right).square().mean().sqrt(), right.square().mean().sqrt()
-    return window if bool(error <= TOLERANCE * spread) else None
+    return window if bool(error <= MAX_RELATIVE_ERROR * spread) else None
 
 
-def _batch(length: int, block_size: int, device: torch.device) -> Batch:
+def _make_trial_batch(length: int, block_size: int, device: torch.device) -> Batch:
     """Three that decode, a chunk from the start and one further on; up to `length` tokens, blocks in no order."""
     plan = []
     for number, (end, num) in enumerate(((1, 1), (length // 2 + 1, 1), (length, 1), (length // 3 + 2, 0), (length, 7))):
         num_new = num or end
-        plan.append((_sequence(f"trial-{number}", end, max(0, end - num_new)), min(num_new, end)))
+        plan.append((_make_sequence(f"trial-{number}", end, max(0, end - num_new)), min(num_new, end)))
     blocks = list(range(sum(-(-len(seq.token_ids) // block_size) for seq, _ in plan)))
     random.Random(4).shuffle(blocks)
     for seq, _ in plan:
@@ -104,7 +114,7 @@ def _batch(length: int, block_size: int, device: torch.device) -> Batch:
     return Batch(plan, block_size, device)
 
 
-def _sequence(name: str, length: int, num_computed_tokens: int) -> Sequence:
+def _make_sequence(name: str, length: int, num_computed_tokens: int) -> Sequence:
     seq = Sequence(name, [0] * length, sampling=Sampling(), seed=0, max_new_tokens=1)
     seq.num_computed_tokens = num_computed_tokens
     return seq

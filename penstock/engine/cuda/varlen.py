@@ -25,13 +25,13 @@ Windows = dict[int, int]
 """Layers that `varlen_attn` computes, and how many tokens each sees back from one, that one included; 0: all."""
 
 
-def bucket(count: int) -> int:
+def pad_to_power_of_two(count: int) -> int:
     """The power of two that `count` is padded to."""
     return 1 << (count - 1).bit_length()
 
 
 @dataclass(frozen=True)
-class Part:
+class VarlenCall:
     """Sequences whose attention is one call: N of them, those that only pad included."""
 
     rows: slice
@@ -40,26 +40,26 @@ class Part:
     """Rows that the call gets: `rows` and what pads them."""
     starts: Tensor
     """Where each sequence's rows begin, and where the last one's end: int32 [N + 1]."""
-    longest: int
+    max_rows: int
     """At least the rows of the longest."""
     tables: Tensor
     """Block tables, padded with blocks that exist: int32 [N, blocks]."""
     lengths: Tensor
     """Tokens to attend to, the new ones included: int32 [N]."""
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
+    def compute_attention(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
         """Query [T, heads, size], K and V [blocks, block size, kv heads, size]: [rows, heads, size of V]."""
         mine = query[self.rows]
         num_padding = self.num_queries - len(mine)
         # Of two offsets the last tokens of queries and keys are aligned, so a single query sees all keys by itself.
-        right = 0 if window or self.longest > 1 else -1
+        right = 0 if window or self.max_rows > 1 else -1
         out = varlen_attn(
             pad(mine, (0, 0, 0, 0, 0, num_padding)) if num_padding else mine,
             keys,
             values,
             self.starts,
             self.starts,  # where keys begin is in the tables; it is not read
-            self.longest,
+            self.max_rows,
             self.tables.shape[1] * keys.shape[1],
             scale=scale,
             window_size=(window - 1, right),
@@ -74,61 +74,63 @@ class Part:
 class VarlenStep:
     """The step's batch as `varlen_attn` reads it. `slots` are block and row in it of each new token, int64 [T]."""
 
-    def __init__(self, storage: KVStorage, windows: Windows, parts: list[Part], slots: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, storage: KVStorage, windows: Windows, parts: list[VarlenCall], slots: tuple[Tensor, Tensor]
+    ) -> None:
         self.storage, self.windows = storage, windows
         self._parts, self._slots = parts, slots
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store new K and V, both [1, heads, T, size]."""
         self.storage.keys[layer].index_put_(self._slots, key[0].transpose(0, 1))
         self.storage.values[layer].index_put_(self._slots, value[0].transpose(0, 1))
 
-    def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
+    def compute_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         """Query [1, heads, T, size] over the pool: [1, T, heads, size of V]."""
         keys, values, window = self.storage.keys[layer], self.storage.values[layer], self.windows[layer]
         rows = query[0].transpose(0, 1).contiguous()
-        outputs = [part.attend(rows, keys, values, scale, window) for part in self._parts]
+        outputs = [part.compute_attention(rows, keys, values, scale, window) for part in self._parts]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
-def parts_of(plan: Plan, block_size: int, device: torch.device) -> list[Part]:
+def make_calls(plan: Plan, block_size: int, device: torch.device) -> list[VarlenCall]:
     """The sequences with one new token, then the chunks; the plan is in the batch's order."""
     singles = [seq for seq, num in plan if num == 1]
     chunks = [(seq, num) for seq, num in plan if num > 1]
     parts = []
     if singles:
-        padded = bucket(len(singles))
+        padded = pad_to_power_of_two(len(singles))
         lengths = [seq.num_computed_tokens + 1 for seq in singles] + [1] * (padded - len(singles))
         parts.append(
-            Part(
+            VarlenCall(
                 rows=slice(0, len(singles)),
                 num_queries=padded,
                 starts=to_device(range(padded + 1), device, torch.int32),
-                longest=1,
+                max_rows=1,
                 # What pads reads the first token of the first sequence, and nobody looks at what comes of it.
-                tables=_tables(singles + singles[:1] * (padded - len(singles)), lengths, block_size, device),
+                tables=_pad_block_tables(singles + singles[:1] * (padded - len(singles)), lengths, block_size, device),
                 lengths=to_device(lengths, device, torch.int32),
             )
         )
     if chunks:
         starts = [0, *accumulate(num for _, num in chunks)]
         lengths = [seq.num_computed_tokens + num for seq, num in chunks]
-        padded = bucket(starts[-1])
+        padded = pad_to_power_of_two(starts[-1])
         parts.append(
-            Part(
+            VarlenCall(
                 rows=slice(len(singles), len(singles) + starts[-1]),
                 num_queries=padded,
                 starts=to_device(starts, device, torch.int32),
-                longest=padded,
-                tables=_tables([seq for seq, _ in chunks], lengths, block_size, device),
+                max_rows=padded,
+                tables=_pad_block_tables([seq for seq, _ in chunks], lengths, block_size, device),
                 lengths=to_device(lengths, device, torch.int32),
             )
         )
     return parts
 
 
-def _tables(seqs: list[Sequence], lengths: list[int], block_size: int, device: torch.device) -> Tensor:
+def _pad_block_tables(seqs: list[Sequence], lengths: list[int], block_size: int, device: torch.device) -> Tensor:
     """Padded with the sequence's own first block: what is behind a mask is still its own."""
     held = [seq.block_table[: -(-length // block_size)] for seq, length in zip(seqs, lengths, strict=True)]
-    width = bucket(max(map(len, held)))
+    width = pad_to_power_of_two(max(map(len, held)))
     return to_device([blocks + blocks[:1] * (width - len(blocks)) for blocks in held], device, torch.int32)

@@ -33,7 +33,7 @@ def instruction_sets() -> dict[str, list[str]]:
     return {**(_X86 if platform.machine() in ("x86_64", "AMD64") else {}), "plain": []}
 
 
-def build(library: Path = LIBRARY, variants: dict[str, list[str]] | None = None) -> None:
+def build_library(library: Path = LIBRARY, variants: dict[str, list[str]] | None = None) -> None:
     """Compile and link `library`. Raises `OSError` without a compiler and `CalledProcessError` where it fails."""
     variants = variants or instruction_sets()
     listed = f"-DISAS={' '.join(f'EACH({name})' for name in variants)}"
@@ -51,4 +51,4 @@ def build(library: Path = LIBRARY, variants: dict[str, list[str]] | None = None)
 
 
 if __name__ == "__main__":
-    sys.exit(native.build_in_place(build, "the native kernels", "the engine runs without native kernels"))
+    sys.exit(native.build_in_place(build_library, "the native kernels", "the engine runs without native kernels"))

@@ -160,9 +160,9 @@ class Library:
         self.best = handle.penstock_best
         self._select = handle.penstock_select
         self.isa = ""
-        self.select(os.environ.get(ISA_VARIABLE, ""))
+        self.select_isa(os.environ.get(ISA_VARIABLE, ""))
 
-    def select(self, isa: str) -> None:
+    def select_isa(self, isa: str) -> None:
         """Run on the named instruction set from now on, or on the best there is for "".
 
         Raises `SettingsError` if that cannot run here.
@@ -174,7 +174,7 @@ class Library:
 
 
 @functools.cache
-def load() -> Library | None:
+def load_library() -> Library | None:
     """The library of this process, or None where it was not built, or for another kind of machine."""
     if not LIBRARY.is_file():
         return None

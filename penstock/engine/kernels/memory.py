@@ -7,9 +7,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-HUGE_PAGE = 2 * 2**20
-_SLAB = 64 * 2**20
-_LINE = 64
+HUGE_PAGE_BYTES = 2 * 2**20
+_MAPPING_BYTES = 64 * 2**20
+_CACHE_LINE_BYTES = 64
 
 
 class Arena:
@@ -23,31 +23,31 @@ class Arena:
         self._rest = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.Lock()
 
-    def zeros(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+    def allocate_zeros(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of zeros at the beginning of a cache line."""
         num_bytes = num_elements * dtype.itemsize
-        taken = -(-num_bytes // _LINE) * _LINE
-        if taken > _SLAB // 2:
-            return zeros(num_elements, dtype)
+        taken = -(-num_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+        if taken > _MAPPING_BYTES // 2:
+            return map_zeros(num_elements, dtype)
         with self._lock:
             if taken > len(self._rest):
-                self._rest = _mapping(_SLAB)
+                self._rest = _map_memory(_MAPPING_BYTES)
             piece, self._rest = self._rest[:num_bytes], self._rest[taken:]
         return piece.view(dtype)
 
 
-def zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
+def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
     """A flat tensor of zeros in a mapping of its own, on huge pages where the system has them."""
     num_bytes = num_elements * dtype.itemsize
-    return _mapping(num_bytes + _LINE)[:num_bytes].view(dtype)  # kernels may load the rest of a line
+    return _map_memory(num_bytes + _CACHE_LINE_BYTES)[:num_bytes].view(dtype)  # kernels may load the rest of a line
 
 
-def _mapping(num_bytes: int) -> Tensor:
+def _map_memory(num_bytes: int) -> Tensor:
     """Zeros, at least `num_bytes` bytes; where that fills huge pages, from the beginning of one on."""
-    huge = num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
-    memory = mmap.mmap(-1, max(1, num_bytes) + huge * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    huge = num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
+    memory = mmap.mmap(-1, max(1, num_bytes) + huge * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
         with suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % HUGE_PAGE :] if huge else whole
+    return whole[-whole.data_ptr() % HUGE_PAGE_BYTES :] if huge else whole

@@ -12,13 +12,13 @@ from penstock.engine.kernels import library
 from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.memory import Arena
 
-PANEL = 32
+PANEL_COLUMNS = 32
 """Output columns of a panel."""
 DTYPES = (torch.float32, torch.bfloat16)
 """What the kernels compute in."""
 
 _ARENA = Arena()
-_PIECE = 128 * PANEL  # rows of a weight that are packed before their memory is let go
+_PACKED_ROWS_PER_RELEASE = 128 * PANEL_COLUMNS  # rows of a weight that are packed before their memory is let go
 
 Release = Callable[[Tensor], None]
 """Told of each original weight after it was packed, so that its memory can go."""
@@ -51,19 +51,19 @@ class PackedLinears:
         self.outputs, self.inputs = [len(weight) for weight in weights], weights[0].shape[1]
         self.dtype = weights[0].dtype
         self._native = native
-        width = PANEL // 2 if activation else PANEL
+        width = PANEL_COLUMNS // 2 if activation else PANEL_COLUMNS
         panels = [-(-n // width) for n in self.outputs]
         firsts = [0, 0] if activation else [sum(panels[:i]) for i in range(len(panels))]
         num_panels = panels[0] if activation else sum(panels)
         units = -(-self.inputs * self.dtype.itemsize // 4)
-        self._memory = _ARENA.zeros(num_panels * units * PANEL, torch.int32)
+        self._memory = _ARENA.allocate_zeros(num_panels * units * PANEL_COLUMNS, torch.int32)
         for i, weight in enumerate(weights):
             column = width * i if activation else 0
-            for row in range(0, len(weight), _PIECE):
-                piece = weight[row : row + _PIECE]
-                self._pack(piece, firsts[i] + row // width, width, column)
+            for row in range(0, len(weight), _PACKED_ROWS_PER_RELEASE):
+                piece = weight[row : row + _PACKED_ROWS_PER_RELEASE]
+                self._pack_weight(piece, firsts[i] + row // width, width, column)
                 release(piece)
-        self._bias = _bias(linears, firsts, width, num_panels)
+        self._bias = _pack_bias(linears, firsts, width, num_panels)
         bias = self._bias.data_ptr() if self._bias is not None else None
         self.packed = library.Packed(self._memory.data_ptr(), bias, self.inputs, num_panels, self.dtype.itemsize)
         count = 1 if activation else len(weights)
@@ -74,7 +74,7 @@ class PackedLinears:
         )
         self._address = ctypes.addressof(self._args)
 
-    def _pack(self, weight: Tensor, first_panel: int, columns: int, first_column: int) -> None:
+    def _pack_weight(self, weight: Tensor, first_panel: int, columns: int, first_column: int) -> None:
         weight = weight.contiguous()
         args = library.PackArgs(
             weight.data_ptr(), weight.shape[0], self.inputs, weight.stride(0), self._memory.data_ptr(),
@@ -97,7 +97,7 @@ class PackedLinears:
         return outs
 
 
-def native_best(native: Library, scores: Tensor) -> Tensor:
+def native_argmax(native: Library, scores: Tensor) -> Tensor:
     """The column of each row's highest value, the first of equal ones: [rows, columns] to int64 [rows]."""
     found = torch.empty(len(scores), dtype=torch.int64)
     args = library.BestArgs(
@@ -114,16 +114,16 @@ def weight_of(linear: nn.Module) -> Tensor:
     return weight.detach().t() if isinstance(linear, Conv1D) else weight.detach()
 
 
-def _bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_panels: int) -> Tensor | None:
+def _pack_bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_panels: int) -> Tensor | None:
     """float32 [num_panels * 32], a number for each column of each panel; None if no layer has a bias."""
     biases = [getattr(linear, "bias", None) for linear in linears]
     if all(bias is None for bias in biases):
         return None
-    columns = torch.zeros(num_panels, PANEL // width, width)
+    columns = torch.zeros(num_panels, PANEL_COLUMNS // width, width)
     for i, (bias, first) in enumerate(zip(biases, firsts, strict=True)):
         if bias is None:
             continue
-        part = columns[first:, i if width < PANEL else 0]
+        part = columns[first:, i if width < PANEL_COLUMNS else 0]
         padded = torch.zeros(-(-len(bias) // width) * width)
         padded[: len(bias)] = bias.detach().float()
         part[: len(padded) // width] = padded.view(-1, width)
@@ -149,7 +149,7 @@ class PackedLinear(nn.Module):
             self._x, self._outs = x, outs
         return outs[0]
 
-    def take(self, index: int, x: Tensor) -> Tensor:
+    def take_output(self, index: int, x: Tensor) -> Tensor:
         """The result of the group's layer `index` for the input that the first layer has just had."""
         if self._x is not x:
             raise NotImplementedError("linear layers that had one input when they were grouped now have several")
@@ -171,7 +171,7 @@ class PackedFollower(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., inputs] to [.., outputs]."""
-        return self._first[0].take(self._index, x)
+        return self._first[0].take_output(self._index, x)
 
 
 class PackedEmbedding(nn.Module):

@@ -41,7 +41,7 @@ class PagedStep:
             blocks=self._blocks.data_ptr(), offsets=self._offsets.data_ptr(), rows=row
         )  # fmt: skip
 
-    def aim(self, layer: int, scale: float, first_key: Tensor | None) -> None:
+    def select_layer(self, layer: int, scale: float, first_key: Tensor | None) -> None:
         """Let `args` mean this layer. `first_key`: for each row the first position it sees, int32 [T]; None: 0."""
         shape = self.storage.layout.by_layer[layer]
         (kv_heads, k_size), (_, v_size) = shape.k_shape, shape.v_shape
@@ -55,7 +55,7 @@ class PagedStep:
         """Elements of a key's head."""
         return self.storage.layout.by_layer[layer].k_shape[1]
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store new K and V, both [1, heads, T, size]."""
         for x, address in zip((key, value), self.storage.addresses[layer], strict=True):
             x = x if x.stride(3) == 1 else x.contiguous()  # noqa: PLW2901
@@ -66,7 +66,7 @@ class PagedStep:
             )  # fmt: skip
             self.native.write(ctypes.addressof(args))
 
-    def attend(self, query: Tensor, sinks: Tensor | None, softcap: float | None) -> Tensor:
+    def compute_attention(self, query: Tensor, sinks: Tensor | None, softcap: float | None) -> Tensor:
         """Query [1, heads, T, size] over the pool, for the layer aimed at: [1, T, heads, size of V]."""
         query = query if query.stride(3) == 1 else query.contiguous()
         heads, args = query.shape[1], self.args

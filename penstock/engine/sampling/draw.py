@@ -13,7 +13,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingParams:
     """How one row's token is chosen. `position` counts output tokens from 0."""
 
     sampling: Sampling
@@ -23,18 +23,18 @@ class Draw:
     """The sequence so far, prompt and output. Only penalties read it."""
 
     @property
-    def output(self) -> Sequence[int]:
+    def output_token_ids(self) -> Sequence[int]:
         """The output so far."""
         return self.token_ids[len(self.token_ids) - self.position :]
 
 
-def uniform(seed: int, position: int) -> float:
+def draw_uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that `seed` and `position` alone decide: 53 bits of SplitMix64's mixing."""
-    start = _mix((seed + _GOLDEN) & _MASK)
-    return (_mix((start + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
+    start = _mix_bits((seed + _GOLDEN) & _MASK)
+    return (_mix_bits((start + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 
-def _mix(x: int) -> int:
+def _mix_bits(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)

@@ -10,66 +10,71 @@ import torch
 from torch import Tensor
 
 from penstock.engine.cuda.copies import to_device
-from penstock.engine.sampling.draw import Draw, uniform
-from penstock.engine.sampling.ranking import MAX_BY_BLOCKS, first
-from penstock.engine.sampling.shares import pick, pick_in_blocks, take, weigh, weigh_blocks
+from penstock.engine.sampling.draw import SamplingParams, draw_uniform
+from penstock.engine.sampling.ranking import MAX_BLOCKWISE_TOKENS, top_tokens
+from penstock.engine.sampling.shares import pick_index, pick_token, select_rows, sum_block_weights, to_weights
 
-_WIDTHS = (MAX_BY_BLOCKS, 4096, 2**31)
+_CANDIDATE_COUNTS = (MAX_BLOCKWISE_TOKENS, 4096, 2**31)
 """How many first tokens are looked at before more are, for the rows whose filters leave more than those."""
-_COLDEST = 1e-30
+_MIN_TEMPERATURE = 1e-30
 """float32 can divide by it; any temperature near it gives the best token."""
 
 
-def draw_at_random(scores: Tensor, draws: Sequence[Draw]) -> list[int]:
+def draw_at_random(scores: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
     """A token for each row of `scores` [rows, vocabulary], float32."""
-    whole = [row for row, draw in enumerate(draws) if not _filters(draw)]
+    whole = [row for row, draw in enumerate(draws) if not _has_filters(draw)]
     nucleus = [row for row, draw in enumerate(draws) if draw.sampling.top_p < 1 and not _has_top_k(draw, scores)]
-    filtered = [row for row, draw in enumerate(draws) if _filters(draw)]
+    filtered = [row for row, draw in enumerate(draws) if _has_filters(draw)]
     tokens = [0] * len(draws)
     totals = [0] * len(draws)
     weighed = whole + nucleus
     if weighed:
-        settings = _Columns([draws[row] for row in weighed], scores)
-        top = take(scores, weighed).amax(-1, keepdim=True)
-        blocks = weigh_blocks(scores, weighed, top, settings.temperature)
-        put(totals, weighed, blocks.sum(-1).tolist())
+        settings = _RowSettings([draws[row] for row in weighed], scores)
+        top = select_rows(scores, weighed).amax(-1, keepdim=True)
+        blocks = sum_block_weights(scores, weighed, top, settings.temperature)
+        scatter_rows(totals, weighed, blocks.sum(-1).tolist())
     if whole:
         n = len(whole)
-        ids = pick_in_blocks(take(scores, whole), blocks[:n], top[:n], settings.temperature[:n], settings.uniform[:n])
-        put(tokens, whole, ids[:, 0].tolist())
-    for width in _WIDTHS:
+        ids = pick_token(
+            select_rows(scores, whole), blocks[:n], top[:n], settings.temperature[:n], settings.uniform[:n]
+        )
+        scatter_rows(tokens, whole, ids[:, 0].tolist())
+    for width in _CANDIDATE_COUNTS:
         if filtered:
             found = _draw_filtered(
-                take(scores, filtered), [draws[row] for row in filtered], [totals[row] for row in filtered], width
+                select_rows(scores, filtered),
+                [draws[row] for row in filtered],
+                [totals[row] for row in filtered],
+                width,
             )
-            put(tokens, filtered, found)
+            scatter_rows(tokens, filtered, found)
             filtered = [row for row, token in zip(filtered, found, strict=True) if token < 0]
     return tokens
 
 
-def put(values: list[int], rows: list[int], found: list[int]) -> None:
+def scatter_rows(values: list[int], rows: list[int], found: list[int]) -> None:
     """The values of those rows."""
     for row, value in zip(rows, found, strict=True):
         values[row] = value
 
 
-def _filters(draw: Draw) -> bool:
+def _has_filters(draw: SamplingParams) -> bool:
     sampling = draw.sampling
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
-def _has_top_k(draw: Draw, scores: Tensor) -> bool:
+def _has_top_k(draw: SamplingParams, scores: Tensor) -> bool:
     return 0 < draw.sampling.top_k < scores.shape[1]
 
 
-def _draw_filtered(scores: Tensor, draws: Sequence[Draw], totals: list[int], width: int) -> list[int]:
+def _draw_filtered(scores: Tensor, draws: Sequence[SamplingParams], totals: list[int], width: int) -> list[int]:
     """A token for each row, or -1 where its filters leave more than the first `width` tokens.
 
     `totals` is what whole rows weigh, for those with top-p and no top-k.
     """
-    settings = _Columns(draws, scores)
-    values, ids = first(scores, min(width, scores.shape[1]))
-    weights = weigh(values, values[:, :1], settings.temperature)
+    settings = _RowSettings(draws, scores)
+    values, ids = top_tokens(scores, min(width, scores.shape[1]))
+    weights = to_weights(values, values[:, :1], settings.temperature)
     weights.masked_fill_(torch.arange(weights.shape[1], device=scores.device) >= settings.top_k, 0)
     reached = weights.cumsum(-1)
     top_k_seen = settings.top_k <= weights.shape[1]
@@ -83,22 +88,22 @@ def _draw_filtered(scores: Tensor, draws: Sequence[Draw], totals: list[int], wid
     whole_known = (settings.top_k == scores.shape[1]) | (settings.top_p == 1)
     complete = top_k_seen | (whole_known & (weights[:, -1:].double() < least))
     complete |= whole_known & (settings.top_p < 1) & (reached[:, -1:].double() >= limit)
-    tokens = ids.gather(1, pick(weights.masked_fill_(~inside, 0), settings.uniform))
+    tokens = ids.gather(1, pick_index(weights.masked_fill_(~inside, 0), settings.uniform))
     found: list[int] = torch.where(complete, tokens, -1)[:, 0].tolist()
     return found
 
 
-class _Columns:
+class _RowSettings:
     """The settings of some rows, each [rows, 1]."""
 
-    def __init__(self, draws: Sequence[Draw], scores: Tensor) -> None:
+    def __init__(self, draws: Sequence[SamplingParams], scores: Tensor) -> None:
         self._device = scores.device
         samplings, size = [draw.sampling for draw in draws], scores.shape[1]
-        self.temperature = self._column([max(s.temperature, _COLDEST) for s in samplings], torch.float32)
-        self.top_k = self._column([min(s.top_k or size, size) for s in samplings], torch.int64)
-        self.top_p = self._column([s.top_p for s in samplings], torch.float64)
-        self.min_p = self._column([s.min_p for s in samplings], torch.float64)
-        self.uniform = self._column([uniform(draw.seed, draw.position) for draw in draws], torch.float64)
+        self.temperature = self._to_column([max(s.temperature, _MIN_TEMPERATURE) for s in samplings], torch.float32)
+        self.top_k = self._to_column([min(s.top_k or size, size) for s in samplings], torch.int64)
+        self.top_p = self._to_column([s.top_p for s in samplings], torch.float64)
+        self.min_p = self._to_column([s.min_p for s in samplings], torch.float64)
+        self.uniform = self._to_column([draw_uniform(draw.seed, draw.position) for draw in draws], torch.float64)
 
-    def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    def _to_column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return to_device(values, self._device, dtype)[:, None]

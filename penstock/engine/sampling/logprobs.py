@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.engine.sampling.draw import Draw
-from penstock.engine.sampling.ranking import first
-from penstock.engine.sampling.shares import SCALE, weigh_blocks
+from penstock.engine.sampling.draw import SamplingParams
+from penstock.engine.sampling.ranking import top_tokens
+from penstock.engine.sampling.shares import WEIGHT_SCALE, sum_block_weights
 from penstock.messages import MIN_LOGPROB, Logprobs, TokenLogprob
 
 
-def logprobs(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> list[Logprobs | None]:
+def compute_logprobs(logits: Tensor, draws: Sequence[SamplingParams], tokens: Sequence[int]) -> list[Logprobs | None]:
     """What each row of `logits` [rows, vocabulary] that asks for it says of its chosen token and of its likeliest ones.
 
     Natural logarithms, to six decimals; in order, of equal ones the lowest id first.
@@ -25,18 +25,18 @@ def logprobs(logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]) -> li
     scores = logits[rows].float()
     ones = torch.ones(len(rows), 1, device=scores.device)
     most = max(count for _, count in counts if count is not None)
-    values, ids = first(scores, min(max(most, 1), scores.shape[1]))
-    totals = weigh_blocks(scores, list(range(len(rows))), values[:, :1], ones).sum(-1)
+    values, ids = top_tokens(scores, min(max(most, 1), scores.shape[1]))
+    totals = sum_block_weights(scores, list(range(len(rows))), values[:, :1], ones).sum(-1)
     chosen = scores.gather(1, torch.tensor([[tokens[row]] for row in rows], device=scores.device))
     lines = zip(rows, chosen[:, 0].tolist(), values.tolist(), ids.tolist(), totals.tolist(), strict=True)
     for row, value, best, best_ids, total in lines:
-        shift = best[0] + math.log(max(total, 1) / SCALE)
+        shift = best[0] + math.log(max(total, 1) / WEIGHT_SCALE)
         pairs = list(zip(best_ids, best, strict=True))[: draws[row].sampling.logprobs]
-        top = [TokenLogprob(token=token, logprob=_rounded(score - shift)) for token, score in pairs]
-        found[row] = Logprobs(logprob=_rounded(value - shift), top=top)
+        top = [TokenLogprob(token=token, logprob=_round_logprob(score - shift)) for token, score in pairs]
+        found[row] = Logprobs(logprob=_round_logprob(value - shift), top=top)
     return found
 
 
-def _rounded(logprob: float) -> float:
+def _round_logprob(logprob: float) -> float:
     """As it goes on the wire, which has no infinity."""
     return min(0.0, max(MIN_LOGPROB, round(logprob, 6)))

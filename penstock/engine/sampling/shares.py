@@ -3,59 +3,59 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.sampling.ranking import by_block, in_blocks
+from penstock.engine.sampling.ranking import gather_blocks, reduce_blocks
 
-SCALE = 2.0**40
+WEIGHT_SCALE = 2.0**40
 """The weight of a row's best token; a token 10^12 times less likely has none. 2^22 tokens can be added up."""
-_CHUNK = 2**18
+_CHUNK_SCORES = 2**18
 """Scores weighed at once: what comes between stays in the processor's cache."""
 
 
-def take(scores: Tensor, rows: list[int]) -> Tensor:
+def select_rows(scores: Tensor, rows: list[int]) -> Tensor:
     """Those rows, in that order; no copy if they are all as they are."""
-    return scores if _are_all(rows, scores) else scores[rows]
+    return scores if _is_every_row(rows, scores) else scores[rows]
 
 
-def _are_all(rows: list[int], scores: Tensor) -> bool:
+def _is_every_row(rows: list[int], scores: Tensor) -> bool:
     return rows == list(range(len(scores)))
 
 
-def weigh(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+def to_weights(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     """Weights (int64) of float32 scores [rows, n]. `top`, the row's best score, and `temperature` are [rows, 1]."""
-    return (scores - top).div_(temperature).exp_().mul_(SCALE).long()
+    return (scores - top).div_(temperature).exp_().mul_(WEIGHT_SCALE).long()
 
 
-def weigh_blocks(scores: Tensor, rows: list[int], top: Tensor, temperature: Tensor) -> Tensor:
+def sum_block_weights(scores: Tensor, rows: list[int], top: Tensor, temperature: Tensor) -> Tensor:
     """What the tokens of each block of `scores[rows]` weigh together: [rows, blocks]."""
-    step = max(1, _CHUNK // scores.shape[1])
-    found, is_whole = [], _are_all(rows, scores)
+    step = max(1, _CHUNK_SCORES // scores.shape[1])
+    found, is_whole = [], _is_every_row(rows, scores)
     for begin in range(0, len(rows), step):
         chunk = slice(begin, begin + step)
         part = scores[chunk] if is_whole else scores[rows[chunk]]
-        found.append(by_block(weigh(part, top[chunk], temperature[chunk]), lambda block: block.sum(-1)))
+        found.append(reduce_blocks(to_weights(part, top[chunk], temperature[chunk]), lambda block: block.sum(-1)))
     return torch.cat(found)
 
 
-def pick(weights: Tensor, uniform: Tensor) -> Tensor:
+def pick_index(weights: Tensor, uniform: Tensor) -> Tensor:
     """Where in each row the share `uniform` (float64, [0, 1), [rows, 1]) of its weight is reached: [rows, 1]."""
-    return _passed(weights, _share(weights, uniform))
+    return _index_reaching(weights, _target_weight(weights, uniform))
 
 
-def pick_in_blocks(scores: Tensor, blocks: Tensor, top: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+def pick_token(scores: Tensor, blocks: Tensor, top: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """`pick` over whole rows [rows, vocabulary] whose blocks weigh `blocks`: token ids [rows, 1]."""
-    wanted = _share(blocks, uniform)
-    block = _passed(blocks, wanted)
+    wanted = _target_weight(blocks, uniform)
+    block = _index_reaching(blocks, wanted)
     before = (blocks.cumsum(-1) - blocks).gather(1, block)
-    found, ids = in_blocks(scores, block)
-    place = _passed(weigh(found, top, temperature), wanted - before)
+    found, ids = gather_blocks(scores, block)
+    place = _index_reaching(to_weights(found, top, temperature), wanted - before)
     return ids.gather(1, place).clamp_(max=scores.shape[1] - 1)
 
 
-def _share(weights: Tensor, uniform: Tensor) -> Tensor:
+def _target_weight(weights: Tensor, uniform: Tensor) -> Tensor:
     total = weights.sum(-1, keepdim=True)
     return torch.minimum((total.double() * uniform).long(), total - 1)
 
 
-def _passed(weights: Tensor, wanted: Tensor) -> Tensor:
+def _index_reaching(weights: Tensor, wanted: Tensor) -> Tensor:
     """Where the running sum first exceeds `wanted`: never at a weight of zero."""
     return (weights.cumsum(-1) <= wanted).sum(-1, keepdim=True).clamp_(max=weights.shape[1] - 1)
