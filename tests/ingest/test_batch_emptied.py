@@ -9,40 +9,38 @@ import httpx
 import openai
 import pytest
 
-from penstock.local.processes import Child, find_free_port
+from penstock.local.processes import Child
 from penstock.local.stack import Stack
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
 from sim.forked import fork_process
 from tests.ingest.batch_files import each_once, finished, lines, read, read_file, result_ids, row, run_of
-from tests.ingest.gateways import wait_until_ready
+from tests.ingest.gateways import GatewayProcess
 from tests.ingest.impatient import penstock
 
 ROWS, SHORT = 40, 24
 """Some are answered soon, the others one after the other."""
 
 
+def settings(folder: Path) -> dict[str, str]:
+    return {"BATCH_STORE": str(folder / "files"), "BATCH_LOOK_S": "0.2"}
+
+
 def start(line: Stack, folder: Path, *command: str) -> Child:
     """A command that asks again soon what is silent."""
-    environment = {
-        **os.environ,
-        "PENSTOCK_PIPELINE": line.addresses.pipeline,
-        "PENSTOCK_STREAM_URL": line.addresses.stream_url,
-        "PENSTOCK_BATCH_STORE": str(folder / "files"),
-        "PENSTOCK_BATCH_LOOK_S": "0.2",
-    }
+    given = settings(folder) | {"PIPELINE": line.addresses.pipeline, "STREAM_URL": line.addresses.stream_url}
+    environment = os.environ | {f"PENSTOCK_{name}": value for name, value in given.items()}
     return fork_process(command[0], folder / f"{command[0]}.log", penstock, *command, environment=environment)
 
 
 @pytest.fixture
 def own(line: Stack, tmp_path: Path) -> Iterator[openai.OpenAI]:
     """The SDK at a gateway with a folder of its own."""
-    port = find_free_port()
-    gateway, address = start(line, tmp_path, "gateway", "--port", str(port)), f"http://127.0.0.1:{port}"
-    wait_until_ready(gateway, port)
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60) as sdk:
+    with (
+        GatewayProcess(line.addresses, tmp_path, settings(tmp_path), penstock) as gateway,
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=60) as sdk,
+    ):
         yield sdk
-    gateway.stop()
 
 
 def emptied(line: Stack) -> None:

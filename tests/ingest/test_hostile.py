@@ -1,9 +1,7 @@
 """What strangers may send to a running gateway, over plain sockets: a clear error each, and it goes on."""
 
 import json
-import os
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,11 +18,11 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.ingest.keys import KeyBook, write_book_file
 from penstock.ingest.tenants import TenantEntry, make_key
-from penstock.local.processes import Child, find_free_port, start_child
 from penstock.messages import Request, Result, Usage, decode_message
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
+from tests.ingest.gateways import GatewayProcess
 
 MB = 2**20
 MODEL = "hostile-demo"
@@ -62,8 +60,8 @@ class Door:
     """A gateway process, two tenants, and the pipeline behind it, whose requests nobody takes."""
 
     def __init__(self, pipeline: Pipeline, redis_url: str, folder: Path) -> None:
-        self.port, self.pipeline = find_free_port(), pipeline
-        self.bus = connect(Addresses(kafka="", stream_url=redis_url, pipeline=pipeline.name), BusSettings())
+        self.pipeline, addresses = pipeline, Addresses(kafka="", stream_url=redis_url, pipeline=pipeline.name)
+        self.bus = connect(addresses, BusSettings())
         self.bus.create_topics()
         self.acme, acme_id, acme = make_key("acme")
         self.other, other_id, other = make_key("other")
@@ -76,23 +74,19 @@ class Door:
                 keys={acme_id: acme, other_id: other, slow_id: slow},
             ),
         )
-        own = {"STREAM_URL": redis_url, "PIPELINE": pipeline.name, "GATEWAY_KEYS": str(folder / "keys.json")}
-        own |= {f"GATEWAY_{name}": value for name, value in LIMITS.items()}
-        environment = os.environ | {f"PENSTOCK_{name}": value for name, value in own.items()}
-        command = [sys.executable, "-m", "penstock.cli.main", "gateway", "--port", str(self.port)]
-        self.process: Child = start_child(command, name="gateway", log=folder / "gateway.log", environment=environment)
-        wait_until(self.is_well, 60, "the gateway answers")
+        limits = {f"GATEWAY_{name}": value for name, value in LIMITS.items()}
+        self.gateway = GatewayProcess(addresses, folder, limits | {"GATEWAY_KEYS": str(folder / "keys.json")})
 
     def is_well(self) -> bool:
         """Whether it answers somebody else."""
-        assert self.process.is_alive(), self.process.read_log_tail()
+        assert self.gateway.process.is_alive(), self.gateway.process.read_log_tail()
         try:
             return self.ask(request("GET", "/healthz", {})).status == 200
         except OSError:
             return False
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), 10)
+        return socket.create_connection(("127.0.0.1", self.gateway.port), 10)
 
     def ask(self, raw: bytes, timeout_s: float = 20) -> Reply:
         """Send bytes and read the answer."""
@@ -146,14 +140,14 @@ def door(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
     with beat:
         found = Door(pipeline, redis_url, tmp_path_factory.mktemp("hostile"))
         yield found
-        found.process.kill()
+        found.gateway.process.kill()
 
 
 @pytest.fixture(autouse=True)
 def unharmed(door: Door) -> Iterator[None]:
     yield
     assert door.is_well()
-    assert b"Traceback" not in Path(door.process.log or "").read_bytes()
+    assert b"Traceback" not in door.gateway.log.read_bytes()
 
 
 # Time.

@@ -1,7 +1,6 @@
 """Gateways and workers killed in the middle of a stream: its reader gets all of it, and nothing twice."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ import pytest
 
 from penstock.client.sync import Client
 from penstock.config.settings import RecordSettings
-from penstock.local.processes import Child, find_free_port
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
 from penstock.record import Log
 from penstock.redis.client import redis_client
-from sim.forked import fork_process, run_penstock
 from tests.ingest.conftest import EventSource, Sent
-from tests.ingest.gateways import wait_until_ready
+from tests.ingest.gateways import GatewayProcess
 
 ASKED: dict[str, Any] = {"model": "demo", "prompt": "And the king", "max_tokens": 300, "temperature": 0.9, "seed": 3}
 
@@ -32,15 +29,10 @@ def expected(line: Stack) -> str:
 
 
 @pytest.fixture
-def doomed(line: Stack, tmp_path: Path) -> Iterator[tuple[str, Child]]:
+def doomed(line: Stack, tmp_path: Path) -> Iterator[GatewayProcess]:
     """A gateway beside the stack's own."""
-    port = find_free_port()
-    own = {"PENSTOCK_STREAM_URL": line.addresses.stream_url, "PENSTOCK_PIPELINE": line.addresses.pipeline}
-    log = tmp_path / "doomed.log"
-    child = fork_process("doomed", log, run_penstock, "gateway", "--port", str(port), environment=os.environ | own)
-    wait_until_ready(child, port)
-    yield f"127.0.0.1:{port}", child
-    child.stop()
+    with GatewayProcess(line.addresses, tmp_path) as gateway:
+        yield gateway
 
 
 def posted(address: str) -> tuple[EventSource, Iterator[Sent]]:
@@ -60,12 +52,11 @@ def told_until_killed(events: Iterator[Sent]) -> list[Sent]:
 
 
 def test_a_stream_goes_on_at_another_gateway_after_the_first_was_killed(
-    line: Stack, doomed: tuple[str, Child], expected: str
+    line: Stack, doomed: GatewayProcess, expected: str
 ) -> None:
-    address, gateway = doomed
-    source, events = posted(address)
+    source, events = posted(doomed.address)
     told = [next(events) for _ in range(20)]
-    gateway.kill()
+    doomed.process.kill()
     told += told_until_killed(events)
     assert told[-1].data != "[DONE]"
     source.address, source.path = line.gateway_url.removeprefix("http://"), source.answer_headers["location"]

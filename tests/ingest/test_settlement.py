@@ -1,6 +1,5 @@
 """What a request takes of its tenant's bucket: an estimate at first, in the end what it used, however it ended."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,15 +15,13 @@ from penstock.ingest.admission import Admission
 from penstock.ingest.keys import KeyBook, write_book_file
 from penstock.ingest.tenant_shares import HELD_TTL_S
 from penstock.ingest.tenants import Caller, TenantEntry, make_key
-from penstock.local.processes import Child, find_free_port
 from penstock.local.stack import Stack
 from penstock.messages import Result, Usage, decode_message
 from penstock.names import CLASSES, Pipeline, rate_key
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import async_redis_client, redis_client
 from penstock.waiting import wait_until
-from sim.forked import fork_process, run_penstock
-from tests.ingest.gateways import wait_until_ready
+from tests.ingest.gateways import GatewayProcess
 
 PER_MIN, HAS = 60_000, 5_000
 """What fits into the bucket, and what is in it at first: for most of a minute it does not flow over."""
@@ -73,29 +70,22 @@ class Bucket:
 class Door:
     """A gateway that asks for keys."""
 
-    child: Child
+    gateway: GatewayProcess
     http: httpx.Client
 
 
 @pytest.fixture(scope="module")
 def door(line: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    folder, port, (key, key_id, entry) = tmp_path_factory.mktemp("door"), find_free_port(), make_key(TENANT)
+    folder, (key, key_id, entry) = tmp_path_factory.mktemp("door"), make_key(TENANT)
     limits = TenantEntry(tokens_per_min=PER_MIN)
     write_book_file(folder / "keys.json", KeyBook(tenants={TENANT: limits}, keys={key_id: entry}))
-    own = {
-        "PENSTOCK_STREAM_URL": line.addresses.stream_url,
-        "PENSTOCK_PIPELINE": line.addresses.pipeline,
-        "PENSTOCK_GATEWAY_KEYS": str(folder / "keys.json"),
-        "PENSTOCK_BATCH_STORE": str(folder / "files"),
-    }
-    child = fork_process(
-        "gateway", folder / "log", run_penstock, "gateway", "--port", str(port), environment=os.environ | own
-    )
-    headers, url = {"authorization": f"Bearer {key}"}, f"http://127.0.0.1:{port}"
-    with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
-        wait_until_ready(child, port)
-        yield Door(child, http)
-    child.stop()
+    own = {"GATEWAY_KEYS": str(folder / "keys.json"), "BATCH_STORE": str(folder / "files")}
+    headers = {"authorization": f"Bearer {key}"}
+    with (
+        GatewayProcess(line.addresses, folder, own) as gateway,
+        httpx.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        yield Door(gateway, http)
 
 
 @pytest.fixture
@@ -156,7 +146,7 @@ async def test_what_a_killed_gateway_took_is_back_within_a_minute(line: Stack, d
     body = ASKED | GOES_ON
     with door.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         next(answer.iter_lines())
-        door.child.kill()
+        door.gateway.process.kill()
     wait_until(lambda: bucket.used() is not None, 60, "its result")
     assert bucket.taken() == estimate(body)
     assert bucket.counts()

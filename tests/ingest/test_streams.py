@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,14 +15,13 @@ import redis
 from penstock.bus.connect import connect
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
-from penstock.local.processes import Child, find_free_port, start_child
 from penstock.messages import Request, decode_message
 from penstock.names import Pipeline
 from penstock.record import Claim, Record
 from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
 from tests.ingest.conftest import EventSource
-from tests.ingest.gateways import wait_until_ready
+from tests.ingest.gateways import GatewayProcess
 from tests.record.play import decode as claim_decode
 from tests.record.play import end, say
 
@@ -39,16 +37,12 @@ class Stage:
         self.record = Record(self.server, pipeline, RecordSettings(lease_s=600))
         self.bus, self.pipeline, self.folder = connect(self.addresses, BusSettings()), pipeline, folder
         self.bus.create_topics()
-        self.address, self.gateway = self.start("first")
+        self.gateway = self.start()
+        self.address = self.gateway.address
 
-    def start(self, name: str) -> tuple[str, Child]:
+    def start(self) -> GatewayProcess:
         """A gateway that answers."""
-        port = find_free_port()
-        command = [sys.executable, "-m", "penstock.cli.main", "gateway", "--port", str(port)]
-        own = {"PENSTOCK_STREAM_URL": self.addresses.stream_url, "PENSTOCK_PIPELINE": self.pipeline.name}
-        child = start_child(command, name=name, log=self.folder / f"{name}.log", environment=os.environ | own)
-        wait_until_ready(child, port)
-        return f"127.0.0.1:{port}", child
+        return GatewayProcess(self.addresses, self.folder)
 
     def post(self, **more: Any) -> str:
         """A request's stream id; nobody reads it yet."""
@@ -87,7 +81,7 @@ def stage(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         beat.update_status(now=True, state="ready", model="scripted")
         made = Stage(redis_url, pipeline, tmp_path_factory.mktemp("stage"))
         yield made
-        assert made.gateway.stop(20) == 0
+        assert made.gateway.process.stop(20) == 0
         made.record.close()
         made.server.close()
 
@@ -273,17 +267,17 @@ def test_headers_reach_the_request(stage: Stage) -> None:
 
 
 def test_a_gateway_that_stops_sends_its_readers_elsewhere(stage: Stage) -> None:
-    address, leaving = stage.start("leaving")
+    leaving = stage.start()
     stream_id = stage.post()
     claim = stage.says(stream_id, 1)
-    source = EventSource(address, f"/v1/streams/{stream_id}")
+    source = EventSource(leaving.address, f"/v1/streams/{stream_id}")
     events = source.connect()
     first = next(events)
-    leaving.send_signal(signal.SIGTERM)
+    leaving.process.send_signal(signal.SIGTERM)
     (told,) = events
     assert (told.event, told.body["error"]["code"]) == ("error", "gateway_stopping")
     assert source.last_event_id == first.id, "the place in the stream stays"
-    assert leaving.wait(20) == 0
+    assert leaving.process.wait(20) == 0
     say(stage.record, claim, [1])
     stage.record.finish(claim, end())
     rest = list(stage.source(stream_id, source.last_event_id).connect())

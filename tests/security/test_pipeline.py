@@ -1,18 +1,17 @@
 """The pipeline on servers that demand TLS, users and rights: whole, and with the least rights that work."""
 
-import json
 import os
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import RecordSettings, load_settings
-from penstock.local.processes import Child, find_free_port
+from penstock.local.processes import Child
 from penstock.names import Pipeline
 from penstock.ops.status import read_worker_status
 from penstock.record import Record
@@ -22,6 +21,7 @@ from sim.forked import fork_process, run_penstock
 from sim.line import InProcessPipeline
 from sim.workload import ENGINE_SETTINGS, compute_answers, make_requests
 from tests.commands import Terminal
+from tests.ingest.gateways import GatewayProcess
 from tests.pipeline.checks import Streams, check_results, check_streams, results_of
 from tests.pipeline.site import submit
 from tests.record.play import die, end, prefill
@@ -128,7 +128,7 @@ def test_the_processes(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with site.admin() as admin, workers(tmp_path, access["penstock-worker"]) as children:
         admin.acl_log_reset()
         wait_until(lambda: are_ready(addresses), 120, "both workers are ready", every_s=0.05)
-        ask_gateway(terminal, tmp_path, access["penstock-gateway"])
+        ask_gateway(terminal, tmp_path, addresses, access["penstock-gateway"])
         assert admin.acl_log() == [], "every right that is used is given"
         change("another")
         try:
@@ -158,34 +158,15 @@ def kafka(site: Site, bus: str, user: str) -> dict[str, str]:
     return site.kafka_access(user, bus)
 
 
-def ask_gateway(terminal: Terminal, directory: Path, access: dict[str, str]) -> None:
+def ask_gateway(terminal: Terminal, directory: Path, addresses: Addresses, access: dict[str, str]) -> None:
     """A stream over a gateway whose keys are in that Redis; who may not see the keys is refused."""
     keyed = access | {"PENSTOCK_GATEWAY_KEYS": "redis", "PENSTOCK_BATCH_STORE": str(directory / "files")}
     made = terminal("keys", "create", "acme", **keyed)
     key = next(word for word in made.stdout.split() if word.startswith("psk_"))
-    port = find_free_port()
-    gateway = fork_process(
-        "gateway", directory / "gateway", run_penstock, "gateway", "--port", str(port),
-        environment={**os.environ, **keyed},
-    )  # fmt: skip
+    settings = {name.removeprefix("PENSTOCK_"): value for name, value in keyed.items()}
     body = {"model": "demo", "prompt": "In the beginning", "max_tokens": 8, "stream": True}
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    asked = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers, method="POST"
-    )
-
-    def answers() -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2) as reply:
-                return bool(reply.status == 200)
-        except OSError:
-            return False
-
-    try:
-        wait_until(answers, 60, "the gateway answers", every_s=0.05)
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            assert answer.read().rstrip().endswith(b"data: [DONE]")
-        assert gateway.stop(30) == 0, gateway.read_log_tail()
-    finally:
-        if gateway.is_alive():
-            gateway.kill()
+    with GatewayProcess(addresses, directory, settings) as gateway:
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.text.rstrip().endswith("data: [DONE]")
+        assert gateway.process.stop(30) == 0, gateway.process.read_log_tail()
