@@ -28,7 +28,7 @@ def check_kafka(addresses: "Addresses", pipeline: Pipeline, role: Role | None) -
     admin = AdminClient(settings | {"error_cb": errors.append})
     end = time.monotonic() + MAX_WAIT_S
     while time.monotonic() < end:
-        with contextlib.suppress(KafkaException):
+        with contextlib.suppress(KafkaException, TimeoutError):
             admin.list_topics(timeout=ATTEMPT_TIMEOUT_S)
             _check_rights(admin, addresses, pipeline, role)
             return

@@ -53,10 +53,10 @@ def plan_kill(seed: int, bus: Bus, stage: Stage, name: str, life: int) -> KillPl
     random.Random(f"{seed}/{name}").shuffle(order)
     chance = random.Random(f"{seed}/{name}/{life}")
     point = order[life % len(order)]
-    after_s = 6.0 if point in RARE_POINTS else 3.0
+    after_s = 6.0 if point in RARE_POINTS else 4.0
     if chance.random() < 0.12:
         point, after_s = ANY_TIME, chance.uniform(0.0, 2.0)
-    passage = chance.randint(1, 25) if point.endswith(FREQUENT_POINTS) else chance.choice([1, 1, 1, 2, 3])
+    passage = chance.randint(1, 50) if point.endswith(FREQUENT_POINTS) else chance.choice([1, 1, 2, 3, 5])
     passage = 1 if point in RARE_POINTS else passage
     pause_s = chance.choice([2.0, 5.0]) if chance.random() < 0.08 else 0.0
     return KillPlan(point, passage, after_s, pause_s)

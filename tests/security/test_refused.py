@@ -1,15 +1,18 @@
 """Who is not let in is told why in one line, soon, which setting to look at, and no password."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import redis
+from confluent_kafka import TopicCollection
 
 from penstock.config.addresses import Addresses
 from penstock.errors import AccessRefused
-from penstock.names import Role
+from penstock.names import Pipeline, Role
 from penstock.ops.access import check_access
+from penstock.ops.kafka_access import check_kafka
 from tests.commands import Terminal
 from tests.security.conftest import PASSWORDS, Site
 from tests.security.servers import REDIS_ACL_FILE, USERS
@@ -186,3 +189,17 @@ def test_a_client_may_neither_forge_nor_look_at_keys(site: Site, command: tuple[
     paths = {"ssl_ca_certs": ca, "ssl_certfile": str(site.certificate), "ssl_keyfile": str(site.key)}
     with redis.Redis.from_url(url, **paths) as client, pytest.raises(redis.exceptions.NoPermissionError):
         client.execute_command(*command)
+
+
+def test_a_broker_that_goes_away_while_rights_are_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def __init__(self, settings: dict[str, Any]) -> None: ...
+        def poll(self, timeout: float) -> None: ...
+        def list_topics(self, timeout: float) -> None: ...
+
+        def describe_topics(self, topics: TopicCollection, **_: bool) -> dict[str, Future[None]]:
+            return {"requests": Future()}
+
+    monkeypatch.setattr("penstock.ops.kafka_access.AdminClient", Gone)
+    monkeypatch.setattr("penstock.ops.kafka_access.MAX_WAIT_S", 0.05)
+    check_kafka(Addresses(kafka="localhost:1"), Pipeline("p"), "prefill")  # work begins, and waits for the broker
