@@ -1,15 +1,17 @@
-"""Named places in both workers where a process can be told to fail: between the numbered steps, and inside of them.
+"""Named places in the code where tests let a process fail: between the numbered steps of a protocol, and inside them.
 
-`PENSTOCK_FAILPOINTS=prefill.4.appended=kill@3,decode.7.sent=stop` makes a worker kill itself when it comes the third
-time to the place after step 4, and stop (as by SIGSTOP) when it first comes to the one after a step's tokens were sent.
+Kills and stops are ordered by a setting: `PENSTOCK_FAILPOINTS=prefill.4.appended=kill@3,decode.7.sent=stop` makes a
+worker kill itself when it passes the point after step 4 for the third time, and stop (as by SIGSTOP) when it first
+passes the point after a step's tokens were sent. A test can also arm a point of its own process with any action.
 """
 
 import itertools
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.errors import SettingsError
 from penstock.names import Stage
@@ -28,8 +30,31 @@ KAFKA_PREFILL = ("kafka.2.acknowledged", "kafka.3.finished")
 KAFKA_DECODE = ("kafka.3.written", "kafka.4.offsets", "kafka.5.committed")
 """Inside of a settlement on Kafka: of the prefill stage, and of the decode stage, where it is a transaction."""
 METER = ("meter.1.read", "meter.2.counted")
-POINTS = (*PREFILL, *DECODE, *SETTLER, *KAFKA_PREFILL, *KAFKA_DECODE, *METER)
-"""All of them, named after the steps in the loops' docstrings and in `KafkaMember`."""
+SHARED = (
+    "shared.open.1", "shared.open.2", "shared.open.4",
+    "shared.put.1.1", "shared.put.1.2", "shared.put.1", "shared.put.2", "shared.put.3", "shared.put.4",
+    "shared.put.5.1", "shared.put.5.2", "shared.put.5",
+    "shared.forget.1", "shared.forget.2", "shared.forget.3",
+    "shared.lease.1", "shared.lease.2",
+    "shared.release.1", "shared.release.2",
+    "shared.rebuild.1", "shared.rebuild.2", "shared.rebuild.3", "shared.rebuild.4",
+    "shared.allocate.1", "shared.allocate.2", "shared.allocate.3", "shared.allocate.4",
+    "shared.get.1", "shared.get.2", "shared.get.3",
+)  # fmt: skip
+"""The shared memory tier: steps of `kvstore/tiers/shared.py`, `kvstore/arena/file.py` and `kvstore/arena/growth.py`."""
+DISK = (
+    "disk.open.1", "disk.open.2", "disk.open.3",
+    "disk.put.1.1", "disk.put.1.2", "disk.put.1", "disk.put.2.1", "disk.put.2", "disk.put.3",
+    "disk.put.4.1", "disk.put.4.2", "disk.put.4.3", "disk.put.4",
+    "disk.evict.1", "disk.evict.2",
+    "disk.lease.1", "disk.lease.2",
+    "disk.release.1", "disk.release.2",
+    "disk.remove.1", "disk.remove.2", "disk.remove.3",
+    "disk.get.1", "disk.get.2", "disk.get.3",
+)  # fmt: skip
+"""The disk tier: steps of `kvstore/tiers/disk.py` and `kvstore/directory/directory.py`."""
+POINTS = (*PREFILL, *DECODE, *SETTLER, *KAFKA_PREFILL, *KAFKA_DECODE, *METER, *SHARED, *DISK)
+"""All points. They are named after the steps in the docstrings of the loops, of `KafkaMember` and of the tiers."""
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _ORDER = re.compile(r"(?P<point>[a-z0-9.]+)=(?P<what>kill|stop)(?:@(?P<passage>[1-9][0-9]{0,8}))?")
@@ -37,8 +62,9 @@ _ORDER = re.compile(r"(?P<point>[a-z0-9.]+)=(?P<what>kill|stop)(?:@(?P<passage>[
 
 @dataclass
 class _Armed:
-    what: str
-    passage: int
+    action: Callable[[], object]
+    passage: int | None
+    """The passage at which the action is called; None: at each."""
     passages: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
 
@@ -46,23 +72,34 @@ _armed: dict[str, _Armed] = {}
 
 
 def arm(orders: str) -> None:
-    """Take orders, instead of those there were; raises `SettingsError` for what cannot be one."""
-    _armed.clear()
+    """Arm points as `PENSTOCK_FAILPOINTS` orders it. Raises `SettingsError` for an order that cannot be read."""
     for order in filter(None, orders.split(",")):
         match = _ORDER.fullmatch(order)
         if match is None or match["point"] not in POINTS:
             raise SettingsError(f"PENSTOCK_FAILPOINTS: {order!r} is not POINT=kill or POINT=stop, with @N or without")
-        _armed[match["point"]] = _Armed(match["what"], int(match["passage"] or 1))
+        passage = int(match["passage"] or 1)
+        arm_action(match["point"], partial(_send_signal, match["point"], match["what"], passage), passage)
+
+
+def arm_action(point: str, action: Callable[[], object], passage: int | None = None) -> None:
+    """Call `action` when this process comes to `point` for the `passage`-th time, or each time that it does."""
+    assert point in POINTS, point
+    _armed[point] = _Armed(action, passage)
+
+
+def disarm() -> None:
+    """Disarm all points."""
+    _armed.clear()
 
 
 def failpoint(name: str) -> None:
-    """Fail here if that was ordered; otherwise, and always outside of tests, go on."""
+    """Do what this point is armed with. Outside of tests that is nothing."""
     if _armed:
         _pass(name)
 
 
 def stage_failpoint(stage: Stage, *names: str) -> None:
-    """Fail at a place that both workers' loops pass: by the one of its names that is of this worker's stage."""
+    """Pass a point of the loop that both stages share: the one of its names that begins with this worker's stage."""
     if _armed:
         for name in names:
             if name.startswith(stage):
@@ -71,6 +108,10 @@ def stage_failpoint(stage: Stage, *names: str) -> None:
 
 def _pass(name: str) -> None:
     armed = _armed.get(name)
-    if armed is not None and next(armed.passages) == armed.passage:
-        os.write(2, f"failpoint {name}: {armed.what} at passage {armed.passage}\n".encode())
-        os.kill(os.getpid(), SIGNALS[armed.what])
+    if armed is not None and (armed.passage is None or next(armed.passages) == armed.passage):
+        armed.action()
+
+
+def _send_signal(name: str, what: str, passage: int) -> None:
+    os.write(2, f"failpoint {name}: {what} at passage {passage}\n".encode())
+    os.kill(os.getpid(), SIGNALS[what])

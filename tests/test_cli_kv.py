@@ -259,7 +259,7 @@ def test_an_arena_that_is_half_made_hides_no_other(host: Host) -> None:
     """Its maker was killed; it is the first in order, and one of another version the last."""
     directory, user = host.directory / "shared", os.geteuid()
     put(host.tiers["shared"], new_names(2))
-    assert children.start(arena_child.main, directory, "die", "open 2", "1").wait(60) == -9
+    assert children.start(arena_child.main, directory, "die", "shared.open.2", "1").wait(60) == -9
     (directory / "log").unlink()
     (half,) = (path for path in directory.iterdir() if not path.read_bytes()[:8].strip(b"\0"))
     half.rename(directory / f"penstock-kv-{user}-{'0' * 16}-demo")

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.kvstore import steps
+from penstock import failpoints
 from sim.small_disk import UNSHARE_COMMAND
 
 SIZE_MB, BUDGET_MB = 16, 64
@@ -75,8 +75,8 @@ class SmallDisk:
 def simulate_full_disk(disk: str) -> None:
     """Let this worker's block writes fail with ENOSPC while the disk counts as full."""
 
-    def reached(step: str) -> None:
-        if step == "put 2.1" and os.path.exists(f"{disk}/another's"):
+    def fail_if_full() -> None:
+        if os.path.exists(f"{disk}/another's"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    steps.reached = reached
+    failpoints.arm_action("disk.put.2.1", fail_if_full)

@@ -18,7 +18,7 @@ HERE = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def disarmed() -> Iterator[None]:
     yield
-    failpoints.arm("")
+    failpoints.disarm()
 
 
 def test_every_point_stands_once_in_the_code_and_no_other_does() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock import failpoints
 from penstock.client.sync import Client
 from penstock.errors import DeadlineExceeded
-from penstock.kvstore import steps
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.local.stack import WorkerSlot
 from penstock.messages import now_s
@@ -95,7 +95,7 @@ def test_one_workers_clock_is_put_forward_and_back(stack: ChaosStack, stage: str
 
 
 def test_where_nothing_can_be_mounted_the_write_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "reached", steps.reached)
+    monkeypatch.setattr(failpoints, "_armed", {})
     disk, form = SmallDisk(tmp_path), make_form("a model")
     disk.is_real = False
     simulate_full_disk(str(disk.path))

@@ -1,13 +1,11 @@
 """Processes that use a tier as tests tell them, and die or stand still at a step."""
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.kvstore import steps
+from penstock import failpoints
 from penstock.local.processes import Child
 from penstock.waiting import wait_until
 from sim.forked import fork_process
@@ -34,15 +32,8 @@ def halted(main: Main, directory: Path, step: str) -> Iterator[Child]:
 
 
 def die(step: str, times: int, live: Callable[[], None]) -> int:
-    """Be killed when `live` comes to a step for the so-manieth time; 1 if it never does."""
-    seen = []
-
-    def reached(name: str) -> None:
-        seen.append(name)
-        if name == step and seen.count(step) == times:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    steps.reached = reached
+    """Be killed when `live` comes to a step for the `times`-th time; 1 if it never does."""
+    failpoints.arm(f"{step}=kill@{times}")
     live()
     return 1
 
@@ -50,11 +41,10 @@ def die(step: str, times: int, live: Callable[[], None]) -> int:
 def halt(step: str, live: Callable[[], None], directory: Path) -> int:
     """Stand still at a step until it is killed, and say so by making the file `halted`; 1 if it never comes there."""
 
-    def reached(name: str) -> None:
-        if name == step:
-            (directory / "halted").touch()
-            threading.Event().wait()
+    def stand_still() -> None:
+        (directory / "halted").touch()
+        threading.Event().wait()
 
-    steps.reached = reached
+    failpoints.arm_action(step, stand_still)
     live()
     return 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kvstore import steps
+from penstock import failpoints
 from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.file import find_arenas, remove_arena
 from penstock.kvstore.arena.layout import W_DIRTY, WRITING
@@ -38,8 +38,8 @@ def check_sound(tier: SharedTier) -> None:
     assert check_integrity(tier.arena) == []
 
 
-ONCE = [step for step in steps.ARENA if step.startswith(("open", "allocate"))]
-DEATHS = [(step, 1) for step in steps.ARENA] + [(step, 7) for step in steps.ARENA if step not in ONCE]
+ONCE = [step for step in failpoints.SHARED if step.startswith(("shared.open", "shared.allocate"))]
+DEATHS = [(step, 1) for step in failpoints.SHARED] + [(step, 7) for step in failpoints.SHARED if step not in ONCE]
 
 
 @pytest.mark.parametrize(("step", "times"), DEATHS)
@@ -54,10 +54,21 @@ def test_killed_at_a_step(tmp_path: Path, step: str, times: int) -> None:
     assert remove_arena(arena.path)
 
 
-@pytest.mark.parametrize("step", ["put 1.2", "put 2", "put 5.1", "forget 1", "lease 1", "rebuild 2", "allocate 2"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "shared.put.1.2",
+        "shared.put.2",
+        "shared.put.5.1",
+        "shared.forget.1",
+        "shared.lease.1",
+        "shared.rebuild.2",
+        "shared.allocate.2",
+    ],
+)
 def test_killed_while_another_one_has_it_open(tmp_path: Path, step: str) -> None:
     """Who has the arena open all the time goes on too, without opening it again."""
-    tier = open_tier(tmp_path) if step != "allocate 2" else None
+    tier = open_tier(tmp_path) if step != "shared.allocate.2" else None
     assert start(tmp_path, "die", step, "1").wait(60) == -9
     tier = tier or open_tier(tmp_path)
     check_sound(tier)
@@ -70,7 +81,7 @@ def halted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Child]:
         yield child
 
 
-@pytest.mark.parametrize("halted", ["put 5.1"], indirect=True)
+@pytest.mark.parametrize("halted", ["shared.put.5.1"], indirect=True)
 def test_the_lock_of_a_dead_owner_is_free(tmp_path: Path, halted: Child) -> None:
     """It stands still with the lock in its hands, and the tables half changed; who waits goes on when it dies."""
     found: list[SharedTier] = []
@@ -84,7 +95,7 @@ def test_the_lock_of_a_dead_owner_is_free(tmp_path: Path, halted: Child) -> None
     found[0].close()
 
 
-@pytest.mark.parametrize("halted", ["put 2"], indirect=True)
+@pytest.mark.parametrize("halted", ["shared.put.2"], indirect=True)
 def test_slots_of_the_living_are_left_alone(tmp_path: Path, halted: Child) -> None:
     """While it writes, nobody takes its slots, however wanted room is; when it is dead, somebody does."""
     tier = open_tier(tmp_path)
@@ -114,7 +125,7 @@ def test_readers_and_writers_at_once(tmp_path: Path) -> None:
 def test_killed_again_and_again_while_others_work(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     workers = [start(tmp_path, "work", str(seed)) for seed in range(2)]
-    for step in ("put 5.2", "put 2", "lease 1", "forget 2"):
+    for step in ("shared.put.5.2", "shared.put.2", "shared.lease.1", "shared.forget.2"):
         assert start(tmp_path, "die", step, "3").wait(60) == -9
         assert [wrong for wrong in check_integrity(tier.arena) if "is dead" not in wrong] == []
     assert [child.wait(120) for child in workers] == [0] * 2

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock import failpoints
 from penstock.errors import KVStoreError
-from penstock.kvstore import steps
 from penstock.kvstore.directory.files import BlockFiles
 from penstock.kvstore.tiers.disk import DiskTier
 from penstock.local.processes import Child
@@ -55,8 +55,8 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 # Deaths.
 
-DEATHS = [(step, 1) for step in steps.DISK]
-DEATHS += [(step, 7) for step in steps.DISK if not step.startswith("open")]
+DEATHS = [(step, 1) for step in failpoints.DISK]
+DEATHS += [(step, 7) for step in failpoints.DISK if not step.startswith("disk.open")]
 
 
 @pytest.mark.parametrize(("step", "times"), DEATHS)
@@ -69,7 +69,9 @@ def test_killed_at_a_step(tmp_path: Path, step: str, times: int) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("step", ["put 1.1", "put 2.1", "put 4.2", "evict 2", "lease 1", "remove 2"])
+@pytest.mark.parametrize(
+    "step", ["disk.put.1.1", "disk.put.2.1", "disk.put.4.2", "disk.evict.2", "disk.lease.1", "disk.remove.2"]
+)
 def test_killed_while_another_one_has_it_open(tmp_path: Path, tier: DiskTier, step: str) -> None:
     """Who has the directory open all the time goes on too, without opening it again."""
     assert start(tmp_path, "die", step, "2").wait(60) == -9
@@ -82,7 +84,7 @@ def halted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Child]:
         yield child
 
 
-@pytest.mark.parametrize("halted", ["put 4.1"], indirect=True)
+@pytest.mark.parametrize("halted", ["disk.put.4.1"], indirect=True)
 def test_the_lock_of_a_dead_holder_is_free(tmp_path: Path, halted: Child) -> None:
     """It stands still with the lock in its hands; who waits goes on when it dies."""
     found: list[DiskTier] = []
@@ -96,7 +98,7 @@ def test_the_lock_of_a_dead_holder_is_free(tmp_path: Path, halted: Child) -> Non
     found[0].close()
 
 
-@pytest.mark.parametrize("halted", ["put 2"], indirect=True)
+@pytest.mark.parametrize("halted", ["disk.put.2"], indirect=True)
 def test_files_of_the_living_are_left_alone_and_count(tmp_path: Path, halted: Child, tier: DiskTier) -> None:
     """While it writes, its drafts count against the budget, however wanted room is; when it is dead, they go."""
     drafts = [path for path in (tmp_path / "kv" / "writers").rglob("*") if path.is_file() and path.stat().st_size > 64]
@@ -122,7 +124,7 @@ def test_two_writers_at_a_small_budget(tmp_path: Path, tier: DiskTier) -> None:
 
 def test_killed_again_and_again_while_others_work(tmp_path: Path, tier: DiskTier) -> None:
     worker = start(tmp_path, "work", "0")
-    for step in ("put 4.2", "put 2", "lease 1", "remove 1"):
+    for step in ("disk.put.4.2", "disk.put.2", "disk.lease.1", "disk.remove.1"):
         assert start(tmp_path, "die", step, "3").wait(60) == -9
         tier.release_leases("a job", keys_of(NAMES))
         tier.release_leases("another", keys_of(NAMES))

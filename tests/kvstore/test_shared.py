@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kvstore import steps
+from penstock import failpoints
 from penstock.kvstore.arena.check import check_integrity
 from penstock.kvstore.arena.layout import Geometry
 from penstock.kvstore.block import HEADER_BYTES, Block
@@ -42,18 +42,14 @@ def other(make_tier: Callable[[], SharedTier]) -> SharedTier:
 
 
 @pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object]], None]:
+def at_step() -> Iterator[Callable[[str, Callable[[], object]], None]]:
     """Does something the first time that a step is reached."""
 
-    def do(step: str, action: Callable[[], object]) -> None:
-        def reached(name: str) -> None:
-            if name == step:
-                monkeypatch.undo()
-                action()
+    def arm(step: str, action: Callable[[], object]) -> None:
+        failpoints.arm_action(step, action, passage=1)
 
-        monkeypatch.setattr(steps, "reached", reached)
-
-    return do
+    yield arm
+    failpoints.disarm()
 
 
 AtStep = Callable[[str, Callable[[], object]], None]
@@ -62,7 +58,7 @@ AtStep = Callable[[str, Callable[[], object]], None]
 # A get.
 
 
-@pytest.mark.parametrize("step", ["get 1", "get 2", "get 3"])
+@pytest.mark.parametrize("step", ["shared.get.1", "shared.get.2", "shared.get.3"])
 def test_a_slot_that_is_given_to_another_block_under_a_reader(
     tier: SharedTier, other: SharedTier, at_step: AtStep, step: str
 ) -> None:
@@ -87,7 +83,7 @@ def test_a_slot_that_is_given_away_and_back_under_a_reader(
         assert other.remove_blocks([name.hash]) == 1
         assert put(other, [name]) == [True]
 
-    at_step("get 3", away_and_back)
+    at_step("shared.get.3", away_and_back)
     assert read(tier, [name]) == [None]
     assert (tier.counters.misses, tier.counters.damaged) == (1, 0)
     assert read(tier, [name]) == [content(name)]
@@ -106,7 +102,7 @@ def test_a_half_overwritten_slot_is_a_miss(tier: SharedTier, other: SharedTier, 
         other.arena.tables.slot_memory(place.slot)[HEADER_BYTES:] = content(usurper)
         other.arena.publish_slots([(place, usurper.hash, False)])
 
-    at_step("get 1", while_it_reads)
+    at_step("shared.get.1", while_it_reads)
     assert read(tier, [name]) == [None]
     assert tier.counters.damaged == 0
     assert is_here(tier, [name, *fill]) == [False, True, True, True]
@@ -117,14 +113,14 @@ def test_a_half_overwritten_slot_is_a_miss(tier: SharedTier, other: SharedTier, 
 
 def test_the_same_block_from_two_writers_at_once(tier: SharedTier, other: SharedTier, at_step: AtStep) -> None:
     name = new_name()
-    at_step("put 4", lambda: put(other, [name]))
+    at_step("shared.put.4", lambda: put(other, [name]))
     assert put(tier, [name]) == [True]
     assert tier.read_usage().blocks == 1
     assert read(tier, [name]) == [content(name)]
     assert check_integrity(tier.arena) == []
 
 
-@pytest.mark.parametrize("step", ["put 1", "put 2", "put 3", "put 4"])
+@pytest.mark.parametrize("step", ["shared.put.1", "shared.put.2", "shared.put.3", "shared.put.4"])
 def test_nobody_finds_a_block_before_it_is_published(
     tier: SharedTier, other: SharedTier, at_step: AtStep, step: str
 ) -> None:
@@ -143,7 +139,7 @@ def test_memory_that_changes_while_it_is_copied(tier: SharedTier, at_step: AtSte
         payload[:] = b"\1" * PAYLOAD_BYTES
         is_valid[0] = False
 
-    at_step("put 1", recycled)
+    at_step("shared.put.1", recycled)
     assert tier.put([Block(name, memoryview(payload), lambda: is_valid[0])]) == [False]
     assert tier.read_usage().blocks == 0
     assert check_integrity(tier.arena) == []
@@ -175,7 +171,7 @@ def test_slots_that_others_write_are_not_taken(tier: SharedTier, other: SharedTi
     put(tier, names)
     tier.lease_blocks("a job", keys_of(names), 600)
     refused: list[bool] = []
-    at_step("put 2", lambda: refused.extend(put(other, new_names(1))))
+    at_step("shared.put.2", lambda: refused.extend(put(other, new_names(1))))
     mine = new_name()
     assert put(tier, [mine]) == [True]
     assert refused == [False]

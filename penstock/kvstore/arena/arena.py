@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import KVStoreError
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.arena.file import (
     SETTING,
     arena_path,
@@ -80,7 +80,7 @@ class Arena:
         remove_stale_arenas(directory, pipeline, keep=path)
         fd = open_in_use(path, create=True)
         with closing_on_error(fd, path):
-            steps.reached("open 1")
+            failpoint("shared.open.1")
             initialize_arena(fd, path, geometry, form, pipeline)
             arena = cls(path, fd, geometry, form)
         arena.allocator.start()

@@ -22,7 +22,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from penstock.errors import KVStoreError
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.arena.layout import PAGE_BYTES, VERSION, Geometry, read_superblock, write_superblock
 from penstock.kvstore.arena.locks import IN_USE_BYTE, ByteLocks
 from penstock.kvstore.block import BlockFormat
@@ -124,10 +124,10 @@ def initialize_arena(fd: int, path: Path, geometry: Geometry, form: BlockFormat,
     locks.lock_metadata()
     if read_file_superblock(fd) is None:
         _reserve_file(fd, path, geometry, geometry.metadata_bytes + geometry.slot_bytes)
-        steps.reached("open 2")
+        failpoint("shared.open.2")
         with mmap.mmap(fd, geometry.metadata_bytes) as memory:
             write_superblock(memory, geometry, form, pipeline)
-        steps.reached("open 4")
+        failpoint("shared.open.4")
     locks.unlock_metadata()
 
 

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.arena.layout import PAGE_BYTES, W_ALLOCATED, W_NUM_FREE, Tables
 from penstock.kvstore.arena.locks import ALLOCATION_BYTE, ByteLocks
 from penstock.kvstore.arena.slots import SlotTable
@@ -109,21 +109,21 @@ class ArenaAllocator:
                 self._locks.unlock_byte(ALLOCATION_BYTE)
         finally:
             self._one_at_a_time.release()
-        steps.reached("allocate 4")
+        failpoint("shared.allocate.4")
         return True
 
     def _allocate_piece(self) -> None:
         geometry, first = self._tables.geometry, self._tables.words[W_ALLOCATED]
         count = min(self._slots_per_piece(), geometry.num_slots - first)
         start, problem = geometry.metadata_bytes + first * geometry.slot_bytes, ""
-        steps.reached("allocate 1")
+        failpoint("shared.allocate.1")
         while count:
             try:
                 os.posix_fallocate(self._fd, start, count * geometry.slot_bytes)
                 break
             except OSError as error:  # less may fit: one slot surely does at first, opening has reserved it
                 count, problem = count // 2, str(error.strerror)
-        steps.reached("allocate 2")
+        failpoint("shared.allocate.2")
         if count:
             with self._changing:
                 self._slots.add_slots(first, count)

@@ -6,7 +6,7 @@ Around a change a flag is set. Who takes the lock and finds it set makes again w
 import threading
 from types import TracebackType
 
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.arena.layout import W_DIRTY
 from penstock.kvstore.arena.locks import ByteLocks
 from penstock.kvstore.arena.slots import SlotTable
@@ -37,7 +37,7 @@ class TablesLock:
                 if self.words[W_DIRTY]:
                     self._slots.rebuild_tables()
                     self.words[W_DIRTY] = 0
-                    steps.reached("rebuild 4")
+                    failpoint("shared.rebuild.4")
         except BaseException:
             self.__exit__(None, None, None)
             raise

@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.arena.layout import NEVER, READY, W_LEASE_TOP, W_NEXT_LEASE_END, W_NUM_UNLEASED, Tables
 
 log = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ class LeaseTable:
                 tables.lease_generation[row] = tables.generation[slot]
                 self._words[W_LEASE_TOP] = max(self._words[W_LEASE_TOP], row + 1)
                 tables.lease_end[row] = end
-                steps.reached("lease 1")
+                failpoint("shared.lease.1")
                 tables.lease_count[slot] += 1
             else:
                 tables.lease_end[row] = end
             self._words[W_NEXT_LEASE_END] = min(self._words[W_NEXT_LEASE_END], end)
-            steps.reached("lease 2")
+            failpoint("shared.lease.2")
 
     def release_slots(self, owner: str, slots: Sequence[int]) -> None:
         """End the owner's leases on these slots."""
@@ -56,9 +56,9 @@ class LeaseTable:
             row = rows.pop(slot, None)
             if row is not None:
                 self._tables.lease_end[row] = 0
-                steps.reached("release 1")
+                failpoint("shared.release.1")
                 self._decrement_count(slot)
-                steps.reached("release 2")
+                failpoint("shared.release.2")
 
     def clear_slot(self, slot: int) -> None:
         """The block in this slot goes, and all leases on it."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.arena.index import SlotIndex
 from penstock.kvstore.arena.layout import (
     FREE,
@@ -39,18 +39,18 @@ class SlotTable:
         tables.key[start : start + 32] = key
         tables.generation[slot] += 1
         tables.owner[slot] = owner
-        steps.reached("put 1.1")
+        failpoint("shared.put.1.1")
         tables.state[slot] = WRITING
-        steps.reached("put 1.2")
+        failpoint("shared.put.1.2")
         return slot
 
     def publish_slot(self, slot: int) -> None:
         """What was written can be found from now on."""
         self._tables.state[slot] = READY
-        steps.reached("put 5.1")
+        failpoint("shared.put.5.1")
         self.index.insert_slot(slot)
         self.words[W_NUM_READY] += 1
-        steps.reached("put 5.2")
+        failpoint("shared.put.5.2")
 
     def free_slot(self, slot: int) -> None:
         """A slot that was written in vain."""
@@ -61,7 +61,7 @@ class SlotTable:
         """A READY block goes, leased or not."""
         self._clear_slot(slot)
         self._push_free(slot)
-        steps.reached("forget 3")
+        failpoint("shared.forget.3")
 
     def evict_oldest(self) -> bool:
         """Forget the block that was used longest ago among those without a lease, if there is one."""
@@ -79,7 +79,7 @@ class SlotTable:
         """Slots that have memory now."""
         for slot in range(first + count - 1, first - 1, -1):
             self._push_free(slot)
-        steps.reached("allocate 3")
+        failpoint("shared.allocate.3")
         self.words[W_ALLOCATED] = first + count
 
     def reclaim_slots(self, owner: int) -> None:
@@ -100,23 +100,23 @@ class SlotTable:
         """Make free list, leases and index again from the slot table, as somebody died while they were changed."""
         tables, words = self._tables, self.words
         self.leases.rebuild_counts()
-        steps.reached("rebuild 1")
+        failpoint("shared.rebuild.1")
         words[W_FREE_HEAD], words[W_NUM_FREE] = NO_SLOT, 0
         states = tables.state_array[: words[W_ALLOCATED]]
         for slot in np.flatnonzero(states == FREE).tolist()[::-1]:
             self._push_free(slot)
-        steps.reached("rebuild 2")
+        failpoint("shared.rebuild.2")
         self.index.rebuild_index()
         words[W_NUM_READY] = int(np.count_nonzero(states == READY))
-        steps.reached("rebuild 3")
+        failpoint("shared.rebuild.3")
 
     def _clear_slot(self, slot: int) -> None:
         self.index.delete_slot(slot)
-        steps.reached("forget 1")
+        failpoint("shared.forget.1")
         self.leases.clear_slot(slot)
         self._tables.state[slot] = FREE
         self.words[W_NUM_READY] -= 1
-        steps.reached("forget 2")
+        failpoint("shared.forget.2")
 
     def _choose_victims(self) -> bool:
         """Choose a few blocks to go next, so that not every eviction looks at all slots."""

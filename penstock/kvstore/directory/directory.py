@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.directory import leases, writers
 from penstock.kvstore.directory.eviction import Eviction
 from penstock.kvstore.directory.layout import PAGE_BYTES, DirectoryLayout, make_folder, remove_file, round_to_pages
@@ -65,13 +65,13 @@ class Directory:
                 return
             self.ledger.mark_uncertain()
             self._writer = self._call_with_room(partial(writers.Writer, self.layout))
-            steps.reached("open 1")
+            failpoint("disk.open.1")
             record.used_bytes -= writers.remove_dead_writers(self.layout)
             leases.remove_expired_leases(self.layout)
-            steps.reached("open 2")
+            failpoint("disk.open.2")
             record.budget_bytes = self.budget
             self._eviction.make_space(0)
-            steps.reached("open 3")
+            failpoint("disk.open.3")
 
     def reserve_drafts(self, lengths: Sequence[int]) -> list[Draft | None]:
         """Step 1 of a put: where to write files of these lengths, None for one that there is no room for."""
@@ -86,9 +86,9 @@ class Directory:
                     continue
                 drafts.append(Draft(writer.new_draft(size), size))
                 more = writer.update_reservation()
-                steps.reached("put 1.1")
+                failpoint("disk.put.1.1")
                 record.used_bytes += more
-                steps.reached("put 1.2")
+                failpoint("disk.put.1.2")
         return drafts
 
     def publish_drafts(self, drafts: Mapping[Draft, bytes | None]) -> int:
@@ -98,7 +98,7 @@ class Directory:
         """
         num_new, failure = 0, None
         with self._lock_for_drafts(drafts) as (writer, record):
-            steps.reached("put 4.1")
+            failpoint("disk.put.4.1")
             for draft, key in drafts.items():
                 try:
                     is_new = key is not None and self._call_with_room(partial(self._name_draft, draft, key))
@@ -111,11 +111,11 @@ class Directory:
                         record.num_blocks + 1,
                         record.used_bytes + draft.size,
                     )
-                    steps.reached("put 4.2")
+                    failpoint("disk.put.4.2")
                 else:
                     writer.give_up_drafts([draft.path])
                 record.used_bytes += writer.update_reservation()
-                steps.reached("put 4.3")
+                failpoint("disk.put.4.3")
             record.num_changes += 1
         if failure is not None:
             raise failure
@@ -172,7 +172,7 @@ class Directory:
             self.ledger.mark_uncertain()
             self._call_with_room(partial(leases.create_leases, self.layout, owner, keys, seconds))
             record.num_changes += 1
-            steps.reached("lease 2")
+            failpoint("disk.lease.2")
 
     def release_leases(self, owner: str, keys: Sequence[bytes]) -> None:
         """See `Tier.release`."""
@@ -180,7 +180,7 @@ class Directory:
             self.ledger.mark_uncertain()
             leases.remove_leases(self.layout, owner, keys)
             record.num_changes += 1
-            steps.reached("release 2")
+            failpoint("disk.release.2")
 
     def drop_blocks(self, keys: Mapping[bytes, int | None]) -> int:
         """Remove blocks, leased or not; with a file's number, only if it is still that file. How many."""
@@ -194,15 +194,15 @@ class Directory:
             if not mine:
                 return 0
             self.ledger.mark_uncertain()
-            steps.reached("remove 1")
+            failpoint("disk.remove.1")
             if any(stat.st_nlink > 1 for stat in mine.values()):
                 leases.remove_leases_of_all_owners(self.layout, set(mine))
-            steps.reached("remove 2")
+            failpoint("disk.remove.2")
             for key, stat in mine.items():
                 remove_file(self.layout.block_path(key))
                 record.used_bytes -= round_to_pages(stat.st_size)
                 record.num_blocks -= 1
-                steps.reached("remove 3")
+                failpoint("disk.remove.3")
             record.num_changes += 1
             if any(keys.values()):
                 self.ledger.recount_usage()  # a damaged file may have had another size when it was written

@@ -9,7 +9,7 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple
 
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.directory import leases, writers
 from penstock.kvstore.directory.layout import DirectoryLayout, remove_file, round_to_pages
 from penstock.kvstore.directory.ledger import Ledger
@@ -66,12 +66,12 @@ class Eviction:
             return 0
         if now.st_mtime_ns != victim.used_ns or now.st_nlink > 1:
             return 0
-        steps.reached("evict 1")
+        failpoint("disk.evict.1")
         remove_file(path)
         self._ledger.record.used_bytes -= victim.size
         self._ledger.record.num_blocks -= 1
         self.num_evicted += 1
-        steps.reached("evict 2")
+        failpoint("disk.evict.2")
         return victim.size
 
     def _list_victims(self) -> bool:

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from penstock.errors import DamagedBlock
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.block import HEADER_BYTES, RAW, BlockFormat, Header, ReadRequest
 from penstock.kvstore.copying import HashingCopy
 
@@ -61,7 +61,7 @@ class BlockFiles:
             left = [memoryview(header), content.cast("B")]
             while left:
                 written = os.writev(fd, left)
-                steps.reached("put 2.1")
+                failpoint("disk.put.2.1")
                 while left and written >= len(left[0]):
                     written -= len(left.pop(0))
                 if left:
@@ -79,7 +79,7 @@ class BlockFiles:
         except FileNotFoundError:
             return Found.NOTHING, 0
         try:
-            steps.reached("get 1")
+            failpoint("disk.get.1")
             stat = os.fstat(fd)
             try:
                 is_whole = self._read_content(fd, stat.st_size, wanted)
@@ -92,7 +92,7 @@ class BlockFiles:
             with contextlib.suppress(OSError):  # a disk that can only be read is still good for that
                 now = time.time_ns()
                 os.utime(fd, ns=(now, now))
-            steps.reached("get 3")
+            failpoint("disk.get.3")
             return Found.WHOLE, stat.st_ino
         finally:
             os.close(fd)
@@ -107,7 +107,7 @@ class BlockFiles:
         header = self._read_header(fd, piece)
         if header is None or not self._form.is_header_of(header, wanted.key) or header.content_bytes != length:
             return False
-        steps.reached("get 2")
+        failpoint("disk.get.2")
         if header.codec == RAW:
             checksum = _copy_content(fd, piece, wanted.target) if length == len(wanted.target) else None
             self._record_transfer(size, begun)

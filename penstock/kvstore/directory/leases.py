@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.directory.layout import (
     DirectoryLayout,
     list_entries,
@@ -40,7 +40,7 @@ def create_leases(layout: DirectoryLayout, owner: str, keys: Sequence[bytes], se
                 if key in older:
                     remove_file(older[key])
                 os.link(layout.block_path(key), path)
-            steps.reached("lease 1")
+            failpoint("disk.lease.1")
     with contextlib.suppress(OSError):
         os.rmdir(folder)  # if nothing is in it
 
@@ -51,7 +51,7 @@ def remove_leases(layout: DirectoryLayout, owner: str, keys: Sequence[bytes]) ->
     for key, _, path in _list_owner_leases(folder):
         if key in wanted:
             remove_file(path)
-            steps.reached("release 1")
+            failpoint("disk.release.1")
     with contextlib.suppress(OSError):
         os.rmdir(folder)
 

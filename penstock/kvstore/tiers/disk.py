@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from penstock.errors import KVStoreError
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, ReadRequest
 from penstock.kvstore.copying import compute_checksum
 from penstock.kvstore.directory import leases
@@ -185,7 +185,7 @@ class DiskTier:
         ready = [(block, *self._files.encode_payload(block.payload)) for block in blocks]
         lengths = [HEADER_BYTES + len(content) for *_, content in ready]
         drafts = self._try_call(lambda: self._directory.reserve_drafts(lengths), list[Draft | None]())
-        steps.reached("put 1")
+        failpoint("disk.put.1")
         named = dict[Draft, bytes | None].fromkeys(draft for draft in drafts if draft is not None)
         batch_bytes = sum(draft.size for draft in named)
         num_new = 0
@@ -197,11 +197,11 @@ class DiskTier:
                     break
                 if draft is not None and made[0].is_valid():
                     named[draft] = made[0].key.hash
-                steps.reached("put 3")
+                failpoint("disk.put.3")
         finally:  # whatever happened, a draft gets its name or goes
             if named:
                 num_new = self._try_call(lambda: self._directory.publish_drafts(named), -1)
-            steps.reached("put 4")
+            failpoint("disk.put.4")
             with self._counting:
                 self.counters.refused += drafts.count(None)
                 self.counters.evictions = self._directory.num_evicted
@@ -217,7 +217,7 @@ class DiskTier:
             if error.errno not in DISK_FULL_ERRORS or not self._directory.free_disk_space(draft, batch_bytes):
                 raise
             self._files.write_block(draft.path, header.pack(), content)
-        steps.reached("put 2")
+        failpoint("disk.put.2")
         return True
 
     def _block_path(self, key: bytes) -> str:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.kvstore import steps
+from penstock.failpoints import failpoint
 from penstock.kvstore.arena.arena import ALREADY_STORED, Arena, SlotRef
 from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, ReadRequest
 from penstock.kvstore.copying import copy_and_hash
@@ -63,7 +63,7 @@ class SharedTier:
     def get(self, wanted: Sequence[ReadRequest]) -> list[bool]:
         """See `Tier.get`, and the steps above."""
         places = self.arena.find_slots([one.key.hash for one in wanted])
-        steps.reached("get 1")
+        failpoint("shared.get.1")
         whole = [place is not None and self._read_slot(place, one) for place, one in zip(places, wanted, strict=True)]
         suspects = [place for place, is_whole in zip(places, whole, strict=True) if place and not is_whole]
         num_damaged = self.arena.drop_slots(suspects) if suspects else 0
@@ -127,14 +127,14 @@ class SharedTier:
         """Steps 2 and 3 of a get."""
         stored = self.arena.tables.slot_memory(place.slot)
         checksum = copy_and_hash(wanted.target, stored[HEADER_BYTES:])
-        steps.reached("get 2")
+        failpoint("shared.get.2")
         is_whole = stored[:HEADER_BYTES] == self._form.make_header(wanted.key, checksum).pack()
-        steps.reached("get 3")
+        failpoint("shared.get.3")
         return is_whole and self.arena.is_current(place)
 
     def _put_batch(self, blocks: Sequence[Block]) -> list[bool]:
         places = self.arena.allocate_slots([block.key.hash for block in blocks])
-        steps.reached("put 1")
+        failpoint("shared.put.1")
         mine = [
             (place, block)
             for place, block in zip(places, blocks, strict=True)
@@ -147,7 +147,7 @@ class SharedTier:
         finally:  # if one could not be written its slot is free again, and the caller is told why
             written += [(place, block.key.hash, False) for place, block in mine[len(written) :]]
             published = iter(self.arena.publish_slots(written) if written else ())
-            steps.reached("put 5")
+            failpoint("shared.put.5")
         stored = [place is ALREADY_STORED or (place is not None and next(published)) for place in places]
         with self._counting:
             self.counters.refused += sum(place is None for place in places)
@@ -160,10 +160,10 @@ class SharedTier:
         """Steps 2 to 4 of a put; whether the block is whole."""
         into = self.arena.tables.slot_memory(place.slot)
         checksum = copy_and_hash(into[HEADER_BYTES:], block.payload)
-        steps.reached("put 2")
+        failpoint("shared.put.2")
         is_valid = block.is_valid()
-        steps.reached("put 3")
+        failpoint("shared.put.3")
         if is_valid:
             into[:HEADER_BYTES] = self._form.make_header(block.key, checksum).pack()
-        steps.reached("put 4")
+        failpoint("shared.put.4")
         return is_valid
