@@ -26,7 +26,35 @@ NO_SUCH: dict[str, tuple[Endpoint[Any], dict[str, Any], str, str]] = {
         CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}},
         "stream_options.include_obfuscation", "unsupported_parameter",
     ),
+    "JSON": (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    "audio": (CHAT, {"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+    "an image": (
+        CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        "messages.0.content.0", "unsupported_parameter",
+    ),
+    "a tool's turn": (
+        CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages.0.role",
+        "unsupported_parameter",
+    ),
+    "too hot": (CHAT, {"temperature": 3}, "temperature", "invalid_value"),
+    "no choice": (CHAT, {"n": 0}, "n", "invalid_value"),
+    "no turn": (CHAT, {"messages": []}, "messages", "invalid_value"),
 }  # fmt: skip
+OURS = (
+    "tenant",
+    "epoch",
+    "class",
+    "klass",
+    "weight",
+    "id",
+    "deadline",
+    "session",
+    "attempt",
+    "v",
+    "token_ids",
+    "request_ids",
+)
+"""Fields of requests and records: who sends them would speak for others."""
 
 
 def prompted(endpoint: Endpoint[Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -41,9 +69,16 @@ def test_what_cannot_be_had_is_named_by_its_whole_path(
     endpoint: Endpoint[Any], given: dict[str, Any], param: str, code: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
-        endpoint.parse_body(prompted(endpoint, given))
+        endpoint.make_requests(endpoint.parse_body(prompted(endpoint, given)), "r")
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, code)
     assert f"'{param}'" in str(refused.value)
+
+
+@pytest.mark.parametrize("field", ["temprature", *OURS])
+def test_a_field_that_is_none_of_the_apis_is_refused(field: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        CHAT.parse_body(prompted(CHAT, {field: 1}))
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, field, "unknown_parameter")
 
 
 def test_there_is_no_reasoning_to_include() -> None:

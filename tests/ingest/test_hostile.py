@@ -343,18 +343,6 @@ def test_two_keys_are_none(door: Door) -> None:
     assert door.ask(raw).status == 401
 
 
-@pytest.mark.parametrize(
-    "field",
-    [{"tenant": "other"}, {"epoch": 9}, {"class": "batch"}, {"klass": "batch"}, {"weight": 1000}, {"id": "x"},
-     {"deadline": 1}, {"session": "s"}, {"attempt": 3}, {"v": 1}, {"token_ids": [1]}, {"request_ids": ["x"]}],
-)  # fmt: skip
-def test_control_fields_in_the_body_are_refused(door: Door, field: dict[str, Any]) -> None:
-    before = len(door.published())
-    reply = door.post("/v1/chat/completions", {**CHAT, **field})
-    assert (reply.status, reply.error["param"]) == (400, next(iter(field)))
-    assert len(door.published()) == before
-
-
 def test_headers_do_not_say_who_one_is(door: Door) -> None:
     before = {one.id for one in door.published()}
     smuggled = {"penstock-tenant": "other", "x-tenant": "other", "penstock-class": "batch", "penstock-weight": "9"}

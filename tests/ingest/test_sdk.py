@@ -159,32 +159,6 @@ def test_models_are_listed(sdk: openai.OpenAI) -> None:
         sdk.models.retrieve("nobody/has-it")
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    "response format": ({"response_format": {"type": "json_object"}}, "response_format"),
-    "audio": ({"modalities": ["text", "audio"]}, "modalities"),
-    "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-        "messages.0.content.0",
-    ),
-    "temperature": ({"temperature": 3}, "temperature"),
-    "n": ({"n": 0}, "n"),
-    "unknown field": ({"extra_body": {"temprature": 1}}, "temprature"),
-    "another tenant": ({"extra_body": {"tenant": "acme"}}, "tenant"),
-    "no messages": ({"messages": []}, "messages"),
-    "tool role": ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages.0.role"),
-}
-
-
-@pytest.mark.parametrize(("given", "param"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_had_is_refused_by_name(sdk: openai.OpenAI, given: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        sdk.chat.completions.create(**({"messages": TURNS} | GREEDY | given))
-    assert refused.value.param == param
-    assert refused.value.type == "invalid_request_error"
-    assert param.split(".", maxsplit=1)[0] in refused.value.message
-
-
 def test_errors_are_the_sdks_own(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         sdk.chat.completions.create(messages=TURNS, model="gpt-none")
@@ -227,16 +201,13 @@ def test_a_post_after_a_timeout_joins_the_request(sdk: openai.OpenAI, base_url: 
     assert other.value.code == "idempotency_conflict"
 
 
-def test_what_is_no_json_and_what_is_nowhere_have_the_same_shape(base_url: str) -> None:
+def test_what_is_nowhere_has_the_shape_of_errors(base_url: str) -> None:
     with httpx.Client(base_url=base_url) as plain:
         answers = [
-            plain.post("/v1/chat/completions", content=b"{"),
-            plain.post("/v1/chat/completions", content=b"\xff\xfe"),
-            plain.post("/v1/chat/completions", content=b"[" * 100_000),
             plain.get("/v1/nothing"),
             plain.get("/v1/chat/completions"),
         ]
-        assert [answer.status_code for answer in answers] == [400, 400, 400, 404, 405]
+        assert [answer.status_code for answer in answers] == [404, 405]
         for answer in answers:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         document = plain.get("/openapi.json").json()
