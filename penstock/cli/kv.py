@@ -39,7 +39,7 @@ def show_stats(
 ) -> None:
     """What each tier holds, and what the live workers found in them."""
     addresses = load_settings(Addresses)
-    with places() as found:
+    with open_tier_locations() as found:
         rows = [kv_show.build_usage_row(place) for place in found]
     stages = kv_show.sum_by_stage(read_worker_status(addresses))
     if as_json:
@@ -54,10 +54,10 @@ def inspect_block(
     key: Annotated[str, typer.Argument(help="The block's key in hex; a beginning that only it has will do.")],
 ) -> None:
     """Everything about one block, in each tier that has it. Exit code 1 if it is damaged."""
-    from_key = check_key_prefix(key)
-    with places() as found:
+    prefix = check_key_prefix(key)
+    with open_tier_locations() as found:
         listed = [(place, place.list_entries()) for place in found]
-        wanted = find_single_key(from_key, [entry for _, entries in listed for entry in entries])
+        wanted = find_single_key(prefix, [entry for _, entries in listed for entry in entries])
         damaged = False
         for place, entries in listed:
             for entry in entries:
@@ -73,7 +73,7 @@ def verify_blocks(
 ) -> None:
     """Read and check every block: header, key, and checksum of the content. Exit code 1 if any is damaged."""
     num_checked = num_bytes = num_damaged = num_removed = 0
-    with places(tier) as found, make_progress_bar() as bar:
+    with open_tier_locations(tier) as found, make_progress_bar() as bar:
         from penstock.kvstore.tools import inspect_block, remove_in_batches
 
         for place in found:
@@ -111,7 +111,7 @@ def evict_blocks(
     if bool(keys) + everything + (older_than is not None) != 1:
         raise typer.BadParameter("give KEYs, --all or --older-than, one of them")
     is_old = make_age_filter(older_than) if older_than is not None else None
-    with places(tier) as found:
+    with open_tier_locations(tier) as found:
         listed = [(place, place.list_entries()) for place in found]
         if keys:
             known = [entry for _, entries in listed for entry in entries]
@@ -129,7 +129,7 @@ def evict_blocks(
 
 
 def remove_blocks(chosen: "list[tuple[TierLocation, list[TierEntry]]]") -> int:
-    """Remove the blocks chosen in each tier; how many there were."""
+    """Remove the chosen blocks of each tier and return how many there were."""
     from penstock.kvstore.tools import remove_in_batches
 
     num_removed = 0
@@ -143,15 +143,15 @@ def remove_blocks(chosen: "list[tuple[TierLocation, list[TierEntry]]]") -> int:
 
 
 @contextmanager
-def places(tier: TierName | None = None) -> "Iterator[list[TierLocation]]":
-    """The tiers there are. Raises `KVStoreError` if there is none (of that name), or `DependencyMissing`."""
+def open_tier_locations(tier: TierName | None = None) -> "Iterator[list[TierLocation]]":
+    """Open the tiers of the settings, or one of them. Raises `KVStoreError` without any, or `DependencyMissing`."""
     try:
         from penstock.kvstore.tools import open_tiers
     except ImportError as error:
         raise DependencyMissing(
             f"penstock kv needs xxhash: pip install xxhash, or 'penstock[worker]' ({error})"
         ) from None
-    logging.getLogger("penstock.kvstore").setLevel(logging.ERROR)  # what does not answer is told here
+    logging.getLogger("penstock.kvstore").setLevel(logging.ERROR)  # this command reports a tier that does not answer
     addresses = load_settings(Addresses)
     with ExitStack() as stack:
         urls = split_urls(addresses.kv_url or addresses.stream_url)
@@ -164,25 +164,25 @@ def places(tier: TierName | None = None) -> "Iterator[list[TierLocation]]":
 
 
 def check_key_prefix(text: str) -> str:
-    """The beginning of a key, as keys are written. Raises `InvalidName` if it is none."""
+    """Return the beginning of a block key in lower case. Raises `InvalidName` if it is not hex or too long."""
     if re.fullmatch("[0-9a-fA-F]{1,64}", text) is None:
         raise InvalidName(f"{text!r} is no key of a block: up to 64 hex digits")
     return text.lower()
 
 
-def find_single_key(beginning: str, entries: "list[TierEntry]") -> bytes:
-    """The one key that begins so. Raises `InvalidName` if several do, `KVStoreError` if none does."""
-    found = sorted({entry.key for entry in entries if entry.key.hex().startswith(beginning)})
+def find_single_key(prefix: str, entries: "list[TierEntry]") -> bytes:
+    """Return the only key with this beginning. Raises `InvalidName` if several have it, `KVStoreError` if none has."""
+    found = sorted({entry.key for entry in entries if entry.key.hex().startswith(prefix)})
     if not found:
-        raise KVStoreError(f"no block's key begins with {beginning}")
+        raise KVStoreError(f"no block's key begins with {prefix}")
     if len(found) > 1:
-        some = ", ".join(key.hex()[: len(beginning) + 8] + "…" for key in found[:3])
-        raise InvalidName(f"{len(found):,} blocks' keys begin with {beginning}: {some}")
+        some = ", ".join(key.hex()[: len(prefix) + 8] + "…" for key in found[:3])
+        raise InvalidName(f"{len(found):,} blocks' keys begin with {prefix}: {some}")
     return found[0]
 
 
 def make_age_filter(text: str) -> "Callable[[TierEntry], bool]":
-    """Whether a block was not used for as long as `text` says. Raises `typer.BadParameter` if that is no time."""
+    """Return a test for blocks not used for a duration such as "90s" or "7d". Raises `typer.BadParameter`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None:
         raise typer.BadParameter(f"{text!r} is no time: write 90s, 30m, 1h or 7d")
@@ -191,7 +191,7 @@ def make_age_filter(text: str) -> "Callable[[TierEntry], bool]":
 
 
 def make_progress_bar() -> Progress:
-    """A bar of bytes on a terminal, nothing elsewhere."""
+    """Return a progress bar that counts bytes; it is hidden where standard error is not a terminal."""
     screen = Console(stderr=True, highlight=False)
     columns: list[Any] = [
         TextColumn("{task.description:6}"), BarColumn(24), DownloadColumn(), TransferSpeedColumn(),
@@ -201,5 +201,5 @@ def make_progress_bar() -> Progress:
 
 
 def make_console() -> Console:
-    """Where the answers go."""
+    """Return a console that prints to standard output, without highlighting."""
     return Console(highlight=False)

@@ -1,4 +1,4 @@
-"""How `penstock kv` shows what it found: within 80 columns."""
+"""The output of `penstock kv`, for 80 columns."""
 
 import time
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def format_bytes(count: int) -> str:
-    """Bytes as people write them."""
+    """Return a size in bytes, KiB, MiB or GiB."""
     for unit, length in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= length:
             return f"{count / length:,.1f} {unit}"
@@ -29,7 +29,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """A time that passed, in one unit."""
+    """Return an age in one unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} ago"
@@ -40,7 +40,7 @@ def format_age(seconds: float) -> str:
 
 
 def build_usage_row(place: "TierLocation") -> Row:
-    """One tier for `stats`; with `error` if it does not answer."""
+    """Return one tier's row for `stats`, with `error` if the tier does not answer."""
     row: Row = {"tier": place.name, "where": place.location}
     try:
         usage = place.read_usage()
@@ -50,35 +50,35 @@ def build_usage_row(place: "TierLocation") -> Row:
 
 
 def sum_by_stage(workers: Iterable[Row]) -> dict[str, Row]:
-    """What the live workers say of the KV store, summed by stage; a worker that says nothing of it counts as none."""
+    """Return the live workers' KV store counters, summed by stage. Workers that report none are left out."""
     stages: dict[str, Row] = {}
     for worker in workers:
-        told = worker.get("kv")
-        if not isinstance(told, dict):
+        report = worker.get("kv")
+        if not isinstance(report, dict):
             continue
         stage = stages.setdefault(str(worker.get("stage")), {"workers": 0, "recomputed_jobs": 0, "tiers": {}})
         stage["workers"] += 1
-        stage["recomputed_jobs"] += read_counter(told.get("recomputed_jobs"))
-        for tier, counters in told.items():
+        stage["recomputed_jobs"] += read_counter(report.get("recomputed_jobs"))
+        for tier, counters in report.items():
             if isinstance(counters, dict):
                 sums = stage["tiers"].setdefault(tier, dict.fromkeys(SUMMED_COUNTERS, 0))
                 for name in SUMMED_COUNTERS:
                     sums[name] += read_counter(counters.get(name))
     for stage in stages.values():
         for sums in stage["tiers"].values():
-            asked = sums["hits"] + sums["misses"]
-            sums["hit_rate"] = sums["hits"] / asked if asked else None
+            num_lookups = sums["hits"] + sums["misses"]
+            sums["hit_rate"] = sums["hits"] / num_lookups if num_lookups else None
     order = {name: index for index, name in enumerate(STAGES)}
     return dict(sorted(stages.items(), key=lambda item: order.get(item[0], len(order))))  # type: ignore[call-overload]
 
 
 def read_counter(value: object) -> int:
-    """A counter as a worker tells it; 0 for what is none."""
+    """Return a counter of a worker's report; 0 if it is not a number."""
     return value if isinstance(value, int) else 0
 
 
 def print_stats(console: Console, rows: list[Row], stages: dict[str, Row]) -> None:
-    """Both tables."""
+    """Print the table of tiers, and one of counters for each stage."""
     table = _make_table("tier", "blocks", "bytes", "budget", "leased")
     table.add_column("where", overflow="fold")
     for row in rows:
@@ -96,12 +96,12 @@ def print_stats(console: Console, rows: list[Row], stages: dict[str, Row]) -> No
     console.print(table)
     if not stages:
         console.print("\nno live worker says what it found")
-    for stage, told in stages.items():
+    for stage, totals in stages.items():
         console.print(
-            f"\n{escape(stage)}, live workers: {told['workers']}, jobs computed again: {told['recomputed_jobs']:,}"
+            f"\n{escape(stage)}, live workers: {totals['workers']}, jobs computed again: {totals['recomputed_jobs']:,}"
         )
         table = _make_table("tier", "hits", "misses", "hit rate", "damaged", "read", "written")
-        for tier, sums in sorted(told["tiers"].items(), key=lambda item: (*TIER_ORDER, item[0]).index(item[0])):
+        for tier, sums in sorted(totals["tiers"].items(), key=lambda item: (*TIER_ORDER, item[0]).index(item[0])):
             rate = "" if sums["hit_rate"] is None else f"{sums['hit_rate']:.1%}"
             counts = (f"{sums['hits']:,}", f"{sums['misses']:,}", rate, f"{sums['damaged']:,}")
             table.add_row(escape(tier), *counts, format_bytes(sums["bytes_read"]), format_bytes(sums["bytes_written"]))
@@ -120,7 +120,7 @@ def _make_table(first: str, *others: str) -> Table:
 
 
 def print_block(console: Console, place: "TierLocation", entry: "TierEntry") -> bool:
-    """One block in one tier; whether it is damaged."""
+    """Print one block of one tier, and return whether it is damaged."""
     from penstock.kvstore.tools import codec_name, inspect_block
 
     finding = inspect_block(place, entry.key)
@@ -161,14 +161,14 @@ def print_block(console: Console, place: "TierLocation", entry: "TierEntry") -> 
 
 
 def print_damage(console: Console, place: "TierLocation", finding: "BlockReport") -> None:
-    """One damaged block."""
+    """Print one damaged block."""
     console.print(f"{place.name:6} {finding.key.hex()}\n       [red]{escape(finding.problem)}[/]", soft_wrap=True)
 
 
 def print_verify_summary(
     console: Console, num_checked: int, num_bytes: int, num_damaged: int, num_removed: int | None
 ) -> None:
-    """What a walk found; `num_removed` where that was asked for."""
+    """Print what `verify` found. `num_removed` is None unless removal was asked for."""
     if not num_damaged:
         console.print(f"checked {num_checked:,} blocks, {format_bytes(num_bytes)}: all whole")
         return
@@ -177,6 +177,6 @@ def print_verify_summary(
 
 
 def print_evict_summary(console: Console, num_removed: int, num_kept: int) -> None:
-    """What was removed and what was left."""
+    """Print how many blocks `evict` removed, and how many leased ones it left."""
     kept = f"; {num_kept:,} are leased to jobs and stay (--leased takes them too)" if num_kept else ""
     console.print(f"removed {num_removed:,} blocks{kept}")

@@ -53,18 +53,23 @@ def _print_table(source: LagWatch, *, watch: bool) -> None:
             live.update(build_table(source.read_latest()), refresh=True)
 
 
-def build_table(found: PipelineLag) -> Table:
-    """One line a class and stage."""
-    made = Table("class", "stage", box=None, pad_edge=False)
+def build_table(lag: PipelineLag) -> Table:
+    """Return a table with one line for each class and stage."""
+    table = Table("class", "stage", box=None, pad_edge=False)
     for name in ("messages", "prompt tokens", "output tokens", "estimated wait"):
-        made.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     for klass in CLASSES:
         for stage in STAGES:
-            one = found.stages[stage][klass]
-            wait = found.estimated_wait_s(klass)
-            said = "" if stage != STAGES[0] else "not known" if wait is None else f"{wait:,.1f} s"
-            made.add_row(klass, stage, *map(_format_count, (one.messages, one.prompt_tokens, one.output_tokens)), said)
-    return made
+            waiting = lag.stages[stage][klass]
+            wait_s = lag.estimated_wait_s(klass)
+            wait = "" if stage != STAGES[0] else "not known" if wait_s is None else f"{wait_s:,.1f} s"
+            table.add_row(
+                klass,
+                stage,
+                *map(_format_count, (waiting.messages, waiting.prompt_tokens, waiting.output_tokens)),
+                wait,
+            )
+    return table
 
 
 def _format_count(number: int | None) -> str:

@@ -1,4 +1,4 @@
-"""`penstock` and its commands, one file each."""
+"""The command `penstock`. Each of its commands is a module of this package."""
 
 import logging
 import sys
@@ -29,29 +29,29 @@ COMMANDS = {
     "dlq": "The dead letters: requests that nobody could answer.",
     "keys": "API keys and tenants of the gateway, where PENSTOCK_GATEWAY_KEYS says.",
 }
-"""Each command and the first line of its help: with all their modules, `--help` would take a second."""
+"""The first line of each command's help. Importing all modules to print `--help` would take a second."""
 
 
 class Commands(TyperGroup):
-    """The commands, of which only the one that is run is imported."""
+    """The commands. Only the module of the one that is run is imported."""
 
     def __init__(self, **given: Any) -> None:
-        """Know of each command what the help says."""
+        """Register each command with the first line of its help."""
         super().__init__(**given)
         self.commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the command that is run, as it is. Raises `SettingsError` for an unknown setting."""
+        """Return the command that is run, with its module loaded. Raises `SettingsError` for an unknown setting."""
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None, "an unknown name raises"
         return name, load_command(name), rest
 
 
 def load_command(name: str) -> Any:
-    """Return a command as its module has it: an `app` with commands of its own, or a function."""
+    """Return a command from its module: the `app` with commands of its own, or the function of the same name."""
     from penstock.config.settings import check_environment
 
-    if name != "config":  # which tells everything that is wrong
+    if name != "config":  # that command reports everything that is wrong
         check_environment()
     module, parent = import_module(f"penstock.cli.{name}"), typer.Typer()
     if hasattr(module, "app"):
@@ -76,7 +76,7 @@ def root() -> None:
 
 
 def main() -> None:
-    """Run a command; an error that is ours is one line and exit code 1, not a traceback."""
+    """Run a command. An error of Penstock or Redis is printed as one line, with exit code 1 and no traceback."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         app()

@@ -1,4 +1,4 @@
-"""`penstock plan`: how many workers a load needs, with the sum shown."""
+"""`penstock plan`: how many workers a load needs, and how that is computed."""
 
 import json
 import sys

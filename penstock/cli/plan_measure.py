@@ -1,4 +1,4 @@
-"""How fast the engine is with a model on this machine, for `penstock plan --measure`."""
+"""Measures how fast the engine runs a model on this machine, for `penstock plan --measure`."""
 
 import time
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.sequence import Sequence
 
-LEAST_S, LEAST_ROUNDS = 0.5, 3
-"""Each figure is measured for so long, and over so many prompts or steps at least, after one that warms up."""
+MIN_MEASURE_S, MIN_MEASURE_ROUNDS = 0.5, 3
+"""Each rate is measured for at least this time, and over at least this many prompts or steps, after a warm-up."""
 
 
 def measure_engine(settings: EngineSettings, num_prompt: int) -> WorkerRates:
@@ -27,8 +27,8 @@ def measure_engine(settings: EngineSettings, num_prompt: int) -> WorkerRates:
     except ImportError as error:
         raise DependencyMissing(f"--measure needs pip install 'penstock[worker]' ({error})") from None
     engine = open_engine(settings)
-    room = engine.pool.num_blocks * settings.block_size
-    num_prompt = max(1, min(num_prompt, engine.model.context_length // 2, room // 2))
+    capacity_tokens = engine.pool.num_blocks * settings.block_size
+    num_prompt = max(1, min(num_prompt, engine.model.context_length // 2, capacity_tokens // 2))
     return WorkerRates(
         source=f"measuring {settings.model} here, prompts of {num_prompt:,} tokens, {settings.threads} threads",
         prefill_tokens_per_s=_measure_prefill(engine, num_prompt),
@@ -40,34 +40,34 @@ def measure_engine(settings: EngineSettings, num_prompt: int) -> WorkerRates:
 
 
 def _measure_prefill(engine: "Engine", num_prompt: int) -> float:
-    """Prompt tokens a second, one prompt after the other."""
+    """Return prompt tokens per second, for one prompt after the other."""
     _step_until_first_tokens(engine, _add_sequences(engine, 1, num_prompt, 1))
     rounds, begun_s = 0, time.perf_counter()
-    while rounds < LEAST_ROUNDS or time.perf_counter() - begun_s < LEAST_S:
+    while rounds < MIN_MEASURE_ROUNDS or time.perf_counter() - begun_s < MIN_MEASURE_S:
         _step_until_first_tokens(engine, _add_sequences(engine, 1, num_prompt, 1))
         rounds += 1
     return rounds * num_prompt / (time.perf_counter() - begun_s)
 
 
 def _measure_batches(engine: "Engine", num_prompt: int) -> Iterator[DecodeBatch]:
-    """1, 2, 4, … sequences, as many as there are places and blocks for."""
+    """Yield the decode rates of 1, 2, 4, … sequences, up to the limits of batch and pool."""
     size, block = 1, engine.settings.block_size
     while size <= engine.settings.max_batch:
         num_left = engine.pool.num_blocks // size * block - num_prompt
         max_new = min(num_left, engine.model.context_length - num_prompt)
-        if max_new < LEAST_ROUNDS + 2:
+        if max_new < MIN_MEASURE_ROUNDS + 2:
             return
         yield DecodeBatch(size, _measure_decode(engine, _add_sequences(engine, size, num_prompt, max_new), max_new))
         size *= 2
 
 
 def _measure_decode(engine: "Engine", seqs: list["Sequence"], max_new: int) -> float:
-    """Output tokens a second of all of them together, once each has its first."""
+    """Return output tokens per second of all sequences together, after each has its first token."""
     _step_until_first_tokens(engine, seqs, remove=False)
     engine.step()
-    most = max_new - max(seq.num_output_tokens for seq in seqs)
+    max_rounds = max_new - max(seq.num_output_tokens for seq in seqs)
     tokens, rounds, begun_s = 0, 0, time.perf_counter()
-    while rounds < most and (rounds < LEAST_ROUNDS or time.perf_counter() - begun_s < LEAST_S):
+    while rounds < max_rounds and (rounds < MIN_MEASURE_ROUNDS or time.perf_counter() - begun_s < MIN_MEASURE_S):
         tokens += len(engine.step())
         rounds += 1
     taken_s = time.perf_counter() - begun_s
@@ -90,7 +90,7 @@ def _add_sequences(engine: "Engine", num_seqs: int, num_prompt: int, max_new: in
 
 
 def _step_until_first_tokens(engine: "Engine", seqs: list["Sequence"], *, remove: bool = True) -> None:
-    """Until each has a token."""
+    """Step until each sequence has a token, then remove the sequences unless told not to."""
     while any(seq.num_output_tokens == 0 for seq in seqs):
         engine.step()
     if remove:

@@ -20,7 +20,7 @@ app = typer.Typer(help="The Redis servers that requests are spread over.", no_ar
 
 @app.command("list")
 def list_servers() -> None:
-    """Each server, and the list that it was told to be part of."""
+    """Each server, and the list of servers that is stored on it."""
     addresses = load_settings(Addresses)
     pipeline, clients = Pipeline(addresses.pipeline), ByServer.from_urls(addresses.stream_url, redis_client)
     table = Table("name", "address", "its list", box=None, pad_edge=False)
@@ -52,6 +52,7 @@ def change_servers() -> None:
 
 
 def _read_server_list(client: "redis.Redis", pipeline: Pipeline) -> str:
+    """Return the list that is stored on a server, in words, or that the server is away."""
     try:
         found: object = client.get(pipeline.servers_key)
     except redis.RedisError as error:

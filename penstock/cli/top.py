@@ -19,5 +19,5 @@ def top() -> None:
     watch = LiveWatch(load_settings(Addresses), load_settings(BusSettings))
     if not sys.stdout.isatty():
         raise PenstockError("`penstock top` draws on a terminal; for programs there is `penstock lag --json --watch`")
-    logging.disable()  # what is wrong is on the screen
+    logging.disable()  # errors are shown on the screen
     TopApp(watch.read_latest).run()

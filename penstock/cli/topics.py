@@ -1,4 +1,4 @@
-"""`penstock topics create`: the pipeline's topics, where they are missing; and what older ones still hold."""
+"""`penstock topics create`: create missing topics, and move messages out of topics of older versions."""
 
 import typer
 from rich.console import Console
@@ -11,7 +11,7 @@ app = typer.Typer(help="The pipeline's topics.", no_args_is_help=True)
 
 
 @app.callback()
-def describe_commands() -> None:
+def add_group() -> None:
     """The pipeline's topics."""
 
 

@@ -20,16 +20,16 @@ from penstock.worker.loop import StopSignal
 
 READY_TIMEOUT_S = 600.0
 DEFAULT_DISK_MB = 1024
-"""What of the KV store is kept from one run to the next, unless the settings say otherwise."""
+"""The KV store's budget on disk, which outlives a run, unless the settings name one."""
 
 
 def default_data_directory() -> Path:
-    """Where the embedded stack keeps its data and logs by default."""
+    """Return the directory where the embedded stack keeps its data and logs by default."""
     return Path.home() / ".local" / "share" / "penstock"
 
 
 def build_kv_environment() -> dict[str, str]:
-    """Where the workers keep KV: where `penstock kv` looks, and on disk too."""
+    """Return the workers' KV settings: shared memory where `penstock kv` looks for it, and a tier on disk."""
     from penstock.kvstore.arena.file import arena_directory
 
     settings = load_settings(KVSettings)
@@ -39,7 +39,7 @@ def build_kv_environment() -> dict[str, str]:
 
 @contextmanager
 def free_shared_memory(pipeline: str) -> Iterator[None]:
-    """Give the workers' shared memory back afterwards: what is on disk stays."""
+    """Remove the workers' shared memory when the context ends. Blocks on disk stay."""
     from penstock.kvstore.arena.file import find_arenas, remove_arena
 
     try:
@@ -51,12 +51,12 @@ def free_shared_memory(pipeline: str) -> Iterator[None]:
 
 
 def choose_gateway_port(given: int | None) -> int | None:
-    """The port of the gateway that is started; None where what it needs is not installed."""
+    """Return the port of the gateway to start; None where its packages are not installed."""
     return (given or load_settings(GatewaySettings).port) if find_spec("fastapi") and find_spec("uvicorn") else None
 
 
 def build_curl_body() -> dict[str, object]:
-    """A request for the gateway."""
+    """Return the body of a request to the gateway."""
     return {
         "model": load_settings(EngineSettings).model,
         "prompt": "In the beginning",
@@ -66,7 +66,7 @@ def build_curl_body() -> dict[str, object]:
 
 
 def format_curl_command(gateway_url: str) -> str:
-    """A command that sends it and shows what comes."""
+    """Return a shell command that sends this body and prints the stream."""
     return f"curl -N {gateway_url}/v1/completions -d '{json.dumps(build_curl_body())}'"
 
 

@@ -1,4 +1,4 @@
-"""`penstock usage`: what each tenant used, counted from the results."""
+"""`penstock usage`: requests and tokens of each tenant, counted from the results."""
 
 import json
 from dataclasses import asdict
@@ -39,7 +39,7 @@ def usage(
 
 
 def _read_usage(days: int) -> "dict[str, dict[str, UsageSums]]":
-    """By day, then by tenant; days without any are left out."""
+    """Return the sums by day, then by tenant. Days without results are left out."""
     from penstock.ingest.metering import list_last_days, make_day_keys, parse_day_sums
 
     addresses, wanted = load_settings(Addresses), list_last_days(days)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from functools import partial
+from typing import NamedTuple
 
 import typer
 
@@ -48,33 +49,53 @@ def run_decode() -> None:
     run_stage("decode")
 
 
+class _Settings(NamedTuple):
+    """All settings of a worker but the addresses."""
+
+    worker: WorkerSettings
+    engine: EngineSettings
+    kv: KVSettings
+    bus: BusSettings
+    record: RecordSettings
+    faults: FaultSettings
+
+
 def run_stage(stage: Stage) -> None:
-    """Read the settings, load the model, join the group, work until told to stop."""
-    addresses, settings = load_settings(Addresses), load_settings(WorkerSettings)
-    name, pipeline = choose_worker_name(settings.name), Pipeline(addresses.pipeline)
-    failpoints.arm(load_settings(FaultSettings).failpoints)
-    pin_to_cores(settings.cores)
-    check_access(addresses, stage, kv=load_settings(KVSettings).redis_mb > 0)
+    """Read all settings, load the model, join the group, work until told to stop."""
+    addresses = load_settings(Addresses)
+    settings = _Settings(
+        load_settings(WorkerSettings),
+        load_settings(EngineSettings),
+        load_settings(KVSettings),
+        load_settings(BusSettings),
+        load_settings(RecordSettings),
+        load_settings(FaultSettings),
+    )
+    name, pipeline = choose_worker_name(settings.worker.name), Pipeline(addresses.pipeline)
+    failpoints.arm(settings.faults.failpoints)
+    pin_to_cores(settings.worker.cores)
+    check_access(addresses, stage, kv=settings.kv.redis_mb > 0)
     store_server_lists(addresses.stream_url, pipeline)
     with contextlib.ExitStack() as stack:
-        beat = Heartbeat(addresses.first_url, pipeline, stage, name, settings.heartbeat_s)
-        told = open_telemetry(
+        beat = Heartbeat(addresses.first_url, pipeline, stage, name, settings.worker.heartbeat_s)
+        telemetry = open_telemetry(
             f"penstock-{stage}", addresses, name, with_endpoint=True, is_ready=lambda: beat.state == "ready"
         )
-        meters = stack.enter_context(told)
+        meters = stack.enter_context(telemetry)
         stack.enter_context(beat)
-        _serve(stage, name, addresses, beat, meters, settings.drain_s, stack)
+        _run_worker(stage, name, addresses, settings, beat, meters, stack)
 
 
-def _serve(
+def _run_worker(
     stage: Stage,
     name: str,
     addresses: Addresses,
+    settings: _Settings,
     beat: Heartbeat,
     meters: Meters,
-    drain_s: float,
     stack: contextlib.ExitStack,
 ) -> None:
+    """Load the model and work until told to stop. What is opened is closed with `stack`."""
     try:
         from penstock.decode_worker.role import DecodeRole
         from penstock.engine.limits import max_length
@@ -87,32 +108,31 @@ def _serve(
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
     from penstock.record import connect_servers, record_on
 
-    engine = open_engine(load_settings(EngineSettings), beat.report_progress)
+    engine = open_engine(settings.engine, beat.report_progress)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
     model, pipeline = engine.model, Pipeline(addresses.pipeline)
     layout = KVLayout.from_pool(model.fingerprint, model.layout)
-    store = KVStore.open(layout, load_settings(KVSettings), addresses.kv_url or addresses.stream_url, pipeline.name)
+    store = KVStore.open(layout, settings.kv, addresses.kv_url or addresses.stream_url, pipeline.name)
     stack.callback(store.close)
     store.set_compute_speed(engine.prefill_tokens_per_s)
-    bus_settings, records = load_settings(BusSettings), load_settings(RecordSettings)
-    clients, bus = connect_servers(addresses.stream_url), connect(addresses, bus_settings)
+    clients, bus = connect_servers(addresses.stream_url), connect(addresses, settings.bus)
     if stage == "prefill":
-        ahead = stack.enter_context(DecodeBackpressure(LagWatch(addresses, bus_settings).read_latest))
-        role: PrefillRole | DecodeRole = PrefillRole(pipeline, engine, ahead)
+        backpressure = stack.enter_context(DecodeBackpressure(LagWatch(addresses, settings.bus).read_latest))
+        role: PrefillRole | DecodeRole = PrefillRole(pipeline, engine, backpressure)
     else:
         role = DecodeRole(pipeline, engine)
     metrics = StageMetrics(meters, pipeline.name, stage, name, model.name)
 
-    def make() -> Worker:
+    def make_worker() -> Worker:
         check_upgraded(bus)
         member = bus.member(stage, name)
         try:
-            worker = Worker(role, pipeline, name, store, record_on(clients, pipeline, records), member, metrics)
+            worker = Worker(role, pipeline, name, store, record_on(clients, pipeline, settings.record), member, metrics)
         except BaseException:
-            member.close()  # else it stays in the group, and keeps what it is given
+            member.close()  # otherwise it stays in the group and keeps its deliveries
             raise
 
-        def view() -> dict[str, object]:
+        def report_engine() -> dict[str, object]:
             pool = {"used": engine.pool.num_blocks - engine.pool.num_free_blocks, "total": engine.pool.num_blocks}
             return {
                 "running": len(worker.running),
@@ -121,17 +141,17 @@ def _serve(
                 "kv": store.collect_stats(),
             }
 
-        def now() -> dict[str, object]:
+        def report_status() -> dict[str, object]:
             trouble = worker.settler.trouble or member.trouble or worker.record.trouble
-            lately = {"recent": metrics.summarize_recent()} if meters.is_on else {}
-            return view() | {"load": worker.report_load()} | lately | ({"reason": trouble} if trouble else {})
+            recent = {"recent": metrics.summarize_recent()} if meters.is_on else {}
+            return report_engine() | {"load": worker.report_load()} | recent | ({"reason": trouble} if trouble else {})
 
-        metrics.set_view(view)
-        beat.set_load_source(now)
+        metrics.set_view(report_engine)
+        beat.set_load_source(report_status)
         return worker
 
     length = max_length(model, engine.pool.num_blocks)
     beat.update_status(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
-    Reconnector(make, partial(bus.check, REDIS_TIMEOUT_S), beat).run_until_stopped(stop, drain_s)
+    Reconnector(make_worker, partial(bus.check, REDIS_TIMEOUT_S), beat).run_until_stopped(stop, settings.worker.drain_s)
     log.info("%s has left", name)
