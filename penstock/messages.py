@@ -355,6 +355,14 @@ def _parse_request_id(value: bytes) -> object:
     return body.get("id") if isinstance(body, dict) else None
 
 
+def estimate_open_answer_tokens(mean_tokens: float | None) -> int:
+    """Return how long an answer without a limit of its own is expected to get.
+
+    That is as long as answers lately were, or `DEFAULT_MAX_TOKENS` where that is not known yet (None).
+    """
+    return DEFAULT_MAX_TOKENS if mean_tokens is None else round(mean_tokens)
+
+
 def now_s() -> float:
     """Seconds since the epoch, as all messages give time."""
     return time.time()

@@ -18,9 +18,10 @@ from penstock.messages import Request, Sampling
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass
 from penstock.ops.lag import Lag, PipelineLag, compute_lag
 from penstock.prefill_worker.role import MAX_WAITING_STEPS
+from penstock.running_mean import RunningMean
 from penstock.waiting import wait_until
 from penstock.worker.heartbeat import Heartbeat
-from penstock.worker.load import Mean, Pace
+from penstock.worker.load import MEAN_MESSAGES, Throughput
 from penstock.worker.worker import Worker
 from sim.line import InProcessPipeline
 from sim.workload import compute_answers, make_requests
@@ -119,34 +120,34 @@ def test_answers_are_waited_for_only_where_there_is_no_place_beside_them() -> No
     assert look([prefill, decode], requests_interactive=1, jobs_interactive=12).estimated_wait_s() < 0.001  # type: ignore[operator]
 
 
-def test_means_and_paces_forget() -> None:
-    mean = Mean()
+def test_a_mean_forgets() -> None:
+    mean = RunningMean(MEAN_MESSAGES)
     assert mean.value is None
     for number in [*[1000.0] * 200, *[10.0] * 400]:
-        mean.note(number)
+        mean.add(number)
     assert mean.value == pytest.approx(10.0, abs=5.0)
 
 
-def test_idle_time_is_not_in_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_time_does_not_count_for_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("penstock.worker.load.time.monotonic", lambda: clock[0])
-    pace = Pace()
+    throughput = Throughput()
 
     def turn(passed_s: float, num_tokens: int, *, is_busy: bool) -> None:
         clock[0] += passed_s
-        pace.note(num_tokens, is_busy=is_busy)
+        throughput.record_step(num_tokens, is_busy=is_busy)
 
-    assert pace.tokens_per_s is None
+    assert throughput.tokens_per_s is None
     turn(0.0, 0, is_busy=True)
     for _ in range(10):
         turn(0.1, 20, is_busy=True)
-    assert pace.tokens_per_s == pytest.approx(200)
+    assert throughput.tokens_per_s == pytest.approx(200)
     turn(0.1, 20, is_busy=False)
     turn(1000.0, 0, is_busy=True)
-    assert pace.tokens_per_s == pytest.approx(200)
+    assert throughput.tokens_per_s == pytest.approx(200)
     for _ in range(600):
         turn(0.1, 5, is_busy=True)
-    assert pace.tokens_per_s == pytest.approx(50, rel=0.02)
+    assert throughput.tokens_per_s == pytest.approx(50, rel=0.02)
 
 
 # On real servers.
@@ -296,7 +297,7 @@ def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) 
         work = [ask(f"a{n}", 200, 12) for n in range(14)]
         send(line, work)
         line.run_prefill(14)
-        line.decode.load.mean_prompt_tokens["interactive"].note(200)
+        line.decode.load.mean_prompt_tokens["interactive"].add(200)
         most_held = most_waiting = 0
 
         def done() -> bool:
@@ -321,7 +322,7 @@ def test_no_more_is_taken_while_fetches_wait_for_room(addresses: Addresses) -> N
     with line_of(addresses) as line:
         worker, pool = line.decode, line.decode.engine.pool
         for klass in CLASSES:
-            worker.load.mean_prompt_tokens[klass].note(16)  # so it believes that there is room for many
+            worker.load.mean_prompt_tokens[klass].add(16)  # so it believes that there is room for many
         send(line, [ask(f"b{n}", 200, 6, "batch") for n in range(3)])
         turned(line.prefill, lambda: num_jobs(line, "batch") == 3, "handed off")
         hold = pool.allocate_blocks(pool.num_blocks - 20)  # 13 blocks for one of them

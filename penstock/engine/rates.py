@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from penstock.running_mean import RunningMean
+
 HALF_LIFE_TOKENS = 4096
 """After so many prompt tokens a step counts half."""
 WARM_UP_TOKENS = 16
@@ -16,7 +18,7 @@ class PrefillRate:
     def __init__(self) -> None:
         self.tokens_per_s: float | None = None
         """Prompt tokens a second; None until a step was measured. Any thread may read it."""
-        self._tokens = self._seconds = 0.0
+        self._mean_tokens_per_s = RunningMean()
         self._open_tokens, self._open_seconds = 0, 0.0
 
     def record_step(self, num_prompt_tokens: int, num_tokens: int, seconds: float, *, is_done: bool) -> None:
@@ -32,10 +34,9 @@ class PrefillRate:
         if not is_done:
             return
         kept = 0.5 ** (self._open_tokens / HALF_LIFE_TOKENS)
-        self._tokens = self._tokens * kept + self._open_tokens
-        self._seconds = self._seconds * kept + self._open_seconds
+        self._mean_tokens_per_s.add(self._open_tokens, max(self._open_seconds, 1e-9), kept=kept)
         self._open_tokens, self._open_seconds = 0, 0.0
-        self.tokens_per_s = self._tokens / max(self._seconds, 1e-9)
+        self.tokens_per_s = self._mean_tokens_per_s.value
 
 
 def measure_prefill_rate(compute: Callable[[int], float], most: int) -> PrefillRate:

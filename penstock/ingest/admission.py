@@ -25,7 +25,7 @@ from penstock.errors import BusUnavailable
 from penstock.ingest.errors import ApiError
 from penstock.ingest.tenant_shares import FULL_WAIT_S, HeldTokens, TenantShares
 from penstock.ingest.tenants import Caller
-from penstock.messages import DEFAULT_MAX_TOKENS, Usage
+from penstock.messages import Usage, estimate_open_answer_tokens
 from penstock.names import Pipeline, PriorityClass, rate_key
 from penstock.ops.lag import PipelineLag
 from penstock.redis.client import translate_outages
@@ -173,9 +173,8 @@ def estimate_open_output(
 
     No more than a full bucket has left: what nobody asked for is no reason to refuse a request for good.
     """
-    mean = DEFAULT_MAX_TOKENS if mean_output is None else round(mean_output)
     capacity = math.inf if caller.tokens_per_min is None else max(0, caller.tokens_per_min - num_tokens)
-    return int(min(num_open * mean, max_output, capacity))
+    return int(min(num_open * estimate_open_answer_tokens(mean_output), max_output, capacity))
 
 
 def too_many_requests(message: str, after_s: float, *, code: str, headers: Mapping[str, str] | None = None) -> ApiError:

@@ -1,118 +1,103 @@
-"""What a worker holds and how fast it is, counted in tokens: for its heartbeat (`penstock.ops.lag` reads it), and for
-deciding what to take in.
+"""How much work a worker holds and how fast it is, in tokens.
+
+The heartbeat carries it (`penstock.ops.lag` reads it there), and roles use it to decide how many requests to admit.
 """
 
 import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from penstock.messages import DEFAULT_MAX_TOKENS
+from penstock.messages import estimate_open_answer_tokens
 from penstock.names import CLASSES, PriorityClass
+from penstock.running_mean import RunningMean
 
-RECENT = 64
-"""About so many messages make up a mean."""
+MEAN_MESSAGES = 64
+"""About how many of the last messages a mean covers."""
 HALF_LIFE_S = 5.0
-"""Of busy time: what was done before counts half."""
+"""Seconds of working time after which older work counts half in a worker's throughput."""
 
 
 class TaskLoad(NamedTuple):
-    """A request as a worker holds it."""
+    """The work that one request still needs."""
 
     klass: PriorityClass
     is_running: bool
     """Whether the engine works on it; otherwise it waits for something."""
     prompt_tokens: int
-    """Left to compute."""
+    """Prompt tokens left to compute."""
     output_tokens: int
-    """Still to come, at most."""
+    """Output tokens still to come, at most."""
     num_generated: int | None = None
-    """Output tokens so far of an answer that may fill the context: it is expected to become as long as others are."""
+    """Output tokens so far, where the answer has no limit of its own and is expected to get as long as others."""
 
 
-class Mean:
-    """A mean in which what came lately counts most; None until something came."""
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-        self._count = 0
-
-    def note(self, number: float) -> None:
-        """One more."""
-        self._count = min(self._count + 1, RECENT)
-        value = number if self.value is None else self.value
-        self.value = value + (number - value) / self._count
-
-
-class Pace:
-    """Tokens a second of the time in which there was something to do; None until there were some."""
+class Throughput:
+    """Tokens per second of the time in which there was work."""
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-        self._since: float | None = None
+        self._tokens_per_s = RunningMean()
+        self._busy_since_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Any thread may ask."""
-        return self._tokens / self._seconds if self._tokens and self._seconds else None
+        """The throughput; None until there were tokens. Any thread may read it."""
+        return self._tokens_per_s.value or None
 
-    def note(self, num_tokens: int, *, is_busy: bool) -> None:
-        """A turn brought so many tokens. `is_busy`: what passes until the next one is working time."""
-        now = time.monotonic()
-        if self._since is not None:
-            passed_s = now - self._since
-            kept = 0.5 ** (passed_s / HALF_LIFE_S)
-            self._tokens, self._seconds = self._tokens * kept + num_tokens, self._seconds * kept + passed_s
-        self._since = now if is_busy else None
+    def record_step(self, num_tokens: int, *, is_busy: bool) -> None:
+        """Record the tokens of one turn of the loop. `is_busy`: the time until the next turn is working time."""
+        now_s = time.monotonic()
+        if self._busy_since_s is not None:
+            passed_s = now_s - self._busy_since_s
+            self._tokens_per_s.add(num_tokens, passed_s, kept=0.5 ** (passed_s / HALF_LIFE_S))
+        self._busy_since_s = now_s if is_busy else None
 
 
 class WorkerLoad:
-    """One worker's means and paces. The loop notes, any thread may report."""
+    """A worker's means and throughput. The loop records, any thread may read."""
 
     def __init__(self) -> None:
-        self.mean_prompt_tokens = {klass: Mean() for klass in CLASSES}
+        self.mean_prompt_tokens = {klass: RunningMean(MEAN_MESSAGES) for klass in CLASSES}
         """Prompt tokens of a message."""
-        self.mean_output_tokens = {klass: Mean() for klass in CLASSES}
-        """Output tokens of a message: at most so many in prefill, so many as there were in decode."""
-        self.throughput = Pace()
-        """Of this stage's work: the tokens of prompts that are done, or those of answers."""
+        self.mean_output_tokens = {klass: RunningMean(MEAN_MESSAGES) for klass in CLASSES}
+        """Output tokens of a message: in prefill the request's limit, in decode what was generated."""
+        self.throughput = Throughput()
+        """Tokens per second of this stage's work: of prompts that are done, or of answers."""
         self.capacities: Mapping[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
-        """How many more requests of a class would run, at the last look."""
+        """How many more requests of each class the worker could run when the loop last polled."""
 
-    def estimate_admission(self, klass: PriorityClass, most: int) -> tuple[int, int]:
-        """Prompt tokens that each of the next requests of a class may bring, and how many to take.
+    def estimate_admission(self, klass: PriorityClass, max_requests: int) -> tuple[int, int]:
+        """Return the prompt tokens expected of each next request of a class, and how many requests to admit.
 
-        That is `most`; before the first one came, one: it will tell.
+        Before the first request of the class its length is unknown: then at most one is admitted.
         """
-        mean = self.mean_prompt_tokens[klass].value
-        return (1, min(1, most)) if mean is None else (max(1, round(mean)), most)
+        mean_tokens = self.mean_prompt_tokens[klass].value
+        return (1, min(1, max_requests)) if mean_tokens is None else (max(1, round(mean_tokens)), max_requests)
 
-    def summarize_load(self, held: Iterable[TaskLoad], waiting: Mapping[PriorityClass, int]) -> dict[str, object]:
-        """For the heartbeat. `waiting`: messages of which nothing is known but that they are held."""
-        held = list(held)
+    def summarize_load(self, tasks: Iterable[TaskLoad], num_waiting: Mapping[PriorityClass, int]) -> dict[str, object]:
+        """Return the load by class for the heartbeat. `num_waiting`: messages held of which only the class is known."""
+        tasks = list(tasks)
         return {
-            klass: self._summarize_class(klass, [one for one in held if one.klass == klass], waiting[klass])
+            klass: self._summarize_class(klass, [task for task in tasks if task.klass == klass], num_waiting[klass])
             for klass in CLASSES
         }
 
-    def _summarize_class(self, klass: PriorityClass, held: list[TaskLoad], num_waiting: int) -> dict[str, object]:
+    def _summarize_class(self, klass: PriorityClass, tasks: list[TaskLoad], num_waiting: int) -> dict[str, object]:
         return {
-            "requests": len(held) + num_waiting,
-            "running": sum(one.is_running for one in held),
+            "requests": len(tasks) + num_waiting,
+            "running": sum(task.is_running for task in tasks),
             "room": self.capacities[klass],
-            "prompt_tokens": sum(one.prompt_tokens for one in held),
-            "output_tokens": sum(map(self._estimate_output_left, held)),
-            "mean_prompt_tokens": _rounded(self.mean_prompt_tokens[klass].value),
-            "mean_output_tokens": _rounded(self.mean_output_tokens[klass].value),
+            "prompt_tokens": sum(task.prompt_tokens for task in tasks),
+            "output_tokens": sum(map(self._estimate_output_left, tasks)),
+            "mean_prompt_tokens": _round_tokens(self.mean_prompt_tokens[klass].value),
+            "mean_output_tokens": _round_tokens(self.mean_output_tokens[klass].value),
         }
 
-    def _estimate_output_left(self, one: TaskLoad) -> int:
-        """Return how many output tokens are still to come, about."""
-        if one.num_generated is None:
-            return one.output_tokens
-        mean = self.mean_output_tokens[one.klass].value
-        expected = DEFAULT_MAX_TOKENS if mean is None else round(mean)
-        return min(one.output_tokens, max(1, expected - one.num_generated))
+    def _estimate_output_left(self, task: TaskLoad) -> int:
+        if task.num_generated is None:
+            return task.output_tokens
+        expected = estimate_open_answer_tokens(self.mean_output_tokens[task.klass].value)
+        return min(task.output_tokens, max(1, expected - task.num_generated))
 
 
-def _rounded(number: float | None) -> float | None:
+def _round_tokens(number: float | None) -> float | None:
     return None if number is None else round(number, 1)

@@ -386,11 +386,11 @@ class Worker:
         assert task.message is not None
         task.seq, sampling = seq, task.message.sampling
         self.engine.check_sequence(seq, sampling.max_tokens)
-        self.load.mean_prompt_tokens[seq.klass].note(len(seq.token_ids))
+        self.load.mean_prompt_tokens[seq.klass].add(len(seq.token_ids))
         if self.role.hands_off:
             # One that may fill the context is not expected to: it would make all that waits look endless.
             expected = min(sampling.max_tokens, DEFAULT_MAX_TOKENS) if sampling.fit_context else sampling.max_tokens
-            self.load.mean_output_tokens[seq.klass].note(expected)
+            self.load.mean_output_tokens[seq.klass].add(expected)
         lease_to = self.pipeline.lease_owner(task.id) if self.role.hands_off else ""
         self.kv.load_blocks(task, task.blocks, seq, lease_to)
         return True
@@ -437,7 +437,7 @@ class Worker:
     def _record_throughput(self, sampled: Sequence[Sampled]) -> None:
         """Note what a turn brought: prompts in prefill, tokens in decode."""
         num_tokens = sum(item.seq.num_prompt_tokens for item in sampled) if self.role.hands_off else len(sampled)
-        self.load.throughput.note(num_tokens, is_busy=bool(self.running))
+        self.load.throughput.record_step(num_tokens, is_busy=bool(self.running))
 
     # 4 and 7. Append.
 
@@ -549,7 +549,7 @@ class Worker:
             stage_failpoint(self.stage, "prefill.2.ended", "decode.8.ended")
             task.end_event = end
             if not self.role.hands_off:
-                self.load.mean_output_tokens[task.klass].note(claim.num_tokens)
+                self.load.mean_output_tokens[task.klass].add(claim.num_tokens)
             self.metrics.record_end(task.klass, task.operation, end)
             tracing.record_span(
                 "end", task.context, begun_s, now_s(), **build_usage_attributes(end.usage, end.finish_reason)

@@ -304,10 +304,10 @@ def test_a_codec_that_chooses_is_told_the_speed(client: redis.Redis, kv_url: str
     tier, names = RedisTier.open(form, [kv_url], AMPLE, 600, codec), new_names(6)
     assert all(put(tier, names, form))
     assert isinstance(codec._writer, AdaptiveCodec)
-    written = codec._writer._link.num_bytes
+    written = codec._writer._link_s_per_byte.weight
     assert written >= 6 * 120_000
     assert read(tier, names, form) == [content(name, form) for name in names]
-    assert codec._writer._link.num_bytes >= written
+    assert codec._writer._link_s_per_byte.weight >= written
 
 
 # Threads and what changes meanwhile.

@@ -92,7 +92,7 @@ def test_what_workers_say_of_their_load_does_not_grow_with_the_context(line: InP
         line.decode.run_once()
     task = line.decode.running["first"]
     assert left() == DEFAULT_MAX_TOKENS - task.claim.num_tokens
-    line.decode.load.mean_output_tokens["interactive"].note(40)
+    line.decode.load.mean_output_tokens["interactive"].add(40)
     assert left() == 40 - task.claim.num_tokens
     while task.claim.num_tokens < 45:
         line.decode.run_once()

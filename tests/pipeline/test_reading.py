@@ -95,7 +95,7 @@ def test_neighbours_go_on_while_a_long_message_is_read(line: InProcessPipeline, 
 
 def test_what_is_being_read_counts_against_room(line: InProcessPipeline, work: list[Request]) -> None:
     reader = slowed(line.prefill)
-    line.prefill.load.mean_prompt_tokens["interactive"].note(1)
+    line.prefill.load.mean_prompt_tokens["interactive"].add(1)
     line.prefill.run_once()
     room = line.prefill.load.capacities["interactive"]
     assert room > 1

@@ -2,10 +2,10 @@
 
 import threading
 import time
-from dataclasses import dataclass
 
 from penstock.kvstore.block import RAW
 from penstock.kvstore.codec.contract import Codec
+from penstock.running_mean import RunningMean
 
 NUM_FIRST_PROBES = 4
 """The first blocks are all tried with the codec."""
@@ -17,24 +17,6 @@ DECAY = 0.9
 """What is left of what was measured before, with each new measurement."""
 
 
-@dataclass
-class DecayingRate:
-    """Bytes in a second, of late."""
-
-    num_bytes: float = 0.0
-    seconds: float = 0.0
-
-    def add_sample(self, num_bytes: float, seconds: float) -> None:
-        """One more measurement."""
-        self.num_bytes = DECAY * self.num_bytes + num_bytes
-        self.seconds = DECAY * self.seconds + seconds
-
-    @property
-    def seconds_per_byte(self) -> float:
-        """0 until something was measured."""
-        return self.seconds / self.num_bytes if self.num_bytes else 0.0
-
-
 class AdaptiveCodec:
     """Says for each block whether it pays to compress it: what the link is spared, there and back, against the time to
     encode and to decode. Until the link has been seen at work nothing is compressed.
@@ -43,24 +25,25 @@ class AdaptiveCodec:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._lock = threading.Lock()
-        self._link, self._encoding, self._decoding = DecayingRate(), DecayingRate(), DecayingRate()
-        self._kept = DecayingRate()  # "seconds" are the bytes of content: what a byte of payload becomes
+        self._link_s_per_byte, self._encode_s_per_byte = RunningMean(), RunningMean()
+        self._decode_s_per_byte, self._content_bytes_per_byte = RunningMean(), RunningMean()
         self._num_blocks = 0
 
     def record_transfer(self, num_bytes: int, seconds: float) -> None:
         """So many bytes went over the link, one way or the other."""
         if num_bytes >= MIN_SAMPLE_BYTES:
             with self._lock:
-                self._link.add_sample(num_bytes, seconds)
+                self._link_s_per_byte.add(seconds, num_bytes, kept=DECAY)
 
     @property
     def is_worthwhile(self) -> bool:
         """Whether a compressed block is written and read in less time."""
         with self._lock:
-            if not (self._link.num_bytes and self._kept.num_bytes):
+            link_s, content_bytes = self._link_s_per_byte.value, self._content_bytes_per_byte.value
+            if link_s is None or content_bytes is None:
                 return False
-            spared = 2 * (1 - self._kept.seconds_per_byte) * self._link.seconds_per_byte
-            return spared > self._encoding.seconds_per_byte + self._decoding.seconds_per_byte
+            spared_s = 2 * (1 - content_bytes) * link_s
+            return spared_s > (self._encode_s_per_byte.value or 0.0) + (self._decode_s_per_byte.value or 0.0)
 
     def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
         """What to store for the payload, and the number of the codec that reads it."""
@@ -79,7 +62,7 @@ class AdaptiveCodec:
             self._codec.decode_payload(content, memoryview(bytearray(len(payload))))
         decoded = time.perf_counter()
         with self._lock:
-            self._kept.add_sample(len(payload), len(content))
-            self._encoding.add_sample(len(payload), encoded - begun)
-            self._decoding.add_sample(len(payload), decoded - encoded)
+            self._content_bytes_per_byte.add(len(content), len(payload), kept=DECAY)
+            self._encode_s_per_byte.add(encoded - begun, len(payload), kept=DECAY)
+            self._decode_s_per_byte.add(decoded - encoded, len(payload), kept=DECAY)
         return (number, content) if self.is_worthwhile else (RAW, payload)

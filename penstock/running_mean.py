@@ -1,0 +1,30 @@
+"""A running mean in which older values count less."""
+
+import math
+
+
+class RunningMean:
+    """A weighted mean: what was added before keeps its share of the weight, or loses part of it, with each addition.
+
+    One thread adds, any thread may read. The owner's attribute says the unit, such as `mean_prompt_tokens` or
+    `tokens_per_s`, where seconds are the weight.
+    """
+
+    __slots__ = ("_max_weight", "total", "weight")
+
+    def __init__(self, max_weight: float = math.inf) -> None:
+        """`max_weight`: once all values together weigh this much, older ones lose what each new one brings."""
+        self._max_weight = max_weight
+        self.total = self.weight = 0.0
+
+    def add(self, amount: float, weight: float = 1.0, *, kept: float = 1.0) -> None:
+        """Add `amount`, a value times its weight. What was added before keeps the share `kept` (0 to 1)."""
+        if self.weight and self.weight * kept + weight > self._max_weight:
+            kept = max(0.0, self._max_weight - weight) / self.weight
+        self.total, self.weight = self.total * kept + amount, self.weight * kept + weight
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None while nothing has any weight."""
+        weight = self.weight
+        return self.total / weight if weight else None
