@@ -20,7 +20,7 @@ class NativeKernels(BuildHookInterface[Any]):
         for module in map(importlib.import_module, NATIVE):
             module.LIBRARY.unlink(missing_ok=True)
             try:
-                module.build()
+                module.build_library()
             except OSError as error:
                 self.app.display_warning(f"no C++ compiler, {module.__name__} is left out: {error}")
                 continue

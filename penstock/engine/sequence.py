@@ -11,33 +11,34 @@ Payload = bytes | bytearray | memoryview
 
 
 class State(Enum):
-    """Where a sequence is. It moves forward; only preemption takes it back from RUNNING to WAITING."""
+    """The state of a sequence. It moves forward; only preemption moves it back from RUNNING to WAITING."""
 
     WAITING = "waiting"
-    """Not admitted: holds no blocks."""
+    """Not admitted, or preempted: holds no blocks."""
     RUNNING = "running"
-    """Admitted: holds blocks for the tokens it has, and takes more as it grows."""
+    """Admitted: holds blocks for its tokens, and gets more as it grows."""
     DONE = "done"
-    """Has `max_new_tokens` output tokens, or was removed."""
+    """It has `max_new_tokens` output tokens, or was removed."""
 
 
 _NEXT = {State.WAITING: (State.RUNNING, State.DONE), State.RUNNING: (State.DONE,), State.DONE: ()}
 
 
 class Sequence:
-    """Prompt, said tokens and generated tokens of one request.
+    """The tokens and the KV state of one request.
 
-    `given` are output tokens that were said before, by this worker or another: their KV is computed where it
-    is missing, but they are never sampled again. `max_new_tokens` counts given and generated tokens together.
+    `output_token_ids` are output tokens that this worker or another one generated before: their KV is computed where
+    it is missing, but they are never sampled again. `max_new_tokens` counts them too.
 
-    `block_keys[i]` names the content of the i-th full block and of all before it, output tokens included; equal keys
-    mean equal KV. `tail` is the KV of the prompt's last block if that is partial, with zeros for the rows beyond the
-    prompt. It is consumed at admission, and used if all full blocks before it, and no more, were found in the pool.
+    `block_keys[i]` is a hash over the tokens of the i-th full block and of all blocks before it, output tokens
+    included; equal keys mean equal KV. `tail_payload` is the KV of the prompt's last block if that is partial, with
+    zeros for the rows beyond the prompt. It is used if exactly the full blocks before it were found in the pool at
+    admission, and dropped otherwise.
 
-    A sequence that is preempted loses its blocks and keeps its tokens: from then on its output so far is as good
-    as given. What of its prompt is still in the pool when it is admitted again is not computed again.
+    A preempted sequence loses its blocks and keeps its tokens. When it is admitted again, blocks that are still in
+    the pool are not computed again.
 
-    One that is `suspect` shares no step with others until it has passed one that decides a token of it.
+    A `suspect` sequence is computed alone until one of its tokens was sampled.
     """
 
     def __init__(
@@ -62,29 +63,29 @@ class Sequence:
         self.klass = klass
         self.tenant = tenant
         self.weight = weight
-        """Its tenant's share of the tokens where tenants compete."""
+        """The tenant's share of the tokens where tenants compete."""
         self.suspect = suspect
-        """Whether it may make a step fail: it is computed alone until its next token."""
+        """Whether it may make a step fail. It is computed alone until its next token."""
         self.block_keys = list(block_keys)
         self.token_ids = [*prompt, *output_token_ids]
         self.num_prompt_tokens = len(prompt)
         self.num_computed_tokens = 0
-        """Leading tokens whose KV is in the pool."""
+        """Number of leading tokens whose KV is in the pool."""
         self.num_cached_tokens = 0
-        """Prompt tokens whose KV was there when it was first admitted: in the pool, or in the tail."""
+        """Prompt tokens whose KV was in the pool or in the tail payload at the first admission."""
         self.block_table: list[int] = []
-        """Block table: block i holds tokens `i * block_size` and following."""
+        """Block i of the table holds the tokens from `i * block_size` on."""
         self.tail_payload: Payload | None = None
         self.state = State.WAITING
         self.num_preemptions = 0
         self.priority = CLASSES.index(klass)
-        """Place of its class, 0 first. The scheduler promotes one that waited for too long to 0."""
+        """Index of its class; 0 goes first. The scheduler promotes a starving batch sequence to 0."""
         self.is_backfilled = False
-        """Whether it passed one of its class that still waits, and has to make way for it."""
+        """Whether it runs in front of an earlier sequence of its class that did not fit yet."""
         self.arrival_number = 0
-        """Arrival number; the scheduler sets it."""
+        """The scheduler numbers sequences as they are added."""
         self.last_scheduled_step = 0
-        """The scheduler's step that last computed something of it, or in which it came."""
+        """Number of the step that last computed some of its tokens, or in which it was added."""
         assert self.num_prompt_tokens >= 1, "an empty prompt"
         assert self.num_output_tokens < max_new_tokens, "nothing left to generate"
 
@@ -93,35 +94,35 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far, given ones included; also the position of the next one."""
+        """Number of output tokens so far, which is also the position of the next one."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The output tokens so far, given ones included."""
+        """The output tokens so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens whose KV is still to be computed; 1 while decoding."""
+        """Number of tokens whose KV is still to be computed; 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def scheduling_order(self) -> tuple[int, bool, int]:
-        """Its place among the running; the greatest is preempted first."""
+        """Sort key among the running sequences; the greatest is preempted first."""
         return self.priority, self.is_backfilled, self.arrival_number
 
     def count_blocks_needed(self, block_size: int) -> int:
-        """Blocks for every token but the last, whose KV nothing reads."""
+        """Return how many blocks it needs in the end: for every token but the last, whose KV is never read."""
         return -(-(self.num_prompt_tokens + self.max_new_tokens - 1) // block_size)
 
     def move_to(self, state: State) -> None:
-        """Move forward; anything else is a bug."""
+        """Move to a later state."""
         assert state in _NEXT[self.state], f"{self.id}: {self.state.value} -> {state.value}"
         self.state = state
 
     def preempt(self) -> None:
-        """Go back to waiting, with all tokens and none of their KV. The blocks have been released."""
+        """Go back to waiting with all tokens and no KV. The caller has freed the blocks."""
         assert self.state is State.RUNNING, f"{self.id}: preempted while {self.state.value}"
         self.state = State.WAITING
         self.num_preemptions += 1
@@ -129,7 +130,7 @@ class Sequence:
         self.block_table = []
 
     def append_token(self, token_id: int) -> None:
-        """Take the sampled token, which clears it; the sequence is done when it was the last one allowed."""
+        """Append a sampled token. The sequence is no longer suspect then, and done if it was the last one allowed."""
         assert self.state is State.RUNNING
         assert self.num_pending_tokens == 0
         self.suspect = False

@@ -23,9 +23,9 @@ from penstock.engine.model import load_model
 
 PRINT = """
 import sys
-from penstock.engine.model import load
+from penstock.engine.model import load_model
 from penstock.config.settings import EngineSettings
-print(load(EngineSettings(model=sys.argv[1])).fingerprint)
+print(load_model(EngineSettings(model=sys.argv[1])).fingerprint)
 """
 
 

@@ -212,5 +212,5 @@ def test_a_library_of_another_version_is_left_out(
 def test_it_builds_into_a_new_place(tmp_path: Path) -> None:
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no compiler")
-    build.build(tmp_path / "libcopying.so")
+    build.build_library(tmp_path / "libcopying.so")
     assert [path.name for path in tmp_path.iterdir()] == ["libcopying.so"]

@@ -11,7 +11,7 @@ from penstock import native
 LIBRARY = Path(__file__).parent / "libcopying.so"
 
 
-def build(library: Path = LIBRARY) -> None:
+def build_library(library: Path = LIBRARY) -> None:
     """Compile and link `library`. Raises `OSError` without a compiler and `CalledProcessError` where it fails."""
     native.link_library(
         library, [*native.COMPILE_FLAGS, *native.SILENCED_WARNINGS, str(Path(__file__).parent / "copying.cpp")]
@@ -19,4 +19,6 @@ def build(library: Path = LIBRARY) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(native.build_in_place(build, "the KV store's copying", "blocks are copied and checked in two passes"))
+    sys.exit(
+        native.build_in_place(build_library, "the KV store's copying", "blocks are copied and checked in two passes")
+    )
