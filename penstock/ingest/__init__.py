@@ -1,1 +1,1 @@
-"""How requests come in beside plain Kafka: the gateway, batch files, tenants and admission."""
+"""How requests come in other than through the bus: the HTTP gateway, batch files, tenants and admission."""

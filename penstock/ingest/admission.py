@@ -1,14 +1,15 @@
-"""Admission: what a request has to pass before it is published. Any number of gateways share what is counted, in Redis.
+"""Admission: what a request has to pass before it is published. All gateways share the counts, which are in Redis.
 
-    1  right     the class, and how much one request may ask for
-    2  lag       how long it would wait, by the tokens that wait before it
-    3  share     while the pipeline is full, no more than its tenant's part of it (`shares`)
-    4  buckets   one request and its tokens are taken, both or neither, by an estimate: prompt and limit, or, where
-                 an answer has no limit, what answers lately took
-    5  settle    at its end, what it really took replaces the estimate, and its place is free
+    1  limits    the classes that the caller may use, and how much one request may ask for
+    2  lag       how long the request would wait, by the tokens that wait before it
+    3  share     while the pipeline is full, a tenant gets no more than its part of it (`tenant_shares`)
+    4  buckets   one request and its tokens are taken, both or neither. The tokens are an estimate: prompt and limit,
+                 or, where an answer has no limit, the mean length of recent answers
+    5  settle    when the request ends, its real usage replaces the estimate, and its share is released
 
-A crash after 3 or 4 costs the tenant the estimate, which it has back within a minute; nothing else was done before the
-request is published. Where Redis is away nobody is admitted (`BusUnavailable`, 503): nothing could be streamed either.
+A crash after 3 or 4 costs the tenant the estimate, which the bucket refills within a minute. Nothing else has been
+done by then, as the request is published afterwards. While Redis is away nothing is admitted (`BusUnavailable`,
+503): answers could not be streamed either.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from penstock.redis.scripts import load_script
 log = logging.getLogger(__name__)
 
 LAG_REFRESH_S, LAG_MAX_AGE_S = 0.5, 2.0
-"""After how long the lag is looked up again, and for how long the last look is good meanwhile."""
+"""The lag is read again after `LAG_REFRESH_S`. Until that has answered, a value of up to `LAG_MAX_AGE_S` is used."""
 
 TAKE_TOKENS = load_script("penstock.ingest", "bucket", "take_tokens")
 GIVE_TOKENS = load_script("penstock.ingest", "bucket", "give_tokens")
@@ -42,25 +43,25 @@ GIVE_TOKENS = load_script("penstock.ingest", "bucket", "give_tokens")
 
 @dataclass
 class Ticket:
-    """A request that was admitted, and what was taken for it."""
+    """An admitted request, and what was taken for it."""
 
     caller: Caller
     num_tokens: int
-    """The estimate."""
+    """The estimated number of tokens."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """OpenAI's `x-ratelimit-*`, for the answer; empty where the tenant has no limits."""
+    """OpenAI's `x-ratelimit-*` headers for the answer; empty for a tenant without limits."""
     held_tokens: HeldTokens | None = None
-    """Its part of the pipeline."""
+    """Its share of the pipeline."""
     is_settled: bool = False
 
     @property
     def has_bucket_tokens(self) -> bool:
-        """Whether tokens were taken for it that its tenant is to have back, or owes, once it has ended."""
+        """Whether tokens were taken from the tenant's bucket, to be corrected when the request has ended."""
         return self.caller.tokens_per_min is not None
 
 
 class Admission:
-    """Admits requests, or says when to come again."""
+    """Admits requests, or refuses them and says when to try again."""
 
     def __init__(
         self,
@@ -82,13 +83,14 @@ class Admission:
         num_open: int = 0,
         max_wait_s: float | None = None,
     ) -> Ticket:
-        """Admit a request of about `num_tokens`, prompt and output together, which may write up to `max_output`.
+        """Admit a request of about `num_tokens`, prompt and output together, which may generate up to `max_output`.
 
-        `num_open` answers have no limit of their own, and are not in `num_tokens`: they count as answers lately did.
-        With `most_wait_s` its client does not want it to wait for longer.
+        `num_open` is how many of its answers have no limit of their own. `num_tokens` leaves them out; for each of
+        them the mean length of recent answers is added. With `max_wait_s` the request is refused if it would wait
+        for longer.
 
-        Raises `ApiError`: 403 for a class above the caller's right, 400 for more output than it may ask for, 413 for
-        what its bucket never holds, 429 with `Retry-After`; `BusUnavailable`.
+        Raises `ApiError`: 403 for a class that the caller may not use, 400 for more output than it may ask for, 413
+        for more tokens than its bucket ever holds, 429 with `Retry-After`; `BusUnavailable`.
         """
         check_caller_limits(caller, klass, num_tokens, max_output)
         lag = await self._lag_cache.get_lag(pipeline)
@@ -108,11 +110,11 @@ class Admission:
             raise
 
     async def take_request(self, caller: Caller) -> None:
-        """Take one request and no tokens of the caller's bucket. Raises `ApiError` 429, and `BusUnavailable`."""
+        """Take one request and no tokens from the caller's bucket. Raises `ApiError` 429, and `BusUnavailable`."""
         await self._take_from_buckets(caller, 0)
 
     async def _take_from_buckets(self, caller: Caller, num_tokens: int) -> dict[str, str]:
-        """Headers for the answer. Raises `ApiError` 429."""
+        """Take one request and `num_tokens`; return headers for the answer. Raises `ApiError` 429."""
         if caller.requests_per_min is None and caller.tokens_per_min is None:
             return {}
         with translate_outages():
@@ -126,9 +128,9 @@ class Admission:
         return headers
 
     async def settle(self, ticket: Ticket, usage: Usage) -> None:
-        """Put what was really used in the estimate's place, once. `Usage()` gives all tokens back.
+        """Replace the estimate by the real usage, once. `Usage()` gives all tokens back.
 
-        Raises `BusUnavailable`: then the estimate stands.
+        Raises `BusUnavailable`; the estimate stands then.
         """
         if ticket.is_settled:
             return
@@ -155,7 +157,7 @@ class Admission:
 
 
 def check_caller_limits(caller: Caller, klass: PriorityClass, num_tokens: int, max_output: int) -> None:
-    """Raise `ApiError` for what the caller may not ask for at any time."""
+    """Raise `ApiError` for a request that the caller may not make at any time."""
     if klass not in caller.classes:
         raise ApiError(403, f"this API key may not make requests of the class {klass!r}", code="class_not_allowed")
     if caller.max_request_tokens is not None and max_output > caller.max_request_tokens:
@@ -169,22 +171,22 @@ def check_caller_limits(caller: Caller, klass: PriorityClass, num_tokens: int, m
 def estimate_open_output(
     caller: Caller, num_tokens: int, max_output: int, num_open: int, mean_output: float | None
 ) -> int:
-    """Return how many tokens are reserved for answers without a limit, beside `num_tokens` of their request.
+    """Return how many tokens to reserve for answers without a limit, beside the `num_tokens` of their request.
 
-    No more than a full bucket has left: what nobody asked for is no reason to refuse a request for good.
+    It is at most what a full bucket has left, so that an estimate alone never refuses a request for good.
     """
     capacity = math.inf if caller.tokens_per_min is None else max(0, caller.tokens_per_min - num_tokens)
     return int(min(num_open * estimate_open_answer_tokens(mean_output), max_output, capacity))
 
 
 def too_many_requests(message: str, after_s: float, *, code: str, headers: Mapping[str, str] | None = None) -> ApiError:
-    """429, and when to come again: in whole seconds, and in milliseconds for clients that can read those."""
+    """Return a 429 that says when to try again: in seconds, and in milliseconds for clients that read those."""
     after = {"Retry-After": str(max(1, math.ceil(after_s))), "retry-after-ms": str(max(1, math.ceil(after_s * 1000)))}
     return ApiError(429, message, code=code, headers={**(headers or {}), **after})
 
 
 class LagCache:
-    """The lag of each pipeline, looked up by one request for all that come meanwhile."""
+    """The lag of each pipeline. Requests that need it at the same time share one look-up."""
 
     def __init__(self, fetch_lag: Callable[[Pipeline], Awaitable[PipelineLag]]) -> None:
         self._fetch_lag = fetch_lag
@@ -192,7 +194,7 @@ class LagCache:
         self._refreshing: dict[Pipeline, asyncio.Task[None]] = {}
 
     async def get_lag(self, pipeline: Pipeline) -> PipelineLag | None:
-        """The lag of a moment ago; None: it is not known, or nobody serves the pipeline."""
+        """Return a recent lag, or None while it is not known or no worker serves the pipeline."""
         age_s = time.monotonic() - self._cached.get(pipeline, (-math.inf, None))[0]
         if age_s > LAG_REFRESH_S and pipeline not in self._refreshing:
             self._refreshing[pipeline] = asyncio.create_task(self._refresh_lag(pipeline))
@@ -240,7 +242,7 @@ def _rate_headers(caller: Caller, requests: float, tokens: float) -> dict[str, s
 
 
 def _format_duration(seconds: float) -> str:
-    """As OpenAI writes it: `120ms`, `7.66s`, `6m0s`."""
+    """Format a duration as OpenAI does: `120ms`, `7.66s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(seconds, 60)

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI SDKs expect them: `{"error": {"message", "type", "param", "code"}}` and the fitting status."""
+"""Errors as the OpenAI SDKs expect them: `{"error": {"message", "type", "param", "code"}}`, with an HTTP status."""
 
 from collections.abc import Mapping
 
@@ -29,7 +29,7 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "model_error": 500,
     "internal_error": 500,
 }
-"""HTTP status by the code of a `RequestError`."""
+"""HTTP status for each code of a `RequestError`."""
 TYPE_BY_STATUS: Mapping[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -43,9 +43,9 @@ TYPE_BY_STATUS: Mapping[int, str] = {
     429: "rate_limit_error",
     431: "invalid_request_error",
 }
-"""`type` by HTTP status; what is not here is a `server_error`."""
+"""`type` for each HTTP status; any other status is a `server_error`."""
 NO_RETRY_STATUSES = (409, 504)
-"""What the SDKs would ask again by themselves, where that brings the same, or does once more what nobody wants now."""
+"""Statuses that the SDKs would retry by themselves, although a retry gives the same answer or repeats unwanted work."""
 
 
 class ErrorDetail(BaseModel):
@@ -58,13 +58,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is an error."""
+    """The body of every error."""
 
     error: ErrorDetail
 
 
 class ApiError(PenstockError):
-    """An answer that is an error. `headers` go with it, such as `Retry-After`."""
+    """An error that is sent as an HTTP answer. `headers` are sent with it, such as `Retry-After`."""
 
     def __init__(
         self,
@@ -81,18 +81,18 @@ class ApiError(PenstockError):
 
     @property
     def body(self) -> ErrorBody:
-        """As it is sent."""
+        """The body to send."""
         kind = TYPE_BY_STATUS.get(self.status, "server_error")
         return ErrorBody(error=ErrorDetail(message=str(self), type=kind, param=self.param, code=self.code))
 
 
 def not_found_error(what: str, name: str) -> ApiError:
-    """The same for what does not exist and for what is another tenant's."""
+    """Return a 404. It is the same for an object that does not exist and for one of another tenant."""
     return ApiError(404, f"no such {what}: {name!r}", code=f"{what}_not_found")
 
 
 def to_api_error(error: PenstockError, prompt: str | None = None) -> ApiError:
-    """What a caller is told of any of our errors. `prompt` is the parameter that has the prompt, where it is known."""
+    """Return the answer to one of Penstock's errors. `prompt` is the parameter that has the prompt, if known."""
     match error:
         case ApiError():
             found = error

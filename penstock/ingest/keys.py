@@ -1,4 +1,4 @@
-"""Where API keys and tenants are set down: a JSON or TOML file, or Redis.
+"""Where API keys and tenants are stored: a JSON or TOML file, or Redis.
 
 {"tenants": {"acme": {"weight": 3, "requests_per_min": 600}}, "keys": {"<id>": {"tenant": "acme", "hash": "…"}}}
 """
@@ -28,16 +28,16 @@ from penstock.redis.client import translate_outages
 log = logging.getLogger(__name__)
 
 CACHE_TTL_S = 1.0
-"""So long what was read is believed: a key that is revoked may be used for another second."""
+"""How long entries are cached: a revoked key can be used for another second."""
 MAX_CACHED_ENTRIES = 10_000
 KEYS_IN_REDIS, KEYS_OPEN = "redis", "open"
-"""What the setting may say besides a path."""
+"""The values of the setting that are not a path."""
 
 E = TypeVar("E", bound=BaseModel)
 
 
 class KeyBook(BaseModel):
-    """All that is set down."""
+    """All keys and tenants."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,10 +46,10 @@ class KeyBook(BaseModel):
 
 
 def open_key_source(settings: AdmissionSettings, host: str, client: "redis.asyncio.Redis") -> KeySource | None:
-    """Where a gateway that listens on `host` looks keys up; None: it is open.
+    """Return where a gateway that listens on `host` looks keys up, or None for an open gateway.
 
-    Raises `SettingsError` for a file that cannot be read, and for an open gateway that others can reach, unless the
-    setting says `open`.
+    Raises `SettingsError` for a file that cannot be read, and for an open gateway that other hosts can reach, unless
+    the setting is `open`.
     """
     if settings.keys == KEYS_OPEN or (not settings.keys and is_loopback(host)):
         return None
@@ -62,7 +62,7 @@ def open_key_source(settings: AdmissionSettings, host: str, client: "redis.async
 
 
 class FileKeys:
-    """Keys in a file. It is read again when it changes; while it cannot be read, what was read last stays good."""
+    """Keys in a file, which is read again when it changes. While it cannot be read, its last content is used."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
@@ -70,12 +70,12 @@ class FileKeys:
         self._checked_at = time.monotonic()
 
     async def find_key(self, key_id: str) -> KeyEntry | None:
-        """The key of an id."""
+        """Return the entry of a key, or None."""
         await self._reload_if_changed()
         return self._book.keys.get(key_id)
 
     async def find_tenant(self, name: str) -> TenantEntry:
-        """What a tenant may do."""
+        """Return the limits of a tenant; the defaults if it has no entry."""
         await self._reload_if_changed()
         return self._book.tenants.get(name, TenantEntry())
 
@@ -92,18 +92,18 @@ class FileKeys:
 
 
 class RedisKeys:
-    """Keys in two hashes on the stream server, each entry believed for a second."""
+    """Keys in two hashes on the stream server. Each entry is cached for a second."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self._client = client
         self._cache: dict[tuple[str, str], tuple[float, str | None]] = {}
 
     async def find_key(self, key_id: str) -> KeyEntry | None:
-        """The key of an id."""
+        """Return the entry of a key, or None."""
         return _parse_entry(KeyEntry, await self._read_field(KEYS_KEY, key_id))
 
     async def find_tenant(self, name: str) -> TenantEntry:
-        """What a tenant may do."""
+        """Return the limits of a tenant; the defaults if it has no entry."""
         return _parse_entry(TenantEntry, await self._read_field(TENANTS_KEY, name)) or TenantEntry()
 
     async def _read_field(self, table: str, field: str) -> str | None:
@@ -127,14 +127,14 @@ def _parse_entry(kind: type[E], text: str | None) -> E | None:
 
 
 def read_redis_book(client: "redis.Redis") -> KeyBook:
-    """All that Redis has."""
+    """Return all keys and tenants in Redis."""
     tables = [cast("Mapping[bytes, bytes]", client.hgetall(table)) for table in (KEYS_KEY, TENANTS_KEY)]
     keys, tenants = ({name.decode(): json.loads(raw) for name, raw in table.items()} for table in tables)
     return KeyBook.model_validate({"keys": keys, "tenants": tenants})
 
 
 def read_book_file(path: Path) -> KeyBook:
-    """A file of keys. Raises `SettingsError`."""
+    """Return all keys and tenants in a file. Raises `SettingsError`."""
     try:
         raw = path.read_bytes()
         return KeyBook.model_validate(tomllib.loads(raw.decode()) if path.suffix == ".toml" else json.loads(raw))
@@ -143,7 +143,7 @@ def read_book_file(path: Path) -> KeyBook:
 
 
 def write_book_file(path: Path, book: KeyBook) -> None:
-    """Put a file in the place of the old one, whole, readable for its owner alone. Raises `SettingsError` for TOML."""
+    """Replace a file in one step, readable by its owner alone. Raises `SettingsError` for TOML."""
     if path.suffix == ".toml":
         raise SettingsError(f"{path}: a TOML file is edited by hand; penstock writes JSON")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,6 +156,6 @@ def write_book_file(path: Path, book: KeyBook) -> None:
 
 
 def _file_version(path: Path) -> tuple[int, int, int]:
-    """Another one when the file is another one."""
+    """Return a value that differs when the file was changed or replaced."""
     found = path.stat()
     return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,18 +1,20 @@
-"""Metering: what each tenant used, counted from the results, which say it once for each request.
+"""Metering: the usage of each tenant, counted from the results, of which each request has one.
 
-Any number of gateways may run a `Meter`; one at a time counts, the others wait for its lease to run out. A turn of it:
+Any number of gateways may run a `UsageMeter`. One at a time counts, the others wait until its lease runs out. A
+turn:
 
-    1  read      the results after the stored place of each part of the topic (a Kafka partition, the Redis stream)
-    2  count     one script for each part: adds to the sums and moves the stored place, if it still is where it was
+    1  read      the results after the stored offset of each part of the topic (a Kafka partition, the Redis stream)
+    2  count     one script for each part adds to the sums and moves the stored offset, unless that was moved meanwhile
 
-A crash before 2 costs nothing, and after it neither: the next one reads on from the stored place. Two that count at
-once (the lease ran out in a pause) start from the same place; the second one's script does nothing, and it reads again.
+A crash before or after 2 loses nothing: the next meter reads on from the stored offset. If two meters count at once,
+because the lease ran out during a pause, both start from the same offset; the second one's script does nothing, and
+it reads again.
 
-So the sums are exactly what the topic said up to the stored places. A part that ends before its stored place, because
-the servers lost the end of its log, is gone on with at its end, which is stored: rather too little is counted than
-twice. A second result of one id, possible where Redis lost the request's record, is left out if the first is among the
-last `WINDOW` counted. If Redis loses the sums it loses the places with them, and all that the topic still keeps is
-counted again.
+So the sums are exactly the usage in the topic up to the stored offsets. If a part ends before its stored offset,
+because the servers lost the end of its log, counting goes on at its end, and that is stored: some results may not be
+counted, but none is counted twice. A second result of one id, possible where Redis lost the request's record, is
+left out if the first is among the last `MAX_SEEN_IDS` counted. If Redis loses the sums it loses the offsets as well,
+and all results that the topic still keeps are counted again.
 """
 
 import asyncio
@@ -41,11 +43,11 @@ from penstock.redis.scripts import RENEW_LEASE, load_script
 log = logging.getLogger(__name__)
 
 MAX_SEEN_IDS = 100_000
-"""So many ids are remembered."""
+"""How many ids of counted results are remembered."""
 MAX_RESULTS_PER_READ = 200
-"""Results read at once."""
+"""How many results are read at once."""
 MAX_TOKENS_PER_REQUEST = 2**31
-"""No request uses so many: a sum of larger numbers may be none that Redis can keep."""
+"""Larger counts are rejected as impossible: their sums might not fit a number in Redis."""
 METER_LEASE_S, READ_TIMEOUT_S = 5.0, 1.0
 USAGE_COUNTERS = ("requests", "prefill_tokens", "cached_tokens", "decode_tokens")
 
@@ -54,17 +56,17 @@ COUNT_RESULTS = load_script("penstock.ingest", "count_results")
 
 @dataclass(frozen=True)
 class UsageSums:
-    """What was used. Prompt tokens are either computed (`prefill`) or found in the KV store (`cached`)."""
+    """Usage. Prompt tokens are either computed (`prefill`) or found in the KV store (`cached`)."""
 
     requests: int = 0
-    """Of the pipeline: one with `n` answers counts n times."""
+    """Requests of the pipeline: an HTTP request with `n` answers counts n times."""
     prefill_tokens: int = 0
     cached_tokens: int = 0
     decode_tokens: int = 0
 
 
 class UsageMeter:
-    """Counts the results of one pipeline. For one thread."""
+    """Counts the results of one pipeline. Used by one thread."""
 
     def __init__(self, addresses: Addresses) -> None:
         self._pipeline = Pipeline(addresses.pipeline)
@@ -75,9 +77,9 @@ class UsageMeter:
         self._offsets: dict[str, str] = {}
 
     def count_once(self, timeout_s: float = READ_TIMEOUT_S) -> int | None:
-        """Count what came, waiting up to `timeout_s` for any; how many results. None: another one counts.
+        """Wait up to `timeout_s` for results, count them, and return how many; None while another meter counts.
 
-        Raises `BusUnavailable` or `redis.RedisError`: another turn may be taken at any time.
+        Raises `BusUnavailable` or `redis.RedisError`; it can be called again at any time.
         """
         key = self._pipeline.meter_key("reader")
         if not RENEW_LEASE.run(self._client, [key], [self._token, int(METER_LEASE_S * 1000)]):
@@ -106,7 +108,7 @@ class UsageMeter:
         return len(found)
 
     def _count_part(self, part: str, messages: Sequence[Followed]) -> bool:
-        """Count one part's messages; False if somebody else did."""
+        """Count the messages of one part. Return False if another meter did."""
         days: dict[str, int] = {}
         arguments: list[Any] = [part, self._offsets.get(part, ""), messages[-1].place, MAX_SEEN_IDS]
         for result in _parse_results(messages):
@@ -126,13 +128,13 @@ class UsageMeter:
                 follower.close()
 
     def close(self) -> None:
-        """Free the connections; another one may count after `LEASE_S`."""
+        """Free the connections. Another meter can count after `METER_LEASE_S`."""
         self._close_follower()
         self._client.close()
 
 
 def _parse_results(messages: Iterable[Followed]) -> Iterable[Result]:
-    """What can be read of them, and counted; anybody may write into a topic."""
+    """Yield the messages that are valid results. A topic can hold anything, as many may write into it."""
     for followed in messages:
         if followed.message is None:
             continue
@@ -152,7 +154,7 @@ def _parse_results(messages: Iterable[Followed]) -> Iterable[Result]:
 
 
 async def meter_forever(addresses: Addresses) -> None:
-    """Count a pipeline's results until cancelled, whatever is away meanwhile."""
+    """Count a pipeline's results until cancelled. Outages are waited for."""
     meter, thread = UsageMeter(addresses), ThreadPoolExecutor(1, "meter")
     loop, waits = asyncio.get_running_loop(), backoff_pauses()
     try:
@@ -173,7 +175,7 @@ async def meter_forever(addresses: Addresses) -> None:
 
 
 async def _finish_before_cancel(turn: "asyncio.Future[int | None]") -> int | None:
-    """Cancelled or not, the thread is through with its turn."""
+    """Wait for a turn on the thread; if this is cancelled, wait all the same before raising it."""
     try:
         return await asyncio.shield(turn)
     except asyncio.CancelledError:
@@ -189,24 +191,24 @@ UsageByDay = Mapping[str, Mapping[str, UsageSums]]
 
 
 def utc_day(seconds: float) -> str:
-    """`2026-11-21`, in UTC; of a result that does not say when it finished, or when it cannot have, today."""
+    """Return a day such as `2026-11-21`, in UTC; today for a time that is 0 or in the future."""
     now = time.time()
     return time.strftime("%Y-%m-%d", time.gmtime(seconds if 0 < seconds < now + 86400 else now))
 
 
 def list_last_days(num_days: int) -> list[str]:
-    """Today and those before it, the oldest first."""
+    """Return the last `num_days` days including today, the oldest first."""
     now = time.time()
     return [utc_day(now - 86400 * ago) for ago in reversed(range(num_days))]
 
 
 def make_day_keys(pipeline: Pipeline, days: Iterable[str]) -> list[str]:
-    """Where the sums of these days are."""
+    """Return the Redis keys of the sums of these days."""
     return [pipeline.meter_key(f"day:{day}") for day in days]
 
 
 def parse_day_sums(fields: Mapping[bytes, bytes]) -> dict[str, UsageSums]:
-    """One day's sums by tenant, from its hash."""
+    """Return one day's usage by tenant, from its hash."""
     counts: dict[str, dict[str, int]] = {}
     for field, number in fields.items():
         counter, _, tenant = field.decode().partition(":")
@@ -217,7 +219,7 @@ def parse_day_sums(fields: Mapping[bytes, bytes]) -> dict[str, UsageSums]:
 
 
 def add_sums(sums: Iterable[UsageSums]) -> UsageSums:
-    """All of them together."""
+    """Return the sum of several."""
     found = list(sums)
     return UsageSums(**{name: sum(getattr(one, name) for one in found) for name in USAGE_COUNTERS})
 

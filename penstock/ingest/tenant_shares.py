@@ -1,10 +1,12 @@
-"""Tenants' shares of a pipeline that is full.
+"""Tenants' shares of a full pipeline.
 
-Topics are worked off in order of arrival, so a tenant's share of what is served is its share of what waits. While a
-request would have to wait, a tenant that holds more of all that is admitted and not yet answered than its weight is of
-the weights of all who hold any gets no more. While nothing has to wait, anybody may have all of it.
+Topics are read in order of arrival, so a tenant's share of the work done is its share of the work that waits. While
+a request would have to wait, a tenant is refused if its part of all admitted and unanswered tokens is larger than
+its weight's part of the weights of all tenants that hold any. While no request has to wait, any tenant may hold all
+of it.
 
-A ticket counts until it is settled, at most `TICKET_S`: what a gateway that died had admitted is forgotten by then.
+Tokens are held until their request is settled, at most for `HELD_TTL_S`: so the requests of a gateway that died stop
+counting.
 """
 
 import uuid
@@ -35,7 +37,7 @@ class HeldTokens:
 
 
 class TenantShares:
-    """Who holds how much, of all pipelines."""
+    """How many tokens each tenant holds of each pipeline, in Redis."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self._client = client
@@ -43,7 +45,7 @@ class TenantShares:
     async def hold_tokens(
         self, pipeline: Pipeline, tenant: str, weight: float, num_tokens: int, *, is_full: bool
     ) -> HeldTokens | None:
-        """Hold tokens; None: the tenant has more than its share. Raises `BusUnavailable`."""
+        """Hold tokens; None if the tenant has more than its share. Raises `BusUnavailable`."""
         num_tokens = max(1, num_tokens)
         held = HeldTokens(pipeline, f"{uuid.uuid4().hex}|{tenant}|{num_tokens}", tenant, num_tokens)
         arguments: list[str | float] = [held.ticket, tenant, num_tokens, weight, HELD_TTL_S, int(is_full)]
@@ -51,7 +53,7 @@ class TenantShares:
             return held if await ENTER_SHARE.run_async(self._client, _share_keys(pipeline), arguments) else None
 
     async def release_tokens(self, held: HeldTokens) -> None:
-        """Hold them no more. Raises `BusUnavailable`: then they count until their time is over."""
+        """Release held tokens. Raises `BusUnavailable`; they count until their time is over then."""
         with translate_outages():
             await LEAVE_SHARE.run_async(
                 self._client, _share_keys(held.pipeline), [held.ticket, held.tenant, held.num_tokens]

@@ -1,7 +1,8 @@
-"""Tenants: who calls, and what they may do.
+"""Tenants: who calls, and what each may do.
 
-An API key is `psk_<id>_<secret>`. The id (12 hex digits) is public: it finds the entry, and names the key in lists. The
-secret is 32 random bytes, so plain SHA-256 keeps it well at rest: a slow hash helps where secrets can be guessed.
+An API key is `psk_<id>_<secret>`. The id (12 hex digits) is public: it finds the entry, and names the key in lists.
+The secret is 32 random bytes, so plain SHA-256 protects it well enough; a slow hash helps only where secrets can be
+guessed.
 """
 
 import hashlib
@@ -24,24 +25,24 @@ _NO_HASH = "0" * 64
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a request: derived from the API key alone, never from what the request says."""
+    """Who makes a request. It is derived from the API key alone, never from the request's content."""
 
     tenant: str = "default"
     classes: tuple[PriorityClass, ...] = CLASSES
-    """Which classes its requests may have."""
+    """The classes that its requests may have."""
     weight: float = 1.0
-    """Its share of the pipeline where tenants compete."""
+    """Its share of the pipeline while tenants compete."""
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
     """Prompt and output tokens together."""
     max_request_tokens: int | None = None
     """The most output tokens that one request may ask for; answers without a limit end there."""
     max_batch_tokens: int | None = None
-    """Of all its batches that are not over, prompt and output tokens together."""
+    """The most tokens, prompt and output together, of all its batches that have not ended."""
 
 
 class TenantEntry(BaseModel):
-    """What is set down of a tenant. One that is not set down has the defaults."""
+    """A stored tenant. One without an entry has these defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,12 +54,12 @@ class TenantEntry(BaseModel):
     max_batch_tokens: int | None = Field(default=None, ge=1)
 
     def make_caller(self, tenant: str) -> Caller:
-        """The tenant as it calls."""
+        """Return the caller that this tenant is."""
         return Caller(tenant, **{name: getattr(self, name) for name in type(self).model_fields})
 
 
 class KeyEntry(BaseModel):
-    """What is set down of an API key: whose it is, and the hash of its secret."""
+    """A stored API key: its tenant, and the hash of its secret."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,43 +71,43 @@ class KeyEntry(BaseModel):
 
 
 class KeySource(Protocol):
-    """Where keys and tenants are set down. Raises `BusUnavailable` where that is away."""
+    """Where keys and tenants are stored. Methods raise `BusUnavailable` while that cannot be reached."""
 
     async def find_key(self, key_id: str) -> KeyEntry | None:
-        """The key of an id."""
+        """Return the entry of a key, or None."""
 
     async def find_tenant(self, name: str) -> TenantEntry:
-        """What a tenant may do."""
+        """Return the limits of a tenant; the defaults if it has no entry."""
 
 
 def make_key(tenant: str) -> tuple[str, str, KeyEntry]:
-    """A key as its owner gets it, its id, and what is set down of it."""
+    """Return a new key as its owner gets it, its id, and the entry to store."""
     key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
     entry = KeyEntry(tenant=tenant, hash=hash_secret(secret), created=round(time.time(), 3))
     return f"psk_{key_id}_{secret}", key_id, entry
 
 
 def hash_secret(secret: str) -> str:
-    """What is kept of a secret."""
+    """Return the stored form of a secret."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 class Keyring:
-    """Tells callers by their keys. Without a source everybody is the tenant `default`, and no key is asked for."""
+    """Identifies callers by their keys. Without a source every caller is the tenant `default`, and needs no key."""
 
     def __init__(self, source: KeySource | None = None) -> None:
         self._source = source
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody may call."""
+        """Whether callers need no key."""
         return self._source is None
 
     async def authenticate_caller(self, authorization: str | None) -> Caller:
-        """Who sends this `Authorization` header.
+        """Return the caller that sends this `Authorization` header.
 
-        Raises `ApiError` 401, the same for a key that never was, was revoked, or has a wrong secret; `BusUnavailable`
-        where keys are in Redis and that is away.
+        Raises `ApiError` 401, which is the same for a key that never existed, was revoked, or has a wrong secret;
+        `BusUnavailable` while keys are in Redis and that is away.
         """
         if self._source is None:
             return Caller()

@@ -1,1 +1,1 @@
-"""Batch files: the store they lie in, the batches, and who works them off."""
+"""Batches: the store of files and batches, and the runner that answers their rows."""

@@ -1,4 +1,4 @@
-"""Answering one row of a batch, by the gateway's runner or from the command line."""
+"""Answers one row of a batch, for the gateway's runner and for the command line."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from penstock.messages import Usage
 from penstock.redis.client import backoff_pauses
 
 MIN_ANSWER_TIMEOUT_S, MAX_ANSWER_TIMEOUT_S = 60.0, 3600.0
-"""How long an answer may be silent before it is asked for again, at first and at last."""
+"""How long to wait for the next token of an answer before it is submitted again: the first time, and at most."""
 
 
 NO_USAGE = Usage()
@@ -25,7 +25,7 @@ NO_USAGE = Usage()
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """What holds for all rows of a batch, whatever they say."""
+    """What applies to all rows of a batch, whatever they ask for."""
 
     tenant: str = "default"
     weight: float = 1.0
@@ -35,7 +35,7 @@ class BatchTerms:
 
 @dataclass(frozen=True)
 class FinishedRow:
-    """A row that has its answer: `row` is its line in the output, or in the error file."""
+    """A row that is finished; `line` goes to the output if `is_ok`, else to the error file."""
 
     line: bytes
     is_ok: bool
@@ -43,9 +43,9 @@ class FinishedRow:
 
 
 async def answer_row(client: AsyncClient, row: Row, name: str, terms: BatchTerms) -> FinishedRow:
-    """A row's answer. `name` is unique to the row and always the same: asked again, it is the same request.
+    """Return a row's answer. `name` is unique to the row and never changes, so submitting again joins the same request.
 
-    An outage of the bus or of Redis is waited for. Raises nothing that is the row's own fault.
+    Outages of the bus or of Redis are waited for. Errors of the row itself are returned as its line, not raised.
     """
     request_id = row_request_id(row, name)
     try:
@@ -70,19 +70,19 @@ async def answer_row(client: AsyncClient, row: Row, name: str, terms: BatchTerms
 
 
 async def cancel_row(client: AsyncClient, row: Row, name: str) -> None:
-    """Tell the workers that nobody waits for a row's answer. Raises `ApiError` or `BusUnavailable`."""
+    """Cancel the requests of a row. Raises `ApiError` or `BusUnavailable`."""
     body = ENDPOINTS[row.url].parse_body(row.body)
     for request_id in make_request_ids(row_request_id(row, name), body.num_choices):
         await client.cancel(request_id)
 
 
 def row_request_id(row: Row, name: str) -> str:
-    """The id of a row's answer; also of its request, and of several the beginning."""
+    """Return the id of a row's answer. It is its request's id too, or the prefix of several."""
     return f"{ENDPOINTS[row.url].id_prefix}{name}"
 
 
 def make_error_row(row: Row, name: str, error: ApiError | RequestError) -> FinishedRow:
-    """The row as it is told to its maker when its own request was wrong or failed."""
+    """Return the line of a row whose request was invalid or failed."""
     api_error = to_api_error(error, find_prompt_field(row.url))
     body = {"error": api_error.body.model_dump()["error"]}
     response = {"status_code": api_error.status, "request_id": row_request_id(row, name), "body": body}
@@ -96,7 +96,7 @@ _SKIP_MESSAGES = {
 
 
 def make_skipped_row(row: Row, name: str, code: str) -> FinishedRow:
-    """The row of a request that the end of its batch came before."""
+    """Return the line of a row that was not answered before its batch ended."""
     return FinishedRow(_encode_line(row, name, None, {"code": code, "message": _SKIP_MESSAGES[code]}), is_ok=False)
 
 
@@ -106,7 +106,7 @@ def _encode_line(row: Row, name: str, response: Mapping[str, Any] | None, error:
 
 
 def apply_terms(args: SubmitArgs, terms: BatchTerms) -> SubmitArgs:
-    """Return a row's request on its batch's terms. Raises `ApiError` 403 for a limit above the tenant's."""
+    """Apply a batch's terms to a row's request. Raises `ApiError` 403 for a limit above the tenant's."""
     cap_open_answers([args], terms.max_request_tokens)
     if terms.max_request_tokens is not None and args["max_tokens"] > terms.max_request_tokens:
         message = f"One request may ask for {terms.max_request_tokens:,} tokens."
@@ -116,11 +116,11 @@ def apply_terms(args: SubmitArgs, terms: BatchTerms) -> SubmitArgs:
 
 
 async def _wait_for_answer(client: AsyncClient, args: SubmitArgs) -> Answer:
-    """SubmitArgs, and wait for the answer for as long as it takes.
+    """Submit a request and wait for its answer, for as long as it takes.
 
-    What is silent for long is asked again under its id, less and less often: if it only waits in the queue that costs a
-    message, and if Redis lost it with all it held it is answered after all. So is what had its answer so long ago
-    that its log is over.
+    A request without news is submitted again under its id, at growing intervals. If it only waits in the queue that
+    costs one message; if Redis lost all data, it is answered all the same. An answer whose log has expired is
+    generated again.
     """
     patience_s = MIN_ANSWER_TIMEOUT_S
     while True:
@@ -143,7 +143,7 @@ async def _submit_request(client: AsyncClient, args: SubmitArgs) -> None:
 
 
 async def gather_answers(readings: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """All answers; the first error ends the reading of the others."""
+    """Return all answers. The first error cancels the reading of the others, and is raised."""
     tasks = [asyncio.create_task(reading) for reading in readings]
     try:
         return await asyncio.gather(*tasks)

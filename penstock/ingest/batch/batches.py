@@ -1,20 +1,20 @@
-"""What is kept of batches, in the store. Redis holds nothing that a batch needs.
+"""What is stored of batches. It is all in the object store: Redis holds nothing that a batch needs.
 
-    open/<id>                              the tenant: this batch is not over, whoever has time works it off
+    open/<id>                              the tenant: marks a batch that has not ended
     tenants/<tenant>/batches/<id>/
-        birth.json                         what it is made of: written once
-        input                              its input, a copy: the file may be deleted meanwhile
-        progress.json                      how far it is: by whoever works on it
-        tokens                             how many it may take, where its tenant has a limit: written once
-        cancel                             when somebody asked for its end: written once
+        birth.json                         the batch's specification; written once
+        input                              a copy of its input, as the file may be deleted meanwhile
+        progress.json                      its progress; written by the gateway that works on it
+        tokens                             how many tokens it may take, if its tenant has a limit; written once
+        cancel                             when its cancellation was requested; written once
         parts/<holder>-<number>            finished lines, each with its number; written once
-        end.json                           its end: written once, by the first who comes to it
+        end.json                           its final state; written once, by the first gateway that ends it
 
-Making one:  1  the mark in `open/`     2  `input`     3  `birth.json`: now there is a batch
-Ending one:  4  `end.json`: now it is over     5  parts and `input` are deleted     6  the mark is deleted
+Creating:  1  the mark in `open/`     2  `input`     3  `birth.json`: now the batch exists Ending:    4  `end.json`:
+now it has ended     5  parts and `input` are deleted     6  the mark is deleted
 
-A crash in between leaves the mark, and who finds it goes on: after 1 or 2 there was no answer yet, so the rest is
-thrown away an hour later; after 3 it is worked off; after 4 or 5 what is left is deleted.
+A crash in between leaves the mark, and the gateway that finds it goes on: after 1 or 2 the client has no answer yet,
+so the rest is deleted an hour later; after 3 the batch is worked on; after 4 or 5 the remaining objects are deleted.
 """
 
 import time
@@ -29,19 +29,19 @@ from penstock.ingest.tenants import Caller
 
 COMPLETION_WINDOW_S = DAY_S
 UNFINISHED_TTL_S = 3600.0
-"""After which a batch that was never quite made is thrown away."""
+"""After this time a batch whose creation was interrupted is deleted."""
 
 
 class BatchSpec(BaseModel):
-    """What a batch is made of."""
+    """What defines a batch."""
 
     id: str
     tenant: str
     weight: float = 1.0
     max_request_tokens: int | None = None
-    """The most output tokens that its maker may ask for in one request."""
+    """The most output tokens that one request of its tenant may ask for."""
     max_batch_tokens: int | None = None
-    """The most tokens of all open batches of its tenant."""
+    """The most tokens of all open batches of its tenant together."""
     endpoint: str
     input_file_id: str
     created_at: int
@@ -51,13 +51,13 @@ class BatchSpec(BaseModel):
 
 
 class BatchStore:
-    """All batches. Methods raise `ApiError`: 404 for what is not there or another's, 503 without the store."""
+    """All batches. Methods raise `ApiError`: 404 for an unknown batch or another tenant's, 503 without the store."""
 
     def __init__(self, objects: ObjectStorage) -> None:
         self._objects = objects
 
     async def create_batch(self, caller: Caller, new: NewBatch, file: FileObject) -> BatchObject:
-        """Make a batch of a file."""
+        """Create a batch of a file."""
         batch_id, now = make_id("batch_"), int(time.time())
         spec = BatchSpec(
             id=batch_id,
@@ -79,14 +79,14 @@ class BatchStore:
         return _make_batch_object(spec, BatchState(), cancelled_at=None)
 
     async def find_batch(self, tenant: str, batch_id: str) -> BatchObject:
-        """A batch as it is now."""
+        """Return the current state of a batch."""
         spec = await self.find_spec(tenant, batch_id)
         if spec is None:
             raise not_found_error("batch", batch_id[:64])
         return await self._describe_batch(spec)
 
     async def list_batches(self, tenant: str, *, after: str | None, limit: int) -> tuple[list[BatchObject], bool]:
-        """At most `limit` batches older than the one named, the youngest first, and whether there are more."""
+        """Return at most `limit` batches older than `after`, the youngest first, and whether there are more."""
         names = (await self._objects.list_names(f"tenants/{tenant}/batches"))[::-1]
         found: list[BatchObject] = []
         for batch_id in names_after(names, after, "desc"):
@@ -97,7 +97,7 @@ class BatchStore:
         return found[:limit], len(found) > limit
 
     async def cancel_batch(self, tenant: str, batch_id: str) -> BatchObject:
-        """Ask for a batch's end. Raises `ApiError` 409 where it has ended already."""
+        """Request a batch's cancellation. Raises `ApiError` 409 if it has ended already."""
         now = await self.find_batch(tenant, batch_id)
         spec = await self.find_spec(tenant, batch_id)
         assert spec is not None, "it was found"
@@ -107,7 +107,7 @@ class BatchStore:
         return await self._describe_batch(spec)
 
     async def find_spec(self, tenant: str, batch_id: str) -> BatchSpec | None:
-        """What a batch is made of; None where there is none."""
+        """Return the specification of a batch, or None."""
         if not is_id(batch_id, "batch_"):
             return None
         found = await self._objects.get(f"tenants/{tenant}/batches/{batch_id}/birth.json")
@@ -115,11 +115,11 @@ class BatchStore:
         return spec if spec is not None and spec.tenant == tenant else None
 
     async def list_open_ids(self) -> list[str]:
-        """The batches that are not over, the oldest first."""
+        """Return the ids of the batches that have not ended, the oldest first."""
         return [name for name in await self._objects.list_names("open") if is_id(name, "batch_")]
 
     async def find_open_spec(self, batch_id: str) -> BatchSpec | None:
-        """What an open batch is made of. None where it is being made, or was never quite made."""
+        """Return the specification of an open batch; None while its creation is under way or was interrupted."""
         tenant = await self._objects.get(f"open/{batch_id}")
         if tenant is None:
             return None
@@ -133,25 +133,25 @@ class BatchStore:
         return spec
 
     async def read_state(self, spec: BatchSpec) -> BatchState:
-        """How far a batch is."""
+        """Return how far a batch is."""
         found = await self._objects.get(object_path(spec, "end.json")) or await self._objects.get(
             object_path(spec, "progress.json")
         )
         return BatchState() if found is None else BatchState.model_validate_json(found)
 
     async def read_cancel_time(self, spec: BatchSpec) -> int | None:
-        """When somebody asked for its end."""
+        """Return when its cancellation was requested, in seconds since the epoch, or None."""
         found = await self._objects.get(object_path(spec, "cancel"))
         return None if found is None else int(found)
 
     async def has_ended(self, spec: BatchSpec) -> bool:
-        """Whether it is over."""
+        """Return whether a batch has ended."""
         return await self._objects.get_size(object_path(spec, "end.json")) is not None
 
     async def enqueue_tokens(self, spec: BatchSpec, num_tokens: int) -> int:
-        """Say how many tokens it may take; returns those of all its tenant's open batches together.
+        """Write how many tokens a batch may take; return those of all open batches of its tenant.
 
-        Said first and added up then: of two that are looked at in one moment, each sees the other.
+        They are written first and added up then: of two batches that are checked at once, each sees the other.
         """
         await self._objects.put(object_path(spec, "tokens"), str(num_tokens).encode())
         own, enqueued = spec.tenant.encode(), 0
@@ -161,11 +161,11 @@ class BatchStore:
         return enqueued
 
     async def save_state(self, spec: BatchSpec, state: BatchState) -> None:
-        """Say how far it is."""
+        """Write how far a batch is."""
         await self._objects.put(object_path(spec, "progress.json"), state.model_dump_json().encode())
 
     async def end_batch(self, spec: BatchSpec, state: BatchState) -> bool:
-        """Steps 4 to 6; False if it had an end already."""
+        """End a batch, steps 4 to 6. Return False if it had ended already."""
         is_first = await self._objects.put_if_absent(object_path(spec, "end.json"), state.model_dump_json().encode())
         await self.clear_batch(spec)
         return is_first
@@ -184,7 +184,7 @@ class BatchStore:
 
 
 def object_path(spec: BatchSpec, name: str) -> str:
-    """The path of one of a batch's objects."""
+    """Return the path of one of a batch's objects."""
     return f"tenants/{spec.tenant}/batches/{spec.id}/{name}"
 
 

@@ -1,4 +1,4 @@
-"""A batch straight to the pipeline, without a gateway: from a file, into a file."""
+"""A batch without a gateway: reads a file, asks the pipeline, writes the answers into a file."""
 
 import asyncio
 import hashlib
@@ -14,12 +14,12 @@ from penstock.ingest.openai import ENDPOINTS
 
 MAX_ROWS_IN_FLIGHT = 256
 MAX_GROUP_ROWS, MAX_GROUP_DELAY_S = 200, 1.0
-"""Rows are synced together: that many, or those of so many seconds."""
+"""Finished rows are written and synced in groups of up to `MAX_GROUP_ROWS`, at least each `MAX_GROUP_DELAY_S`."""
 BATCH_URLS = tuple(ENDPOINTS)
 
 
 async def check_batch_file(path: Path) -> tuple[int, str]:
-    """How many rows a file has, and its hash. Raises `JournalError` for what is no batch file."""
+    """Return how many rows a file has, and its hash. Raises `JournalError` if it is not a batch file."""
     digest = hashlib.sha256()
 
     async def hash_pieces() -> AsyncIterator[bytes]:
@@ -37,9 +37,9 @@ async def check_batch_file(path: Path) -> tuple[int, str]:
 async def answer_batch_file(
     client: AsyncClient, path: Path, journal: Journal, on_finished: Callable[[FinishedRow], None]
 ) -> None:
-    """Answer all rows that the journal does not have yet. However this ends, what was finished is written.
+    """Answer all rows that the journal does not have yet. However this ends, finished rows are written.
 
-    Rows are written in the order in which they are finished. Raises `JournalError` where they cannot be.
+    Rows are written in the order in which they finish. Raises `JournalError` if they cannot be written.
     """
     row_slots, flush_lock = asyncio.Semaphore(MAX_ROWS_IN_FLIGHT), asyncio.Lock()
 

@@ -1,11 +1,11 @@
-"""What lets a batch from the command line go on after anything: a journal beside its output.
+"""The journal beside the output of a batch from the command line: with it a run that was interrupted goes on.
 
     1  a group of finished rows is appended to the output and to the error file, and synced
-    2  the journal gets a line that names their numbers and how long both files are now, and is synced
+    2  the journal gets a line with their numbers and the new lengths of both files, and is synced
 
-A crash between 1 and 2, or a line only half written: the files are cut back to what the journal says, and those rows
-are asked again, under the ids they had. So no row is there twice, none is missing, and none is half. What cannot be
-written (the disk is full) is such a crash: nothing is written after it.
+After a crash between 1 and 2, or with a line half written, the files are truncated to the lengths in the journal,
+and those rows are asked again under the same ids. So no row is written twice, is missing, or is cut. A write that
+fails, for example because the disk is full, counts as such a crash: nothing is written after it.
 """
 
 import fcntl
@@ -21,17 +21,17 @@ from penstock.errors import PenstockError
 
 
 class JournalError(PenstockError):
-    """A run that cannot be gone on with as it was asked for."""
+    """A run that cannot start, or cannot go on."""
 
 
 class Journal:
-    """The files of one run. One process has it at a time."""
+    """The files of one run. One process at a time has them open."""
 
     def __init__(self, output: Path, errors: Path, digest: str) -> None:
-        """Begin a run, or go on with one. `digest` is the input's. Raises `JournalError`."""
+        """Begin a run, or continue one. `digest` is the hash of the input. Raises `JournalError`."""
         self.path = output.with_name(f"{output.name}.journal")
         self.run_id, self.finished_rows, self.num_failed = uuid.uuid4().hex, set[int](), 0
-        """The name of the run, in all its requests' ids; the lines that are finished, and how many failed."""
+        """The run's id, which is in all its requests' ids; the finished rows' numbers; how many of them failed."""
         self._files: dict[str, IO[bytes]] = {}
         self._write_error: JournalError | None = None
         if not self.path.exists():
@@ -57,9 +57,9 @@ class Journal:
             raise
 
     def write_rows(self, group: Sequence[tuple[int, bytes, bool]]) -> None:
-        """Steps 1 and 2 for finished rows: number, text, whether it goes to the output. One call at a time.
+        """Write finished rows, steps 1 and 2: number, text, whether the row goes to the output. One call at a time.
 
-        Raises `JournalError` where that fails, and from then on.
+        Raises `JournalError` if that fails, and at every later call.
         """
         if not group:
             return
@@ -85,7 +85,7 @@ class Journal:
         self.num_failed += len(failed)
 
     def close(self) -> None:
-        """Let others have it."""
+        """Close the files, so that another process can open them."""
         for file in [*self._files.values(), *([self._journal] if hasattr(self, "_journal") else [])]:
             with suppress(OSError):  # what is left to write cannot be written: `write` has said so
                 file.close()
@@ -97,7 +97,7 @@ class Journal:
             raise JournalError(f"{self.path}: another run has it now") from None
 
     def _load_entries(self, digest: str) -> dict[str, int]:
-        """Learn what is finished, cut off a half-written last line; returns the sizes of both files."""
+        """Read the finished rows, cut off a half-written last line, and return the lengths of both files."""
         self._journal.seek(0)
         num_good_bytes, sizes = 0, dict[str, int]()
         for line in self._journal:
@@ -131,7 +131,7 @@ class Journal:
 
 
 def _parse_entry(line: bytes) -> dict[str, Any] | None:
-    """A line of the journal; None for one that is not whole."""
+    """Return a line of the journal, or None if it is incomplete."""
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -140,7 +140,7 @@ def _parse_entry(line: bytes) -> dict[str, Any] | None:
 
 
 def _open_truncated(path: Path, size: int) -> IO[bytes]:
-    """A file to append to, without what the journal does not know."""
+    """Open a file for appending, cut to `size` bytes."""
     file = path.open("ab")
     if path.stat().st_size < size:
         file.close()
@@ -156,7 +156,7 @@ def _sync_file(file: IO[bytes]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new file's name is durable too."""
+    """Make the name of a new file in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

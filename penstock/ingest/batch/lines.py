@@ -1,4 +1,4 @@
-"""The lines of a batch file: what they must be, and who they are."""
+"""The lines of a batch file, and their checks."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from penstock.ingest.openai.tokens import CHARS_PER_TOKEN
 from penstock.messages import MAX_REQUEST_BYTES, Sampling
 
 PIECE_BYTES = 2**20
-"""Bytes that are read or written at once."""
+"""How many bytes are read or written at once."""
 MAX_LINE_BYTES = MAX_REQUEST_BYTES
 MAX_LISTED_ERRORS = 100
 
@@ -22,14 +22,14 @@ class Row:
     """One request of a batch file."""
 
     number: int
-    """Of its line, from 1."""
+    """The number of its line, from 1."""
     custom_id: str
     url: str
     body: dict[str, Any]
 
 
 class InvalidLine(PenstockError):
-    """A line that makes its whole file no batch file."""
+    """A line because of which the whole file is refused."""
 
     def __init__(self, error: LineError) -> None:
         super().__init__(f"line {error.line}: {error.message}")
@@ -37,7 +37,7 @@ class InvalidLine(PenstockError):
 
 
 async def split_lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers. Raises `BadLine` for one longer than a request may be."""
+    """Yield the lines that are not blank, with their numbers. Raises `InvalidLine` for one that is too long."""
     number, rest = 0, b""
     async for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -52,12 +52,12 @@ async def split_lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, 
 
 
 def invalid_line(line: int, code: str, message: str, param: str | None = None) -> InvalidLine:
-    """A `BadLine`."""
+    """Return an `InvalidLine`."""
     return InvalidLine(LineError(code=code, message=message, line=line, param=param))
 
 
 def parse_row(number: int, line: bytes, urls: tuple[str, ...]) -> Row:
-    """A line's request. Its body is looked at later: one that is wrong fails alone. Raises `BadLine`."""
+    """Return a line's request. Its body is checked later, so a wrong one fails alone. Raises `InvalidLine`."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -79,7 +79,7 @@ def parse_row(number: int, line: bytes, urls: tuple[str, ...]) -> Row:
 
 
 def estimate_row_tokens(row: Row, line: bytes) -> int:
-    """About how many tokens a request may take: prompt and output, by its length and by what it asks for."""
+    """Estimate the tokens of a request, prompt and output, from its length and its limit."""
     limits = [row.body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
     max_tokens = next((one for one in limits if isinstance(one, int) and one > 0), Sampling().max_tokens)
     count = row.body.get("n")
@@ -89,7 +89,7 @@ def estimate_row_tokens(row: Row, line: bytes) -> int:
 async def check_lines(
     lines: AsyncIterator[tuple[int, bytes]], urls: tuple[str, ...], max_lines: int
 ) -> tuple[int, list[LineError]]:
-    """How many requests a file has, and what is wrong with it as a whole."""
+    """Return how many requests a file has, and the errors because of which it is refused."""
     total, errors, seen = 0, list[LineError](), set[bytes]()
     try:
         async for number, line in lines:

@@ -1,10 +1,7 @@
-"""Objects by path, in a folder or an S3-like store: what files and batches are kept in.
+"""Objects by path, in a folder or an S3-like store. Files and batches are kept in it.
 
-Whoever uses this builds a path of a tenant and of ids that were checked. An object is there as a whole or not at all,
-whoever dies meanwhile; a reader never sees half of one.
-
-The store is asked on threads, by its blocking calls: its own tasks touch Python when they end, and one that does so
-while the interpreter is going away takes the process down with it.
+Callers build paths from a tenant and from ids that were checked. An object exists as a whole or not at all, also
+after a crash; a reader never sees half of one.
 """
 
 import asyncio
@@ -28,7 +25,7 @@ T = TypeVar("T")
 
 
 class ObjectStorage:
-    """Every method raises `ApiError` 503 while the store cannot be reached."""
+    """An object store. Every method raises `ApiError` 503 while it cannot be reached."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -36,31 +33,31 @@ class ObjectStorage:
 
     @classmethod
     def open(cls, url: str) -> "ObjectStorage":
-        """A folder by its path or `file://`, made where it is not there; or `s3://bucket/prefix` and the like."""
+        """Open a folder, by path or `file://`, which is created if need be; or `s3://bucket/prefix` and the like."""
         if "://" not in url:
             return cls(LocalStore(Path(url).expanduser(), mkdir=True))
         return cls(from_url(url, mkdir=True) if url.startswith("file:") else from_url(url))
 
     async def get(self, path: str) -> bytes | None:
-        """An object's content; None where there is no such object."""
+        """Return an object's content, or None."""
         try:
             return await self._run_blocking(lambda: bytes(obstore.get(self._store, path).bytes()))
         except FileNotFoundError:
             return None
 
     async def get_size(self, path: str) -> int | None:
-        """An object's length in bytes."""
+        """Return an object's length in bytes, or None."""
         try:
             return (await self._run_blocking(obstore.head, self._store, path))["size"]
         except FileNotFoundError:
             return None
 
     async def put(self, path: str, value: bytes) -> None:
-        """Write an object, in the place of one that is there."""
+        """Write an object; one that exists is replaced."""
         await self._run_blocking(lambda: obstore.put(self._store, path, value))
 
     async def put_if_absent(self, path: str, value: bytes) -> bool:
-        """Write an object if it is not there; False if it is. Of several who try, one succeeds."""
+        """Write an object unless it exists; return whether it was written. Of several writers one succeeds."""
         try:
             await self._run_blocking(lambda: obstore.put(self._store, path, value, mode="create"))
         except AlreadyExistsError:
@@ -68,7 +65,7 @@ class ObjectStorage:
         return True
 
     async def copy_object(self, source: str, target: str) -> bool:
-        """Copy an object, at the store; False where there is none."""
+        """Copy an object within the store; return False if it does not exist."""
         try:
             await self._run_blocking(obstore.copy, self._store, source, target)
         except FileNotFoundError:
@@ -76,20 +73,20 @@ class ObjectStorage:
         return True
 
     async def delete(self, path: str) -> None:
-        """Delete an object; one that is not there is fine."""
+        """Delete an object, if it exists."""
         with suppress(FileNotFoundError):
             await self._run_blocking(obstore.delete, self._store, path)
 
     async def list_names(self, folder: str) -> list[str]:
-        """The names of objects and folders in a folder, in order."""
+        """Return the sorted names of objects and folders in a folder."""
         found = await self._run_blocking(obstore.list_with_delimiter, self._store, folder)
         paths = [*(entry["path"] for entry in found["objects"]), *found["common_prefixes"]]
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     async def write_stream(self, path: str, pieces: AsyncIterator[bytes]) -> int:
-        """Write an object of any length, a piece at a time; returns its length.
+        """Write an object of any length, a piece at a time; return its length.
 
-        If `pieces` raises, or this is cancelled, there is no object and nothing stays of what was written.
+        If `pieces` raises, or this is cancelled, there is no object, and what was written is removed.
         """
         writer = await self._run_blocking(
             lambda: obstore.open_writer(self._store, path, buffer_size=5 * PIECE_BYTES, max_concurrency=2)
@@ -106,14 +103,14 @@ class ObjectStorage:
         return num_bytes
 
     async def read_stream(self, path: str) -> AsyncIterator[bytes]:
-        """An object's content in pieces. Between two of them nothing is held open, so a reader may take a day."""
+        """Yield an object's content in pieces. Nothing is held open between them, so a reader may take a day."""
         size = await self.get_size(path)
         for start in range(0, size or 0, PIECE_BYTES):
             end = min(size or 0, start + PIECE_BYTES)
             yield bytes(await self._run_blocking(obstore.get_range, self._store, path, start=start, end=end))
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for calls under way."""
         self._threads.shutdown()
 
     async def _run_blocking(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -127,7 +124,7 @@ class ObjectStorage:
 
 
 async def _join_pieces(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes in pieces of at least `PIECE`, but for the last."""
+    """Yield the same bytes in pieces of at least `PIECE_BYTES`, except the last."""
     waiting = bytearray()
     async for piece in pieces:
         waiting += piece

@@ -1,8 +1,8 @@
 """The finished lines of a batch, in parts: objects that are written once.
 
-A part has a line for each: its number, `o` (output) or `e` (error file), and the row itself. Holders name their parts
-after themselves, so nobody writes into another's. A line that two holders finished, one of them after a pause, is in
-two parts; the first in the order of names counts.
+A part has one line for each finished row: its number, `o` (output) or `e` (error file), and the row. Each holder of
+a batch names its parts after itself, so two holders never write the same object. A row that two holders finished,
+one of them after a pause, is in two parts; the first in the order of names counts.
 """
 
 import time
@@ -17,7 +17,7 @@ MAX_PART_LINES = 500
 
 
 class FinishedParts:
-    """One holder's view of a batch's parts."""
+    """The parts of a batch, as one holder sees them."""
 
     def __init__(self, objects: ObjectStorage, spec: BatchSpec) -> None:
         self._objects, self._folder = objects, object_path(spec, "parts")
@@ -26,16 +26,16 @@ class FinishedParts:
         self._waiting: list[bytes] = []
         self._num_bytes = 0
         self.finished_rows: set[int] = set()
-        """Numbers of the lines that are finished, those that wait to be written among them."""
+        """Numbers of the finished lines, including those not yet written."""
         self.num_ok = 0
 
     async def load_finished(self) -> None:
-        """Learn what others have finished."""
+        """Read which lines other holders have finished."""
         async for number, is_ok, _ in self.read_rows():
             self._note_finished(number, is_ok=is_ok)
 
     def add_row(self, number: int, row: bytes, *, is_ok: bool) -> bool:
-        """Note a finished line, once; True when it is time to `flush`."""
+        """Add a finished line, once; return True when it is time to call `flush_rows`."""
         if number in self.finished_rows:
             return False
         self._note_finished(number, is_ok=is_ok)
@@ -44,7 +44,7 @@ class FinishedParts:
         return len(self._waiting) >= MAX_PART_LINES or self._num_bytes >= PIECE_BYTES
 
     async def flush_rows(self) -> None:
-        """Write what waits. If that fails it waits on."""
+        """Write the lines that wait as a new part. They are kept if that fails."""
         if not self._waiting:
             return
         taken, self._waiting, self._num_bytes = self._waiting, [], 0
@@ -56,14 +56,14 @@ class FinishedParts:
             raise
 
     async def read_rows(self) -> AsyncIterator[tuple[int, bool, bytes]]:
-        """All that is written: numbers, whether it is output, rows. A line may come twice."""
+        """Yield all written lines: number, whether it is output, row. A line can come twice."""
         for name in await self._objects.list_names(self._folder):
             async for _, line in split_lines(self._objects.read_stream(f"{self._folder}/{name}")):
                 number, kind, row = line.split(b" ", 2)
                 yield int(number), kind == b"o", row
 
     async def read_file_rows(self, *, ok: bool) -> AsyncIterator[bytes]:
-        """The output, or the error file: each line once, in the order in which they were finished."""
+        """Yield the lines of the output, or of the error file, each once, in the order in which they finished."""
         seen = set[int]()
         async for number, is_ok, row in self.read_rows():
             if number not in seen and is_ok is ok:

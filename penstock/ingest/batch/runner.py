@@ -1,12 +1,12 @@
-"""Works off the batches of all tenants, in every gateway process.
+"""Works on the batches of all tenants, in every gateway process.
 
-    1  look     at the marks of batches that are not over, every few seconds and when one was made here
-    2  take     the lease of one that nobody has (`lease.py`): of the tenant with the fewest in work here, the oldest
-    3  work     it off (`work.py`), and renew the lease meanwhile; where another has it now, leave it at once
-    4  release  the lease, after its end, where this gateway stops, or for another tenant's: what is finished is written
-                first
+    1  look     at the marks of open batches, every few seconds and when a batch was created here
+    2  take     the lease of one that no gateway has: of the tenant with the fewest batches here, the oldest
+    3  work     on it (`work.py`), and renew the lease meanwhile; stop at once if another gateway has it
+    4  release  the lease when the batch has ended, when this gateway stops, or in favour of another tenant's batch.
+                Finished rows are written first
 
-Dying after 2 or in 3: the lease runs out, and the next to look goes on from what is written.
+After a crash following 2 or in 3 the lease runs out, and the next gateway to look goes on from what is written.
 """
 
 import asyncio
@@ -31,25 +31,25 @@ from penstock.ingest.errors import ApiError
 
 log = logging.getLogger(__name__)
 MAX_MOVING_BATCHES = 8
-"""That move, at once in one process; the others wait for their turn."""
+"""How many batches that make progress one process works on at once; the others wait."""
 MAX_HELD_BATCHES = 4 * MAX_MOVING_BATCHES
-"""Those among them that stand still, because no worker serves their models."""
+"""How many it holds at once, including those that stand still because no worker serves their models."""
 EXPIRY_CHECK_S = 6 * 3600.0
 
 
 @dataclass
 class _HeldBatch:
-    """A batch in this process's hands."""
+    """A batch that this process works on."""
 
     spec: BatchSpec
     work: BatchWork
     task: asyncio.Task[None]
     is_leaving: bool = False
-    """It was stopped here, for another to take."""
+    """Whether it was stopped here, for another batch."""
 
 
 class BatchRunner:
-    """One process's share of the work. `start` and `close` within its event loop."""
+    """Works on batches in one process. Call `start` and `close` within its event loop."""
 
     def __init__(
         self, objects: ObjectStorage, client: "redis.asyncio.Redis", find_client: FindClient, settings: BatchSettings
@@ -59,7 +59,7 @@ class BatchRunner:
         self._leases = BatchLeases(client, settings.lease_s)
         self._row_slots = make_row_slots(settings.rows_in_flight)
         self._specs: dict[str, BatchSpec] = {}
-        """Of the open batches, as far as they were read."""
+        """The specifications of open batches, as far as they were read."""
         self._unreadable = set[str]()
         self._held: dict[str, _HeldBatch] = {}
         self._wake_up = asyncio.Event()
@@ -67,15 +67,15 @@ class BatchRunner:
         self._expiry_checked_at = time.monotonic()
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start looking for batches."""
         self._runner_task = asyncio.create_task(self._run_forever())
 
     def look_now(self) -> None:
-        """There is a new batch: look now."""
+        """Look for batches at once, because one was created."""
         self._wake_up.set()
 
     async def close(self) -> None:
-        """Stop; what is finished is written, and the batches are others'."""
+        """Stop. Finished rows are written, and other gateways can take the batches."""
         held = [one.task for one in self._held.values()]
         tasks = held if self._runner_task is None else [self._runner_task, *held]
         for task in tasks:
@@ -117,7 +117,7 @@ class BatchRunner:
                     victim.task.cancel()
 
     async def _list_open_specs(self) -> list[BatchSpec]:
-        """The open batches that can be worked off, the oldest first. Each is read once."""
+        """Return the open batches that can be worked on, the oldest first. Each is read once."""
         open_ids = await self._batches.list_open_ids()
         found = await asyncio.gather(*map(self._read_spec, open_ids))
         specs = [spec for spec in found if spec is not None]
@@ -148,7 +148,7 @@ class BatchRunner:
         self.look_now()
 
     async def _work_under_lease(self, spec: BatchSpec, work: BatchWork) -> None:
-        """Work on a batch for as long as its lease is ours."""
+        """Work on a batch while this process has its lease."""
         working = asyncio.create_task(self._work_or_log(work.run(), spec))
         try:
             while not working.done():
@@ -164,7 +164,7 @@ class BatchRunner:
             await self._leases.release_lease(spec.id)
 
     async def _work_or_log(self, work: Coroutine[Any, Any, None], spec: BatchSpec) -> None:
-        """Work, and if it fails leave it for a while: the batch is still there."""
+        """Work; after an error wait a while, as the batch is taken again then."""
         try:
             await work
         except Exception:
@@ -173,9 +173,9 @@ class BatchRunner:
 
 
 def _choose_batch_to_release(held: list[_HeldBatch], num_held: Counter[str], tenant: str) -> _HeldBatch | None:
-    """The batch that makes way for a tenant's: the youngest of whoever has the most, if that is two more at least.
+    """Return a batch to stop in favour of a tenant's: the youngest of the tenant with the most, if it has two more.
 
-    With one more, the two would take turns in giving way.
+    With a difference of one the two tenants would replace each other in turn.
     """
     busiest_tenant, num_most = num_held.most_common(1)[0]
     if num_most < num_held[tenant] + 2:
@@ -184,7 +184,7 @@ def _choose_batch_to_release(held: list[_HeldBatch], num_held: Counter[str], ten
 
 
 class BatchService:
-    """Made and closed within the event loop that uses it."""
+    """The store of files and batches, and the runner over it. Created and closed within its event loop."""
 
     def __init__(self, client: "redis.asyncio.Redis", find_client: FindClient, settings: BatchSettings) -> None:
         self._objects = ObjectStorage.open(settings.store_url)
@@ -194,6 +194,6 @@ class BatchService:
         self.runner.start()
 
     async def close(self) -> None:
-        """Write what is finished, and leave the batches to others."""
+        """Write finished rows, and leave the batches to other gateways."""
         await self.runner.close()
         self._objects.close()

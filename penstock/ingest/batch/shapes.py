@@ -12,7 +12,7 @@ Metadata = Annotated[
 ]
 DAY_S = 86400
 FILE_LIFE_S = 30 * DAY_S
-"""How long a file is kept, unless its owner says otherwise."""
+"""How long a file is kept, unless its upload says otherwise."""
 
 
 class FileObject(BaseModel):
@@ -57,7 +57,7 @@ class ExpiresAfter(BaseModel):
 
 
 class LineError(BaseModel):
-    """What is wrong with a batch file, and in which line (from 1)."""
+    """An error in a batch file, and in which line (from 1)."""
 
     code: str
     message: str
@@ -66,7 +66,7 @@ class LineError(BaseModel):
 
 
 class LineErrors(BaseModel):
-    """What is wrong with a batch file."""
+    """The errors in a batch file."""
 
     object: Literal["list"] = "list"
     data: list[LineError]

@@ -1,13 +1,15 @@
 """The files of all tenants.
 
-    tenants/<tenant>/files/<id>.json      what is known of a file: whose it is, its name, length, purpose, end
-    tenants/<tenant>/content/<id>         what is in it
+    tenants/<tenant>/files/<id>.json      a file's metadata: tenant, name, length, purpose, expiry
+    tenants/<tenant>/content/<id>         its content
 
-Making one:    1  the content is written      2  the metadata is written: now there is a file
-Deleting one:  3  the metadata is deleted: now there is none      4  the content is deleted
+Creating:  1  the content is written      2  the metadata is written: now the file exists Deleting:  3  the metadata
+is deleted: now the file is gone      4  the content is deleted
 
-A crash between 1 and 2, or 3 and 4, leaves a content that no file has: room until the next `sweep`. Nobody has seen the
-file in the first case, so its upload is repeated; in the second nobody sees it again.
+A crash between 1 and 2, or 3 and 4, leaves a content without a file, which `delete_expired` removes. In the first
+case the client has no answer, and uploads again; in the second the file is gone already.
+
+An id begins with the time of its creation, so a list in the order of names is one by age.
 """
 
 import re
@@ -32,7 +34,7 @@ class _StoredFile(BaseModel):
 
 
 class FileStore:
-    """Methods raise `ApiError`: 404 for what is not there, is over, or is another tenant's; 503 without the store."""
+    """Methods raise `ApiError`: 404 for a file that is unknown, expired, or another tenant's; 503 without the store."""
 
     def __init__(self, objects: ObjectStorage) -> None:
         self._objects = objects
@@ -47,21 +49,21 @@ class FileStore:
         life_s: int = FILE_LIFE_S,
         max_bytes: int | None = None,
     ) -> FileObject:
-        """Make a file. What `pieces` raises is raised, and there is no file then."""
+        """Create a file. If `pieces` raises, that is raised, and there is no file."""
         saved = await self.save_content(tenant, pieces, max_bytes)
         return await self.save_metadata(tenant, saved, filename, purpose, life_s)
 
     async def save_content(
         self, tenant: str, pieces: AsyncIterator[bytes], max_bytes: int | None = None
     ) -> tuple[str, int]:
-        """Step 1; returns the new id and the length."""
+        """Write a content, step 1; return the new id and the length."""
         file_id = make_id("file-")
         return file_id, await self._objects.write_stream(content_path(tenant, file_id), _limit_bytes(pieces, max_bytes))
 
     async def save_metadata(
         self, tenant: str, saved: tuple[str, int], filename: str, purpose: Purpose, life_s: int = FILE_LIFE_S
     ) -> FileObject:
-        """Step 2."""
+        """Write the metadata, step 2."""
         file_id, num_bytes = saved
         now = int(time.time())
         made = FileObject(
@@ -73,11 +75,11 @@ class FileStore:
         return made
 
     async def delete_content(self, tenant: str, file_id: str) -> None:
-        """Undo step 1."""
+        """Delete a content; undoes step 1."""
         await self._objects.delete(content_path(tenant, file_id))
 
     async def find_file(self, tenant: str, file_id: str) -> FileObject:
-        """What is known of a file."""
+        """Return a file's metadata."""
         found = await self._objects.get(_meta_path(tenant, file_id)) if is_id(file_id, "file-") else None
         stored = None if found is None else _StoredFile.model_validate_json(found)
         if stored is None or stored.tenant != tenant or _is_expired(stored.file):
@@ -87,7 +89,7 @@ class FileStore:
     async def list_files(
         self, tenant: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None = None
     ) -> tuple[list[FileObject], bool]:
-        """At most `limit` files after the one named, by age, and whether there are more."""
+        """Return at most `limit` files after `after`, by age, and whether there are more."""
         names = [name.removesuffix(".json") for name in await self._objects.list_names(f"tenants/{tenant}/files")]
         if order == "desc":
             names.reverse()
@@ -106,7 +108,7 @@ class FileStore:
         return found[:limit], len(found) > limit
 
     def read_content(self, tenant: str, file: FileObject) -> AsyncIterator[bytes]:
-        """What is in a file, in pieces."""
+        """Yield a file's content in pieces."""
         return self._objects.read_stream(content_path(tenant, file.id))
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
@@ -116,7 +118,7 @@ class FileStore:
         await self.delete_content(tenant, file_id)
 
     async def delete_expired(self) -> int:
-        """Delete what is over, and contents of a day ago that no file has; returns how many contents went."""
+        """Delete expired files, and contents without a file after a day; return how many contents were deleted."""
         num_gone = 0
         for tenant in await self._objects.list_names("tenants"):
             for file_id in await self._objects.list_names(f"tenants/{tenant}/content"):
@@ -132,14 +134,14 @@ class FileStore:
 
 
 def names_after(names: list[str], after: str | None, order: Literal["asc", "desc"]) -> list[str]:
-    """The part of a sorted list after a name, which need not be there any more."""
+    """Return the part of a sorted list after a name, which need not be in it any more."""
     if after is None:
         return names
     return [name for name in names if (name > after if order == "asc" else name < after)]
 
 
 def content_path(tenant: str, file_id: str) -> str:
-    """Where a file's content is. Only for ids that were checked."""
+    """Return the path of a file's content. The id must have been checked."""
     return f"tenants/{tenant}/content/{file_id}"
 
 
@@ -161,17 +163,17 @@ async def _limit_bytes(pieces: AsyncIterator[bytes], max_bytes: int | None) -> A
 
 
 def make_id(prefix: IdPrefix) -> str:
-    """The time in milliseconds and 80 random bits, in hex."""
+    """Return a new id: the time in milliseconds and 80 random bits, in hex."""
     return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
 
 
 def is_id(text: str, prefix: IdPrefix) -> bool:
-    """Whether `text` may be such an id: only then it becomes a part of a path."""
+    """Return whether `text` has the form of such an id; only then it may become part of a path."""
     match = _ID_PATTERN.fullmatch(text)
     return match is not None and match[1] == prefix
 
 
 def parse_creation_time(some_id: str) -> float:
-    """When an id was made, in seconds since the epoch; 0 for what is no id."""
+    """Return when an id was made, in seconds since the epoch; 0 for any other text."""
     match = _ID_PATTERN.fullmatch(some_id)
     return int(match[2], 16) / 1000 if match else 0.0

@@ -1,20 +1,20 @@
-"""Working off one batch.
+"""Work on one batch.
 
-    1  validate    every line is looked at; what is no batch file fails here
-    2  recall      which lines the parts hold: what is finished is not asked again
-    3  ask         the others, a bounded number at a time, class `batch`; a request's id is made of batch and line
-    4  note        finished lines go to a part, then the counts
-    5  finalize    what was left out, because of a cancel or the end of the window, gets its line in the error file
+    1  validate    every line is checked; a file that is not a batch file fails here
+    2  load        which lines the parts hold; finished lines are not asked again
+    3  ask         the others, a bounded number at a time, in class `batch`; request ids are made of batch and line
+    4  store       finished lines in a part, then the counts
+    5  finalize    lines that were not answered before the cancellation or the end of the window get an error line
     6  collect     output and error file are made of the parts
     7  end         the batch names them; parts and input are deleted
 
-Dying after 1 costs nothing; in 3 and 4 the lines that are asked but not yet in a part: they are asked again under their
-ids, which joins what runs or has ended within the hour that a stream is kept, and generates again what is older. There
-are at most `rows_in_flight` of them and one unwritten part. After 6 it costs a second pair of files, which the batch's
-end does not name; they go with their time.
+A crash after 1 costs nothing. A crash in 3 or 4 costs the lines that were asked and are not yet in a part: they are
+asked again under their ids, which joins requests that run, or ended within the hour that a stream is kept, and
+generates older ones again. There are at most `rows_in_flight` of them and one unwritten part. A crash after 6 costs
+a second pair of files that the batch does not name; they expire.
 
-A row takes two places: one of its batch, which bounds what is in memory, and then one of the pipeline that answers it,
-which bounds what all batches ask of that. So a pipeline that is slow, or has no workers, holds up its own rows alone.
+A row takes two slots: one of its batch, which bounds memory, and one of the pipeline that answers it, which bounds
+what all batches ask of that. So a pipeline that is slow, or has no workers, delays its own rows alone.
 """
 
 import asyncio
@@ -36,25 +36,25 @@ from penstock.ingest.batch.store import FileStore
 from penstock.ingest.errors import ApiError
 
 FindClient = Callable[[str], Awaitable[AsyncClient]]
-"""The client of the pipeline that serves a model. Raises `ApiError`: 404 for an unknown one, else 503."""
+"""Returns the client of the pipeline that serves a model. Raises `ApiError`: 404 for an unknown model, else 503."""
 FLUSH_INTERVAL_S = 5.0
 CHECK_INTERVAL_S = 1.0
 MODEL_WAIT_S = 60.0
-"""How long a model that no worker serves is waited for: its workers may be starting."""
+"""How long to wait for workers that serve a model, which may be starting."""
 STALLED_AFTER_S = 60.0
-"""A batch of which no line was finished for so long stands still."""
+"""A batch stands still if no line was finished for this long."""
 
 RowSlots = defaultdict[AsyncClient, asyncio.Semaphore]
-"""How many more rows this process may ask of a pipeline, whichever batches they are of."""
+"""How many more rows this process may ask of each pipeline, for all batches together."""
 
 
 def make_row_slots(num_rows: int) -> RowSlots:
-    """So many places of each pipeline."""
+    """Return `num_rows` slots for each pipeline."""
     return defaultdict(lambda: asyncio.Semaphore(num_rows))
 
 
 class BatchWork:
-    """One batch in one process's hands."""
+    """The work of one process on one batch."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class BatchWork:
         return time.monotonic() < self._progress_at + STALLED_AFTER_S
 
     async def run(self) -> None:
-        """To the batch's end. Raises `ApiError` 503 without the store: to be tried again."""
+        """Work until the batch has ended. Raises `ApiError` 503 without the store; call it again then."""
         if await self._batches.has_ended(self._spec):
             await self._batches.clear_batch(self._spec)
             return
@@ -91,7 +91,7 @@ class BatchWork:
         await self._finalize_batch(status)
 
     async def flush_progress(self) -> None:
-        """Write what is finished: also before this work is given up for another to go on."""
+        """Write finished lines and counts, also when this work is stopped for another process to continue."""
         async with self._flush_lock:
             await self._parts.flush_rows()
             self._flushed_at = time.monotonic()
@@ -119,7 +119,7 @@ class BatchWork:
         return True
 
     async def _check_token_limit(self) -> list[LineError]:
-        """What is wrong with a batch of a tenant whose open ones may not have so many tokens together."""
+        """Return an error if the tenant's open batches would have too many tokens with this one."""
         max_tokens = self._spec.max_batch_tokens
         if max_tokens is None:
             return []
@@ -134,7 +134,7 @@ class BatchWork:
         return [LineError(code="token_limit_exceeded", message=message)]
 
     async def _answer_until_end(self) -> Status:
-        """Step 3 and 4, until all is answered or the end comes first; the status it ends with."""
+        """Steps 3 and 4, until all lines are answered or the batch ends before; return its final status."""
         asking = asyncio.create_task(self._answer_rows())
         status: Status = "completed"
         try:
@@ -178,7 +178,7 @@ class BatchWork:
             await self.flush_progress()
 
     async def _wait_for_client(self, row: Row) -> AsyncClient:
-        """The client for a row's model, waited for while no worker is there."""
+        """Return the client for a row's model; wait while no worker serves it."""
         model = row.body.get("model")
         if not isinstance(model, str):
             raise ApiError(
@@ -209,7 +209,7 @@ class BatchWork:
                     await self._files.delete_file(self._spec.tenant, file_id)
 
     async def _skip_unanswered(self, status: Status) -> None:
-        """Step 5. Lines are asked in order, so only the first of the rest may be under way, whoever asked them."""
+        """Step 5. Lines are asked in order, so only the first of the rest may be under way and are cancelled."""
         num_asked = self._settings.rows_in_flight
         async for row in self._read_rows():
             if row.number not in self._parts.finished_rows:
@@ -222,7 +222,7 @@ class BatchWork:
                     await self.flush_progress()
 
     async def _save_output_file(self, name: str, *, ok: bool) -> str | None:
-        """Step 6, for one of the two; None where it would be empty."""
+        """Step 6, for one of the two files; None if it would be empty."""
         if (self._parts.num_ok if ok else len(self._parts.finished_rows) - self._parts.num_ok) == 0:
             return None
         filename, spec = f"{self._spec.id}_{name}.jsonl", self._spec

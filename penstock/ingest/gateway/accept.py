@@ -1,16 +1,16 @@
 """From a POST to requests in the pipeline.
 
-    1  find     the pipeline that serves its model; what cannot be answered is refused
-    2  join     with an `Idempotency-Key`: the request that another POST made is this one
-    3  admit    rights, lag, and the tenant's bucket
-    4  make     one request for each choice, on a thread where they are large
-    5  card     what any gateway must know to stream the answer is written, unless it is there
+    1  find     the pipeline that serves the model; what cannot be answered is refused
+    2  join     with an `Idempotency-Key`: another POST with the same key has made the request already
+    3  admit    the caller's limits, the lag, and the tenant's bucket
+    4  make     one request for each choice, on a thread if they are large
+    5  meta     write what any gateway must know to stream the answer, unless it is there
     6  publish  one request for each choice
-    7  note     with an `Idempotency-Key`, in the card: all of them are durable
+    7  note     with an `Idempotency-Key`, in the meta data: all requests are durable
 
-A crash after 3 or 4 costs the tenant an estimate; after 5, a card of which nothing comes, and after 6 a card that does
-not say so: a POST with the same key finds it, and publishes what no worker has seen yet. That may publish twice what
-waits in its topic, which is answered once. Each such POST costs the tenant a request of its bucket.
+A crash after 3 or 4 costs the tenant an estimate. A crash after 5 or 6 leaves meta data without the note of 7: a
+POST with the same key finds it, and publishes the requests that no worker has seen yet. That may publish a request
+twice that waits in its topic; it is answered once. Each such POST costs the tenant a request of its bucket.
 """
 
 import asyncio
@@ -37,15 +37,15 @@ from penstock.record.claim import body_hash
 
 MAX_WAIT_S = 86400.0
 REPUBLISH_AFTER_S = 60.0
-"""A POST that joins an earlier one publishes its requests again, if no worker has seen them for so long."""
+"""A POST that joins an earlier one publishes its requests again if no worker has seen them for this long."""
 MIN_THREAD_BYTES = 65_536
-"""Requests of more bytes are made on a thread: 8 MB take a fifth of a second."""
+"""Larger requests are made on a thread: 8 MB take a fifth of a second."""
 BYTES_PER_TOKEN_ID = 6
-"""Of a token id in JSON, about."""
+"""The mean length of a token id in JSON."""
 
 
 def _parse_max_wait(value: object) -> object:
-    """`true` is any wait that a free pipeline would not have."""
+    """Return the wait in seconds; `true` means the longest that a pipeline that is not full has."""
     return {"true": FULL_WAIT_S, "false": None}.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -62,11 +62,11 @@ class RequestHeaders(BaseModel):
     idempotency_key: Annotated[str, StringConstraints(min_length=1, max_length=255)] | None = None
     """A POST with the key of an earlier one joins its request."""
     x_session_affinity: RequestId | None = None
-    """Requests of one session find the worker that has their KV."""
+    """Requests of one session go to the worker that has their KV."""
     x_penstock_reject_if_busy: MaxWait = None
-    """429 at once, if the request would have to wait for longer than so many seconds; `true`: than one."""
+    """Answer 429 at once if the request would have to wait for more than this many seconds; `true`: more than one."""
     x_penstock_deadline_s: Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)] | None = None
-    """Seconds from now after which nobody wants the answer."""
+    """Seconds from now after which the answer is not wanted any more."""
     x_penstock_cancel_on_disconnect: bool = False
     """Cancel the request when this connection ends. Otherwise it goes on, and its stream can be read again."""
 
@@ -77,9 +77,10 @@ RequestHeadersDep = Annotated[RequestHeaders, Header()]
 async def accept_request(
     gateway: Gateway, caller: Caller, headers: RequestHeaders, endpoint: Endpoint[Any], body: Body, arrived_s: float
 ) -> tuple[StreamMeta, Ticket | None]:
-    """The card of a POST's request, which is durable now; a ticket if it is new. Raises `ApiError` and our own.
+    """Make a POST's request durable; return its meta data, and a ticket if it is new.
 
-    `came_s` is when the POST came, in seconds since the epoch: its requests' traces begin there.
+    `arrived_s` is when the POST came, in seconds since the epoch: the traces of its requests begin there. Raises
+    `PenstockError`, which `ApiError` is one of.
     """
     key = headers.idempotency_key
     served = await gateway.models.find_model(body.model)
@@ -107,7 +108,7 @@ async def accept_request(
 
 
 def _apply_headers(args: SubmitArgs, caller: Caller, headers: RequestHeaders) -> SubmitArgs:
-    """Add what the caller and its headers say to a request."""
+    """Add to a request what follows from the caller and the headers."""
     args["tenant"], args["weight"] = caller.tenant, caller.weight
     if headers.x_session_affinity is not None:
         args["session"] = headers.x_session_affinity
@@ -117,7 +118,7 @@ def _apply_headers(args: SubmitArgs, caller: Caller, headers: RequestHeaders) ->
 
 
 def check_prompt_sizes(submit_args: Sequence[SubmitArgs]) -> None:
-    """Raise `RequestTooLarge` where the prompts of all choices together have more bytes than one request may have."""
+    """Raise `RequestTooLarge` if the prompts of all choices together are larger than one request may be."""
     num_bytes = 0
     for args in submit_args:
         num_bytes += estimate_prompt_bytes(args)
@@ -129,7 +130,7 @@ def check_prompt_sizes(submit_args: Sequence[SubmitArgs]) -> None:
 
 
 async def _make_requests(submit_args: Sequence[SubmitArgs]) -> tuple[list[Request], list[str]]:
-    """Make the requests, and the hashes of their bodies."""
+    """Return the requests, and the hashes of their bodies."""
     if sum(map(estimate_prompt_bytes, submit_args)) < MIN_THREAD_BYTES:
         return _make_requests_here(submit_args)
     return await asyncio.to_thread(_make_requests_here, submit_args)
@@ -160,13 +161,13 @@ async def _admit_request(
 
 
 def estimate_prompt_tokens(args: SubmitArgs) -> int:
-    """About how many tokens a prompt has."""
+    """Estimate how many tokens a prompt has."""
     token_ids = args.get("token_ids")
     return len(token_ids) if token_ids is not None else sum(map(len, _prompt_texts(args))) // CHARS_PER_TOKEN + 1
 
 
 def estimate_prompt_bytes(args: SubmitArgs) -> int:
-    """About how many bytes a prompt has as JSON."""
+    """Estimate how many bytes a prompt has as JSON."""
     token_ids = args.get("token_ids")
     return (
         len(token_ids) * BYTES_PER_TOKEN_ID
@@ -184,7 +185,7 @@ def _prompt_texts(args: SubmitArgs) -> Iterator[str]:
 async def _join_earlier(
     gateway: Gateway, caller: Caller, found: StreamMeta, meta: StreamMeta, submit_args: Sequence[SubmitArgs]
 ) -> StreamMeta:
-    """Return the card that was there before; its requests are durable now, if they were not."""
+    """Return the meta data of the earlier request; its requests are published if they may not be durable."""
     if found.body_hash != meta.body_hash:
         message = "this Idempotency-Key was used with another body"
         raise ApiError(409, message, code="idempotency_conflict")

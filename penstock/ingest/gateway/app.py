@@ -1,4 +1,4 @@
-"""The ASGI application: routes, the form of errors, and a true OpenAPI document."""
+"""The ASGI application: routes, error handlers, and an OpenAPI document that matches them."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,7 +31,7 @@ ROUTE_MODULES = (inference, responses, streams, live, batches, usage, health, si
 
 
 def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> FastAPI:
-    """A gateway to all pipelines at these addresses. `app.state.gateway` is its `Gateway`."""
+    """Return the gateway to all pipelines at these addresses. `app.state.gateway` is its `Gateway`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -66,11 +66,11 @@ def create_app(settings: GatewaySettings, addresses: Addresses, meters: Meters |
 
 _UNUSED_SCHEMAS = ("HTTPValidationError", "ValidationError")
 _GUARD_STATUSES = (400, 404, 408, 413, 431, 503)
-"""What the guard answers before any route is asked: no HTTP, an impossible path, too slow, too large, too many."""
+"""What the guard answers before any route: invalid HTTP, an impossible path, too slow, too large, too many."""
 
 
 def build_openapi(app: FastAPI, *, is_open: bool, only_local: bool) -> dict[str, Any]:
-    """The document of all routes. `is_open`: nobody is asked for a key; `only_local`: other hosts are refused."""
+    """Return the document of all routes. `is_open`: callers need no key; `only_local`: other hosts are refused."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     bodies = [(endpoint.body_model, "validation") for endpoint in ENDPOINTS.values()]
     _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def build_openapi(app: FastAPI, *, is_open: bool, only_local: bool) -> dict[str,
 
 
 def _correct_errors(responses: dict[str, Any], anywhere: tuple[int, ...]) -> None:
-    """A value that cannot be is answered with 400 in our own shape, never with FastAPI's 422."""
+    """Replace FastAPI's 422 by our 400 for invalid values, and add what the guard answers."""
     responses.pop("422", None)
     body = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
     for status, response in error_responses(*anywhere).items():

@@ -45,7 +45,7 @@ _FORM_SCHEMA: dict[str, Any] = {
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM_SCHEMA}}}},
 )
 async def upload(request: Request, caller: CallerDep) -> FileObject:
-    """It goes to the store as it comes. The answer says that it is there as a whole."""
+    """The content goes to the store as it arrives. The answer confirms that all of it is stored."""
     try:
         return await _receive_file(get_gateway(request), caller.tenant, Upload(request))
     except ApiError:
@@ -73,7 +73,7 @@ async def _receive_file(gateway: Gateway, tenant: str, form: Upload) -> FileObje
 
 
 def _parse_lifetime(fields: dict[str, str]) -> int:
-    """How long the file is to be kept. Raises `ApiError` 400."""
+    """Return how long the file is to be kept, in seconds. Raises `ApiError` 400."""
     if fields.get("purpose") != "batch":
         message = "'purpose' must be 'batch': nothing else is supported by this server."
         raise ApiError(400, message, param="purpose", code="invalid_value")
@@ -96,7 +96,7 @@ async def all_files(
     order: Annotated[Literal["asc", "desc"], Query(description="By age; `desc`: the youngest first.")] = "desc",
     purpose: Annotated[str | None, Query(max_length=64)] = None,
 ) -> FileList:
-    """A page of them."""
+    """A page of files."""
     files = get_gateway(request).batch_service.files
     page, has_more = await files.list_files(caller.tenant, after=after, limit=limit, order=order, purpose=purpose)
     ends = (page[0].id, page[-1].id) if page else (None, None)
@@ -105,7 +105,7 @@ async def all_files(
 
 @router.get("/v1/files/{file_id}", summary="One file", responses=error_responses(401, 404, 503))
 async def one_file(request: Request, caller: CallerDep, file_id: str) -> FileObject:
-    """What is known of it."""
+    """Its metadata."""
     return await get_gateway(request).batch_service.files.find_file(caller.tenant, file_id)
 
 
@@ -122,7 +122,7 @@ async def one_file(request: Request, caller: CallerDep, file_id: str) -> FileObj
     },
 )
 async def content(request: Request, caller: CallerDep, file_id: str) -> StreamingResponse:
-    """In pieces, as fast as the reader takes them."""
+    """Sent in pieces, as fast as the client reads."""
     files = get_gateway(request).batch_service.files
     file = await files.find_file(caller.tenant, file_id)
     pieces: AsyncIterator[bytes] = files.read_content(caller.tenant, file)
@@ -139,7 +139,7 @@ async def delete(request: Request, caller: CallerDep, file_id: str) -> FileDelet
 
 @router.post("/v1/batches", summary="Make a batch", responses=error_responses(400, 401, 403, 404, 503))
 async def create(request: Request, caller: CallerDep, new: NewBatch) -> BatchObject:
-    """Of a file. It is looked at afterwards: `status` says what came of that."""
+    """Create a batch of a file. The file is checked afterwards: `status` has the outcome."""
     gateway = get_gateway(request)
     if "batch" not in caller.classes:
         raise ApiError(403, "This API key may not use batches.", code="class_not_allowed")
@@ -159,7 +159,7 @@ async def all_batches(
     after: Annotated[str | None, Query(max_length=128, description="The last id of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> BatchList:
-    """A page of them, the youngest first."""
+    """A page of batches, the youngest first."""
     page, has_more = await get_gateway(request).batch_service.batches.list_batches(
         caller.tenant, after=after, limit=limit
     )
@@ -169,11 +169,11 @@ async def all_batches(
 
 @router.get("/v1/batches/{batch_id}", summary="One batch", responses=error_responses(401, 404, 503))
 async def one_batch(request: Request, caller: CallerDep, batch_id: str) -> BatchObject:
-    """How far it is."""
+    """Its state and progress."""
     return await get_gateway(request).batch_service.batches.find_batch(caller.tenant, batch_id)
 
 
 @router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=error_responses(401, 404, 409, 503))
 async def cancel(request: Request, caller: CallerDep, batch_id: str) -> BatchObject:
-    """What is finished until then is in its output; the rest is in its error file."""
+    """Lines that are finished by then are in the output; the rest is in the error file."""
     return await get_gateway(request).batch_service.batches.cancel_batch(caller.tenant, batch_id)

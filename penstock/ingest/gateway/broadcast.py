@@ -1,7 +1,7 @@
-"""Looks at a pipeline, shared: one a second, however many watch, and none while nobody does.
+"""The live state of a pipeline, read once a second however many clients watch, and not at all while none does.
 
-Who has an API key is a tenant: its look leaves out the workers, their names and hosts, and how much all tenants
-together do. Only a gateway that asks for no keys shows the whole.
+A caller with an API key is a tenant. It sees neither the workers, their names and hosts, nor how much all tenants
+together use. Only a gateway that asks for no keys shows everything.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
 PRIVATE_FIELDS = ("workers", "lost", "tiers", "rates")
-"""What a tenant is not shown of a look."""
+"""The fields that a tenant does not see."""
 
 
 class LiveBroadcast:
-    """One pipeline's, for one event loop. Who takes them slowly misses some, and costs no more."""
+    """The live state of one pipeline, for one event loop. A client that reads slowly misses some states."""
 
     def __init__(self, watch: LiveWatch) -> None:
         self._watch = watch
@@ -32,7 +32,7 @@ class LiveBroadcast:
         self._looking_task: asyncio.Task[None] | None = None
 
     async def read_frames(self, *, is_whole: bool) -> AsyncGenerator[bytes, None]:
-        """Each look as a server-sent event, from the last one on; `unavailable` where bus or Redis is away."""
+        """Yield each state as a server-sent event, from the last one on; `unavailable` in an outage."""
         self._num_readers += 1
         if self._looking_task is None:
             self._number = 0
@@ -50,7 +50,7 @@ class LiveBroadcast:
                 self.stop()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop reading the state."""
         if self._looking_task is not None:
             self._looking_task.cancel()
             self._looking_task = None
@@ -81,7 +81,7 @@ class LiveBroadcast:
 
 
 def summarize_look(look: Json) -> Json:
-    """What a tenant sees of a look: reasons name workers and hosts, so its health is the state alone."""
+    """Return what a tenant sees of a state. Reasons name workers and hosts, so they are left out of its health."""
     shown = {name: value for name, value in look.items() if name not in PRIVATE_FIELDS}
     return shown | {"health": {"state": look["health"]["state"], "reasons": []}}
 

@@ -1,8 +1,8 @@
-"""The ASGI layer around the gateway: how large a body may be, how slow, and which paths there can be at all.
+"""The ASGI layer around the gateway: limits the size and duration of bodies, and which paths are possible.
 
-It goes around everything else: what it refuses is not even looked at. Bodies are counted as they come, whatever their
-`Content-Length` says. A client that is answered before all of its body is there is read from for another moment, so
-that it gets to see the answer, and then its connection is closed.
+It is the outermost layer, so what it refuses costs nothing further. Bodies are counted as they arrive, whatever
+their `Content-Length` is. If a client gets its answer before all of its body has arrived, the guard reads on for a
+moment, so that the client sees the answer, and then closes the connection.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ from penstock.ingest.gateway.protocol import LINGER_S
 
 MB = 2**20
 DRAIN_S = 0.05
-"""For what of a body is on its way when it is not wanted any more."""
+"""How long to read what is on its way of a body that is not needed any more."""
 _PATH_PATTERN = re.compile(r"/[A-Za-z0-9._:~@+,=/-]*")
-"""Ids, files and model names are made of these: no path holds a line break, or what a shell or a store reads."""
+"""The characters of ids, files and model names: no line breaks, and nothing that a shell or a store interprets."""
 _PORT_PATTERN = re.compile(r":\d*$")
 
 
 class GuardMiddleware:
-    """Around an ASGI application."""
+    """Limits around an ASGI application."""
 
     def __init__(self, app: ASGIApp, settings: GuardSettings, *, only_local: bool = False) -> None:
-        """`only_local`: nobody is asked for a key, so a page that a browser shows may not come in by another name."""
+        """Wrap `app`. `only_local`: no key is needed, so pages of other sites and other host names are refused."""
         self._app, self._settings, self._only_local = app, settings, only_local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the application's life."""
+        """Handle one request, or the application's lifespan."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -59,7 +59,7 @@ def _check_path(path: str) -> ApiError | None:
 
 
 def _check_origin(headers: Mapping[bytes, bytes]) -> ApiError | None:
-    """A page of another site, or a name that somebody else resolves to this machine (DNS rebinding)."""
+    """Refuse a page of another site, and a foreign name that resolves to this machine (DNS rebinding)."""
     host = headers.get(b"host", b"localhost")
     origin = headers[b"origin"].partition(b"://")[2] if b"origin" in headers else host
     if all(is_loopback(_PORT_PATTERN.sub("", host_name.decode("latin-1")).strip("[]")) for host_name in (host, origin)):
@@ -69,7 +69,7 @@ def _check_origin(headers: Mapping[bytes, bytes]) -> ApiError | None:
 
 
 class _GuardedRequest:
-    """One request's way in and out."""
+    """One request and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int, settings: GuardSettings) -> None:
         headers = dict(scope["headers"])
@@ -83,12 +83,12 @@ class _GuardedRequest:
         self.refusal: ApiError | None = None
 
     def check_length(self) -> ApiError | None:
-        """Where the header says already that it is too much."""
+        """Return the refusal of a body that is too large by its header, or None."""
         is_too_long = self._length is not None and (len(self._length) > 15 or int(self._length) > self._max_bytes)
         return self._too_large_error() if is_too_long else None
 
     async def receive(self) -> Message:
-        """As the application gets it. Raises `ApiError` for a body that is too large or too slow."""
+        """Receive as the application does. Raises `ApiError` for a body that is too large or too slow."""
         if self._is_complete:
             return await self._receive()
         self._expects_continue = False
@@ -107,7 +107,7 @@ class _GuardedRequest:
         return message
 
     async def send(self, message: Message) -> None:
-        """As the application answers; once its request is refused, what it has to say of that is replaced."""
+        """Send as the application does. Once the request is refused, the refusal is sent instead."""
         if self.refusal is not None and not self._is_answered:
             await self.send_refusal()
             return
@@ -126,7 +126,7 @@ class _GuardedRequest:
         await self._send(message)
 
     async def send_refusal(self) -> None:
-        """The error, and the connection's end."""
+        """Send the error, and end the connection."""
         assert self.refusal is not None
         self._is_answered = self._is_closing = True
         body = self.refusal.body.model_dump_json().encode()
@@ -140,7 +140,7 @@ class _GuardedRequest:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _drop_body(self, seconds: float) -> None:
-        """Read on for a moment, into nothing."""
+        """Read the rest of the body for some seconds, and drop it."""
         if self._expects_continue:  # it has not begun to send, and will not
             return
         try:

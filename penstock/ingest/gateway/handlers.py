@@ -1,4 +1,4 @@
-"""Every error in the shape that the SDKs expect, whatever raised it."""
+"""Answers every exception in the form that the SDKs expect."""
 
 import logging
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,7 +19,7 @@ from penstock.ingest.openai.body import validation_error
 log = logging.getLogger(__name__)
 
 REFUSAL_STATUSES = (401, 403, 429)
-"""Who asked may not, or not now."""
+"""Statuses of callers that may not make the request, or not now."""
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 _STATUS_DESCRIPTIONS = {
     400: "The request cannot be answered: `param` names what is wrong with it.",
@@ -38,12 +38,12 @@ _STATUS_DESCRIPTIONS = {
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The answers that are errors, for a route's documentation."""
+    """Return the error answers of a route, for the OpenAPI document."""
     return {status: {"model": ErrorBody, "description": _STATUS_DESCRIPTIONS[status]} for status in statuses}
 
 
 def render_error(error: ApiError) -> Response:
-    """The answer."""
+    """Return an error as an answer."""
     return Response(error.body.model_dump_json(), error.status, error.headers, "application/json")
 
 
@@ -83,7 +83,7 @@ async def _handle_bug(request: Request, error: Exception) -> Response:
 
 
 def error_handlers(routes: Sequence[BaseRoute]) -> dict[int | type[Exception], Handler]:
-    """What an app with these routes does with exceptions."""
+    """Return the exception handlers of an app with these routes."""
     http = partial(_handle_http_error, routes=routes)
     return {
         PenstockError: _handle_penstock_error,

@@ -1,4 +1,4 @@
-"""`/healthz`: the process answers. `/readyz`: it can take requests. Neither asks for a key."""
+"""`/healthz`: the process answers. `/readyz`: it can take requests. `/metrics`, for Prometheus. None needs a key."""
 
 import asyncio
 import os
@@ -18,23 +18,23 @@ router = APIRouter()
 
 
 class Health(BaseModel):
-    """How it is."""
+    """The state of the process."""
 
     status: Literal["ok"] = "ok"
     pid: int
-    """Of the process that answers."""
+    """The id of the process that answers."""
 
 
 @router.get("/health", summary="The same as /healthz: load tools ask for it by this name")
 @router.get("/healthz", summary="Whether the process answers")
 async def healthz() -> Health:
-    """Nothing else is looked at."""
+    """Checks nothing else."""
     return Health(pid=os.getpid())
 
 
 @router.get("/readyz", summary="Whether requests can be taken", responses=error_responses(503))
 async def readyz(request: Request) -> Health:
-    """503 while it stops, while bus or Redis cannot be reached, and until a worker has said what it serves."""
+    """503 while it stops, while the bus or Redis cannot be reached, and until a worker serves a model."""
     gateway = get_gateway(request)
     if gateway.is_stopping:
         raise ApiError(503, "this gateway stops", code="gateway_stopping")
@@ -57,7 +57,7 @@ async def readyz(request: Request) -> Health:
     },
 )
 async def metrics(request: Request) -> Response:
-    """What cannot be learned now is absent; 404 where telemetry is off."""
+    """Values that cannot be read now are left out; 404 where telemetry is off."""
     metrics_ = get_gateway(request).metrics
     if not metrics_.meters.is_on:
         raise ApiError(404, "telemetry is off", code="telemetry_off")

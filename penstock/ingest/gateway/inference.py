@@ -1,4 +1,4 @@
-"""The routes that make requests: `/v1/chat/completions`, `/v1/completions`, `/v1/responses`."""
+"""The routes that make requests, `/v1/chat/completions`, `/v1/completions` and `/v1/responses`; and `/v1/models`."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -32,11 +32,11 @@ from penstock.telemetry import tracing
 router = APIRouter()
 T = TypeVar("T")
 CLIENT_GONE_STATUS = 499
-"""Nobody reads this status: its client has left."""
+"""The status if the client has left, which nothing receives."""
 
 
 def add_route(endpoint: Endpoint[Any]) -> None:
-    """The route of one of OpenAI's endpoints."""
+    """Add the route of one of OpenAI's endpoints."""
 
     async def create(request: Request, caller: CallerDep, headers: RequestHeadersDep) -> Response:
         gateway, body = get_gateway(request), endpoint.parse_body(await request.body())
@@ -89,7 +89,7 @@ async def _answer_whole(
     ticket: Ticket | None,
     headers: RequestHeaders,
 ) -> Response:
-    """The answer as a whole. A client that leaves before is no reason to end the request, unless it said so."""
+    """Return the whole answer. If the client leaves before, the request goes on unless its headers say otherwise."""
     try:
         answers = await _run_unless_gone(request, read_answers(gateway, meta))
     except RequestError:
@@ -109,7 +109,7 @@ async def _answer_whole(
 
 
 async def _run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """What comes of `work`; None when the client left before."""
+    """Return the result of `work`, or None if the client left before."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_wait_until_gone(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -133,7 +133,7 @@ class Model(BaseModel):
     """Since when it is served, as far as its workers know."""
     owned_by: str = "penstock"
     max_model_len: int | None = None
-    """The most tokens of prompt and answer together, as vLLM tells it."""
+    """The most tokens of prompt and answer together, under vLLM's name for it."""
 
 
 class ModelList(BaseModel):
@@ -149,7 +149,7 @@ def _describe_model(served: ServedModel) -> Model:
 
 @router.get("/v1/models", summary="All models", responses=error_responses(401, 503))
 async def all_models(request: Request, caller: CallerDep) -> ModelList:
-    """What workers say they serve."""
+    """The models that workers serve."""
     return ModelList(data=[_describe_model(served) for served in await get_gateway(request).models.list_models()])
 
 

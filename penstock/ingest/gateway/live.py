@@ -1,4 +1,4 @@
-"""What the page shows: `/v1/live`, the pipeline as it is now, and `/v1/requests/{id}/timeline`, one request's life."""
+"""What the page shows: `/v1/live`, the state of the pipeline, and `/v1/requests/{id}/timeline`, one request's spans."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -33,7 +33,7 @@ class Span(BaseModel):
 
 
 class Share(BaseModel):
-    """A stretch of time, and the span that it went into."""
+    """A period, and the span that it belongs to."""
 
     name: str
     service: str
@@ -42,7 +42,7 @@ class Share(BaseModel):
 
 
 class Life(BaseModel):
-    """What is kept of one request of the pipeline."""
+    """The spans of one request of the pipeline."""
 
     id: str
     start_s: float | None = None
@@ -50,13 +50,14 @@ class Life(BaseModel):
     """When its end could be read; null before."""
     latency_s: float | None = None
     spans: list[Span] = []
-    """By their start. Spans come some moments after they ended, and are kept for `PENSTOCK_TRACE_KEEP_S`."""
+    """In the order of their start. Spans arrive some moments after they ended, and are kept for
+    `PENSTOCK_TRACE_KEEP_S`."""
     account: list[Share] = []
     """The whole time, from its start, without gap or overlap."""
 
 
 class LifeList(BaseModel):
-    """A request's choices, each with its own life."""
+    """The spans of a request's choices."""
 
     id: str
     object: Literal["timeline"] = "timeline"
@@ -79,7 +80,7 @@ class LifeList(BaseModel):
 async def live(
     request: Request, caller: CallerDep, looks: Annotated[int | None, Query(ge=1, le=1_000_000)] = None
 ) -> Response:
-    """`looks`: end after so many. All readers of a gateway see the same looks; with an API key, a summary of them."""
+    """`looks`: end after this many. All readers of a gateway see the same states; callers with a key, a summary."""
     gateway = get_gateway(request)
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(_stream_looks(gateway, looks), headers=headers, media_type="text/event-stream")
@@ -101,7 +102,7 @@ async def _stream_looks(gateway: Gateway, max_looks: int | None) -> AsyncGenerat
     responses=error_responses(401, 404, 503),
 )
 async def life(request: Request, caller: CallerDep, request_id: str) -> LifeList:
-    """From its trace, a list of spans for each choice; empty where none has come yet, or they are not kept any more."""
+    """From its trace, the spans of each choice; empty if none has arrived yet, or they are not kept any more."""
     gateway = get_gateway(request)
     meta = await gateway.stream_metas.find_of_tenant(request_id, caller.tenant)
     pipeline = Pipeline(meta.pipeline)

@@ -1,4 +1,4 @@
-"""What one gateway counts, and what it tells of the pipelines that it serves."""
+"""What a gateway measures: its own requests and streams, and the state of its pipelines."""
 
 import threading
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from penstock.telemetry import catalog
 from penstock.telemetry.meters import Meters, Reading
 
 REFUSAL_KEY = "penstock.refused"
-"""In the scope of a request that was not let in: why not."""
+"""In the scope of a request that was refused: the error's code."""
 ARRIVAL_KEY = "penstock.came_s"
 """In the scope of every request: when it came, in seconds since the epoch."""
 WORKER_STATES = ("loading", "ready", "degraded", "draining")
@@ -25,12 +25,12 @@ NO_ROUTE = "none"
 
 
 class GatewayMetrics:
-    """One gateway's. Its event loop counts, any thread may look."""
+    """The metrics of one gateway. Its event loop counts, any thread may read."""
 
     def __init__(self, meters: Meters, addresses: Addresses, settings: BusSettings) -> None:
         self.meters = meters
         self.pipelines: set[str] = {addresses.pipeline}
-        """Those that are told of."""
+        """The pipelines to report."""
         self._addresses, self._settings = addresses, settings
         self._watches: dict[str, LiveWatch] = {}
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class GatewayMetrics:
         meters.add_source(self._read_all)
 
     def watch_pipeline(self, pipeline: str) -> LiveWatch:
-        """The one look at a pipeline that all in this process share."""
+        """Return the watch of a pipeline that all in this process share."""
         with self._lock:
             if pipeline not in self._watches:
                 addresses = self._addresses.model_copy(update={"pipeline": pipeline})
@@ -46,7 +46,7 @@ class GatewayMetrics:
             return self._watches[pipeline]
 
     def count_answer(self, scope: Scope, status: int) -> None:
-        """A request was answered, or is being answered."""
+        """Count an answer, which has begun at least."""
         route = getattr(scope.get("route"), "path", NO_ROUTE)
         self.meters.get_counter(catalog.GATEWAY_REQUESTS, route, str(status)).add()
         if REFUSAL_KEY in scope:
@@ -54,7 +54,7 @@ class GatewayMetrics:
 
     @contextmanager
     def count_reader(self) -> Iterator[None]:
-        """Somebody reads a stream."""
+        """Count a reader of a stream until the block ends."""
         self._num_streams += 1
         try:
             yield
@@ -91,13 +91,13 @@ def _read_pipeline(name: str, look: Json) -> Iterator[Reading]:
 
 
 class CountingMiddleware:
-    """Around all of the gateway: notes when a request comes, and counts each answer when it begins."""
+    """The outermost layer of the gateway: notes when a request comes, and counts each answer when it begins."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the application's life."""
+        """Handle one request, or the application's lifespan."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Which models are served, and by which pipelines: from the heartbeats of all workers."""
+"""Which models are served by which pipelines, from the heartbeats of all workers."""
 
 import asyncio
 import json
@@ -14,9 +14,9 @@ from penstock.names import WORKERS_KEY, pipeline_of_worker
 from penstock.redis.client import translate_outages
 
 MODELS_TTL_S = 1.0
-"""How long what was read is believed."""
+"""How long what was read is used."""
 MODEL_MEMORY_S = 3600.0
-"""A model whose workers are all gone is still taken requests for: they are answered when workers are back."""
+"""How long requests for a model are accepted after its last worker is gone: they are answered when one is back."""
 
 
 @dataclass
@@ -28,13 +28,13 @@ class ServedModel:
     since_s: float
     """Since when, as far as its workers know."""
     seen_at: float
-    """When a worker last said so, by this process's clock."""
+    """When a worker last reported it, by this process's monotonic clock."""
     max_model_len: int | None = None
-    """The most tokens of prompt and answer that all its workers take; None: they do not say."""
+    """The most tokens of prompt and answer that all its workers accept; None: not reported."""
 
 
 class ServedModels:
-    """Model names and pipelines. Where two pipelines serve one name, `preferred` gets it, else the first by name."""
+    """Models and their pipelines. If two pipelines serve one name, `preferred` gets it, else the first by name."""
 
     def __init__(self, client: "redis.asyncio.Redis", preferred: str) -> None:
         self._client, self._preferred = client, preferred
@@ -43,12 +43,12 @@ class ServedModels:
         self._refresh_task: asyncio.Task[None] | None = None
 
     async def list_models(self) -> list[ServedModel]:
-        """All models, by name. Raises `BusUnavailable` if nothing was ever read."""
+        """Return all models, by name. Raises `BusUnavailable` if nothing was ever read."""
         await self._refresh_models()
         return [self._known[name] for name in sorted(self._known)]
 
     async def find_model(self, name: str) -> ServedModel:
-        """A model. Raises `ApiError`: 404 for one that nobody serves, 503 while nobody serves anything."""
+        """Return a model. Raises `ApiError`: 404 if no worker serves it, 503 while no worker serves any."""
         await self._refresh_models()
         if name in self._known:
             return self._known[name]
@@ -58,7 +58,7 @@ class ServedModels:
         raise ApiError(404, message, code="model_not_found", param="model")
 
     async def _refresh_models(self) -> None:
-        """Read again, once for all who ask meanwhile."""
+        """Read the heartbeats again, once for all callers that wait."""
         if time.monotonic() < self._read_at + MODELS_TTL_S:
             return
         if self._refresh_task is None or self._refresh_task.done():
@@ -90,7 +90,7 @@ class ServedModels:
         self._known = kept | found
 
     async def _read_heartbeats(self) -> list[tuple[str, dict[str, Any]]]:
-        """Pipeline and last heartbeat of each live worker. Those that are gone are taken off the list."""
+        """Return pipeline and last heartbeat of each live worker. Dead workers are taken off the list."""
         keys = sorted(cast("set[bytes]", await cast(Any, self._client.smembers(WORKERS_KEY))))
         values = cast("list[bytes | None]", await self._client.mget(keys)) if keys else []
         beats = dict(zip(keys, values, strict=True))

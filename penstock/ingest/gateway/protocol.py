@@ -1,8 +1,8 @@
-"""The connection under the gateway: what uvicorn leaves unlimited.
+"""The connection under the gateway: limits what uvicorn does not.
 
-Its parser bounds neither the size of headers nor the time they take, and a reader that takes nothing holds its answer
-for good. Here a connection costs bounded memory and bounded time outside of a request's body, which is `guard`'s. What
-is no HTTP is answered here too, with the same error body as everything else.
+Its parser bounds neither the size of headers nor the time they take, and a client that does not read keeps its
+answer forever. Here a connection costs bounded memory and bounded time outside of a request's body, which `guard`
+limits. What is not HTTP is answered here too, with the same error body as any other error.
 """
 
 import asyncio
@@ -23,34 +23,34 @@ LINGER_S = 1.0
 
 
 class _Refused(Exception):
-    """Out of the parser."""
+    """Ends the parser's work."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
     """One connection."""
 
     guard: GuardSettings
-    """Set in a class of its own for each server, see `guarded`."""
+    """Set in a subclass for each server, by `make_guarded_protocol`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._awaits_headers = True
         self._num_header_bytes = 0
-        """Of the headers that are complete."""
+        """Bytes of the headers that are complete."""
         self._num_bare_bytes = 0
-        """Since there last were headers, or some of a body: what a parser may have to keep."""
+        """Bytes since the last headers or body bytes: what the parser may have to keep."""
         self._refusal: ApiError | None = None
         self._parse_error: ApiError | None = None
-        """What a callback of the parser has against the request."""
+        """Why a callback of the parser refuses the request."""
         self._running: RequestResponseCycle | None = None
-        """The last that was begun. `cycle` is the last that came, which may wait behind it."""
+        """The request that was begun last. `cycle` is the one that came last, which may wait behind it."""
         self._header_timer: asyncio.TimerHandle | None = None
         self._cut_timer: asyncio.TimerHandle | None = None
 
     # The connection.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is here, and has to say something."""
+        """Limit the time until a client's first request, and the number of connections."""
         super().connection_made(transport)
         self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)
         if len(self.connections) > self.guard.max_connections:
@@ -59,14 +59,14 @@ class GuardedProtocol(HttpToolsProtocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Stop the timers and end the requests of a connection."""
         self._stop_header_timer()
         self._stop_cut_timer()
         self._end_cycles()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Some of a request."""
+        """Parse bytes, and refuse headers that are too large."""
         if self._refusal is not None:
             return
         self._num_bare_bytes += len(data)
@@ -77,29 +77,29 @@ class GuardedProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(self.guard.headers_s, self._on_headers_late)
 
     def pause_writing(self) -> None:
-        """The client reads slower than it is sent to."""
+        """Limit the time for which a client may stop reading."""
         super().pause_writing()
         self._cut_after(self.guard.stalled_s)
 
     def resume_writing(self) -> None:
-        """It took something."""
+        """The client reads again."""
         super().resume_writing()
         self._stop_cut_timer()
 
     # The parser.
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Count the headers of a new request."""
         super().on_message_begin()
         self._awaits_headers, self._num_header_bytes = True, 0
 
     def on_url(self, url: bytes) -> None:
-        """Some of the request line."""
+        """Count the bytes of the request line."""
         super().on_url(url)
         self._count_header_bytes(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or what follows a body in pieces, which is dropped."""
+        """Count a header. Trailers of a chunked body are dropped."""
         self._count_header_bytes(len(name) + len(value))
         if not self._awaits_headers:
             return
@@ -109,34 +109,34 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request is there, but for its body."""
+        """Stop the time limit for headers."""
         self._awaits_headers, self._num_bare_bytes = False, 0
         self._stop_header_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Some of the body."""
+        """Pass on some of the body."""
         self._num_bare_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The whole request is there."""
+        """The request is complete; the next one begins with its headers."""
         self._awaits_headers, self._num_bare_bytes = True, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is written."""
+        """Limit the time for the client to read the end of the answer."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._cut_after(self.guard.stalled_s)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing more came; what was sent may still be unread."""
+        """Close an idle connection; limit the time for what was sent and not read."""
         super().timeout_keep_alive_handler()
         self._cut_after(self.guard.stalled_s)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP, or too much of it."""
+        """Refuse what is not HTTP, or exceeds a limit."""
         self._refuse_connection(self._parse_error or ApiError(400, msg, code="invalid_http"))
 
     # Refusing.
@@ -160,7 +160,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse_connection(ApiError(408, message, code="request_timeout"))
 
     def _refuse_connection(self, error: ApiError) -> None:
-        """Answer, stop listening, and close."""
+        """Send an error, stop reading, and close."""
         if self._refusal is not None or self.transport.is_closing():
             return
         self._refusal = error
@@ -182,7 +182,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _end_cycles(self) -> None:
-        """Nobody listens any more: neither to what runs, nor to what waits for its turn."""
+        """Tell the requests that run or wait that their client is gone."""
         cycles = [cycle for cycle, _ in self.pipeline] + ([self._running] if self._running is not None else [])
         for cycle in cycles:
             cycle.disconnected = True
@@ -201,7 +201,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._cut_timer = self.loop.call_later(seconds, self._cut_connection)
 
     def _cut_connection(self) -> None:
-        """Close at once, and have the kernel forget what the client did not take."""
+        """Close at once; the kernel drops what the client did not read."""
         if (found := self.transport.get_extra_info("socket")) is not None and found.fileno() >= 0:
             with socket.socket(fileno=os.dup(found.fileno())) as own:
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -214,7 +214,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def encode_response(error: ApiError) -> bytes:
-    """A whole answer."""
+    """Return an error as a whole HTTP response."""
     body = error.body.model_dump_json().encode()
     try:
         phrase = HTTPStatus(error.status).phrase
@@ -226,11 +226,11 @@ def encode_response(error: ApiError) -> bytes:
 
 
 def make_guarded_protocol(settings: GuardSettings) -> type[asyncio.Protocol]:
-    """The protocol with these limits, as `uvicorn.Config(http=…)` takes it."""
+    """Return the protocol with these limits, as `uvicorn.Config(http=…)` takes it."""
     logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
     return type("GuardedProtocol", (GuardedProtocol,), {"guard": settings})
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Strangers that send rubbish do not fill the log."""
+    """Keep clients that send rubbish from filling the log."""
     return record.getMessage() != "Invalid HTTP request received."

@@ -16,7 +16,7 @@ router = APIRouter()
 
 
 class ResponseDeleted(BaseModel):
-    """A response that is gone."""
+    """A response that was deleted."""
 
     id: str
     object: Literal["response"] = "response"
@@ -29,7 +29,7 @@ class ResponseDeleted(BaseModel):
     responses=error_responses(400, 401, 404, 409, 413, 500, 503, 504),
 )
 async def read(request: Request, caller: CallerDep, response_id: str) -> Response:
-    """Without its text while it is in progress; one that ended with an error is answered with that error."""
+    """Without its text while it is in progress; a response that failed is answered with its error."""
     gateway = get_gateway(request)
     meta = await _find_response_meta(gateway, response_id, caller.tenant)
     client, (name,) = gateway.get_client(meta.pipeline), meta.request_ids
@@ -41,7 +41,7 @@ async def read(request: Request, caller: CallerDep, response_id: str) -> Respons
 
 @router.delete("/v1/responses/{response_id}", summary="Delete a response", responses=error_responses(401, 404, 503))
 async def delete(request: Request, caller: CallerDep, response_id: str) -> ResponseDeleted:
-    """Its stream too; one that is in progress is cancelled."""
+    """Deletes its stream too; a response in progress is cancelled."""
     gateway = get_gateway(request)
     meta = await _find_response_meta(gateway, response_id, caller.tenant)
     await cancel_requests(gateway, meta)

@@ -1,10 +1,10 @@
 """One gateway process: the app on uvicorn, and how it stops.
 
-    1  SIGTERM or SIGINT: nothing listens any more, `/readyz` says no, idle connections are closed
-    2  each stream's reader is told, within a second, that it goes on elsewhere
-    3  answers that are not streamed are given `stop_s` to be complete; the rest is cut off
+    1  SIGTERM or SIGINT: it stops listening, `/readyz` answers 503, idle connections are closed
+    2  each stream ends, within a second, with an event that says where to go on
+    3  other answers get `stop_s` to be completed; the rest is cut off
 
-Whatever is cut off goes on in the pipeline: its stream can be read, and a POST with its key joins it.
+What is cut off goes on in the pipeline: its stream can be read, and a POST with its key joins it.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 2048
 SEND_BUFFER_BYTES = 128 * 1024
-"""What the kernel keeps for a reader that does not read; by itself it would take megabytes."""
+"""What the kernel buffers for a client that does not read; its default is megabytes."""
 MAX_OPEN_FILES = 65536
 
 
 def serve_gateway(settings: GatewaySettings, addresses: Addresses, meters: Meters | None = None) -> None:
-    """Serve until told to stop. Raises `PenstockError` where the port is taken."""
+    """Serve until a signal stops it. Raises `PenstockError` if the port is taken."""
     raise_file_limit()
     app = create_app(settings, addresses, meters)
     with open_listener(settings.host, settings.port) as listener:
@@ -44,7 +44,7 @@ def serve_gateway(settings: GatewaySettings, addresses: Addresses, meters: Meter
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises `PenstockError`."""
+    """Return a listening socket. Raises `PenstockError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
@@ -55,7 +55,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit() -> None:
-    """As many open files as the system lets this process have, within reason: each connection is one."""
+    """Raise the limit of open files to `MAX_OPEN_FILES` if the system allows it, as each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -63,7 +63,7 @@ def raise_file_limit() -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, told to stop by signals, with exit status 0 then."""
+    """uvicorn, with exit status 0 after a signal."""
 
     def __init__(self, app: FastAPI, settings: GatewaySettings) -> None:
         super().__init__(
@@ -83,7 +83,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop once it is safe to, at a signal; a second one ends the waiting."""
+        """Stop gracefully at a signal; a second one ends the waiting."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._handle_signal)

@@ -1,4 +1,4 @@
-"""The page: the files in `page/`, under a policy that lets a browser take code and data from this gateway alone."""
+"""The page: the files in `page/`, under a policy that lets a browser load code and data from this gateway alone."""
 
 import hashlib
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ CONTENT_TYPES: Mapping[str, str] = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-"""What is served, by how its name ends."""
+"""The files that are served, by how their names end."""
 _KEYS_NEEDED, _KEYS_OPEN = b'data-keys="needed"', b'data-keys="open"'
 
 
@@ -42,7 +42,7 @@ class PageFile:
 
     @classmethod
     def from_body(cls, body: bytes, name: str) -> "PageFile":
-        """By its content and name."""
+        """Return a file by its content and name."""
         return cls(body, CONTENT_TYPES[name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
@@ -61,13 +61,13 @@ OPEN_PAGE = PageFile.from_body(PAGE_FILES["index.html"].body.replace(_KEYS_NEEDE
 
 @router.get("/")
 async def page(request: Request) -> Response:
-    """The page. It says whether a key is asked for, and holds nothing else that depends on the gateway."""
+    """The page. It depends on the gateway only in whether it asks for a key."""
     return _make_response(request, OPEN_PAGE if get_gateway(request).keyring.is_open else PAGE_FILES["index.html"])
 
 
 @router.get("/page/{name}")
 async def file(request: Request, name: str) -> Response:
-    """What the page is made of."""
+    """A file of the page."""
     if name not in PAGE_FILES:
         raise ApiError(404, f"Unknown request URL: GET {request.url.path}.", code="unknown_url")
     return _make_response(request, PAGE_FILES[name])

@@ -1,8 +1,9 @@
 """Server-sent events: a request's answer in pieces, from wherever its reader is.
 
-Each event has an id (`penstock.ingest.openai.sse`), so a connection that ended goes on anywhere: after the client,
-a worker or this process died. Events come from the logs in Redis; nothing is kept here. A reader that is slow is waited
-for, and what comes meanwhile is dropped and read again (`AsyncClient.news`): it costs what is on its way to its socket.
+Each event has an id (`penstock.ingest.openai.sse`), so a reader can go on at any gateway after the client, a worker
+or this process died. Events come from the logs in Redis; nothing is kept here. A reader that is slow is waited for,
+and what arrives meanwhile is dropped and read again (`AsyncClient.news`): it costs only what is buffered for its
+socket.
 """
 
 import asyncio
@@ -24,24 +25,25 @@ from penstock.messages import Usage
 log = logging.getLogger(__name__)
 
 BROWSER_RETRY_MS = 500
-"""How soon a browser comes back."""
+"""How soon a browser connects again."""
 KEEP_ALIVE_FRAME = b": keep-alive\n"
-"""One line: the SDKs take an empty line after an id for an event, even if there is nothing in it."""
+"""One line: the SDKs take an empty line after an id for an event, even without data."""
 OnEnded = Callable[[Usage | None], Awaitable[None]]
 
 
 class StreamFeed:
-    """One connection's part of a stream."""
+    """The events of a stream for one connection."""
 
     def __init__(self, gateway: Gateway, meta: StreamMeta, resume_point: ResumePoint, on_ended: OnEnded) -> None:
-        """`ended` is awaited when the answer is complete, or has failed, with what was used if all of it has ended."""
+        """`on_ended` is awaited when the answer is complete or has failed, with the usage if all of it has ended."""
         self._gateway, self._meta, self._on_ended = gateway, meta, on_ended
         self._cursor = SseCursor(ENDPOINTS[meta.path], meta, resume_point)
         self.is_over = False
-        """Whether everything was told that is told over this connection: who leaves now does not leave early."""
+        """Whether this connection got everything that it is sent, so that a client that leaves now does not leave
+        early."""
 
     async def read_frames(self) -> AsyncGenerator[bytes, None]:
-        """What goes over the wire."""
+        """Yield the bytes to send."""
         yield f"retry: {BROWSER_RETRY_MS}\n".encode()
         try:
             async with aclosing(self._read_new_frames()) as sent_events:
@@ -80,7 +82,7 @@ class StreamFeed:
         yield encode_frames(self._cursor.end_stream())
 
     def _encode_choice_events(self, index: int, events: list[Event]) -> tuple[bytes, PenstockError | None]:
-        """What events of a choice add, up to an error if there is one."""
+        """Return the bytes that events of a choice add, and the error that ended them if there is one."""
         sent = bytearray()
         try:
             for event in events:
@@ -90,7 +92,7 @@ class StreamFeed:
         return bytes(sent), None
 
     async def _read_choice_events(self) -> AsyncGenerator[tuple[int, list[Event]], None]:
-        """The events of all choices as they come, from the beginning; an empty list now and then in a silence."""
+        """Yield the events of all choices as they come, from the beginning; an empty list now and then in a silence."""
         streams = self._gateway.read_events(self._meta)
         if len(streams) == 1:
             async with aclosing(streams[0]) as only:
@@ -105,7 +107,7 @@ class StreamFeed:
 async def _merge_streams(
     streams: list[AsyncGenerator[list[Event], None]],
 ) -> AsyncGenerator[tuple[int, list[Event]], None]:
-    """What all streams give, with their places; at most one list of each is waiting."""
+    """Yield what all streams give, with their indices; at most one list of each waits."""
     queue: asyncio.Queue[tuple[int, list[Event] | BaseException | None]] = asyncio.Queue(1)
 
     async def pump(index: int) -> None:
@@ -135,7 +137,7 @@ async def _merge_streams(
 
 
 def encode_frames(sent_events: Sequence[SentEvent]) -> bytes:
-    """Events as they go over the wire."""
+    """Return events as they are sent."""
     return b"".join(map(_encode_frame, sent_events))
 
 
@@ -147,6 +149,6 @@ def _encode_frame(sent_events: SentEvent) -> bytes:
 
 
 def encode_error(error: ApiError, *, is_last: bool) -> bytes:
-    """An error in the middle of a stream, from which the SDKs raise. After the last one a browser comes no more."""
+    """Return an error within a stream, which the SDKs raise. After a final one a browser does not connect again."""
     event_id = f"id: {DONE_ID}\n" if is_last else ""
     return f"{event_id}event: error\ndata: {error.body.model_dump_json()}\n\n".encode()

@@ -1,4 +1,4 @@
-"""What all routes of one gateway process share."""
+"""What all routes of one gateway process share, and which tenant calls."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
@@ -38,13 +38,13 @@ from penstock.redis.servers import ByServer
 from penstock.telemetry.meters import Meters
 
 PIPELINE_CHECK_S = 5.0
-"""How often it looks for further pipelines."""
+"""How often to look for further pipelines whose results are to be counted."""
 
 
 class Gateway:
-    """Connections and what is known, for one event loop; nothing that outlives a request.
+    """Connections and caches of one event loop; nothing that outlives a request.
 
-    Made with the app, opened and closed with its event loop.
+    Created with the app, opened and closed with its event loop.
     """
 
     def __init__(self, settings: GatewaySettings, addresses: Addresses, meters: Meters) -> None:
@@ -60,18 +60,18 @@ class Gateway:
         self.admission = Admission(self.redis, self._fetch_lag, admission)
         self.broadcast = LiveBroadcast(self.metrics.watch_pipeline(addresses.pipeline))
         self.is_stopping = False
-        """Set when this process was told to stop: streams tell their readers to go on elsewhere."""
+        """Set when this process is told to stop: streams then tell their readers to go on elsewhere."""
         self._clients: dict[str, AsyncClient] = {}
         self._later = set[asyncio.Task[None]]()
 
     async def open(self) -> None:
-        """Before the first request."""
+        """Start what runs in the background. Call it before the first request."""
         self._metering = asyncio.create_task(meter_pipelines(self.models, self.addresses, self.metrics.pipelines))
         self._renewing = asyncio.create_task(self.stream_metas.renew_forever())
         self.batch_service = BatchService(self.redis, self.find_client, load_settings(BatchSettings))
 
     async def close(self) -> None:
-        """After the last request."""
+        """Stop it and close all connections. Call it after the last request."""
         tasks = {self._metering, self._renewing, *self._later}
         for task in tasks:
             task.cancel()
@@ -84,20 +84,20 @@ class Gateway:
             await server.aclose()
 
     def run_later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what nobody waits for; given up where this process stops."""
+        """Run `work` in the background; it is cancelled when this process stops."""
         task = asyncio.create_task(work)
         self._later.add(task)
         task.add_done_callback(self._later.discard)
 
     def get_client(self, pipeline: str) -> AsyncClient:
-        """The client of a pipeline."""
+        """Return the client of a pipeline."""
         if pipeline not in self._clients:
             addresses = self.addresses.model_copy(update={"pipeline": pipeline})
             self._clients[pipeline] = AsyncClient(addresses, bus=self.bus_settings, record=self._record_settings)
         return self._clients[pipeline]
 
     def read_events(self, meta: StreamMeta) -> list[AsyncGenerator[list[Event], None]]:
-        """The events of each of a card's requests, see `AsyncClient.news`; those of nobody else who used their ids."""
+        """Return the events of each request, as `AsyncClient.news` yields them, if its body is the one sent."""
         client, bodies = self.get_client(meta.pipeline), meta.bodies or [""] * len(meta.request_ids)
         return [
             client.news(request_id, timeout_s=self.settings.patience_s, body=body)
@@ -105,7 +105,7 @@ class Gateway:
         ]
 
     async def find_client(self, model: str) -> AsyncClient:
-        """The client of the pipeline that serves a model. Raises as `Models.find`."""
+        """Return the client of the pipeline that serves a model. Raises as `ServedModels.find_model`."""
         return self.get_client((await self.models.find_model(model)).pipeline)
 
     async def _fetch_lag(self, pipeline: Pipeline) -> PipelineLag:
@@ -113,14 +113,14 @@ class Gateway:
 
 
 def get_gateway(request: HTTPConnection) -> Gateway:
-    """The gateway that a request came to."""
+    """Return the gateway that a request came to."""
     found = request.app.state.gateway
     assert isinstance(found, Gateway)
     return found
 
 
 async def meter_pipelines(models: ServedModels, addresses: Addresses, found: set[str]) -> None:
-    """Until cancelled. The names of all pipelines that were seen are put into `found`."""
+    """Count the results of every served pipeline until cancelled; add the pipelines' names to `found`."""
     meter_tasks: dict[str, asyncio.Task[None]] = {}
     try:
         while True:
@@ -148,7 +148,7 @@ _BEARER = HTTPBearer(auto_error=False, description="An API key, `psk_…`. An op
 
 
 async def find_caller(request: Request, _: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)]) -> Caller:
-    """The caller, from the key alone. Raises `ApiError` 401."""
+    """Return the caller, from the key alone. Raises `ApiError` 401."""
     given = request.headers.getlist("authorization")
     if len(given) > 1:
         raise ApiError(401, "more than one Authorization header", code="invalid_api_key")
@@ -156,4 +156,4 @@ async def find_caller(request: Request, _: Annotated[HTTPAuthorizationCredential
 
 
 CallerDep = Annotated[Caller, Depends(find_caller)]
-"""Of a route: `caller: CallerDep`."""
+"""The parameter of a route that needs a key: `caller: CallerDep`."""

@@ -1,8 +1,8 @@
-"""Cards: what any gateway must know of a request to stream it, in Redis; where there are several, in the first.
+"""What any gateway must know of a request to stream it: its `StreamMeta`, in Redis; with several servers, in the first.
 
-A card lives for `PENSTOCK_RECORD_KEEP_S`. The gateway that wrote it, or found it for a reader, renews it until its
-requests have ended. If that gateway dies, the card of a request that nobody comes back to is forgotten; the request is
-answered all the same.
+It lives for `PENSTOCK_RECORD_KEEP_S`. The gateway that wrote it, or found it for a reader, renews it until its
+requests have ended. If that gateway dies and no reader comes back, the meta data of an unfinished request expires;
+the request is answered all the same.
 """
 
 import asyncio
@@ -26,28 +26,28 @@ from penstock.redis.servers import ByServer
 log = logging.getLogger(__name__)
 
 RENEW_INTERVAL_S = 60.0
-"""How often the cards of unfinished requests are renewed; cards that live for less than four times this, more often."""
+"""How often the meta data of unfinished requests is renewed; more often if it lives for less than four times this."""
 MAX_RENEWED_PER_TRIP = 500
-"""Cards that are looked at in one round trip."""
+"""How many requests are renewed in one round trip."""
 
 
 class StreamMetaStore:
-    """The cards of all requests that gateways took. All methods raise `BusUnavailable`."""
+    """The meta data of the requests of all gateways. All methods raise `BusUnavailable`."""
 
     def __init__(self, servers: "ByServer[redis.asyncio.Redis]", settings: RecordSettings) -> None:
         self._servers, self._client = servers, servers.parts[0]
         self._pending_s, self._keep_ms = settings.pending_keep_s, round(settings.keep_s * 1000)
         self._renew_s = min(RENEW_INTERVAL_S, settings.keep_s / 4)
         self._secret = secrets.token_hex(32).encode()
-        """The one in Redis, once it was read: a Redis that lost it gets it back, and ids stay as they are."""
+        """The one in Redis, once it was read. A Redis that lost it gets it back, so that ids stay the same."""
         self._open: dict[str, StreamMeta] = {}
-        """By id, the cards of requests that have not ended, as far as this gateway knows."""
+        """By id, the unfinished requests that this gateway knows."""
 
     async def derive_name(self, tenant: str, key: str) -> str:
         """Return 32 hex digits for a tenant's `Idempotency-Key`, the same at all gateways.
 
-        They are made with a secret, which the first gateway leaves in Redis. Whoever knows tenant and key cannot tell
-        them, and so cannot produce a request of his own under an id that a gateway will use.
+        They are derived with a secret that the first gateway writes to Redis. So a producer that knows tenant and
+        key cannot make a request of its own under the id that a gateway will use.
         """
         with translate_outages():
             found = cast("bytes | None", await self._client.set(GATEWAY_SECRET_KEY, self._secret, nx=True, get=True))
@@ -55,7 +55,7 @@ class StreamMetaStore:
         return hmac.digest(self._secret, f"{tenant}\n{key}".encode(), "sha256").hex()[:32]
 
     async def put(self, meta: StreamMeta) -> StreamMeta:
-        """Keep a card; returns it, or the one that was there before under its id."""
+        """Store meta data; return it, or what was stored before under its id."""
         with translate_outages():
             found = cast(
                 "bytes | None",
@@ -66,13 +66,13 @@ class StreamMetaStore:
         return kept
 
     async def note_published(self, meta: StreamMeta) -> None:
-        """Note in a card that its requests are durable, as of now."""
+        """Note that the requests are durable as of now."""
         noted = meta.model_copy(update={"published": now_s()})
         with translate_outages():
             await self._client.set(card_key(meta.id), noted.model_dump_json(), xx=True, keepttl=True)
 
     async def find_meta(self, stream_id: str) -> StreamMeta | None:
-        """The card of an id, whoever's it is."""
+        """Return the meta data of an id, of any tenant, or None."""
         if not is_request_id(stream_id):
             return None
         with translate_outages():
@@ -80,7 +80,7 @@ class StreamMetaStore:
         return None if found is None else StreamMeta.model_validate_json(found)
 
     async def find_of_tenant(self, stream_id: str, tenant: str, kind: str = "stream") -> StreamMeta:
-        """A tenant's card. Raises `ApiError` 404, the same for none and for another tenant's."""
+        """Return a tenant's meta data. Raises `ApiError` 404, the same if it is another tenant's."""
         meta = await self.find_meta(stream_id)
         if meta is None or meta.tenant != tenant:
             raise not_found_error(kind, stream_id[:256])
@@ -88,23 +88,23 @@ class StreamMetaStore:
         return meta
 
     async def delete_meta(self, meta: StreamMeta) -> None:
-        """Nobody can read its stream any more."""
+        """Delete meta data, so that its stream cannot be read any more."""
         self._open.pop(meta.id, None)
         with translate_outages():
             await self._client.delete(card_key(meta.id))
 
     async def note_ended(self, meta: StreamMeta) -> None:
-        """Its requests have ended: it is kept as long as their records from now on."""
+        """Note that the requests have ended: from now on it is kept as long as their records."""
         self._open.pop(meta.id, None)
         with translate_outages():
             await self._client.pexpire(card_key(meta.id), self._keep_ms)
 
     def stop_renewing(self, meta: StreamMeta) -> None:
-        """Renew a card no more: it is not known whether its requests are durable."""
+        """Stop renewing, because it is not known whether the requests are durable."""
         self._open.pop(meta.id, None)
 
     async def renew_forever(self) -> None:
-        """Renew the cards of requests that have not ended, for ever."""
+        """Renew the meta data of unfinished requests until cancelled."""
         while True:
             await asyncio.sleep(self._renew_s)
             try:
@@ -115,7 +115,7 @@ class StreamMetaStore:
                 log.exception("cards are not renewed")
 
     async def renew_all(self) -> None:
-        """Renew them once; one whose requests have ended is kept as long as their records from now on."""
+        """Renew once. Requests that have ended are not renewed again."""
         renewed = list(self._open.values())
         for first in range(0, len(renewed), MAX_RENEWED_PER_TRIP):
             metas = renewed[first : first + MAX_RENEWED_PER_TRIP]
@@ -130,7 +130,7 @@ class StreamMetaStore:
                     self._open.pop(meta.id, None)
 
     async def _check_ended(self, metas: list[StreamMeta]) -> list[bool]:
-        """Return of each card whether all its requests have ended; where a server is away, its requests have not."""
+        """Return for each whether all its requests have ended; False while their server is away."""
         places = [
             (request_id, Pipeline(meta.pipeline).record_key(request_id))
             for meta in metas
@@ -148,7 +148,7 @@ class StreamMetaStore:
 
 
 async def _find_ended(server: "redis.asyncio.Redis", keys: list[str]) -> list[str]:
-    """Return which of these records on a server say that their requests have ended. Raises `BusUnavailable`."""
+    """Return which of these records on a server have ended. Raises `BusUnavailable`."""
     with translate_outages():
         async with server.pipeline(transaction=False) as batch:
             for key in keys:

@@ -1,4 +1,4 @@
-"""A stream as the answer to a request, and what is left to do when it is over."""
+"""A stream as the answer to a request, and what is done when it has ended."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -32,7 +32,7 @@ _EVENT_SCHEMA: dict[str, Any] = {
     },
 }
 EVENT_STREAM_CONTENT = {"text/event-stream": {"schema": _EVENT_SCHEMA}}
-"""Of an answer that is a stream, for a route's documentation."""
+"""An event stream in a route's documentation."""
 
 
 def make_event_stream(
@@ -43,7 +43,7 @@ def make_event_stream(
     *,
     cancel_on_leaving: bool = False,
 ) -> "EventStream":
-    """The answer that tells what comes after `places`."""
+    """Return the answer with the events after `resume_point`."""
 
     def settle_later() -> None:
         if ticket is not None:
@@ -65,9 +65,9 @@ def make_event_stream(
 
 
 async def settle_request(gateway: Gateway, meta: StreamMeta, ticket: Ticket | None, usage: Usage) -> None:
-    """A request is over: what it used is known, and its card lives as long as its records.
+    """Settle a request that has ended, with its usage; its meta data then lives as long as its records.
 
-    Where Redis is away meanwhile the estimate stands, and the card lives longer.
+    If Redis is away, the estimate stands, and the meta data lives longer.
     """
     with suppress(BusUnavailable):
         if ticket is not None:
@@ -76,14 +76,17 @@ async def settle_request(gateway: Gateway, meta: StreamMeta, ticket: Ticket | No
 
 
 async def settle_after_end(gateway: Gateway, meta: StreamMeta, ticket: Ticket) -> None:
-    """The same where nobody reads until then: the client left, or was told of an error of one of several choices."""
+    """Settle a request when it has ended, although no client reads it until then.
+
+    Its client left, or got the error of one of several choices.
+    """
     with suppress(PenstockError):  # then the estimate stands
         usages = await asyncio.gather(*map(_read_usage, gateway.read_events(meta)))
         await settle_request(gateway, meta, ticket, sum_usage(usages))
 
 
 async def read_answers(gateway: Gateway, meta: StreamMeta) -> list[Answer]:
-    """The answers to all its requests, once they are complete. The first error ends the reading of the others."""
+    """Return the answers to all its requests when they are complete. The first error ends the reading of the others."""
     return await gather_answers(
         [
             _read_answer(request_id, updates)
@@ -98,7 +101,7 @@ async def _read_answer(request_id: str, updates: AsyncGenerator[list[Event], Non
 
 
 async def _read_usage(updates: AsyncGenerator[list[Event], None]) -> Usage:
-    """What a request used, whatever its end is like."""
+    """Return the usage of a request, also of one that failed."""
     async with aclosing(updates):
         async for events in updates:
             if events and isinstance(events[-1], EndEvent):
@@ -107,13 +110,13 @@ async def _read_usage(updates: AsyncGenerator[list[Event], None]) -> Usage:
 
 
 async def cancel_requests(gateway: Gateway, meta: StreamMeta) -> bool:
-    """Ask for the end of all its requests; whether one of them had not ended yet. Raises `BusUnavailable`."""
+    """Cancel all its requests; return whether any had not ended yet. Raises `BusUnavailable`."""
     client = gateway.get_client(meta.pipeline)
     return any(await asyncio.gather(*(client.cancel(request_id) for request_id in meta.request_ids)))
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `left` is awaited if the client goes before everything was told."""
+    """Server-sent events. `on_left` is awaited if the client leaves before everything was sent."""
 
     media_type = "text/event-stream"
 
@@ -131,7 +134,7 @@ class EventStream(StreamingResponse):
         self._feed, self._on_left, self._metrics = feed, on_left, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Tell it, until the end or until the client leaves."""
+        """Send the events, until the end or until the client leaves."""
         with self._metrics.count_reader():
             try:
                 await super().__call__(scope, receive, send)

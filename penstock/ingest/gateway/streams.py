@@ -1,4 +1,4 @@
-"""`/v1/streams/{id}`: any request's stream again, from any of its events on; and its end before its time."""
+"""`/v1/streams/{id}`: read any request's stream again, after any of its events; or cancel the request."""
 
 import asyncio
 from typing import Annotated, Literal
@@ -17,7 +17,7 @@ EventId = Annotated[str | None, Header(max_length=8192)]
 
 
 class StreamCancelled(BaseModel):
-    """What became of the wish to end a stream."""
+    """The outcome of a cancellation."""
 
     id: str
     object: Literal["stream"] = "stream"
@@ -45,7 +45,7 @@ async def read(
     last_event_id: EventId = None,
     after: Annotated[str | None, Query(alias="last_event_id", max_length=8192)] = None,
 ) -> Response:
-    """The header `Last-Event-ID` goes before the parameter."""
+    """The header `Last-Event-ID` takes precedence over the parameter."""
     gateway = get_gateway(request)
     meta = await gateway.stream_metas.find_of_tenant(stream_id, caller.tenant)
     resume_point = ResumePoint(len(meta.request_ids), last_event_id or after)
@@ -59,7 +59,7 @@ async def read(
 
 
 async def cancel(request: Request, caller: CallerDep, stream_id: str) -> StreamCancelled:
-    """Its readers are told with the next token."""
+    """Its readers get the error with the next token."""
     gateway = get_gateway(request)
     meta = await gateway.stream_metas.find_of_tenant(stream_id, caller.tenant)
     return StreamCancelled(id=meta.id, cancelled=await cancel_requests(gateway, meta))

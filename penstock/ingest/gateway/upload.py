@@ -1,4 +1,4 @@
-"""An upload as it comes: the fields of a form, and its file in pieces that nobody gathers."""
+"""An upload as it arrives: the fields of a form, and its file in pieces that are not buffered."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ MAX_FIELDS, MAX_FIELD_BYTES, MAX_HEADER_BYTES = 16, 4096, 4096
 
 @dataclass
 class FormPart:
-    """One part of a form; `data` is a piece of its content, `is_last` comes with none."""
+    """One part of a form."""
 
     headers: dict[str, bytes] = field(default_factory=dict)
     name: str = ""
@@ -23,7 +23,7 @@ class FormPart:
 
 @dataclass
 class FormPiece:
-    """Something of a part's content; the last piece of it is empty."""
+    """A piece of a part's content; the last piece of a part is empty."""
 
     part: FormPart
     data: bytes
@@ -34,7 +34,7 @@ def _invalid_form(message: str, param: str | None = None) -> ApiError:
 
 
 class _FormParser:
-    """What the form's parser tells, as pieces."""
+    """Turns the callbacks of the form's parser into pieces."""
 
     def __init__(self, boundary: bytes) -> None:
         self.pieces: list[FormPiece] = []
@@ -88,7 +88,7 @@ class _FormParser:
 
 
 class Upload:
-    """A form with one file. Raises `ApiError` 400 for what is none."""
+    """A form with one file. Raises `ApiError` 400 if it is not one."""
 
     def __init__(self, request: Request) -> None:
         self.fields: dict[str, str] = {}
@@ -96,7 +96,7 @@ class Upload:
         self._pieces = _read_pieces(request)
 
     async def next_file(self) -> bool:
-        """Read on to the next part that is a file; False at the end. Its content is to be read before the next call."""
+        """Read up to the next part that is a file; False at the end. Read its content before the next call."""
         value = b""
         async for piece in self._pieces:
             if piece.part.filename is not None:
@@ -114,7 +114,7 @@ class Upload:
         return False
 
     async def read_file(self) -> AsyncIterator[bytes]:
-        """The content of the file that has begun."""
+        """Yield the content of the current file."""
         piece = self._first
         while piece.data:
             yield piece.data

@@ -1,4 +1,4 @@
-"""`GET /v1/usage`: what the caller's tenant used, as metering counted it."""
+"""`GET /v1/usage`: the usage of the caller's tenant, as metering counted it."""
 
 from typing import Annotated, Literal
 
@@ -24,18 +24,18 @@ class Counts(BaseModel):
 
 
 class Day(Counts):
-    """One day's, in UTC."""
+    """The usage of one day, in UTC."""
 
     day: str
 
 
 class UsageBody(BaseModel):
-    """What a tenant used, over all models."""
+    """The usage of a tenant, over all models."""
 
     object: Literal["usage"] = "usage"
     tenant: str
     data: list[Day]
-    """Days without any are left out."""
+    """Days without usage are left out."""
     total: Counts
 
 
@@ -45,7 +45,7 @@ async def usage(
     caller: CallerDep,
     days: Annotated[int, Query(ge=1, le=366, description="Today and those before it, in UTC.")] = 30,
 ) -> UsageBody:
-    """The caller's own tenant alone, counted from the results: about a second behind."""
+    """The usage of the caller's own tenant, counted from the results: about a second behind."""
     gateway = get_gateway(request)
     pipelines = {gateway.addresses.pipeline} | {served.pipeline for served in await gateway.models.list_models()}
     wanted = list_last_days(days)

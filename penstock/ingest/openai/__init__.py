@@ -1,4 +1,4 @@
-"""OpenAI's endpoints as data: bodies in, pipeline requests out, answers and streaming pieces back. No I/O."""
+"""OpenAI's endpoints as data: bodies in, pipeline requests out, answers and stream events back. No I/O."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from penstock.ingest.openai.endpoint import Endpoint, StreamMeta, SubmitArgs, ma
 from penstock.ingest.openai.responses import RESPONSES
 
 ENDPOINTS: Mapping[str, Endpoint[Any]] = {CHAT.path: CHAT, COMPLETIONS.path: COMPLETIONS, RESPONSES.path: RESPONSES}
-"""By path."""
+"""All endpoints, by path."""
 
 
 def find_prompt_field(path: str) -> str | None:
-    """Return the parameter that has the prompt at an endpoint, or at what it made; None at other paths."""
+    """Return the parameter that has the prompt at an endpoint or at paths under it; None for other paths."""
     return next(
         (one.prompt_field for one in ENDPOINTS.values() if path == one.path or path.startswith(f"{one.path}/")), None
     )

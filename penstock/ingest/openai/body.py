@@ -1,7 +1,7 @@
-"""What the bodies of all endpoints share: exact types, no unknown fields, and clear words about what is refused.
+"""What the bodies of all endpoints share: exact types, no unknown fields, and errors that name the field.
 
-Three kinds of fields: those that do something, those that are harmless to ignore, and those that would change the
-answer if they did anything (`Refused`, `Only`): any value of these but "off" is an error that names the field.
+There are three kinds of fields: those with an effect, those that can be ignored without harm, and those that would
+change the answer if they had an effect (`Refused`, `allow_only`). For the last, any value except "off" is an error.
 """
 
 import json
@@ -17,17 +17,17 @@ from penstock.ingest.errors import ApiError
 from penstock.messages import MAX_LOGPROBS, TokenId
 
 MAX_CHOICES = 128
-"""Of one request: its prompts times its `n`."""
+"""The most choices of one request: its prompts times its `n`."""
 MAX_SEED = 2**63
 NO_TOKEN_LIMIT = 2**31 - 1
-"""Tokens of an answer: more than any context has."""
+"""As a limit of tokens: more than any context has."""
 
 
 UNSUPPORTED_CODE = "unsupported_parameter"
 
 
 def unsupported_value(param: str, what: str) -> ApiError:
-    """That a parameter is understood, and cannot be had."""
+    """Return the error for a parameter that is understood but not supported."""
     return ApiError(400, f"Unsupported value of '{param}': {what}", param=param, code=UNSUPPORTED_CODE)
 
 
@@ -41,7 +41,7 @@ def _make_check(*allowed: Any) -> Callable[[Any], Any]:
 
 
 def allow_only(*allowed: Any) -> Any:
-    """A field that may say nothing but what is so anyway."""
+    """Return the type of a field that allows only values without an effect."""
     schema: dict[str, Any] = {"enum": [None, *allowed], "description": "Nothing else is supported."}
     return Annotated[Any, AfterValidator(_make_check(*allowed)), WithJsonSchema(schema)]
 
@@ -51,7 +51,7 @@ Refused = Annotated[
     AfterValidator(_make_check([], {}, False)),
     WithJsonSchema({"enum": [None, False, [], {}], "description": "Not supported."}),
 ]
-"""A field that asks for something that is not there."""
+"""The type of a field that asks for something that is not supported."""
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Metadata = Annotated[dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)]
@@ -63,7 +63,7 @@ LogitBias = Annotated[
 
 
 def make_text_schema(*kinds: str) -> WithJsonSchema:
-    """What a message's content may be: text, or parts of these types."""
+    """Return the JSON schema of a message's content: text, or parts of these types."""
     part = {
         "type": "object",
         "required": ["type", "text"],
@@ -84,7 +84,7 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
     """Send the usage before the end."""
     continuous_usage_stats: bool | None = None
-    """Accepted, as load tools ask for it; the usage comes once."""
+    """Accepted, because load tools send it; the usage is sent once."""
     include_obfuscation: allow_only(False) = None  # type: ignore[valid-type]
 
 
@@ -108,37 +108,37 @@ class Body(StrictModel):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """0 takes the likeliest token."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    """`flex`: fill what others leave, at leisure (class `batch`)."""
+    """`flex`: run as class `batch`, with the capacity that interactive requests leave."""
     metadata: Metadata | None = None
-    """Accepted, and given back by `/v1/responses`."""
+    """Accepted; `/v1/responses` returns it."""
     user: ShortText | None = None
     """Accepted; does nothing."""
     safety_identifier: ShortText | None = None
     """Accepted; does nothing."""
     prompt_cache_key: ShortText | None = None
-    """Accepted; does nothing: the header `x-session-affinity` says what belongs together."""
+    """Accepted; does nothing. The header `x-session-affinity` says which requests belong together."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """Accepted; does nothing."""
     seed: Annotated[int, Field(ge=-MAX_SEED, lt=MAX_SEED)] | None = None
-    """Same seed, same prompt, same tokens."""
+    """The same seed and prompt give the same tokens."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    """Draw from so many likeliest tokens; 0 or -1: from all."""
+    """Sample from this many likeliest tokens; 0 or -1: from all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Draw from tokens at least this share as likely as the likeliest."""
+    """Sample from tokens whose probability is at least this fraction of the likeliest one's."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    """Divides the scores of the tokens there are already; 1: off."""
+    """Divides the scores of tokens that have occurred; 1: off."""
     ignore_eos: bool | None = None
-    """Go on to the most tokens whatever the model says: for load tests."""
+    """Generate up to the limit even if the model ends before; for load tests."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
-    """End with the first of these tokens."""
+    """End at the first of these tokens."""
 
     @property
     def num_choices(self) -> int:
-        """How many requests of the pipeline it takes."""
+        """How many requests of the pipeline are needed."""
         return 1
 
     def request_fields(self) -> RequestFields:
-        """What all of its requests have in common."""
+        """Return the fields that all its requests have in common."""
         fields = RequestFields(model=self.model, klass="batch" if self.service_tier == "flex" else "interactive")
         for name in ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids"):
             if (value := getattr(self, name)) is not None:
@@ -152,14 +152,14 @@ class Body(StrictModel):
         return fields
 
     def set_default_limit(self, fields: RequestFields) -> None:
-        """Let the answer fill the context, where no limit was given; with log probabilities, as far as they go."""
+        """Without a limit, let the answer fill the context; with log probabilities, up to their limit."""
         if "max_tokens" not in fields:
             logprobs = fields.get("logprobs")
             fields["max_tokens"] = NO_TOKEN_LIMIT if logprobs is None else MAX_LOGPROBS // (1 + logprobs)
             fields["fit_context"] = True
 
     def choice_seed(self, choice: int) -> RequestFields:
-        """The seed of one of several choices. The first one's is the one given: it answers as if it were alone."""
+        """Return the seed of one of several choices. The first has the given one, so it answers as if it were alone."""
         return RequestFields() if self.seed is None else RequestFields(seed=(self.seed + choice) % MAX_SEED)
 
 
@@ -167,7 +167,7 @@ class CompletionsBody(Body):
     """The fields that chat and plain completions share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """How many answers."""
+    """How many answers to generate."""
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     """The answer ends before the first of these."""
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -180,7 +180,7 @@ class CompletionsBody(Body):
     """Only with `stream`."""
 
     def request_fields(self) -> RequestFields:
-        """What all of its requests have in common."""
+        """Return the fields that all its requests have in common."""
         fields = super().request_fields()
         for name in ("presence_penalty", "frequency_penalty", "logit_bias", "max_tokens"):
             if (value := getattr(self, name)) is not None:
@@ -194,7 +194,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def parse_body(kind: type[B], raw: bytes | Mapping[str, Any]) -> B:
-    """A body of `kind` from its JSON. Raises `ApiError` 400 that names the parameter."""
+    """Parse a body of type `kind` from its JSON. Raises `ApiError` 400 that names the parameter."""
     try:
         return kind.model_validate_json(raw if isinstance(raw, bytes) else json.dumps(raw))
     except ValidationError as error:
@@ -203,7 +203,7 @@ def parse_body(kind: type[B], raw: bytes | Mapping[str, Any]) -> B:
 
 
 def validation_error(kind: str, where: Sequence[str | int], message: str) -> ApiError:
-    """The answer to a value that cannot be: pydantic's type of error, the place and what it says of it."""
+    """Return the error for an invalid value: pydantic's type of error, its location and its message."""
     param = ".".join(str(part) for part in where if not str(part).startswith(("function-", "constrained-")))
     match kind:
         case "json_invalid":

@@ -46,15 +46,15 @@ class Message(StrictModel):
 
 
 class ChatBody(CompletionsBody):
-    """What is asked of `/v1/chat/completions`."""
+    """A request to `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The most tokens of each answer; without a limit it may fill the model's context."""
     logprobs: bool | None = None
-    """Tell the log probability of each token."""
+    """Return the log probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """And those of so many likeliest tokens."""
+    """Return as well the log probabilities of this many likeliest tokens."""
     response_format: allow_only({"type": "text"}) = None  # type: ignore[valid-type]
     tools: Refused = None
     tool_choice: allow_only("none", "auto") = None  # type: ignore[valid-type]
@@ -66,7 +66,7 @@ class ChatBody(CompletionsBody):
     audio: Refused = None
     prediction: Refused = None
     web_search_options: allow_only() = None  # type: ignore[valid-type]
-    """Not supported; `{}` too would switch the search on."""
+    """Not supported. `{}` is refused too, as it would switch the search on."""
     reasoning_effort: allow_only("none") = None  # type: ignore[valid-type]
     verbosity: allow_only("medium") = None  # type: ignore[valid-type]
     store: Refused = None
@@ -81,12 +81,12 @@ class ChatBody(CompletionsBody):
 
     @property
     def num_choices(self) -> int:
-        """How many requests of the pipeline it takes."""
+        """How many requests of the pipeline are needed."""
         return self.n or 1
 
 
 class ChatMessageOut(BaseModel):
-    """The answer's turn."""
+    """The message of an answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -132,11 +132,11 @@ class ChatEndpoint:
     answer_model = ChatCompletion
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> ChatBody:
-        """The body, or `ApiError` 400."""
+        """Parse a body. Raises `ApiError` 400."""
         return parse_body(ChatBody, raw)
 
     def make_requests(self, body: ChatBody, request_id: str) -> list[SubmitArgs]:
-        """One request for each of `n`."""
+        """Return one request for each of `n`."""
         fields = body.request_fields()
         fields["messages"] = [_make_turn(message, f"messages.{index}") for index, message in enumerate(body.messages)]
         if body.max_completion_tokens is not None:
@@ -148,7 +148,7 @@ class ChatEndpoint:
         return [make_submit_args(fields, body.choice_seed(choice), choice_id) for choice, choice_id in enumerate(ids)]
 
     def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> ChatCompletion:
-        """The answer as a whole."""
+        """Return the whole answer."""
         choices = [_make_choice(index, answer) for index, answer in enumerate(answers)]
         usage = make_completion_usage([answer.usage for answer in answers], len(answers))
         return ChatCompletion(
@@ -161,7 +161,7 @@ class ChatEndpoint:
         )
 
     def make_chunks(self, meta: StreamMeta) -> "ChatChunks":
-        """The answer in pieces."""
+        """Return the maker of the answer's stream."""
         return ChatChunks(meta)
 
 
@@ -169,17 +169,17 @@ CHAT = ChatEndpoint()
 
 
 def service_tier(meta: StreamMeta) -> str:
-    """Which tier answers."""
+    """Return the service tier that answers."""
     return "flex" if meta.options.get("service_tier") == "flex" else "default"
 
 
 def wants_usage(meta: StreamMeta) -> bool:
-    """Whether the stream has the usage before its end."""
+    """Return whether the stream has the usage before its end."""
     return bool((meta.options.get("stream_options") or {}).get("include_usage"))
 
 
 def join_text_parts(content: str | list[dict[str, Any]] | None, param: str, kinds: Sequence[str] = ("text",)) -> str:
-    """A message's text. Raises `ApiError` 400 for what is none."""
+    """Return a message's text. Raises `ApiError` 400 for other content."""
     if isinstance(content, str):
         return content
     texts = []
@@ -214,7 +214,7 @@ def _make_choice(index: int, answer: Answer) -> ChatChoice:
 
 
 class ChatChunks:
-    """Its pieces: the role, a chunk for each token that says something, the finish reason, the usage, `[DONE]`."""
+    """A stream: the role, a chunk for each token that adds text, the finish reason, the usage, `[DONE]`."""
 
     def __init__(self, meta: StreamMeta) -> None:
         self._frame = {
@@ -228,27 +228,27 @@ class ChatChunks:
         self._usages: list[Usage | None] = [None] * len(meta.request_ids)
 
     def open_choice(self, index: int) -> list[SseEvent]:
-        """The role."""
+        """Return the role."""
         return [
             SseEvent("s1", encode_json(self._make_chunk(index, {"role": "assistant", "content": "", "refusal": None})))
         ]
 
     def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
-        """A token's text, and its log probability where that was asked for."""
+        """Return a token's text, with its log probability if that was asked for."""
         if event.logprobs is not None:
             logprobs = {"content": [encode_logprobs(event.logprobs, event.token)], "refusal": None}
             return [SseEvent(event.id, encode_json(self._make_chunk(index, {"content": event.text}, logprobs)))]
         return [SseEvent(event.id, self._templates[index].fill_in(event.text))] if event.text else []
 
     def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
-        """The finish reason, with what text was held back."""
+        """Return the finish reason, with the text that was held back."""
         self._usages[index] = event.usage
         delta = {"content": event.text} if event.text else {}
         finish_reason = "length" if event.finish_reason == "length" else "stop"
         return [SseEvent("e1", encode_json(self._make_chunk(index, delta, finish_reason=finish_reason)))]
 
     def end_stream(self) -> list[SseEvent]:
-        """The usage where it was asked for, and `[DONE]`."""
+        """Return the usage if it was asked for, and `[DONE]`."""
         events = []
         if self._usage_field:
             usages = [usage for usage in self._usages if usage is not None]

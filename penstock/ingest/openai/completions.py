@@ -14,25 +14,25 @@ from penstock.ingest.openai.tokens import CompletionUsage, make_completion_usage
 from penstock.messages import EndEvent, Logprobs, TokenEvent, TokenId, Usage
 
 DEFAULT_MAX_TOKENS = 16
-"""Of an answer where none are given: as OpenAI has it."""
+"""The limit of an answer if none is given, as at OpenAI."""
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
 class CompletionBody(CompletionsBody):
-    """What is asked of `/v1/completions`."""
+    """A request to `/v1/completions`."""
 
     prompt: (
         NonEmptyText
         | TokenIds
         | Annotated[list[NonEmptyText] | list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
     )
-    """Text, token ids, or a list of either: each is answered by itself."""
+    """Text, token ids, or a list of either; each is answered separately."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Tell the log probabilities of each token and of so many likeliest ones."""
+    """Return the log probabilities of each token and of this many likeliest ones."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Only as many as `n`."""
+    """Only equal to `n`."""
     echo: Refused = None
     suffix: allow_only("") = None  # type: ignore[valid-type]
 
@@ -46,7 +46,7 @@ class CompletionBody(CompletionsBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One by one."""
+        """The prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -55,12 +55,12 @@ class CompletionBody(CompletionsBody):
 
     @property
     def num_choices(self) -> int:
-        """How many requests of the pipeline it takes."""
+        """How many requests of the pipeline are needed."""
         return len(self.prompts) * (self.n or 1)
 
 
 class CompletionLogprobs(BaseModel):
-    """One entry for each token in each list."""
+    """Each list has one entry for each token."""
 
     text_offset: list[int]
     token_logprobs: list[float]
@@ -100,11 +100,11 @@ class CompletionsEndpoint:
     answer_model = Completion
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> CompletionBody:
-        """The body, or `ApiError` 400."""
+        """Parse a body. Raises `ApiError` 400."""
         return parse_body(CompletionBody, raw)
 
     def make_requests(self, body: CompletionBody, request_id: str) -> list[SubmitArgs]:
-        """One request for each of `n` for each prompt."""
+        """Return one request for each of `n` for each prompt."""
         fields = body.request_fields()
         fields.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
         if body.logprobs is not None:
@@ -121,7 +121,7 @@ class CompletionsEndpoint:
         return requests
 
     def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> Completion:
-        """The answer as a whole."""
+        """Return the whole answer."""
         choices = [_make_choice(meta, index, answer) for index, answer in enumerate(answers)]
         usage = make_completion_usage([answer.usage for answer in answers], meta.options.get("n") or 1)
         return Completion(
@@ -134,7 +134,7 @@ class CompletionsEndpoint:
         )
 
     def make_chunks(self, meta: StreamMeta) -> "CompletionChunks":
-        """The answer in pieces."""
+        """Return the maker of the answer's stream."""
         return CompletionChunks(meta)
 
 
@@ -156,14 +156,14 @@ def _make_choice(meta: StreamMeta, index: int, answer: Answer) -> CompletionChoi
 
 
 class _LogprobLists:
-    """The four lists of a choice's log probabilities, and where in the text its next token begins."""
+    """Builds the four lists of a choice's log probabilities; remembers where in the text its next token begins."""
 
     def __init__(self, with_top: bool) -> None:
         self._with_top = with_top
         self._offset = 0
 
     def make_lists(self, logprobs: Sequence[tuple[Logprobs, int]]) -> dict[str, Any]:
-        """Of the next tokens."""
+        """Return the lists of the next tokens."""
         tokens = [token_text(one, token) for one, token in logprobs]
         offsets = []
         for one, _ in logprobs:
@@ -179,7 +179,7 @@ class _LogprobLists:
 
 
 class CompletionChunks:
-    """Its pieces: a chunk for each token that says something, the finish reason, the usage, `[DONE]`."""
+    """A stream: a chunk for each token that adds text, the finish reason, the usage, `[DONE]`."""
 
     def __init__(self, meta: StreamMeta) -> None:
         self._frame = {
@@ -193,24 +193,24 @@ class CompletionChunks:
         self._logprob_lists = [_LogprobLists(bool(meta.options.get("logprobs"))) for _ in meta.request_ids]
 
     def open_choice(self, index: int) -> list[SseEvent]:
-        """Nothing."""
+        """Return nothing: a choice begins with its first token."""
         return []
 
     def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
-        """A token's text, and its log probability where that was asked for."""
+        """Return a token's text, with its log probability if that was asked for."""
         if event.logprobs is not None:
             logprobs = self._logprob_lists[index].make_lists([(event.logprobs, event.token)])
             return [SseEvent(event.id, encode_json(self._make_chunk(index, event.text, logprobs)))]
         return [SseEvent(event.id, self._templates[index].fill_in(event.text))] if event.text else []
 
     def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
-        """The finish reason, with what text was held back."""
+        """Return the finish reason, with the text that was held back."""
         self._usages[index] = event.usage
         finish_reason = "length" if event.finish_reason == "length" else "stop"
         return [SseEvent("e1", encode_json(self._make_chunk(index, event.text, finish_reason=finish_reason)))]
 
     def end_stream(self) -> list[SseEvent]:
-        """The usage where it was asked for, and `[DONE]`."""
+        """Return the usage if it was asked for, and `[DONE]`."""
         events = []
         if self._usage_field:
             usage = make_completion_usage(self._usages, self._n).model_dump()

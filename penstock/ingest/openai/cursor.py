@@ -1,4 +1,4 @@
-"""What a reader is still to be told of a stream: its pieces with their ids, after the place it has come to."""
+"""The events of a stream that its reader has not seen yet, with their ids."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from penstock.messages import EndEvent, Usage
 
 
 class SentEvent(NamedTuple):
-    """A piece and the id of its event, empty where it has none."""
+    """An event and its id, which is empty if it has none."""
 
     id: str
     event: SseEvent
 
 
 class SseCursor:
-    """Told all events from the beginning, in any order of the choices, it tells those that are new to the reader."""
+    """Turns all events of a stream, in any order of its choices, into those that are new to the reader."""
 
     def __init__(self, endpoint: Endpoint[Any], meta: StreamMeta, resume_point: ResumePoint) -> None:
         self._chunks, self._resume_point = endpoint.make_chunks(meta), resume_point
@@ -27,16 +27,16 @@ class SseCursor:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all choices have."""
+        """Whether all choices have ended."""
         return len(self._usages) == self._num_choices
 
     @property
     def usage(self) -> Usage:
-        """What the choices that have ended used together."""
+        """The usage of the choices that have ended."""
         return sum_usage(self._usages.values())
 
     def open_stream(self) -> list[SentEvent]:
-        """What comes before all events."""
+        """Return what comes before all tokens."""
         return [
             sent
             for index in range(self._num_choices)
@@ -44,7 +44,7 @@ class SseCursor:
         ]
 
     def add_event(self, index: int, event: Event) -> list[SentEvent]:
-        """What the next event of a choice adds. Raises its error if it ends with one, and `StreamDiverged`."""
+        """Return what an event of a choice adds. Raises the error that it ends with, and `StreamDiverged`."""
         if not isinstance(event, EndEvent):
             self._resume_point.check_token(index, event)
             return self._select_new(index, self._chunks.add_token(index, event))
@@ -55,7 +55,7 @@ class SseCursor:
         return self._select_new(index, self._chunks.end_choice(index, event))
 
     def end_stream(self) -> list[SentEvent]:
-        """What comes after all events."""
+        """Return what comes after the ends of all choices."""
         return [SentEvent(event.position, event) for event in self._chunks.end_stream()]
 
     def _select_new(self, index: int, events: Sequence[SseEvent]) -> list[SentEvent]:

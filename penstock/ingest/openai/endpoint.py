@@ -1,10 +1,10 @@
 """What all endpoints have in common: one interface, used by the gateway's routes and by the batch runner.
 
-body = endpoint.parse(raw)                  # ApiError 400, with the parameter's name
-asks = endpoint.asks(body, request_id)      # what to submit: one request for each choice
-card = card_of(endpoint, body, request_id)  # what has to be known to make the answer of the results
-endpoint.whole(card, answers)               # the body of the answer
-endpoint.chunks(card)                       # or its streaming pieces
+body = endpoint.parse_body(raw)                     # ApiError 400, with the parameter's name
+requests = endpoint.make_requests(body, request_id) # the arguments of `Client.submit`, one for each choice
+meta = make_stream_meta(endpoint, body, request_id) # what is needed to make the answer of the results
+endpoint.make_answer(meta, answers)                 # the body of the answer
+endpoint.make_chunks(meta)                          # or its stream events
 """
 
 import hashlib
@@ -24,7 +24,7 @@ B = TypeVar("B", bound=Body)
 
 
 class SubmitArgs(RequestFields, total=False):
-    """One request for the pipeline: `client.submit(**ask)`."""
+    """One request for the pipeline: `client.submit(**args)`."""
 
     prompt: str | None
 
@@ -36,40 +36,40 @@ class StreamMeta(BaseModel):
 
     id: str
     path: str
-    """The endpoint's."""
+    """The endpoint's path."""
     model: str
-    """As it was asked for."""
+    """The model's name in the body."""
     created: int
     """Seconds since the epoch."""
     request_ids: list[str]
-    """Of the pipeline's requests, one for each choice."""
+    """The ids of the pipeline's requests, one for each choice."""
     options: dict[str, Any] = {}
     """The body without its prompt."""
     body_hash: str = ""
-    """Of all that decides the answer: streamed or not is no difference."""
+    """A hash of all fields that determine the answer; whether it is streamed is not among them."""
     bodies: list[str] = []
-    """The body hash of each of the pipeline's requests (`penstock.record.claim.body_hash`): their records have the
-    same, unless somebody else has used the id."""
+    """The body hash of each of the pipeline's requests (`penstock.record.claim.body_hash`). The request's record has
+    the same, unless another producer used the id."""
     published: float = 0.0
-    """When its requests were published last, in seconds since the epoch; 0: nobody noted that they were."""
+    """When its requests were last published, in seconds since the epoch; 0: not known."""
     pipeline: str = ""
     tenant: str = "default"
 
 
 class AnswerChunks(Protocol):
-    """One stream's pieces; told everything from the beginning, in any order of the choices."""
+    """Makes the events of one stream. It is given all events from the beginning, in any order of the choices."""
 
     def open_choice(self, index: int) -> Sequence[SseEvent]:
-        """What comes before the first token of a choice."""
+        """Return the events before the first token of a choice."""
 
     def add_token(self, index: int, event: TokenEvent) -> Sequence[SseEvent]:
-        """What a token adds."""
+        """Return the events of a token."""
 
     def end_choice(self, index: int, event: EndEvent) -> Sequence[SseEvent]:
-        """What comes at the end of a choice."""
+        """Return the events at the end of a choice."""
 
     def end_stream(self) -> Sequence[SseEvent]:
-        """What comes after the ends of all choices. The last piece's place is `places.DONE`."""
+        """Return the events after the ends of all choices. The position of the last is `sse.DONE_ID`."""
 
 
 class Endpoint(Protocol, Generic[B]):
@@ -77,39 +77,39 @@ class Endpoint(Protocol, Generic[B]):
 
     path: str
     id_prefix: str
-    """How ids begin."""
+    """The prefix of its ids."""
     prompt_field: str
     """The parameter that has the prompt."""
 
     @property
     def body_model(self) -> type[B]:
-        """What is asked."""
+        """The model of its body."""
 
     @property
     def answer_model(self) -> type[BaseModel]:
-        """The answer as a whole."""
+        """The model of the whole answer."""
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> B:
-        """The body, or `ApiError` 400 that names the parameter."""
+        """Parse a body. Raises `ApiError` 400 that names the parameter."""
 
     def make_requests(self, body: B, request_id: str) -> list[SubmitArgs]:
-        """What to ask of the pipeline, one request for each choice, in the order of their indices.
+        """Return the pipeline's requests, one for each choice, in the order of their indices.
 
-        The ids are `request_id`, or `request_id.0`, `.1`, … where there are several. Tenant, session and deadline are
-        still to be added. Raises `ApiError` 400.
+        The ids are `request_id`, or `request_id.0`, `.1`, … if there are several. The caller adds tenant, session
+        and deadline. Raises `ApiError` 400.
         """
 
     def make_answer(self, card: StreamMeta, answers: Sequence[Answer]) -> BaseModel:
-        """The answer as a whole; `answers` in the order of the asks."""
+        """Return the whole answer; `answers` are in the order of the requests."""
 
     def make_chunks(self, card: StreamMeta) -> AnswerChunks:
-        """The answer in pieces."""
+        """Return the maker of the answer's stream."""
 
 
 def make_stream_meta(
     endpoint: Endpoint[B], body: B, request_id: str, *, pipeline: str = "", tenant: str = "default"
 ) -> StreamMeta:
-    """The card of a request that is made now."""
+    """Return the meta data of a new request."""
     options = body.model_dump(mode="json", exclude_unset=True)
     relevant_options = {name: value for name, value in options.items() if name not in ("stream", "stream_options")}
     canonical = json.dumps([endpoint.path, relevant_options], sort_keys=True)
@@ -127,17 +127,17 @@ def make_stream_meta(
 
 
 def make_submit_args(fields: RequestFields, seed: RequestFields, request_id: str) -> SubmitArgs:
-    """One choice's request, its prompt still to be added if that is no chat."""
+    """Return one choice's request; the caller adds the prompt unless it is a chat."""
     return cast("SubmitArgs", {**fields, **seed, "id": request_id})
 
 
 def cap_open_answers(requests: Sequence[SubmitArgs], max_tokens: int | None) -> None:
-    """Let answers that have no limit end where together they have `most` tokens, but with one each at least."""
+    """Limit answers without a limit to `max_tokens` together, and to at least one token each."""
     for args in requests:
         if max_tokens is not None and "fit_context" in args:
             args["max_tokens"] = min(args["max_tokens"], max(1, max_tokens // len(requests)))
 
 
 def make_request_ids(request_id: str, num_choices: int) -> list[str]:
-    """The ids of the pipeline's requests behind one of ours."""
+    """Return the ids of the pipeline's requests of one HTTP request."""
     return [request_id] if num_choices == 1 else [f"{request_id}.{index}" for index in range(num_choices)]

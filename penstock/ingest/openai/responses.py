@@ -1,4 +1,4 @@
-"""`/v1/responses`: text in, text out. Nothing is kept for a later turn but the stream itself."""
+"""`/v1/responses`: text in, text out. Only the stream is kept, nothing for a later turn."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -39,29 +39,29 @@ class InputItem(StrictModel):
 
 
 class TextConfig(StrictModel):
-    """How the answer is to look: as plain text."""
+    """The form of the answer: plain text."""
 
     format: allow_only({"type": "text"}) = None  # type: ignore[valid-type]
     verbosity: allow_only("medium") = None  # type: ignore[valid-type]
 
 
 class ResponseBody(Body):
-    """What is asked of `/v1/responses`."""
+    """A request to `/v1/responses`."""
 
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
     """The user's turn, or all turns."""
     instructions: str | None = None
-    """A turn of the system before them."""
+    """A system message before them."""
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The most tokens of the answer; without a limit it may fill the model's context."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """The log probabilities of so many likeliest tokens; needs `include`."""
+    """Return the log probabilities of this many likeliest tokens; needs `include`."""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    """`message.output_text.logprobs`: tell the log probability of each token. `reasoning.encrypted_content`: accepted;
-    there is no reasoning."""
+    """`message.output_text.logprobs`: return the log probability of each token. `reasoning.encrypted_content`:
+    accepted; there is no reasoning."""
     stream_options: CheckedStreamOptions = None
     store: bool | None = None
-    """Accepted: the response can be read again for a while in any case."""
+    """Accepted; the response can be read again for a while in any case."""
     text: TextConfig | None = None
     tools: Refused = None
     tool_choice: allow_only("none", "auto") = None  # type: ignore[valid-type]
@@ -86,7 +86,7 @@ class ResponseBody(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the log probability of each token is to be told."""
+        """Whether the log probability of each token is to be returned."""
         return INCLUDE_LOGPROBS in (self.include or ())
 
 
@@ -100,7 +100,7 @@ class OutputText(BaseModel):
 
 
 class OutputMessage(BaseModel):
-    """The answer's turn."""
+    """The message of the answer."""
 
     id: str
     type: Literal["message"] = "message"
@@ -110,15 +110,15 @@ class OutputMessage(BaseModel):
 
 
 class InputTokensDetails(BaseModel):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Those whose KV was found, not computed."""
+    """Those whose KV was found and not computed."""
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(BaseModel):
-    """Of the answer's tokens."""
+    """Details of the answer's tokens."""
 
     reasoning_tokens: int = 0
 
@@ -178,11 +178,11 @@ class ResponsesEndpoint:
     answer_model = Response
 
     def parse_body(self, raw: bytes | dict[str, Any]) -> ResponseBody:
-        """The body, or `ApiError` 400."""
+        """Parse a body. Raises `ApiError` 400."""
         return parse_body(ResponseBody, raw)
 
     def make_requests(self, body: ResponseBody, request_id: str) -> list[SubmitArgs]:
-        """One request."""
+        """Return one request."""
         fields = body.request_fields()
         fields["messages"] = list(_make_turns(body))
         if body.max_output_tokens is not None:
@@ -193,14 +193,14 @@ class ResponsesEndpoint:
         return [make_submit_args(fields, body.choice_seed(0), request_id)]
 
     def make_answer(self, meta: StreamMeta, answers: Sequence[Answer]) -> Response:
-        """The answer as a whole."""
+        """Return the whole answer."""
         (answer,) = answers
         pairs = zip(answer.logprobs, answer.token_ids, strict=True) if answer.logprobs else ()
         logprobs = [encode_logprobs(one, token) for one, token in pairs]
         return _make_ended_response(meta, answer.text, logprobs, answer.finish_reason == "length", answer.usage)
 
     def make_chunks(self, meta: StreamMeta) -> "ResponseChunks":
-        """The answer in pieces."""
+        """Return the maker of the answer's stream."""
         return ResponseChunks(meta)
 
 
@@ -242,7 +242,7 @@ def _make_response(meta: StreamMeta, status: Literal["in_progress", "completed",
 
 
 def make_unfinished_response(meta: StreamMeta) -> Response:
-    """A response that is not there yet."""
+    """Return a response that is in progress."""
     return _make_response(meta, "in_progress")
 
 
@@ -271,7 +271,7 @@ def _make_ended_response(
 
 
 class ResponseChunks:
-    """Its events. A token's number is its position after the four events before it: the same for whoever resumes."""
+    """A stream. A token's sequence number follows from its position: it is the same for readers that resume."""
 
     def __init__(self, meta: StreamMeta) -> None:
         self._meta = meta
@@ -285,7 +285,7 @@ class ResponseChunks:
         self._end = EndEvent(finish_reason="stop")
 
     def open_choice(self, index: int) -> list[SseEvent]:
-        """The response, its one item, and that item's one part."""
+        """Return the response, its one item, and that item's one part."""
         response = _make_response(self._meta, "in_progress").model_dump()
         item = _make_item(self._meta, "", [], is_cut=False).model_dump() | {"status": "in_progress", "content": []}
         part = OutputText(text="").model_dump()
@@ -297,7 +297,7 @@ class ResponseChunks:
         ]
 
     def add_token(self, index: int, event: TokenEvent) -> list[SseEvent]:
-        """A token's text, and its log probability where that was asked for."""
+        """Return a token's text, with its log probability if that was asked for."""
         number = 4 + self._num_tokens
         self._num_tokens += 1
         logprobs = [] if event.logprobs is None else [encode_logprobs(event.logprobs, event.token)]
@@ -308,7 +308,7 @@ class ResponseChunks:
         return [self._make_text_delta(event.id, number, event.text)] if event.text else []
 
     def end_choice(self, index: int, event: EndEvent) -> list[SseEvent]:
-        """The whole of the part and of the item."""
+        """Return the whole part and the whole item."""
         self._end, number = event, 4 + self._num_tokens
         self._texts.append(event.text)
         text, is_cut = "".join(self._texts), event.finish_reason == "length"
@@ -323,7 +323,7 @@ class ResponseChunks:
         ]
 
     def end_stream(self) -> list[SseEvent]:
-        """The whole of the response."""
+        """Return the whole response."""
         end, is_cut = self._end, self._end.finish_reason == "length"
         response = _make_ended_response(self._meta, "".join(self._texts), self._logprobs, is_cut, end.usage)
         number = 4 + self._num_tokens + 4

@@ -1,15 +1,15 @@
-"""Where a reader of a stream is: the ids of its server-sent events; and what they say.
+"""Server-sent events and their ids, which say where a reader of a stream is.
 
-An id holds a place for each choice, with commas between them, since their tokens arrive in any order:
+An id has a position for each choice, separated by commas, as the tokens of the choices arrive in any order:
 
-    (nothing)      nothing of this choice was sent
-    s1, s2, …      so many pieces before its first token
+    (empty)        nothing of this choice was sent
+    s1, s2, …      this many events before its first token
     12-9f3c…       everything up to this token (`names.event_id`)
-    e1, e2, …      so many pieces after its last token
+    e1, e2, …      this many events after its last token
 
-Then `done`: nothing is left. Whoever comes back with an id gets every piece after it. The usage before it has no id:
-LiteLLM takes a chunk that comes after the finish reason for no usage if there is a line before its data. So whoever
-comes back with the last choice's end gets the usage, again where it was lost after it.
+The last id is `done`. A reader that comes back with an id gets every event after it. The usage before `done` has no
+id: LiteLLM does not recognize a chunk after the finish reason as usage if there is a line before its data. So a
+reader that comes back with the id of the last choice's end gets the usage, possibly again.
 """
 
 import json
@@ -28,7 +28,7 @@ _STEP_PATTERN = re.compile(r"([se])([1-9])")
 
 
 class SseEvent(NamedTuple):
-    """One server-sent event: what it says, and the place of its choice (or of all) after it, or `NO_PLACE`."""
+    """One server-sent event, and the position of its choice (or of all) after it, or `NO_POSITION`."""
 
     position: str
     data: str
@@ -38,18 +38,18 @@ class SseEvent(NamedTuple):
 
 encode_json = json.JSONEncoder(separators=(",", ":")).encode
 PLACEHOLDER = uuid.uuid4().hex
-"""Stands in a `Form` where something is to be filled in; nothing that a client sends has it."""
+"""Marks a value to be filled in later in a `JsonTemplate`. It is random, so that no client's text contains it."""
 
 
 class JsonTemplate:
-    """JSON of which most is known before: a stream says the same around each of its tokens."""
+    """JSON of which most is encoded once: a stream repeats the same text around each of its tokens."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        """Some of its values are `HOLE`."""
+        """Encode `data`, some of whose values are `PLACEHOLDER`."""
         self._parts = encode_json(data).split(f'"{PLACEHOLDER}"')
 
     def fill_in(self, *values: str | int) -> str:
-        """The whole, with a value for each hole."""
+        """Return the JSON with a value for each placeholder."""
         text = self._parts[0]
         for value, part in zip(values, self._parts[1:], strict=True):
             text += (encode_json(value) if isinstance(value, str) else str(value)) + part
@@ -57,10 +57,10 @@ class JsonTemplate:
 
 
 class ResumePoint:
-    """The places of a stream's choices: those a reader has seen, and how far what is sent has come."""
+    """For each choice of a stream, the position that a reader has seen, and the position of what is sent."""
 
     def __init__(self, num_choices: int, last_event_id: str | None = None) -> None:
-        """Raises `ApiError` 400 for what cannot be an id of such a stream."""
+        """Parse the id that the reader has seen. Raises `ApiError` 400 if it cannot be an id of such a stream."""
         text = last_event_id or "," * (num_choices - 1)
         self.is_over = text == DONE_ID
         self._seen = ["e9"] * num_choices if self.is_over else text.split(",")
@@ -68,17 +68,17 @@ class ResumePoint:
             raise _invalid_event_id(text)
         self._ranks = [_parse_position(position, text) for position in self._seen]
         self._current = list(self._seen)
-        """Never before what was seen: ids of one choice's pieces do not take another choice back."""
+        """Never before what was seen: the ids of one choice's events do not move another choice back."""
         self._is_past = [False] * num_choices
-        """Whether what was seen of a choice lies behind: all that comes is new then."""
+        """For each choice, whether what the reader has seen is behind: everything that follows is new then."""
 
     @property
     def started_choices(self) -> list[int]:
-        """The choices of which the reader has seen a token or the end: of these there was a log."""
+        """The choices of which the reader has seen a token or the end, so that there was a log of them."""
         return [index for index, order in enumerate(self._ranks) if order[0] > 0]
 
     def check_token(self, index: int, event: TokenEvent) -> None:
-        """A token of a choice was read. Raises `StreamDiverged` if the reader has seen another one in its place."""
+        """Note a token of a choice. Raises `StreamDiverged` if the reader has seen another one at its position."""
         kind, position = self._ranks[index]
         if (
             kind == 1
@@ -90,17 +90,17 @@ class ResumePoint:
         self._advance_choice(index, event.id)
 
     def check_end(self, index: int, event: EndEvent) -> None:
-        """The end of a choice was read. Raises as `token`."""
+        """Note the end of a choice. Raises `StreamDiverged` if the reader has seen a later token."""
         kind, position = self._ranks[index]
         if kind == 1 and event.usage.completion_tokens <= position:
             raise StreamDiverged(f"the stream ended before token {position}, which was seen")
 
     def advance_past(self, index: int, event: SseEvent) -> str | None:
-        """The id of a choice's piece; None where the reader has it."""
+        """Return the id of a choice's event, or None if the reader has seen that event."""
         return ",".join(self._current) if self._advance_choice(index, event.position) else None
 
     def _advance_choice(self, index: int, position: str) -> bool:
-        """Whether the place is past what the reader has seen. A choice's places come in their order."""
+        """Return whether a position is past what the reader has seen. Positions of a choice come in order."""
         if not self._is_past[index]:
             self._is_past[index] = _parse_position(position, "") > self._ranks[index]
         if self._is_past[index]:

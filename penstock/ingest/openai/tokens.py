@@ -1,4 +1,4 @@
-"""Usage and log probabilities as OpenAI's answers tell them."""
+"""Usage and log probabilities in OpenAI's form."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from pydantic import BaseModel
 from penstock.messages import Logprobs, TokenLogprob, Usage
 
 CHARS_PER_TOKEN = 4
-"""About: who asks has no tokenizer. What was really used is known at the end."""
+"""An estimate, as the gateway has no tokenizer. The real usage is known at the end."""
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Those whose KV was found, not computed."""
+    """Those whose KV was found and not computed."""
 
 
 class CompletionUsage(BaseModel):
@@ -28,7 +28,7 @@ class CompletionUsage(BaseModel):
 
 
 def make_completion_usage(usages: Sequence[Usage], n: int = 1) -> CompletionUsage:
-    """The sum over all choices; a prompt that `n` choices share counts once."""
+    """Return the sum over all choices; a prompt that `n` choices share counts once."""
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     completion = sum(usage.completion_tokens for usage in usages)
     details = PromptTokensDetails(cached_tokens=sum(usage.cached_tokens for usage in usages[::n]))
@@ -41,7 +41,7 @@ def make_completion_usage(usages: Sequence[Usage], n: int = 1) -> CompletionUsag
 
 
 def sum_usage(usages: Iterable[Usage]) -> Usage:
-    """What several requests used together."""
+    """Return the usage of several requests together."""
     used = list(usages)
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in used),
@@ -65,7 +65,7 @@ class TokenLogprobs(TopLogprob):
 
 
 def token_text(one: Logprobs | TokenLogprob, token: int) -> str:
-    r"""A token as text; a part of a character as OpenAI spells it, `bytes:\xf0\x9f`."""
+    r"""Return a token as text; a part of a character as OpenAI writes it, `bytes:\xf0\x9f`."""
     if one.bytes is not None:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.bytes)
     return f"token_id:{token}" if one.text is None else one.text
@@ -78,5 +78,5 @@ def _encode_logprob(one: Logprobs | TokenLogprob, token: int) -> dict[str, Any]:
 
 
 def encode_logprobs(told: Logprobs, token: int) -> dict[str, Any]:
-    """One token's `TokenLogprobs`, as JSON has it."""
+    """Return one token's `TokenLogprobs` as JSON data."""
     return {**_encode_logprob(told, token), "top_logprobs": [_encode_logprob(one, one.token) for one in told.top]}
