@@ -1,4 +1,4 @@
-"""The settings of addresses: where servers are, and what TLS and users mean for the clients that reach them."""
+"""The addresses of servers, with the TLS and user settings of the clients that connect to them."""
 
 import os
 from typing import Annotated, Literal, Self
@@ -15,14 +15,14 @@ KafkaSecurity = Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"]
 KafkaMechanism = Literal["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"]
 
 _REDIS_FILES = {"ssl_ca_certs": "redis_ca_file", "ssl_certfile": "redis_cert_file", "ssl_keyfile": "redis_key_file"}
-"""redis-py's names in a url, and ours."""
+"""Query parameters of redis-py's urls, and the settings that they are filled from."""
 _WITH_TLS = ("rediss", "rediss+sentinel")
 _SECURITY = "PENSTOCK_KAFKA_SECURITY"
 _FILES = tuple(f"{server}_{kind}_file" for server in ("kafka", "redis") for kind in ("ca", "cert", "key"))
 
 
 def check_file(path: str) -> str:
-    """The path, if it is empty, or one of a file that can be read. Raises `ValueError`."""
+    """Return the path, if it is empty or names a readable file. Raises `ValueError`."""
     if path and not (os.path.isfile(path) and os.access(path, os.R_OK)):
         raise ValueError("it is not a file that can be read")
     return path
@@ -34,7 +34,7 @@ ReadableFile = Annotated[str, AfterValidator(check_file)]
 
 
 class Addresses(BaseSettings):
-    """Where things are, and what they ask for. Without a Kafka address the bus is Redis Streams on `stream_url`."""
+    """Where the servers are and how to log in. Without a Kafka address the bus is Redis Streams on `stream_url`."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid", hide_input_in_errors=True)
 
@@ -53,21 +53,21 @@ class Addresses(BaseSettings):
     """Redis for KV blocks: a cache. Several addresses, with commas between them, share the blocks. Empty: the
     servers of `stream_url`."""
     kafka_security: Annotated[KafkaSecurity, BeforeValidator(str.lower)] = "plaintext"
-    """How clients talk to Kafka: with TLS (`ssl`, `sasl_ssl`), with a user and a password (`sasl_…`), with neither."""
+    """How clients connect to Kafka: with TLS (`ssl`, `sasl_ssl`), with user and password (`sasl_…`), or neither."""
     kafka_mechanism: Annotated[KafkaMechanism, BeforeValidator(str.upper)] = "SCRAM-SHA-512"
-    """How the password is proven, with `sasl_…`."""
+    """Kafka: the SASL mechanism, with `sasl_…`."""
     kafka_user: str = ""
     """Kafka: the user, with `sasl_…`."""
     kafka_password: SecretStr = Field(default=SecretStr(""), repr=False)
     """Kafka: its password."""
     kafka_ca_file: ReadableFile = ""
-    """Kafka: the certificates that vouch for the brokers', PEM. Empty: the system's."""
+    """Kafka: the certificates of the authorities that sign the brokers', PEM. Empty: the system's."""
     kafka_cert_file: ReadableFile = ""
     """Kafka: the client's certificate, PEM, where brokers ask for one."""
     kafka_key_file: ReadableFile = ""
     """Kafka: the key of the client's certificate, PEM."""
     redis_ca_file: ReadableFile = ""
-    """Redis: the certificates that vouch for the servers' at `rediss://` addresses, PEM. Empty: the system's."""
+    """Redis: the certificates of the authorities that sign the servers' at `rediss://`, PEM. Empty: the system's."""
     redis_cert_file: ReadableFile = ""
     """Redis: the client's certificate, PEM, where servers ask for one."""
     redis_key_file: ReadableFile = ""
@@ -75,7 +75,7 @@ class Addresses(BaseSettings):
 
     @property
     def first_url(self) -> str:
-        """The address of the first stream server, which has all that is no single request's."""
+        """The address of the first stream server, which keeps everything that does not belong to a single request."""
         return split_urls(self.stream_url)[0]
 
     @field_validator("pipeline")
@@ -88,7 +88,7 @@ class Addresses(BaseSettings):
 
     @model_validator(mode="after")
     def _check_access(self) -> Self:
-        """Raises one `ValueError` for all that does not go together; puts the files into the `rediss://` addresses."""
+        """Raise one `ValueError` for all contradictions; else put the TLS files into the `rediss://` addresses."""
         if wrong := find_contradictions(self):
             raise ValueError("; ".join(wrong))
         for name in ("stream_url", "kv_url"):
@@ -99,7 +99,7 @@ class Addresses(BaseSettings):
 
 
 def kafka_security_config(addresses: Addresses) -> dict[str, str]:
-    """What every Kafka client is given, besides where the brokers are."""
+    """Return the security settings of every Kafka client."""
     if addresses.kafka_security == "plaintext":
         return {}
     given = {
@@ -117,7 +117,7 @@ def kafka_security_config(addresses: Addresses) -> dict[str, str]:
 
 
 def add_tls_files(url: str, addresses: Addresses) -> str:
-    """A Redis url with the certificates and the key that the settings name; what it says itself goes before them."""
+    """Return a Redis url with the settings' certificates and key, unless it names its own."""
     parts = urlsplit(url)
     if parts.scheme not in _WITH_TLS:
         return url
@@ -128,7 +128,7 @@ def add_tls_files(url: str, addresses: Addresses) -> str:
 
 
 def find_contradictions(addresses: Addresses) -> list[str]:
-    """What does not go together; each names its variables."""
+    """Return a line for each contradiction between settings, with the names of their variables."""
     return [
         *_find_kafka_contradictions(addresses),
         *_find_redis_contradictions(addresses),

@@ -1,6 +1,6 @@
-"""Settings: one small class per part, read from `PENSTOCK_…` once, at the entry point (`sources`: from where else).
+"""Settings: one small class for each part, read once at the entry point from the places that `sources` lists.
 
-An unknown `PENSTOCK_` variable is an error that names the nearest known one; so is a bad value.
+A bad value is an error, and so is an unknown `PENSTOCK_` variable; the error names the nearest known one.
 """
 
 import os
@@ -33,14 +33,14 @@ from penstock.errors import SettingsError
 
 
 class BusSettings(BaseSettings):
-    """How the bus behaves."""
+    """The bus: Kafka, or Redis Streams."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_BUS_", extra="forbid")
 
     partitions: int = Field(default=4, ge=1)
-    """Kafka: partitions of each topic that is made; no more workers of a stage can share it."""
+    """Kafka: partitions of each topic that is created. No more workers of a stage can share the topic."""
     replication: int = Field(default=1, ge=1)
-    """Kafka: copies of each topic that is made; 3 where there are three brokers."""
+    """Kafka: copies of each topic that is created; 3 where there are three brokers."""
     session_timeout_s: float = Field(default=3.0, ge=0.5)
     """Redis Streams: a member silent for this long loses its deliveries. (Kafka: the broker's own setting.)"""
     transaction_timeout_s: float = Field(default=5.0, ge=1)
@@ -53,11 +53,11 @@ class RecordSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_RECORD_", extra="forbid")
 
     lease_s: float = Field(default=1.0, ge=0.2)
-    """A worker that does not say for this long that it lives loses its session, and with it all its claims. One value
-    for all workers of a pipeline."""
+    """A worker that does not renew its session for this long loses it, and with it all its claims. One value for all
+    workers of a pipeline."""
     keep_s: float = Field(default=3600.0, ge=1)
-    """How long an ended stream can be read and its id is remembered; and as long again as the request took. A second
-    message of that id that is taken in later is another request."""
+    """How long an ended stream can be read and its id is remembered, in addition to the time that the request took. A
+    message with the same id that arrives later is a new request."""
     pending_keep_s: float = Field(default=7 * 86400.0, ge=60)
     """How long the record of an unfinished request is kept after its last change."""
     max_attempts: int = Field(default=8, ge=1)
@@ -91,15 +91,15 @@ class KVSettings(BaseSettings):
     shared_mb: int = Field(default=256, ge=0)
     """Memory for the blocks that all workers on this host share; 0: none. Allocated at once, by the first worker."""
     shared_dir: str = ""
-    """Where it is mapped. Empty: `/dev/shm`, or the directory for temporary files where there is none."""
+    """The directory of the shared memory. Empty: `/dev/shm`, or the system's directory for temporary files."""
     disk_mb: int = Field(default=0, ge=0)
     """Budget of the directory of blocks on disk; 0: none."""
     disk_dir: str = ""
-    """That directory; it may serve several pipelines. Empty: `~/.cache/penstock/kv`."""
+    """The directory of blocks on disk; it may serve several pipelines. Empty: `~/.cache/penstock/kv`."""
     redis_mb: int = Field(default=1024, ge=0)
     """Budget for blocks in each KV Redis; 0: none, which is right where all workers are on one host."""
     disk_codec: CodecChoice = "auto"
-    """How blocks are written on disk. `auto`: compressed without loss where the measured speeds say that it pays."""
+    """How blocks are written on disk. `auto`: compressed without loss where the measured speeds make that faster."""
     redis_codec: CodecChoice = "auto"
     """How blocks are written to Redis. `int8` changes tokens."""
     lease_s: float = Field(default=300.0, ge=1)
@@ -109,12 +109,12 @@ class KVSettings(BaseSettings):
 
     @property
     def disk_path(self) -> Path:
-        """The directory of blocks on disk."""
+        """The directory of blocks on disk, with the default and `~` resolved."""
         return Path(self.disk_dir or "~/.cache/penstock/kv").expanduser()
 
 
 class EngineSettings(BaseSettings):
-    """The model and how it is run."""
+    """The model, and how it is run."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_ENGINE_", extra="forbid")
 
@@ -131,7 +131,7 @@ class EngineSettings(BaseSettings):
     pool_mb: int = Field(default=256, ge=1)
     """Memory for KV blocks."""
     max_batch: int = Field(default=32, ge=1)
-    """Sequences that run at once."""
+    """Sequences that run at the same time, at most."""
     max_step_tokens: int = Field(default=256, ge=1)
     """Token budget of one step; longer prompts are prefilled in chunks."""
 
@@ -146,13 +146,13 @@ class WorkerSettings(BaseSettings):
     cores: str = ""
     """CPU cores to stay on, `0` or `0,1`. Empty: all."""
     heartbeat_s: float = Field(default=1.0, gt=0)
-    """How often the worker says in Redis that it lives and what it does."""
+    """How often the worker writes its status to Redis."""
     drain_s: float = Field(default=20.0, ge=0)
-    """How long a stopping worker may finish what it runs before it hands the rest back."""
+    """How long a stopping worker may finish its running requests before it hands the rest back."""
 
 
 class AdmissionSettings(BaseSettings):
-    """Who may use the gateway, and when it says no."""
+    """Who may use the gateway, and when it refuses requests."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
 
@@ -162,7 +162,7 @@ class AdmissionSettings(BaseSettings):
     max_wait_s: float = Field(default=30.0, gt=0)
     """An interactive request that would wait for longer, by the tokens that wait before it, is refused with 429."""
     max_batch_wait_s: float = Field(default=6 * 3600.0, gt=0)
-    """The same of one in the class `batch`."""
+    """A request of class `batch` that would wait for longer is refused with 429."""
 
 
 class GuardSettings(BaseSettings):
@@ -173,21 +173,21 @@ class GuardSettings(BaseSettings):
     max_body_mb: float = Field(default=8.0, gt=0)
     """The largest body of a request; 413 beyond it."""
     max_file_mb: float = Field(default=201.0, gt=0)
-    """The same of an upload to `/v1/files`: a batch file may have 200 MB, and there is a form around it."""
+    """The largest body of an upload to `/v1/files`: a batch file of 200 MB, and the form around it."""
     max_header_kb: int = Field(default=32, ge=1)
     """Request line and headers together."""
     max_headers: int = Field(default=100, ge=1)
-    """Header lines."""
+    """The most header lines."""
     headers_s: float = Field(default=10.0, gt=0)
-    """From the connection, or the first byte of a further request, to the end of the headers."""
+    """The longest time from the connection, or a further request's first byte, to the end of the headers."""
     body_s: float = Field(default=20.0, gt=0)
-    """From there to the end of the body, and longer by what `body_kb_per_s` allows for its length."""
+    """The longest time from the headers to the end of the body, in addition to its length over `body_kb_per_s`."""
     body_kb_per_s: float = Field(default=64.0, gt=0)
-    """The slowest that a large body may come."""
+    """The slowest rate at which a large body may arrive."""
     stalled_s: float = Field(default=60.0, gt=0)
-    """How long a reader may take nothing of what is sent to it, before its connection is cut."""
+    """How long a reader may accept no bytes before its connection is closed."""
     max_connections: int = Field(default=4000, ge=1)
-    """Connections at once; 503 beyond it."""
+    """The most connections at the same time; 503 beyond it."""
 
 
 class TraceSettings(BaseSettings):
@@ -196,13 +196,13 @@ class TraceSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_TRACE_", extra="forbid")
 
     file: str = ""
-    """Append finished spans to this file, one JSON object a line. Empty: to none."""
+    """Append finished spans to this file, one JSON object a line. Empty: to no file."""
     keep_s: float = Field(default=600.0, ge=0)
     """How long the spans of a request are kept in Redis, for the page that shows its life; 0: not at all."""
 
 
 class TelemetrySettings(BaseSettings):
-    """Figures and traces of workers and gateways. By OTLP they go where OpenTelemetry's own variables say, such as
+    """Metrics and traces of workers and gateways. By OTLP they go where OpenTelemetry's own variables say, such as
     `OTEL_EXPORTER_OTLP_ENDPOINT`.
     """
 
@@ -214,7 +214,7 @@ class TelemetrySettings(BaseSettings):
     """Where a worker serves `/metrics` to Prometheus; 0: nowhere. With `penstock up` the first worker has this port,
     the second the next, and so on. (A gateway serves it on its own port.)"""
     telemetry_host: str = "127.0.0.1"
-    """On which address. `0.0.0.0`: everywhere."""
+    """The address on which it serves `/metrics`. `0.0.0.0`: all of the machine's."""
 
 
 class GatewaySettings(BaseSettings):
@@ -223,15 +223,15 @@ class GatewaySettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_GATEWAY_", extra="forbid")
 
     host: str = "127.0.0.1"
-    """Where it listens. `0.0.0.0`: everywhere."""
+    """The address on which it listens. `0.0.0.0`: all of the machine's."""
     port: int = Field(default=8080, ge=0, lt=65536)
-    """Its port."""
+    """The port on which it listens."""
     patience_s: float = Field(default=600.0, gt=0)
-    """How long an answer may be silent, also before its first token, until its reader is told to come back."""
+    """How long an answer may bring no token, also before the first one, until its reader is asked to come back."""
     keep_alive_s: float = Field(default=15.0, gt=0)
-    """A stream that is silent for so long gets a comment, so that nothing on the way takes it for dead."""
+    """A stream without events for this long is sent a comment, so that proxies keep the connection open."""
     stop_s: float = Field(default=10.0, ge=0)
-    """How long a gateway that was told to stop goes on with answers that are not streamed."""
+    """How long a stopping gateway goes on with answers that are not streamed."""
 
 
 class BatchSettings(BaseSettings):
@@ -243,29 +243,29 @@ class BatchSettings(BaseSettings):
     """Where files and batches are kept, the same for all gateways: a folder, or `s3://bucket/prefix` with its keys in
     the store's own variables (`AWS_…`). Empty: `files` beside the data of `penstock up`."""
     rows_in_flight: int = Field(default=256, ge=1)
-    """Requests of batches that one gateway has under way, of each pipeline and of each batch."""
+    """Requests of batches that one gateway has under way, for each pipeline and for each batch."""
     max_lines: int = Field(default=50_000, ge=1)
-    """Requests in one batch."""
+    """The most requests in one batch."""
     max_file_bytes: int = Field(default=200_000_000, ge=1)
-    """The largest file."""
+    """The largest batch file, in bytes."""
     lease_s: float = Field(default=10.0, ge=0.2)
-    """A batch whose gateway was silent for so long is gone on with by another."""
+    """A batch whose gateway does not renew its lease for this long is continued by another gateway."""
     look_s: float = Field(default=2.0, gt=0)
-    """How often a gateway looks for batches that nobody works on."""
+    """How often a gateway looks for batches without a gateway."""
 
     @property
     def store_url(self) -> str:
-        """Where files and batches are kept."""
+        """Where files and batches are kept, with the default resolved."""
         return self.store or str(Path.home() / ".local" / "share" / "penstock" / "files")
 
 
 class FaultSettings(BaseSettings):
-    """Failing on purpose, for tests."""
+    """Deliberate failures, for tests."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="forbid")
 
     failpoints: str = ""
-    """Where the worker is to kill or stop itself (`penstock/failpoints.py`): `decode.7.sent=kill@3`. Empty: nowhere."""
+    """Where the worker kills or stops itself (`penstock/failpoints.py`): `decode.7.sent=kill@3`. Empty: nowhere."""
 
 
 SETTINGS_CLASSES: tuple[type[BaseSettings], ...] = (
@@ -279,7 +279,7 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`."""
+    """Return whether only this machine reaches a server that listens on `host`."""
     if host == "localhost":
         return True
     with suppress(ValueError):
@@ -287,9 +287,9 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def list_variables(parts: Iterable[type[BaseSettings]] = SETTINGS_CLASSES) -> list[str]:
-    """The environment variable of every setting."""
-    return [variable_name(part, name) for part in parts for name in part.model_fields]
+def list_variables(kinds: Iterable[type[BaseSettings]] = SETTINGS_CLASSES) -> list[str]:
+    """Return the environment variable of every setting."""
+    return [variable_name(kind, name) for kind in kinds for name in kind.model_fields]
 
 
 def check_environment(environment: Mapping[str, str] | None = None) -> None:
@@ -299,12 +299,12 @@ def check_environment(environment: Mapping[str, str] | None = None) -> None:
 
 
 def describe_unknown_variables(environment: Iterable[str]) -> list[str]:
-    """A line for each of them."""
+    """Return a line for each `PENSTOCK_` variable that no setting reads."""
     return describe_unknown_names(environment, [*_list_readable_names(), CONFIG_VARIABLE])
 
 
 def check_config(config: Mapping[str, GivenValue]) -> list[str]:
-    """The same of the configuration file."""
+    """Return a line for each name in the configuration file that no setting reads."""
     return [
         f"{found.origin}: {line}"
         for found in list(config.values())[:1]
@@ -313,39 +313,42 @@ def check_config(config: Mapping[str, GivenValue]) -> list[str]:
 
 
 def _list_readable_names() -> list[str]:
-    """What may be given, the nearest first where names are alike."""
+    """Return all names that are read, settings before files of secrets: the first of similar names is suggested."""
     return [*list_variables(), *(f"{variable}{FILE_SUFFIX}" for variable in list_secret_variables(SETTINGS_CLASSES))]
 
 
-def load_settings(part: type[S], **given: object) -> S:
-    """One part's settings from where they are said, `given` ones first. Raises `SettingsError` for the first error."""
+def load_settings(kind: type[S], **given: object) -> S:
+    """Return the settings of one class, with the values of `given` before all others.
+
+    Raises `SettingsError` for the first error.
+    """
     check_environment()
     config = read_config_file(os.environ)
     if lines := check_config(config):
         raise SettingsError(lines[0])
-    found = {name: value for name, (value, _) in read_given_values(part, os.environ, config).items()}
+    found = {name: value for name, (value, _) in read_given_values(kind, os.environ, config).items()}
     try:
-        return part(**{**found, **given})
+        return kind(**{**found, **given})
     except ValidationError as error:
-        raise SettingsError(describe_problems(part, error)[0]) from None
+        raise SettingsError(describe_problems(kind, error)[0]) from None
 
 
 def check_together(guard: GuardSettings, batch: BatchSettings) -> list[str]:
-    """What does not go together in different parts: a default gives way, what somebody said does not."""
+    """Return a line for each contradiction between two classes' settings, where both values were set."""
     if "max_file_bytes" in batch.model_fields_set and batch.max_file_bytes > guard.max_file_mb * 2**20:
         return ["PENSTOCK_BATCH_MAX_FILE_BYTES is more than an upload may have by PENSTOCK_GATEWAY_MAX_FILE_MB"]
     return []
 
 
-def describe_problems(part: type[BaseSettings], error: ValidationError) -> list[str]:
-    """A line for each thing that is wrong with a part; no secret is in it."""
+def describe_problems(kind: type[BaseSettings], error: ValidationError) -> list[str]:
+    """Return a line for each problem with the settings of one class, without any secret."""
     lines = []
     for line in error.errors(include_url=False):
         message = line["msg"].removeprefix("Value error, ")
-        if not line["loc"]:  # of several settings: the message names them
+        if not line["loc"]:  # it concerns several settings, which the message names
             lines += message.split("; ")
             continue
         name = str(line["loc"][0])
-        hidden = name in part.model_fields and is_secret(part, name)
-        lines.append(f"{variable_name(part, name)}: {message}" + ("" if hidden else f" (given: {line['input']!r})"))
+        hidden = name in kind.model_fields and is_secret(kind, name)
+        lines.append(f"{variable_name(kind, name)}: {message}" + ("" if hidden else f" (given: {line['input']!r})"))
     return lines

@@ -1,8 +1,8 @@
-"""Where settings come from: the environment, files of secrets, a configuration file.
+"""Where settings come from: the environment, files of secrets, and a configuration file.
 
-Of `PENSTOCK_X` in the environment, in the file that `PENSTOCK_X_FILE` names (secrets alone), in the file that
-`PENSTOCK_CONFIG` names, and the default, the first that is there holds. `PENSTOCK_CONFIG` is TOML: a variable's name in
-small letters without `PENSTOCK_`, at the top or in a table named as its beginning: `[engine]` `model = "demo"`.
+The first of these places that has a value for `PENSTOCK_X` is used: the environment; the file that `PENSTOCK_X_FILE`
+names, for secrets alone; the file that `PENSTOCK_CONFIG` names; the default. The configuration file is TOML. A name in
+it is the variable's in lower case without `PENSTOCK_`; its beginning may be a table: `[engine]` `model = "demo"`.
 """
 
 import difflib
@@ -17,36 +17,36 @@ from penstock.errors import SettingsError
 
 VARIABLE_PREFIX = "PENSTOCK_"
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
-"""Names the configuration file."""
+"""The variable that names the configuration file."""
 FILE_SUFFIX = "_FILE"
 
 SettingsClass = type[BaseSettings]
 
 
 class GivenValue(NamedTuple):
-    """A value that somebody gave, and where it was."""
+    """A value that is not the default, and where it was found."""
 
     value: Any
     origin: str
 
 
-def variable_name(part: SettingsClass, name: str) -> str:
-    """The environment variable of a setting."""
-    return f"{part.model_config['env_prefix']}{name}".upper()
+def variable_name(kind: SettingsClass, name: str) -> str:
+    """Return the environment variable of a setting."""
+    return f"{kind.model_config['env_prefix']}{name}".upper()
 
 
-def is_secret(part: SettingsClass, name: str) -> bool:
-    """Whether a setting holds, or may hold, a secret: those may come from a file of their own."""
-    return not part.model_fields[name].repr
+def is_secret(kind: SettingsClass, name: str) -> bool:
+    """Return whether a setting holds, or may hold, a secret, and so may come from a file of its own."""
+    return not kind.model_fields[name].repr
 
 
-def list_secret_variables(parts: Iterable[SettingsClass]) -> list[str]:
-    """The variables of all secrets."""
-    return [variable_name(part, name) for part in parts for name in part.model_fields if is_secret(part, name)]
+def list_secret_variables(kinds: Iterable[SettingsClass]) -> list[str]:
+    """Return the variables of all secrets."""
+    return [variable_name(kind, name) for kind in kinds for name in kind.model_fields if is_secret(kind, name)]
 
 
 def describe_unknown_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """A line for each `PENSTOCK_` name that nothing reads, with the nearest that something does."""
+    """Return a line for each `PENSTOCK_` name that is not known, with the nearest known one."""
     known, lines = list(known), []
     for name in sorted(names):
         if name.startswith(VARIABLE_PREFIX) and name not in known:
@@ -56,26 +56,29 @@ def describe_unknown_names(names: Iterable[str], known: Iterable[str]) -> list[s
 
 
 def read_config_file(environment: Mapping[str, str]) -> dict[str, GivenValue]:
-    """What the configuration file says, by variable; empty without one. Raises `SettingsError`."""
+    """Return the configuration file's values, by variable; empty without a file. Raises `SettingsError`."""
     path = environment.get(CONFIG_VARIABLE, "")
     if not path:
         return {}
     try:
         table = tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:  # of TOML that is none, the place and not the text
+    except (OSError, ValueError) as error:  # the message of invalid TOML has its position and none of its text
         raise SettingsError(f"{CONFIG_VARIABLE}: {path} cannot be read: {_describe_read_error(error)}") from None
     return {name: GivenValue(value, f"file {path}") for name, value in _flatten_table(table, VARIABLE_PREFIX)}
 
 
 def read_given_values(
-    part: SettingsClass, environment: Mapping[str, str], config: Mapping[str, GivenValue]
+    kind: SettingsClass, environment: Mapping[str, str], config: Mapping[str, GivenValue]
 ) -> dict[str, GivenValue]:
-    """What was given of a part's settings, by field. Raises `SettingsError` where a secret has two sources, or none."""
+    """Return a class's values that are set, by field.
+
+    Raises `SettingsError` where a secret is set twice, or its file cannot be read.
+    """
     upper = {name.upper(): name for name in environment}
     found: dict[str, GivenValue] = {}
-    for name in part.model_fields:
-        variable = variable_name(part, name)
-        secret = _read_secret_file(variable, environment, config) if is_secret(part, name) else None
+    for name in kind.model_fields:
+        variable = variable_name(kind, name)
+        secret = _read_secret_file(variable, environment, config) if is_secret(kind, name) else None
         if variable in upper:
             if secret is not None and environment[upper[variable]]:
                 raise SettingsError(f"set either {variable} or {variable}{FILE_SUFFIX}, not both")
@@ -90,7 +93,7 @@ def read_given_values(
 def _read_secret_file(
     variable: str, environment: Mapping[str, str], config: Mapping[str, GivenValue]
 ) -> GivenValue | None:
-    """What the file of a secret holds; the line's end does not belong to it."""
+    """Return the content of a secret's file, without the line's end; None if no file is named."""
     named = f"{variable}{FILE_SUFFIX}"
     path = environment.get(named) or str(config[named].value if named in config else "")
     if not path:
@@ -102,6 +105,7 @@ def _read_secret_file(
 
 
 def _flatten_table(table: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    """Yield the variable and the value of each entry, those of nested tables included."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from _flatten_table(value, f"{prefix}{name}_".upper())
