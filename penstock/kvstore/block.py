@@ -1,8 +1,8 @@
 """A stored KV block: its key, its header, its checksums.
 
-A block's key is a SHA-256 chain over (parent key, its token ids), rooted in the model's fingerprint and the tenant's
-salt: equal keys mean the same model, the same tenant and the same tokens from the first on, in every process. The last
-block of a prompt may be partial; its key covers the tokens it has.
+A block's hash is SHA-256 over its parent's hash and its token ids. The chain begins with the model's fingerprint and
+the tenant's salt: equal hashes mean the same model, the same tenant and the same tokens from the first on, in every
+process. The last block of a prompt may be partial; its hash covers the tokens it has.
 
 Layout of a stored block, little endian; the content follows the header at once:
 
@@ -28,68 +28,74 @@ MAGIC = b"PKVB"
 VERSION = 2
 HEADER_BYTES = 192
 RAW = 0
-"""The codec that changes nothing."""
+"""Codec number of a content that is the payload itself."""
 _FIELDS = struct.Struct("<4sHBBIIQQ32s32s16s16sQ")
 _CHECKSUM = struct.Struct("<Q")
 _PADDING = bytes(HEADER_BYTES - _FIELDS.size - _CHECKSUM.size)
 
 
 def derive_tenant_salt(secret: str, tenant: str) -> bytes:
-    """The salt that keeps a tenant's blocks apart (32 bytes): HMAC-SHA256 of the tenant, so no client can choose it."""
+    """Return the salt that keeps a tenant's blocks apart (32 bytes).
+
+    It is an HMAC-SHA256 of the tenant's name, so no client can choose it.
+    """
     return hmac.digest(secret.encode(), tenant.encode(), "sha256")
 
 
 def derive_tenant_tag(salt: bytes) -> bytes:
-    """What a header says of the salt (16 bytes): enough to tell tenants apart, nothing to make keys from."""
+    """Return the tag that headers carry (16 bytes). It tells tenants apart, and no hash can be made from it."""
     return hashlib.sha256(b"penstock kv tenant" + salt).digest()[:16]
 
 
 def hash_chain_root(fingerprint: str, salt: bytes) -> bytes:
-    """The parent of a sequence's first block. `fingerprint`: 64 hex digits."""
+    """Return the parent hash of a sequence's first block. `fingerprint` has 64 hex digits."""
     return hashlib.sha256(b"penstock kv 1" + bytes.fromhex(fingerprint) + salt).digest()
 
 
 def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The keys of the blocks that hold `token_ids` after `parent`, in order; the last may stand for a partial block."""
+    """Return the hashes of the blocks that hold `token_ids` after the block `parent`; the last block may be partial."""
     packed = array("I", token_ids).tobytes()
     width = block_size * array("I").itemsize
-    keys = []
+    hashes = []
     for start in range(0, len(packed), width):
         parent = hashlib.sha256(parent + packed[start : start + width]).digest()
-        keys.append(parent)
-    return keys
+        hashes.append(parent)
+    return hashes
 
 
 def is_always_valid() -> bool:
-    """The page tag of memory that nobody else writes."""
+    """Return True: the page tag of memory that only its owner writes."""
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """Which block it is: all that has to agree before its bytes are used."""
+    """Identity of a block: all of it has to agree before the block's bytes are used."""
 
     hash: bytes
     num_tokens: int
     tenant_tag: bytes
-    """Of the tenant (`tenant_tag`)."""
+    """See `derive_tenant_tag`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block to write. `payload` may be a view of the pool, which is read while this process goes on."""
+    """A block to write. `payload` may be a view of the pool, which other threads go on using."""
 
     key: BlockKey
     payload: memoryview
-    """K and V of all layers, `Form.payload_bytes` bytes."""
+    """K and V of all layers, `BlockFormat.payload_bytes` bytes."""
     is_valid: Callable[[], bool] = is_always_valid
-    """The page tag: whether the memory still holds this block. Asked after the checksum was taken over the content and
-    before anybody can find the block; if not, nothing is stored."""
+    """The page tag: returns whether the memory still holds this block. It is called after the checksum was computed and
+    before the block can be found; if it is False, nothing is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A block to read, and where to: `Form.payload_bytes` writable bytes, of undefined content if it is not found."""
+    """A block to read, and where to: `target` has `BlockFormat.payload_bytes` writable bytes.
+
+    Their content is undefined if the block is not found.
+    """
 
     key: BlockKey
     target: memoryview
@@ -97,7 +103,7 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a stored block says of itself."""
+    """The header of a stored block."""
 
     key: BlockKey
     fingerprint: bytes
@@ -109,7 +115,7 @@ class Header:
     """xxh3 (64 bits) of the content."""
 
     def pack(self) -> bytes:
-        """The header's `HEADER_BYTES` bytes."""
+        """Return the header as `HEADER_BYTES` bytes."""
         fields = _FIELDS.pack(
             MAGIC, VERSION, self.codec, 0, self.key.num_tokens, 0, self.payload_bytes, self.content_bytes,
             self.key.hash, self.fingerprint, self.layout, self.key.tenant_tag, self.checksum,
@@ -118,7 +124,7 @@ class Header:
 
     @classmethod
     def unpack(cls, stored: bytes | memoryview) -> "Header":
-        """The header that `stored` begins with. Raises `DamagedBlock` if it is not one, or not whole."""
+        """Return the header at the start of `stored`. Raise `DamagedBlock` if it is none, or damaged."""
         start = bytes(stored[:HEADER_BYTES])
         if len(start) < HEADER_BYTES:
             raise DamagedBlock(f"{len(start)} bytes are no header")
@@ -136,18 +142,49 @@ class Header:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """What all blocks of a model have in common."""
+    """Format of all stored blocks of a model."""
 
     fingerprint: bytes
     layout: bytes
-    """16 bytes that stand for dtype, block size and the shapes of all layers."""
+    """Hash over dtype, block size and the shapes of all layers (16 bytes)."""
     payload_bytes: int
 
     def make_header(self, name: BlockKey, checksum: int, codec: int = RAW, content_bytes: int | None = None) -> Header:
-        """The header of a block of this form."""
+        """Return the header of a block of this format."""
         length = self.payload_bytes if content_bytes is None else content_bytes
         return Header(name, self.fingerprint, self.layout, codec, self.payload_bytes, length, checksum)
 
     def is_header_of(self, header: Header, name: BlockKey) -> bool:
-        """Whether a stored block is exactly the one asked for; its content is still to be checked."""
+        """Return whether a stored block is exactly the one asked for. Its content is still to be checked."""
         return header == self.make_header(name, header.checksum, header.codec, header.content_bytes)
+
+
+class BlockHasher:
+    """Computes the keys of one sequence's blocks as the sequence grows: `block_size` tokens each, after `root`."""
+
+    def __init__(self, root: bytes, tenant_tag: bytes, block_size: int) -> None:
+        self.keys: list[BlockKey] = []
+        """Keys of the full blocks so far, in order."""
+        self.block_size = block_size
+        self._root, self._tenant_tag = root, tenant_tag
+
+    def hash_full_blocks(self, token_ids: Sequence[int]) -> list[BlockKey]:
+        """Add the keys of the blocks that became full, and return them. `token_ids` are all tokens so far."""
+        num_known, size = len(self.keys), self.block_size
+        new_tokens = token_ids[num_known * size : len(token_ids) // size * size]
+        hashes = hash_blocks(self._parent_hash(num_known), new_tokens, size)
+        added = [BlockKey(block_hash, size, self._tenant_tag) for block_hash in hashes]
+        self.keys += added
+        return added
+
+    def hash_tail_block(self, token_ids: Sequence[int]) -> BlockKey | None:
+        """Return the key of a prompt's last block if it is partial. Call `hash_full_blocks` with the prompt before."""
+        num_full = len(token_ids) // self.block_size
+        rest = token_ids[num_full * self.block_size :]
+        if not rest:
+            return None
+        (tail_hash,) = hash_blocks(self._parent_hash(num_full), rest, self.block_size)
+        return BlockKey(tail_hash, len(rest), self._tenant_tag)
+
+    def _parent_hash(self, index: int) -> bytes:
+        return self.keys[index - 1].hash if index else self._root

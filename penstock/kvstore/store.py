@@ -1,8 +1,8 @@
 """The KV store: the tiers in order, and the rule that only the exact block asked for is ever used.
 
-The engine's pool is the first tier; those here lie below it. Reads go up on demand, as far as fetching is faster than
-computing. Writes go down: those above and including the *hand-off tier* (the first that all decode workers can read)
-before a job is settled, the rest behind it.
+The engine's pool lies above the tiers. Blocks are read on demand, as far as reading is faster than computing. A job is
+settled when its blocks are written to the tiers down to the *hand-off tier* (the first that all decode workers can
+read); the tiers below it are written afterwards.
 """
 
 import hashlib
@@ -15,13 +15,13 @@ from penstock.config.settings import KVSettings
 from penstock.kvstore.block import (
     Block,
     BlockFormat,
+    BlockHasher,
     BlockKey,
     ReadRequest,
     derive_tenant_salt,
     derive_tenant_tag,
     hash_chain_root,
 )
-from penstock.kvstore.chain import BlockHasher
 from penstock.kvstore.codec import Element, PayloadShape, make_codecs
 from penstock.kvstore.cost import CostModel
 from penstock.kvstore.tiers.contract import Tier
@@ -31,23 +31,23 @@ from penstock.kvstore.tiers.shared import SharedTier
 from penstock.redis.urls import split_urls
 
 HAND_OFF_ORDER = ("redis", "shared", "disk")
-"""The first of these that there is can be read by all decode workers of the pipeline."""
+"""The hand-off tier is the first of these tiers that is set up."""
 
 
 class PoolLayout(Protocol):
-    """The form of a pool's blocks, as the engine has it."""
+    """Layout of the blocks of the engine's pool."""
 
     @property
     def block_size(self) -> int:
-        """Tokens."""
+        """Tokens of a block."""
 
     @property
     def block_bytes(self) -> int:
-        """Of all layers' K and V."""
+        """Bytes of K and V of all layers."""
 
     @property
     def element_type(self) -> Element:
-        """What the numbers are."""
+        """Type of the numbers."""
 
     @property
     def vector_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -55,12 +55,12 @@ class PoolLayout(Protocol):
 
 
 MissingTiers = int
-"""The tiers that lack a block: bit i stands for tier i."""
+"""Bitmask of the tiers that do not hold a block (bit i = tier i)."""
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What a model's blocks look like: `payload_bytes` is the K and V of all layers for `block_size` tokens."""
+    """Layout of a model's blocks: `payload_bytes` is the K and V of all layers for `block_size` tokens."""
 
     fingerprint: str
     """64 hex digits."""
@@ -68,16 +68,16 @@ class KVLayout:
     payload_bytes: int
     shape: PayloadShape
     shapes_text: str = ""
-    """The layers' shapes, in words."""
+    """The layers' shapes as text. It is part of what blocks are checked against."""
 
     @classmethod
     def from_pool(cls, fingerprint: str, pool: PoolLayout) -> Self:
-        """What a model's pool has."""
+        """Return the layout of a model's pool."""
         shape = PayloadShape(pool.element_type, pool.vector_shapes)
         return cls(fingerprint, pool.block_size, pool.block_bytes, shape, str(pool))
 
     def make_block_format(self, *, lossy: bool) -> BlockFormat:
-        """The form of stored blocks. Blocks that went through a lossy codec are those of another model."""
+        """Return the format of stored blocks. Blocks that went through a lossy codec count as another model's."""
         words = f"{self.block_size}|{self.payload_bytes}|{self.shapes_text}|{'int8' if lossy else ''}"
         fingerprint = bytes.fromhex(self.fingerprint)
         if lossy:
@@ -87,17 +87,17 @@ class KVLayout:
 
 @dataclass
 class StoreStats:
-    """What became of the blocks that requests asked for, besides the tiers' own counters."""
+    """Counts of blocks that requests asked for. The tiers have counters of their own."""
 
     pool_hits: int = 0
     pool_misses: int = 0
     recomputed_jobs: int = 0
-    """Jobs of whose blocks some were not read when decode came for them: gone, not worth it, or no room for them."""
+    """Jobs for which decode computed blocks again: they were gone, slower to read, or had no space in the pool."""
     recomputed_blocks: int = 0
     not_worth: int = 0
-    """Blocks that a tier had, and that were computed because that was faster."""
+    """Blocks that a tier had, and that were computed because that is faster."""
     not_written: int = 0
-    """Blocks that were not written below the hand-off tier, because too many were waiting for that."""
+    """Blocks that were not written because too many optional writes were waiting."""
 
 
 class KVStore:
@@ -111,142 +111,148 @@ class KVStore:
         self._fingerprint = layout.make_block_format(lossy=is_lossy(settings)).fingerprint.hex()
         names = [tier.name for tier in tiers]
         self.hand_off_index = next((names.index(name) for name in HAND_OFF_ORDER if name in names), -1)
-        """Index of the tier through which jobs are handed off; -1: there is none, decode computes again."""
+        """Index of the hand-off tier. -1: there is none, and decode computes prompts again."""
 
     @classmethod
     def open(cls, layout: KVLayout, settings: KVSettings, urls: str, pipeline: str) -> Self:
-        """The tiers of a worker. Raises `KVStoreError` for one that cannot work as it is set up."""
-        form, tiers = layout.make_block_format(lossy=is_lossy(settings)), list[Tier]()
+        """Open the tiers that the settings ask for. Raise `KVStoreError` for one that cannot work as it is set up."""
+        block_format, tiers = layout.make_block_format(lossy=is_lossy(settings)), list[Tier]()
         if settings.shared_mb:
-            tiers.append(SharedTier.open(form, pipeline, settings.shared_mb * 2**20, settings.shared_dir))
+            tiers.append(SharedTier.open(block_format, pipeline, settings.shared_mb * 2**20, settings.shared_dir))
         if settings.disk_mb:
             codec = make_codecs(settings.disk_codec, layout.shape)
-            tiers.append(DiskTier.open(form, settings.disk_path, settings.disk_mb * 2**20, codec))
+            tiers.append(DiskTier.open(block_format, settings.disk_path, settings.disk_mb * 2**20, codec))
         if settings.redis_mb:
             codec = make_codecs(settings.redis_codec, layout.shape)
-            tiers.append(RedisTier.open(form, split_urls(urls), settings.redis_mb * 2**20, settings.keep_s, codec))
+            addresses, budget_bytes = split_urls(urls), settings.redis_mb * 2**20
+            tiers.append(RedisTier.open(block_format, addresses, budget_bytes, settings.keep_s, codec))
         return cls(layout, tiers, settings)
 
     def make_hasher(self, tenant: str) -> BlockHasher:
-        """Names blocks of a tenant's sequences."""
+        """Return a hasher for one sequence of a tenant."""
         salt = derive_tenant_salt(self._salt_secret, tenant)
         return BlockHasher(hash_chain_root(self._fingerprint, salt), derive_tenant_tag(salt), self.layout.block_size)
 
-    def find_tiers(self, keys: Sequence[bytes]) -> list[int]:
-        """For each block the index of the first tier that has it, `len(tiers)` where none has. Those are used now."""
-        found = [len(self.tiers)] * len(keys)
-        missing = list(range(len(keys)))
-        for depth, tier in enumerate(self.tiers):
+    def find_tiers(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return for each block the index of the first tier that has it, or `len(tiers)`. It counts as a use."""
+        found = [len(self.tiers)] * len(hashes)
+        missing = list(range(len(hashes)))
+        for tier_index, tier in enumerate(self.tiers):
             if not missing:
                 break
-            begun = tier.clock()
-            here = tier.has_blocks([keys[index] for index in missing])
-            self.cost.tier_speed(tier.name).record_lookup(tier.clock() - begun)
+            started_s = tier.clock()
+            here = tier.has_blocks([hashes[index] for index in missing])
+            self.cost.tier_speed(tier.name).record_lookup(tier.clock() - started_s)
             for index, is_here in zip(missing, here, strict=True):
                 if is_here:
-                    found[index] = depth
+                    found[index] = tier_index
             missing = [index for index, is_here in zip(missing, here, strict=True) if not is_here]
         return found
 
-    def load_blocks(self, wanted: Sequence[ReadRequest]) -> list[int]:
-        """Read the leading blocks that there are, as far as that is worth it: the tier each came from, in order.
+    def load_blocks(self, requests: Sequence[ReadRequest]) -> list[int]:
+        """Read leading blocks as long as tiers have them and reading is worth it. Return the tier of each block read.
 
         A damaged, foreign or vanished block is a miss of its tier, and the next tier is asked.
         """
-        places = self.find_tiers([one.key.hash for one in wanted])
-        reach = next((index for index, depth in enumerate(places) if depth == len(self.tiers)), len(wanted))
-        origin: dict[int, int] = {}
-        for depth, tier in enumerate(self.tiers):
-            tier.counters.misses += sum(place > depth for place in places)
-            mine = [index for index in range(reach) if places[index] == depth]
-            while mine:
-                count = self.cost.count_blocks_to_read(tier.name, len(mine))
+        tiers_of = self.find_tiers([request.key.hash for request in requests])
+        end = next((index for index, found in enumerate(tiers_of) if found == len(self.tiers)), len(requests))
+        read_from: dict[int, int] = {}
+        for tier_index, tier in enumerate(self.tiers):
+            tier.counters.misses += sum(found > tier_index for found in tiers_of)
+            indices = [index for index in range(end) if tiers_of[index] == tier_index]
+            while indices:
+                count = self.cost.count_blocks_to_read(tier.name, len(indices))
                 if not count:
-                    self.stats.not_worth += reach - mine[0]
-                    reach = mine[0]
+                    self.stats.not_worth += end - indices[0]
+                    end = indices[0]
                     break
-                whole = self._read_from_tier(tier, [wanted[index] for index in mine[:count]])
-                for index, is_whole in zip(mine[:count], whole, strict=True):
+                whole = self._read_from_tier(tier, [requests[index] for index in indices[:count]])
+                for index, is_whole in zip(indices[:count], whole, strict=True):
                     if is_whole:
-                        origin[index] = depth
+                        read_from[index] = tier_index
                     else:
-                        places[index] += 1  # the next tier is asked
-                        reach = reach if places[index] < len(self.tiers) else min(reach, index)
-                mine = [index for index in mine[count:] if index < reach]
-        count = next((index for index in range(reach) if index not in origin), reach)
-        return [origin[index] for index in range(count)]
+                        tiers_of[index] += 1  # the next tier is asked
+                        end = end if tiers_of[index] < len(self.tiers) else min(end, index)
+                indices = [index for index in indices[count:] if index < end]
+        num_read = next((index for index in range(end) if index not in read_from), end)
+        return [read_from[index] for index in range(num_read)]
 
-    def _read_from_tier(self, tier: Tier, wanted: list[ReadRequest]) -> list[bool]:
-        begun = tier.clock()
-        whole = tier.get(wanted)
+    def _read_from_tier(self, tier: Tier, requests: list[ReadRequest]) -> list[bool]:
+        started_s = tier.clock()
+        whole = tier.get(requests)
         if num_read := sum(whole):
-            self.cost.tier_speed(tier.name).record_read(num_read, tier.clock() - begun)
+            self.cost.tier_speed(tier.name).record_read(num_read, tier.clock() - started_s)
         return whole
 
-    def find_missing_tiers(self, keys: Sequence[bytes], depths: Sequence[int], *, hand_off: bool) -> list[MissingTiers]:
-        """Where blocks of these `depths` are to be written: above; with `hand_off`, there too if it lacks them."""
-        lacks = [(1 << depth) - 1 for depth in depths]
-        unknown = [index for index, depth in enumerate(depths) if depth < self.hand_off_index] if hand_off else []
+    def find_missing_tiers(
+        self, hashes: Sequence[bytes], tiers_of: Sequence[int], *, hand_off: bool
+    ) -> list[MissingTiers]:
+        """Return the tiers to which blocks are to be written: all above the tier of `tiers_of` that has the block.
+
+        With `hand_off` the hand-off tier is asked, too, whether it has the blocks.
+        """
+        missing = [(1 << tier_index) - 1 for tier_index in tiers_of]
+        unknown = [index for index, found in enumerate(tiers_of) if found < self.hand_off_index] if hand_off else []
         if unknown:
-            here = self.tiers[self.hand_off_index].has_blocks([keys[index] for index in unknown])
+            here = self.tiers[self.hand_off_index].has_blocks([hashes[index] for index in unknown])
             for index, is_here in zip(unknown, here, strict=True):
-                lacks[index] |= 0 if is_here else 1 << self.hand_off_index
-        return lacks
+                missing[index] |= 0 if is_here else 1 << self.hand_off_index
+        return missing
 
     @property
     def all_tiers(self) -> MissingTiers:
-        """The lack of a block that was just computed."""
+        """The tiers that miss a block that was just computed."""
         return (1 << len(self.tiers)) - 1
 
-    def is_in_hand_off_tier(self, lack: MissingTiers) -> bool:
-        """Whether decode workers can read a block."""
-        return self.hand_off_index >= 0 and not lack >> self.hand_off_index & 1
+    def is_in_hand_off_tier(self, missing: MissingTiers) -> bool:
+        """Return whether decode workers can read a block."""
+        return self.hand_off_index >= 0 and not missing >> self.hand_off_index & 1
 
-    def is_missing_below(self, lack: MissingTiers) -> bool:
-        """Whether a block is to be written behind the hand-off tier."""
-        return lack >> (self.hand_off_index + 1) > 0
+    def is_missing_below(self, missing: MissingTiers) -> bool:
+        """Return whether a tier below the hand-off tier misses a block."""
+        return missing >> (self.hand_off_index + 1) > 0
 
-    def store_blocks(self, blocks: Sequence[tuple[Block, MissingTiers]], *, behind: bool) -> None:
-        """Write each block to the tiers that lack it: those up to the hand-off tier, or those `behind` it."""
+    def store_blocks(self, blocks: Sequence[tuple[Block, MissingTiers]], *, below: bool) -> None:
+        """Write each block to the tiers that miss it: down to the hand-off tier, or those `below` it."""
         for index, tier in enumerate(self.tiers):
-            mine = [block for block, lack in blocks if lack >> index & 1]
-            if mine and (index > self.hand_off_index) == behind:
-                tier.put(mine)
+            to_write = [block for block, missing in blocks if missing >> index & 1]
+            if to_write and (index > self.hand_off_index) == below:
+                tier.put(to_write)
 
-    def lease_blocks(self, owner: str, names: Sequence[BlockKey]) -> None:
-        """Keep a job's blocks in the hand-off tier while it waits, `lease_s` at most."""
-        if self.hand_off_index >= 0 and names:
-            self.tiers[self.hand_off_index].lease_blocks(owner, [name.hash for name in names], self.lease_s)
+    def lease_blocks(self, owner: str, keys: Sequence[BlockKey]) -> None:
+        """Lease a job's blocks in the hand-off tier for `lease_s`."""
+        if self.hand_off_index >= 0 and keys:
+            self.tiers[self.hand_off_index].lease_blocks(owner, [key.hash for key in keys], self.lease_s)
 
-    def release_leases(self, owner: str, names: Sequence[BlockKey]) -> None:
-        """The job is done: its leases end."""
-        if self.hand_off_index >= 0 and names:
-            self.tiers[self.hand_off_index].release_leases(owner, [name.hash for name in names])
+    def release_leases(self, owner: str, keys: Sequence[BlockKey]) -> None:
+        """End a job's leases on blocks."""
+        if self.hand_off_index >= 0 and keys:
+            self.tiers[self.hand_off_index].release_leases(owner, [key.hash for key in keys])
 
     def count_recomputed(self, num_blocks: int) -> None:
-        """A job came for its blocks, and so many were gone."""
+        """Count the blocks of one job that were not found and are computed again."""
         self.stats.recomputed_blocks += max(0, num_blocks)
         self.stats.recomputed_jobs += num_blocks > 0
 
     def collect_stats(self) -> dict[str, object]:
-        """All counters, for people and graphs."""
+        """Return all counters, the tiers' included."""
         stats = asdict(self.stats)
         pool = {"hits": stats.pop("pool_hits"), "misses": stats.pop("pool_misses")}
         return {"pool": pool, **{tier.name: asdict(tier.counters) for tier in self.tiers}, **stats}
 
     def set_compute_speed(self, tokens_per_s: Callable[[], float | None]) -> None:
-        """How fast the engine computes prompts, for deciding what is worth fetching."""
+        """Set how fast the engine computes prompts, which decides what is worth reading. None: not known yet."""
         self.cost.tokens_per_s = tokens_per_s
 
     def close(self) -> None:
-        """Let go of all tiers. The blocks stay."""
+        """Close all tiers. The blocks stay."""
         for tier in self.tiers:
             with suppress(OSError):
                 tier.close()
 
 
 def is_lossy(settings: KVSettings) -> bool:
-    """Whether some blocks go through a codec that changes them."""
+    """Return whether some tier writes with a lossy codec."""
     return (bool(settings.disk_mb) and settings.disk_codec == "int8") or (
         bool(settings.redis_mb) and settings.redis_codec == "int8"
     )

@@ -1,16 +1,16 @@
 """Moving KV while the engine computes: up to three threads between the pool's memory and the tiers.
 
-    in       reads blocks into a landing of the pool; the sequence that wants them is added when they are there
+    in       reads blocks into staged blocks of the pool; the sequence that wants them is computed when they are there
     out      writes blocks of the pool to the hand-off tier and those above it; a job is settled when its own are there
-    behind   writes them to the tiers below; nobody waits for that
+    behind   writes blocks to the tiers below the hand-off tier; nothing waits for that
 
-Each does what is interactive before what is batch, and last what no job waits for. A fetch for which the pool has no
-room yet waits, and those of its class and below behind it.
+Each thread does interactive work before batch work, and work that no job waits for last. A load for which the pool has
+no capacity yet waits, and loads of its class and the classes below wait behind it.
 
-The worker's loop hands in work and collects what became of it; the pool's books are kept by the loop alone, when it
-does so. Blocks that are read go to a landing, room that the pool keeps for them; a block that is written is lent by the
-pool, so that nobody else is given its memory meanwhile. If a process dies with work under way, what was not written is
-computed again by whoever needs it.
+The worker's loop submits operations and collects them when they are done. The pool is changed by the loop alone, when
+it does so. Blocks that are read go to blocks that the pool has staged for them; a block that is written is pinned in
+the pool, so that its memory is not reused meanwhile. If a process dies with operations under way, blocks that were not
+written are computed again.
 """
 
 import itertools
@@ -33,81 +33,81 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.01
 LOWEST_RANK = len(CLASSES)
-"""The rank of what no job waits for, after those of the classes."""
+"""Rank of work that no job waits for, after the ranks of the classes."""
 
 
 class PinnedBlock(Protocol):
-    """A block that the pool lends for reading."""
+    """A block of the pool that is pinned so that it can be read."""
 
     payload: memoryview
 
     def is_valid(self) -> bool:
-        """The page tag: whether the memory is still this block's."""
+        """Return whether the memory still holds this block, by its page tag."""
 
 
 class StagedBlocks(Protocol):
-    """Room in the pool for the blocks of some keys: the pool has the first `num_cached`, the next go to `views`."""
+    """Blocks of the pool for some keys: the pool has the first `num_cached`, the next are written to `views`."""
 
     num_cached: int
     views: list[memoryview]
 
 
 class Pool(Protocol):
-    """What transfers ask of the engine."""
+    """What transfers need of the engine."""
 
-    def stage_blocks(self, keys: list[bytes], klass: PriorityClass) -> Any:
-        """A `Landing`, or None as long as it has to wait. What it holds stays in the pool until it is closed."""
+    def stage_blocks(self, keys: list[bytes], klass: PriorityClass) -> StagedBlocks | None:
+        """Stage blocks for these keys, which stay in the pool until they are committed. None: wait for capacity."""
 
-    def commit_staged_blocks(self, landing: Any, num_filled: int) -> None:
-        """The first views hold their blocks; who comes now finds them."""
+    def commit_staged_blocks(self, staged: Any, num_filled: int) -> None:
+        """Make the first `num_filled` views findable by their keys, and free the rest."""
 
-    def pin_block(self, seq: Any, index: int) -> Any:
-        """A sequence's block as `Lent`."""
+    def pin_block(self, seq: Any, index: int) -> PinnedBlock:
+        """Pin a block of a sequence."""
 
-    def unpin_block(self, lent: Any) -> None:
-        """It was read."""
+    def unpin_block(self, pinned: Any) -> None:
+        """Unpin a block that was read."""
 
 
 @dataclass(eq=False)
 class LoadOperation:
-    """What a sequence wants from the tiers, and what it got."""
+    """Blocks that a sequence wants from the tiers, and what was found."""
 
     context: Any
-    """Whose it is; comes back as it was."""
+    """Opaque caller context, returned unchanged."""
     keys: Sequence[BlockKey]
-    """Of the full blocks, from the first on."""
+    """Keys of the full blocks, from the first on."""
     tail_key: BlockKey | None = None
-    """The prompt's partial block: read if no full one is there in its place, and all before it are."""
+    """Key of the prompt's partial block: read if all blocks before it are there and no full one is in its place."""
     tail_index: int = 0
     lease_owner: str = ""
-    """Keep what the hand-off tier has, for this job."""
+    """The job for which blocks that are in the hand-off tier are leased; empty: no lease."""
     klass: PriorityClass = "interactive"
     num_pool_blocks: int = 0
     """Blocks that the pool had already."""
     missing_tiers: list[MissingTiers] = field(default_factory=list)
-    """For each leading block that is in the pool now: which tiers are to be given it."""
+    """For each leading block that is in the pool now: the tiers to which it is to be written."""
     tail_payload: memoryview | None = None
     started_s: float = 0.0
     finished_s: float = 0.0
-    """When it was read, in seconds since the epoch."""
+    """When the blocks were read, in seconds since the epoch."""
 
 
 @dataclass(eq=False)
 class StoreOperation:
-    """Blocks of a sequence on their way down."""
+    """Blocks of a sequence to write to tiers."""
 
     context: Any
-    """Whose they are; comes back as it was."""
+    """Opaque caller context, returned unchanged."""
     blocks: Sequence[tuple[int, BlockKey, MissingTiers]]
-    """Index, name, and the tiers that are to be given it."""
+    """Index in the sequence, key, and the tiers to write to."""
     lease_owner: str = ""
-    """Keep them in the hand-off tier, for this job. Without one nobody waits for them, and they may be left out."""
+    """The job for which the blocks are leased in the hand-off tier. Empty: nothing waits, and blocks may be skipped."""
     klass: PriorityClass = "interactive"
     is_written: "Future[float]" = field(default_factory=Future)
-    """Done with `ended_s`, once they are written or cannot be; never, where everything was dropped."""
+    """Resolves to `finished_s` once the blocks are written or cannot be. It never does after `Transfers.abandon`."""
     started_s: float = 0.0
     finished_s: float = 0.0
-    """When it was written up to the hand-off tier."""
+    """When the blocks were written down to the hand-off tier, in seconds since the epoch."""
 
 
 class _BlockWrite(NamedTuple):
@@ -115,128 +115,127 @@ class _BlockWrite(NamedTuple):
     pinned: PinnedBlock
     missing_tiers: MissingTiers
     is_optional: bool
-    """Whether anybody waits for it."""
+    """Whether it counts against `max_optional`."""
     is_below: bool
-    """Whether it is to be written behind the hand-off tier, too."""
+    """Whether the block is also written below the hand-off tier."""
 
     def make_block(self) -> tuple[Block, MissingTiers]:
         return Block(self.key, self.pinned.payload, self.pinned.is_valid), self.missing_tiers
 
 
 class Transfers:
-    """The threads of one worker. All methods but `wake` are called by one thread, the worker's loop.
+    """The transfer threads of one worker. All methods but `wake_waiter` are called by one thread, the worker's loop.
 
-    Blocks on their way take up room in the pool: of those that nobody waits for, at most `max_optional` do.
+    Pinned blocks take up memory of the pool: of those that no job waits for, at most `max_optional` are pinned at once.
     """
 
     def __init__(self, store: KVStore, pool: Pool, max_optional: int) -> None:
         self._store, self._pool, self._max_optional = store, pool, max_optional
         self._num_open = self._num_optional = 0
         self._waiting_loads: dict[PriorityClass, deque[LoadOperation]] = {klass: deque() for klass in CLASSES}
-        """Fetches for which the pool has no room yet."""
+        """Loads for which the pool has no capacity yet."""
         self._is_closing = self._is_abandoned = False
-        self._done: queue.SimpleQueue[
+        self._finished: queue.SimpleQueue[
             tuple[LoadOperation | StoreOperation | None, StagedBlocks | None, list[_BlockWrite]]
         ] = queue.SimpleQueue()
-        """What is done, None for writes behind, and what of the pool's it had."""
-        self._is_done = threading.Event()
+        """Operations that are done (None: writes below the hand-off tier), and the pool's blocks that they used."""
+        self._has_finished = threading.Event()
         self._in, self._out, self._below = _TransferThread("in"), _TransferThread("out"), _TransferThread("behind")
 
     def __len__(self) -> int:
-        """Fetches and ships that were not collected yet."""
+        """Return how many operations were submitted and not collected yet."""
         return self._num_open
 
     # The loop's side.
 
     def has_waiting_loads(self, klass: PriorityClass) -> bool:
-        """Whether fetches of that class and above wait for room in the pool."""
+        """Return whether loads of that class and the classes above it wait for capacity in the pool."""
         return any(self._waiting_loads[one] for one in CLASSES[: CLASSES.index(klass) + 1])
 
-    def submit_load(self, fetch: LoadOperation) -> None:
-        """Read what the tiers have of it and the pool has not."""
+    def submit_load(self, load: LoadOperation) -> None:
+        """Read the blocks that the pool does not have from the tiers that have them."""
         self._num_open += 1
-        if fetch.keys or fetch.tail_key is not None:
-            self._waiting_loads[fetch.klass].append(fetch)
+        if load.keys or load.tail_key is not None:
+            self._waiting_loads[load.klass].append(load)
             self._start_loads()
         else:
-            fetch.started_s = fetch.finished_s = now_s()
-            self._post_finished(fetch, None, [])
+            load.started_s = load.finished_s = now_s()
+            self._post_finished(load, None, [])
 
     def _start_loads(self) -> None:
-        """Those that there is room for, in order."""
+        """Start the waiting loads for which the pool has capacity, in order."""
         for rank, klass in enumerate(CLASSES):
             waiting = self._waiting_loads[klass]
             while waiting:
-                fetch = waiting[0]
-                landing = self._pool.stage_blocks([name.hash for name in fetch.keys], klass)
-                if landing is None:
+                load = waiting[0]
+                staged = self._pool.stage_blocks([key.hash for key in load.keys], klass)
+                if staged is None:
                     return
                 waiting.popleft()
-                fetch.num_pool_blocks = landing.held
-                self._store.stats.pool_hits += landing.held
-                self._store.stats.pool_misses += len(fetch.keys) - landing.held
-                self._in.submit(rank, partial(self._run_load, fetch, landing))
+                load.num_pool_blocks = staged.num_cached
+                self._store.stats.pool_hits += staged.num_cached
+                self._store.stats.pool_misses += len(load.keys) - staged.num_cached
+                self._in.submit(rank, partial(self._run_load, load, staged))
 
-    def submit_store(self, seq: Any, ship: StoreOperation) -> None:
-        """Write its blocks; it is collected when others can read them."""
-        needs_behind = self._store.is_missing_below
-        num_optional = sum(not ship.lease_owner or needs_behind(lack) for *_, lack in ship.blocks)
-        has_room = self._num_optional + num_optional <= self._max_optional
-        if has_room:
+    def submit_store(self, seq: Any, store: StoreOperation) -> None:
+        """Write the operation's blocks. It is collected once other workers can read them."""
+        is_missing_below = self._store.is_missing_below
+        num_optional = sum(not store.lease_owner or is_missing_below(missing) for *_, missing in store.blocks)
+        has_capacity = self._num_optional + num_optional <= self._max_optional
+        if has_capacity:
             self._num_optional += num_optional
         else:
             self._store.stats.not_written += num_optional
-        cargo = [
-            _BlockWrite(name, self._pool.pin_block(seq, index), lack, is_behind or not ship.lease_owner, is_behind)
-            for index, name, lack in ship.blocks
-            if ship.lease_owner or has_room
-            for is_behind in (has_room and needs_behind(lack),)
+        writes = [
+            _BlockWrite(key, self._pool.pin_block(seq, index), missing, is_below or not store.lease_owner, is_below)
+            for index, key, missing in store.blocks
+            if store.lease_owner or has_capacity
+            for is_below in (has_capacity and is_missing_below(missing),)
         ]
         self._num_open += 1
-        rank = CLASSES.index(ship.klass) if ship.lease_owner else LOWEST_RANK
-        self._out.submit(rank, partial(self._run_store, ship, cargo))
+        rank = CLASSES.index(store.klass) if store.lease_owner else LOWEST_RANK
+        self._out.submit(rank, partial(self._run_store, store, writes))
 
-    def submit_release(self, owner: str, names: Sequence[BlockKey]) -> None:
-        """End a job's leases."""
-        self._out.submit(LOWEST_RANK, partial(self._run_release, owner, names))
+    def submit_release(self, owner: str, keys: Sequence[BlockKey]) -> None:
+        """End a job's leases on these blocks."""
+        self._out.submit(LOWEST_RANK, partial(self._run_release, owner, keys))
 
     def collect_finished(self) -> Iterator[LoadOperation | StoreOperation]:
-        """What is done, in the order of its doing. The pool gets back what it gave.
+        """Yield the operations that are done, in the order in which they finished, and return their blocks to the pool.
 
-        At the end fetches begin that there was no room for: after the caller has added what was fetched.
+        Waiting loads are started at the end, after the caller has added the sequences whose blocks were loaded.
         """
-        self._is_done.clear()
-        while not self._done.empty():
-            one, landing, cargo = self._done.get()
-            if landing is not None:
-                assert isinstance(one, LoadOperation)
-                self._pool.commit_staged_blocks(landing, max(0, len(one.missing_tiers) - one.num_pool_blocks))
-            for each in cargo:
-                self._pool.unpin_block(each.pinned)
-            self._num_optional -= sum(each.is_optional for each in cargo)
-            if one is not None:
+        self._has_finished.clear()
+        while not self._finished.empty():
+            operation, staged, writes = self._finished.get()
+            if staged is not None:
+                assert isinstance(operation, LoadOperation)
+                num_filled = max(0, len(operation.missing_tiers) - operation.num_pool_blocks)
+                self._pool.commit_staged_blocks(staged, num_filled)
+            for write in writes:
+                self._pool.unpin_block(write.pinned)
+            self._num_optional -= sum(write.is_optional for write in writes)
+            if operation is not None:
                 self._num_open -= 1
-                yield one
+                yield operation
         self._start_loads()
 
     def wait_for_finished(self) -> None:
-        """Until something can be collected, for a moment: who has nothing to compute looks at other things too."""
-        self._is_done.wait(MAX_WAIT_S)
+        """Wait until something can be collected, or `wake_waiter` is called, for at most `MAX_WAIT_S`."""
+        self._has_finished.wait(MAX_WAIT_S)
 
     def wake_waiter(self) -> None:
-        """End a `wait` under way, or else the next one, as something other than a transfer is done. Any thread may."""
-        self._is_done.set()
+        """End the current `wait_for_finished`, or else the next one. Any thread may call this."""
+        self._has_finished.set()
 
     def close(self) -> None:
-        """Write what jobs wait for, drop the rest, and stop. Nothing may be handed in afterwards."""
+        """Write the blocks that jobs wait for, drop all other work, and stop. Nothing may be submitted afterwards."""
         self._shut_down()
 
     def abandon(self) -> None:
-        """Drop everything, and stop: no job is to be settled here any more. A block on its way is waited for, as its
-        memory is the pool's.
-        """
+        """Drop all work, and stop: no job may be settled here any more."""
         self._is_abandoned = True
-        self._shut_down()
+        self._shut_down()  # waits for blocks that are being copied, as their memory is the pool's
 
     def _shut_down(self) -> None:
         self._is_closing = True
@@ -248,67 +247,67 @@ class Transfers:
 
     # The threads' side.
 
-    def _run_load(self, fetch: LoadOperation, landing: StagedBlocks) -> None:
-        fetch.started_s = now_s()
+    def _run_load(self, load: LoadOperation, staged: StagedBlocks) -> None:
+        load.started_s = now_s()
         try:
             if not self._is_closing:
-                self._read_blocks(fetch, landing)
+                self._read_blocks(load, staged)
         finally:
-            fetch.finished_s = now_s()
-            self._post_finished(fetch, landing, [])
+            load.finished_s = now_s()
+            self._post_finished(load, staged, [])
 
-    def _read_blocks(self, fetch: LoadOperation, landing: StagedBlocks) -> None:
-        store, held = self._store, landing.num_cached
-        keys = [name.hash for name in fetch.keys]
-        wanted = [ReadRequest(name, view) for name, view in zip(fetch.keys[held:], landing.views, strict=False)]
-        depths = [*store.find_tiers(keys[:held]), *store.load_blocks(wanted)]
-        if fetch.tail_key is not None and len(depths) == fetch.tail_index:
-            into = memoryview(bytearray(store.layout.payload_bytes))
-            fetch.tail_payload = into if store.load_blocks([ReadRequest(fetch.tail_key, into)]) else None
-        fetch.missing_tiers = store.find_missing_tiers(keys[: len(depths)], depths, hand_off=bool(fetch.lease_owner))
-        if fetch.lease_owner:
-            named = zip(fetch.keys, fetch.missing_tiers, strict=False)
-            store.lease_blocks(fetch.lease_owner, [name for name, lack in named if store.is_in_hand_off_tier(lack)])
+    def _read_blocks(self, load: LoadOperation, staged: StagedBlocks) -> None:
+        store, num_cached = self._store, staged.num_cached
+        hashes = [key.hash for key in load.keys]
+        requests = [ReadRequest(key, view) for key, view in zip(load.keys[num_cached:], staged.views, strict=False)]
+        tiers = [*store.find_tiers(hashes[:num_cached]), *store.load_blocks(requests)]
+        if load.tail_key is not None and len(tiers) == load.tail_index:
+            payload = memoryview(bytearray(store.layout.payload_bytes))
+            load.tail_payload = payload if store.load_blocks([ReadRequest(load.tail_key, payload)]) else None
+        load.missing_tiers = store.find_missing_tiers(hashes[: len(tiers)], tiers, hand_off=bool(load.lease_owner))
+        if load.lease_owner:
+            pairs = zip(load.keys, load.missing_tiers, strict=False)
+            store.lease_blocks(load.lease_owner, [key for key, missing in pairs if store.is_in_hand_off_tier(missing)])
 
-    def _run_store(self, ship: StoreOperation, cargo: list[_BlockWrite]) -> None:
-        ship.started_s = now_s()
+    def _run_store(self, store: StoreOperation, writes: list[_BlockWrite]) -> None:
+        store.started_s = now_s()
         try:
-            is_wanted = not self._is_abandoned if ship.lease_owner else not self._is_closing
+            is_wanted = not self._is_abandoned if store.lease_owner else not self._is_closing
             if is_wanted:
-                self._store.store_blocks([one.make_block() for one in cargo], behind=False)
-            if is_wanted and ship.lease_owner:
-                self._store.lease_blocks(ship.lease_owner, [one.key for one in cargo])
+                self._store.store_blocks([write.make_block() for write in writes], below=False)
+            if is_wanted and store.lease_owner:
+                self._store.lease_blocks(store.lease_owner, [write.key for write in writes])
         finally:
-            ship.finished_s = now_s()
-            behind = [one for one in cargo if one.is_below]
-            if behind:
-                self._below.submit(LOWEST_RANK, partial(self._run_store_below, behind))
-            self._post_finished(ship, None, [one for one in cargo if not one.is_below])
+            store.finished_s = now_s()
+            writes_below = [write for write in writes if write.is_below]
+            if writes_below:
+                self._below.submit(LOWEST_RANK, partial(self._run_store_below, writes_below))
+            self._post_finished(store, None, [write for write in writes if not write.is_below])
             if not self._is_abandoned:
-                ship.is_written.set_result(ship.finished_s)
+                store.is_written.set_result(store.finished_s)
 
-    def _run_release(self, owner: str, names: Sequence[BlockKey]) -> None:
+    def _run_release(self, owner: str, keys: Sequence[BlockKey]) -> None:
         if not self._is_abandoned:
-            self._store.release_leases(owner, names)
+            self._store.release_leases(owner, keys)
 
-    def _run_store_below(self, cargo: list[_BlockWrite]) -> None:
+    def _run_store_below(self, writes: list[_BlockWrite]) -> None:
         try:
             if not self._is_closing:
-                self._store.store_blocks([one.make_block() for one in cargo], behind=True)
+                self._store.store_blocks([write.make_block() for write in writes], below=True)
         finally:
-            self._post_finished(None, None, cargo)
+            self._post_finished(None, None, writes)
 
     def _post_finished(
-        self, done: LoadOperation | StoreOperation | None, landing: StagedBlocks | None, cargo: list[_BlockWrite]
+        self, operation: LoadOperation | StoreOperation | None, staged: StagedBlocks | None, writes: list[_BlockWrite]
     ) -> None:
-        self._done.put((done, landing, cargo))
-        self._is_done.set()
+        self._finished.put((operation, staged, writes))
+        self._has_finished.set()
 
 
 class _TransferThread:
-    """Does one task after the other, by rank. One that fails is logged, and what it was to bring is computed again.
+    """Runs tasks one after the other, by rank. A task that fails is logged; its blocks are computed again.
 
-    The thread starts with its first task: without a tier behind the hand-off tier nothing is ever written there.
+    The thread starts with its first task: without a tier below the hand-off tier, one thread is never needed.
     """
 
     def __init__(self, name: str) -> None:
@@ -318,13 +317,13 @@ class _TransferThread:
         self._thread = threading.Thread(target=self._run_tasks, name=f"kv-{name}", daemon=True)
 
     def submit(self, rank: int, task: Callable[[], None]) -> None:
-        """Have a task done. Only one thread at a time may call this."""
+        """Queue a task. Only one thread at a time may call this."""
         self._tasks.put((rank, next(self._count), task))
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:
-        """Once all is done."""
+        """Run the tasks that are queued, then end the thread."""
         if self._thread.ident is not None:
             self.submit(LOWEST_RANK + 1, self._mark_closed)
             self._thread.join()

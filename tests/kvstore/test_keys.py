@@ -8,8 +8,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.config.settings import KVSettings
-from penstock.kvstore.block import BlockKey, derive_tenant_salt, derive_tenant_tag, hash_blocks, hash_chain_root
-from penstock.kvstore.chain import BlockHasher
+from penstock.kvstore.block import (
+    BlockHasher,
+    BlockKey,
+    derive_tenant_salt,
+    derive_tenant_tag,
+    hash_blocks,
+    hash_chain_root,
+)
 from penstock.kvstore.codec import PayloadShape
 from penstock.kvstore.store import KVLayout, KVStore
 

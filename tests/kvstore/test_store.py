@@ -74,8 +74,8 @@ def expected(tokens: Sequence[int] = PROMPT) -> list[bytes]:
 def fill(store: KVStore, lack: int = ALL, tokens: Sequence[int] = PROMPT, tenant: str = "t") -> list[BlockKey]:
     names = names_of(store, tokens, tenant)
     blocks = [(Block(name, memoryview(one)), lack) for name, one in zip(names, expected(tokens), strict=True)]
-    store.store_blocks(blocks, behind=False)
-    store.store_blocks(blocks, behind=True)
+    store.store_blocks(blocks, below=False)
+    store.store_blocks(blocks, below=True)
     return names
 
 
@@ -173,9 +173,9 @@ def test_the_hand_off_tier_is_the_first_that_all_can_read(make_store: MakeStore)
     assert [store.is_missing_below(lack) for lack in (0b00, 0b01, 0b11)] == [False, False, True]
     names = names_of(store)
     blocks = [(Block(name, memoryview(one)), 0b11) for name, one in zip(names, expected(), strict=True)]
-    store.store_blocks(blocks, behind=False)
+    store.store_blocks(blocks, below=False)
     assert [tier.read_usage().blocks for tier in store.tiers] == [5, 0]
-    store.store_blocks(blocks, behind=True)
+    store.store_blocks(blocks, below=True)
     assert [tier.read_usage().blocks for tier in store.tiers] == [5, 5]
     assert make_store(redis_mb=0, shared_mb=0).hand_off_index == 0
     alone = make_store(redis_mb=0, shared_mb=0, disk_mb=0)

@@ -16,7 +16,7 @@ from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.engine.batch import Batch
 from penstock.errors import KVStoreError
-from penstock.kvstore.chain import BlockHasher
+from penstock.kvstore.block import BlockHasher
 from penstock.local.processes import Child
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
 from penstock.names import Pipeline, Stage

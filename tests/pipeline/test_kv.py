@@ -153,7 +153,7 @@ def test_the_end_of_leases_hashes_no_prompt_again(line: InProcessPipeline, monke
         num_hashed += len(token_ids)
         return hash_blocks(parent, token_ids, block_size)
 
-    monkeypatch.setattr("penstock.kvstore.chain.hash_blocks", counted)
+    monkeypatch.setattr("penstock.kvstore.block.hash_blocks", counted)
     line.run_until_results(1)
     assert num_hashed <= GREEDY.max_tokens + 2 * BLOCK
     assert line.decode.record._appends._link._connection is not None
