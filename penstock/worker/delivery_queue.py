@@ -1,4 +1,4 @@
-"""What a loop takes in: fresh deliveries, and those whose request somebody else still holds."""
+"""New deliveries, and deferred ones whose request another worker still holds."""
 
 import heapq
 import json
@@ -13,9 +13,13 @@ from penstock.names import PriorityClass
 IDLE_POLL_S = 0.2
 """How long an idle worker waits in one poll: also how soon it sees that it should stop."""
 MAX_DEFERRED = 1000
-"""Of a class of which so many deliveries wait, no more are taken: each costs a look a second."""
+"""With so many deferred deliveries of a class no new ones are polled: each deferred one costs a claim attempt a
+second.
+"""
 POSTPONE_S = 2.0
-"""Without room a delivery is looked at so much later. By then a worker with room has taken its request over."""
+"""A due delivery for which there is no capacity is deferred by this long. By then a worker with capacity has taken its
+request over.
+"""
 
 
 @dataclass(order=True)
@@ -27,7 +31,7 @@ class _Deferred:
 
 
 class DeliveryQueue:
-    """A member's deliveries, with a place for those that have to be looked at again."""
+    """A member's deliveries, with a queue of those that are deferred."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -36,29 +40,30 @@ class DeliveryQueue:
         self._count = 0
 
     def __len__(self) -> int:
-        """Deliveries that wait to be looked at again."""
+        """Return the number of deferred deliveries."""
         return len(self._waiting)
 
     def defer(self, delivery: Delivery, wait_s: float = 0.0) -> None:
-        """Look at a delivery again in `wait_s` seconds: its request is held by another, whose session may end.
+        """Return a delivery again from `poll` after `wait_s` seconds: another session holds its request, and may end.
 
-        One that is not held is somebody else's to look at.
+        A delivery that is not held by this worker is ignored.
         """
         if delivery.is_held:
             self._push_deferred(delivery, wait_s)
 
     def num_deferred(self, klass: PriorityClass) -> int:
-        """Deliveries of a class that wait to be looked at again. Any thread may ask."""
+        """Return the number of deferred deliveries of a class. Any thread may call this."""
         return self._num_waiting[klass]
 
     def poll(
         self, room: int, interactive_room: int | None = None, *, idle: bool, wait_s: float = IDLE_POLL_S
     ) -> list[Delivery]:
-        """What to look at now: at most `room` fresh deliveries, waiting for the first only where the worker is idle.
+        """Return due deferred deliveries and at most `room` new ones. Only an idle worker waits for the first.
 
-        Interactive ones have a room of their own, which may be more: they displace batch work. That leaves one place
-        for what is interactive, unless there is only one and nobody uses it. Those put back take up no room, as their
-        requests run elsewhere; where some of them are due, fewer fresh ones are taken, for they may be free by now.
+        Interactive deliveries have a capacity of their own, which may be larger, as they displace batch work. One slot
+        stays reserved for interactive work, unless there is only one slot and the worker is idle. Deferred deliveries
+        use no capacity, as their requests run elsewhere; where some are due, fewer new ones are taken, as their
+        requests may be free by now.
         """
         rooms: dict[PriorityClass, int] = {
             "interactive": room if interactive_room is None else interactive_room,
@@ -74,13 +79,15 @@ class DeliveryQueue:
         return due + self._member.poll(timeout_s, fresh)
 
     def _fresh_capacity(self, klass: PriorityClass, room: int, num_due: int) -> int:
-        """At least one where there is room at all: with many that wait, some are always due."""
+        """Return how many new deliveries to poll: at least one if there is capacity, as some deferred ones are always
+        due.
+        """
         return 0 if self._num_waiting[klass] >= MAX_DEFERRED else max(min(1, room), room - num_due)
 
     def _pop_due(self, rooms: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """Return as many of those due as there is room for; without room, one of those postponed, of each class.
+        """Return due deliveries as far as there is capacity; without it, one postponed delivery of each class.
 
-        If its request is over it is to be settled. If not it is claimed beyond the room, so there is only one a turn.
+        A postponed delivery is claimed beyond the capacity if its request is not over, so there is only one a turn.
         """
         ready: list[Delivery] = []
         left, now_s = dict(rooms), time.monotonic()
@@ -113,7 +120,7 @@ class DeliveryQueue:
 
 
 def serialize_delivery(delivery: Delivery) -> bytes:
-    """A delivery as a claim keeps it in Redis for whoever goes on without it: a line of JSON, then the message."""
+    """Encode a delivery for a claim in Redis, so that others can go on without it: a line of JSON, then the message."""
     about = {
         "topic": delivery.topic,
         "key": delivery.key,
@@ -125,7 +132,7 @@ def serialize_delivery(delivery: Delivery) -> bytes:
 
 
 def deserialize_delivery(parcel: bytes) -> Delivery:
-    """The message as a delivery that nobody holds: it cannot be settled."""
+    """Decode a delivery from a claim. It is not held, so it cannot be settled."""
     line, value = parcel.split(b"\n", 1)
     about = json.loads(line)
     return Delivery(

@@ -1,18 +1,18 @@
-"""Requests whose work fails: tried again later, set apart, and in the end given up with what failed.
+"""Requests whose work fails: they are tried again later, computed apart, and in the end given up with the error.
 
 A request is tried again in this order:
 
-    1. the claim is given back, to be left alone for the waiting time; the attempt counts
-    2. the worker keeps the delivery, and looks at it again after that time
+    1. the claim is released for the waiting time; the attempt counts
+    2. the worker defers the delivery by that time
 
 If the worker dies in between, the request is taken over a lease after the waiting time, and its delivery comes back by
-the bus. What was taken over has no delivery of its own: it is only given back, and taken over again after the waiting
-time. Nothing waits behind a delivery that is kept: what is done out of order is committed so. A worker keeps no more
-than its inbox lets wait.
+the bus. A request that was taken over has no delivery: its claim is only released, and taken over again after the
+waiting time. No message waits behind a deferred delivery, as offsets are committed out of order. A worker defers no
+more deliveries than its `DeliveryQueue` allows.
 
-A worker that dies says nothing. So who was claimed a few times without a new token begins as a suspect, computed alone
-(`penstock.engine.quarantine`), and a worker has one such request at a time: if that is the one that kills workers, it
-takes no other's attempts with it.
+A worker that dies reports no error. So a request that was claimed a few times without a new token begins as a suspect,
+which is computed alone (`penstock.engine.quarantine`). A worker has one suspect at a time: if that is the one that
+kills workers, no other request loses an attempt with it.
 """
 
 import traceback
@@ -40,20 +40,20 @@ from penstock.redis.client import is_outage
 from penstock.worker.delivery_queue import DeliveryQueue
 
 TRUSTED_ATTEMPTS = 2
-"""Claims without a new token that may be bad luck: a request has company in them."""
+"""How many claims without a new token count as bad luck. After them a request is a suspect."""
 SUSPECT_DEFERRAL_S = 0.25
-"""How long a request that is set aside is left alone."""
+"""How long a suspect is deferred that has to wait for others."""
 
 
 class RetryPolicy:
-    """What one worker does with requests whose work fails."""
+    """What a worker does with requests whose work fails."""
 
     def __init__(self, record: Record, inbox: DeliveryQueue, retried: Callable[[str], None]) -> None:
-        """`retried` is told the code of each error after which something is tried again."""
+        """`retried` is called with the code of each error after which a request is tried again."""
         self._record, self._inbox, self._retried = record, inbox, retried
 
     def retry_later(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
-        """Give a request up for now; False if it was tried often enough: it is to end with its error."""
+        """Release a request for a later attempt. Returns False if its attempts are used up, so that it must end."""
         tries = claim.tries
         if tries >= self._record.settings.fail_attempts:
             return False
@@ -68,8 +68,9 @@ class RetryPolicy:
         return min(settings.retry_cap_s, settings.retry_first_s * settings.retry_factor ** max(0, tries - 1))
 
     def defer_suspect(self, delivery: Delivery, claim: Claim, *, has_to_wait: bool) -> bool:
-        """Whether a claimed request waits, because of who else is here (`has_to_wait`). Then it is given back, and the
-        attempt does not count.
+        """Release and defer a claimed request if it has to wait because of the worker's other requests.
+
+        The attempt does not count. Returns whether the request waits.
         """
         if not has_to_wait or claim.exhausted or claim.cancelled:
             return False
@@ -79,7 +80,7 @@ class RetryPolicy:
 
 
 def reason_to_end(claim: Claim, deadline: float | None) -> RequestError | None:
-    """Cancelled, tried too often, or too late; None when there is work to do."""
+    """Return the error of a request that is cancelled, tried too often or too late; None when there is work to do."""
     if claim.cancelled:
         return Cancelled("cancelled")
     if claim.exhausted:
@@ -88,19 +89,22 @@ def reason_to_end(claim: Claim, deadline: float | None) -> RequestError | None:
 
 
 def deadline_error(deadline: float | None) -> RequestError | None:
-    """`DeadlineExceeded` once the deadline (seconds since the epoch) has passed."""
+    """Return `DeadlineExceeded` once the deadline (seconds since the epoch) has passed, else None."""
     if deadline is not None and now_s() > deadline:
         return DeadlineExceeded("the deadline passed before the answer was complete")
     return None
 
 
 def is_suspect(claim: Claim) -> bool:
-    """Whether a request is to be computed alone: its last attempts came to nothing."""
+    """Return whether a request is to be computed alone, as its last attempts came to nothing."""
     return claim.attempts > TRUSTED_ATTEMPTS
 
 
 def to_request_error(error: Exception) -> RequestError:
-    """What to tell of an error that came up in the work on one request. Raises it if it says nothing about that one."""
+    """Return the error with which a request ends whose work raised `error`.
+
+    Raises `error` if it is an outage, and so not about the request.
+    """
     if is_outage(error) or isinstance(error, BusError):
         raise error
     kind = StoreUnreachable if isinstance(error, redis.RedisError | KVStoreError) else InternalError
@@ -112,7 +116,7 @@ def to_request_error(error: Exception) -> RequestError:
 def make_dead_letters(
     pipeline: Pipeline, delivery: Delivery, error: RequestError | None, claim: Claim | None = None
 ) -> list[Outgoing]:
-    """The dead letter of a request that ends so, if somebody should look at it."""
+    """Return the dead letter of a request that ends with `error`, if that error calls for one."""
     if error is None or error.code not in POISONOUS:
         return []
     tries = 1 if claim is None else max(1, claim.tries - isinstance(error, AttemptsExhausted))

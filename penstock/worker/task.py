@@ -1,4 +1,4 @@
-"""A request in a worker, and what a stage makes of it."""
+"""A request in a worker, and what a stage does with it."""
 
 from collections.abc import Collection
 from concurrent.futures import Future
@@ -29,85 +29,88 @@ class Task:
 
     id: str
     delivery: Delivery
-    """What it came with; not held where it was taken over."""
+    """The delivery that it came with. It is not held where the request was taken over."""
     message: Request | Job | None
-    """None where it could not be read."""
+    """The decoded message; None where it could not be read."""
     operation: Operation
     body_hash: str = ""
-    """In prefill the hash of what was asked: an id with another one is a conflict."""
+    """In prefill the hash of the request's body: a request with the same id and another hash is a conflict."""
     job_name: str = ""
-    """In decode the job's: the first one claimed is bound to the request."""
+    """In decode the job's name: the first job claimed is bound to the request."""
     token_ids: list[int] = field(default_factory=list)
-    """The prompt."""
+    """The prompt's token ids."""
     failure: RequestError | None = None
-    """Why it could not be read, if that was not the message's fault."""
+    """Why the message could not be read, if that was not the message's fault."""
     error: RequestError | None = None
-    """What it ends with."""
+    """The error that the request ends with."""
     finish_reason: FinishReason | None = None
-    """How it ended: known with its last token, written once that token is in the log."""
+    """Why the answer ended. Known with its last token, and written once that token is in the log."""
     tail_text: str = ""
-    """Text held back when the deadline cut the answer short."""
+    """Text that was held back when the deadline cut the answer short."""
     claim: Claim = field(init=False)
-    """What it is held with, once it is claimed."""
+    """The claim under which it is held, once it is claimed."""
     seq: Sequence | None = None
-    """None before there is something to compute, or where nothing is."""
+    """Its sequence in the engine; None before there is something to compute, or where nothing is."""
     blocks: SequenceBlocks | None = None
     blocks_stored: "Future[float] | None" = None
-    """Done when the blocks are stored that have to be before it may be settled."""
+    """Done when the blocks are stored that must be there before the request may be settled."""
     output: OutputText | None = None
     log_events: list[TokenEvent] = field(default_factory=list)
-    """The log, as far as it was read, and what was sent to it since."""
+    """The token events of the log: those that were read, and those sent to it since."""
     end_event: EndEvent | None = None
-    """The log's end, once it is written by this worker or another."""
+    """The log's end, once this worker or another has written it."""
     is_in_flight: bool = False
     """Whether a token is on its way to the log."""
     parent_context: Context = field(default_factory=Context)
-    """What its span is in."""
+    """The trace context that its own span is in."""
     span: Span = INVALID_SPAN
     context: Context = field(default_factory=Context)
-    """What the spans of the work on it are in."""
+    """The trace context for the spans of the work on it."""
     started_s: float = field(default_factory=now_s)
     read_s: float = 0.0
-    """When its message was read, where that takes time."""
+    """When its message was read, where that takes time; else 0."""
     first_token_s: float = 0.0
     last_written_s: float | None = None
     """When its last token was written, by the monotonic clock; None before this worker wrote one."""
 
     @property
     def klass(self) -> PriorityClass:
-        """The class of the topic that it came by."""
+        """The priority class of the topic that it came by."""
         return self.delivery.klass
 
     @property
     def deadline(self) -> float | None:
-        """When it is too late, in seconds since the epoch."""
+        """The request's deadline in seconds since the epoch, or None."""
         return None if self.message is None else self.message.deadline
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The request's tenant."""
         return "default" if self.message is None else self.message.tenant
 
     def to_claim_request(self) -> Waiting:
-        """It, as a claim knows it. Of what is too large nothing is kept: then only its delivery can bring it back."""
+        """Return what a claim needs to know of the request.
+
+        The message is left out where it is too large to keep. Then only its delivery can bring the request back.
+        """
         is_kept = not isinstance(self.error, RequestTooLarge)
         return Waiting(self.id, self.body_hash, self.job_name, serialize_delivery(self.delivery) if is_kept else b"")
 
     def start_span(self, name: str) -> None:
-        """The work on it begins."""
+        """Start the span of the work on the request."""
         told = {"prompt_tokens": len(self.token_ids), "attempt": self.claim.attempts}
         self.span = tracing.start_span(name, self.parent_context, self.read_s or self.started_s, **told)
         self.context = tracing.with_span(self.span, self.parent_context)
 
     @property
     def num_prefilled_tokens(self) -> int:
-        """Of the prompt, how many were computed here or found: what an end before token 0 says was used."""
+        """Prompt tokens that were computed here or found. This is the usage if the request ends before token 0."""
         seq = self.seq
         return 0 if seq is None else min(seq.num_prompt_tokens, max(seq.num_cached_tokens, seq.num_computed_tokens))
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, how many were found."""
+        """Prompt tokens whose KV was found."""
         return 0 if self.seq is None else self.seq.num_cached_tokens
 
     @property
@@ -116,57 +119,63 @@ class Task:
         return self.seq is not None and self.seq.state is not State.WAITING
 
     def measure_token_gap(self, now_s: float) -> float | None:
-        """A token was written: how long after the one before it, if this worker wrote that."""
+        """Note that a token was written. Returns the seconds since the one before, if this worker wrote that; else
+        None.
+        """
         before_s, self.last_written_s = self.last_written_s, now_s
         return None if before_s is None else now_s - before_s
 
 
 class Completion(NamedTuple):
-    """What goes out when a request is through with a stage."""
+    """What is published when a request is through with a stage."""
 
     outputs: list[Outgoing]
     dead_letters: list[Outgoing]
-    """Its dead letter, if somebody should look at it."""
+    """Its dead letter, if the request's error calls for one."""
     span_attributes: dict[str, str]
-    """What the span of its settlement says of it."""
+    """Attributes of the settlement's span."""
 
 
 class Role(Protocol):
-    """What a stage makes of a request: what a task is there, when it is through, and how many fit."""
+    """What a stage does with a request: how it is read, computed and completed, and how many fit."""
 
     stage: Stage
     engine: Engine
     max_inline_bytes: int
-    """A message up to this size is read by the loop itself, a longer one on a thread."""
+    """The loop itself reads messages up to this size; longer ones are read on a thread."""
     hands_off: bool
-    """Whether requests go on in another stage: their claims are given up once that has them, and it has the leases on
-    their blocks."""
+    """Whether requests go on in another stage. Their claims are given up once that stage has them and the leases on
+    their blocks.
+    """
     settle_span_name: str
-    """What the span of a settlement is called."""
+    """The name of a settlement's span."""
 
     def identify_request(self, delivery: Delivery) -> Task | None:
-        """The request of a message, or what is wrong with it; None where not even an id can be read."""
+        """Return the request of a message, with an error if it is invalid; None where not even an id can be read."""
 
     def read_message(self, delivery: Delivery) -> Task | None:
-        """The same with its prompt. Any thread may ask."""
+        """Return the request of a message with its prompt, else like `identify_request`. Any thread may call this."""
 
     def build_sequence(self, task: Task, kv: KVConnector) -> Sequence | None:
-        """What the engine is to compute for a claimed request; None where its answer is complete already.
+        """Return the sequence for the engine; None where the answer is complete already.
 
-        Raises a `RequestError` where there is nothing to compute.
+        Raises a `RequestError` where the request cannot be computed.
         """
 
     def build_end_event(self, task: Task) -> EndEvent:
-        """The end of its log, stamped now."""
+        """Return the end of its log, stamped now."""
 
     def build_completion(self, task: Task) -> Completion | None:
-        """What goes out now that it is through; None where Redis has forgotten too much of it."""
+        """Return what is published now that it is through; None where Redis has lost too much of its log."""
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
-        """How many more of a class to take beside `tasks` and those that are being read, of it and classes above."""
+        """Return how many more requests of a class to take.
+
+        `tasks` and the `num_read` messages being read are of this class and the classes above.
+        """
 
     def measure_task_load(self, task: Task) -> TaskLoad:
-        """What it stands for in the heartbeat."""
+        """Return the work that a request still needs, for the heartbeat."""
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
-        """How fast the worker is, for the heartbeat."""
+        """Return the worker's rates, for the heartbeat."""

@@ -69,25 +69,25 @@ from penstock.worker.task import Role, Task
 log = logging.getLogger(__name__)
 
 SETTLING_DEFERRAL_S = 0.05
-"""A delivery that is being settled is looked at again so soon."""
+"""Wait before a delivery is tried again that is being settled."""
 BUSY_POLL_S = 0.01
-"""So long an idle worker waits for messages while something of its own is under way."""
+"""How long an idle worker polls for messages while loads, stores or settlements are under way."""
 
 
 @dataclass(frozen=True)
 class Settling:
-    """What is to be done when a delivery is settled."""
+    """A settlement under way: the ticket that the settler returns with its outcome."""
 
     num_dead_letters: int
     task: Task | None = None
-    """None where it was never claimed."""
+    """The request; None where it was never claimed."""
     begun_s: float = 0.0
     span_attributes: Mapping[str, str] = field(default_factory=dict)
-    """What its span says of it."""
+    """Attributes of the settlement's span."""
 
 
 class Worker:
-    """One worker of a stage: its engine, its KV, its record and its place in the group."""
+    """A worker of one stage: its engine, KV store, record, and place in the consumer group."""
 
     def __init__(
         self,
@@ -114,15 +114,15 @@ class Worker:
         self.rescuer = Rescuer(record, self.stage, self.session, member, reader, self.make_claim_request)
         self.retry_policy = RetryPolicy(record, self.queue, self.metrics.count_retry)
         self.running: dict[str, Task] = {}
-        """All that is claimed and not through with this stage, by request."""
+        """All claimed requests that are not through with this stage, by request id."""
         self._handing_off: set[Task] = set()
-        """Those whose hand-off is being settled."""
+        """Requests whose hand-off is being settled."""
         self._tasks_in_flight: list[Task] = []
-        """Those with a token on its way to the log."""
+        """Requests that have a token on its way to the log."""
         self._sent_s = 0.0
 
     def run_once(self, *, accept: bool = True) -> bool:
-        """One turn of the loop; whether it did anything. Without `accept` nothing new is taken."""
+        """Run one turn of the loop. Returns whether it did anything. Without `accept` no new requests are taken."""
         self._handle_claim_news()
         read = self._collect_events()
         deliveries = self._poll_messages() if accept else []
@@ -145,7 +145,7 @@ class Worker:
     # What happened meanwhile.
 
     def _handle_claim_news(self) -> None:
-        """Let go of what others hold, and end what is to end."""
+        """Drop requests whose claims were lost, and end those that were cancelled."""
         self.settler.raise_failure()
         self.rescuer.raise_failure()
         for claim, news in self.session.news():
@@ -159,7 +159,9 @@ class Worker:
                 self._end_tasks(task)
 
     def _collect_events(self) -> list[Task]:
-        """Go on with what was loaded, stored and settled. Returns what was read and is to be claimed."""
+        """Handle what other threads have loaded, stored, settled and read. Returns read messages that are to be
+        claimed.
+        """
         for event in self.kv.collect_events():
             match event:
                 case Loaded():
@@ -178,7 +180,7 @@ class Worker:
     # 1 and 6. Claim.
 
     def _poll_messages(self) -> list[Delivery]:
-        """What to begin now, or soon if there is nothing to do but wait."""
+        """Return the deliveries to begin. An idle worker waits for the first one."""
         rooms = self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
         is_waited_for = len(self.settler) > 0 or len(self.kv) > 0
         deliveries = self.queue.poll(
@@ -192,8 +194,9 @@ class Worker:
         return deliveries
 
     def free_capacity(self, klass: PriorityClass) -> int:
-        """How many more requests of a class to take: none while some of it wait for blocks. What is being read has its
-        room already.
+        """Return how many more requests of a class to take.
+
+        None are taken while requests of the class wait for blocks. Messages that are being read count as taken.
         """
         if self.kv.has_waiting_loads(klass):
             return 0
@@ -203,11 +206,11 @@ class Worker:
         return max(0, self.role.free_capacity(klass, before, num_read, self.load))
 
     def _is_idle(self) -> bool:
-        """Whether there is nothing to do but wait for messages."""
+        """Return whether there is nothing to do but wait for messages."""
         return not self.running and not len(self.reader)
 
     def _read_messages(self, deliveries: Iterable[Delivery]) -> list[Task]:
-        """Read what is short; the rest is read beside the engine's steps."""
+        """Read short messages at once, and have long ones read on a thread beside the engine's steps."""
         tasks = []
         for delivery in deliveries:
             if len(delivery.value) > self.role.max_inline_bytes:
@@ -217,7 +220,9 @@ class Worker:
         return tasks
 
     def _accept_read_task(self, delivery: Delivery, task: Task | None) -> Task | None:
-        """What was read of a message, if anybody is to be told of it. If not, a dead letter tells."""
+        """Return the task that was read of a message. Without one, send the message to the dead letters and return
+        None.
+        """
         if task is None:
             self._send_dead_letter(delivery, "invalid_request: no request id can be read, in the message or its key")
         elif task.read_s:
@@ -225,13 +230,16 @@ class Worker:
         return task
 
     def make_claim_request(self, delivery: Delivery) -> Waiting | None:
-        """The request of a message that nobody has begun; None where it cannot be put down. Any thread may ask."""
+        """Return what a claim needs to know of a message that no worker has begun; None where it cannot be put down.
+
+        Any thread may call this.
+        """
         task = self.role.identify_request(delivery)
         waiting = None if task is None else task.to_claim_request()
         return waiting if waiting is not None and waiting.message else None
 
     def _claim_messages(self, tasks: Iterable[Task]) -> None:
-        """Claim what is this worker's to claim, all in one round trip."""
+        """Claim all requests that this worker may claim, in one round trip."""
         mine = [task for task in tasks if self._is_claimable(task.delivery)]
         claims = self.record.claim_all(self.stage, self.session.id, [task.to_claim_request() for task in mine])
         for task, claimed in zip(mine, claims, strict=True):
@@ -250,14 +258,17 @@ class Worker:
                     self._open_task(task, claimed)
 
     def _is_claimable(self, delivery: Delivery) -> bool:
-        """Whether to claim with it. If not, another has it now, or it came a second time and is being settled."""
+        """Return whether the delivery is still this worker's and is not being settled.
+
+        A delivery that came a second time while its first settlement is under way is deferred.
+        """
         if self.settler.is_settling(delivery):
             self.queue.defer(delivery, SETTLING_DEFERRAL_S)
             return False
         return self.member.holds(delivery)
 
     def _find_undelivered_task(self, task: Task) -> Task | None:
-        """What was taken over from the holder of this message, here."""
+        """Return the running request of this message if it was taken over, and so has no delivery of its own."""
         running = self.running.get(task.id)
         return (
             running
@@ -266,7 +277,7 @@ class Worker:
         )
 
     def _take_over(self, *, accept: bool) -> None:
-        """Go on with what nobody holds. Others have the deliveries, or get them later."""
+        """Take over requests that no worker holds. Their deliveries are with other workers, or come later."""
         room = max(self.load.capacities.values()) if accept and self.session.num_free else 0
         if room <= 0:
             return
@@ -297,7 +308,10 @@ class Worker:
         self._open_task(task, claim)
 
     def _release_failed_claim(self, claim: Claim, error: Exception) -> None:
-        """Leave a request to whoever takes it later, or gets its delivery. Raises what is not about this one."""
+        """Release a claim that this worker cannot go on with, so that another worker takes it later.
+
+        Raises `error` if it is not about this request.
+        """
         to_request_error(error)
         log.error("request %s cannot be gone on with", claim.id, exc_info=error)
         self.session.drop(claim)
@@ -307,7 +321,7 @@ class Worker:
         self.record.release(claim, failed=True, delivered=False, wait_s=self.record.settings.retry_cap_s)
 
     def _open_task(self, task: Task, claim: Claim) -> None:
-        """Begin the work on a request that is claimed; what cannot be answered ends."""
+        """Begin the work on a claimed request. A request that cannot be answered ends here."""
         task.claim, task.log_events = claim, [event for event in claim.log if isinstance(event, TokenEvent)]
         self._record_queue_wait(task)
         self._replace_older_task(task)
@@ -343,17 +357,20 @@ class Worker:
         self._end_tasks(task)
 
     def _has_to_run_apart(self, claim: Claim) -> bool:
-        """Whether a request has to wait because of who else is here, what is handed off and not noted yet included.
+        """Return whether a suspect request has to wait because of the others that are here or being handed off.
 
-        One that may kill the worker, and one that was claimed in vain before, are not here together: whichever of them
-        does it, the other would lose an attempt.
+        A request that may kill the worker and one that was claimed in vain before do not run in one worker: whichever
+        kills it, the other would lose an attempt.
         """
         num_tries = 2 if is_suspect(claim) else TRUSTED_ATTEMPTS + 1
         here = [*self.running.values(), *self._handing_off]
         return claim.attempts > 1 and any(task.claim.tries >= num_tries for task in here)
 
     def _record_queue_wait(self, task: Task) -> None:
-        """Work on a message begins. What was taken over has no wait of its own: another worker had it meanwhile."""
+        """Record how long a message waited.
+
+        A request that was taken over has no wait of its own, as another worker had it meanwhile.
+        """
         delivery, begun_s = task.delivery, task.started_s
         if delivery.is_held:
             self.metrics.record_queue_wait(delivery.klass, delivery.timestamp_s, begun_s)
@@ -363,8 +380,9 @@ class Worker:
             tracing.record_span("preprocess", task.parent_context, begun_s, task.read_s, bytes=len(delivery.value))
 
     def _replace_older_task(self, task: Task) -> None:
-        """Let go of what was held until its session was over, and is claimed anew now: of its delivery, too, if that is
-        another one. One that came with none goes on with the older one's.
+        """Drop the older task of a request that was held until the session ended and is claimed anew now.
+
+        The older delivery is deferred if the new one is another. If the new task has none, it keeps the older one's.
         """
         older = self.running.get(task.id)
         if older is None:
@@ -378,7 +396,7 @@ class Worker:
     # 3 and 6. Load.
 
     def _begin_load(self, task: Task) -> bool:
-        """Have its blocks fetched; False where there is nothing to compute."""
+        """Start to load a request's KV blocks. Returns False where there is nothing to compute."""
         seq = self.role.build_sequence(task, self.kv)
         if seq is None:
             return False
@@ -396,7 +414,7 @@ class Worker:
         return True
 
     def _start_computing(self, task: Task, loaded: Loaded) -> None:
-        """What could be had is in the pool: compute the rest."""
+        """Give a request to the engine once the blocks that were found are in the pool."""
         if task is not self.running.get(task.id):
             return
         assert task.seq is not None
@@ -408,7 +426,7 @@ class Worker:
     # 3 and 7. Step.
 
     def _step_engine(self) -> tuple[list[Sampled], SequenceFailed | None]:
-        """The tokens that a step decided, or who made it fail."""
+        """Return the tokens that an engine step sampled, or the sequence that made it fail."""
         try:
             sampled, failed = self.engine.step(), None
         except SequenceFailed as error:
@@ -418,13 +436,13 @@ class Worker:
         return sampled, failed
 
     def _fail_task(self, failed: SequenceFailed) -> None:
-        """One request makes steps fail; what the last step said of it is in its log by now."""
+        """Retry or end the request that makes engine steps fail. Tokens of the last step are in its log by now."""
         task = self.running.get(failed.seq.id)
         if task is not None and task.seq is failed.seq:
             self._retry_or_end(task, failed.error)
 
     def _store_full_blocks(self) -> None:
-        """Have the blocks written that the last step has filled."""
+        """Start to store the blocks that the last step has filled."""
         for task in self.running.values():
             if task.seq is not None and task.seq.state is State.RUNNING:
                 self._store_full_blocks_of(task)
@@ -435,14 +453,17 @@ class Worker:
             stage_failpoint(self.stage, "prefill.3.shipping", "decode.7.shipping")
 
     def _record_throughput(self, sampled: Sequence[Sampled]) -> None:
-        """Note what a turn brought: prompts in prefill, tokens in decode."""
+        """Record the tokens of a turn: of finished prompts in prefill, sampled tokens in decode."""
         num_tokens = sum(item.seq.num_prompt_tokens for item in sampled) if self.role.hands_off else len(sampled)
         self.load.throughput.record_step(num_tokens, is_busy=bool(self.running))
 
     # 4 and 7. Append.
 
     def _append_tokens(self, sampled: Sequence[Sampled]) -> None:
-        """Send each token to its log, in one round trip; of what is computed, the last blocks follow."""
+        """Send each token to its log, in one round trip.
+
+        For requests that are computed, the store of their last blocks begins after it.
+        """
         mine = [(task, item) for item in sampled if (task := self._find_sampled_task(item)) is not None]
         # What prefill computed again may have its token in the log.
         fresh = [(task, item) for task, item in mine if not (self.role.hands_off and task.claim.num_tokens)]
@@ -467,12 +488,12 @@ class Worker:
                 self._hand_off(task)
 
     def _find_sampled_task(self, item: Sampled) -> Task | None:
-        """Whose token that is, if it is still wanted."""
+        """Return the request that a sampled token belongs to, or None if it is not running any more."""
         task = self.running.get(item.seq.id)
         return task if task is not None and task.seq is item.seq else None
 
     def _make_token_event(self, task: Task, item: Sampled) -> TokenEvent:
-        """The event of its next token."""
+        """Return the log event of a request's next token."""
         assert task.output is not None
         text, task.finish_reason = task.output.add_token(item.token_id)
         logprobs = get_token_texts(self.engine.model.tokenizer).add_texts(item.logprobs, item.token_id)
@@ -482,7 +503,7 @@ class Worker:
         return event
 
     def _confirm_tokens(self) -> None:
-        """Act on what became of the tokens that were sent last."""
+        """Read whether the tokens sent last were appended, and act on the answers."""
         if not self._tasks_in_flight:
             return
         outcomes, written_s, ended = self.record.collect(), time.monotonic(), []
@@ -517,7 +538,7 @@ class Worker:
     # 8. End.
 
     def _end_overdue(self) -> None:
-        """End what is too late."""
+        """End requests whose deadline has passed."""
         overdue = []
         for task in self.running.values():
             if (error := deadline_error(task.deadline)) is not None:
@@ -527,7 +548,7 @@ class Worker:
         self._end_tasks(*overdue)
 
     def _retry_or_end(self, task: Task, error: RequestError) -> None:
-        """The work on it failed: it is tried again later, or ends."""
+        """Have a request whose work failed tried again later, or end it with the error."""
         if self.retry_policy.retry_later(task.delivery, task.claim, error):
             self._remove_task(task)
         else:
@@ -535,7 +556,7 @@ class Worker:
             self._end_tasks(task)
 
     def _end_tasks(self, *tasks: Task) -> None:
-        """Requests end here: their ends are written in one round trip, and what they come to goes out."""
+        """End requests: append their ends in one round trip, and send out their results or jobs."""
         begun_s, fenced = now_s(), []
         for task in tasks:
             if task.error is not None:
@@ -566,9 +587,9 @@ class Worker:
         self._complete_task(task, begun_s)
 
     def _complete_task(self, task: Task, begun_s: float) -> None:
-        """Have what a request comes to sent out, and its delivery done with it.
+        """Publish a request's job or result and settle its delivery.
 
-        `begun_s`: where its last span ended, or before. The settlement's begins there: a life has no gaps.
+        `begun_s`: when its last span ended, or before. The settlement's span begins there, so that a trace has no gaps.
         """
         through = self.role.build_completion(task)
         if through is None:
@@ -588,17 +609,20 @@ class Worker:
             self.kv.release_leases(self.pipeline.lease_owner(task.id), blocks)
 
     def _make_settlement_anew(self, task: Task) -> Settlement:
-        """The same hand-off under a new name. The settler's thread asks; nobody changes the task any more."""
+        """Return the same hand-off under a new job name.
+
+        The settler's thread calls this; no other thread changes the task any more.
+        """
         through = self.role.build_completion(task)
         assert through is not None, "a job can always be made"
         return Settlement(task.delivery, through.outputs + through.dead_letters)
 
     def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
-        """To the dead letters; a delivery that was lost meanwhile is buried by who has it now."""
+        """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
         self.settler.settle(Settlement(delivery, [dead_message(self.pipeline, delivery, reason)]), Settling(1))
 
     def _finish_settled(self, outcomes: Iterable[tuple[Settling | None, bool]]) -> None:
-        """Count what is settled. Claims of what was handed off are given up, those of what was not are given back."""
+        """Count settled deliveries. Claims are given up where the hand-off was settled, and released where it was not."""
         handed, left = [], []
         for settling, settled in outcomes:
             if settling is None or settling.task is None:
@@ -628,20 +652,22 @@ class Worker:
     # Letting go.
 
     def _drop_lost_task(self, task: Task) -> None:
-        """Let go of a request that another worker holds now, or may."""
+        """Drop a request that another worker holds now, or may hold."""
         self._remove_task(task)
         self._give_back(task)
 
     def _give_back(self, *tasks: Task) -> None:
-        """Look again at requests whose claim was refused. Who lets go says so: where one is this worker's after all,
-        its session lives on, and nobody else would ever take it.
+        """Release refused claims and defer their deliveries.
+
+        The release is needed where the claim is this worker's after all: its session lives on, so that no other worker
+        would ever take the request over.
         """
         self.record.release_all([(task.claim, task.delivery.is_held) for task in tasks])
         for task in tasks:
             self.queue.defer(task.delivery)
 
     def _remove_task(self, task: Task) -> None:
-        """Let go of a request, with all that it has in the engine."""
+        """Remove a request with all that it has in the engine."""
         task.span.end()
         del self.running[task.id]
         self.session.drop(task.claim)
@@ -649,14 +675,17 @@ class Worker:
             self.engine.remove_sequence(task.seq)
 
     def report_load(self) -> dict[str, object]:
-        """What it holds and how fast it is, for the heartbeat. Any thread may ask."""
+        """Return what the worker holds and how fast it is, for the heartbeat. Any thread may call this."""
         held = [self.role.measure_task_load(task) for task in list(self.running.values())]
         read = [delivery.klass for delivery in self.reader.pending_deliveries()]
         waiting = {klass: self.queue.num_deferred(klass) + read.count(klass) for klass in CLASSES}
         return self.load.summarize_load(held, waiting) | self.role.report_rates(self.load)
 
     def stop_accepting(self) -> None:
-        """Take nothing more. What runs goes on under its claim; who has its delivery then settles it, from its log."""
+        """Take no new requests. Running ones go on under their claims.
+
+        The bus gives their deliveries to other workers, which settle them from the log.
+        """
         self.settler.wait_settled(SETTLING_DEFERRAL_S)
         self.rescuer.close()
         # Else others read what was read here, until the bus has given it away.
@@ -668,11 +697,11 @@ class Worker:
                 task.delivery = replace(task.delivery, is_held=False)
 
     def is_settled(self) -> bool:
-        """Whether nothing waits, for another worker or for a commit, and nothing is being read."""
+        """Return whether no delivery is deferred, being read or being settled, and no KV transfer is under way."""
         return not any(len(one) for one in (self.queue, self.settler, self.kv, self.reader))
 
     def close(self) -> None:
-        """Hand back what is not finished, and leave the group. Engine and store stay."""
+        """Hand back unfinished requests and leave the group. Engine and store stay."""
         self._confirm_tokens()
         self._hand_back()
         self.kv.close()
@@ -681,7 +710,7 @@ class Worker:
         self._leave_group()
 
     def abandon(self) -> None:
-        """Let go of everything, as a crash would: see `penstock.worker.reconnect`. Engine and store stay."""
+        """Drop everything, as a crash would (see `penstock.worker.reconnect`). Engine and store stay."""
         with contextlib.suppress(redis.RedisError):  # where Redis is not away, the attempts need not count
             self._hand_back()
         self.settler.abandon()
@@ -691,7 +720,7 @@ class Worker:
         self._leave_group()
 
     def _hand_back(self) -> None:
-        """Leave what runs and what is being read to others."""
+        """Release the claims of all requests that run or are being read."""
         tasks = list(self.running.values())
         for task in tasks:
             self._remove_task(task)
@@ -710,5 +739,5 @@ class Worker:
 
 
 def _are_same_request(one: Task, other: Task) -> bool:
-    """Whether two messages of a request ask for the same: with one body, or by one job."""
+    """Return whether two messages of a request ask for the same: they have one body, or are one job."""
     return (one.body_hash, one.job_name) == (other.body_hash, other.job_name)
