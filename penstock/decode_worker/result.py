@@ -9,11 +9,11 @@ from penstock.messages import EndEvent, Job, Result, TokenEvent
 from penstock.names import Pipeline
 
 MAX_HEADER_BYTES = 65536
-"""More than the key and the headers of a result have."""
+"""More than the key and the headers of a result take."""
 
 
 def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> Result | None:
-    """The result that a finished log stands for; None when the log has no end."""
+    """Return the result of a finished log; None when the log has no end."""
     token_ids, texts, logprobs = [], [], []
     for event in log:
         texts.append(event.text)
@@ -39,7 +39,7 @@ def build_result(job: Job, model: str, log: Iterable[TokenEvent | EndEvent]) -> 
 
 
 def build_result_message(pipeline: Pipeline, result: Result, trace_headers: dict[str, str]) -> Outgoing:
-    """The message for the results topic."""
+    """Return the message for the results topic. A result that is too large is truncated."""
     headers = {
         names.VERSION_HEADER: str(result.v),
         names.TENANT_HEADER: result.tenant,
@@ -52,7 +52,7 @@ def build_result_message(pipeline: Pipeline, result: Result, trace_headers: dict
 
 
 def _truncate_result(result: Result) -> Result:
-    """A result that fits into a topic with its headers. A character is at most six bytes of JSON."""
+    """Return a result that fits into a topic with its headers. A character is at most six bytes of JSON."""
     bare = result.model_copy(update={"text": "", "logprobs": None, "truncated": True})
     num_left = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES - len(bare.encode())
     return bare.model_copy(update={"text": result.text[: max(0, num_left // 6)]})

@@ -1,11 +1,11 @@
-"""What a request is in decode: a job, an answer that goes on at the end of its log, and in the end a result.
+"""Jobs in decode: an answer goes on at the end of its log, and a result is published.
 
 The numbered steps, as in docs/structure.md (the loop is `penstock/worker/worker.py`):
 
-    6  a job is read, and what its log says is taken in; what is not in the KV store is computed again
+    6  a job and its log are read; KV that is not in the store is computed again
     7  the answer is decoded, a token a step
     8  it ends
-    9  the result goes out
+    9  the result is published
 """
 
 import contextlib
@@ -44,11 +44,11 @@ from penstock.worker.task import Completion, Task
 log = logging.getLogger(__name__)
 
 MAX_BATCH_ADMISSIONS = 3
-"""To take in a job costs a turn a millisecond or two."""
+"""Batch jobs admitted at once while interactive requests run. Each admission adds 1 to 2 ms to the turn."""
 
 
 class DecodeRole:
-    """One decode worker's."""
+    """The role of a decode worker."""
 
     stage: Stage = "decode"
     max_inline_bytes = MAX_MESSAGE_BYTES
@@ -61,12 +61,13 @@ class DecodeRole:
     # 6. Claim.
 
     def identify_request(self, delivery: Delivery) -> Task | None:
-        """The request of a job; None where not even its id can be read."""
+        """Return the request of a job; None where not even its id can be read."""
         return self.read_message(delivery)
 
     def read_message(self, delivery: Delivery) -> Task | None:
-        """The request of a job. Of one that cannot be read, only whose it is, and what is wrong; None where not even
-        that can be read.
+        """Return the request of a job; None where not even its id can be read.
+
+        A job that cannot be read gives a request with its id and an error.
         """
         error: RequestError | None = None
         try:
@@ -88,7 +89,7 @@ class DecodeRole:
         return task
 
     def build_sequence(self, task: Task, kv: KVConnector) -> Sequence | None:
-        """All tokens that there are, and those to come; None where the log's last token ends the answer."""
+        """Return a sequence of all tokens so far; None where the log's last token ends the answer."""
         job, model = _job_of(task), self.engine.model
         # Prefill has cut it to its own room already; a pool that is smaller here cuts it once more.
         sampling = self.engine.cut_max_tokens(job.sampling, len(job.token_ids))
@@ -115,7 +116,10 @@ class DecodeRole:
         )
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
-        """Of batch a few at once beside interactive ones, whose next tokens wait meanwhile."""
+        """Return how many more requests of a class to take.
+
+        Few batch jobs are taken at once beside interactive requests, whose next tokens wait meanwhile.
+        """
         each, most = load.estimate_admission(klass, self.engine.settings.max_batch - len(tasks) - num_read)
         if klass == "batch" and any(task.klass == "interactive" for task in tasks):
             most = min(most, MAX_BATCH_ADMISSIONS)
@@ -124,7 +128,7 @@ class DecodeRole:
     # 8. End.
 
     def build_end_event(self, task: Task) -> EndEvent:
-        """The end of the log, stamped now."""
+        """Return the end of the log, stamped now."""
         job, num_tokens = _job_of(task), task.claim.num_tokens
         # A job that carries an error was given up in prefill, and its end there, which Redis lost, said what was used.
         is_prefilled = job.error is None or num_tokens > 0
@@ -142,7 +146,7 @@ class DecodeRole:
     # 9. Settle.
 
     def build_completion(self, task: Task) -> Completion | None:
-        """The result that its log stands for; None where the record was lost between the claim and the reading."""
+        """Return the result of the log; None where Redis lost the record between the claim and the reading."""
         job = _job_of(task)
         events: list[TokenEvent | EndEvent] = (
             [*task.log_events, task.end_event] if task.end_event is not None else task.claim.log
@@ -159,7 +163,7 @@ class DecodeRole:
     # For the heartbeat.
 
     def measure_task_load(self, task: Task) -> TaskLoad:
-        """What it stands for in the heartbeat."""
+        """Return the work that a request still needs, for the heartbeat."""
         pending = (
             task.seq.num_pending_tokens - 1 if task.seq is not None and task.is_running else 0
         )  # else it may be stored
@@ -168,7 +172,7 @@ class DecodeRole:
         return TaskLoad(task.klass, task.is_running, max(0, pending), left, open_said)
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
-        """How fast prompts are computed, and answers decoded."""
+        """Return how fast prompts are computed and answers decoded, for the heartbeat."""
         return {
             "prompt_tokens_per_s": self.engine.prefill_tokens_per_s(),
             "output_tokens_per_s": load.throughput.tokens_per_s,
@@ -176,7 +180,7 @@ class DecodeRole:
 
 
 def _readable_part(delivery: Delivery, request_id: str) -> Job:
-    """A job that cannot be read, as far as it can."""
+    """Return what can be read of a job that is invalid as a whole."""
     # Its own name, as who can read it binds the request by that. Without one, the same whoever tries.
     name = extract_job_name(delivery.value) or hashlib.sha256(delivery.value).hexdigest()
     job = Job(id=request_id, job=name, klass=delivery.klass)

@@ -1,8 +1,8 @@
-"""How far prefill goes ahead of decode with batch work.
+"""Backpressure of decode on prefill: how far prefill goes ahead with batch work.
 
-KV waits in the store until decode comes to it. A job of fifty thousand prompts would fill every tier long before: what
-was stored first is dropped, and decode computes it again, beside the answers that it writes. So no batch request is
-taken while decode has enough to do; interactive ones always are.
+KV waits in the store until decode reads it. A job of fifty thousand prompts would fill every tier long before: what was
+stored first would be dropped, and decode would compute it again beside the answers that it generates. So no batch
+request is taken while decode has enough to do. Interactive requests are always taken.
 """
 
 import logging
@@ -18,26 +18,26 @@ from penstock.ops.lag import PipelineLag
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_S = 2.0
-"""So much work decode finds waiting: several times what passes between a look and the next prompt."""
+"""Seconds of queued batch work with which decode has enough: several times what passes from a poll to the next prompt."""
 MAX_QUEUED_MESSAGES = 64
-"""So many messages, while nobody knows how long they take."""
+"""Queued batch messages with which decode has enough, while it is not known how long they take."""
 POLL_INTERVAL_S = 0.5
 CLOSE_TIMEOUT_S = 0.5
-"""A worker that leaves waits no longer for a look: servers may hang."""
+"""How long a worker that leaves waits for the thread: servers may not answer."""
 
 
 class DecodeBackpressure:
-    """Looks while batch work comes in, in a thread of its own."""
+    """Reads the lag on a thread of its own, while batch requests are admitted."""
 
     def __init__(self, look: Callable[[], PipelineLag]) -> None:
         self.is_active = False
-        """Whether decode has enough to do. Where the servers do not say, it has not."""
+        """Whether decode has enough batch work. False where the servers do not answer."""
         self._look = look
         self._taken, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
 
     def note_batch_admitted(self) -> None:
-        """A batch request was taken: look how many of them wait."""
+        """Note that a batch request was taken: the thread reads how many wait for decode."""
         self._taken.set()
 
     def __enter__(self) -> Self:
@@ -63,7 +63,7 @@ class DecodeBackpressure:
 
 
 def has_enough_queued(lag: PipelineLag) -> bool:
-    """Whether so much batch work waits for decode that it will not run dry."""
+    """Return whether so much batch work waits for decode that it will not run dry."""
     if lag.queued_batch_s is None:
         return lag.stages["decode"]["batch"].messages > MAX_QUEUED_MESSAGES
     return lag.queued_batch_s > MAX_QUEUED_S

@@ -1,4 +1,4 @@
-"""The hand-off: what leaves prefill for the jobs topic, and the end of what ends there."""
+"""The hand-off: the job message that prefill publishes, and the end of requests that end in prefill."""
 
 import hashlib
 import uuid
@@ -16,19 +16,19 @@ from penstock.worker.task import Task
 
 
 def sampling_seed(request: Request) -> int:
-    """The seed given, or one derived from the id: the same for every attempt."""
+    """Return the request's seed, or one derived from its id, which is the same for every attempt."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     return int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:8], "big") >> 1
 
 
 def prefill_timings(task: Task) -> Timings:
-    """The stages the request has been through in prefill."""
+    """Return the timings of the stages that the request has been through in prefill."""
     return Timings(published=task.delivery.timestamp_s, prefill_started=task.started_s, first_token=task.first_token_s)
 
 
 def build_end_event(task: Task) -> EndEvent:
-    """The end of a request that ends in prefill, stamped now."""
+    """Return the end of a request that ends in prefill, stamped now."""
     num_tokens = task.claim.num_tokens
     # With a token in the log, this or an earlier attempt has computed all of the prompt.
     prompt_tokens = len(task.token_ids) if num_tokens else task.num_prefilled_tokens
@@ -39,7 +39,7 @@ def build_end_event(task: Task) -> EndEvent:
 
 
 def build_job(task: Task, fingerprint: str) -> Job:
-    """The job reference, named and stamped now."""
+    """Return the job reference, with a new name and stamped now."""
     request, job_id = task.message, uuid.uuid4().hex
     timings = prefill_timings(task).model_copy(update={"handed_off": now_s()})
     error = None if task.error is None else ErrorInfo.from_error(task.error)
@@ -64,7 +64,7 @@ def build_job(task: Task, fingerprint: str) -> Job:
 
 
 def build_job_message(pipeline: Pipeline, job: Job, operation: Operation, context: Context) -> Outgoing:
-    """The message for the jobs topic of the job's class."""
+    """Return the message for the jobs topic of the job's class."""
     headers = {
         names.VERSION_HEADER: str(job.v),
         names.TENANT_HEADER: job.tenant,

@@ -1,11 +1,11 @@
-"""What a request is in prefill: a prompt to compute, with one token; and then it is handed off.
+"""Requests in prefill: a prompt is computed, with one token, and handed off.
 
 The numbered steps, as in docs/structure.md (the loop is `penstock/worker/worker.py`):
 
-    2  a message is read: decoded, validated, tokenized; what cannot be answered ends, and goes on at 5
+    2  a message is read: decoded, validated, tokenized; a request that cannot be answered ends, and goes on at 5
     3  its prompt is computed
     4  token 0 is sampled
-    5  the job reference goes out, for decode to go on; also of what ended here, as prefill settles no results
+    5  the job reference is published for decode, also for requests that ended here, as prefill settles no results
 """
 
 import hashlib
@@ -35,14 +35,15 @@ from penstock.worker.task import Completion, Task
 log = logging.getLogger(__name__)
 
 MAX_INLINE_BYTES = 8192
-"""A message up to this size is read by the loop itself, in at most two milliseconds: handing it over could cost the
-request a step of the engine."""
+"""The loop itself reads messages up to this size, in at most two milliseconds: another thread could cost the request a
+step of the engine.
+"""
 MAX_WAITING_STEPS = 4
-"""So many steps' tokens may wait beyond what is being computed."""
+"""How many steps' worth of prompt tokens may wait beside those that are being computed."""
 
 
 class PrefillRole:
-    """One prefill worker's."""
+    """The role of a prefill worker."""
 
     stage: Stage = "prefill"
     max_inline_bytes = MAX_INLINE_BYTES
@@ -50,14 +51,14 @@ class PrefillRole:
     settle_span_name = "hand_off"
 
     def __init__(self, pipeline: Pipeline, engine: Engine, ahead: DecodeBackpressure | None = None) -> None:
-        """`ahead`: whether decode has enough batch work; without, that is not asked."""
+        """`backpressure`: whether decode has enough batch work; without it that is not asked."""
         self.pipeline, self.engine, self.backpressure = pipeline, engine, ahead
         self.prompt_reader = PromptTokenizer(engine.model)
 
     # 2. Claim.
 
     def identify_request(self, delivery: Delivery) -> Task | None:
-        """The request of a message, or what is wrong with it; None where not even an id can be read."""
+        """Return the request of a message, with an error if it is invalid; None where not even an id can be read."""
         started_s = now_s()
         try:
             request = decode_message(Request, delivery.value)
@@ -77,7 +78,7 @@ class PrefillRole:
         )
 
     def read_message(self, delivery: Delivery) -> Task | None:
-        """The request and its token ids, or what is wrong with it; None where not even an id can be read."""
+        """Return the request of a message with its token ids, or an error; None where not even an id can be read."""
         task = self.identify_request(delivery)
         if task is None:
             return None
@@ -102,7 +103,7 @@ class PrefillRole:
     # 3. Compute.
 
     def build_sequence(self, task: Task, kv: KVConnector) -> Sequence:
-        """The prompt, and the first token."""
+        """Return a sequence of the prompt that generates the first token."""
         request, model = task.message, self.engine.model
         assert isinstance(request, Request)
         sampling = self.engine.cut_max_tokens(request.sampling, len(task.token_ids))
@@ -124,8 +125,10 @@ class PrefillRole:
         )
 
     def free_capacity(self, klass: PriorityClass, tasks: Collection[Task], num_read: int, load: WorkerLoad) -> int:
-        """None while decode has enough to do with batch work, and only so many that it takes some steps to compute
-        those that wait. Others may have time for the rest.
+        """Return how many more requests of a class to take.
+
+        None of batch while decode has enough of it. Otherwise as many as can be computed in some steps together with
+        those that wait: other workers may have time for the rest.
         """
         if klass == "batch" and self.backpressure is not None and self.backpressure.is_active:
             return 0
@@ -141,11 +144,11 @@ class PrefillRole:
     # 5. Settle.
 
     def build_end_event(self, task: Task) -> EndEvent:
-        """The end of what ends in prefill."""
+        """Return the end of a request that ends in prefill."""
         return build_end_event(task)
 
     def build_completion(self, task: Task) -> Completion:
-        """The job reference, also of what ended."""
+        """Return the job message, also for a request that ended."""
         job = build_job(task, self.engine.model.fingerprint)
         outputs = [build_job_message(self.pipeline, job, task.operation, task.parent_context)]
         return Completion(
@@ -155,7 +158,7 @@ class PrefillRole:
     # For the heartbeat.
 
     def measure_task_load(self, task: Task) -> TaskLoad:
-        """What it stands for in the heartbeat."""
+        """Return the work that a request still needs, for the heartbeat."""
         seq, message = task.seq, task.message
         left = 0 if seq is None or seq.state is State.DONE else seq.num_prompt_tokens - seq.num_computed_tokens
         is_running = seq is not None and seq.state is State.RUNNING
@@ -165,7 +168,7 @@ class PrefillRole:
         return TaskLoad(task.klass, is_running, left, message.sampling.max_tokens, num_said)
 
     def report_rates(self, load: WorkerLoad) -> dict[str, object]:
-        """How fast prompts are computed."""
+        """Return how fast prompts are computed, for the heartbeat."""
         rates = [
             rate for rate in (load.throughput.tokens_per_s, self.engine.prefill_tokens_per_s()) if rate is not None
         ]

@@ -1,4 +1,4 @@
-"""From a request's prompt to token ids, and everything a model can refuse about it."""
+"""From a request's prompt to token ids, and all reasons for which a model refuses a prompt."""
 
 from penstock.engine.limits import context_exceeded
 from penstock.engine.model import LoadedModel
@@ -7,14 +7,14 @@ from penstock.messages import Request
 
 
 class PromptTokenizer:
-    """Turns requests into token ids for one model."""
+    """Turns the prompts of requests into token ids for one model."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._longest_token = max(map(len, model.tokenizer.get_vocab()), default=1)
 
     def tokenize_prompt(self, request: Request) -> list[int]:
-        """The prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`."""
+        """Return the prompt's token ids. Raises `UnknownModel`, `InvalidRequest` or `PromptTooLong`."""
         if request.model not in (None, self._model.name):
             raise UnknownModel(f"this pipeline serves {self._model.name!r}, not {request.model!r}")
         if request.token_ids is not None:

@@ -1,4 +1,4 @@
-"""What a worker says of itself while it lives."""
+"""The heartbeat: a worker's state, written to Redis while it lives."""
 
 import json
 import logging
@@ -20,18 +20,18 @@ from penstock.redis.client import execute_pipeline, redis_client
 log = logging.getLogger(__name__)
 
 GOODBYE_TTL_S = 60.0
-"""For so long it is known that a worker left in good order, and was not lost."""
+"""How long Redis remembers that a worker left in good order and was not lost."""
 
 
 class Heartbeat:
-    """A key in Redis that says what this worker is doing, renewed by a thread and gone soon after the process is.
+    """A Redis key with this worker's state, renewed by a thread. It expires soon after the process dies.
 
-    The value is a JSON object: stage, name, host, pid, token (who this is: two containers may have one host name and
-    process id), model, max_model_len (tokens of prompt and answer together), kafka (the brokers it reads from, empty on
-    Redis Streams), state (`loading`, `ready`, `degraded`, `draining`), reason (why it is degraded), progress (0 to 1,
-    while loading), running, waiting, load (in tokens, see `load.py`), pool and kv (blocks), recent (see
-    `penstock.telemetry.recent`), since (seconds since the epoch, by the clock of Redis: those of hosts are put forward
-    and back).
+    The value is a JSON object: stage, name, host, pid, token (tells apart containers with one host name and process
+    id), model, max_model_len (tokens of prompt and answer together), kafka (the brokers it reads from, empty on Redis
+    Streams), state (`loading`, `ready`, `degraded`, `draining`), reason (why it is degraded), progress (0 to 1, while
+    loading), running, waiting, load (in tokens, see `load.py`), pool and kv (blocks), recent (see
+    `penstock.telemetry.recent`), since (seconds since the epoch by the clock of Redis, as hosts' clocks may be
+    changed).
     """
 
     def __init__(self, url: str, pipeline: Pipeline, stage: str, name: str, interval_s: float) -> None:
@@ -44,13 +44,13 @@ class Heartbeat:
             "token": uuid.uuid4().hex, "state": "loading", "progress": 0.0,
         }  # fmt: skip
         self.state = "loading"
-        """As of the last beat, whether it could be written or not."""
+        """The state of the last beat, whether it could be written or not."""
         self._logged = ("", -1)
         self._load: Callable[[], dict[str, object]] = dict
         self._wake = threading.Event()
         self._ended = self._is_written = False
         self.is_replaced = False
-        """Whether a process that is newer has this worker's name: it was given up while it was paused."""
+        """Whether a newer process has this worker's name: this one was given up while it was paused."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -65,24 +65,24 @@ class Heartbeat:
         self._thread.join()
 
     def update_status(self, *, now: bool = False, **status: object) -> None:
-        """Change what the heartbeat says; `now` does not wait for the next beat."""
+        """Change fields of the heartbeat. With `now` it is written at once."""
         self._status.update(status)
         if now:
             self._wake.set()
 
     def set_load_source(self, load: Callable[[], dict[str, object]]) -> None:
-        """Ask `load` at each beat for what changes all the time. With a `reason`, one that is ready is degraded."""
+        """Call `load` at each beat for fields that change all the time. A ready worker with a `reason` is degraded."""
         self._load = load
 
     def report_progress(self, what: str, share: float) -> None:
-        """Progress of a long load, for the key and, every tenth of it, for the log."""
+        """Report the progress of a long load to the heartbeat and, every tenth of it, to the log."""
         if (what, int(share * 10)) != self._logged:
             self._logged = (what, int(share * 10))
             log.info("%s: %.0f%%", what, share * 100)
         self.update_status(doing=what, progress=round(share, 3))
 
     def write_beat(self) -> None:
-        """Beat now, and look whose the last beat was. Raises `redis.RedisError`."""
+        """Write a beat now, and check whose the last one was. Raises `redis.RedisError`."""
         if self._since_s is None:
             seconds, microseconds = self._redis.time()
             self._since_s = seconds + microseconds / 1e6
@@ -100,7 +100,7 @@ class Heartbeat:
         self._compare_token(before)
 
     def check_replaced(self) -> bool:
-        """`is_replaced`, as of now; as it was known before where Redis does not say."""
+        """Ask Redis and return `is_replaced`. Where Redis does not answer it stays as it was."""
         with suppress(redis.RedisError):
             self._compare_token(self._redis.get(self._key))
         return self.is_replaced
@@ -128,16 +128,18 @@ class Heartbeat:
 
 
 def choose_worker_name(given: str) -> str:
-    """The worker's name: the one given, or host, process id and a random part.
+    """Return the given name, or one made of host name, process id and a random part.
 
-    Containers on their host's network, or with one `hostname`, may have equal process ids; of two workers with one name
-    the older is fenced.
+    The random part is needed as containers on their host's network may have equal process ids. Of two workers with one
+    name the older is fenced.
     """
     return given or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def pin_to_cores(cores: str) -> None:
-    """Keep this process on some cores (`0` or `0,1`); nothing where the system has no affinity."""
+    """Pin this process to cores (`0` or `0,1`). Raises `PenstockError` for cores that do not exist; does nothing where
+    the system has no affinity.
+    """
     if cores and hasattr(os, "sched_setaffinity"):
         try:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

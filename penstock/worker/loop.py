@@ -1,4 +1,4 @@
-"""The frame of both workers' loops: turn until told to stop, then finish or hand back."""
+"""The frame of a worker's loop: run until stopped, then finish or hand back what is left."""
 
 import signal
 import threading
@@ -9,13 +9,13 @@ from typing import Protocol, Self
 
 
 class StopSignal:
-    """Set by SIGTERM or SIGINT: the loop finishes or hands back what it has, and leaves."""
+    """Set by SIGTERM or SIGINT: the loop then finishes or hands back its requests, and leaves."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
     def install(self) -> Self:
-        """Take over this process's SIGTERM and SIGINT."""
+        """Handle this process's SIGTERM and SIGINT."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         return self
@@ -25,7 +25,7 @@ class StopSignal:
         self._event.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for it; whether it is set."""
+        """Wait for the signal for at most `timeout_s`. Returns whether it is set."""
         return self._event.wait(timeout_s)
 
     def __bool__(self) -> bool:
@@ -36,20 +36,20 @@ class StopSignal:
 
 
 class WorkerLoop(Protocol):
-    """A worker: `turn` is its loop's body."""
+    """A worker whose loop calls `run_once`."""
 
     @property
     def running(self) -> Sized:
-        """What it is working on."""
+        """The requests that it works on."""
 
     def run_once(self, *, accept: bool = True) -> bool:
-        """One turn; whether it did anything. Without `accept` nothing new is taken."""
+        """Run one turn. Returns whether it did anything. Without `accept` no new requests are taken."""
 
     def is_settled(self) -> bool:
-        """Whether nothing waits, for another worker or for a commit."""
+        """Return whether no delivery waits for another worker or for a commit."""
 
     def stop_accepting(self) -> None:
-        """Take nothing more, and let others have what would come here."""
+        """Take no new requests, and let other workers have them."""
 
     def close(self) -> None:
         """Hand back what is not finished, and leave the group."""
@@ -58,7 +58,7 @@ class WorkerLoop(Protocol):
 def run_until_stopped(
     worker: WorkerLoop, stop: StopSignal, drain_s: float, draining: Callable[[], None] = lambda: None
 ) -> None:
-    """Work until told to stop; then finish what is running, within `drain_s`, and hand back the rest."""
+    """Run until stopped. Then finish what is running within `drain_s` seconds, and hand back the rest."""
     while not stop:
         worker.run_once()
     draining()
@@ -70,6 +70,6 @@ def run_until_stopped(
 
 
 def run_until_idle(worker: WorkerLoop) -> None:
-    """Work until there is nothing to do: for tests that run a pipeline in their own process."""
+    """Run until there is nothing to do: for tests that run a pipeline in their own process."""
     while worker.run_once() or worker.running or not worker.is_settled():
         pass

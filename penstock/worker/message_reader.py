@@ -1,20 +1,20 @@
-"""Reading messages: a long one takes seconds, and neither the engine's steps nor the loop wait for it.
+"""Reads long messages on a thread: one takes seconds, and neither the engine's steps nor the loop wait for it.
 
 A message that was delivered:
 
-    1  the loop polls it, and hands it in here; nobody has claimed the request
+    1  the loop polls it and submits it; the request is not claimed yet
     2  a thread reads it: decodes, validates, applies the chat template, tokenizes
-    3  the loop collects it, asks whether the delivery is still its own, and claims the request
+    3  the loop collects it, checks that the delivery is still its own, and claims the request
 
-A crash before 3 leaves the delivery to the bus, and so does a worker that leaves. Of a request that was taken over, the
-message comes with the claim:
+A crash before 3, or a worker that leaves, leaves the delivery to the bus. The message of a request that was taken over
+comes with the claim:
 
     1  the loop takes the request over; its session holds the claim from now on
     2  the thread reads the message
     3  the loop collects it, and goes on under that claim
 
-After a crash before 3 the session runs out, and the next worker takes the request over; a worker that leaves gives the
-claim back.
+After a crash before 3 the session runs out, and the next worker takes the request over; a worker that leaves releases
+the claim.
 """
 
 from collections import deque
@@ -33,12 +33,13 @@ class PendingMessage:
 
     delivery: Delivery
     claim: Claim | None
-    """Of a request that was taken over."""
+    """The claim, if the request was taken over."""
     task: "Future[Task | None]"
 
 
 class MessageReader:
-    """Reads long messages in their order, on one thread. All methods but `__len__` and `deliveries` are the loop's.
+    """Reads long messages in order, on one thread. Only the loop calls its methods, but for `__len__` and
+    `pending_deliveries`.
 
     `wake` is called on the thread after each message.
     """
@@ -49,11 +50,11 @@ class MessageReader:
         self._open: deque[PendingMessage] = deque()
 
     def __len__(self) -> int:
-        """Messages that were not collected yet."""
+        """Return how many messages were not collected yet."""
         return len(self._open)
 
     def pending_deliveries(self) -> list[Delivery]:
-        """Those messages. Any thread may ask."""
+        """Return the messages that were not collected yet. Any thread may call this."""
         return [reading.delivery for reading in list(self._open)]
 
     def submit(self, delivery: Delivery, claim: Claim | None) -> None:
@@ -63,12 +64,12 @@ class MessageReader:
         future.add_done_callback(lambda _: self._wake())
 
     def collect_read(self) -> Iterator[PendingMessage]:
-        """The messages that were read, in their order."""
+        """Yield the messages that were read, in their order."""
         while self._open and self._open[0].task.done():
             yield self._open.popleft()
 
     def close(self) -> list[Claim]:
-        """Stop, and forget what was not collected. Returns the claims among it."""
+        """Stop reading, and drop what was not collected. Returns its claims."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         claims = [reading.claim for reading in self._open if reading.claim is not None]
         self._open.clear()

@@ -1,11 +1,11 @@
-"""Serving through outages: a worker whose servers are away is let go of, and made anew over the engine that stays.
+"""Serving through outages: a worker whose servers are away is dropped, and made anew over the engine, which stays.
 
-    1  abandon   its threads end, and everything leaves the engine; what was computed stays in the pool, as cache
+    1  abandon   its threads end, and everything leaves the engine; computed KV stays in the pool, as cache
     2  wait      until Redis takes a write and the bus answers, with pauses of up to two seconds
-    3  make      a new worker object joins the group; what the last one held comes back to it, or goes to another worker
+    3  make      a new worker object joins the group; the old one's requests come back to it, or go to another worker
 
-To the others it is a worker that died, without the time for loading the model. That is also what a crash at any of the
-three costs. SIGTERM ends each of them soon.
+To other workers it is a worker that died, without the time for loading the model. A crash at any of the three steps
+costs the same. SIGTERM ends each of them soon.
 """
 
 import logging
@@ -23,24 +23,24 @@ from penstock.worker.loop import StopSignal, WorkerLoop, run_until_stopped
 log = logging.getLogger(__name__)
 
 STEADY_RUN_S = 10.0
-"""A worker that lived this long ends a series of outages: after the next one it pauses as briefly as at first."""
+"""A worker that ran this long ends a series of outages: the next one begins with the shortest pause again."""
 
 
 class AbandonableWorker(WorkerLoop, Protocol):
-    """A loop that can be let go of."""
+    """A worker that can be dropped at once."""
 
     def abandon(self) -> None:
-        """End the threads and empty the engine. Nothing that needs a server is waited for longer than a moment."""
+        """End the threads and empty the engine. Does not wait for servers for longer than a moment."""
 
 
 class Reconnector:
-    """Keeps a worker serving. `make` joins with a new one; `ask_bus` raises while the bus is away."""
+    """Keeps a worker serving. `make` returns a new one; `ask_bus` raises while the bus is away."""
 
     def __init__(self, make: Callable[[], AbandonableWorker], ask_bus: Callable[[], object], beat: Heartbeat) -> None:
         self._make, self._ask_bus, self._beat = make, ask_bus, beat
 
     def run_until_stopped(self, stop: StopSignal, drain_s: float) -> None:
-        """Serve until told to stop. What is no outage is raised, and ends the process."""
+        """Serve until stopped. Errors that are no outage are raised, and end the process."""
         waits = backoff_pauses()
         while not stop:
             begun_s, worker = time.monotonic(), None
@@ -59,7 +59,10 @@ class Reconnector:
                 self._wait_for_servers(stop, waits)  # 2
 
     def _is_outage(self, error: Exception) -> bool:
-        """A member is fenced when it was away too long; or because another process has its place, and keeps it."""
+        """Return whether an error is an outage.
+
+        A member is fenced when it was away too long, or when another process has its name; only the first is an outage.
+        """
         return is_outage(error) or (isinstance(error, MemberFenced) and not self._beat.check_replaced())
 
     def _wait_for_servers(self, stop: StopSignal, waits: Iterator[float]) -> None:

@@ -1,15 +1,16 @@
-"""Messages that nobody works on, put down in Redis, so that any worker of the stage with room takes them.
+"""Messages that no worker works on are put down in Redis, where any worker of the stage with capacity takes them.
 
-What is interactive must not wait while others have time for it, nor until the bus finds out that a worker is dead (on
-Kafka the group's session timeout: 45 seconds by default). So, in a thread of each worker:
+Interactive requests must not wait while other workers have capacity, nor until the bus notices that a worker is dead
+(on Kafka after the group's session timeout, 45 seconds by default). So, in a thread of each worker:
 
-    1  what its member has fetched, and what found no place here within two leases, is put down
-    2  parts of the topics whose reader's session is over, or whose reader does not progress, are adopted by one worker
+    1  a message that its member has fetched, and that was not begun here within two leases, is put down
+    2  parts of the topics whose reader's session is over, or whose reader makes no progress, are adopted by one worker
        (`penstock.record.session`). It reads them from where the group stopped, and puts down what it finds
-    3  whoever takes such a request answers it. Who has its delivery, or gets it later, settles it from the record
+    3  the worker that takes such a request answers it. The worker that has its delivery, or gets it later, settles it
+       from the record
 
-What a crash costs: before a message is put down it waits for the bus, or for who adopts its part next; after that
-nothing. A request that was begun before stays as it is, so it does not matter who else reads its message.
+What a crash costs: before a message is put down it waits for the bus, or for the next worker that adopts its part;
+after that nothing. A request that was begun before stays as it is, so it does not matter who else reads its message.
 """
 
 import logging
@@ -29,19 +30,22 @@ from penstock.redis.client import is_away
 log = logging.getLogger(__name__)
 
 PATIENCE_LEASES = 2.0
-"""Leases."""
+"""How many leases a message may wait in its worker before it is put down."""
 MAX_FREE_REQUESTS = 64
-"""With so many requests that nobody has taken yet, no more are read for others."""
+"""With so many requests in Redis that no worker has taken yet, adopted parts are not read on."""
 MAX_BATCH_BYTES = 4 * 2**20
-"""Of messages that are put down in one round trip; a larger one goes alone."""
+"""Bytes of messages that are put down in one round trip. A larger message goes alone."""
 MAX_WAITING_BYTES = 64 * 2**20
-"""Of messages that wait in one worker and are put down. What is behind these waits for the bus."""
+"""How many bytes of waiting messages of one worker are put down. Those behind them wait for the bus."""
 CLOSE_TIMEOUT_S = 2.0
-"""A worker that leaves waits no longer for servers that do not answer."""
+"""How long a worker that leaves waits for the thread: servers may not answer."""
 
 
 class Rescuer:
-    """`read` says whose a message is, or that nobody can tell; `reader` reads adopted parts, where there are any."""
+    """Puts down messages for other workers, on a thread of its own.
+
+    `read` returns what a claim needs to know of a message, or None; `reader` reads adopted parts, where there are any.
+    """
 
     def __init__(
         self,
@@ -55,16 +59,16 @@ class Rescuer:
         self._record, self._stage, self._session, self._member, self._read = record, stage, session, member, read
         self._reader = reader
         self._since: dict[tuple[str, str], float] = {}
-        """By place, since when a message waits; `inf` once it is put down."""
+        """By offset, since when a message waits; `inf` once it is put down."""
         self._found: list[Delivery] = []
-        """Read for others, and not put down yet."""
+        """Messages read from adopted parts and not put down yet."""
         self._failure: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-rescue", daemon=True)
         self._thread.start()
 
     def raise_failure(self) -> None:
-        """Raise what made it impossible to go on, if that was no outage."""
+        """Raise the error that ended the thread, if there was one. Outages do not end it."""
         if self._failure is not None:
             raise self._failure
 
@@ -89,7 +93,7 @@ class Rescuer:
             self._reader.close()
 
     def put_down_waiting(self) -> None:
-        """1: what found no place here. Raises `redis.RedisError`."""
+        """Put down messages that were not begun here in time (1). Raises `redis.RedisError`."""
         known, now_s = self._since, time.monotonic()
         waiting = [delivery for delivery in self._member.waiting() if delivery.klass == "interactive"]
         sums = accumulate(len(delivery.value) for delivery in waiting)
@@ -104,7 +108,9 @@ class Rescuer:
             del late[: len(portion)]
 
     def read_adopted_parts(self) -> bool:
-        """2: what nobody reads. Whether there is any; raises `redis.RedisError` or `BusError`."""
+        """Put down messages of adopted parts (2). Returns whether any are adopted; raises `redis.RedisError` or
+        `BusError`.
+        """
         if self._reader is None:
             return False
         parts = list(self._session.adopted)
@@ -132,7 +138,7 @@ class Rescuer:
             self._found = left + self._found
 
     def _put_down(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Returns those that cannot be put down now."""
+        """Put down messages. Returns those that cannot be put down now."""
         whose = [(delivery, one) for delivery in deliveries if (one := self._read_waiting(delivery)) is not None]
         left = {one.id for one in self._record.put_down(self._stage, [one for _, one in whose])}
         return [delivery for delivery, one in whose if one.id in left]
@@ -150,7 +156,7 @@ def _offset_of(delivery: Delivery) -> tuple[str, str]:
 
 
 def _take_batch(deliveries: Sequence[Delivery]) -> list[Delivery]:
-    """As many as go in one round trip."""
+    """Return the first messages, as many as go in one round trip."""
     sums = accumulate(len(delivery.value) for delivery in deliveries)
     num = sum(1 for _ in takewhile(lambda num_bytes: num_bytes <= MAX_BATCH_BYTES, sums))
     return list(deliveries[: max(1, num)])

@@ -21,16 +21,17 @@ from penstock.redis.client import backoff_pauses, is_away
 log = logging.getLogger(__name__)
 
 MAX_RETRY_S = 60.0
-"""A member that could not settle for this long is done with: it may be at fault itself."""
+"""How long a settlement is retried. Then the member is given up, as it may be at fault itself."""
 MAX_RETRY_ALONE_S = 5.0
-"""The same when the bus answers it, from its first failure on: then it is at fault."""
+"""How long a settlement is retried while the bus answers the member otherwise: then the member is at fault."""
 SLOW_CALL_S, HUNG_CALL_S = 10.0, 45.0
-"""A call of the bus that takes so long is told of; and does not return any more: libraries have their bugs. What a
-member allows each of its own steps is less."""
+"""A settlement call that takes longer is reported as trouble (`SLOW_CALL_S`), or counts as never returning
+(`HUNG_CALL_S`). A member's own time limits are shorter.
+"""
 CLOSE_TIMEOUT_S = 5.0
-"""How long a worker that leaves waits for its settlements; what is not settled then, others settle from the log."""
+"""How long a worker that leaves waits for its settlements. Other workers settle the rest from the log."""
 ABANDON_TIMEOUT_S = 1.0
-"""How long a settlement under way is waited for when nothing more is wanted of it."""
+"""How long the thread is waited for when its settlements are not needed any more."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class _PendingSettlement:
 
     @property
     def place(self) -> tuple[str, str] | int:
-        """What it settles; one that settles nothing has a place of its own."""
+        """The delivery's topic and position, or the object's id where no delivery is settled."""
         delivery = self.settlement.delivery
         return _offset_of(delivery) if delivery.is_held else id(self)
 
@@ -51,20 +52,20 @@ def _offset_of(delivery: Delivery) -> tuple[str, str]:
 
 
 class Settler:
-    """Settles in the background, everything that is ready in one go, so that no step waits for a commit.
+    """Settles in the background, everything that is ready in one call, so that no engine step waits for a commit.
 
-    The loop collects what became of each: True once it is durable, False when the bus gave the delivery to another
-    member (it will settle it). While the bus is away it is tried again and again: the loop goes on with what runs. Any
-    other failure ends the worker: `check()` raises it in the loop. So it does where a call of the bus does not return:
-    the worker is made anew, and the call is left to itself.
+    The loop collects each outcome: True once the settlement is durable, False when the bus gave the delivery to another
+    member, which will settle it. While the bus is away settlements are retried, and the loop goes on with what runs.
+    Any other failure ends the worker: `raise_failure()` raises it in the loop. It also does so when a call of the bus
+    does not return: the worker is made anew, and the call is left to itself.
     """
 
     def __init__(self, member: Member, pipeline: Pipeline, wake: Callable[[], None] = lambda: None) -> None:
-        """`wake` is called on the thread when there is something to collect."""
+        """`wake` is called on the settler's thread when there is an outcome to collect."""
         self._member, self._pipeline, self._wake = member, pipeline, wake
         self._trouble = ""
         self._called_s: float | None = None
-        """Since when the bus is at the settlement under way."""
+        """When the settlement call under way began; None while there is none."""
         self._is_over = threading.Event()
         self._orders: queue.SimpleQueue[_PendingSettlement | None] = queue.SimpleQueue()
         self._open: Counter[tuple[str, str] | int] = Counter()
@@ -75,12 +76,12 @@ class Settler:
         self._thread.start()
 
     def __len__(self) -> int:
-        """Settlements on their way, or not collected."""
+        """Return how many settlements are under way or not collected."""
         with self._lock:
             return self._open.total() + len(self._outcomes)
 
     def is_settling(self, delivery: Delivery) -> bool:
-        """Whether it is to be settled already: it came a second time, and is looked at again when that is over."""
+        """Return whether the delivery is being settled already: it came a second time."""
         with self._lock:
             return self._open[_offset_of(delivery)] > 0
 
@@ -91,10 +92,10 @@ class Settler:
         again: Callable[[], Settlement] | None = None,
         after: "Future[float] | None" = None,
     ) -> None:
-        """Settle soon, or as soon as `after` is done. `collect` gives the ticket back with what became of it.
+        """Settle soon, or as soon as `after` is done. `collect` returns the ticket with the outcome.
 
-        `again` makes the settlement anew, on the thread, for when it is not known whether its outputs are out: a job
-        must not go out twice under one name, as both would settle the result.
+        `again` makes the settlement anew, on the settler's thread, where it is not known whether its outputs are
+        published: a job must not be published twice under one name, as both would settle the result.
         """
         order = _PendingSettlement(settlement, ticket, again)
         with self._lock:
@@ -109,13 +110,13 @@ class Settler:
         self._orders.put(order)
 
     def collect(self) -> list[tuple[Any, bool]]:
-        """The tickets of what is settled (True), or is others' to settle (False), since the last call."""
+        """Return the tickets and outcomes since the last call: True if settled, False if another member will."""
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def raise_failure(self) -> None:
-        """Raise what made settling impossible, if anything did."""
+        """Raise the error that made settling impossible, if there was one."""
         if self._failure is not None:
             raise self._failure
         if (called_s := self._seconds_in_call()) > HUNG_CALL_S:
@@ -123,7 +124,7 @@ class Settler:
 
     @property
     def trouble(self) -> str:
-        """Why the last attempt failed, while it is made again, or that it takes long; else empty."""
+        """Why the last attempt failed, while it is retried, or that it takes long; else empty."""
         called_s = self._seconds_in_call()
         return f"settling takes {called_s:.0f} s so far" if called_s > SLOW_CALL_S else self._trouble
 
@@ -132,17 +133,17 @@ class Settler:
         return 0.0 if called_s is None else time.monotonic() - called_s
 
     def wait_settled(self, timeout_s: float) -> None:
-        """Until everything is settled, it cannot be now, or the time is over."""
+        """Wait until everything is settled or cannot be settled now, for at most `timeout_s`."""
         with self._lock:
             self._lock.wait_for(lambda: not self._open or bool(self.trouble) or self._failure is not None, timeout_s)
 
     def close(self) -> None:
-        """Settle what was asked for, as far as that is possible now, and end the thread."""
+        """Settle what is pending as far as that is possible now, and end the thread."""
         self.wait_settled(ABANDON_TIMEOUT_S if self._member.trouble else CLOSE_TIMEOUT_S)
         self.abandon()
 
     def abandon(self) -> None:
-        """Settle nothing more. What the bus does not answer ends by itself, later."""
+        """Settle nothing more. A call that the bus does not answer is left to itself."""
         self._is_over.set()
         self._orders.put(None)
         self._thread.join(ABANDON_TIMEOUT_S)
@@ -166,7 +167,7 @@ class Settler:
                 self._lock.notify_all()
 
     def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
-        """A delivery that came a second time while its first settlement was on its way is settled once."""
+        """Settle a batch. A delivery that came a second time during its first settlement is settled once."""
         unique = {order.place: order for order in reversed(batch)}
         self._settle_all([order for order in batch if unique[order.place] is order])
         self._finish_orders([order for order in batch if unique[order.place] is not order], settled=False)
@@ -235,7 +236,10 @@ class Settler:
 
 
 def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTooLarge) -> Settlement:
-    """A settlement that every topic takes. A result that none takes is an error instead; a dead letter tells of it."""
+    """Return a settlement that every topic accepts.
+
+    A result that is too large becomes an error result; a dead letter says so.
+    """
     outputs: list[Outgoing] = []
     cause = InternalError(str(why))
     for output in settlement.outputs:

@@ -622,7 +622,7 @@ class Worker:
         self.settler.settle(Settlement(delivery, [dead_message(self.pipeline, delivery, reason)]), Settling(1))
 
     def _finish_settled(self, outcomes: Iterable[tuple[Settling | None, bool]]) -> None:
-        """Count settled deliveries. Claims are given up where the hand-off was settled, and released where it was not."""
+        """Count settled deliveries. Claims of settled hand-offs are given up, the others are released."""
         handed, left = [], []
         for settling, settled in outcomes:
             if settling is None or settling.task is None:
