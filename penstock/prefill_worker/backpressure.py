@@ -18,7 +18,7 @@ from penstock.ops.lag import PipelineLag
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_S = 2.0
-"""Seconds of queued batch work with which decode has enough: several times what passes from a poll to the next prompt."""
+"""Seconds of queued batch work with which decode has enough: several times a poll and the next prompt together."""
 MAX_QUEUED_MESSAGES = 64
 """Queued batch messages with which decode has enough, while it is not known how long they take."""
 POLL_INTERVAL_S = 0.5

@@ -48,9 +48,9 @@ SUSPECT_DEFERRAL_S = 0.25
 class RetryPolicy:
     """What a worker does with requests whose work fails."""
 
-    def __init__(self, record: Record, inbox: DeliveryQueue, retried: Callable[[str], None]) -> None:
+    def __init__(self, record: Record, queue: DeliveryQueue, retried: Callable[[str], None]) -> None:
         """`retried` is called with the code of each error after which a request is tried again."""
-        self._record, self._inbox, self._retried = record, inbox, retried
+        self._record, self._queue, self._retried = record, queue, retried
 
     def retry_later(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
         """Release a request for a later attempt. Returns False if its attempts are used up, so that it must end."""
@@ -59,7 +59,7 @@ class RetryPolicy:
             return False
         delay_s = self._delay_s(tries)
         self._record.release(claim, failed=True, delivered=delivery.is_held, wait_s=delay_s)  # 1
-        self._inbox.defer(delivery, delay_s)  # 2
+        self._queue.defer(delivery, delay_s)  # 2
         self._retried(error.code)
         return True
 
@@ -75,7 +75,7 @@ class RetryPolicy:
         if not has_to_wait or claim.exhausted or claim.cancelled:
             return False
         self._record.release(claim, delivered=delivery.is_held, wait_s=SUSPECT_DEFERRAL_S)
-        self._inbox.defer(delivery, SUSPECT_DEFERRAL_S)
+        self._queue.defer(delivery, SUSPECT_DEFERRAL_S)
         return True
 
 

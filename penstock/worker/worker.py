@@ -1,7 +1,7 @@
-"""The loop of a worker: requests in, tokens to their logs, and out comes what the next stage or the client is told.
+"""The loop of a worker: requests come in, tokens go to their logs, and jobs or results go out.
 
-There is one loop and two roles (`prefill_worker/role.py`, `decode_worker/role.py`): a role says what a message is, what
-is to be computed for it, and what goes out when it is through. A request is one `Task` from its message to its
+There is one loop and two roles (`prefill_worker/role.py`, `decode_worker/role.py`): a role reads messages, builds the
+sequences to compute, and builds what is published at the end. A request is one `Task` from its message to its
 settlement. What other threads have done (blocks loaded and stored, messages read, deliveries settled) comes back as
 events that the loop collects: it alone touches tasks, record, session and metrics.
 
