@@ -1,7 +1,8 @@
-"""Do the servers let us in? Asked once, before work begins: who is refused is told why, and which setting to look at.
+"""Checks whether the servers let this process in. It is done once, before work begins; errors name the setting to look
+at.
 
-A server that is away is not asked further: workers wait for it. And one that refuses us later, while we run, may be in
-the middle of a change of its passwords: that is an outage as any other.
+A server that is away is not checked: workers wait for it. A server that refuses later, while the worker runs, may be in
+the middle of a change of its passwords: that is an outage like any other.
 """
 
 import contextlib
@@ -38,9 +39,10 @@ TLS_TIMEOUT_S = 2.0
 
 
 def check_access(addresses: Addresses, role: Role | None = None, *, kv: bool = False) -> None:
-    """Raise `AccessRefused` where a server does not let us in, or, given a `role`, not do what that takes.
+    """Raise `AccessRefused` where a server does not let us in, or refuses commands that the `role` needs.
 
-    `kv`: ask those of the KV store too. Servers that are away raise nothing; Kafka is waited for, for three seconds.
+    `kv`: check the servers of the KV store, too. Servers that are away raise nothing; Kafka is waited for, for three
+    seconds.
     """
     pipeline = Pipeline(addresses.pipeline)
     needed = list_commands(pipeline, role, streams=not addresses.kafka) if role else []
@@ -57,7 +59,7 @@ def check_access(addresses: Addresses, role: Role | None = None, *, kv: bool = F
 
 
 def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Command]:
-    """Of each kind of thing that a role does in Redis, one."""
+    """Return one example of each kind of command that a role sends to Redis."""
     record, channel = pipeline.record_key("x"), pipeline.live_channel("x")
     found: list[Command] = [("INFO", "server"), ("SMEMBERS", WORKERS_KEY), ("EVALSHA", "0" * 40, "1", record)]
     if role in ("client", "gateway"):
@@ -82,7 +84,7 @@ def list_commands(pipeline: Pipeline, role: Role, *, streams: bool) -> list[Comm
 
 
 def _list_client_commands(pipeline: Pipeline) -> list[Command]:
-    """What reading a stream, cancelling and asking for the lag take."""
+    """Return commands for reading a stream, cancelling, and asking for the lag."""
     record, news = pipeline.record_key("x"), pipeline.news_key("x")
     cancelling = [
         ("HGET", record, "x"), ("HSET", record, "x", "x"), ("PEXPIRE", record, "1"), ("PTTL", record),
@@ -99,7 +101,7 @@ def _list_client_commands(pipeline: Pipeline) -> list[Command]:
 
 
 def list_kv_commands() -> list[Command]:
-    """The same of the KV store."""
+    """Return one example of each kind of command that the KV store sends to Redis."""
     block = kv_key(b"x")
     return [("SET", block, "x"), ("STRLEN", block), ("SCRIPT", "LOAD", "return 0"), ("ZADD", KV_INDEX[0], "0", "x")]
 
@@ -125,7 +127,7 @@ def _check_redis(url: str, variable: str, commands: list[Command]) -> None:
 
 
 def _find_master(url: str, variable: str) -> str | None:
-    """The address of the master that Sentinels name; None where none of them answers."""
+    """Return the address of the master that Sentinels name; None where none of them answers."""
     address = parse_sentinels(url)
     found = find_masters(url)
     answers = [said for said in found.values() if not isinstance(said, redis.RedisError)]
@@ -143,7 +145,7 @@ def _find_master(url: str, variable: str) -> str | None:
 
 
 def _find_denied(client: "redis.Redis", commands: list[Command]) -> Iterator[tuple[Command, str]]:
-    """The commands that the user may not send. They are queued in a transaction, and thrown away with it."""
+    """Yield the commands that the user may not send. They are queued in a transaction, which is then discarded."""
     connection = client.connection_pool.get_connection()
     try:
         for command in [("MULTI",), *commands, ("DISCARD",)]:
@@ -160,7 +162,7 @@ def _find_denied(client: "redis.Redis", commands: list[Command]) -> Iterator[tup
 
 
 def explain_refusal(error: BaseException, url: str, variable: str) -> str:
-    """What an error of a Redis client means, where it means that we are not let in; else empty."""
+    """Return what an error of a Redis client means, if it means that we are not let in; else an empty string."""
     untrusted = _find_cause(error, ssl.SSLCertVerificationError)
     if isinstance(untrusted, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({untrusted.verify_message.rstrip('.')}): see PENSTOCK_REDIS_CA_FILE"
@@ -181,7 +183,7 @@ def explain_refusal(error: BaseException, url: str, variable: str) -> str:
 
 
 def _find_cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
-    """The error, or what it came from, that is of this kind."""
+    """Return the error, or the first of its causes, that is of this kind; else None."""
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error

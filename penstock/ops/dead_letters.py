@@ -1,13 +1,13 @@
 """Dead letters: what is known of each, and how one becomes a request again.
 
-An id has one result for good, and that of a dead request is its error. So it is asked again under an id of its own:
-`order-17` as `order-17.retry-1`, then `order-17.retry-2`. How often that was done is kept in Redis. Putting a letter
-back goes in this order:
+An id has one result for good, and the result of a dead request is its error. So it is sent again under a new id:
+`order-17` as `order-17.retry-1`, then `order-17.retry-2`. How often that was done is kept in Redis. A letter is sent
+again in this order:
 
-    1. the message goes to the topic it was first in, under the next id
-    2. the number is noted
+    1. the message goes to its original topic, under the next id
+    2. the number is stored
 
-A crash after 1: done again, it has the same id and body, and is answered once.
+After a crash after 1 it is sent again with the same id and body, and answered once.
 """
 
 import hashlib
@@ -34,40 +34,40 @@ class DeadLetter:
 
     message: Outgoing
     id: str
-    """The request's, or `#` and a hash of the message where that has none."""
+    """The request's id, or `#` and a hash of the message where that has none."""
 
     @classmethod
     def from_message(cls, message: Outgoing) -> "DeadLetter":
-        """What lies in the topic, as a letter."""
+        """Return a message of the dead-letter topic as a letter."""
         found = extract_request_id(message.value, message.key)
         return cls(message, found or "#" + hashlib.sha256(message.value).hexdigest()[:12])
 
     def get_header(self, name: str) -> str:
-        """A header's text; empty if it has none."""
+        """Return a header's text; empty if there is none."""
         return self.message.headers.get(name, "")
 
     @property
     def dead_since_s(self) -> float | None:
-        """Since when it is dead, in seconds since the epoch."""
+        """When it became a dead letter, in seconds since the epoch; None where no header says so."""
         text = self.get_header(names.BURIED_HEADER)
         return int(text) / 1000 if text.isascii() and text.isdecimal() and len(text) < 16 else None
 
     @property
     def base_id(self) -> str:
-        """The id that was asked first."""
+        """The id of the first attempt."""
         match = _RETRY_ID.fullmatch(self.id)
         return match["base"] if match else self.id
 
     @property
     def retry_number(self) -> int:
-        """How often it was put back before it came to this."""
+        """The number in its id: how often it was sent again before this attempt."""
         match = _RETRY_ID.fullmatch(self.id)
         return int(match["number"]) if match else 0
 
     def build_retry(self, pipeline: Pipeline, number: int) -> Outgoing:
-        """The message for the topic it was first in, as the `number`-th repetition; a deadline that passed is left out.
+        """Return the message for its original topic, as the `number`-th retry, without a deadline that has passed.
 
-        Raises `DeadLetterError` for what cannot be asked again, or would be refused again.
+        Raises `DeadLetterError` for a message that cannot be sent again, or would be refused again.
         """
         if self.get_header(names.TRUNCATED_HEADER):
             raise DeadLetterError(f"{self.id} is only the beginning of its message: it has to be sent anew")
@@ -103,7 +103,7 @@ def _parse_body(letter: DeadLetter) -> dict[str, Any]:
 
 
 def _make_retry_id(base: str, number: int) -> str:
-    """The id of a repetition. Of a base that is too long for that its beginning and a hash stay."""
+    """Return the id of a retry. An id that gets too long is cut, and a hash of it added."""
     suffix = f".retry-{number}"
     if len(base) + len(suffix) > MAX_ID_CHARS:
         digest = hashlib.sha256(base.encode()).hexdigest()[:12]
@@ -112,11 +112,11 @@ def _make_retry_id(base: str, number: int) -> str:
 
 
 def keep_newest(letters: Iterable[DeadLetter]) -> list[DeadLetter]:
-    """The last letter of each id, the oldest first."""
+    """Return the last letter of each id, the oldest first."""
     last = {letter.id: letter for letter in sort_by_age(letters)}
     return sort_by_age(last.values())
 
 
 def sort_by_age(letters: Iterable[DeadLetter]) -> list[DeadLetter]:
-    """The oldest first; those that do not say when before all others."""
+    """Return the letters, the oldest first. Letters of unknown age come before all others."""
     return sorted(letters, key=lambda letter: letter.dead_since_s or 0.0)

@@ -1,4 +1,4 @@
-"""Do the brokers let us in? librdkafka tries for ever and says nothing; its error callback tells."""
+"""Checks whether the brokers let this process in. librdkafka retries for ever; only its error callback says why."""
 
 import contextlib
 import time
@@ -22,7 +22,10 @@ ATTEMPT_TIMEOUT_S = 0.5
 
 
 def check_kafka(addresses: "Addresses", pipeline: Pipeline, role: Role | None) -> None:
-    """See `access.check_access`. Brokers that are away are waited for a little: errors of both kinds come mixed."""
+    """Raise `AccessRefused` where the brokers do not let us in, or refuse what the `role` needs.
+
+    Brokers that are away are waited for a little, as errors of both kinds come mixed.
+    """
     errors: list[KafkaError] = []
     settings = client_settings(addresses.kafka, kafka_security_config(addresses))
     admin = AdminClient(settings | {"error_cb": errors.append})
@@ -44,7 +47,7 @@ def check_kafka(addresses: "Addresses", pipeline: Pipeline, role: Role | None) -
 
 
 def list_rights(pipeline: Pipeline, role: Role) -> dict[str, list[AclOperation]]:
-    """What a role does with each topic."""
+    """Return the operations that a role needs, by topic."""
     read, write = AclOperation.READ, AclOperation.WRITE
     if role == "client" or role == "gateway":  # noqa: PLR1714 - this the type checker understands
         inputs = pipeline.input_topics("prefill").values()
@@ -57,7 +60,7 @@ def list_rights(pipeline: Pipeline, role: Role) -> dict[str, list[AclOperation]]
 
 
 def _check_rights(admin: AdminClient, addresses: "Addresses", pipeline: Pipeline, role: Role | None) -> None:
-    """Topics that are missing are not a matter of rights."""
+    """Raise `AccessRefused` if the user lacks a right. Missing topics are ignored."""
     rights = list_rights(pipeline, role) if role else {}
     asked: dict[str, Future[Any]] = (
         admin.describe_topics(TopicCollection(list(rights)), include_authorized_operations=True) if rights else {}
@@ -78,7 +81,7 @@ def _check_rights(admin: AdminClient, addresses: "Addresses", pipeline: Pipeline
 
 
 def _explain_refusal(error: KafkaError, addresses: "Addresses") -> str:
-    """What an error means, where it means that we are not let in; else empty."""
+    """Return what an error means, if it means that we are not let in; else an empty string."""
     code, text = error.code(), error.str()
     said = text.split(": ", 1)[-1].split(" (after ")[0]
     if code == KafkaError._AUTHENTICATION:  # noqa: SLF001 - that is its name

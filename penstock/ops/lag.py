@@ -1,12 +1,12 @@
-"""How much work waits, counted in tokens, and how long a request would have to wait for its turn.
+"""How much work waits, in tokens, and how long a new request would have to wait for its turn.
 
-The topics know how many messages are not settled (`Bus.unsettled`); each worker's heartbeat knows what it holds of
-them, token by token, what a message lately brought, and how fast the worker is (`penstock.worker.load`). So
+The topics know how many messages are not settled (`Bus.unsettled`). Each worker's heartbeat has what it holds of them
+in tokens, the mean tokens of a message, and how fast the worker is (`penstock.worker.load`). So
 
     tokens = (messages that no worker holds) x (recent mean of a message) + what the workers hold
     wait   = tokens before it / (rates of the living workers together), of the stage that takes longer
 
-A plain producer need not say what its request costs. Where nothing was measured yet, the answer is None.
+A producer need not say what its request costs. Where nothing was measured yet, the answer is None.
 """
 
 import threading
@@ -27,46 +27,48 @@ from penstock.redis.client import redis_client
 T = TypeVar("T")
 HeartbeatStatus = Mapping[str, Any]
 MAX_AGE_S = 0.5
-"""How long an answer is good: heartbeats come every second."""
+"""How long an answer is used: heartbeats come every second."""
 SERVING_STATES = ("ready", "degraded")
 RATE_FIELDS: Mapping[Stage, str] = {"prefill": "prompt_tokens_per_s", "decode": "output_tokens_per_s"}
-"""Which of a worker's rates is its work."""
+"""The heartbeat's field with the rate of each stage's work."""
 
 
 @dataclass(frozen=True)
 class Lag:
-    """What one class has still to do in one stage."""
+    """The work of one class that is left in one stage."""
 
     messages: int
-    """Not settled: in the topic, or in a worker."""
+    """Messages that are not settled: in the topic, or in a worker."""
     prompt_tokens: int | None
-    """Of prompts that are not computed. In decode those that no worker has looked at count: their KV may be stored."""
+    """Prompt tokens to compute, None where not known. In decode, jobs that no worker has begun count whole, as it is
+    not known what is stored.
+    """
     output_tokens: int | None
-    """Still to be generated, about; of requests that a worker holds, at most."""
+    """Output tokens to generate, about; None where not known. Requests that a worker holds count with their maximum."""
 
 
 @dataclass(frozen=True)
 class PipelineLag:
-    """One look at a pipeline."""
+    """The lag of a pipeline at one moment."""
 
     stages: Mapping[Stage, Mapping[PriorityClass, Lag]]
     waits: Mapping[PriorityClass, float | None]
-    """See `estimated_wait_s`."""
+    """By class, what `estimated_wait_s` returns."""
     queued_batch_s: float | None
-    """How long decode has to do with batch work that was handed over and that nobody has taken; None: not known."""
+    """How long decode takes for the batch jobs that no worker holds; None where not known."""
     mean_output_tokens: Mapping[PriorityClass, float | None]
-    """Tokens of an answer: as they lately were; until one is complete, as it may become. None: not known."""
+    """Mean tokens of an answer; until one is complete, the mean limit of the requests. None where not known."""
 
     def estimated_wait_s(self, klass: PriorityClass = "interactive") -> float | None:
-        """How long a request submitted now would wait until it is worked on, in seconds.
+        """Return how long a request submitted now would wait until it is worked on, in seconds.
 
-        Batch work does not count for interactive, which overtakes it. None: not known, as some stage has no worker,
-        or has not measured yet what it would take to say.
+        Interactive requests do not wait for batch work, which they overtake. None where that is not known: a stage has
+        no worker, or has not measured its rate yet.
         """
         return self.waits[klass]
 
     def as_json(self) -> dict[str, Any]:
-        """For `penstock lag --json`: by class, then by stage."""
+        """Return the lag by class, then by stage, for `penstock lag --json`."""
         return {
             klass: {stage: vars(self.stages[stage][klass]) for stage in STAGES}
             | {"estimated_wait_s": None if (wait := self.waits[klass]) is None else round(wait, 3)}
@@ -75,7 +77,7 @@ class PipelineLag:
 
 
 class PipelineWatch(ABC, Generic[T]):
-    """Asks the topics and the workers of a pipeline, as often as there is news. Thread-safe."""
+    """Reads the state of a pipeline from its topics and heartbeats. Thread-safe."""
 
     def __init__(self, addresses: Addresses, settings: BusSettings) -> None:
         self._addresses, self._settings, self._pipeline = addresses, settings, Pipeline(addresses.pipeline)
@@ -86,7 +88,10 @@ class PipelineWatch(ABC, Generic[T]):
         self._lock = threading.Lock()
 
     def read_latest(self) -> T:
-        """As of now, or of `FRESH_S` ago: not to be changed. Raises `BusUnavailable` or `redis.RedisError`."""
+        """Return the state as of now or of `MAX_AGE_S` ago; it must not be changed.
+
+        Raises `BusUnavailable` or `redis.RedisError`.
+        """
         with self._lock:
             if self._bus is None:
                 self._bus = connect(self._addresses, self._settings)
@@ -96,23 +101,23 @@ class PipelineWatch(ABC, Generic[T]):
             return self._last
 
     def close(self) -> None:
-        """Free the connection."""
+        """Close the connection."""
         self._redis.close()
 
     @abstractmethod
     def _read_now(self, bus: Bus) -> T:
-        """As of now."""
+        """Return the state as of now."""
 
 
 class LagWatch(PipelineWatch[PipelineLag]):
-    """Only how much waits."""
+    """Reads how much work waits."""
 
     def _read_now(self, bus: Bus) -> PipelineLag:
         return compute_lag(self._pipeline, bus.unsettled(), read_heartbeats(self._redis, self._pipeline))
 
 
 def compute_lag(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Sequence[HeartbeatStatus]) -> PipelineLag:
-    """What topics and heartbeats say together."""
+    """Return the lag that follows from unsettled messages and heartbeats."""
     stages = {stage: _StageWorkers(stage, workers) for stage in STAGES}
     outputs = {klass: _mean_output_tokens(stages, klass) for klass in CLASSES}
     lags = {
@@ -137,32 +142,32 @@ class _StageWorkers:
         rates = [load[RATE_FIELDS[stage]] for load in serving if load[RATE_FIELDS[stage]]]
         self.is_there = bool(serving)
         self.tokens_per_s: float | None = sum(rates) / len(rates) * len(serving) if rates else None
-        """One that has measured nothing yet counts as the others do."""
+        """Rate of all serving workers. One that has measured nothing counts as the mean of the others."""
         self._serving = serving
 
     def sum_field(self, klass: PriorityClass, what: str) -> int:
-        """Over all workers."""
+        """Return the sum of a field over all workers."""
         return int(sum(load[klass][what] for load in self._loads))
 
     def count_unheld(self, klass: PriorityClass, messages: int) -> int:
-        """Of so many messages of a class, those that no worker holds.
+        """Return how many of a class's messages no worker holds.
 
-        A heartbeat may be a second old: what it holds may be settled by now, or be more than the topic says.
+        A heartbeat may be a second old: it may include messages that are settled by now.
         """
         return max(0, messages - self.sum_field(klass, "requests"))
 
     def sum_capacity(self, klass: PriorityClass) -> int:
-        """How many more requests would run at once."""
+        """Return how many more requests the workers could run at once."""
         return int(sum(load[klass]["room"] for load in self._serving))
 
     def compute_mean(self, klass: PriorityClass, what: str) -> float | None:
-        """Tokens of a message, over the workers that had any."""
+        """Return the mean of a field over the workers that have it; None if none has."""
         means = [load[klass][what] for load in self._loads if load[klass][what] is not None]
         return sum(means) / len(means) if means else None
 
 
 def _mean_output_tokens(stages: Mapping[Stage, _StageWorkers], klass: PriorityClass) -> float | None:
-    """Of an answer: as long as they lately were; until one is complete, as long as they may become."""
+    """Return the mean tokens of answers, or of requests' limits until an answer is complete."""
     means = (stages[stage].compute_mean(klass, "mean_output_tokens") for stage in ("decode", "prefill"))
     return next((mean for mean in means if mean is not None), None)
 
@@ -185,7 +190,7 @@ def _estimate_wait_s(
     outputs: Mapping[PriorityClass, float | None],
     before: Sequence[PriorityClass],
 ) -> float | None:
-    """Until a new request of the last class of `before` is decoded: the stages work side by side."""
+    """Return how long a new request of the last class of `before` waits for decode. The stages work side by side."""
     if not all(stage.is_there for stage in stages.values()):
         return None
     waits = (
@@ -199,7 +204,7 @@ def _estimate_wait_s(
 def _estimate_prefill_s(
     lags: Mapping[PriorityClass, Lag], prefill: _StageWorkers, before: Sequence[PriorityClass]
 ) -> float | None:
-    """Prompts are computed one after the other, more or less: all that are there come before it."""
+    """Return how long the prompts before it take: they are computed one after the other, about."""
     tokens = [lags[klass].prompt_tokens for klass in before]
     known = [count for count in tokens if count is not None]
     if len(known) < len(tokens):
@@ -213,7 +218,7 @@ def _estimate_decode_s(
     outputs: Mapping[PriorityClass, float | None],
     before: Sequence[PriorityClass],
 ) -> float | None:
-    """Answers are written side by side: only those come before it that do not run yet and will find no place."""
+    """Return how long the answers before it take that do not run yet and will find no capacity."""
     room = decode.sum_capacity(before[-1])
     seconds = 0.0
     for klass in before:
@@ -227,7 +232,7 @@ def _estimate_decode_s(
 
 
 def _estimate_queued_batch_s(lag: Lag, decode: _StageWorkers, mean_output: float | None) -> float | None:
-    """All of decode's pace is counted, as if nothing interactive came."""
+    """Return how long batch jobs that no worker holds take, as if no interactive ones came."""
     unheld = decode.count_unheld("batch", lag.messages)
     return None if unheld and mean_output is None else _to_seconds(unheld * (mean_output or 0), decode.tokens_per_s)
 

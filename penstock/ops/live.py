@@ -1,7 +1,7 @@
-"""The pipeline as it is now, in one JSON object: what the page and `penstock top` show.
+"""The state of the pipeline now, as one JSON object: what the page and `penstock top` show.
 
-Everything comes from the topics and from the workers' heartbeats, so all who look see the same; only which workers were
-lost is known to those alone who saw them alive.
+It comes from the topics and the workers' heartbeats, so all viewers see the same. Only lost workers are known to those
+viewers alone that saw them alive.
 """
 
 import time
@@ -21,14 +21,14 @@ from penstock.telemetry.stage import TIER_LABELS
 
 Json = dict[str, Any]
 LOST_SHOWN_S = 60.0
-"""For so long a worker that is gone without a goodbye is shown."""
+"""How long a worker is shown that is gone without a goodbye."""
 
 
 class LiveWatch(PipelineWatch[Json]):
-    """Everything, in one JSON object.
+    """Reads the state of the pipeline as one JSON object.
 
-    `tiers`: of the blocks of prompts that prefill wanted within the last minute, how many each tier had. `ttft_s`,
-    `itl_s`: of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds.
+    `tiers`: of the prompt blocks that prefill wanted within the last minute, how many each tier had. `ttft_s`, `itl_s`:
+    of the last minute; `rates` and a worker's `tokens_per_s`: of the last ten seconds.
     """
 
     def __init__(self, addresses: Addresses, settings: BusSettings) -> None:
@@ -68,7 +68,7 @@ class LiveWatch(PipelineWatch[Json]):
 
 
 def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
-    """A worker, by its heartbeat."""
+    """Return a worker's state, from its heartbeat."""
     per_s = worker.get("recent", {}).get("per_s", {})
     pool = worker.get("pool", {"used": 0, "total": 0})
     is_loading = worker["state"] == "loading"
@@ -89,7 +89,7 @@ def build_worker_json(worker: Mapping[str, Any], now_s: float) -> Json:
 
 
 def build_recent_json(workers: Iterable[Mapping[str, Any]]) -> Json:
-    """What happened lately, over all workers."""
+    """Return latencies and rates of the last minute, over all workers."""
     recent = [(worker["stage"], worker["recent"]) for worker in workers if "recent" in worker]
     minutes, paces = [one["minute"] for _, one in recent], [one["per_s"] for _, one in recent]
     prefill = [one["minute"] for stage, one in recent if stage == "prefill"]
@@ -107,7 +107,7 @@ def build_recent_json(workers: Iterable[Mapping[str, Any]]) -> Json:
 
 
 def build_tiers_json(minutes: Sequence[Mapping[str, Any]]) -> Json:
-    """What each tier had of the blocks that were wanted."""
+    """Return how many of the wanted blocks each tier had."""
     wanted = sum_values(minutes, "blocks")
     hits = {tier: int(sum_values(minutes, f"{tier}_hits")) for tier in TIER_LABELS.values()}
     return {tier: {"hits": count, "share": count / wanted if wanted else None} for tier, count in hits.items()}

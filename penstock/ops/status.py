@@ -1,4 +1,4 @@
-"""What the workers of a pipeline say of themselves, from their heartbeat keys, and whether it can serve."""
+"""The workers of a pipeline, from their heartbeats, and whether the pipeline can serve."""
 
 import json
 from collections.abc import Iterable
@@ -19,20 +19,20 @@ from penstock.redis.client import REDIS_TIMEOUT_S, redis_client
 
 @dataclass(frozen=True)
 class Health:
-    """`ok`; `degraded`: what is accepted is answered later or more slowly; `down`: nothing can be accepted."""
+    """`ok`; `degraded`: accepted requests are answered later or more slowly; `down`: no requests can be accepted."""
 
     state: Literal["ok", "degraded", "down"]
     reasons: tuple[str, ...] = ()
 
 
 def read_worker_status(addresses: Addresses) -> list[dict[str, Any]]:
-    """The last heartbeat of each live worker, by stage and name (see `penstock.worker.Heartbeat`)."""
+    """Return the last heartbeat of each live worker, by stage and name (see `penstock.worker.heartbeat`)."""
     with redis_client(addresses.first_url) as client:
         return read_heartbeats(client, Pipeline(addresses.pipeline))
 
 
 def read_heartbeats(client: "redis.Redis", pipeline: Pipeline) -> list[dict[str, Any]]:
-    """The same over a connection that is kept, for who looks again and again. Workers that are gone are taken off."""
+    """Return the last heartbeats over an open connection, and remove expired workers from the list in Redis."""
     known: Any = client.smembers(WORKERS_KEY)
     keys = sorted(key for key in known if key.startswith(pipeline.worker_prefix.encode()))
     beats: dict[bytes, Any] = dict(zip(keys, client.mget(keys) if keys else [], strict=True))
@@ -43,7 +43,7 @@ def read_heartbeats(client: "redis.Redis", pipeline: Pipeline) -> list[dict[str,
 
 
 def check_health(addresses: Addresses, settings: BusSettings) -> Health:
-    """How the pipeline is now, within a few seconds also where servers do not answer."""
+    """Return the pipeline's health, within a few seconds also where servers do not answer."""
     try:
         connect(addresses, settings).check(REDIS_TIMEOUT_S)
     except BusUnavailable as error:
@@ -56,7 +56,7 @@ def check_health(addresses: Addresses, settings: BusSettings) -> Health:
 
 
 def assess_health(workers: Iterable[dict[str, Any]]) -> Health:
-    """How the pipeline is, by the heartbeats of its workers."""
+    """Return the pipeline's health by the heartbeats of its workers."""
     reasons = tuple(_list_problems(workers))
     return Health("degraded" if reasons else "ok", reasons)
 

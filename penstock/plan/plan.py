@@ -1,4 +1,4 @@
-"""From a trace and measured rates to numbers of workers: each sum, and the line that shows it."""
+"""From a trace and measured rates to numbers of workers: each calculation, and the line that shows it."""
 
 import math
 from bisect import bisect_left
@@ -12,28 +12,30 @@ from penstock.plan.simulate import NOT_SIMULATED, Waits, simulate_waits
 from penstock.plan.trace import Arrival, compute_peak, compute_quantile
 
 LOG_REQUEST_BYTES, LOG_TOKEN_BYTES = 6_000, 80
-"""What an ended request takes in the stream Redis, and each of its tokens: measured, and rounded up."""
+"""Bytes of an ended request in the stream Redis, and of each of its tokens: measured, and rounded up."""
 
 
 @dataclass(frozen=True)
 class Goals:
-    """What the plan is for."""
+    """The goals of a plan."""
 
     ttft_s: float | None = None
-    """99 of 100 first tokens within it."""
+    """Limit for the 99th percentile of the time to first token; None: no goal."""
     itl_s: float | None = None
-    """Between two tokens, at most."""
+    """Limit for the time between two tokens; None: no goal."""
     utilisation: float = 0.7
-    """How much of a worker's measured rate is planned with: queues grow without end at 1."""
+    """The share of a worker's measured rate that is planned with: at 1, queues grow without end."""
     window_s: float = 10.0
-    """The peak is that of so many seconds."""
+    """The peak rate is the highest over a window of this length."""
     keep_s: float = 3600.0
     """How long ended streams can be read."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers, in the order in which they follow from each other. Tokens are a second's, at the peak."""
+    """The numbers of a plan, in the order in which they follow from each other. Tokens per second are those of the
+    peak.
+    """
 
     requests: int
     seconds: float
@@ -41,9 +43,9 @@ class Plan:
     output_tokens_per_s: float
     batch: DecodeBatch
     places: float
-    """Answers that are written at once."""
+    """Answers that are generated at once."""
     kv_blocks: float
-    """KV blocks that those have, when they are complete."""
+    """KV blocks of those answers when they are complete."""
     redis_bytes: float
     prefill_by_rate: int
     decode_by_rate: int
@@ -54,15 +56,15 @@ class Plan:
     goals: Goals
     rates: WorkerRates
     meets_ttft: bool
-    """Whether the simulation keeps to the goal; true without one."""
+    """Whether the simulation meets the goal for the time to first token; True without a goal."""
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for `--json`."""
+        """Return the plan for `--json`."""
         return asdict(self) | {"batch": self.batch._asdict(), "left_out": NOT_SIMULATED}
 
 
 def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Plan:
-    """Work out the plan. Raises `PlanError` where no number of workers would do."""
+    """Return the plan. Raises `PlanError` where no number of workers would do."""
     batch, size = rates.choose_batch(goals.itl_s), rates.block_size
 
     def blocks(one: Arrival) -> int:
@@ -117,12 +119,12 @@ def make_plan(trace: Sequence[Arrival], rates: WorkerRates, goals: Goals) -> Pla
 
 
 def count_workers(load: float, rate: float, utilisation: float) -> int:
-    """So many that each carries no more than its share; one at least."""
+    """Return how many workers carry a load, each at most its share of the rate; at least one."""
     return max(1, math.ceil(load / (rate * utilisation)))
 
 
 def _estimate_redis_bytes(trace: Sequence[Arrival], goals: Goals) -> float:
-    """Logs of what ended within `keep_s`; a trace that is shorter is taken to go on as it was."""
+    """Return the bytes of logs that ended within `keep_s`. A shorter trace is taken to repeat."""
 
     def of(one: Arrival) -> int:
         return LOG_REQUEST_BYTES + LOG_TOKEN_BYTES * one.output_tokens
@@ -134,7 +136,7 @@ def _estimate_redis_bytes(trace: Sequence[Arrival], goals: Goals) -> float:
 
 
 def render_plan(plan: Plan, trace: Sequence[Arrival]) -> Iterator[tuple[str, str]]:
-    """The sums, each under its name."""
+    """Yield the calculations as pairs of a name and a line."""
     rates, goals, batch = plan.rates, plan.goals, plan.batch
     prompts = [float(one.prompt_tokens) for one in trace]
     outputs = [float(one.output_tokens) for one in trace]

@@ -11,26 +11,26 @@ from penstock.ops.lag import RATE_FIELDS, SERVING_STATES
 
 
 class DecodeBatch(NamedTuple):
-    """Decoding so many sequences at once."""
+    """The rate of decoding a number of sequences at once."""
 
     size: int
     tokens_per_s: float
-    """Of all of them together."""
+    """Tokens per second of all sequences together."""
 
     @property
     def step_s(self) -> float:
-        """Between two tokens of one of them."""
+        """Seconds between two tokens of one sequence."""
         return self.size / self.tokens_per_s
 
 
 @dataclass(frozen=True)
 class WorkerRates:
-    """One worker's."""
+    """The measured rates of one worker of each stage."""
 
     source: str
     prefill_tokens_per_s: float
     batches: tuple[DecodeBatch, ...]
-    """What was measured of decode, smallest first; running workers tell of one."""
+    """Rates of decode by batch size, smallest first. Running workers give one."""
     block_size: int
     """Tokens in a KV block."""
     pool_blocks: int | None
@@ -38,7 +38,7 @@ class WorkerRates:
     block_bytes: int | None
 
     def choose_batch(self, itl_s: float | None) -> DecodeBatch:
-        """The one with the most tokens a second, of those that keep to `itl_s`. Raises `PlanError`."""
+        """Return the fastest batch of those that keep to `itl_s`. Raises `PlanError` if none does."""
         within = [one for one in self.batches if itl_s is None or one.step_s <= itl_s]
         if not within:
             least = min(one.step_s for one in self.batches)
@@ -50,10 +50,10 @@ class WorkerRates:
 
 
 def average_rates(workers: Sequence[Mapping[str, Any]], settings: EngineSettings, model: str | None) -> WorkerRates:
-    """The mean of the running workers' rates, from their heartbeats. Raises `PlanError` where there is none.
+    """Return the mean rates of the running workers, from their heartbeats. Raises `PlanError` where there are none.
 
-    Of how the speed of decode depends on the batch they tell nothing: what they measured is taken for that of a batch
-    as large as they run now, or of a full one if none runs.
+    Heartbeats do not say how the rate of decode depends on the batch. The measured rate is taken for the mean batch
+    that runs now, or for a full one if none runs.
     """
     wrong = sorted({str(one.get("model")) for one in workers} - {model}) if model else []
     if wrong:

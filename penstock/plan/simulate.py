@@ -1,7 +1,7 @@
-"""The trace, played against the planned workers: who would wait for how long.
+"""Plays the trace against the planned workers: how long requests would wait.
 
-Two queues, first come first served: prompts go one after the other through each prefill worker, answers take a place of
-a decode worker, each token as long as a full batch takes. What it leaves out is in `LEFT_OUT`.
+There are two queues, first come first served: each prefill worker computes one prompt after the other, and an answer
+takes a slot of a decode worker, each token as long as in a full batch. `NOT_SIMULATED` says what is left out.
 """
 
 import heapq
@@ -19,21 +19,21 @@ NOT_SIMULATED = (
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds, of all requests of the trace."""
+    """Quantiles of all requests of the trace, in seconds."""
 
     prefill_p50_s: float
     prefill_p99_s: float
     decode_p50_s: float
     decode_p99_s: float
     ttft_p50_s: float
-    """Waiting for a prefill worker, and the prompt."""
+    """The wait for a prefill worker and the time of the prompt."""
     ttft_p99_s: float
 
 
 def simulate_waits(
     trace: Sequence[Arrival], tokens_per_s: float, batch: DecodeBatch, prefill: int, decode: int
 ) -> Waits:
-    """The waits of a trace that is in order, with so many workers of each stage."""
+    """Return the waits of a trace that is sorted by time, with these numbers of workers."""
     prompts_s = [one.prompt_tokens / tokens_per_s for one in trace]
     for_prefill = _simulate_queue([one.at_s for one in trace], prompts_s, prefill)
     done = sorted(
@@ -50,7 +50,7 @@ def simulate_waits(
 
 
 def _simulate_queue(arrivals: Sequence[float], services: Sequence[float], servers: int) -> list[float]:
-    """How long each waits for one of the servers."""
+    """Return how long each arrival waits for one of the servers."""
     free = [float("-inf")] * min(servers, len(arrivals))
     waits = []
     for at_s, service_s in zip(arrivals, services, strict=True):

@@ -22,7 +22,7 @@ class Arrival(NamedTuple):
 
 
 def read_trace(file: Path) -> list[Arrival]:
-    """A JSONL file's requests, by time. Raises `PlanError` with the line at fault."""
+    """Return the requests of a JSONL file, by time. Raises `PlanError` with the line at fault."""
     try:
         lines = file.read_text("utf-8").splitlines()
     except OSError as error:
@@ -60,7 +60,7 @@ def _get_field(row: Any, names: tuple[str, ...]) -> Any:
 
 
 def compute_peak(trace: Sequence[Arrival], what: Callable[[Arrival], float], window_s: float) -> float:
-    """The most of `what` that arrives within `window_s`, a second."""
+    """Return the highest rate of `what` per second, over windows of `window_s`."""
     most = inside = 0.0
     first = 0
     for arrival in trace:
@@ -73,5 +73,5 @@ def compute_peak(trace: Sequence[Arrival], what: Callable[[Arrival], float], win
 
 
 def compute_quantile(numbers: Sequence[float], share: float) -> float:
-    """The smallest that at least `share` of the numbers do not exceed."""
+    """Return the smallest number that at least `share` of the numbers do not exceed."""
     return sorted(numbers)[max(0, math.ceil(share * len(numbers)) - 1)]

@@ -1,4 +1,4 @@
-"""Meters as Prometheus reads them."""
+"""The metrics of a process in Prometheus' text format, and the HTTP endpoint that serves them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,23 +21,23 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class PrometheusCollector(Collector):
-    """All that the meters say, each time it is asked for."""
+    """Gives Prometheus' registry all readings of the meters."""
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
 
     def describe(self) -> list[Metric]:
-        """Nothing is known before it is asked for."""
+        """Return nothing: metrics are known only when they are collected."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """One family a metric."""
+        """Yield one family for each metric."""
         for metric, readings in self._meters.collect_readings().items():
             yield build_family(metric, readings)
 
 
 def build_family(metric: catalog.Metric, readings: list[Reading]) -> Metric:
-    """A metric and its series."""
+    """Return a metric and its series as Prometheus' client has them."""
     name, labels = metric.prometheus, metric.prometheus_labels
     made: CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
     if metric.kind == "histogram":
@@ -56,15 +56,15 @@ def build_family(metric: catalog.Metric, readings: list[Reading]) -> Metric:
 
 
 def render_metrics(meters: Meters) -> bytes:
-    """The text format, of `CONTENT_TYPE`."""
+    """Return all metrics in the text format (`CONTENT_TYPE`)."""
     return generate_latest(_make_registry(meters))
 
 
 @contextmanager
 def serve_metrics(meters: Meters, host: str, port: int, is_ready: Callable[[], bool] = lambda: True) -> Iterator[int]:
-    """`/metrics`, `/healthz` and `/readyz` of this process, by a thread of its own; yields its port.
+    """Serve `/metrics`, `/healthz` and `/readyz` of this process on a thread. Yields the port.
 
-    Raises `PenstockError` if it is taken.
+    Raises `PenstockError` if the port is taken.
     """
     try:
         server, thread = start_http_server(port, host, _make_registry(meters))

@@ -1,7 +1,8 @@
-"""Meters: what a process counts. One thread writes each of them, any may read.
+"""Meters: what a process counts. One thread writes each meter, any thread may read it.
 
-A meter costs its writer well under a microsecond: no lock, and whoever writes often keeps the meter instead of asking
-for it. A reader adds up what it finds: a histogram's count is the sum of its buckets, and always agrees with them.
+A meter costs its writer well under a microsecond: there is no lock, and a frequent writer keeps the meter instead of
+looking it up. A reader adds up what it finds: a histogram's count is the sum of its buckets, and always agrees with
+them.
 """
 
 import threading
@@ -14,19 +15,19 @@ from penstock.telemetry.catalog import Metric
 
 
 class Distribution(NamedTuple):
-    """What a histogram has seen."""
+    """The values of a histogram."""
 
     counts: tuple[int, ...]
-    """By bucket: up to and including each bound, then beyond the last."""
+    """By bucket: values up to and including each bound, then those beyond the last."""
     sum: float
 
 
 class Reading(NamedTuple):
-    """One series, as of now."""
+    """The current value of one series."""
 
     metric: Metric
     labels: tuple[str, ...]
-    """Values, in the order of the metric's labels."""
+    """Label values, in the order of the metric's labels."""
     value: float | Distribution
 
 
@@ -39,11 +40,11 @@ class Counter:
         self.value: float = 0
 
     def add(self, count: float = 1) -> None:
-        """So many more."""
+        """Increase the counter."""
         self.value += count
 
     def read(self) -> float:
-        """As of now."""
+        """Return the current value."""
         return self.value
 
 
@@ -56,12 +57,12 @@ class Histogram:
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        """The value, so many times."""
+        """Add a value `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
     def read(self) -> Distribution:
-        """As of now."""
+        """Return the current distribution."""
         return Distribution(tuple(self.counts), self.sum)
 
 
@@ -83,7 +84,7 @@ _NO_COUNTER, _NO_HISTOGRAM = _NoCounter(), _NoHistogram(())
 
 
 class Meters:
-    """All meters of a process. With `is_on` false there are none: what is added to them is forgotten."""
+    """All meters of a process. With `is_on` false nothing is counted."""
 
     def __init__(self, *, is_on: bool = True) -> None:
         self.is_on = is_on
@@ -94,13 +95,13 @@ class Meters:
         self._lock = threading.Lock()
 
     def get_counter(self, metric: Metric, *labels: str) -> Counter:
-        """The counter with these labels, in the metric's order."""
+        """Return the counter with these label values, in the metric's order."""
         found = self._get_meter(metric, labels)
         assert isinstance(found, Counter), f"{metric.name} is a {metric.kind}"
         return found
 
     def get_histogram(self, metric: Metric, *labels: str) -> Histogram:
-        """The histogram with these labels, in the metric's order."""
+        """Return the histogram with these label values, in the metric's order."""
         found = self._get_meter(metric, labels)
         assert isinstance(found, Histogram), f"{metric.name} is a {metric.kind}"
         return found
@@ -116,11 +117,11 @@ class Meters:
         return found[1]
 
     def add_source(self, read: Callable[[], Iterable[Reading]]) -> None:
-        """Ask `read` whenever somebody looks, for what is counted elsewhere. It raises nothing."""
+        """Call `read` at each collection for values that are counted elsewhere. It must not raise."""
         self._sources.append(read)
 
     def collect_readings(self) -> dict[Metric, list[Reading]]:
-        """Everything, by metric."""
+        """Return all readings by metric."""
         with self._lock:
             known = list(self._known.items())
         found: dict[Metric, list[Reading]] = {}

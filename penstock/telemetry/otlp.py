@@ -1,4 +1,4 @@
-"""Figures and traces by OTLP (HTTP, protobuf), where OpenTelemetry's own variables say whereto; else nothing."""
+"""Sends metrics and traces by OTLP (HTTP, protobuf), if OpenTelemetry's own variables name an endpoint."""
 
 import logging
 import os
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 Signal = Literal["traces", "metrics"]
 DEFAULT_INTERVAL_MS = 60_000
 FLUSH_TIMEOUT_S = 3.0
-"""How long a process that ends waits for what is still to be sent."""
+"""How long a process that ends waits until everything is sent."""
 
 
 def is_configured(signal: Signal) -> bool:
-    """Whether somebody said where a signal is to go."""
+    """Return whether an endpoint is set for a signal."""
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
     return any(os.environ.get(name) for name in names)
 
 
 def make_span_exporter() -> SpanExporter:
-    """Sends spans. Raises `DependencyMissing`."""
+    """Return an exporter of spans. Raises `DependencyMissing`."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
@@ -53,7 +53,7 @@ def make_span_exporter() -> SpanExporter:
 
 @contextmanager
 def push_metrics(meters: Meters, resource: Resource) -> Iterator[None]:
-    """Send all figures every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds (a minute), and once more at the end.
+    """Send all metrics every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds (a minute by default), and once at the end.
 
     Raises `DependencyMissing` or `SettingsError`.
     """
@@ -95,7 +95,7 @@ def _missing_dependency(error: ImportError) -> DependencyMissing:
 
 
 def build_metrics_data(meters: Meters, resource: Resource) -> MetricsData:
-    """All figures as of now, as OpenTelemetry has them: sums and histograms are cumulative."""
+    """Return all current metrics in OpenTelemetry's form: sums and histograms are cumulative."""
     now_ns = time.time_ns()
     metrics = [
         _convert_metric(metric, readings, meters.started_ns, now_ns)
@@ -121,7 +121,7 @@ def _convert_metric(metric: Metric, readings: Iterable[Reading], since_ns: int, 
 
 
 def _convert_labels(metric: Metric, reading: Reading) -> dict[str, str]:
-    """Empty ones are left out: `error.type` is there where there was an error."""
+    """Return the labels that are not empty: `error.type` is there only where there was an error."""
     return {name: value for name, value in zip(metric.labels, reading.labels, strict=True) if value}
 
 

@@ -1,4 +1,4 @@
-"""One process's telemetry, from its settings: what a worker or a gateway begins with."""
+"""The telemetry of a worker's or gateway's process, from its settings."""
 
 import socket
 import threading
@@ -21,7 +21,7 @@ from penstock.telemetry.spans import RedisSpanExporter
 from penstock.telemetry.tracing import SpanRecorder
 
 REDIS_EXPORT_DELAY_MS = 500
-"""Spans that are kept for people to look at are sent so often."""
+"""How often spans are written to Redis, where the gateway shows them."""
 
 
 @contextmanager
@@ -33,10 +33,10 @@ def open_telemetry(
     with_endpoint: bool,
     is_ready: Callable[[], bool] = lambda: True,
 ) -> Iterator[Meters]:
-    """Traces and figures of this process go where they are to go. Yields its meters.
+    """Set up metrics and traces of this process. Yields its meters.
 
-    `with_endpoint`: `/metrics` on a port of its own, where one is set, and `/readyz`, which asks `is_ready`. Raises
-    `PenstockError` where the port is taken, or where something is not installed that is asked for.
+    `with_endpoint`: serve `/metrics` on its own port, where one is set, and `/readyz`, which calls `is_ready`. Raises
+    `PenstockError` where the port is taken, or a package is missing that the settings need.
     """
     settings = load_settings(TelemetrySettings)
     if settings.telemetry == "off":
@@ -63,8 +63,8 @@ def _format_line(span: ReadableSpan) -> str:
 
 @contextmanager
 def record_spans(service: str, settings: TraceSettings, keep_in: str = "") -> Iterator[None]:
-    """Record this process's spans: in the settings' file, by OTLP where its variables say so, and for as long as the
-    settings say in the Redis `keep_in`. With none of the three, nothing is recorded.
+    """Record this process's spans: in the settings' file, by OTLP if configured, and in the Redis `keep_in` for as long
+    as the settings say. Without any of the three nothing is recorded.
     """
     with ExitStack() as stack:
         processors = list(_make_processors(settings, keep_in, stack))
@@ -88,7 +88,7 @@ def _make_processors(settings: TraceSettings, keep_in: str, stack: ExitStack) ->
 
 
 def _shut_down(processors: list[BatchSpanProcessor]) -> None:
-    """All at once, and not for longer than a moment: a server that is away is no reason to stay."""
+    """Shut all processors down at once, for a limited time: the process does not wait for a server that is away."""
     threads = [threading.Thread(target=processor.shutdown, daemon=True) for processor in processors]
     until_s = time.monotonic() + FLUSH_TIMEOUT_S
     for thread in threads:

@@ -1,7 +1,7 @@
-"""What happened lately: the differences of cumulative figures, as a worker puts them into its heartbeat.
+"""The last minute: differences of cumulative totals, as a worker puts them into its heartbeat.
 
-Each worker looks back itself, so that whoever reads its heartbeat for the first time sees the same last minute as one
-who has watched all along; a worker that starts anew has nothing behind it.
+Each worker computes them itself, so that a viewer who has just come sees the same last minute as one who has watched
+all along. A worker that has just started has no past.
 """
 
 import time
@@ -10,22 +10,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Totals = Mapping[str, float | list[int]]
-"""Cumulative: numbers, and counts by bucket."""
+"""Cumulative numbers, and counts by bucket."""
 WINDOW_S = 60.0
 RATE_WINDOW_S = 10.0
-"""Rates are of so long."""
+"""The window of rates per second."""
 
 
 class RecentTotals:
-    """Looks at totals now and then, and knows what they were up to a minute ago. For one thread."""
+    """Takes snapshots of totals and returns what was added lately. For one thread."""
 
     def __init__(self, read: Callable[[], Totals], clock: Callable[[], float] = time.monotonic) -> None:
         self._read, self._clock = read, clock
         self._snapshots: deque[tuple[float, Totals]] = deque([(clock(), read())])
 
     def summarize_recent(self) -> dict[str, Any]:
-        """`minute`: what was added to each of the totals in the last minute, or since the beginning. `per_s`: how much
-        each of the numbers grows in a second, of the last ten.
+        """Return what was added lately.
+
+        `minute`: what was added to each total in the last minute, or since the start. `per_s`: how much each number
+        grew per second over the last ten seconds.
         """
         now, totals = self._clock(), self._read()
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - WINDOW_S:
@@ -51,20 +53,20 @@ def _subtract_totals(value: Any, before: Any) -> Any:
 
 
 def sum_values(parts: Iterable[Mapping[str, Any]], name: str) -> float:
-    """One of the numbers, over workers."""
+    """Return the sum of one number over workers."""
     return float(sum(part.get(name, 0) for part in parts))
 
 
 def sum_buckets(parts: Iterable[Mapping[str, Any]], name: str, bounds: Sequence[float]) -> list[int]:
-    """One of the histograms, over workers. One whose buckets are others, of another version, is left out."""
+    """Return the sum of one histogram over workers. Those with other buckets, of another version, are left out."""
     found = [part[name] for part in parts if len(part.get(name, ())) == len(bounds) + 1]
     return [sum(counts) for counts in zip(*found, strict=True)] if found else [0] * (len(bounds) + 1)
 
 
 def estimate_quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """The value below which `share` of all lie, taken to be spread evenly within each bucket; None of none.
+    """Return the value below which `share` of all values lie, or None if there are none.
 
-    What lies beyond the last bound counts as that bound.
+    Values are taken to be spread evenly within each bucket. Those beyond the last bound count as that bound.
     """
     total = sum(counts)
     if not total:
@@ -80,6 +82,6 @@ def estimate_quantile(bounds: Sequence[float], counts: Sequence[int], share: flo
 
 
 def summarize_percentiles(bounds: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
-    """`p50`, `p90`, `p99` in the unit of the bounds, and of how many."""
+    """Return `p50`, `p90` and `p99` in the unit of the bounds, and the `count` of values."""
     found = {f"p{percent}": estimate_quantile(bounds, counts, percent / 100) for percent in (50, 90, 99)}
     return found | {"count": sum(counts)}

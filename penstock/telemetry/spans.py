@@ -1,7 +1,7 @@
-"""Spans of requests, kept in Redis for a while, so that a gateway can show what one request went through.
+"""Spans of requests, kept in Redis for a while, so that a gateway can show what a request went through.
 
-A crash, or a Redis that is away, costs the spans of that time and nothing else: nobody waits for them, and they do not
-pile up.
+A crash, or a Redis that is away, costs the spans of that time and nothing else: no request waits for them, and they do
+not pile up.
 """
 
 import logging
@@ -22,13 +22,13 @@ from penstock.telemetry.tracing import PIPELINE_ATTRIBUTE, REQUEST_ID_ATTRIBUTE
 log = logging.getLogger(__name__)
 
 MAX_SPANS_PER_REQUEST = 512
-"""Of one request; the first ones are kept."""
+"""How many spans of a request are kept: the first ones."""
 OUTAGE_PAUSE_S = 5.0
-"""A Redis that was away is left alone for so long."""
+"""How long a Redis that was away is not written to."""
 
 
 class RedisSpanExporter(SpanExporter):
-    """Appends each request's spans to a list of its own, which lives `keep_s` after the last of them."""
+    """Appends each request's spans to its own list, which expires `keep_s` after the last of them."""
 
     def __init__(self, urls: str, keep_s: float) -> None:
         """`urls`: of all stream servers. A request's spans are on its server."""
@@ -36,7 +36,7 @@ class RedisSpanExporter(SpanExporter):
         self._keep_ms = int(keep_s * 1000)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """In one round trip for each server; spans of no request are passed over."""
+        """Write spans, in one round trip for each server. Spans that belong to no request are ignored."""
         lists: dict[_SpanWriter, dict[str, list[bytes]]] = {server: {} for server in self._servers.parts}
         for span in spans:
             about = span.attributes or {}
@@ -48,20 +48,20 @@ class RedisSpanExporter(SpanExporter):
         return SpanExportResult.SUCCESS if all(are_kept) else SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
-        """Free the connections."""
+        """Close the connections."""
         for server in self._servers.parts:
             server.close()
 
 
 class _SpanWriter:
-    """One server's lists."""
+    """Writes the lists of one server."""
 
     def __init__(self, url: str) -> None:
         self._redis = redis_client(url)
         self._away_until = 0.0
 
     def append_spans(self, lists: Mapping[str, Sequence[bytes]], keep_ms: int) -> bool:
-        """Whether the lists are longer by these."""
+        """Append encoded spans to their lists. Returns whether they were written."""
         if time.monotonic() < self._away_until:
             return False
         try:
@@ -78,7 +78,7 @@ class _SpanWriter:
         return True
 
     def close(self) -> None:
-        """Free the connection."""
+        """Close the connection."""
         self._redis.close()
 
 

@@ -1,4 +1,4 @@
-"""A worker's figures: what its loop tells as things happen, and what is read off it whenever somebody looks."""
+"""A worker's metrics: what its loop counts as it happens, and what is read whenever metrics are collected."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,15 +12,15 @@ from penstock.telemetry.meters import Histogram, Meters, Reading
 from penstock.telemetry.recent import RecentTotals
 
 TIER_LABELS = {"pool": "pool", "shared": "shm", "disk": "disk", "redis": "redis"}
-"""As the figures call the tiers of the store."""
+"""The store's tiers, by their label in the metrics."""
 RESULT_LABELS = {"hits": "hit", "misses": "miss", "damaged": "damaged", "evictions": "evicted", "refused": "refused"}
-"""As the figures call the counters of a tier."""
+"""The counters of a tier, by their label in the metrics."""
 StatusView = Callable[[], Mapping[str, Any]]
-"""What a worker holds, as its heartbeat says it: `running`, `waiting`, `pool`, `kv`."""
+"""Returns what a worker holds, as in its heartbeat: `running`, `waiting`, `pool`, `kv`."""
 
 
 class StageMetrics:
-    """One worker's. The loop's thread tells, but for `handed_off` and `buried`, which are the settler's."""
+    """One worker's metrics. Only the loop's thread writes them."""
 
     def __init__(self, meters: Meters, pipeline: str, stage: Stage, worker: str, model: str) -> None:
         self._meters, self._pipeline, self._stage, self._worker, self._model = meters, pipeline, stage, worker, model
@@ -44,32 +44,32 @@ class StageMetrics:
     # As things happen.
 
     def record_queue_wait(self, klass: PriorityClass, published_s: float, begun_s: float) -> None:
-        """A message's work began."""
+        """Record how long a message waited until its work began."""
         self._waits[klass].add(max(0.0, begun_s - published_s))
 
     def record_preprocess(self, duration_s: float) -> None:
-        """A request was read."""
+        """Record how long a request took to be read."""
         self._preprocess.add(max(0.0, duration_s))
 
     def count_take_over(self) -> None:
-        """What another worker held is gone on with."""
+        """Count a request that was taken over from another worker."""
         self._take_overs.add()
 
     def count_retry(self, cause: str) -> None:
-        """What failed is tried again later."""
+        """Count a request whose work failed and is tried again later."""
         self._meters.get_counter(catalog.RETRIES, self._pipeline, self._stage, cause).add()
 
     def count_dead_letters(self, count: int = 1) -> None:
-        """Messages are dead letters now."""
+        """Count messages that were put into the dead-letter topic."""
         self._dead_letters.add(count)
 
     def count_prompt(self, num_computed: int, num_cached: int) -> None:
-        """A prompt is computed."""
+        """Count the tokens of a prompt that is done."""
         self._prefill.add(num_computed)
         self._cached.add(num_cached)
 
     def record_first_token(self, operation: Operation, published_s: float) -> None:
-        """Token 0 was written."""
+        """Record the latency of token 0."""
         found = self._meters.get_histogram(catalog.TIME_TO_FIRST_TOKEN, operation, PROVIDER, self._model)
         if found not in self._firsts:
             self._firsts.append(found)
@@ -77,17 +77,17 @@ class StageMetrics:
         self._decode.add()
 
     def record_token(self, gap_s: float | None) -> None:
-        """A further token was written, so long after the one before it, if this worker wrote that."""
+        """Record a further token, and the time since the one before if this worker wrote that."""
         self._decode.add()
         if gap_s is not None:
             self._itl.add(gap_s)
 
     def count_hand_off(self, klass: PriorityClass) -> None:
-        """A job is out."""
+        """Count a request that was handed off."""
         self._meters.get_counter(catalog.REQUESTS, self._pipeline, self._stage, klass, "handed_off").add()
 
     def record_end(self, klass: PriorityClass, operation: Operation, end: EndEvent) -> None:
-        """A request's end was written."""
+        """Record the end of a request."""
         self._ended += 1
         self._meters.get_counter(catalog.REQUESTS, self._pipeline, self._stage, klass, end.finish_reason).add()
         times, about = end.timings, (operation, PROVIDER, self._model)
@@ -103,11 +103,11 @@ class StageMetrics:
     # Whenever somebody looks.
 
     def set_view(self, view: StatusView) -> None:
-        """Read the rest off `view`, from now on."""
+        """Read gauges and KV counters from `view`, from now on."""
         self._view = view
 
     def summarize_recent(self) -> dict[str, Any]:
-        """What happened lately, for the heartbeat. For its thread."""
+        """Return the last minute, for the heartbeat. For its thread only."""
         return self._recent.summarize_recent()
 
     def _read_totals(self) -> dict[str, float | list[int]]:

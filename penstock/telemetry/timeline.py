@@ -1,4 +1,4 @@
-"""One request's life, from the spans that its processes left in Redis."""
+"""A request's timeline, from the spans that its processes left in Redis."""
 
 import itertools
 import json
@@ -12,12 +12,12 @@ import redis.asyncio
 from penstock.names import Pipeline
 
 UNKNOWN_SPAN = "unknown"
-"""What an account calls the time of which no span is there."""
+"""The name of time for which there is no span."""
 
 
 @dataclass(frozen=True)
 class TimelineShare:
-    """A stretch of a request's time, and the span that it went into."""
+    """A stretch of a request's time, and the span that it belongs to."""
 
     name: str
     service: str
@@ -30,29 +30,30 @@ class Timeline:
     """The spans of a request, by their start."""
 
     spans: list[dict[str, Any]]
-    """Of each `name`, `service`, `start_s` and `end_s` (seconds since the epoch), `id`, `parent` (the id of the span
-    around it, or None), `attributes`."""
+    """Each has `name`, `service`, `start_s` and `end_s` (seconds since the epoch), `id`, `parent` (the id of its parent
+    span, or None) and `attributes`.
+    """
 
     @property
     def start_s(self) -> float:
-        """When it began: the producer's span, or the message's publication."""
+        """When the request began: the producer's span, or the message's publication."""
         return min(float(span["start_s"]) for span in self.spans)
 
     @property
     def answered_s(self) -> float | None:
-        """When the end could be read; None while it goes on, or where nobody told."""
+        """When the end could be read; None while it goes on, or where no span says so."""
         return max((float(span["end_s"]) for span in self.spans if span["name"] == "end"), default=None)
 
     @property
     def latency_s(self) -> float | None:
-        """From its beginning to its end, as a client has it."""
+        """The latency that the client sees, from the beginning to the end; None while it goes on."""
         return None if self.answered_s is None else max(0.0, self.answered_s - self.start_s)
 
     def build_account(self) -> list[TimelineShare]:
-        """Where the time went, from the beginning until the answer's end: stretches without gap or overlap.
+        """Return where the time went until the answer's end, as stretches without gap or overlap.
 
-        Where spans overlap, the time is that of the one that began last. (Writing KV goes on beside the answer, and the
-        second `queue.wait` while the first worker still settles: what began last is what the request waited for.)
+        Where spans overlap, the time belongs to the span that began last: storing KV goes on beside the answer, and the
+        second `queue.wait` begins while the first worker still settles.
         """
         end_s = self.answered_s or max(float(span["end_s"]) for span in self.spans)
         edges = sorted({min(edge, end_s) for span in self.spans for edge in (span["start_s"], span["end_s"])})
@@ -65,7 +66,7 @@ class Timeline:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """For the page: the spans, the account, and what both are about."""
+        """Return the spans, the account and the request's times, for the page."""
         return {
             "start_s": self.start_s,
             "answered_s": self.answered_s,
@@ -84,12 +85,12 @@ def _find_owner(spans: Sequence[dict[str, Any]], start_s: float, end_s: float) -
 
 
 def read_timeline(client: "redis.Redis", pipeline: Pipeline, request_id: str) -> Timeline | None:
-    """A request's life so far; None where nothing is kept of it. Raises `redis.RedisError`."""
+    """Return a request's timeline so far; None where no spans are kept. Raises `redis.RedisError`."""
     return _parse_spans(cast("list[bytes]", client.lrange(pipeline.trace_key(request_id), 0, -1)))
 
 
 async def read_timeline_async(client: "redis.asyncio.Redis", pipeline: Pipeline, request_id: str) -> Timeline | None:
-    """The same for asyncio."""
+    """Return a request's timeline so far; None where no spans are kept. Raises `redis.RedisError`."""
     return _parse_spans(await cast(Any, client.lrange(pipeline.trace_key(request_id), 0, -1)))
 
 

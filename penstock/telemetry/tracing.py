@@ -33,7 +33,7 @@ SCOPE = InstrumentationScope("penstock")
 
 
 class SpanRecorder(TracerProvider):
-    """Where this process's spans go."""
+    """Passes this process's spans to its processors."""
 
     def __init__(self, resource: Resource, processors: Sequence[BatchSpanProcessor]) -> None:
         super().__init__(resource=resource, shutdown_on_exit=False)
@@ -43,10 +43,10 @@ class SpanRecorder(TracerProvider):
 
 
 class _ChildSpan(NonRecordingSpan):
-    """A span below one that is recorded.
+    """A span below a recorded one.
 
-    A request has a dozen, and the SDK's own take four times as long (45 us), for limits, events, links and locks that
-    none of them needs. Samplers decide at the root, which is the SDK's, and all processes keep to that.
+    A request has a dozen. The SDK's own spans take four times as long (45 us), for limits, events, links and locks that
+    are not needed here. Samplers decide at the root, which is an SDK span, and all processes keep to that.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class _ChildSpan(NonRecordingSpan):
 
 
 def with_request(pipeline: Pipeline, request_id: str, context: Context | None = None) -> Context:
-    """The context (the current one by default) in which all spans are a request's."""
+    """Return a context (based on the current one by default) in which all spans belong to a request."""
     return set_value(
         _REQUEST_CONTEXT_KEY, {PIPELINE_ATTRIBUTE: pipeline.name, REQUEST_ID_ATTRIBUTE: request_id}, context
     )
@@ -96,9 +96,9 @@ def with_request(pipeline: Pipeline, request_id: str, context: Context | None = 
 def extract_context(
     headers: Mapping[str, str], context: Context | None = None, published_s: float | None = None
 ) -> Context:
-    """The trace context that came with a message, put into `context`.
+    """Return `context` with the trace context that came in a message's headers.
 
-    Where none did, and `published_s` is given, a trace begins with the message: the producer keeps none.
+    Where none came, and `published_s` is given, a trace begins with the message, as its producer records none.
     """
     context = propagate.extract(headers, Context() if context is None else context)
     if published_s is None or trace.get_current_span(context).get_span_context().is_valid:
@@ -109,7 +109,7 @@ def extract_context(
 
 
 def inject_headers(context: Context | None = None) -> dict[str, str]:
-    """The headers that carry a trace context (the current one by default) to the next process."""
+    """Return headers that carry a trace context (the current one by default) to the next process."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context)
     return carrier
@@ -117,7 +117,7 @@ def inject_headers(context: Context | None = None) -> dict[str, str]:
 
 @contextmanager
 def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Spans that begin in the context belong to the trace that came with `headers`, if one did."""
+    """Let spans that begin in the block belong to the trace of `headers`, if there is one."""
     token = attach(extract_context(headers))
     try:
         yield
@@ -126,12 +126,12 @@ def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def with_span(span: Span, context: Context | None = None) -> Context:
-    """`context` (the current one by default), where spans are children of `span`."""
+    """Return a context (based on the current one by default) in which new spans are children of `span`."""
     return trace.set_span_in_context(span, context)
 
 
 def start_span(name: str, parent: Context, start_s: float | None = None, **attributes: AttributeValue) -> Span:
-    """Start a span; `start_s` (seconds since the epoch) for what began earlier, elsewhere."""
+    """Start a span. `start_s` (seconds since the epoch) is given where its work began earlier."""
     whose = cast("dict[str, AttributeValue]", get_value(_REQUEST_CONTEXT_KEY, parent) or {})
     above, recorder = trace.get_current_span(parent).get_span_context(), trace.get_tracer_provider()
     if not (isinstance(recorder, SpanRecorder) and above.is_valid):
@@ -142,7 +142,7 @@ def start_span(name: str, parent: Context, start_s: float | None = None, **attri
 
 
 def record_span(name: str, parent: Context, start_s: float, end_s: float, **attributes: AttributeValue) -> None:
-    """A span that is already over."""
+    """Record a span that is already over."""
     start_span(name, parent, start_s, **attributes).end(_to_ns(end_s))
 
 
