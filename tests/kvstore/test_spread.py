@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kvstore.tiers.spread import KeySpread, url_identity
+from penstock.kvstore.tiers.redis import KeySpread, url_identity
 
 URLS = st.lists(st.integers(0, 10_000).map(lambda n: f"redis://host{n}:6379/0"), min_size=1, max_size=8, unique=True)
 KEYS = st.lists(st.binary(min_size=32, max_size=32), max_size=50)

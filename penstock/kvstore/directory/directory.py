@@ -167,7 +167,7 @@ class Directory:
         return True
 
     def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
-        """See `Tier.lease`."""
+        """Implement `Tier.lease_blocks`."""
         with self.ledger.hold_lock() as record:
             self.ledger.mark_uncertain()
             self._call_with_room(partial(leases.create_leases, self.layout, owner, keys, seconds))
@@ -175,7 +175,7 @@ class Directory:
             failpoint("disk.lease.2")
 
     def release_leases(self, owner: str, keys: Sequence[bytes]) -> None:
-        """See `Tier.release`."""
+        """Implement `Tier.release_leases`."""
         with self.ledger.hold_lock() as record:
             self.ledger.mark_uncertain()
             leases.remove_leases(self.layout, owner, keys)

@@ -1,19 +1,21 @@
 """The blocks of one Redis server, read and written in batches.
 
-Reading: 1. GETs go out in a pipeline, the next ones before the last replies are read; 2. each block is received where
-it is wanted and checked; 3. the index is told which were used, their time is renewed, what is damaged is deleted.
+Reading: 1. GETs are sent in a pipeline, the next ones before the last replies are read; 2. each block is received into
+its target and checked; 3. the index records which blocks were used and renews their time; damaged blocks are deleted.
 
-Writing: 1. ask which are there already; 2. the index makes room and names what goes for it (`take.lua`); 3. that is
-deleted; 4. blocks are written, each with its checksum; 5. those that were not are out of the index again.
+Writing: 1. the blocks that are stored already are looked up; 2. the index reserves space for the others and names the
+blocks to evict (`take.lua`); 3. those are deleted; 4. the blocks are written, each with its checksum; 5. blocks that
+could not be written leave the index again.
 
-| A crash after | Leaves                                | Until                                              |
-|---------------|---------------------------------------|----------------------------------------------------|
-| reading 1, 2  | an order of use that is a little old  |                                                    |
-| writing 2     | blocks that the index does not know   | their time is over, or they are used and taken in  |
-| writing 2 - 4 | entries without blocks                | somebody does not find one, or their time is over  |
+| A crash after | Leaves                                | Until                                                     |
+|---------------|---------------------------------------|-----------------------------------------------------------|
+| reading 1, 2  | an order of use that is a little old  |                                                           |
+| writing 2     | blocks that are not in the index      | their time is over, or a use adds them to the index       |
+| writing 2 - 4 | index entries without blocks          | a reader does not find the block, or their time is over   |
 
-What one deletes, another may have stored anew, or found, and leased, since it was named: between writing 2 and 3, or
-while it was read and found damaged. Then a leased block is a miss all the same, and computed again; never a wrong one.
+Between writing 2 and 3, or while a block is read and found damaged, another process may have stored the same block
+again, or found it, and leased it. A leased block is then deleted all the same. It is a miss and computed again; never a
+wrong block.
 """
 
 import time
@@ -35,14 +37,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BATCH_BYTES = 8 * 2**20
-"""About so much is asked for or written at once: a long prompt does not hold up the server's other clients."""
+"""Bytes that are read or written at once, about. A long prompt must not hold up the server's other clients."""
 
 EncodedBlock = tuple[Block, int, Buffer]
-"""A block, and its payload as the codec of that number wrote it."""
+"""A block, the number of a codec, and the content that the codec made of the payload."""
 
 
 class RedisNode:
-    """One server. Nothing here raises for it: a call that failed did less, and is counted as an error."""
+    """The blocks of one server. No method raises if the server fails: the call did less, and is counted as an error."""
 
     def __init__(self, server: KVServer, form: BlockFormat, index: RedisIndex, codec: "TierCodecs | None") -> None:
         self._server, self._form, self._index, self._codec = server, form, index, codec
@@ -51,19 +53,19 @@ class RedisNode:
         )
 
     def call_index(self, call: Callable[[RespConnection, RedisIndex], T], counters: TierCounters) -> T | None:
-        """What `call` returns, or None if the server did not do it."""
+        """Return what `call` returns, or None if the server failed."""
         return self._server.call(lambda wire: call(wire, self._index), counters)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the server."""
         self._server.close()
 
-    def get(self, wanted: Sequence[ReadRequest], counters: TierCounters) -> list[bool]:
-        """See `Tier.get`."""
-        found = [False] * len(wanted)
-        lanes = min(self._server.num_lanes, len(wanted))
+    def get(self, requests: Sequence[ReadRequest], counters: TierCounters) -> list[bool]:
+        """Implement `Tier.get`."""
+        found = [False] * len(requests)
+        lanes = min(self._server.num_lanes, len(requests))
         self._server.call_on_connections(
-            lanes, lambda wires: self._read_blocks(wires, wanted, found, counters), counters
+            lanes, lambda wires: self._read_blocks(wires, requests, found, counters), counters
         )
         counters.hits += sum(found)
         counters.misses += len(found) - sum(found)
@@ -71,31 +73,35 @@ class RedisNode:
         return found
 
     def put(self, blocks: Sequence[Block], counters: TierCounters) -> list[bool]:
-        """See `Tier.put`."""
+        """Implement `Tier.put`."""
         stored: set[bytes] = set()
         self._server.call(lambda wire: self._write_blocks(wire, blocks, stored, counters), counters)
         return [block.key.hash in stored for block in blocks]
 
     def has_blocks(self, keys: Sequence[bytes], counters: TierCounters) -> list[bool]:
-        """See `Tier.has`."""
+        """Implement `Tier.has_blocks`."""
 
-        def look(wire: RespConnection) -> list[bool]:
+        def look_up(wire: RespConnection) -> list[bool]:
             sizes = _read_sizes(wire, keys)
             gone = self._index.record_uses(wire, BlockUses(sizes, [key for key in keys if key not in sizes]), counters)
             return [key in sizes and key not in gone for key in keys]
 
-        return self._server.call(look, counters) or [False] * len(keys)
+        return self._server.call(look_up, counters) or [False] * len(keys)
 
     def _read_blocks(
-        self, wires: Sequence[RespConnection], wanted: Sequence[ReadRequest], found: list[bool], counters: TierCounters
+        self,
+        wires: Sequence[RespConnection],
+        requests: Sequence[ReadRequest],
+        found: list[bool],
+        counters: TierCounters,
     ) -> None:
-        """Each connection has every so-manieth block; a piece is received from each in turn."""
+        """Read the blocks over n connections in turn, a piece at a time; each reads every n-th block."""
         results: dict[int, tuple[Found, int]] = {}
         lanes = [
-            self._read_lane(wire, wanted, range(start, len(wanted), len(wires)), found, results)
+            self._read_lane(wire, requests, range(start, len(requests), len(wires)), found, results)
             for start, wire in enumerate(wires)
         ]
-        begun = time.perf_counter()
+        started_s = time.perf_counter()
         try:
             while lanes:
                 lanes = [lane for lane in lanes if next(lane, self) is None]
@@ -103,20 +109,20 @@ class RedisNode:
             counters.damaged += sum(kind is Found.DAMAGED for kind, _ in results.values())
         lengths = [length for kind, length in results.values() if kind is Found.WHOLE]
         if all(length == HEADER_BYTES + self._form.payload_bytes for length in lengths):  # else decoding took time, too
-            self._record_transfer(sum(lengths), begun)
+            self._record_transfer(sum(lengths), started_s)
         uses = BlockUses()
-        for index, want in enumerate(wanted):
+        for index, request in enumerate(requests):
             kind, length = results[index]
             if kind is Found.WHOLE:
-                uses.sizes[want.key.hash] = length
+                uses.sizes[request.key.hash] = length
             else:
-                (uses.absent if kind is Found.NOTHING else uses.damaged).append(want.key.hash)
+                (uses.absent if kind is Found.NOTHING else uses.damaged).append(request.key.hash)
         self._index.record_uses(wires[0], uses, counters)
 
     def _read_lane(
         self,
         wire: RespConnection,
-        wanted: Sequence[ReadRequest],
+        requests: Sequence[ReadRequest],
         indices: Sequence[int],
         found: list[bool],
         results: dict[int, tuple[Found, int]],
@@ -126,9 +132,9 @@ class RedisNode:
         for done, index in enumerate(indices):
             if asked < len(indices) and asked - done <= self._max_pipelined_reads // 2:
                 part = indices[asked : done + self._max_pipelined_reads]
-                wire.send([b"".join(encode_command("GET", kv_key(wanted[i].key.hash)) for i in part)])
+                wire.send([b"".join(encode_command("GET", kv_key(requests[i].key.hash)) for i in part)])
                 asked = done + self._max_pipelined_reads
-            results[index] = yield from receive_block(wire, self._form, wanted[index], self._codec)
+            results[index] = yield from receive_block(wire, self._form, requests[index], self._codec)
             found[index] = results[index][0] is Found.WHOLE
 
     def _write_blocks(
@@ -157,12 +163,12 @@ class RedisNode:
     def _write_batch(
         self, wire: RespConnection, batch: Sequence[EncodedBlock], stored: set[bytes], counters: TierCounters
     ) -> None:
-        """Steps 2 to 5."""
+        """Do steps 2 to 5 of writing."""
         sizes = [(block.key.hash, HEADER_BYTES + len(content)) for block, _, content in batch]
-        room = self._index.reserve_blocks(wire, sizes, counters)
-        stored -= room.deleted
-        sent, failed, refusal, begun = list[bytes](), list[bytes](), None, time.perf_counter()
-        for (block, number, content), ok in zip(batch, room.accepted, strict=True):
+        reservation = self._index.reserve_blocks(wire, sizes, counters)
+        stored -= reservation.deleted
+        sent, failed, refusal, started_s = list[bytes](), list[bytes](), None, time.perf_counter()
+        for (block, number, content), ok in zip(batch, reservation.accepted, strict=True):
             if ok:
                 parts = self._encode_set_command(block, number, content)
                 wire.send(parts)
@@ -178,18 +184,18 @@ class RedisNode:
             else:
                 raise UnexpectedReply(f"not what a SET is answered: {reply!r}")
         done = set(sent)
-        self._record_transfer(sum(size for key, size in sizes if key in done), begun)
-        self._index.forget_unwritten(wire, failed, room.clock)
+        self._record_transfer(sum(size for key, size in sizes if key in done), started_s)
+        self._index.forget_unwritten(wire, failed, reservation.clock)
         if refusal is not None:
             raise refusal
 
-    def _record_transfer(self, num_bytes: int, begun: float) -> None:
-        """So many bytes came or went since then: the codecs decide by that what pays."""
+    def _record_transfer(self, num_bytes: int, started_s: float) -> None:
+        """Record how long a transfer took. Codecs use it to decide whether compression is worthwhile."""
         if self._codec is not None:
-            self._codec.record_transfer(num_bytes, time.perf_counter() - begun)
+            self._codec.record_transfer(num_bytes, time.perf_counter() - started_s)
 
     def _encode_set_command(self, block: Block, number: int, content: Buffer) -> list[Buffer]:
-        """The command that stores a block; nothing, if its memory holds something else by now."""
+        """Return the command that stores a block; nothing, if its memory does not hold the block any more."""
         header = self._form.make_header(block.key, compute_checksum(content), number, len(content))
         if not block.is_valid():
             return []
@@ -199,7 +205,7 @@ class RedisNode:
 
 
 def _read_sizes(wire: RespConnection, keys: Sequence[bytes]) -> dict[bytes, int]:
-    """How many bytes are there under each key, for those that are there."""
+    """Return the stored bytes of each key that exists."""
     sizes: dict[bytes, int] = {}
     for start in range(0, len(keys), MAX_SCRIPT_KEYS):
         part = keys[start : start + MAX_SCRIPT_KEYS]

@@ -2,23 +2,24 @@
 
 A put, in batches:
 
-1. Under the lock (`ledger.py`), room is made and reserved for the blocks that are not here (`eviction.py`).
-2. Each is written to a file in this process's folder, with its checksum.
-3. The page tag is asked: whether what was written was still the block.
+1. Under the lock (`ledger.py`), space is reserved for the blocks that are not here, and made by eviction.
+2. Each block is written to a file in this process's folder, with its checksum.
+3. The page tag is checked: whether the memory that was written still held the block.
 4. Under the lock, the files are renamed to where they are found, and the reservation ends.
 
-Where the disk is full before the budget is, blocks go as if it were the budget, and what failed is tried once more.
+If the disk is full before the budget is, blocks are evicted as if it were the budget, and the write is tried once more.
 
-Dead after 1 to 3: nobody finds the blocks, and the folder of a dead process and its reservation go as soon as somebody
-opens the directory or wants room. Dead within 4: those that were renamed are there, and the next holder of the lock
-counts anew.
+After a crash in 1 to 3 the blocks are not found; the dead process's folder and its reservation are removed as soon as
+another process opens the directory or needs space. After a crash within 4 the files that were renamed are blocks, and
+the next holder of the lock counts the usage anew.
 
-A get: 1. the file is opened; 2. read, and its header must be that of the block asked for; 3. copied to where it is
-wanted, its checksum must be the header's; then it was used now. No reader holds a lock, and a dead one leaves nothing
-behind; a file that is removed meanwhile is read to its end.
+A get: 1. the file is opened; 2. it is read, and its header must be that of the block asked for; 3. the content is
+copied to the target, and its checksum must be the header's; this counts as a use. Readers hold no lock, and one that
+crashes leaves nothing behind; a file that is removed meanwhile can be read to its end.
 
-Leases (`leases.py`): 1. the owner's folder has a link to each block; 2. all have. Dead between them: some have. A
-release, the same the other way. A removal: 1. the leases of the block go; 2. the block goes.
+Leases (`leases.py`): 1. a link to each block is made in the owner's folder; 2. all links are made. After a crash
+between them, some blocks are leased. A release removes the links in the same way. A removal: 1. the leases of the block
+are removed; 2. the block is.
 """
 
 import os
@@ -47,14 +48,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BATCH_BLOCKS, MAX_BATCH_BYTES = 32, 8 * 2**20
-"""About so much is written at a time, and reserved."""
+"""Blocks that are reserved and written at a time, about."""
 SETTING = "PENSTOCK_KV_STORE_DISK"
 WRITE_PAUSE_S = 1.0
-"""How long nothing is written after the disk did not take something."""
+"""How long nothing is written after the disk failed."""
 
 
 class DiskTier:
-    """Blocks in a directory."""
+    """A tier whose blocks are files in a directory."""
 
     name, clock = "disk", staticmethod(time.perf_counter)
 
@@ -69,9 +70,9 @@ class DiskTier:
 
     @classmethod
     def open(cls, form: BlockFormat, directory: Path, budget_bytes: int, codec: "TierCodecs | None" = None) -> Self:
-        """The blocks in a directory, which is made if it is not there. Raises `KVStoreError` if it cannot be used.
+        """Open the blocks in a directory, or make it. Raise `KVStoreError` if it cannot be used.
 
-        A full disk is no reason for that: it is read, and written as soon as it has room.
+        A full disk raises nothing: its blocks are read, and new ones are written as soon as it has space.
         """
         size = round_to_pages(HEADER_BYTES + form.payload_bytes)
         if budget_bytes < size:
@@ -83,26 +84,26 @@ class DiskTier:
 
     @classmethod
     def attach(cls, directory: Path) -> Self:
-        """What is in a directory, whoever's it is, for tools: nothing can be got or put, and no file is made.
+        """Open an existing directory for tools: no block can be read or written, and no file is made.
 
-        Raises `KVStoreError`.
+        Raise `KVStoreError` if there is none.
         """
         try:
             return cls(Directory(directory, 0, writes=False), BlockFormat(bytes(32), bytes(16), 0), None)
         except OSError as error:
             raise KVStoreError(f"{directory}: no directory with KV blocks: {error}") from error
 
-    def get(self, wanted: Sequence[ReadRequest]) -> list[bool]:
-        """See `Tier.get`, and the steps above."""
+    def get(self, requests: Sequence[ReadRequest]) -> list[bool]:
+        """Implement `Tier.get`, in the steps of the module docstring."""
         found, suspects, failed = list[Found](), dict[bytes, int | None](), False
-        for one in wanted:
+        for request in requests:
             try:
-                kind, number = self._files.read_block(self._block_path(one.key.hash), one)
+                kind, number = self._files.read_block(self._block_path(request.key.hash), request)
             except OSError:
                 kind, number, failed = Found.NOTHING, 0, True
             found.append(kind)
             if kind is Found.DAMAGED:
-                suspects[one.key.hash] = number
+                suspects[request.key.hash] = number
         if suspects:
             self._try_call(lambda: self._directory.drop_blocks(suspects), 0)
         with self._counting:
@@ -115,7 +116,7 @@ class DiskTier:
         return [kind is Found.WHOLE for kind in found]
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """See `Tier.put`, and the steps above."""
+        """Implement `Tier.put`, in the steps of the module docstring."""
         here = self.has_blocks([block.key.hash for block in blocks])
         stored = {block.key.hash for block, is_here in zip(blocks, here, strict=True) if is_here}
         new = list({block.key.hash: block for block in blocks if block.key.hash not in stored}.values())
@@ -126,62 +127,62 @@ class DiskTier:
         return [block.key.hash in stored for block in blocks]
 
     def has_blocks(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier.has`."""
+        """Implement `Tier.has_blocks`."""
         return [self._touch_block(key) for key in keys]
 
     def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
-        """See `Tier.lease`. Ends are times of the host's clock."""
+        """Implement `Tier.lease_blocks`. Leases end by the host's clock."""
         if keys:
             self._try_call(lambda: self._directory.lease_blocks(owner, keys, seconds), None)
 
     def release_leases(self, owner: str, keys: Sequence[bytes]) -> None:
-        """See `Tier.release`."""
+        """Implement `Tier.release_leases`."""
         if keys:
             self._try_call(lambda: self._directory.release_leases(owner, keys), None)
 
     def remove_blocks(self, keys: Sequence[bytes]) -> int:
-        """See `Tier.remove`."""
+        """Implement `Tier.remove_blocks`."""
         return self._try_call(lambda: self._directory.drop_blocks(dict.fromkeys(keys)), 0) if keys else 0
 
     def read_usage(self) -> TierUsage:
-        """See `Tier.usage`. Files count in whole pages; what is reserved counts too."""
+        """Implement `Tier.read_usage`. Files count in whole pages, and reserved space counts too."""
 
-        def look() -> TierUsage:
+        def read() -> TierUsage:
             record = self._directory.ledger.read_usage()
             num_leased = len(set(leases.list_leased_keys(self._directory.layout)))
             return TierUsage(record.num_blocks, record.used_bytes, record.budget_bytes, num_leased)
 
-        return self._try_call(look, TierUsage(0, 0, self._directory.budget, 0))
+        return self._try_call(read, TierUsage(0, 0, self._directory.budget, 0))
 
     def list_entries(self) -> Iterator[TierEntry]:
-        """See `Tier.entries`."""
+        """Implement `Tier.list_entries`."""
 
-        def look() -> list[TierEntry]:
+        def read() -> list[TierEntry]:
             running = Counter(leases.list_leased_keys(self._directory.layout))
             return [
                 TierEntry(key, round_to_pages(stat.st_size), stat.st_mtime_ns / 1e9, running[key])
                 for key, stat in self._directory.layout.list_blocks()
             ]
 
-        return iter(self._try_call(look, list[TierEntry]()))
+        return iter(self._try_call(read, list[TierEntry]()))
 
     def read_stored(self, key: bytes) -> bytes | None:
-        """See `Tier.stored`."""
+        """Implement `Tier.read_stored`."""
         try:
             return Path(self._block_path(key)).read_bytes()
         except OSError:
             return None
 
     def check_integrity(self) -> list[str]:
-        """What does not agree in the directory, and what would stay for ever; reads no block. Empty: all is well."""
+        """Return problems of the directory, and files that would never be removed. Reads no block."""
         return check_directory(self._directory)
 
     def close(self) -> None:
-        """See `Tier.close`."""
+        """Implement `Tier.close`."""
         self._try_call(self._directory.close, None)
 
     def _put_batch(self, blocks: Sequence[Block]) -> set[bytes]:
-        """A batch; the keys that others can read now."""
+        """Write a batch. Return the keys that others can read now."""
         ready = [(block, *self._files.encode_payload(block.payload)) for block in blocks]
         lengths = [HEADER_BYTES + len(content) for *_, content in ready]
         drafts = self._try_call(lambda: self._directory.reserve_drafts(lengths), list[Draft | None]())
@@ -198,7 +199,7 @@ class DiskTier:
                 if draft is not None and made[0].is_valid():
                     named[draft] = made[0].key.hash
                 failpoint("disk.put.3")
-        finally:  # whatever happened, a draft gets its name or goes
+        finally:  # whatever happened, a draft is published or removed
             if named:
                 num_new = self._try_call(lambda: self._directory.publish_drafts(named), -1)
             failpoint("disk.put.4")
@@ -209,7 +210,7 @@ class DiskTier:
         return {key for key in named.values() if key is not None} if num_new >= 0 else set()
 
     def _write_draft(self, draft: Draft, block: Block, number: int, content: memoryview, batch_bytes: int) -> bool:
-        """Step 2 of a put. Where the disk is full, as many bytes of blocks go as the batch has."""
+        """Do step 2 of a put. If the disk is full, evict as many bytes as the batch has."""
         header = self._form.make_header(block.key, compute_checksum(content), number, len(content))
         try:
             self._files.write_block(draft.path, header.pack(), content)
@@ -229,12 +230,12 @@ class DiskTier:
             os.utime(self._block_path(key), ns=(now, now))
         except FileNotFoundError:
             return False
-        except OSError:  # a disk that can only be read is still good for that
+        except OSError:  # blocks on a read-only disk can still be read
             return os.path.exists(self._block_path(key))
         return True
 
     def _try_call(self, call: Callable[[], T], instead: T) -> T:
-        """What the directory fails at is counted, and is all the harm; nothing is written for a while."""
+        """Return what `call` returns. If the directory fails, count it, pause writing and return `instead`."""
         try:
             return call()
         except OSError:

@@ -1,4 +1,4 @@
-"""Listing what the index of one Redis server has, in pieces that hold nobody up."""
+"""List the index of one Redis server, in steps that do not hold up the server's other clients."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ USED, HELD, SIZES, LEASES, _, _ = KV_INDEX
 
 
 def list_node_entries(address: RedisNode, counters: TierCounters) -> Iterator[TierEntry]:
-    """See `Tier.entries`. Ends early when the server does not answer."""
+    """Yield the entries of one server for `Tier.list_entries`. Stop early if the server does not answer."""
     seen: set[bytes] = set()
     for part in (HELD, USED):
         cursor = b"0"
@@ -30,7 +30,7 @@ def list_node_entries(address: RedisNode, counters: TierCounters) -> Iterator[Ti
 
 
 def _read_entries(part: str, cursor: bytes, wire: RespConnection, _: RedisIndex) -> tuple[bytes, list[TierEntry]]:
-    """Some entries of a part of the index, and where to go on."""
+    """Return the cursor of the next step, and some entries of a part of the index."""
     wire.send([encode_command("ZSCAN", part, cursor, "COUNT", MAX_SCRIPT_KEYS), encode_command("TIME")])
     cursor, found = read_page(wire)
     (time,) = read_replies(wire, 1)
@@ -51,6 +51,6 @@ def _read_entries(part: str, cursor: bytes, wire: RespConnection, _: RedisIndex)
 
 
 def _count_leases(owners: Reply, now: int) -> int:
-    """How many leases have not run out."""
+    """Return how many leases have not run out."""
     ends = json.loads(owners) if isinstance(owners, bytes) else {}
     return sum(end > now for end in ends.values())

@@ -20,45 +20,47 @@ RELEASE = load_script("penstock.kvstore.tiers", "index", "release")
 USAGE = load_script("penstock.kvstore.tiers", "index", "usage")
 CHECK = load_script("penstock.kvstore.tiers", "index", "check")
 SCRIPTS = (TAKE, DROP, LEASE, RELEASE, USAGE, CHECK)
-"""A connection sends their texts to the server as it opens."""
+"""All scripts. A connection loads them into the server when it is opened."""
 
 MAX_SCRIPT_KEYS = 256
-"""Keys of one call of a script."""
+"""Most keys in one call of a script."""
 WRITE_GRACE_MS = 10_000
-"""An entry without a block is left to its writer for this long."""
+"""An entry without a block is kept for this long, as its block may be being written."""
 
 
 @dataclass
 class BlockUses:
-    """What a call found."""
+    """Keys that a call found, missed, or found damaged."""
 
     sizes: dict[bytes, int] = field(default_factory=dict)
-    """Bytes of the blocks that are there."""
+    """Bytes of each block that is there, by key."""
     absent: list[bytes] = field(default_factory=list)
     damaged: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """What the index made of blocks that want to be in it."""
+    """Answer of the index to a request for space."""
 
     accepted: list[bool]
     deleted: set[bytes]
-    """What is deleted for them."""
+    """Keys of the blocks that are evicted."""
     clock: int
-    """When, by the index's clock."""
+    """Time of the reservation, by the index's clock."""
 
 
 @dataclass(frozen=True)
 class RedisIndex:
-    """The index of one server. With a budget and a time of 0 those that were last set stand, and nothing is renewed."""
+    """The index of one server. With a budget and a time of 0 the values set last stay, and uses are not recorded."""
 
     budget_bytes: int
     keep_ms: int
 
     def record_uses(self, wire: RespConnection, uses: BlockUses, counters: TierCounters) -> set[bytes]:
-        """These blocks were used now. One that the index does not know is taken in; what goes for it, and what is
-        damaged, is deleted. Returns what was: it may be of the very blocks.
+        """Record that blocks were used now, and delete damaged ones. Return the keys of all blocks that were deleted.
+
+        A block that is not in the index is added, and blocks that are evicted for it are deleted. These may be among
+        the blocks used.
         """
         gone: set[bytes] = set()
         if not self.keep_ms:
@@ -68,11 +70,13 @@ class RedisIndex:
             part = [pair for pair in pairs[start : start + MAX_SCRIPT_KEYS] if pair[0] not in gone]
             renew = [encode_command("PEXPIRE", kv_key(key), self.keep_ms, "GT") for key, _ in part]
             wire.send([self._take_command(part, uses.absent[start : start + MAX_SCRIPT_KEYS]), *renew])
-            room = self._read_reservation(wire, counters)
+            reservation = self._read_reservation(wire, counters)
             read_replies(wire, len(renew))
-            out = room.deleted | {key for (key, _), ok in zip(part, room.accepted, strict=True) if not ok}
-            self._unlink_blocks(wire, out)
-            gone |= out
+            deleted = reservation.deleted | {
+                key for (key, _), ok in zip(part, reservation.accepted, strict=True) if not ok
+            }
+            self._unlink_blocks(wire, deleted)
+            gone |= deleted
         self.delete_blocks(wire, uses.damaged)
         return gone.union(uses.damaged)
 
@@ -81,14 +85,15 @@ class RedisIndex:
     ) -> Reservation:
         """Room for at most `AT_ONCE` blocks (key, bytes): which may be written. What goes for them is deleted."""
         wire.send([self._take_command(pairs, [])])
-        room = self._read_reservation(wire, counters)
-        self._unlink_blocks(wire, room.deleted)
-        counters.refused += len(room.accepted) - sum(room.accepted)
-        return room
+        reservation = self._read_reservation(wire, counters)
+        self._unlink_blocks(wire, reservation.deleted)
+        counters.refused += len(reservation.accepted) - sum(reservation.accepted)
+        return reservation
 
     def forget_unwritten(self, wire: RespConnection, keys: Sequence[bytes], clock: int) -> None:
-        """Blocks (at most `AT_ONCE`) for which there was room at `clock` were not written. If somebody else wanted one
-        since then, it is that one's now.
+        """Remove blocks (at most `MAX_SCRIPT_KEYS`) that were not written after their space was reserved at `clock`.
+
+        An entry that another process has used since then stays.
         """
         if keys:
             wire.send([self._script_command(DROP, clock, *keys)])
@@ -105,7 +110,7 @@ class RedisIndex:
         return count
 
     def lease_blocks(self, wire: RespConnection, owner: str, keys: Sequence[bytes], ms: int) -> None:
-        """See `Tier.lease`. The time of the blocks does not end before the lease."""
+        """Implement `Tier.lease_blocks`. The blocks do not expire before the lease."""
         for start in range(0, len(keys), MAX_SCRIPT_KEYS):
             part = keys[start : start + MAX_SCRIPT_KEYS]
             renew = [encode_command("PEXPIRE", kv_key(key), ms, "GT") for key in part]
@@ -113,14 +118,14 @@ class RedisIndex:
             read_replies(wire, 1 + len(part))
 
     def release_leases(self, wire: RespConnection, owner: str, keys: Sequence[bytes]) -> None:
-        """See `Tier.release`."""
+        """Implement `Tier.release_leases`."""
         for start in range(0, len(keys), MAX_SCRIPT_KEYS):
             part = keys[start : start + MAX_SCRIPT_KEYS]
             wire.send([self._script_command(RELEASE, owner, *part)])
             read_replies(wire, 1)
 
     def read_usage(self, wire: RespConnection) -> TierUsage:
-        """See `Tier.usage`."""
+        """Implement `Tier.read_usage`."""
         wire.send([self._script_command(USAGE)])
         (reply,) = read_replies(wire, 1)
         if not isinstance(reply, list) or len(reply) != 4:
@@ -128,7 +133,7 @@ class RedisIndex:
         return TierUsage(*parse_numbers(reply))
 
     def check_integrity(self, wire: RespConnection) -> list[str]:
-        """What does not agree in the index, and blocks that would stay for ever; reads all there is."""
+        """Return problems of the index, and blocks that would never expire. Reads everything."""
         wire.send([self._script_command(CHECK)])
         (wrong,) = read_replies(wire, 1)
         found = [str(line) for line in wrong] if isinstance(wrong, list) else [f"no list: {wrong!r}"]
@@ -154,7 +159,7 @@ class RedisIndex:
         return self._script_command(TAKE, WRITE_GRACE_MS, len(pairs), *words, *absent)
 
     def _read_reservation(self, wire: RespConnection, counters: TierCounters) -> Reservation:
-        """The reply to `_take`."""
+        """Read the reply to `_take_command`."""
         (reply,) = read_replies(wire, 1)
         match reply:
             case [list(taken), list(evicted), list(expired), int(clock)]:
@@ -176,7 +181,7 @@ def _unlink_commands(keys: Sequence[bytes]) -> list[bytes]:
 
 
 def read_page(wire: RespConnection) -> tuple[bytes, list[bytes]]:
-    """The reply to one step of a SCAN: where to go on (`0`: done), and what it found."""
+    """Read the reply to one step of a SCAN. Return the next cursor (`0`: done) and what was found."""
     (reply,) = read_replies(wire, 1)
     match reply:
         case [bytes(cursor), list(found)]:
@@ -185,7 +190,7 @@ def read_page(wire: RespConnection) -> tuple[bytes, list[bytes]]:
 
 
 def read_replies(wire: RespConnection, count: int) -> list[Reply]:
-    """The next replies. Raises `Refused` for the first that is one."""
+    """Return the next `count` replies. Raise `ErrorReply` for the first that is one."""
     found: list[Reply] = []
     for _ in range(count):
         reply = wire.read_reply()
@@ -196,7 +201,7 @@ def read_replies(wire: RespConnection, count: int) -> list[Reply]:
 
 
 def parse_numbers(found: Sequence[Reply]) -> list[int]:
-    """Replies that must be numbers."""
+    """Return replies that must be numbers. Raise `UnexpectedReply` for others."""
     counts = [reply for reply in found if isinstance(reply, int)]
     if len(counts) != len(found):
         raise UnexpectedReply(f"not numbers: {found!r}"[:200])

@@ -1,4 +1,4 @@
-"""Reading one stored block from a connection to where it is wanted, and checking it on the way."""
+"""Receive one stored block from a connection into its target, and check it on the way."""
 
 from collections.abc import Generator
 from enum import Enum
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Receiving = Generator[None, None, T]
-"""Work with pauses, in which something else can be received."""
+"""A computation that pauses, so that other blocks can be received meanwhile."""
 
 
 class Found(Enum):
@@ -27,9 +27,9 @@ class Found(Enum):
 
 
 def receive_block(
-    wire: RespConnection, form: BlockFormat, want: ReadRequest, codecs: "TierCodecs | None"
+    wire: RespConnection, form: BlockFormat, request: ReadRequest, codecs: "TierCodecs | None"
 ) -> Receiving[tuple[Found, int]]:
-    """Read the reply to a GET, to its end, in pieces; what it was, and how many bytes."""
+    """Read the reply to a GET in pieces. Return what was found, and its bytes."""
     try:
         length = wire.read_length()
     except ErrorReply as refused:
@@ -44,7 +44,7 @@ def receive_block(
         return Found.DAMAGED, length
     start = bytearray(HEADER_BYTES)
     wire.read_into(memoryview(start))
-    whole = yield from _receive_content(wire, form, want, memoryview(start), length - HEADER_BYTES, codecs)
+    whole = yield from _receive_content(wire, form, request, memoryview(start), length - HEADER_BYTES, codecs)
     wire.read_value_end()
     return Found.WHOLE if whole else Found.DAMAGED, length
 
@@ -52,27 +52,27 @@ def receive_block(
 def _receive_content(
     wire: RespConnection,
     form: BlockFormat,
-    want: ReadRequest,
+    request: ReadRequest,
     start: memoryview,
     length: int,
     codecs: "TierCodecs | None",
 ) -> Receiving[bool]:
-    """Read the `length` bytes after the header; whether they are the content of the block that is wanted."""
+    """Read the `length` bytes after the header. Return whether they are the content of the block asked for."""
     try:
         header = Header.unpack(start)
     except DamagedBlock:
         header = None
-    if header is None or not form.is_header_of(header, want.key) or header.content_bytes != length:
+    if header is None or not form.is_header_of(header, request.key) or header.content_bytes != length:
         wire.skip_bytes(length)
         return False
-    if header.codec == RAW and length == len(want.target):
-        return (yield from _receive_checked(wire, want.target, header))
+    if header.codec == RAW and length == len(request.target):
+        return (yield from _receive_checked(wire, request.target, header))
     if codecs is None or not codecs.has_decoder(header.codec) or length > 2 * form.payload_bytes:
         wire.skip_bytes(length)
         return False
     content = memoryview(bytearray(length))
     return (yield from _receive_checked(wire, content, header)) and codecs.decode_payload(
-        header.codec, content, want.target
+        header.codec, content, request.target
     )
 
 

@@ -1,15 +1,19 @@
-"""The Redis tier: what workers on different machines share.
+"""The Redis tier: blocks that workers on different machines share.
 
-One server, or several that the keys are spread over. A cache role: a server may evict, restart empty or be away. Every
-failure is counted and is a miss, nothing more.
+The blocks are on one server, or spread over several. The servers are caches: they may evict, restart empty or be down.
+Every failure is counted and is a miss, nothing more.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import xxhash
 
 from penstock.errors import KVStoreError
 from penstock.kvstore.block import Block, BlockFormat, ReadRequest
@@ -18,8 +22,6 @@ from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 from penstock.kvstore.tiers.entries import list_node_entries
 from penstock.kvstore.tiers.index import RedisIndex
 from penstock.kvstore.tiers.server import KVServer
-from penstock.kvstore.tiers.side_by_side import ParallelCalls
-from penstock.kvstore.tiers.spread import KeySpread
 from penstock.kvstore.tiers.wire import LARGE_VALUE_BYTES, RespConnection, encode_command
 from penstock.names import kv_key
 
@@ -30,34 +32,105 @@ Item = TypeVar("Item")
 T = TypeVar("T")
 
 UNKNOWN_FORMAT = BlockFormat(bytes(32), bytes(16), 0)
-"""The form that no block has."""
+"""A format that no block has."""
+
+
+def url_identity(url: str) -> str:
+    """Return the part of a url that stays when its password changes: kind, host and port or path, database."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, parts.query, ""))
+
+
+class KeySpread:
+    """Assigns keys to servers by rendezvous hashing: a key belongs to the server whose url hashes highest with it.
+
+    Every process that is given the same urls, in any order, finds the same server. A server that is added takes its
+    share from all others and moves nothing else; one that is removed leaves its share to all others.
+    """
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._seeds = [xxhash.xxh3_64_intdigest(url_identity(url).encode()) for url in urls]
+
+    def find_server(self, key: bytes) -> int:
+        """Return the index of the server that holds `key`."""
+        if len(self._seeds) == 1:
+            return 0
+        weights = [xxhash.xxh3_64_intdigest(key, seed) for seed in self._seeds]
+        return weights.index(max(weights))
+
+    def group_by_server(self, keys: Sequence[bytes]) -> dict[int, list[int]]:
+        """Return the indices of `keys` by the server that holds them."""
+        groups: dict[int, list[int]] = {}
+        for index, key in enumerate(keys):
+            groups.setdefault(self.find_server(key), []).append(index)
+        return groups
+
+
+class ParallelCalls:
+    """Runs calls in threads of its own. All threads start with it, as later the system may refuse to start more."""
+
+    def __init__(self, num_threads: int) -> None:
+        """With 0 threads, calls run one after the other. Raise `KVStoreError` if the threads cannot be started."""
+        self._pool = ThreadPoolExecutor(num_threads, "kv-redis") if num_threads else None
+        if self._pool is None:
+            return
+        started = threading.Barrier(num_threads + 1)
+        try:
+            for _ in range(num_threads):
+                self._pool.submit(started.wait)
+            started.wait()
+        except RuntimeError as error:
+            started.abort()
+            self._pool.shutdown()
+            raise KVStoreError(f"{num_threads} threads for the KV Redis cannot be started: {error}") from None
+
+    def run_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Return what each call returns. Raise what one raised, but only after all have ended.
+
+        The calls use memory of the caller, which must not be freed before.
+        """
+        futures: list[Future[T]] = []
+        if self._pool is not None and len(calls) > 1:
+            try:
+                for call in calls:
+                    futures.append(self._pool.submit(call))  # noqa: PERF401 (those before one that fails are needed)
+            except RuntimeError:
+                pass  # the pool is closed: the other calls run here
+            finally:
+                wait(futures)
+        return [future.result() for future in futures] + [call() for call in calls[len(futures) :]]
+
+    def close(self) -> None:
+        """End the threads once their calls have ended. Later calls run one after the other."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 class RedisTier:
-    """Blocks in Redis servers, each for a set time after it was last used."""
+    """A tier whose blocks are in Redis servers, each for a set time after its last use."""
 
     name, clock = "redis", staticmethod(time.perf_counter)
 
-    def __init__(self, addresses: Sequence[RedisNode], spread: KeySpread) -> None:
+    def __init__(self, nodes: Sequence[RedisNode], spread: KeySpread) -> None:
         self.counters = TierCounters()
-        self._nodes = list(addresses)
+        self._nodes = list(nodes)
         self._spread = spread
         self._lock = threading.Lock()
-        self._parallel_calls = ParallelCalls(4 * len(addresses) if len(addresses) > 1 else 0)
+        self._parallel_calls = ParallelCalls(4 * len(nodes) if len(nodes) > 1 else 0)
 
     @classmethod
     def open(
         cls, form: BlockFormat, urls: Sequence[str], budget_bytes: int, keep_s: float, codec: "TierCodecs | None" = None
     ) -> Self:
-        """The blocks of a model at these addresses (in any order), `budget_bytes` at each of them.
+        """Open the blocks of a model at these urls (in any order), with `budget_bytes` at each of them.
 
-        Nothing is connected yet. Raises `KVStoreError` for an address that cannot be one.
+        Connections are opened later. Raise `KVStoreError` for a bad url.
         """
         return cls._connect_to(form, urls, RedisIndex(budget_bytes, max(1, int(keep_s * 1000))), codec)
 
     @classmethod
     def attach(cls, urls: Sequence[str]) -> Self:
-        """What is there, of any model, for tools: looking changes neither budget nor order of use."""
+        """Open the blocks of all models, for tools: the budget and the order of use are left unchanged."""
         return cls._connect_to(UNKNOWN_FORMAT, urls, RedisIndex(0, 0), None)
 
     @classmethod
@@ -68,44 +141,50 @@ class RedisTier:
         large = form.payload_bytes >= LARGE_VALUE_BYTES
         return cls([RedisNode(KVServer(url, large), form, index, codec) for url in distinct], KeySpread(distinct))
 
-    def get(self, wanted: Sequence[ReadRequest]) -> list[bool]:
-        """See `Tier.get`."""
-        return self._call_for_each_item([want.key.hash for want in wanted], wanted, RedisNode.get)
+    def get(self, requests: Sequence[ReadRequest]) -> list[bool]:
+        """Implement `Tier.get`."""
+        return self._call_for_each_item([request.key.hash for request in requests], requests, RedisNode.get)
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
-        """See `Tier.put`."""
+        """Implement `Tier.put`."""
         return self._call_for_each_item([block.key.hash for block in blocks], blocks, RedisNode.put)
 
     def has_blocks(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Tier.has`."""
+        """Implement `Tier.has_blocks`."""
         return self._call_for_each_item(keys, keys, RedisNode.has_blocks)
 
     def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
-        """See `Tier.lease`. Ends are times of the server's clock. See `address` for when a leased block is lost."""
+        """Implement `Tier.lease_blocks`. Leases end by the server's clock; `address.py` says when one is lost."""
         ms = max(1, int(seconds * 1000))
         self._call_for_keys(
             keys,
-            lambda at, part, count: at.call_index(lambda wire, index: index.lease_blocks(wire, owner, part, ms), count),
+            lambda node, part, count: node.call_index(
+                lambda wire, index: index.lease_blocks(wire, owner, part, ms), count
+            ),
         )
 
     def release_leases(self, owner: str, keys: Sequence[bytes]) -> None:
-        """See `Tier.release`."""
+        """Implement `Tier.release_leases`."""
         self._call_for_keys(
             keys,
-            lambda at, part, count: at.call_index(lambda wire, index: index.release_leases(wire, owner, part), count),
+            lambda node, part, count: node.call_index(
+                lambda wire, index: index.release_leases(wire, owner, part), count
+            ),
         )
 
     def remove_blocks(self, keys: Sequence[bytes]) -> int:
-        """See `Tier.remove`."""
+        """Implement `Tier.remove_blocks`."""
 
-        def remove(at: RedisNode, part: list[bytes], count: TierCounters) -> int:
-            return at.call_index(lambda wire, index: index.delete_blocks(wire, part), count) or 0
+        def remove(node: RedisNode, part: list[bytes], count: TierCounters) -> int:
+            return node.call_index(lambda wire, index: index.delete_blocks(wire, part), count) or 0
 
         return sum(self._call_for_keys(list(dict.fromkeys(keys)), remove))
 
     def read_usage(self) -> TierUsage:
-        """See `Tier.usage`. Of the servers that answer, added up."""
-        found = self._call_all_nodes(lambda at, count: at.call_index(lambda wire, index: index.read_usage(wire), count))
+        """Implement `Tier.read_usage`. Return the sum over the servers that answer."""
+        found = self._call_all_nodes(
+            lambda node, count: node.call_index(lambda wire, index: index.read_usage(wire), count)
+        )
         parts = [usage for usage in found if usage is not None]
         return TierUsage(
             sum(part.blocks for part in parts),
@@ -115,14 +194,14 @@ class RedisTier:
         )
 
     def list_entries(self) -> Iterator[TierEntry]:
-        """See `Tier.entries`."""
-        for address in self._nodes:
+        """Implement `Tier.list_entries`."""
+        for node in self._nodes:
             counters = TierCounters()
-            yield from list_node_entries(address, counters)
+            yield from list_node_entries(node, counters)
             self._add_counters(counters)
 
     def read_stored(self, key: bytes) -> bytes | None:
-        """See `Tier.stored`."""
+        """Implement `Tier.read_stored`."""
 
         def read(address: RedisNode, _: list[bytes], counters: TierCounters) -> bytes | None:
             def ask(wire: RespConnection, _: RedisIndex) -> bytes | None:
@@ -135,16 +214,16 @@ class RedisTier:
         return self._call_for_keys([key], read)[0]
 
     def check_integrity(self) -> list[str]:
-        """What does not agree in the indices, and what would stay for ever; reads everything. Empty: all is well."""
+        """Return problems of the indices, and blocks that would never expire. Reads everything."""
         found = self._call_all_nodes(
-            lambda at, count: at.call_index(lambda wire, index: index.check_integrity(wire), count)
+            lambda node, count: node.call_index(lambda wire, index: index.check_integrity(wire), count)
         )
         return [line for lines in found for line in (lines if lines is not None else ["a server does not answer"])]
 
     def close(self) -> None:
-        """See `Tier.close`."""
-        for address in self._nodes:
-            address.close()
+        """Implement `Tier.close`."""
+        for node in self._nodes:
+            node.close()
         self._parallel_calls.close()
 
     def _call_for_each_item(
@@ -153,11 +232,11 @@ class RedisTier:
         items: Sequence[Item],
         call: Callable[[RedisNode, list[Item], TierCounters], list[bool]],
     ) -> list[bool]:
-        """What `call` says of each item, each at its key's address."""
-        dealt = self._spread.group_by_server(keys)
-        calls = [partial(call, self._nodes[place], [items[i] for i in indices]) for place, indices in dealt.items()]
+        """Return what `call` returns for each item, called once for each server with the items of its keys."""
+        groups = self._spread.group_by_server(keys)
+        calls = [partial(call, self._nodes[server], [items[i] for i in indices]) for server, indices in groups.items()]
         result = [False] * len(keys)
-        for indices, part in zip(dealt.values(), self._run_calls(calls), strict=True):
+        for indices, part in zip(groups.values(), self._run_calls(calls), strict=True):
             for index, ok in zip(indices, part, strict=True):
                 result[index] = ok
         return result
@@ -165,18 +244,18 @@ class RedisTier:
     def _call_for_keys(
         self, keys: Sequence[bytes], call: Callable[[RedisNode, list[bytes], TierCounters], T]
     ) -> list[T]:
-        """What `call` says at each address that holds some of the keys."""
-        dealt = self._spread.group_by_server(keys)
+        """Return what `call` returns for each server that holds some of the keys."""
+        groups = self._spread.group_by_server(keys)
         return self._run_calls(
-            [partial(call, self._nodes[place], [keys[i] for i in indices]) for place, indices in dealt.items()]
+            [partial(call, self._nodes[server], [keys[i] for i in indices]) for server, indices in groups.items()]
         )
 
     def _call_all_nodes(self, call: Callable[[RedisNode, TierCounters], T]) -> list[T]:
-        """What `call` says at each address."""
-        return self._run_calls([partial(call, address) for address in self._nodes])
+        """Return what `call` returns for each server."""
+        return self._run_calls([partial(call, node) for node in self._nodes])
 
     def _run_calls(self, calls: Sequence[Callable[[TierCounters], T]]) -> list[T]:
-        """Do them side by side."""
+        """Run the calls in parallel, and add what they counted to the tier's counters."""
         counted = [TierCounters() for _ in calls]
         try:
             return self._parallel_calls.run_all(

@@ -1,4 +1,4 @@
-"""One Redis server of the KV store: connections to it, and the rule that one that fails is left alone for a while."""
+"""Connections to one Redis server of the KV store. A server that fails is not called for a while."""
 
 import logging
 import threading
@@ -22,19 +22,20 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
 RETRY_AFTER_S = 1.0
-"""How long a server that did not answer is not asked again: one that hangs must not hold up every request."""
+"""How long a server that failed is not called. One that hangs must not hold up every request."""
 NUM_SOCKET_LANES = 4
-"""Large values come over so many connections at once from a unix socket. It holds no more than 200 KB, and the
-server sleeps until most of it was read: over one alone, server and reader work in turns. TCP holds megabytes."""
+"""Connections over which large values are read from a unix socket at once."""
+# A unix socket buffers at most 200 KB, and the server sleeps until most of it was read: over one connection, server and
+# reader work in turns. TCP buffers megabytes.
 MAX_IDLE_CONNECTIONS = 8
-"""Connections that are kept for the next call."""
+"""Connections that are kept open for later calls."""
 
 
 class KVServer:
-    """Connections are used by one call at a time, and dropped after any doubt."""
+    """A connection is used by one call at a time, and closed after any error."""
 
     def __init__(self, url: str, large: bool) -> None:
-        """`large`: whether most values will be. Raises `KVStoreError` for what is no url; connects later."""
+        """`large` says whether most values are large. Raise `KVStoreError` for a bad url. Nothing is connected yet."""
         self._name = hide_password(url)
         self._large = large
         self.num_lanes = NUM_SOCKET_LANES if large and url.startswith("unix:") else 1
@@ -44,7 +45,7 @@ class KVServer:
             self._greeting = _make_greeting(options)
             self._make_connection = partial(
                 pool.connection_class, **options
-            )  # the pool itself makes no more than 100, ever
+            )  # the pool itself would never make more than 100
             self._make_connection()
             _check_host(options.get("host", ""))
         except (ValueError, TypeError, redis.RedisError) as error:
@@ -55,13 +56,13 @@ class KVServer:
         self._retry_at_s = 0.0
 
     def call(self, call: Callable[[RespConnection], T], counters: TierCounters) -> T | None:
-        """What `call` returns, or None, counted and logged, when the server did not do it."""
+        """Return what `call` returns, or None if the server failed, which is counted and logged."""
         return self.call_on_connections(1, lambda wires: call(wires[0]), counters)
 
     def call_on_connections(
         self, count: int, call: Callable[[list[RespConnection]], T], counters: TierCounters
     ) -> T | None:
-        """The same on several connections at once."""
+        """Like `call`, with several connections at once."""
         if self._closed or time.monotonic() < self._retry_at_s:
             counters.errors += 1
             return None
@@ -71,9 +72,7 @@ class KVServer:
                 wires.append(self._get_connection())
             result = call(wires)
         except (OSError, redis.RedisError, UnexpectedReply, ErrorReply) as error:
-            self._close_connections(
-                wires + self._take_idle()
-            )  # they are in doubt, too: what ended one may have ended all
+            self._close_connections(wires + self._take_idle())  # what broke one connection may have broken all
             counters.errors += 1
             self._retry_at_s = time.monotonic() + RETRY_AFTER_S
             log.warning("the KV server %s did not answer, going on without it: %r", self._name, error)
@@ -85,7 +84,7 @@ class KVServer:
         return result
 
     def close(self) -> None:
-        """Close what waits; what is in use is closed when its call is over."""
+        """Close idle connections. Those in use are closed when their call is over."""
         self._closed = True
         self._close_connections(self._take_idle())
 
@@ -141,7 +140,7 @@ class KVServer:
 
 
 def _make_greeting(options: Mapping[str, Any]) -> list[bytes]:
-    """What is said first on a connection; each is answered OK."""
+    """Return the first commands of a connection. Each is answered OK."""
     username, password, name, database = (options.get(key) for key in ("username", "password", "client_name", "db"))
     commands: list[bytes] = []
     if username or password:
@@ -154,11 +153,11 @@ def _make_greeting(options: Mapping[str, Any]) -> list[bytes]:
 
 
 def _skip_greeting(_: object) -> None:
-    """Instead of redis-py's greeting, which waits for each byte as long as for all."""
+    """Replace redis-py's greeting, which waits for each reply with the full timeout."""
 
 
 def _check_host(host: str) -> None:
-    """Raises `ValueError` for a name that the resolver would not even be asked for."""
+    """Raise `ValueError` for a host name that cannot be resolved at all."""
     if "\0" in host:
         raise ValueError("a zero byte in the host name")
     host.encode("idna")

@@ -1,8 +1,8 @@
-"""One connection to a Redis server, for large values: received where they shall lie, sent from where they are.
+"""One connection to a Redis server, for large values, which are received into and sent from the caller's memory.
 
-redis-py connects (addresses, TLS, unix sockets). After that RESP, version 2, is spoken here on its socket, in
-pipelines: commands go out, and the same number of replies is read in order. Who cannot read a reply to its end closes
-the connection, so that nothing is ever taken for the reply to another command.
+redis-py connects (addresses, TLS, unix sockets). After that this module speaks RESP version 2 on its socket, in
+pipelines: commands are sent, and the same number of replies is read in order. A caller that cannot read a reply to its
+end closes the connection, so that no reply is taken for that of another command.
 """
 
 import math
@@ -15,41 +15,41 @@ from typing import Protocol, TypeAlias
 from redis.connection import ConnectionInterface
 
 BUFFER_BYTES = 64 * 2**10
-"""Most bytes that are received beyond what is asked for."""
+"""Size of the buffer, and most bytes that are received ahead."""
 LARGE_READ_AHEAD_BYTES = 512
-"""The same where values are large, and what was received ahead of its place has to be copied there."""
+"""Most bytes that are received ahead where values are large, as these have to be copied to their target."""
 LARGE_VALUE_BYTES = 32 * 2**10
 PIECE_BYTES = 256 * 2**10
-"""Values are received and looked at in pieces of at most this, while they are in the processor's caches."""
+"""Values are received and hashed in pieces of at most this size, while they are in the processor's caches."""
 MAX_VALUE_BYTES = 512 * 2**20
-"""No server sends a longer one."""
+"""No Redis server sends a longer value."""
 MAX_ITEMS = 2**20
 MIN_BYTES_PER_S = 2**20
-"""Bytes a second: a server that is waited for and is slower for longer than its timeout is as good as away."""
+"""A server that is slower than this for longer than the timeout counts as failed."""
 MAX_SENDMSG_PARTS = 512
-"""Parts of one call of `sendmsg`, which takes 1,024 at most."""
+"""Buffers in one call of `sendmsg`, which takes at most 1,024."""
 
 Buffer = bytes | memoryview
 Reply: TypeAlias = "int | bytes | ErrorReply | list[Reply] | None"
 
 
 class UnexpectedReply(Exception):
-    """What came is no reply, or not the one expected."""
+    """The server sent no valid reply, or not the one expected."""
 
 
 class ErrorReply(Exception):
-    """The server's reply was an error."""
+    """An error that the server replied."""
 
 
 class Digest(Protocol):
-    """What is shown every piece of a value as it comes."""
+    """A hash that is updated with each piece of a value."""
 
     def update(self, data: memoryview, /) -> None:
-        """The next piece."""
+        """Add the next piece."""
 
 
 def encode_command(*words: bytes | str | int) -> bytes:
-    """A command as it is sent."""
+    """Return a command as it is sent."""
     out = [b"*%d\r\n" % len(words)]
     for word in words:
         text = word if isinstance(word, bytes) else str(word).encode()
@@ -58,10 +58,10 @@ def encode_command(*words: bytes | str | int) -> bytes:
 
 
 class RespConnection:
-    """One connection. Used by one thread at a time; raises `OSError`, `NotRedis` and `redis.RedisError`."""
+    """One connection, used by one thread at a time. Raises `OSError`, `UnexpectedReply` or `redis.RedisError`."""
 
     def __init__(self, connection: ConnectionInterface, large: bool) -> None:
-        """Connects, if `connection` is not; `large`: whether most values will be."""
+        """Connect, if `connection` is not connected. `large` says whether most values are large."""
         connection.connect()  # type: ignore[no-untyped-call]
         found = getattr(connection, "_sock", None)  # redis-py has no public name for it
         if not isinstance(found, socket.socket):
@@ -76,11 +76,11 @@ class RespConnection:
         self._patience_s = self._patience_left_s = found.gettimeout() or math.inf
 
     def close(self) -> None:
-        """Drop the connection."""
+        """Close the connection."""
         self._connection.disconnect()  # type: ignore[no-untyped-call]
 
     def is_quiet(self) -> bool:
-        """Whether a connection that waits is as it was left: not closed by the server, nothing more received."""
+        """Return whether an idle connection is usable: the server has not closed it or sent anything more."""
         if self._start != self._end:
             return False
         poll = select.poll()
@@ -88,20 +88,20 @@ class RespConnection:
         return not poll.poll(0)
 
     def send(self, parts: Sequence[Buffer]) -> None:
-        """Send the parts, one after the other, without joining large ones."""
+        """Send the parts one after the other, without copying them together."""
         self._patience_left_s = self._patience_s
         if not self._scatters:
             for part in parts:
-                begun = time.monotonic()
+                started_s = time.monotonic()
                 self._socket.sendall(part)
-                self._check_speed(begun, len(part))
+                self._check_speed(started_s, len(part))
             return
         for start in range(0, len(parts), MAX_SENDMSG_PARTS):
             rest = list(parts[start : start + MAX_SENDMSG_PARTS])
             while rest:
-                begun = time.monotonic()
+                started_s = time.monotonic()
                 sent = self._socket.sendmsg(rest)
-                self._check_speed(begun, sent)
+                self._check_speed(started_s, sent)
                 done = 0
                 while done < len(rest) and sent >= len(rest[done]):
                     sent -= len(rest[done])
@@ -111,7 +111,7 @@ class RespConnection:
                     rest[0] = memoryview(rest[0])[sent:]
 
     def read_length(self) -> int | None:
-        """How many bytes of a value follow, or None: there is none. Raises `Refused`."""
+        """Return how many bytes of a value follow, or None for no value. Raise `ErrorReply`."""
         line = self._read_line()
         if line[:1] == b"$":
             return self._parse_length(line, MAX_VALUE_BYTES)
@@ -120,12 +120,12 @@ class RespConnection:
         raise UnexpectedReply(f"no value: {line[:60]!r}")
 
     def read_into(self, into: memoryview) -> None:
-        """The next `len(into)` bytes of a value."""
+        """Read the next `len(into)` bytes of a value."""
         for _ in self.read_pieces(into):
             pass
 
     def read_pieces(self, into: memoryview, digest: Digest | None = None) -> Iterator[None]:
-        """The same, a piece at a time, with a pause after each; `digest` sees each piece."""
+        """Like `read_into`, but yield after each piece. `digest` is updated with each piece."""
         at = min(len(into), self._end - self._start)
         into[:at] = self._view[self._start : self._start + at]
         self._start += at
@@ -133,18 +133,18 @@ class RespConnection:
             digest.update(into[:at])
         receive, length = self._socket.recv_into, len(into)
         while at < length:
-            begun = time.monotonic()
+            started_s = time.monotonic()
             count = receive(into[at : at + PIECE_BYTES])
             if count == 0:
                 raise ConnectionResetError("closed in the middle of a value")
-            self._check_speed(begun, count)
+            self._check_speed(started_s, count)
             if digest is not None:
                 digest.update(into[at : at + count])
             at += count
             yield
 
     def skip_bytes(self, count: int) -> None:
-        """Pass over bytes of a value."""
+        """Skip bytes of a value."""
         while count:
             if self._start == self._end:
                 self._fill_buffer(BUFFER_BYTES)
@@ -153,7 +153,7 @@ class RespConnection:
             count -= step
 
     def read_value_end(self) -> None:
-        """The end that every value has."""
+        """Read the line end after a value."""
         while self._end - self._start < 2:
             self._fill_buffer(self._read_ahead_bytes)
         if self._buffer[self._start : self._start + 2] != b"\r\n":
@@ -161,7 +161,7 @@ class RespConnection:
         self._start += 2
 
     def read_reply(self, depth: int = 4) -> Reply:
-        """A reply of any kind, of lists in lists up to `depth`; an error is returned, as more replies may follow it."""
+        """Return a reply of any kind, lists nested up to `depth`. Errors are returned: more replies may follow."""
         line = self._read_line()
         kind = line[:1]
         if kind == b":":
@@ -192,7 +192,7 @@ class RespConnection:
         return line
 
     def _fill_buffer(self, at_most: int) -> None:
-        """Receive something behind what is in the buffer."""
+        """Receive more bytes into the buffer."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._end == BUFFER_BYTES:
@@ -202,17 +202,17 @@ class RespConnection:
         room = min(at_most, BUFFER_BYTES - self._end)
         if room == 0:
             raise UnexpectedReply("a line without an end")
-        begun = time.monotonic()
+        started_s = time.monotonic()
         count = self._socket.recv_into(self._view[self._end : self._end + room])
         if count == 0:
             raise ConnectionResetError("closed in the middle of a reply")
-        self._check_speed(begun, count)
+        self._check_speed(started_s, count)
         self._end += count
 
-    def _check_speed(self, begun: float, count: int) -> None:
-        """So many bytes came or went since then. The socket's own timeout begins anew with each of them."""
+    def _check_speed(self, started_s: float, count: int) -> None:
+        """Raise `TimeoutError` if the server is too slow over many calls. The socket's timeout covers only one."""
         self._patience_left_s = min(
-            self._patience_s, self._patience_left_s + count / MIN_BYTES_PER_S - (time.monotonic() - begun)
+            self._patience_s, self._patience_left_s + count / MIN_BYTES_PER_S - (time.monotonic() - started_s)
         )
         if self._patience_left_s < 0:
             raise TimeoutError("it is too slow")
