@@ -1,7 +1,7 @@
-"""One step's batch as tensors: token ids, positions, and where new KV goes.
+"""The batch of one step as tensors: token ids, positions, and the slots of new KV.
 
-Made once a step, before the forward pass; the layers only use it. What the native kernels want beside it is in
-`paged`, what a GPU's in `varlen`, what the torch path wants in `gathered`.
+It is made once per step, before the forward pass. What the native kernels need besides is in `paged`, what a GPU's
+kernels need in `varlen`, and what the torch path needs in `gathered`.
 """
 
 from functools import cached_property
@@ -20,24 +20,24 @@ from penstock.engine.storage import KVStorage
 
 
 class Batch:
-    """The tensors of one step. `plan` is reordered: sequences with one token first, then chunks."""
+    """The tensors of one step. `plan` is reordered: sequences with one new token first, then chunks."""
 
     def __init__(self, plan: Plan, block_size: int, device: torch.device) -> None:
         self.plan = [*((seq, num) for seq, num in plan if num == 1), *((seq, num) for seq, num in plan if num > 1)]
         self.sampled_sequences = [seq for seq, num in self.plan if num == seq.num_pending_tokens]
-        """Sequences whose next token this step decides."""
+        """Sequences whose next token this step samples."""
         self.partial_new_blocks: list[int] = []
-        """Blocks that this step begins and does not fill."""
+        """Blocks that this step begins to write and does not fill."""
         self.num_attention_calls = 0
-        """Layers whose attention came to the engine in this step."""
+        """How often `paged_attention` was called in this step."""
         self.paged: PagedStep | None = None
         """For layers whose attention the native kernels compute."""
         self.varlen: VarlenStep | None = None
         """For layers whose attention `varlen_attn` computes."""
         self.kv_by_layer: dict[int, tuple[Tensor, Tensor]] = {}
-        """By layer: K and V as the cache gave them in this step."""
+        """By layer: the K and V that the cache returned in this step."""
         self.attention_by_layer: dict[int, LayerAttention] = {}
-        """Layers whose K and V came to attention just so, and how they attended to them."""
+        """By layer whose attention got exactly these K and V: the parameters of its attention."""
         self._block_size, self._device = block_size, device
         self._collect_tokens()
 
@@ -73,30 +73,30 @@ class Batch:
 
     @cached_property
     def slots(self) -> tuple[Tensor, Tensor]:
-        """Block and row in it of each of the T new tokens."""
+        """Block, and row in the block, of each of the T new tokens: two of [T]."""
         rows = [position % self._block_size for position in self._positions]
         return self._to_tensor(self._slot_blocks), self._to_tensor(rows)
 
     @cached_property
     def logits_to_keep(self) -> Tensor:
-        """Indices in the flat batch, one for each of `sampled`; one that nobody looks at if there is none."""
+        """Index in the flat batch of each sampled sequence's last token; [0] if nothing is sampled."""
         return self._to_tensor(self._logit_rows or [0])
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of new tokens, T."""
         return self.input_ids.shape[1]
 
     def find_layer(self, key: Tensor, value: Tensor) -> int | None:
-        """The layer for which the cache gave just these tensors in this step."""
+        """Return the layer for which the cache returned exactly these tensors in this step, or None."""
         found = (layer for layer, (k, v) in reversed(self.kv_by_layer.items()) if k is key and v is value)
         return next(found, None)
 
     @cached_property
     def gathered(self) -> GatheredRows:
-        """How the torch path finds the rows of each sequence."""
+        """The gathered rows of each sequence, for the torch path."""
         return GatheredRows(self.plan, self._block_size, self._device)
 
     def enable_native_attention(self, native: Library, storage: KVStorage) -> None:
-        """Let the native kernels compute the attention of the layers that they can."""
+        """Let the native kernels compute attention where they can."""
         self.paged = PagedStep(native, storage, self.plan, self.slots)

@@ -1,9 +1,10 @@
-"""What a step takes, in seconds, as far as the scheduler has to know: how much longer it gets by a row or a chunk more.
+"""The time of a step, so that the scheduler knows how much longer one more row or chunk makes it.
 
     fixed + decoding rows * (row + outside + context * tokens before) + (chunk, if it has any) + prompt tokens * token
 
-All is measured at the start, on the device that will run; medians of some tries count. `outside` is what becomes of a
-token between two steps, in the scheduler and at whoever drives the engine: it is seen at work, and the least counts.
+All constants but one are measured at the start, on the device that will run, as medians of some trials. `outside` is
+the time per sampled token between two steps, in the scheduler and in the loop that drives the engine. It is measured
+while the engine works; the minimum counts.
 """
 
 import math
@@ -16,25 +17,25 @@ from typing import NamedTuple
 from penstock.engine.sequence import Sequence
 
 TRIAL_DECODES, TRIAL_CONTEXT_TOKENS, TRIAL_CHUNK_TOKENS = 16, 240, (16, 64)
-"""What is tried: so many rows, tokens before each of them, and tokens of a prompt."""
+"""The trial steps: decoding rows, tokens before each of them, and prompt tokens of a small and a large chunk."""
 MIN_TRIAL_S, MAX_TRIALS = 0.2, 15
-"""Tries go on for so long, and are two at least after one that warms up."""
+"""How long trials go on; there are at least two rounds after one that warms up."""
 
 
 class TrialStep(NamedTuple):
-    """A step to be timed."""
+    """A step whose time is measured."""
 
     num_decodes: int
-    """That decode."""
+    """Sequences that decode."""
     context_tokens: int = 0
-    """Tokens before each of them."""
+    """Tokens before each of the decoding tokens."""
     prompt_tokens: int = 0
-    """Tokens of a prompt beside them."""
+    """Tokens of a prompt in the same step."""
 
 
 @dataclass
 class StepCost:
-    """The formula's constants."""
+    """The constants of the formula."""
 
     fixed_s: float
     row_s: float
@@ -42,52 +43,52 @@ class StepCost:
     chunk_s: float
     token_s: float
     outside_s: float = math.inf
-    """The least seen, by token decided; infinite until some were."""
+    """The minimum per sampled token; infinite before the first measurement."""
 
     @property
     def known_outside_s(self) -> float:
-        """`outside_s`, or nothing before it was seen."""
+        """`outside_s`, or 0 before it was measured."""
         return 0.0 if math.isinf(self.outside_s) else self.outside_s
 
     def row_seconds(self, seq: Sequence) -> float:
-        """One more decoding row."""
+        """Return how much one more decoding row adds to the step."""
         return self.row_s + self.known_outside_s + self.context_s * seq.num_computed_tokens
 
     def token_seconds(self, seq: Sequence) -> float:
-        """One more token of a prompt."""
+        """Return how much one more prompt token adds to the step."""
         return self.token_s + self.context_s * seq.num_computed_tokens
 
     def estimate_seconds(self, seq: Sequence, num_tokens: int) -> float:
-        """So many of the sequence's pending tokens, without what the first chunk of a step adds."""
+        """Return how much `num_tokens` of the sequence's tokens add, without the constant for a step's first chunk."""
         return self.row_seconds(seq) if seq.num_pending_tokens == 1 else num_tokens * self.token_seconds(seq)
 
     def record_outside(self, seconds: float, num_tokens: int) -> None:
-        """So much time passed between two steps; the first had decided so many tokens."""
+        """Record the seconds between two steps, the first of which sampled `num_tokens` tokens."""
         self.outside_s = min(self.outside_s, seconds / num_tokens)
 
 
-def measure_cost(seconds_of: Callable[[TrialStep], float], rows: int, context: int) -> StepCost:
-    """`seconds_of` runs a step and tells its time. `rows`, two or more, and `context`: no more than fit."""
+def measure_cost(time_step: Callable[[TrialStep], float], max_decodes: int, max_context_tokens: int) -> StepCost:
+    """Measure the constants. `time_step` runs a step and returns its seconds. `max_decodes` must be 2 or more."""
     few, many = TRIAL_CHUNK_TOKENS
-    tries = [
+    trials = [
         TrialStep(1),
-        TrialStep(rows),
-        TrialStep(rows, context),
+        TrialStep(max_decodes),
+        TrialStep(max_decodes, max_context_tokens),
         TrialStep(1, prompt_tokens=few),
         TrialStep(1, prompt_tokens=many),
     ]
-    for one in tries:
-        seconds_of(one)
-    rounds, begun_s = list[list[float]](), time.perf_counter()
-    while len(rounds) < MAX_TRIALS and (len(rounds) < 2 or time.perf_counter() - begun_s < MIN_TRIAL_S):
-        rounds.append([seconds_of(one) for one in tries])
+    for trial in trials:
+        time_step(trial)
+    rounds, started_s = list[list[float]](), time.perf_counter()
+    while len(rounds) < MAX_TRIALS and (len(rounds) < 2 or time.perf_counter() - started_s < MIN_TRIAL_S):
+        rounds.append([time_step(trial) for trial in trials])
     one_s, rows_s, context_s, few_s, many_s = map(statistics.median, zip(*rounds, strict=True))
-    row_s = max(0.0, rows_s - one_s) / (rows - 1)
+    row_s = max(0.0, rows_s - one_s) / (max_decodes - 1)
     token_s = max(0.0, many_s - few_s) / (many - few)
     return StepCost(
         fixed_s=max(0.0, one_s - row_s),
         row_s=row_s,
-        context_s=max(0.0, context_s - rows_s) / (rows * context),
+        context_s=max(0.0, context_s - rows_s) / (max_decodes * max_context_tokens),
         chunk_s=max(0.0, few_s - one_s - few * token_s),
         token_s=token_s,
     )

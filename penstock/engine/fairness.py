@@ -17,17 +17,17 @@ OUTPUT_TOKEN_COST = 2
 
 
 class FairQueue:
-    """Sequences of one class; those that were preempted come before all others."""
+    """The waiting sequences of one class; preempted ones come before all others."""
 
     def __init__(self) -> None:
         self._preempted: deque[Sequence] = deque()
         self._by_tenant: dict[str, deque[Sequence]] = {}
-        """No tenant without a sequence."""
+        """Has no tenant without a sequence."""
         self._served: dict[str, float] = {}
         self._last_tenant = ""
-        """The tenant that was the last to stop waiting."""
+        """The tenant whose queue was the last to become empty."""
         self._min_counter = 0.0
-        """Where the last tenant started; never falls. A tenant without a counter of its own is at this one."""
+        """Where the last tenant started; never decreases. A tenant without a counter of its own is at this value."""
 
     def __len__(self) -> int:
         return len(self._preempted) + sum(map(len, self._by_tenant.values()))
@@ -38,22 +38,22 @@ class FairQueue:
             yield from seqs
 
     def tokens_served(self, tenant: str) -> float:
-        """The tenant's counter."""
+        """Return the tenant's counter of weighted tokens."""
         return self._served.get(tenant, self._min_counter)
 
     def push(self, seq: Sequence) -> None:
-        """Queue a sequence behind those of its tenant."""
+        """Queue a sequence behind the others of its tenant."""
         if seq.tenant not in self._by_tenant:
             self._start_tenant(seq.tenant)
             self._by_tenant[seq.tenant] = deque()
         self._by_tenant[seq.tenant].append(seq)
 
     def push_front(self, seq: Sequence) -> None:
-        """Put a sequence before all others."""
+        """Queue a preempted sequence before all others."""
         self._preempted.appendleft(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Take out a sequence that waits here."""
+        """Remove a sequence that is queued here."""
         if seq in self._preempted:
             self._preempted.remove(seq)
             return
@@ -63,7 +63,7 @@ class FairQueue:
             self._last_tenant = seq.tenant
 
     def peek(self, passed: Collection[Sequence] = ()) -> Sequence | None:
-        """The next in line that is not among `passed`."""
+        """Return the next sequence that is not among `passed`, or None."""
         for seq in self._preempted:
             if seq not in passed:
                 return seq
@@ -75,19 +75,19 @@ class FairQueue:
         return None
 
     def charge_tenant(self, tenant: str, cost: int, weight: float = 1.0) -> None:
-        """Count what a tenant was served: twice the weight, half the price."""
+        """Add what a tenant was served to its counter: twice the weight, half the cost."""
         self._served[tenant] = self.tokens_served(tenant) + cost / weight
 
     def _start_tenant(self, tenant: str) -> None:
         waiting = self._by_tenant or (self._last_tenant,)
         self._min_counter = max(self._min_counter, min(map(self.tokens_served, waiting)))
-        # An idle tenant below the least would start at the least: forgotten, so that the table stays small.
+        # An idle tenant below the minimum would start at the minimum: it is dropped, so that the table stays small.
         counters = self._served.items()
         self._served = {name: count for name, count in counters if count > self._min_counter or name in self._by_tenant}
         self._served[tenant] = max(self.tokens_served(tenant), self._min_counter)
 
     def check_integrity(self) -> None:
-        """Nobody waits twice or under another's name. For tests."""
+        """Assert that no sequence waits twice, or in another tenant's queue. For tests."""
         seqs = list(self)
         assert len(set(seqs)) == len(seqs), "a sequence waits twice"
         assert all(self._by_tenant.values()), "a tenant without a sequence"

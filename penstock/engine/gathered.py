@@ -1,4 +1,4 @@
-"""The torch path's view of a step: all rows a step attends to are gathered from the pool, and masked.
+"""The rows that a step attends to, gathered from the pool for attention in torch, and their masks.
 
 Rows are ordered: `num_single` sequences with one new token (decodes), attended to in one call over padded block
 tables, then the chunks of prompts, one call each. The gathered rows have the same order: `num_single` x
@@ -15,18 +15,18 @@ from torch import Tensor
 from penstock.engine.scheduler import Plan
 
 Visibility = Callable[[Tensor, Tensor], Tensor]
-"""(query positions, key positions) -> bool: what a layer lets a query see, besides being causal."""
+"""(query positions, key positions) -> bool: which keys a layer lets a query see, besides being causal."""
 
 
 class Causal(Enum):
-    """A mask that needs no tensor."""
+    """A mask for which no tensor is needed."""
 
     PLAIN = "plain"
-    """As many queries as keys, and each sees those up to its own."""
+    """There are as many queries as keys, and each query sees the keys up to its own position."""
 
 
 Mask = Tensor | Causal | None
-"""Added to the scores; None lets everything through."""
+"""Added to the scores; None masks nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Masks:
     single: Mask
     """[num_single, 1, 1, single_len]"""
     chunks: list[Mask]
-    """For each chunk [new tokens, all tokens]."""
+    """For each chunk: [new tokens, all tokens]."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,13 @@ class Chunk:
     start: int
     end: int
     query: slice
-    """Its tokens in the flat batch."""
+    """The chunk's tokens in the flat batch."""
     rows: slice
-    """Its rows among the gathered."""
+    """The sequence's rows among the gathered rows."""
 
 
 class GatheredRows:
-    """Which blocks to gather, which of their rows belong to whom, and who sees what.
-
-    The plan is in the batch's order.
-    """
+    """The blocks to gather for a plan in the batch's order, and which of their rows each sequence sees."""
 
     def __init__(self, plan: Plan, block_size: int, device: torch.device) -> None:
         singles = [seq for seq, num in plan if num == 1]
@@ -64,9 +61,9 @@ class GatheredRows:
         self._device = device
         self._single_lens = [seq.num_computed_tokens + 1 for seq in singles]
         self.max_single_length = max(self._single_lens, default=0)
-        """Tokens of the longest of the single-token sequences."""
+        """Length of the longest sequence with one new token."""
         self.rows_per_single = -(-self.max_single_length // block_size) * block_size
-        """Gathered rows for each of them."""
+        """Gathered rows for each sequence with one new token."""
         table: list[int] = []
         row = 0
         for seq, num in plan:
@@ -77,17 +74,17 @@ class GatheredRows:
                 self.chunks.append(Chunk(start, end, slice(row, row + num), slice(first, first + end)))
             table += held
             if num == 1:
-                # Padded with the sequence's own first block: what is behind a mask is still its own.
+                # Padded with the sequence's own first block, so that masked rows are its own, too.
                 table += held[:1] * (self.rows_per_single // block_size - len(held))
             row += num
         self.num_rows = len(table) * block_size
-        """Rows gathered."""
+        """Number of gathered rows."""
         self.block_ids = torch.tensor(table, device=device)
-        """Blocks to gather."""
+        """The blocks to gather: [blocks]."""
         self._plain: dict[torch.dtype, Masks] = {}
 
     def make_masks(self, visible: Visibility | None, dtype: torch.dtype) -> Masks:
-        """The masks for layers that see what `visible` says, or all that came before (made once)."""
+        """Return the masks of layers with this visibility; None: each token sees all tokens before it."""
         if visible is None and dtype in self._plain:
             return self._plain[dtype]
         chunks = [self._chunk_mask(chunk, visible, dtype) for chunk in self.chunks]

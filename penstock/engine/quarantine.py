@@ -1,14 +1,14 @@
-"""What becomes of a step that fails: the culprit is found, and the others go on as if nothing had been.
+"""Handle steps that fail: find the sequence at fault, so that the others go on unharmed.
 
     a step of several fails ──▶ all are suspects ──▶ each computes alone, until its next token ──▶ cleared
                                                         │ fails
-                                                        └──▶ `SequenceFailed`: this one it is
+                                                        └──▶ `SequenceFailed` for this one
 
-The step is undone before anything here: no token was taken, and what it wrote is computed again. Memory that runs out
-is nobody's fault as long as a smaller step is possible: the next one gets half as many tokens, and those after it more
-again, bit by bit.
+The engine undoes the step first: no token was sampled, and the KV that it wrote is computed again. Running out of
+memory is no sequence's fault as long as a smaller step is possible: the next step gets half as many tokens, and the
+steps after it get more again, bit by bit.
 
-What breaks the device itself is no sequence's to answer for: it is raised as it is, and ends the worker.
+An error of the device itself is raised unchanged and ends the worker.
 """
 
 import logging
@@ -22,23 +22,26 @@ from penstock.errors import ModelError, OutOfMemory, RequestError, SequenceFaile
 log = logging.getLogger(__name__)
 
 GROWTH_DIVISOR = 16
-"""A step that passes makes the next one larger by this share of the most."""
+"""A step that succeeds makes the next one larger by the maximum divided by this."""
 
 
 class Quarantine:
-    """Judges the failed steps of one engine."""
+    """Decides what to do after the failed steps of one engine."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        """What the next step may have at most."""
+        """How many tokens the next step may have."""
         self._max_step_tokens = max_tokens
 
     def record_success(self) -> None:
-        """A step was computed."""
+        """Note that a step succeeded."""
         self.max_tokens = min(self._max_step_tokens, self.max_tokens + max(1, self._max_step_tokens // GROWTH_DIVISOR))
 
     def record_failure(self, plan: Plan, error: Exception) -> None:
-        """A step raised this, and was undone. Raises `SequenceFailed` if it is one sequence's, or what it raised."""
+        """Judge a step that raised `error` and was undone.
+
+        Raises `SequenceFailed` if one sequence is at fault, or `error` if it is one of the device.
+        """
         if isinstance(error, torch.AcceleratorError):
             raise error
         cause = _classify_error(error)

@@ -1,58 +1,59 @@
-"""How fast the engine computes prompts, for deciding whether fetching their KV is faster."""
+"""How fast the engine computes prompts: a worker compares it with the time to fetch their KV."""
 
 from collections.abc import Callable
 
 from penstock.running_mean import RunningMean
 
 HALF_LIFE_TOKENS = 4096
-"""After so many prompt tokens a step counts half."""
+"""The weight of a step halves with so many further prompt tokens."""
 WARM_UP_TOKENS = 16
-"""Length of the prompt that warms up; the next one is four times as long."""
+"""Length of the prompt that warms up. The next one is four times as long."""
 MEASURE_S = 0.1
-"""How long prompts are computed for the first rate; the last of them may take longer."""
+"""How long prompts are computed for the first rate. The last of them may take longer."""
 
 
 class PrefillRate:
-    """A running mean over the steps in which prompts were the bulk, weighted by their tokens."""
+    """A running mean over the steps in which most tokens were prompt tokens, weighted by these tokens."""
 
     def __init__(self) -> None:
         self.tokens_per_s: float | None = None
-        """Prompt tokens a second; None until a step was measured. Any thread may read it."""
+        """Prompt tokens per second; None until a step was measured. Any thread may read it."""
         self._mean_tokens_per_s = RunningMean()
-        self._open_tokens, self._open_seconds = 0, 0.0
+        self._pending_tokens, self._pending_seconds = 0, 0.0
 
     def record_step(self, num_prompt_tokens: int, num_tokens: int, seconds: float, *, is_done: bool) -> None:
-        """A step computed `num_tokens` tokens, `num_prompt_tokens` of them of prompts.
+        """Record a step of `num_tokens` tokens, `num_prompt_tokens` of them prompt tokens.
 
-        `is_done`: the device has computed it by now. If not, its time shows in that of the steps after it.
+        `is_done`: the device has finished it. If not, its time is part of the time of later steps.
         """
         if 2 * num_prompt_tokens <= num_tokens:
-            self._open_tokens, self._open_seconds = 0, 0.0
+            self._pending_tokens, self._pending_seconds = 0, 0.0
             return
-        self._open_tokens += num_prompt_tokens
-        self._open_seconds += seconds
+        self._pending_tokens += num_prompt_tokens
+        self._pending_seconds += seconds
         if not is_done:
             return
-        kept = 0.5 ** (self._open_tokens / HALF_LIFE_TOKENS)
-        self._mean_tokens_per_s.add(self._open_tokens, max(self._open_seconds, 1e-9), kept=kept)
-        self._open_tokens, self._open_seconds = 0, 0.0
+        kept = 0.5 ** (self._pending_tokens / HALF_LIFE_TOKENS)
+        self._mean_tokens_per_s.add(self._pending_tokens, max(self._pending_seconds, 1e-9), kept=kept)
+        self._pending_tokens, self._pending_seconds = 0, 0.0
         self.tokens_per_s = self._mean_tokens_per_s.value
 
 
-def measure_prefill_rate(compute: Callable[[int], float], most: int) -> PrefillRate:
-    """What computing some prompts takes, before there are any: `compute` does one of so many tokens, in seconds.
+def measure_prefill_rate(compute: Callable[[int], float], max_tokens: int) -> PrefillRate:
+    """Measure the rate before there are requests: `compute(num_tokens)` computes a prompt and returns its seconds.
 
-    The first one warms up. The others grow up to `most` tokens, until some time has passed: short ones keep a large
-    device idle. The quickest counts; if that is too quick, more is computed than should be, and shows it.
+    The first prompt warms up. The others grow up to `max_tokens` tokens until `MEASURE_S` have passed, because short
+    ones keep a large device idle. The fastest counts. If that is too optimistic, more prompts are computed than should
+    be, and their times correct it.
     """
-    num_tokens, spent_s = min(WARM_UP_TOKENS, most), 0.0
+    num_tokens, spent_s = min(WARM_UP_TOKENS, max_tokens), 0.0
     compute(num_tokens)
-    times = []
+    measurements = []
     while spent_s < MEASURE_S:
-        num_tokens = min(4 * num_tokens, most)
-        times.append((num_tokens, compute(num_tokens)))
-        spent_s += times[-1][1]
+        num_tokens = min(4 * num_tokens, max_tokens)
+        measurements.append((num_tokens, compute(num_tokens)))
+        spent_s += measurements[-1][1]
     rate = PrefillRate()
-    num_tokens, seconds = max(times, key=lambda one: one[0] / max(one[1], 1e-9))
+    num_tokens, seconds = max(measurements, key=lambda pair: pair[0] / max(pair[1], 1e-9))
     rate.record_step(num_tokens, num_tokens, seconds, is_done=True)
     return rate

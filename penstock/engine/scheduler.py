@@ -29,7 +29,7 @@ from collections import Counter
 from itertools import chain, pairwise
 from operator import attrgetter
 
-from penstock.engine.batch_budget import FORCED_BATCH_STEPS, BatchBudget
+from penstock.engine.batch_budget import FORCED_BATCH_PERIOD_STEPS, BatchBudget
 from penstock.engine.cost import StepCost
 from penstock.engine.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue
 from penstock.engine.pool import BlockPool
@@ -146,7 +146,7 @@ class Scheduler:
         running sequence that may grow.
         """
         waiting = chain(*self._queues[: priority + 1])
-        return self._tables.count_growing(self.running) + sum(map(self._tables.count_blocks_held, waiting))
+        return self._tables.count_growing(self.running) + sum(map(self._tables.count_blocks_at_admission, waiting))
 
     def count_batch_slots_beside_interactive(self) -> float:
         """Return how many more batch sequences would run and not pause beside the interactive ones.
@@ -219,7 +219,7 @@ class Scheduler:
 
     def _open_budget(self) -> BatchBudget:
         running = [seq for seq in self.running if not seq.suspect]
-        return BatchBudget(self.cost, running, is_patient=self._num_steps % FORCED_BATCH_STEPS != 0)
+        return BatchBudget(self.cost, running, is_share_limited=self._num_steps % FORCED_BATCH_PERIOD_STEPS != 0)
 
     def _schedule_all(self, token_budget: int, max_batch: int, batch_budget: BatchBudget) -> dict[Sequence, int]:
         """Plan a step of all sequences that are not suspect. Suspects are admitted, but compute nothing."""

@@ -1,4 +1,4 @@
-"""Block tables: which blocks a sequence finds, needs and holds. Plain Python over the pool."""
+"""Block tables: the blocks that a sequence finds cached, needs and holds. Plain Python over the pool."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,33 +13,35 @@ class BlockTables:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self._computing: dict[bytes, Sequence] = {}
-        """Which running sequence computes the block of a key, or has computed it."""
+        """By block key: the running sequence that computes this block, or has computed it."""
 
     def is_being_computed(self, seq: Sequence) -> bool:
-        """Whether the first block that a waiting sequence lacks is computed by a running one just now.
+        """Return whether a running sequence is computing the first block that a waiting sequence misses.
 
-        Then it need not compute it as well. The other is of no lower class and has all blocks for the tokens that it
-        came in with, so the wait is short.
+        Then the waiting one need not compute it as well. The running one has no lower priority, and all the blocks it
+        needs for this, so the wait is short.
         """
         keys = self._shareable_keys(seq)
         index = self.pool.count_cached_prefix(keys)
-        maker = self._computing.get(keys[index]) if index < len(keys) else None
+        owner = self._computing.get(keys[index]) if index < len(keys) else None
         return (
-            maker is not None
-            and maker.priority <= seq.priority
-            and maker.num_computed_tokens < (index + 1) * self.pool.block_size
+            owner is not None
+            and owner.priority <= seq.priority
+            and owner.num_computed_tokens < (index + 1) * self.pool.block_size
         )
 
-    def count_preemptions_needed(self, seq: Sequence, running: list[Sequence], leaving: list[Sequence]) -> int | None:
-        """How many of `leaving`, in order, have to release their blocks for `seq` to come in; None: all are too few.
+    def count_preemptions_needed(
+        self, seq: Sequence, running: list[Sequence], candidates: list[Sequence]
+    ) -> int | None:
+        """Return how many of `candidates`, in order, must be preempted to admit `seq`; None if all are too few.
 
-        Blocks are wanted for the tokens it has, and one for each sequence that still grows, itself included. Alone, it
-        wants no more than its own.
+        `seq` needs blocks for its tokens, and one for each sequence that can still grow, itself included, unless it
+        runs alone.
         """
-        shared = self._cached_keys(seq)
-        num_wanted = self.count_blocks_held(seq) - len(shared)
-        num_free = self.pool.count_free_blocks_besides(shared)
-        if num_wanted > num_free and not leaving:
+        cached = self._cached_keys(seq)
+        num_wanted = self.count_blocks_at_admission(seq) - len(cached)
+        num_free = self.pool.count_free_blocks_besides(cached)
+        if num_wanted > num_free and not candidates:
             return None
         if not running:
             return 0
@@ -48,87 +50,89 @@ class BlockTables:
             return 0
 
         def fits(count: int) -> bool:
-            spare = num_growing - self.count_growing(leaving[:count]) if count < len(running) else 0
-            freed = self.pool.count_blocks_freed([one.block_table for one in leaving[:count]], shared)
+            spare = num_growing - self.count_growing(candidates[:count]) if count < len(running) else 0
+            freed = self.pool.count_blocks_freed([other.block_table for other in candidates[:count]], cached)
             return num_wanted + spare <= num_free + freed
 
-        if not fits(len(leaving)):
+        if not fits(len(candidates)):
             return None
-        return next(count for count in range(1, len(leaving) + 1) if fits(count))
+        return next(count for count in range(1, len(candidates) + 1) if fits(count))
 
     def allocate_table(self, seq: Sequence) -> None:
-        """Give a sequence blocks for its tokens, and set what of them need not be computed.
+        """Give a sequence blocks for its tokens, and set how many of the tokens are computed already.
 
-        A tail that is of no use goes; one that is still there afterwards is to be copied to its block.
+        Drops a tail payload that is of no use. One that remains is to be copied to its block.
         """
         seq.block_table = self.pool.pin_cached_prefix(self._shareable_keys(seq), counted=not seq.num_preemptions)
-        num_shared = len(seq.block_table)
-        seq.block_table += self.pool.allocate_blocks(self.count_blocks_held(seq) - num_shared)
-        seq.num_computed_tokens = num_shared * self.pool.block_size
-        if num_shared != seq.num_prompt_tokens // self.pool.block_size:
+        num_cached = len(seq.block_table)
+        seq.block_table += self.pool.allocate_blocks(self.count_blocks_at_admission(seq) - num_cached)
+        seq.num_computed_tokens = num_cached * self.pool.block_size
+        if num_cached != seq.num_prompt_tokens // self.pool.block_size:
             seq.tail_payload = None
         elif seq.tail_payload is not None:
             seq.num_computed_tokens = min(seq.num_prompt_tokens, len(seq.token_ids) - 1)
-        self._computing.update((key, seq) for key in seq.block_keys[num_shared:])
+        self._computing.update((key, seq) for key in seq.block_keys[num_cached:])
 
     def register_blocks(self, seq: Sequence, first_token: int) -> None:
-        """Let others share the sequence's blocks that are full and named, from the one `first_token` is in."""
+        """Register the sequence's full blocks that have a key, from the one that holds token `first_token` on."""
         size = self.pool.block_size
         num_full = min(seq.num_computed_tokens // size, len(seq.block_table), len(seq.block_keys))
         for index in range(first_token // size, num_full):
             self.pool.register_block(seq.block_table[index], seq.block_keys[index])
 
     def count_growing(self, running: list[Sequence]) -> int:
-        """How many of them may need another block."""
+        """Return how many of the sequences may need another block."""
         return sum(map(self._can_grow, running))
 
     def count_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that are missing for the sequence's first `num_tokens` tokens; not above 0 if none is."""
+        """Return how many more blocks the sequence needs for its first `num_tokens` tokens; 0 or less if none."""
         return -(-num_tokens // self.pool.block_size) - len(seq.block_table)
 
     def stop_computing(self, seq: Sequence) -> None:
-        """The sequence computes nothing any more. It may keep its blocks, for its owner to lend them."""
+        """Note that the sequence computes nothing any more. It may keep its blocks, so that they can be pinned."""
         for key in seq.block_keys:
             if self._computing.get(key) is seq:
                 del self._computing[key]
 
     def _shareable_keys(self, seq: Sequence) -> list[bytes]:
-        """Keys of the blocks that may be taken from the cache if they are there.
-
-        The last token is always computed, for its logits, and a cached block is never written: so the block
-        it falls in is not among them.
-        """
+        """Return the keys of the blocks that may be taken from the cache."""
+        # The last token is always computed, for its logits, and a cached block is never written. So the block that
+        # holds it is not among them.
         return seq.block_keys[: (len(seq.token_ids) - 1) // self.pool.block_size]
 
     def _cached_keys(self, seq: Sequence) -> list[bytes]:
-        """Those of them that are there."""
+        """Return the shareable keys that the pool holds."""
         keys = self._shareable_keys(seq)
         return keys[: self.pool.count_cached_prefix(keys)]
 
-    def count_blocks_held(self, seq: Sequence) -> int:
-        """Blocks for the tokens it has."""
+    def count_blocks_at_admission(self, seq: Sequence) -> int:
+        """Return how many blocks the sequence needs for the tokens that it has."""
         return -(-len(seq.token_ids) // self.pool.block_size)
 
     def _can_grow(self, seq: Sequence) -> bool:
-        """Whether it may need more blocks than it has, or would come in with."""
-        return (len(seq.block_table) or self.count_blocks_held(seq)) < seq.count_blocks_needed(self.pool.block_size)
+        """Return whether the sequence may need more blocks than it has, or would have at its admission."""
+        return (len(seq.block_table) or self.count_blocks_at_admission(seq)) < seq.count_blocks_needed(
+            self.pool.block_size
+        )
 
     def check_integrity(self, running: Iterable[Sequence], others: Counter[int] | None = None) -> None:
-        """Everybody has the blocks it should have, and none writes another's. For tests.
+        """Assert that every sequence has the blocks it should have, and writes no shared one. For tests.
 
-        `others`: how often blocks are held by all that is not running; None if that is not known.
+        `others`: how often each block is pinned by anything but running sequences; None if that is not known.
         """
         self.pool.check_integrity()
         running, size = list(running), self.pool.block_size
         held = Counter(block for seq in running for block in seq.block_table)
-        assert all(count <= self.pool.count_pins(block) for block, count in held.items()), "held and not counted"
+        assert all(count <= self.pool.count_pins(block) for block, count in held.items()), (
+            "a block is in more tables than it has pins"
+        )
         if others is not None:
             refs = Counter({block: self.pool.count_pins(block) for block in range(self.pool.num_blocks)})
-            assert held + others == +refs, "held by nobody, or by more than are counted"
+            assert held + others == +refs, "the pins of a block do not add up"
         for seq in running:
             assert len(set(seq.block_table)) == len(seq.block_table), f"{seq}: a block twice"
             assert seq.num_computed_tokens <= len(seq.block_table) * size, f"{seq}: no blocks for what is computed"
             assert len(seq.block_table) <= seq.count_blocks_needed(size), f"{seq}: more blocks than it can use"
             written = seq.block_table[seq.num_computed_tokens // size :]
             assert all(self.pool.count_pins(block) == 1 for block in written), f"{seq} writes a shared block"
-        assert set(self._computing.values()) <= set(running), "a block is made by nobody"
+        assert set(self._computing.values()) <= set(running), "a sequence that does not run computes a block"

@@ -16,13 +16,13 @@ from tests.engine.schedules import Dummy, seq_of
 
 COST = StepCost(fixed_s=20.0, row_s=1.0, context_s=0.0, chunk_s=0.0, token_s=0.5)
 """Beside four rows there is room for two, or for four tokens of a prompt."""
-FORCED_BATCH_STEPS = 32
+FORCED_BATCH_PERIOD_STEPS = 32
 
 
 @pytest.fixture(autouse=True)
 def less_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a test grows with the square of its steps."""
-    monkeypatch.setattr("penstock.engine.scheduler.FORCED_BATCH_STEPS", FORCED_BATCH_STEPS)
+    monkeypatch.setattr("penstock.engine.scheduler.FORCED_BATCH_PERIOD_STEPS", FORCED_BATCH_PERIOD_STEPS)
 
 
 def _dummy(cost: StepCost | None = COST, num_blocks: int = 2000, max_batch: int = 32) -> Dummy:
@@ -47,7 +47,7 @@ def test_a_step_with_interactive_rows_is_hardly_longer_and_the_rest_pauses_in_pl
     batch = _fill(dummy, 10, "batch")
     assert _num_batch(dummy) == 10
     interactive = _fill(dummy, 4, "interactive")
-    for _ in range(FORCED_BATCH_STEPS - 3):
+    for _ in range(FORCED_BATCH_PERIOD_STEPS - 3):
         plan = dict(dummy.step())
         assert set(interactive) <= plan.keys()
         assert [seq for seq in plan if seq.klass == "batch"] == batch[:2]
@@ -93,8 +93,8 @@ def test_every_so_often_something_of_batch_takes_part_whatever_it_costs(row_s: f
     dummy = _dummy(StepCost(20.0, row_s, 0.0, 500.0, row_s))
     _fill(dummy, 5, "batch")
     dummy.step()
-    _fill(dummy, 1, "interactive", max_new_tokens=4 * FORCED_BATCH_STEPS)
-    counts = [_num_batch(dummy) for _ in range(3 * FORCED_BATCH_STEPS)]
+    _fill(dummy, 1, "interactive", max_new_tokens=4 * FORCED_BATCH_PERIOD_STEPS)
+    counts = [_num_batch(dummy) for _ in range(3 * FORCED_BATCH_PERIOD_STEPS)]
     if row_s == 0.1:
         assert min(counts[1:]) == 5
     else:
@@ -106,8 +106,8 @@ def test_a_batch_prompt_is_never_stuck() -> None:
     dummy = _dummy(StepCost(20.0, 1.0, 0.0, 500.0, 30.0))
     (batch,) = _fill(dummy, 1, "batch", length=3, max_new_tokens=2)
     dummy.scheduler._num_steps = 1
-    _fill(dummy, 1, "interactive", max_new_tokens=8 * FORCED_BATCH_STEPS)
-    assert dummy.run(until=lambda: batch.state is State.DONE) <= 5 * FORCED_BATCH_STEPS
+    _fill(dummy, 1, "interactive", max_new_tokens=8 * FORCED_BATCH_PERIOD_STEPS)
+    assert dummy.run(until=lambda: batch.state is State.DONE) <= 5 * FORCED_BATCH_PERIOD_STEPS
 
 
 def test_what_was_promoted_keeps_its_place_and_to_the_share() -> None:
@@ -119,7 +119,7 @@ def test_what_was_promoted_keeps_its_place_and_to_the_share() -> None:
             _fill(dummy, 3, "interactive", max_new_tokens=30)
         for seq, _ in dummy.step():
             served[seq is batch] += 1
-        assert dummy.scheduler._num_steps < 12 * FORCED_BATCH_STEPS
+        assert dummy.scheduler._num_steps < 12 * FORCED_BATCH_PERIOD_STEPS
     assert batch.num_preemptions <= 1
     assert served[0] > 50 * served[1]
 
