@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.common import Arguments, arguments, machine, report
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
 from penstock.local.processes import Child, start_child
 from penstock.local.stack import Stack
@@ -79,7 +79,7 @@ def rows_of(path: Path) -> list[str]:
 def asked_twice(stack: Stack, folder: Path) -> int:
     """Requests that have more than one result."""
     run = json.loads((folder / "out.jsonl.journal").read_bytes().splitlines()[0])["run"]
-    bus = connect(stack.addresses, BusSettings())
+    bus = connect_bus(stack.addresses, BusSettings())
     results = bus.read_all(Pipeline(stack.addresses.pipeline).results_topic)
     ids = Counter(decode_message(Result, message.value).id for message in results)
     return sum(times - 1 for name, times in ids.items() if name.startswith(f"cmpl-{run}-"))

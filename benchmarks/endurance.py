@@ -30,7 +30,7 @@ from rich.progress import Progress
 
 from benchmarks.common import Arguments, machine, report, save
 from benchmarks.watch import Sample, Watch, growth, open_files, resident_mb
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
 from penstock.local.kafka import SHORT_TIMEOUTS
 from penstock.local.stack import WorkerSlot
@@ -96,7 +96,7 @@ def fate(worker: WorkerSlot, life: int) -> KillPlan:
 
 def sampler(stack: ChaosStack, servers: Servers, client: "redis.Redis") -> Callable[[], Sample]:
     """Those that live on, and what they all share."""
-    bus = connect(stack.addresses, BusSettings())
+    bus = connect_bus(stack.addresses, BusSettings())
     pids = {w.name: w.child.pid for w in stack.workers if w.name.endswith("-0") and w.child is not None}
 
     def sample() -> Sample:
@@ -104,7 +104,7 @@ def sampler(stack: ChaosStack, servers: Servers, client: "redis.Redis") -> Calla
             "memory": resident_mb(pids),
             "files": open_files(pids),
             "keys": {"Redis": float(client.dbsize())},
-            "lag": {"all topics": float(sum(bus.unsettled().values()))},
+            "lag": {"all topics": float(sum(bus.count_unsettled().values()))},
         }
 
     return sample

@@ -15,7 +15,7 @@ from benchmarks.common import SHM, TIMEOUT_S
 from benchmarks.peers.setup import DIRECTORY
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.peers.write import model_directory
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
@@ -51,7 +51,7 @@ class Prefilling:
 
     def __init__(self, addresses: Addresses, settings: EngineSettings, kv: KVSettings) -> None:
         self._pipeline = Pipeline(addresses.pipeline)
-        self._bus = connect(addresses, BusSettings())
+        self._bus = connect_bus(addresses, BusSettings())
         self._bus.create_topics()
         self.engine = open_engine(settings)
         layout = KVLayout.from_pool(self.engine.model.fingerprint, self.engine.model.layout)
@@ -59,7 +59,7 @@ class Prefilling:
         self.store.set_compute_speed(self.engine.prefill_tokens_per_s)
         self._redis = redis.Redis.from_url(addresses.stream_url)
         record = Record(self._redis, self._pipeline, RecordSettings())
-        member = self._bus.member("prefill", "prefill-0")
+        member = self._bus.join_group("prefill", "prefill-0")
         self._worker = Worker(
             PrefillRole(self._pipeline, self.engine), self._pipeline, "prefill-0", self.store, record, member
         )

@@ -22,7 +22,7 @@ from penstock.config.settings import RecordSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
-from penstock.record import AppendOutcome, Claim, Record, Sessions, connect_servers, record_on
+from penstock.record import AppendOutcome, Claim, Record, Sessions, connect_servers, open_record
 
 BATCH, NUM_STEPS = 32, 200
 TEXT = " through"
@@ -36,7 +36,7 @@ class Side:
         servers = [stack.enter_context(ValkeyServer(directory / f"{num_servers}-{n}")) for n in range(num_servers)]
         clients = connect_servers(",".join(f"{server.url}#s{n}" for n, server in enumerate(servers, 1)))
         self.clients = clients.parts
-        self.record: Record = record_on(clients, Pipeline("streams"), RecordSettings(lease_s=30.0))
+        self.record: Record = open_record(clients, Pipeline("streams"), RecordSettings(lease_s=30.0))
         stack.callback(self.record.close)
         self.sessions = Sessions(self.record, "decode", "worker")
         stack.callback(self.sessions.close)
@@ -46,7 +46,7 @@ class Side:
         claims = [self._claim(f"{round_name}-{number}") for number in range(num_requests)]
         before_s = sum(map(cpu_s, self.clients))
         for step in range(NUM_STEPS):
-            outcomes = self.record.append([(claim, claim.next_event(step, TEXT)) for claim in claims])
+            outcomes = self.record.append_tokens([(claim, claim.next_event(step, TEXT)) for claim in claims])
             assert set(outcomes) == {AppendOutcome.OK}
         used_s = sum(map(cpu_s, self.clients)) - before_s
         end = EndEvent.model_validate({"finish_reason": "length"})

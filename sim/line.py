@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import Self
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, KVSettings, RecordSettings
@@ -14,7 +14,7 @@ from penstock.messages import Request, Result, decode_message
 from penstock.names import Pipeline, Stage
 from penstock.prefill_worker.role import PrefillRole
 from penstock.prefill_worker.tokenize import PromptTokenizer
-from penstock.record import connect_servers, record_on
+from penstock.record import connect_servers, open_record
 from penstock.worker.loop import run_until_idle
 from penstock.worker.worker import Worker
 from sim.workload import ENGINE_SETTINGS, load_demo_model
@@ -37,7 +37,7 @@ class InProcessPipeline:
         self.engine_settings = engine
         self.kv_settings = kv or KVSettings(shared_mb=0, redis_mb=64)
         self.pipeline = Pipeline(addresses.pipeline)
-        self.bus = connect(addresses, BUS_SETTINGS)
+        self.bus = connect_bus(addresses, BUS_SETTINGS)
         self.bus.create_topics()
         self.clients = connect_servers(addresses.stream_url)
         self.client = self.clients.parts[0]
@@ -45,7 +45,7 @@ class InProcessPipeline:
         self._stores: list[KVStore] = []
         self.add_prefill("prefill-0")
         self.add_decode("decode-0")
-        self.publisher = self.bus.publisher()
+        self.publisher = self.bus.create_publisher()
 
     def add_prefill(self, name: str) -> None:
         """Add a prefill worker and make it the current one. The one before keeps running."""
@@ -62,8 +62,8 @@ class InProcessPipeline:
             layout, self.kv_settings, self.addresses.kv_url or self.addresses.stream_url, self.pipeline.name
         )
         self._stores.append(store)
-        record = record_on(self.clients, self.pipeline, self.record_settings)
-        member = self.bus.member(stage, name)
+        record = open_record(self.clients, self.pipeline, self.record_settings)
+        member = self.bus.join_group(stage, name)
         role = (PrefillRole if stage == "prefill" else DecodeRole)(self.pipeline, engine)
         return Worker(role, self.pipeline, name, store, record, member)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock import names
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
@@ -88,7 +88,7 @@ def test_dead_requests_are_listed_shown_and_asked_again(line: InProcessPipeline,
 
 
 def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: Pipeline, terminal: Terminal) -> None:
-    bus = connect(Addresses(pipeline=pipeline.name, stream_url=redis_url), BusSettings())
+    bus = connect_bus(Addresses(pipeline=pipeline.name, stream_url=redis_url), BusSettings())
     dlq = Desk(Addresses(pipeline=pipeline.name, stream_url=redis_url), terminal)
     assert "penstock topics create" in dlq("list", code=1)
     bus.create_topics()
@@ -111,7 +111,7 @@ def test_what_cannot_be_put_back_is_told_in_one_line(redis_url: str, pipeline: P
             {**origin, names.TENANT_HEADER: "default", names.ATTEMPT_HEADER: "x"},
         ),
     ]
-    publisher = bus.publisher()
+    publisher = bus.create_publisher()
     publisher.publish(letters)
     publisher.close()
     told = dlq("requeue", "--all", code=1)

@@ -189,12 +189,12 @@ def record(client: "redis.Redis", pipeline: Pipeline) -> Any:
 
 def say(record: Record, claim: Claim, tokens: list[int]) -> list[str]:
     events = [claim.next_event(tokens[0], str(tokens[0]))]
-    record.append([(claim, events[0])])
+    record.append_tokens([(claim, events[0])])
     return [events[0].id, *(say(record, claim, tokens[1:]) if tokens[1:] else [])]
 
 
 def claim(record: Record, request_id: str = "r1") -> Claim:
-    assert record.renew("prefill", "worker/1") is not None
+    assert record.renew_session("prefill", "worker/1") is not None
     found = record.claim_prefill(request_id, "worker/1", "body")
     assert isinstance(found, Claim)
     return found
@@ -210,7 +210,7 @@ def test_the_example_reads_a_stream_while_it_is_written(
     say(record, held, [7])
     assert next(reading)["token"] == 7
     say(record, held, [8, 9])
-    record.finish(held, EndEvent(finish_reason="length"))
+    record.finish_request(held, EndEvent(finish_reason="length"))
     assert [event.get("token", event.get("finish_reason")) for event in reading] == [8, 9, "length"]
 
 
@@ -219,7 +219,7 @@ def test_the_example_resumes_and_notices_another_answer(
 ) -> None:
     held = claim(record)
     ids = say(record, held, [5, 6, 7])
-    record.finish(held, EndEvent(finish_reason="length"))
+    record.finish_request(held, EndEvent(finish_reason="length"))
     for after, rest in zip(ids, ([6, 7], [7], []), strict=True):
         found = list(example["stream"](client, "r1", after=after))
         assert [event["token"] for event in found[:-1]] == rest
@@ -241,7 +241,7 @@ def test_the_example_sends_requests_and_finds_results(example: dict[str, Any], k
         example["submit"](kafka, json.loads(request) | {"class": klass})
         (message,) = bus.read_all(pipeline.request_topic(klass))
         assert message.key == decode_message(Request, message.value).id == "order-1729"
-    publisher = bus.publisher()
+    publisher = bus.create_publisher()
     publisher.publish(
         [build_result_message(pipeline, Result(id=name, finish_reason="stop"), {}) for name in ("other", "r1")]
     )
@@ -256,4 +256,4 @@ def test_cancelling_by_hand(client: "redis.Redis", record: Record, pipeline: Pip
         batch.pexpire(key, 604_800_000, nx=True)
         batch.execute()
     assert client.pttl(key) > 604_000_000
-    assert claim(record).cancelled
+    assert claim(record).is_cancelled

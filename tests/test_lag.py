@@ -303,7 +303,7 @@ def test_decode_takes_no_more_jobs_than_it_has_blocks_for(addresses: Addresses) 
         def done() -> bool:
             nonlocal most_held, most_waiting
             line.decode.run_once()
-            most_held = max(most_held, line.decode.member.held())
+            most_held = max(most_held, line.decode.member.count_held())
             most_waiting = max(most_waiting, line.decode.engine.num_waiting)
             return len(line.read_results()) == 14
 

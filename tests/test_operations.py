@@ -5,7 +5,7 @@ from pathlib import Path
 
 from typer.core import TyperGroup
 
-from penstock.bus.kafka.bus import RESULTS_KEPT_MS, WORK_KEPT_MS
+from penstock.bus.kafka.bus import RESULTS_RETENTION_MS, WORK_RETENTION_MS
 from penstock.cli.main import COMMANDS, load_command
 from penstock.config.settings import list_variables
 from penstock.names import CLASSES, Pipeline
@@ -34,9 +34,11 @@ def test_settings_topics_and_figures_are_those_of_the_code() -> None:
         for klass in CLASSES
     }
     assert sorted(days) == sorted(Pipeline("p").all_topics())
-    kept_ms = {topic: RESULTS_KEPT_MS if topic == Pipeline("p").results_topic else WORK_KEPT_MS for topic in days}
+    kept_ms = {
+        topic: RESULTS_RETENTION_MS if topic == Pipeline("p").results_topic else WORK_RETENTION_MS for topic in days
+    }
     assert {topic: kept * 86_400_000 for topic, kept in days.items()} == kept_ms
-    assert f"offsets.retention.minutes={WORK_KEPT_MS // 60_000}" in BOOK
+    assert f"offsets.retention.minutes={WORK_RETENTION_MS // 60_000}" in BOOK
     assert f"{LOG_REQUEST_BYTES:,} bytes for each stream and {LOG_TOKEN_BYTES} for each of its tokens" in BOOK
 
 

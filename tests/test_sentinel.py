@@ -12,7 +12,7 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bus.streams.client import connect
+from penstock.bus.streams.client import connect_client
 from penstock.cli import doctor
 from penstock.config.addresses import Addresses
 from penstock.config.settings import load_settings
@@ -137,14 +137,14 @@ def test_a_late_reply_is_never_taken_for_that_to_the_next_command(group: Replica
 
 def test_every_kind_of_connection_finds_the_next_master(group: ReplicatedValkey) -> None:
     """The last test here: it kills the first one."""
-    client, bus = redis_client(group.url), connect(group.url)
+    client, bus = redis_client(group.url), connect_client(group.url)
     tier, names = RedisTier.open(FORM, [group.url], AMPLE, 60), new_names(3)
     assert put(tier, names) == [True] * 3
     bus.set("here", "before")
 
     async def follow() -> None:
         feed, told = LiveFeed(group.url), asyncio.Queue[bytes | None]()
-        feed.listen("channel", told.put_nowait)
+        feed.add_listener("channel", told.put_nowait)
         client_async = async_redis_client(group.url)
         assert await told.get() is None
         first = group.master

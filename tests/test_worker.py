@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 import redis
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
@@ -38,7 +38,7 @@ def addresses(redis_url: str, pipeline: Pipeline) -> Addresses:
 
 def deliveries(member: Member, pipeline: Pipeline, addresses: Addresses, count: int) -> list[Delivery]:
     """That many fresh deliveries, held by the member."""
-    publisher = connect(addresses, BusSettings()).publisher()
+    publisher = connect_bus(addresses, BusSettings()).create_publisher()
     publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(count)])
     publisher.close()
     held: list[Delivery] = []
@@ -48,9 +48,9 @@ def deliveries(member: Member, pipeline: Pipeline, addresses: Addresses, count: 
 
 
 def test_settling_in_the_background_tells_when_it_is_durable(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         settler = Settler(member, pipeline)
         for number, delivery in enumerate(deliveries(member, pipeline, addresses, 5)):
             output = Outgoing(pipeline.job_topic("interactive"), b"job", delivery.key)
@@ -59,17 +59,17 @@ def test_settling_in_the_background_tells_when_it_is_durable(addresses: Addresse
         assert len(settler) == 5, "nobody has heard of them"
         assert settler.collect() == [(number, True) for number in range(5)]
         assert len(settler) == 0
-        assert member.held() == 0
+        assert member.count_held() == 0
         settler.close()
     assert len(bus.read_all(pipeline.job_topic("interactive"))) == 5
 
 
 def test_a_settlement_begins_when_what_it_waits_for_is_done(addresses: Addresses, pipeline: Pipeline) -> None:
     """Others are settled meanwhile; and it is being settled already, for who asks."""
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
     woken, written = threading.Event(), Future[float]()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         settler = Settler(member, pipeline, woken.set)
         first, second = deliveries(member, pipeline, addresses, 2)
         settler.settle(Settlement(first), "first", after=written)
@@ -77,7 +77,7 @@ def test_a_settlement_begins_when_what_it_waits_for_is_done(addresses: Addresses
         assert woken.wait(30)
         assert settler.collect() == [("second", True)]
         assert settler.is_settling(first)
-        assert member.holds(first)
+        assert member.is_holding(first)
         written.set_result(0.0)
         settler.wait_settled(timeout_s=30)
         assert settler.collect() == [("first", True)]
@@ -85,9 +85,9 @@ def test_a_settlement_begins_when_what_it_waits_for_is_done(addresses: Addresses
 
 
 def test_a_lost_delivery_does_not_hold_up_the_others(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         held = deliveries(member, pipeline, addresses, 3)
         member.settle([Settlement(held[1])])
         settler = Settler(member, pipeline)
@@ -99,9 +99,9 @@ def test_a_lost_delivery_does_not_hold_up_the_others(addresses: Addresses, pipel
 
 
 def test_a_delivery_that_came_twice_is_settled_once(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         (delivery,) = deliveries(member, pipeline, addresses, 1)
         settler = Settler(member, pipeline)
         begun, go_on = threading.Event(), threading.Event()
@@ -129,9 +129,9 @@ def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
     addresses: Addresses, pipeline: Pipeline
 ) -> None:
     """The others of its batch are settled, and it is too: else it would end each worker that gets its delivery."""
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         settler = Settler(member, pipeline)
         fine = Result(id="fine", finish_reason="stop").encode()
         for delivery, value in zip(
@@ -142,7 +142,7 @@ def test_an_output_that_no_topic_takes_is_an_error_and_holds_up_no_other(
         settler.wait_settled(timeout_s=30)
         settler.raise_failure()
         assert settler.collect() == [(None, True)] * 3
-        assert member.held() == 0
+        assert member.count_held() == 0
         settler.close()
     results = [decode_message(Result, message.value) for message in bus.read_all(pipeline.results_topic)]
     assert [result.error.code if result.error else "" for result in results] == ["", "internal_error", ""]
@@ -156,9 +156,9 @@ def test_a_settlement_whose_first_attempt_took_long_is_tried_again(
 ) -> None:
     """The time in which a member that is alone in failing is made anew begins with its first failure."""
     monkeypatch.setattr("penstock.worker.settler.MAX_RETRY_ALONE_S", 0.0)
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         (delivery,) = deliveries(member, pipeline, addresses, 1)
         real, attempts = member.settle, list[int]()
 
@@ -185,9 +185,9 @@ def test_a_bus_that_does_not_return_from_a_settlement_counts_as_away(
     addresses: Addresses, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the worker is made anew; who lets go of the old one does not wait for the call."""
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         (delivery,) = deliveries(member, pipeline, addresses, 1)
         begun, go_on = threading.Event(), threading.Event()
 
@@ -213,12 +213,12 @@ def test_a_bus_that_does_not_return_from_a_settlement_counts_as_away(
 
 
 def test_a_fenced_member_ends_its_worker(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         (delivery,) = deliveries(member, pipeline, addresses, 1)
         settler = Settler(member, pipeline)
-        with bus.member("prefill", "a"):
+        with bus.join_group("prefill", "a"):
             settler.settle(Settlement(delivery))
             settler.wait_settled(timeout_s=30)
         with pytest.raises(BusError):
@@ -226,9 +226,9 @@ def test_a_fenced_member_ends_its_worker(addresses: Addresses, pipeline: Pipelin
 
 
 def test_what_was_put_back_comes_again_when_it_is_due(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         late, soon = deliveries(member, pipeline, addresses, 2)
         inbox = DeliveryQueue(member)
         inbox.defer(late, 60.0)
@@ -239,12 +239,12 @@ def test_what_was_put_back_comes_again_when_it_is_due(addresses: Addresses, pipe
 
 
 def test_batch_leaves_a_place_unless_nothing_runs(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
-    publisher = bus.publisher()
+    publisher = bus.create_publisher()
     publisher.publish([Outgoing(pipeline.request_topic("batch"), b"x", str(n)) for n in range(3)])
     publisher.close()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         inbox = DeliveryQueue(member)
         assert inbox.poll(1, idle=False) == []
         assert len(inbox.poll(1, idle=True)) == 1
@@ -304,13 +304,13 @@ def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses, pipeline: Pipeline) -> None:
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
-    publisher = bus.publisher()
+    publisher = bus.create_publisher()
     publisher.publish([Outgoing(pipeline.request_topic("batch"), b"x", "batch")])
     publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(3)])
     publisher.close()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         inbox = DeliveryQueue(member)
         taken: list[Delivery] = []
         while len(taken) < 3:
@@ -353,7 +353,7 @@ def test_a_worker_without_a_name_gets_one_that_nobody_else_has() -> None:
 
 
 def test_a_worker_that_is_ready_and_has_a_trouble_is_degraded(addresses: Addresses, pipeline: Pipeline) -> None:
-    connect(addresses, BusSettings()).create_topics()
+    connect_bus(addresses, BusSettings()).create_topics()
     with Heartbeat(addresses.stream_url, pipeline, "prefill", "p-0", 0.05) as beat:
         beat.update_status(state="ready")
         beat.set_load_source(lambda: {"reason": "Kafka: away"})
@@ -464,10 +464,10 @@ class BrokenReader:
     def __init__(self) -> None:
         self.num_reads = self.num_closed = 0
 
-    def read(self, parts: Sequence[str], most: int) -> list[Delivery]:
+    def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
         self.num_reads += 1
         if self.num_reads == 1:
-            raise KeyError(parts)
+            raise KeyError(partitions)
         return []
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 
 
-def connect(addresses: Addresses, settings: BusSettings) -> Bus:
+def connect_bus(addresses: Addresses, settings: BusSettings) -> Bus:
     """Kafka where an address is given, else Redis Streams on the stream server. Nothing is sent yet."""
     pipeline = Pipeline(addresses.pipeline)
     if addresses.kafka:

@@ -56,25 +56,25 @@ def as_bytes(text: str) -> bytes:
 def check_size(messages: Iterable[Outgoing]) -> None:
     """Raise `RequestTooLarge` for a message no topic takes."""
     for message in messages:
-        if (error := too_large(message)) is not None:
+        if (error := find_size_error(message)) is not None:
             raise error
 
 
-def too_large(message: Outgoing) -> RequestTooLarge | None:
+def find_size_error(message: Outgoing) -> RequestTooLarge | None:
     """Return the error of a message no topic takes."""
     if message.num_bytes <= MAX_MESSAGE_BYTES:
         return None
     return RequestTooLarge(f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit")
 
 
-def promised() -> Future[None]:
+def create_started_future() -> Future[None]:
     """Return the future of a message that is handed over: whoever waits for it cannot call it back."""
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-def wait_for(sent: Sequence[Future[None]], timeout_s: float) -> None:
+def wait_until_acknowledged(sent: Sequence[Future[None]], timeout_s: float) -> None:
     """Wait until all messages are acknowledged. Raises what the first one raises that is not, or `BusUnavailable`."""
     _, open_ = wait(sent, timeout_s)
     for future in sent:
@@ -114,7 +114,7 @@ class Settlement:
 class Publisher(Protocol):
     """The producing side. Thread-safe."""
 
-    def send(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
         """Hand messages over, and return for each a future that is done once the message is durable.
 
         No message waits for another's acknowledgement. A future raises `RequestTooLarge` (its message was not written)
@@ -138,7 +138,7 @@ class Member(Protocol):
     """
 
     @property
-    def trouble(self) -> str:
+    def current_problem(self) -> str:
         """Why this member cannot do its part now, as far as it knows without asking; empty: nothing is known.
 
         The bus cannot be reached, or refuses something; or the member stands still though the bus answers. Then `poll`
@@ -164,27 +164,27 @@ class Member(Protocol):
         elsewhere: the record says what was handed off.
         """
 
-    def held(self) -> int:
+    def count_held(self) -> int:
         """How many deliveries this member holds unsettled."""
 
-    def holds(self, delivery: Delivery) -> bool:
+    def is_holding(self, delivery: Delivery) -> bool:
         """Whether a delivery is still this member's, as far as it knows without being told: a pause makes it ask.
 
         To be asked before a request is claimed with it. It may be lost a moment later, and settling then says so.
         """
 
-    def waiting(self) -> list[Delivery]:
+    def list_prefetched(self) -> list[Delivery]:
         """What it has fetched beyond those, and would deliver if there were room; interactive first."""
 
-    def parts(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         """The parts of the interactive topic that it alone reads, by name. None where members share all of it, or while
         it does not reach the bus or stands still.
         """
 
-    def orphan_reader(self) -> "OrphanReader | None":
+    def create_orphan_reader(self) -> "OrphanReader | None":
         """For parts that were a dead member's; None where members share."""
 
-    def retire(self) -> None:
+    def stop_consuming(self) -> None:
         """Take nothing more: what would come here goes to other members at once. Settling goes on.
 
         On Kafka the unsettled deliveries go with it: settling them raises `DeliveryLost`, and who has them settles.
@@ -204,7 +204,7 @@ class Member(Protocol):
 class OrphanReader(Protocol):
     """Reads parts of a stage's topic whose member died, until the bus has found out. For one thread."""
 
-    def read(self, parts: Sequence[str], most: int) -> list[Delivery]:
+    def read_orphans(self, parts: Sequence[str], most: int) -> list[Delivery]:
         """At most `most` messages of these parts which nobody finished, as deliveries that nobody holds.
 
         Each once, as long as its part is asked for again and again. Raises `BusError`.
@@ -215,12 +215,12 @@ class OrphanReader(Protocol):
 
 
 @dataclass(frozen=True)
-class Followed:
+class FollowedMessage:
     """A message as a follower reads it."""
 
-    part: str
+    partition: str
     """Of the topic: within one, messages have an order, and a place in it."""
-    place: str
+    offset: str
     """Where the message is. Who has counted everything up to it follows `after` it."""
     message: Outgoing | None
     """None: nothing was read. The log ends before the place that was asked for, and is followed after this one."""
@@ -229,7 +229,7 @@ class Followed:
 class Follower(Protocol):
     """Reads a topic in order, outside any group, from places that its owner keeps. For one thread."""
 
-    def read(self, timeout_s: float, most: int = 500) -> list[Followed]:
+    def read_messages(self, timeout_s: float, most: int = 500) -> list[FollowedMessage]:
         """The next messages that are visible, at most so many; waits up to `timeout_s` for any.
 
         Nothing is skipped, and nothing is seen that a transaction may still take back. What the topic does not keep any
@@ -247,7 +247,7 @@ class Bus(Protocol):
     def create_topics(self) -> list[str]:
         """Make the pipeline's topics where they are missing; returns those made."""
 
-    def missing_topics(self) -> list[str]:
+    def find_missing_topics(self) -> list[str]:
         """Those of the pipeline's topics that are not there."""
 
     def count_old_retries(self) -> int:
@@ -262,23 +262,23 @@ class Bus(Protocol):
         Raises `UpgradeNeeded` while workers of the older version run, or `BusUnavailable`: then it may be repeated.
         """
 
-    def publisher(self) -> Publisher:
+    def create_publisher(self) -> Publisher:
         """A producing side of its own."""
 
-    def member(self, stage: Stage, name: str) -> Member:
+    def join_group(self, stage: Stage, name: str) -> Member:
         """Join a stage's group under a stable name (its transactional id, its consumer name)."""
 
-    def unsettled(self) -> dict[str, int]:
+    def count_unsettled(self) -> dict[str, int]:
         """How many messages of each topic that a stage works off are not settled: waiting, or held by a worker.
 
         Raises `BusUnavailable`. Thread-safe.
         """
 
-    def follow(self, topic: str, after: Mapping[str, str]) -> Follower:
+    def follow_topic(self, topic: str, after: Mapping[str, str]) -> Follower:
         """Read a topic from these places on, by part; a part that is not named, from its beginning."""
 
     def read_all(self, topic: str) -> list[Outgoing]:
         """Every message now visible in a topic, outside any group: for tools and tests."""
 
-    def check(self, timeout_s: float = 5.0) -> str:
+    def check_connection(self, timeout_s: float = 5.0) -> str:
         """One line about the server reached; raises `BusUnavailable` when it takes longer than that."""

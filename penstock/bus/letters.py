@@ -23,7 +23,9 @@ MAX_STACK_CHARS = 6000
 """The end of a stack says most."""
 
 
-def dead_message(pipeline: Pipeline, delivery: Delivery, reason: str, stack: str = "", attempts: int = 1) -> Outgoing:
+def build_dead_letter(
+    pipeline: Pipeline, delivery: Delivery, reason: str, stack: str = "", attempts: int = 1
+) -> Outgoing:
     """What goes to the dead-letter topic for a delivery that was tried so often."""
     headers = dict(delivery.headers)
     if stack:
@@ -33,10 +35,10 @@ def dead_message(pipeline: Pipeline, delivery: Delivery, reason: str, stack: str
     headers[ATTEMPT_HEADER] = str(attempts)
     headers[BURIED_HEADER] = str(int(time.time() * 1000))
     message = Outgoing(pipeline.dead_letter_topic, delivery.value, delivery.key, headers)
-    return message if message.num_bytes <= MAX_MESSAGE_BYTES else _cut(message)
+    return message if message.num_bytes <= MAX_MESSAGE_BYTES else _truncate_message(message)
 
 
-def _cut(message: Outgoing) -> Outgoing:
+def _truncate_message(message: Outgoing) -> Outgoing:
     """The beginning of a message that no topic takes whole, and what is known of it: a dead letter always fits."""
     kept = {
         name: message.headers[name][:MAX_REASON_CHARS]

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import names
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus, Publisher
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
@@ -104,7 +104,7 @@ class _DeadLetterQueue:
 
     def read_letters(self) -> list[DeadLetter]:
         """Return all dead letters. Raises `DeadLetterError` if the pipeline has no topics."""
-        if self.pipeline.dead_letter_topic in self.bus.missing_topics():
+        if self.pipeline.dead_letter_topic in self.bus.find_missing_topics():
             raise DeadLetterError(f"the pipeline {self.pipeline.name!r} has no topics yet: penstock topics create")
         return [DeadLetter.from_message(message) for message in self.bus.read_all(self.pipeline.dead_letter_topic)]
 
@@ -132,8 +132,8 @@ class _DeadLetterQueue:
 @contextlib.contextmanager
 def _open_queue() -> Iterator[_DeadLetterQueue]:
     addresses = load_settings(Addresses)
-    pipeline, bus = Pipeline(addresses.pipeline), connect(addresses, load_settings(BusSettings))
-    with redis_client(addresses.first_url) as client, contextlib.closing(bus.publisher()) as publisher:
+    pipeline, bus = Pipeline(addresses.pipeline), connect_bus(addresses, load_settings(BusSettings))
+    with redis_client(addresses.first_url) as client, contextlib.closing(bus.create_publisher()) as publisher:
         yield _DeadLetterQueue(pipeline, bus, publisher, client)
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, EngineSettings, load_settings
@@ -229,9 +229,9 @@ def _check_kv_redis(addresses: Addresses) -> Iterator[Finding]:
 def _check_bus(addresses: Addresses) -> Iterator[Finding]:
     kind = "Kafka" if addresses.kafka else "bus (Redis Streams)"
     try:
-        bus = connect(addresses, load_settings(BusSettings))
-        yield Finding("ok", kind, bus.check())
-        missing = bus.missing_topics()
+        bus = connect_bus(addresses, load_settings(BusSettings))
+        yield Finding("ok", kind, bus.check_connection())
+        missing = bus.find_missing_topics()
     except (PenstockError, redis.RedisError) as error:
         where = addresses.kafka or hide_password(addresses.first_url)
         yield Finding("fail", kind, f"{where}: {error}", "start it, or set PENSTOCK_KAFKA / PENSTOCK_STREAM_URL")
@@ -267,12 +267,12 @@ def _check_topic_settings(bus: Bus) -> Iterator[Finding]:
 def _check_transactions(bus: Bus) -> Iterator[Finding]:
     """Check that no transaction holds up readers because it is open longer than a worker's may be."""
     from penstock.bus.kafka.bus import KafkaBus
-    from penstock.bus.kafka.stuck import find_stuck
+    from penstock.bus.kafka.stuck import find_stuck_partitions
 
     if not isinstance(bus, KafkaBus):
         return
     try:
-        found = find_stuck(bus.clients, bus.pipeline.all_topics(), bus.settings.transaction_timeout_s)
+        found = find_stuck_partitions(bus.clients, bus.pipeline.all_topics(), bus.settings.transaction_timeout_s)
     except BusUnavailable as error:
         yield Finding("fail", "transactions", f"not known: {error}", "ask again when the brokers answer")
         return

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import redis
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import AccessRefused, BusUnavailable, PenstockError, RequestError, SettingsError
@@ -56,7 +56,7 @@ def describe_silent_server(addresses: Addresses) -> str:
                 return f"Redis at {_format_address(url)} does not answer: {advice}"
     if addresses.kafka:
         try:
-            connect(addresses, load_settings(BusSettings)).check(REDIS_TIMEOUT_S)
+            connect_bus(addresses, load_settings(BusSettings)).check_connection(REDIS_TIMEOUT_S)
         except BusUnavailable:
             return f"Kafka at {addresses.kafka} does not answer: start it, or set PENSTOCK_KAFKA to where it is"
     return ""

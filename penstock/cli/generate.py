@@ -13,7 +13,7 @@ import redis
 import typer
 from rich.console import Console
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.cli.explain import explain_error
 from penstock.client.core import Event
 from penstock.client.sync import Client
@@ -125,7 +125,7 @@ def find_wait_reasons(addresses: Addresses, klass: PriorityClass) -> list[str]:
     """Return why a request may have to wait, from what servers and workers report now."""
     try:
         bus_settings = load_settings(BusSettings)
-        connect(addresses, bus_settings).check(REDIS_TIMEOUT_S)
+        connect_bus(addresses, bus_settings).check_connection(REDIS_TIMEOUT_S)
         workers = read_worker_status(addresses)
         if other := describe_bus_mismatch(workers, addresses):
             return [other]

@@ -5,7 +5,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import ServersDiffer
@@ -39,7 +39,7 @@ def change_servers() -> None:
     pipeline, clients = Pipeline(addresses.pipeline), ByServer.from_urls(addresses.stream_url, redis_client)
     if running := [worker["name"] for worker in read_worker_status(addresses)]:
         raise ServersDiffer(f"{', '.join(running)} still run: stop all workers and gateways before the list is changed")
-    unsettled = connect(addresses, load_settings(BusSettings)).unsettled()
+    unsettled = connect_bus(addresses, load_settings(BusSettings)).count_unsettled()
     jobs = sum(unsettled[topic] for topic in pipeline.input_topics("decode").values())
     if jobs:
         raise ServersDiffer(

@@ -3,7 +3,7 @@
 import typer
 from rich.console import Console
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 
@@ -18,7 +18,7 @@ def add_group() -> None:
 @app.command("create")
 def create_topics() -> None:
     """Make the topics that are missing, and move on what an older version left in topics that are no more read."""
-    bus = connect(load_settings(Addresses), load_settings(BusSettings))
+    bus = connect_bus(load_settings(Addresses), load_settings(BusSettings))
     made = bus.create_topics()
     for topic in made:
         Console().print(f"made {topic}", highlight=False)

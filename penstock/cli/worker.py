@@ -8,7 +8,7 @@ from typing import NamedTuple
 import typer
 
 from penstock import failpoints
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.upgrade import check_upgraded
 from penstock.config.addresses import Addresses
 from penstock.config.settings import (
@@ -106,7 +106,7 @@ def _run_worker(
         from penstock.worker.worker import Worker
     except ImportError as error:
         raise DependencyMissing(f"a worker needs pip install 'penstock[worker]' ({error})") from None
-    from penstock.record import connect_servers, record_on
+    from penstock.record import connect_servers, open_record
 
     engine = open_engine(settings.engine, beat.report_progress)
     stop = StopSignal().install()  # until here there is nothing to finish or hand back
@@ -115,7 +115,7 @@ def _run_worker(
     store = KVStore.open(layout, settings.kv, addresses.kv_url or addresses.stream_url, pipeline.name)
     stack.callback(store.close)
     store.set_compute_speed(engine.prefill_tokens_per_s)
-    clients, bus = connect_servers(addresses.stream_url), connect(addresses, settings.bus)
+    clients, bus = connect_servers(addresses.stream_url), connect_bus(addresses, settings.bus)
     if stage == "prefill":
         backpressure = stack.enter_context(DecodeBackpressure(LagWatch(addresses, settings.bus).read_latest))
         role: PrefillRole | DecodeRole = PrefillRole(pipeline, engine, backpressure)
@@ -125,9 +125,11 @@ def _run_worker(
 
     def make_worker() -> Worker:
         check_upgraded(bus)
-        member = bus.member(stage, name)
+        member = bus.join_group(stage, name)
         try:
-            worker = Worker(role, pipeline, name, store, record_on(clients, pipeline, settings.record), member, metrics)
+            worker = Worker(
+                role, pipeline, name, store, open_record(clients, pipeline, settings.record), member, metrics
+            )
         except BaseException:
             member.close()  # otherwise it stays in the group and keeps its deliveries
             raise
@@ -142,7 +144,7 @@ def _run_worker(
             }
 
         def report_status() -> dict[str, object]:
-            trouble = worker.settler.trouble or member.trouble or worker.record.trouble
+            trouble = worker.settler.trouble or member.current_problem or worker.record.current_problem
             recent = {"recent": metrics.summarize_recent()} if meters.is_on else {}
             return report_engine() | {"load": worker.report_load()} | recent | ({"reason": trouble} if trouble else {})
 
@@ -153,5 +155,6 @@ def _run_worker(
     length = max_length(model, engine.pool.num_blocks)
     beat.update_status(progress=1.0, model=model.name, max_model_len=length, kafka=addresses.kafka)
     log.info("%s serves %s as %s", name, pipeline.name, model.name)
-    Reconnector(make_worker, partial(bus.check, REDIS_TIMEOUT_S), beat).run_until_stopped(stop, settings.worker.drain_s)
+    check_bus = partial(bus.check_connection, REDIS_TIMEOUT_S)
+    Reconnector(make_worker, check_bus, beat).run_until_stopped(stop, settings.worker.drain_s)
     log.info("%s has left", name)

@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Self, Unpack
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Outgoing, Publisher
 from penstock.client.core import (
     MAX_LOG_READ_EVENTS,
@@ -35,9 +35,9 @@ from penstock.errors import BusUnavailable, StreamExpired
 from penstock.messages import Request, now_s
 from penstock.names import Pipeline, PriorityClass
 from penstock.ops.lag import LagWatch, PipelineLag
-from penstock.record.claim import body_hash
+from penstock.record.claim import compute_body_hash
 from penstock.record.live import AsyncMailbox, LiveFeed
-from penstock.record.log import AsyncLog, Status, parse_event
+from penstock.record.log import AsyncTokenLog, RequestStatus, parse_event
 from penstock.redis.client import async_redis_client, translate_outages
 from penstock.redis.servers import ByServer
 
@@ -60,7 +60,7 @@ class AsyncClient:
         record_settings = record or load_settings(RecordSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
         self._servers = ByServer.from_urls(self._addresses.stream_url, async_redis_client)
-        self._logs = self._servers.map_parts(lambda client: AsyncLog(client, self._pipeline, record_settings))
+        self._logs = self._servers.map_parts(lambda client: AsyncTokenLog(client, self._pipeline, record_settings))
         self._watch = LagWatch(self._addresses, self._bus_settings)
         self._publisher: Publisher | None = None
         self._unsent: list[tuple[Outgoing, asyncio.Future[Future[None]]]] = []
@@ -73,7 +73,7 @@ class AsyncClient:
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
             with suppress(BusUnavailable):  # then the workers find a conflict
-                check_conflict(request.id, body_hash(request), await self.status(request.id))
+                check_conflict(request.id, compute_body_hash(request), await self.status(request.id))
         await self.send(request, called_s)
         return request.id
 
@@ -109,11 +109,11 @@ class AsyncClient:
         if self._live is None:
             self._live = ByServer.from_urls(self._addresses.stream_url, LiveFeed)
         live, channel, mailbox = self._live[request_id], self._pipeline.live_channel(request_id), AsyncMailbox()
-        live.listen(channel, mailbox.deliver)
+        live.add_listener(channel, mailbox.put_event)
         try:
             deadline = StreamDeadline(request_id, timeout_s)
             while reader.end is None or events:
-                payloads, has_more = await mailbox.take(deadline.live_wait_s)
+                payloads, has_more = await mailbox.take_events(deadline.live_wait_s)
                 events += [event for payload in payloads for event in reader.feed_live(parse_event(payload))]
                 has_more = has_more or reader.is_behind
                 while events or has_more:
@@ -133,7 +133,7 @@ class AsyncClient:
                 if not payloads:
                     yield []
         finally:
-            live.leave(channel, mailbox.deliver)
+            live.remove_listener(channel, mailbox.put_event)
             mailbox.close()
 
     async def generate(
@@ -150,12 +150,12 @@ class AsyncClient:
     async def cancel(self, request_id: str) -> bool:
         """Ask for a request's end. Returns False when it has ended already. Raises `BusUnavailable`."""
         with translate_outages():
-            return await self._logs[request_id].cancel(request_id)
+            return await self._logs[request_id].cancel_request(request_id)
 
-    async def status(self, request_id: str) -> Status | None:
+    async def status(self, request_id: str) -> RequestStatus | None:
         """Return a request's record; None before a worker has seen it and after it expired. Raises `BusUnavailable`."""
         with translate_outages():
-            return await self._logs[request_id].status(request_id)
+            return await self._logs[request_id].read_status(request_id)
 
     async def lag(self) -> PipelineLag:
         """Return how much work waits in the pipeline, in tokens. Raises `BusUnavailable`."""
@@ -192,9 +192,12 @@ class AsyncClient:
         """Return the next new events of the log, and whether it may have more. An outage counts as none."""
         try:
             with translate_outages():
-                read = await self._logs[request_id].read(request_id, reader.log_after, MAX_LOG_READ_EVENTS)
+                read = await self._logs[request_id].read_events(request_id, reader.log_after, MAX_LOG_READ_EVENTS)
                 events = reader.feed_log(read)
-                if reader.should_give_up(is_last=is_last) and await self._logs[request_id].status(request_id) is None:
+                if (
+                    reader.should_give_up(is_last=is_last)
+                    and await self._logs[request_id].read_status(request_id) is None
+                ):
                     raise StreamExpired(f"the log of {request_id} is gone")
         except BusUnavailable:
             return [], False  # it is read again after the next silence
@@ -229,8 +232,8 @@ class AsyncClient:
     def _send_batch(self, batch: list[Outgoing]) -> list[Future[None]]:
         """Hand messages to the bus and return a future for each one's acknowledgement."""
         if self._publisher is None:
-            self._publisher = connect(self._addresses, self._bus_settings).publisher()
-        return self._publisher.send(batch)
+            self._publisher = connect_bus(self._addresses, self._bus_settings).create_publisher()
+        return self._publisher.send_messages(batch)
 
 
 def _make_failed_future(error: Exception) -> Future[None]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict
 from opentelemetry.trace import Span
 
 from penstock import messages, names
-from penstock.bus.affinity import affinity_of
+from penstock.bus.affinity import compute_affinity
 from penstock.bus.contract import Outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import load_settings
@@ -32,7 +32,7 @@ from penstock.messages import (
     Usage,
 )
 from penstock.names import START_HASH, Pipeline, PriorityClass, parse_event_id, roll_hash
-from penstock.record.log import Status
+from penstock.record.log import RequestStatus
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import build_request_attributes, get_operation
 
@@ -121,7 +121,7 @@ def _to_plain_value(value: Any) -> Any:
     raise TypeError(f"a request cannot carry {type(value).__name__}")
 
 
-def check_conflict(request_id: str, body: str, status: Status | None) -> None:
+def check_conflict(request_id: str, body: str, status: RequestStatus | None) -> None:
     """Raise `IdConflict` if the id's record names a body with another hash than `body`."""
     if status is not None and status.body not in ("", body):
         raise IdConflict(f"{request_id} was used for another request")
@@ -141,7 +141,7 @@ def prepare_message(pipeline: Pipeline, request: Request, since_s: float | None 
         headers[names.DEADLINE_HEADER] = str(request.deadline)
     headers |= tracing.inject_headers(tracing.with_span(span))
     topic = pipeline.request_topic(klass)
-    return span, Outgoing(topic, request.encode(), request.id, headers, affinity_of(request))
+    return span, Outgoing(topic, request.encode(), request.id, headers, compute_affinity(request))
 
 
 @contextmanager

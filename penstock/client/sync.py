@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self, Unpack
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Publisher
 from penstock.client.core import (
     MAX_LOG_READ_EVENTS,
@@ -36,9 +36,9 @@ from penstock.errors import BusUnavailable, StreamExpired
 from penstock.messages import now_s
 from penstock.names import Pipeline, PriorityClass
 from penstock.ops.lag import LagWatch, PipelineLag
-from penstock.record.claim import body_hash
+from penstock.record.claim import compute_body_hash
 from penstock.record.live import LiveThread
-from penstock.record.log import Log, parse_event
+from penstock.record.log import TokenLog, parse_event
 from penstock.redis.client import redis_client, translate_outages
 from penstock.redis.servers import ByServer
 
@@ -65,7 +65,7 @@ class Client:
         record_settings = record or load_settings(RecordSettings)
         self._pipeline = Pipeline(self._addresses.pipeline)
         self._servers = ByServer.from_urls(self._addresses.stream_url, redis_client)
-        self._logs = self._servers.map_parts(lambda client: Log(client, self._pipeline, record_settings))
+        self._logs = self._servers.map_parts(lambda client: TokenLog(client, self._pipeline, record_settings))
         self._watch = LagWatch(self._addresses, self._bus_settings)
         self._lock = threading.Lock()
         self._publisher: Publisher | None = None
@@ -81,10 +81,10 @@ class Client:
         request = make_request(prompt, fields)
         if fields.get("id") is not None:
             with suppress(BusUnavailable), translate_outages():  # then the workers find a conflict
-                check_conflict(request.id, body_hash(request), self._logs[request.id].status(request.id))
+                check_conflict(request.id, compute_body_hash(request), self._logs[request.id].read_status(request.id))
         with self._lock:
             if self._publisher is None:
-                self._publisher = connect(self._addresses, self._bus_settings).publisher()
+                self._publisher = connect_bus(self._addresses, self._bus_settings).create_publisher()
         span, message = prepare_message(self._pipeline, request, called_s)
         with end_span(span):
             self._publisher.publish([message])
@@ -115,7 +115,7 @@ class Client:
     def cancel(self, request_id: str) -> bool:
         """Ask for a request's end. Returns False when it has ended already. Raises `BusUnavailable`."""
         with translate_outages():
-            return self._logs[request_id].cancel(request_id)
+            return self._logs[request_id].cancel_request(request_id)
 
     def lag(self) -> PipelineLag:
         """Return how much work waits in the pipeline, in tokens. Raises `BusUnavailable`."""
@@ -155,10 +155,10 @@ class Client:
         with self._lock:
             if self._live is None:
                 self._live = ByServer.from_urls(self._addresses.stream_url, LiveThread)
-        with self._live[request_id].listen(self._pipeline.live_channel(request_id)) as mailbox:
+        with self._live[request_id].open_mailbox(self._pipeline.live_channel(request_id)) as mailbox:
             deadline = StreamDeadline(request_id, timeout_s)
             while reader.end is None:
-                payload = mailbox.get(deadline.live_wait_s)
+                payload = mailbox.get_event(deadline.live_wait_s)
                 events = reader.feed_live(parse_event(payload)) if payload is not None else []
                 has_more = payload is None or reader.is_behind
                 while events or has_more:
@@ -174,9 +174,9 @@ class Client:
         """Return the next new events of the log, and whether it may have more. An outage counts as none."""
         try:
             with translate_outages():
-                read = self._logs[request_id].read(request_id, reader.log_after, MAX_LOG_READ_EVENTS)
+                read = self._logs[request_id].read_events(request_id, reader.log_after, MAX_LOG_READ_EVENTS)
                 events = reader.feed_log(read)
-                if reader.should_give_up(is_last=is_last) and self._logs[request_id].status(request_id) is None:
+                if reader.should_give_up(is_last=is_last) and self._logs[request_id].read_status(request_id) is None:
                     raise StreamExpired(f"the log of {request_id} is gone")
         except BusUnavailable:
             return [], False  # it is read again after the next silence

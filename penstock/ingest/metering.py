@@ -29,8 +29,8 @@ from typing import Any
 
 import redis
 
-from penstock.bus.connect import connect
-from penstock.bus.contract import Followed, Follower
+from penstock.bus.connect import connect_bus
+from penstock.bus.contract import FollowedMessage, Follower
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import BusUnavailable, RequestError
@@ -70,7 +70,7 @@ class UsageMeter:
 
     def __init__(self, addresses: Addresses) -> None:
         self._pipeline = Pipeline(addresses.pipeline)
-        self._bus = connect(addresses, load_settings(BusSettings))
+        self._bus = connect_bus(addresses, load_settings(BusSettings))
         self._client = redis_client(addresses.first_url)
         self._token = uuid.uuid4().hex
         self._follower: Follower | None = None
@@ -94,12 +94,12 @@ class UsageMeter:
     def _count_new_results(self, timeout_s: float) -> int:
         if self._follower is None:
             self._offsets = _decode_hash(self._client.hgetall(self._pipeline.meter_key("places")))
-            self._follower = self._bus.follow(self._pipeline.results_topic, self._offsets)
-        found = self._follower.read(timeout_s, MAX_RESULTS_PER_READ)
+            self._follower = self._bus.follow_topic(self._pipeline.results_topic, self._offsets)
+        found = self._follower.read_messages(timeout_s, MAX_RESULTS_PER_READ)
         failpoint("meter.1.read")
-        parts: dict[str, list[Followed]] = {}
+        parts: dict[str, list[FollowedMessage]] = {}
         for message in found:
-            parts.setdefault(message.part, []).append(message)
+            parts.setdefault(message.partition, []).append(message)
         for part, messages in parts.items():
             if not self._count_part(part, messages):
                 self._close_follower()
@@ -107,10 +107,10 @@ class UsageMeter:
             failpoint("meter.2.counted")
         return len(found)
 
-    def _count_part(self, part: str, messages: Sequence[Followed]) -> bool:
+    def _count_part(self, part: str, messages: Sequence[FollowedMessage]) -> bool:
         """Count the messages of one part. Return False if another meter did."""
         days: dict[str, int] = {}
-        arguments: list[Any] = [part, self._offsets.get(part, ""), messages[-1].place, MAX_SEEN_IDS]
+        arguments: list[Any] = [part, self._offsets.get(part, ""), messages[-1].offset, MAX_SEEN_IDS]
         for result in _parse_results(messages):
             number = days.setdefault(utc_day(result.timings.finished), len(days) + 1)
             usage = result.usage
@@ -118,7 +118,7 @@ class UsageMeter:
             arguments += [result.id, number, result.tenant, computed, usage.cached_tokens, usage.completion_tokens]
         keys = [self._pipeline.meter_key(name) for name in ("places", "seen", *(f"day:{day}" for day in days))]
         is_done = bool(COUNT_RESULTS.run(self._client, keys, arguments))
-        self._offsets[part] = messages[-1].place
+        self._offsets[part] = messages[-1].offset
         return is_done
 
     def _close_follower(self) -> None:
@@ -133,7 +133,7 @@ class UsageMeter:
         self._client.close()
 
 
-def _parse_results(messages: Iterable[Followed]) -> Iterable[Result]:
+def _parse_results(messages: Iterable[FollowedMessage]) -> Iterable[Result]:
     """Yield the messages that are valid results. A topic can hold anything, as many may write into it."""
     for followed in messages:
         if followed.message is None:
@@ -141,7 +141,7 @@ def _parse_results(messages: Iterable[Followed]) -> Iterable[Result]:
         try:
             result = decode_message(Result, followed.message.value)
         except RequestError as error:
-            log.warning("%s is no result: %s", followed.place, error)
+            log.warning("%s is no result: %s", followed.offset, error)
             continue
         usage = result.usage
         if (
@@ -150,7 +150,7 @@ def _parse_results(messages: Iterable[Followed]) -> Iterable[Result]:
         ):
             yield result
         else:
-            log.warning("%s is no result: %s cannot have been used", followed.place, usage)
+            log.warning("%s is no result: %s cannot have been used", followed.offset, usage)
 
 
 async def meter_forever(addresses: Addresses) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, load_settings
 from penstock.errors import PenstockError
@@ -121,7 +121,7 @@ class Stack:
         if self._server is not None:
             self._server.start()
         check_access(self.addresses)
-        bus = connect(self.addresses, load_settings(BusSettings))
+        bus = connect_bus(self.addresses, load_settings(BusSettings))
         bus.create_topics()
         bus.move_old_retries()
         for worker in self._all_slots():

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
@@ -94,7 +94,7 @@ class PipelineWatch(ABC, Generic[T]):
         """
         with self._lock:
             if self._bus is None:
-                self._bus = connect(self._addresses, self._settings)
+                self._bus = connect_bus(self._addresses, self._settings)
             if self._last is None or time.monotonic() > self._asked_at + MAX_AGE_S:
                 self._last = self._read_now(self._bus)
                 self._asked_at = time.monotonic()
@@ -113,7 +113,7 @@ class LagWatch(PipelineWatch[PipelineLag]):
     """Reads how much work waits."""
 
     def _read_now(self, bus: Bus) -> PipelineLag:
-        return compute_lag(self._pipeline, bus.unsettled(), read_heartbeats(self._redis, self._pipeline))
+        return compute_lag(self._pipeline, bus.count_unsettled(), read_heartbeats(self._redis, self._pipeline))
 
 
 def compute_lag(pipeline: Pipeline, unsettled: Mapping[str, int], workers: Sequence[HeartbeatStatus]) -> PipelineLag:

@@ -38,7 +38,7 @@ class LiveWatch(PipelineWatch[Json]):
 
     def _read_now(self, bus: Bus) -> Json:
         workers = read_heartbeats(self._redis, self._pipeline)
-        lag = compute_lag(self._pipeline, bus.unsettled(), workers)
+        lag = compute_lag(self._pipeline, bus.count_unsettled(), workers)
         seconds, microseconds = self._redis.time()
         now_s, health = seconds + microseconds / 1e6, assess_health(workers)
         return {

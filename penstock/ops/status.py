@@ -9,7 +9,7 @@ from typing import Any, Literal
 import redis
 from redis.exceptions import NoPermissionError
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
@@ -45,7 +45,7 @@ def read_heartbeats(client: "redis.Redis", pipeline: Pipeline) -> list[dict[str,
 def check_health(addresses: Addresses, settings: BusSettings) -> Health:
     """Return the pipeline's health, within a few seconds also where servers do not answer."""
     try:
-        connect(addresses, settings).check(REDIS_TIMEOUT_S)
+        connect_bus(addresses, settings).check_connection(REDIS_TIMEOUT_S)
     except BusUnavailable as error:
         return Health("down", (str(error),))
     try:

@@ -25,7 +25,7 @@ from penstock.names import Pipeline, PriorityClass, Stage
 from penstock.prefill_worker.backpressure import DecodeBackpressure
 from penstock.prefill_worker.handoff import build_end_event, build_job, build_job_message, sampling_seed
 from penstock.prefill_worker.tokenize import PromptTokenizer
-from penstock.record import body_hash
+from penstock.record import compute_body_hash
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import get_operation
 from penstock.worker.load import TaskLoad, WorkerLoad
@@ -62,7 +62,7 @@ class PrefillRole:
         started_s = now_s()
         try:
             request = decode_message(Request, delivery.value)
-            body = body_hash(request)
+            body = compute_body_hash(request)
             return Task(request.id, delivery, request, get_operation(request), body, started_s=started_s)
         except RequestError as refused:
             error, failure = refused, None

@@ -4,29 +4,29 @@
 Each change is one Lua script under `lua/`, which says what a crash around it costs.
 """
 
-from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, News, TakenOver, body_hash
-from penstock.record.log import AsyncLog, Log, Status, parse_event
-from penstock.record.record import Record, Waiting
+from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, TakenOver, compute_body_hash
+from penstock.record.log import AsyncTokenLog, RequestStatus, TokenLog, parse_event
+from penstock.record.record import Record, UnclaimedMessage
 from penstock.record.session import Session
-from penstock.record.spread import Sessions, connect_servers, record_on
+from penstock.record.spread import Sessions, connect_servers, open_record
 
 __all__ = [
     "AppendOutcome",
-    "AsyncLog",
+    "AsyncTokenLog",
     "Bound",
     "Busy",
     "Claim",
+    "ClaimEvent",
     "Conflict",
-    "Log",
-    "News",
     "Record",
+    "RequestStatus",
     "Session",
     "Sessions",
-    "Status",
     "TakenOver",
-    "Waiting",
-    "body_hash",
+    "TokenLog",
+    "UnclaimedMessage",
+    "compute_body_hash",
     "connect_servers",
+    "open_record",
     "parse_event",
-    "record_on",
 ]

@@ -9,7 +9,7 @@ from redis.exceptions import NoScriptError
 from penstock.messages import TokenEvent
 from penstock.record import scripts
 from penstock.record.claim import AppendOutcome, Claim
-from penstock.record.link import Link, bulk
+from penstock.record.link import ScriptConnection, encode_bulk_strings
 
 _GONE = (redis.ConnectionError, redis.TimeoutError, NoScriptError)
 
@@ -22,16 +22,16 @@ class _Sent:
     packed: bytes
 
 
-class Appends:
+class TokenAppender:
     """Runs `append.lua` for batches of tokens over one connection. Belongs to one thread."""
 
     def __init__(self, client: "redis.Redis") -> None:
-        self._link = Link(client, scripts.APPEND)
+        self._link = ScriptConnection(client, scripts.APPEND)
         self._in_flight: list[_Sent] = []
         self._outcomes: list[AppendOutcome] = []
         self._broken = False
 
-    def send(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
+    def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
         """Write the batch and return. A connection that fails here is mended by `collect`."""
         batch = []
         for claim, event in entries:
@@ -39,16 +39,16 @@ class Appends:
             position, content = int(place), event.encode()
             words = len(place), place.encode(), len(rolled), rolled.encode(), len(content), content
             packed = claim.append_head + b"$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % words
-            batch.append(_Sent(claim, position, claim.hash, packed))
-            claim.num_tokens, claim.hash = position + 1, rolled
+            batch.append(_Sent(claim, position, claim.rolling_hash, packed))
+            claim.num_tokens, claim.rolling_hash = position + 1, rolled
         self._in_flight += batch
         if batch and not self._broken:
             try:
-                self._link.send(b"".join(sent.packed for sent in batch))
+                self._link.send_commands(b"".join(sent.packed for sent in batch))
             except _GONE:
                 self._broken = True
 
-    def collect(self) -> list[AppendOutcome]:
+    def collect_outcomes(self) -> list[AppendOutcome]:
         """The outcomes of everything sent since the last call, in that order; mends the connection once."""
         try:
             self._read_replies()
@@ -57,11 +57,11 @@ class Appends:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait_for_outcome(self, timeout_s: float) -> bool:
         """Whether `collect` would find something within a time. Raises `redis.ConnectionError`."""
         return self._broken or not self._in_flight or self._link.can_read(timeout_s)
 
-    def forget(self) -> None:
+    def forget_sent(self) -> None:
         """Nobody wants to know any more what became of what was sent."""
         self._link.close()
         self._in_flight, self._outcomes, self._broken = [], [], False
@@ -73,24 +73,24 @@ class Appends:
     def _read_replies(self) -> None:
         if self._broken:
             self._link.close()
-            self._link.send(b"".join(sent.packed for sent in self._in_flight))
+            self._link.send_commands(b"".join(sent.packed for sent in self._in_flight))
         self._broken = True  # until every reply is read
         num_read = 0
         try:
             for sent in self._in_flight:
-                self._note(sent, AppendOutcome(self._link.read()))
+                self._note_outcome(sent, AppendOutcome(self._link.read_reply()))
                 num_read += 1
         finally:
             del self._in_flight[:num_read]
         self._broken = False
 
-    def _note(self, sent: _Sent, outcome: AppendOutcome) -> None:
+    def _note_outcome(self, sent: _Sent, outcome: AppendOutcome) -> None:
         self._outcomes.append(outcome)
         if outcome is AppendOutcome.CANCELLED and sent.position < sent.claim.num_tokens:
-            sent.claim.num_tokens, sent.claim.hash = sent.position, sent.hash_before
+            sent.claim.num_tokens, sent.claim.rolling_hash = sent.position, sent.hash_before
 
 
-def append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int) -> bytes:
+def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int) -> bytes:
     """The wire bytes of a claim's appends, up to the arguments that differ: position, hash and event."""
     fixed = ["EVALSHA", scripts.APPEND.sha, len(keys), *keys, channel, pending_ms, epoch]
-    return b"*%d\r\n" % (len(fixed) + 3) + bulk(*(str(value).encode() for value in fixed))
+    return b"*%d\r\n" % (len(fixed) + 3) + encode_bulk_strings(*(str(value).encode() for value in fixed))

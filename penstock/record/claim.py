@@ -20,32 +20,32 @@ class Claim:
     stage: Stage
     epoch: int
     num_tokens: int
-    hash: str
-    ended: bool
+    rolling_hash: str
+    is_ended: bool
     """The log has its end: prefill hands off, decode settles the result from the log. Nobody holds it."""
-    cancelled: bool
+    is_cancelled: bool
     attempts: int
     """Claims since the last new token, this one included."""
-    exhausted: bool
+    is_exhausted: bool
     """Too many attempts: append the end (`attempts_exhausted`) instead of trying again."""
     append_head: bytes = field(repr=False, default=b"")
     """The part of an append's wire bytes that does not change (`Record.send_append`)."""
     log: list[TokenEvent | EndEvent] = field(repr=False, default_factory=list)
     """In decode: all that the log said when it was claimed; since then nobody else writes to it."""
-    found: int = field(init=False)
+    num_found_tokens: int = field(init=False)
     """How many tokens the log had."""
 
     def __post_init__(self) -> None:
-        self.found = self.num_tokens
+        self.num_found_tokens = self.num_tokens
 
     @property
-    def tries(self) -> int:
+    def attempts_without_token(self) -> int:
         """Claims since the last new token, as of now: 0 if this one brought some."""
-        return self.attempts if self.num_tokens == self.found else 0
+        return self.attempts if self.num_tokens == self.num_found_tokens else 0
 
     def next_event(self, token_id: int, text: str, logprobs: Logprobs | None = None) -> TokenEvent:
         """The event of the next token: at the next position, with the hash rolled on."""
-        rolled = roll_hash(self.hash, token_id)
+        rolled = roll_hash(self.rolling_hash, token_id)
         return TokenEvent.at_position(self.num_tokens, rolled, token_id, text, logprobs)
 
 
@@ -84,7 +84,7 @@ class AppendOutcome(IntEnum):
     """Not written: somebody asked for the end. The claim holds; finish it."""
 
 
-class News(Enum):
+class ClaimEvent(Enum):
     """What a worker hears of a request that it holds."""
 
     LOST = "lost"
@@ -93,7 +93,7 @@ class News(Enum):
     """Somebody asked for the end."""
 
 
-def body_hash(request: Request) -> str:
+def compute_body_hash(request: Request) -> str:
     """SHA-256 (hex) of what a request asks.
 
     Not of how soon or where: sent again under its id, it may come with a new deadline or weight, in the other class

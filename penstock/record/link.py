@@ -7,7 +7,7 @@ import redis
 from penstock.redis.scripts import Script
 
 
-class Link:
+class ScriptConnection:
     """A connection that knows one script. Belongs to one thread."""
 
     def __init__(self, client: "redis.Redis", script: Script) -> None:
@@ -15,12 +15,12 @@ class Link:
         self._script = script
         self._connection: Any = None
 
-    def send(self, packed: bytes) -> None:
+    def send_commands(self, packed: bytes) -> None:
         """Write commands and leave their replies. Raises `redis.ConnectionError` or `redis.TimeoutError`."""
-        connection = self._connection or self._open()
+        connection = self._connection or self._open_connection()
         connection.send_packed_command([packed], check_health=False)
 
-    def read(self) -> Any:
+    def read_reply(self) -> Any:
         """The next reply. Raises as `send` does, or `redis.ResponseError` when the reply is an error."""
         if self._connection is None:
             raise redis.ConnectionError("the connection was closed with replies outstanding")
@@ -37,7 +37,7 @@ class Link:
             connection.disconnect()
             self._pool.release(connection)
 
-    def _open(self) -> Any:
+    def _open_connection(self) -> Any:
         connection: Any = self._pool.get_connection()
         try:
             connection.send_command("SCRIPT", "LOAD", self._script.text)
@@ -50,6 +50,6 @@ class Link:
         return connection
 
 
-def bulk(*values: bytes) -> bytes:
+def encode_bulk_strings(*values: bytes) -> bytes:
     """`values` as RESP bulk strings, one after the other."""
     return b"".join(b"$%d\r\n%b\r\n" % (len(value), value) for value in values)

@@ -19,9 +19,9 @@ from penstock.redis.client import REDIS_TIMEOUT_S, async_connection_pool, backof
 
 Deliver = Callable[[bytes | None], None]
 """Takes each event's JSON, and None when the subscription has begun (anew): events may have been missed."""
-MAX_WAITING = 128
+MAX_MAILBOX_EVENTS = 128
 """Events that are kept for a reader that does not look. If more come they are all dropped: the log has them."""
-QUIET_S = 5.0
+PING_AFTER_S = 5.0
 """A connection that brought nothing in such a span is asked whether it lives, and given up after another one."""
 
 
@@ -35,14 +35,14 @@ class LiveFeed:
         self._listeners: dict[str, list[Deliver]] = {}
         self._changed: asyncio.Queue[str] = asyncio.Queue()
         self._num_heard = 0
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        self._tasks = [asyncio.create_task(self._read_forever()), asyncio.create_task(self._send_changes())]
 
-    def listen(self, channel: str, deliver: Deliver) -> None:
+    def add_listener(self, channel: str, deliver: Deliver) -> None:
         """Give `deliver` what the channel brings from now on."""
         self._listeners.setdefault(channel, []).append(deliver)
         self._changed.put_nowait(channel)
 
-    def leave(self, channel: str, deliver: Deliver) -> None:
+    def remove_listener(self, channel: str, deliver: Deliver) -> None:
         """Give `deliver` nothing more."""
         listeners = self._listeners.get(channel, [])
         if deliver in listeners:
@@ -61,7 +61,7 @@ class LiveFeed:
                 await self._connection.disconnect()
                 await self._pool.disconnect()
 
-    async def _write(self) -> None:
+    async def _send_changes(self) -> None:
         """Tell the server what changed. A new connection tells everything, so losing one is harmless."""
         while True:
             channel = await self._changed.get()
@@ -70,33 +70,33 @@ class LiveFeed:
                 with suppress(redis.RedisError, OSError):
                     await self._connection.send_command(verb, channel)
 
-    async def _read(self) -> None:
+    async def _read_forever(self) -> None:
         waits = backoff_pauses()
         while True:
             try:
                 async with asyncio.timeout(REDIS_TIMEOUT_S):
-                    await self._connect()
+                    await self._open_connection()
                 waits = backoff_pauses()
-                await self._receive()
+                await self._receive_messages()
             except (redis.RedisError, OSError):
                 self._connected = False
                 await self._connection.disconnect(nowait=True)
                 await asyncio.sleep(next(waits))
 
-    async def _connect(self) -> None:
+    async def _open_connection(self) -> None:
         await self._connection.connect()
         self._connected = True
         if self._listeners:
             await self._connection.send_command("SUBSCRIBE", *self._listeners)
 
-    async def _receive(self) -> None:
+    async def _receive_messages(self) -> None:
         """What comes, until the connection ends or is found dead."""
         is_asked = False
         while True:
             before = self._num_heard
             with suppress(TimeoutError):
-                async with asyncio.timeout(QUIET_S):
-                    await self._listen()
+                async with asyncio.timeout(PING_AFTER_S):
+                    await self._dispatch_forever()
             is_quiet = self._num_heard == before
             if is_quiet and is_asked:
                 raise redis.ConnectionError("the connection is silent")
@@ -104,16 +104,16 @@ class LiveFeed:
                 await self._connection.send_command("PING")
             is_asked = is_quiet
 
-    async def _listen(self) -> None:
+    async def _dispatch_forever(self) -> None:
         """Until cancelled. No clock is set for each message: a thousand streams say something at every step."""
         while True:
             message = await self._connection.read_response(timeout=math.inf, disconnect_on_error=False)
             if message is None:  # the kernel gave it up
                 raise redis.ConnectionError("the connection has timed out")
             self._num_heard += 1
-            self._dispatch(message)
+            self._dispatch_message(message)
 
-    def _dispatch(self, message: Any) -> None:
+    def _dispatch_message(self, message: Any) -> None:
         if message[0] not in (b"message", b"subscribe"):
             return  # the answer to a question, or to leaving
         _, channel, content = message
@@ -129,21 +129,21 @@ class LiveThread:
         self._loop = asyncio.new_event_loop()
         self._feed: LiveFeed | None = None
         self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="penstock-live", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="penstock-live", daemon=True)
         self._thread.start()
         self._started.wait()
 
     @contextmanager
-    def listen(self, channel: str) -> Iterator["Mailbox"]:
+    def open_mailbox(self, channel: str) -> Iterator["Mailbox"]:
         """What the channel brings, while the context lasts."""
         feed, box = self._feed, Mailbox()
         assert feed is not None, "the feed is made before the thread says that it has started"
-        self._loop.call_soon_threadsafe(feed.listen, channel, box.deliver)
+        self._loop.call_soon_threadsafe(feed.add_listener, channel, box.put_event)
         try:
             yield box
         finally:
             with suppress(RuntimeError):  # the loop is closed: nothing listens any more
-                self._loop.call_soon_threadsafe(feed.leave, channel, box.deliver)
+                self._loop.call_soon_threadsafe(feed.remove_listener, channel, box.put_event)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -151,7 +151,7 @@ class LiveThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             self._feed = runner.run(self._make_feed())
             self._started.set()
@@ -171,23 +171,23 @@ class AsyncMailbox:
         self._loop = asyncio.get_running_loop()
         self._taker: asyncio.Future[None] | None = None
         self._due = 0.0
-        self._alarm: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-    def deliver(self, payload: bytes | None) -> None:
+    def put_event(self, payload: bytes | None) -> None:
         """Keep an event's JSON; None, or one too many, says that the log has to be read."""
-        if payload is None or len(self._waiting) >= MAX_WAITING:
+        if payload is None or len(self._waiting) >= MAX_MAILBOX_EVENTS:
             self._waiting.clear()
             self._missed = True
         if payload is not None:
             self._waiting.append(payload)
-        self._wake()
+        self._wake_taker()
 
-    async def take(self, timeout_s: float) -> tuple[list[bytes], bool]:
+    async def take_events(self, timeout_s: float) -> tuple[list[bytes], bool]:
         """All that waits, and whether events before it may have been missed: also where nothing came for so long."""
         if not self._waiting and not self._missed:
             self._due = self._loop.time() + timeout_s
-            if self._alarm is None or self._alarm.when() > self._due:
-                self._set_alarm()
+            if self._timer is None or self._timer.when() > self._due:
+                self._set_timer()
             self._taker = self._loop.create_future()
             await self._taker
         taken, missed = self._waiting, self._missed or not self._waiting
@@ -196,26 +196,26 @@ class AsyncMailbox:
 
     def close(self) -> None:
         """Nobody takes any more."""
-        if self._alarm is not None:
-            self._alarm.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _wake(self) -> None:
+    def _wake_taker(self) -> None:
         if self._taker is not None and not self._taker.done():
             self._taker.set_result(None)
 
-    def _set_alarm(self) -> None:
+    def _set_timer(self) -> None:
         """One for many waits, most of which end before: it looks when it rings whether it still is too early."""
         self.close()
-        self._alarm = self._loop.call_at(self._due, self._ring)
+        self._timer = self._loop.call_at(self._due, self._check_due)
 
-    def _ring(self) -> None:
-        self._alarm = None
+    def _check_due(self) -> None:
+        self._timer = None
         if self._taker is None or self._taker.done():
             return
         if self._loop.time() < self._due:
-            self._set_alarm()
+            self._set_timer()
         else:
-            self._wake()
+            self._wake_taker()
 
 
 class Mailbox:
@@ -224,16 +224,16 @@ class Mailbox:
     def __init__(self) -> None:
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
 
-    def deliver(self, payload: bytes | None) -> None:
+    def put_event(self, payload: bytes | None) -> None:
         """Keep an event's JSON; None, or one too many, says that the log has to be read."""
-        if payload is not None and self._queue.qsize() >= MAX_WAITING:
+        if payload is not None and self._queue.qsize() >= MAX_MAILBOX_EVENTS:
             with suppress(Empty):
                 while True:
                     self._queue.get_nowait()
             self._queue.put(None)
         self._queue.put(payload)
 
-    def get(self, timeout_s: float) -> bytes | None:
+    def get_event(self, timeout_s: float) -> bytes | None:
         """The next event's JSON; None when the subscription has begun, or when nothing came: read the log."""
         try:
             return self._queue.get(timeout=max(timeout_s, 0))

@@ -25,7 +25,7 @@ def parse_event(payload: bytes) -> TokenEvent | EndEvent:
 
 
 @dataclass(frozen=True)
-class Status:
+class RequestStatus:
     """A request's record. Empty strings: nobody holds it, no job is bound, its body was not seen."""
 
     epoch: int
@@ -38,12 +38,12 @@ class Status:
     cancelled: bool
 
     @property
-    def owner(self) -> str:
+    def worker_name(self) -> str:
         """The name of the worker that holds it."""
         return self.session.rpartition("/")[0]
 
 
-class Log:
+class TokenLog:
     """Reading what requests have said, with a `redis.Redis` that does not decode."""
 
     def __init__(self, client: "redis.Redis", pipeline: Pipeline, settings: RecordSettings) -> None:
@@ -51,22 +51,24 @@ class Log:
         self._pipeline = pipeline
         self._pending_ms = round(settings.pending_keep_s * 1000)
 
-    def read(self, request_id: str, after_position: int = -1, limit: int | None = None) -> list[TokenEvent | EndEvent]:
+    def read_events(
+        self, request_id: str, after_position: int = -1, limit: int | None = None
+    ) -> list[TokenEvent | EndEvent]:
         """The events after the token at `after_position`, in order, at most `limit`; the end is the last."""
         key = self._pipeline.log_key(request_id)
-        return events_of(self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
+        return parse_entries(self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
 
-    def status(self, request_id: str) -> Status | None:
+    def read_status(self, request_id: str) -> RequestStatus | None:
         """What is known about a request; None when nothing is."""
-        return _status(self._client.hmget(self._pipeline.record_key(request_id), _FIELDS))
+        return _parse_status(self._client.hmget(self._pipeline.record_key(request_id), _FIELDS))
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel_request(self, request_id: str) -> bool:
         """Ask for a request's end, also before any worker saw it; False when it has ended already."""
         key, news = self._pipeline.record_key(request_id), self._pipeline.news_key("%s")
         return bool(scripts.CANCEL.run(self._client, [key], [self._pending_ms, request_id, news]))
 
 
-class AsyncLog:
+class AsyncTokenLog:
     """`Log` for asyncio."""
 
     def __init__(self, client: "redis.asyncio.Redis", pipeline: Pipeline, settings: RecordSettings) -> None:
@@ -74,36 +76,36 @@ class AsyncLog:
         self._pipeline = pipeline
         self._pending_ms = round(settings.pending_keep_s * 1000)
 
-    async def read(
+    async def read_events(
         self, request_id: str, after_position: int = -1, limit: int | None = None
     ) -> list[TokenEvent | EndEvent]:
         """The events after the token at `after_position`, in order, at most `limit`; the end is the last."""
         key = self._pipeline.log_key(request_id)
-        return events_of(await self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
+        return parse_entries(await self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
 
-    async def status(self, request_id: str) -> Status | None:
+    async def read_status(self, request_id: str) -> RequestStatus | None:
         """What is known about a request; None when nothing is."""
-        return _status(await cast(Any, self._client.hmget(self._pipeline.record_key(request_id), _FIELDS)))
+        return _parse_status(await cast(Any, self._client.hmget(self._pipeline.record_key(request_id), _FIELDS)))
 
-    async def cancel(self, request_id: str) -> bool:
+    async def cancel_request(self, request_id: str) -> bool:
         """Ask for a request's end, also before any worker saw it; False when it has ended already."""
         key = self._pipeline.record_key(request_id)
         args: list[str | int] = [self._pending_ms, request_id, self._pipeline.news_key("%s")]
         return bool(await scripts.CANCEL.run_async(self._client, [key], args))
 
 
-def events_of(entries: Any) -> list[TokenEvent | EndEvent]:
+def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:
     """The events in a range of a log's entries."""
     return [parse_event(fields[b"e"]) for _, fields in entries or ()]
 
 
-def _status(values: Any) -> Status | None:
+def _parse_status(values: Any) -> RequestStatus | None:
     if all(value is None for value in values):
         return None
     epoch, session, stage, bound, body, tokens, attempts, cancelled = (
         "" if value is None else value.decode() for value in values
     )
-    return Status(
+    return RequestStatus(
         epoch=int(epoch or 0), session=session, stage=cast(RecordStage, stage or "new"), bound=bound, body=body,
         num_tokens=int(tokens or 0), attempts=int(attempts or 0), cancelled=cancelled == "1",
     )  # fmt: skip

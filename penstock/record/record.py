@@ -11,9 +11,9 @@ from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import START_HASH, Pipeline, Stage
 from penstock.record import scripts
-from penstock.record.append import Appends, append_head
+from penstock.record.append import TokenAppender, encode_append_head
 from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, TakenOver
-from penstock.record.log import Log, Status, events_of
+from penstock.record.log import RequestStatus, TokenLog, parse_entries
 from penstock.redis.client import execute_pipeline
 from penstock.redis.scripts import Call
 
@@ -23,14 +23,14 @@ Args = list[str | int | bytes]
 
 
 @dataclass(frozen=True)
-class Waiting:
+class UnclaimedMessage:
     """A message that no worker has claimed yet: the request's id, its body's hash or the job's id, and the message as
     somebody who takes it over has to know it.
     """
 
     id: str
-    body: str
-    job: str
+    body_hash: str
+    job_id: str
     message: bytes
 
 
@@ -62,8 +62,8 @@ class Record:
         self._keep_ms = round(settings.keep_s * 1000)
         self._pending_ms = round(settings.pending_keep_s * 1000)
         self._held = pipeline.held_key("%s")
-        self._appends = Appends(client)
-        self._log = Log(client, pipeline, settings)
+        self._appends = TokenAppender(client)
+        self._log = TokenLog(client, pipeline, settings)
 
     @property
     def settings(self) -> RecordSettings:
@@ -76,7 +76,7 @@ class Record:
         return self._settings.lease_s
 
     @property
-    def trouble(self) -> str:
+    def current_problem(self) -> str:
         """Which of several servers are away, and why; else empty."""
         return ""
 
@@ -89,16 +89,16 @@ class Record:
 
         `message`: what somebody who takes the request has to know of its delivery; empty: nobody can.
         """
-        return self.claim_all("prefill", session, [Waiting(request_id, body, "", message)])[0]
+        return self.claim_all("prefill", session, [UnclaimedMessage(request_id, body, "", message)])[0]
 
     def claim_decode(self, request_id: str, session: str, job: str, message: bytes = b"") -> Claim | Busy | Bound:
         """Claim a request for decode with its job, which is bound to it if none is. `session`, `message`: as above."""
-        (outcome,) = self.claim_all("decode", session, [Waiting(request_id, "", job, message)])
+        (outcome,) = self.claim_all("decode", session, [UnclaimedMessage(request_id, "", job, message)])
         assert not isinstance(outcome, Conflict), "a job carries no body to compare"
         return outcome
 
     def claim_all(
-        self, stage: Stage, session: str, waiting: Sequence[Waiting]
+        self, stage: Stage, session: str, waiting: Sequence[UnclaimedMessage]
     ) -> list[Claim | Busy | Bound | Conflict]:
         """Claim requests, and read their logs in decode, all in one round trip; outcomes in their order.
 
@@ -109,15 +109,15 @@ class Record:
         # A second claim of the session that holds a request would find it busy for as long as that lives.
         commands: list[Sequence[Any]] = []
         for one in waiting:
-            call = self._claim_call(one.id, stage, [session, one.job, one.body], one.message)
+            call = self._claim_call(one.id, stage, [session, one.job_id, one.body_hash], one.message)
             commands.append(scripts.CLAIM.command(*call))
             if stage == "decode":
                 commands.append(["XRANGE", self._pipeline.log_key(one.id), "-", "+"])
         replies = scripts.CLAIM.run_once(self._client, commands)
         claims, logs = (replies[::2], replies[1::2]) if stage == "decode" else (replies, [()] * len(replies))
-        return [self._outcome(one.id, stage, *answer) for one, *answer in zip(waiting, claims, logs, strict=True)]
+        return [self._parse_outcome(one.id, stage, *answer) for one, *answer in zip(waiting, claims, logs, strict=True)]
 
-    def _outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:
+    def _parse_outcome(self, request_id: str, stage: Stage, reply: Any, log: Any) -> Claim | Busy | Bound | Conflict:
         match reply[0]:
             case b"busy":
                 return Busy(reply[1] / 1000)
@@ -125,24 +125,24 @@ class Record:
                 return Bound()
             case b"conflict":
                 return Conflict()
-        return self._claimed(request_id, stage, reply, log)
+        return self._parse_claim(request_id, stage, reply, log)
 
     def _claim_call(self, request_id: str, stage: Stage, who: list[str], message: bytes) -> Call:
-        keys = [*self._keys(request_id), self._pipeline.sessions_key(stage), self._pipeline.free_key(stage)]
+        keys = [*self._request_keys(request_id), self._pipeline.sessions_key(stage), self._pipeline.free_key(stage)]
         times = [self._lease_ms, self._longest_ms, self._pending_ms]
         return keys, [request_id, stage, *who, *times, START_HASH, message, self._held]
 
-    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> list[Waiting]:
+    def put_down(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         """Keep the messages of requests that nobody has begun, in one round trip: any worker of the stage may take
         them. Anybody who read them may put them down; whoever has their deliveries settles them.
 
         Returns those that cannot be put down now, as their server of several is away.
         """
-        calls = [self._claim_call(one.id, stage, ["", one.job, one.body], one.message) for one in waiting]
+        calls = [self._claim_call(one.id, stage, ["", one.job_id, one.body_hash], one.message) for one in waiting]
         scripts.CLAIM.run_all(self._client, calls)
         return []
 
-    def take(self, stage: Stage, session: str, most: int) -> list[TakenOver]:
+    def take_over_free(self, stage: Stage, session: str, most: int) -> list[TakenOver]:
         """Go on with requests that are free, at most so many.
 
         If this raises it is unknown what was taken: the session has to end, so that others can go on with it.
@@ -159,57 +159,57 @@ class Record:
                     pipe.xrange(pipeline.log_key(name.decode()))
                 logs = execute_pipeline(pipe)
         return [
-            TakenOver(self._claimed(name.decode(), stage, reply, log), message)
+            TakenOver(self._parse_claim(name.decode(), stage, reply, log), message)
             for (name, reply, message), log in zip(taken, logs, strict=True)
         ]
 
-    def _claimed(self, request_id: str, stage: Stage, reply: Sequence[Any], log: Any) -> Claim:
-        keys = self._keys(request_id)
+    def _parse_claim(self, request_id: str, stage: Stage, reply: Sequence[Any], log: Any) -> Claim:
+        keys = self._request_keys(request_id)
         _, epoch, num_tokens, rolled, ended, cancelled, attempts = reply
         return Claim(
             id=request_id,
             stage=stage,
             epoch=epoch,
             num_tokens=num_tokens,
-            hash=rolled.decode(),
-            ended=bool(ended),
-            cancelled=bool(cancelled),
+            rolling_hash=rolled.decode(),
+            is_ended=bool(ended),
+            is_cancelled=bool(cancelled),
             attempts=attempts,
-            exhausted=attempts > self._settings.max_attempts,
-            log=events_of(log),
-            append_head=append_head(keys, self._pipeline.live_channel(request_id), self._pending_ms, epoch),
+            is_exhausted=attempts > self._settings.max_attempts,
+            log=parse_entries(log),
+            append_head=encode_append_head(keys, self._pipeline.live_channel(request_id), self._pending_ms, epoch),
         )
 
-    def append(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> list[AppendOutcome]:
+    def append_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> list[AppendOutcome]:
         """Append one token to each claim's log, in one round trip; outcomes in the order of the entries."""
-        self.send_append(entries)
-        return self.collect()
+        self.send_tokens(entries)
+        return self.collect_outcomes()
 
-    def send_append(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
+    def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
         """Send tokens on their way and return at once; their claims move on.
 
         May be called again before `collect`, also for the same claims.
         """
-        self._appends.send(entries)
+        self._appends.send_tokens(entries)
 
-    def collect(self) -> list[AppendOutcome]:
+    def collect_outcomes(self) -> list[AppendOutcome]:
         """The outcomes of everything sent since the last `collect`, in that order.
 
         A lost connection is opened again, and what has no reply is sent again: a token that was written is
         recognised. If that fails too, raises `redis.ConnectionError` or `redis.TimeoutError`, forgetting
         nothing: call `collect` again.
         """
-        return self._appends.collect()
+        return self._appends.collect_outcomes()
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
         """Whether `collect` finds an answer within a time. Raises `redis.ConnectionError`."""
-        return self._appends.wait(timeout_s)
+        return self._appends.wait_for_outcome(timeout_s)
 
-    def forget_appends(self) -> None:
+    def forget_sent_tokens(self) -> None:
         """Give up what was sent: whether it was written is for the next claim to find out."""
-        self._appends.forget()
+        self._appends.forget_sent()
 
-    def finish(self, claim: Claim, end: EndEvent) -> bool:
+    def finish_request(self, claim: Claim, end: EndEvent) -> bool:
         """Append the end; False when fenced. Collect the claim's tokens first. May be repeated.
 
         The number of tokens in the log becomes the usage's `completion_tokens`: readers rely on it. The id is
@@ -220,7 +220,7 @@ class Record:
 
     def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
         """`finish` for each, in one round trip."""
-        calls = [(self._keys(claim.id), self._finish_args(claim, end)) for claim, end in ends]
+        calls = [(self._request_keys(claim.id), self._finish_args(claim, end)) for claim, end in ends]
         return [bool(reply) for reply in scripts.FINISH.run_all(self._client, calls)]
 
     def _finish_args(self, claim: Claim, end: EndEvent) -> list[str | int | bytes]:
@@ -232,16 +232,18 @@ class Record:
         channel = self._pipeline.live_channel(claim.id)
         return [channel, claim.epoch, claim.num_tokens, event, keep_ms, claim.id, self._held]
 
-    def handed(self, claim: Claim) -> bool:
+    def note_handed_off(self, claim: Claim) -> bool:
         """The hand-off is durable: nobody holds the request. False when it has gone on, which is fine."""
-        return self.handed_all([claim])[0]
+        return self.note_all_handed_off([claim])[0]
 
-    def handed_all(self, claims: Sequence[Claim]) -> list[bool]:
+    def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
         """`handed` for each, in one round trip."""
-        calls: list[Call] = [(self._keys(claim.id)[:1], [claim.id, claim.epoch, self._held]) for claim in claims]
+        calls: list[Call] = [
+            (self._request_keys(claim.id)[:1], [claim.id, claim.epoch, self._held]) for claim in claims
+        ]
         return [bool(reply) for reply in scripts.HANDED.run_all(self._client, calls)]
 
-    def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
+    def release_claim(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
         """Give an unfinished request back, to be claimed in `wait_s` or at once. False when it was lost, or
         given back, before.
 
@@ -263,7 +265,7 @@ class Record:
 
     # Sessions, see `penstock.record.session`.
 
-    def renew(
+    def renew_session(
         self, stage: Stage, session: str, until_ms: int = 0, parts: Sequence[str] = (), left: Sequence[str] = ()
     ) -> Renewed | None:
         """Say that a session lives, that it reads these parts, and those that it `left` no more; None when it is over.
@@ -279,7 +281,7 @@ class Record:
         until, now, num_free, *news = reply
         return Renewed(until, now, num_free, [word.decode().removeprefix("c:") for word in news])
 
-    def reap(self, stage: Stage, as_of_ms: int, session: str = "") -> int:
+    def end_expired_sessions(self, stage: Stage, as_of_ms: int, session: str = "") -> int:
         """End sessions whose time was over then, and this one in any case; what they held is free.
 
         Returns how many requests are free now.
@@ -293,37 +295,37 @@ class Record:
             log.info("the %s session %s is over", stage, one.decode())
         return int(num_free)
 
-    def adopt(self, stage: Stage, session: str) -> list[str]:
+    def adopt_partitions(self, stage: Stage, session: str) -> list[str]:
         """Read the parts of topics that nobody reads; returns all that are this session's."""
         keys = [self._pipeline.readers_key(stage), self._pipeline.sessions_key(stage)]
         return [part.decode() for part in scripts.ADOPT.run(self._client, keys, [session])]
 
-    def disown(self, stage: Stage, session: str, parts: Sequence[str]) -> None:
+    def disown_partitions(self, stage: Stage, session: str, parts: Sequence[str]) -> None:
         """Read nothing any more. These parts go to other members; what was adopted is to be adopted by others."""
         scripts.DISOWN.run(self._client, [self._pipeline.readers_key(stage)], [session, *parts])
 
-    def num_free(self, stage: Stage) -> int:
+    def count_free(self, stage: Stage) -> int:
         """How many requests any worker of a stage may take now."""
         seconds, microseconds = self._client.time()
         return self._client.zcount(self._pipeline.free_key(stage), "-inf", seconds * 1000 + microseconds // 1000)
 
     # Reading.
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel_request(self, request_id: str) -> bool:
         """Ask for a request's end, also before any worker saw it; False when it has ended already."""
-        return self._log.cancel(request_id)
+        return self._log.cancel_request(request_id)
 
     def read_log(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
         """What the log holds after the token at `after_position` (-1: from the beginning)."""
-        return self._log.read(request_id, after_position)
+        return self._log.read_events(request_id, after_position)
 
-    def status(self, request_id: str) -> Status | None:
+    def read_status(self, request_id: str) -> RequestStatus | None:
         """What is known about a request; None when nothing is."""
-        return self._log.status(request_id)
+        return self._log.read_status(request_id)
 
     def close(self) -> None:
         """Free the connection of the appends. The client stays the caller's."""
         self._appends.close()
 
-    def _keys(self, request_id: str) -> list[str]:
+    def _request_keys(self, request_id: str) -> list[str]:
         return [self._pipeline.record_key(request_id), self._pipeline.log_key(request_id)]

@@ -19,13 +19,13 @@ from typing import Self
 import redis
 
 from penstock.names import Stage
-from penstock.record.claim import Claim, News
+from penstock.record.claim import Claim, ClaimEvent
 from penstock.record.record import Record, Renewed
 from penstock.redis.client import is_away
 
-LEAVE_S = 2.0
+STOP_TIMEOUT_S = 2.0
 """A worker that leaves waits no longer for a server that does not answer."""
-FOREVER_S = 1e6
+UNLIMITED_GRACE_S = 1e6
 
 
 class Session:
@@ -52,7 +52,7 @@ class Session:
         """The worker's name and a token: that of a session that lives, as far as is known."""
         self.num_free = 0
         """How many requests of the stage any worker may take. The loop lowers it when it takes some."""
-        self.adopted: list[str] = []
+        self.adopted_partitions: list[str] = []
         """Parts of topics that nobody reads as a member, and this worker has to."""
         self._record, self._stage, self._name, self._parts, self._adopts = record, stage, name, parts, adopts
         self._claims: set[Claim] = set()
@@ -68,21 +68,21 @@ class Session:
         self._naming = threading.Lock()
         """Held while the server is told what is read: a renewal under way would name again what was disowned."""
         self._stop = threading.Event()
-        self._open()
-        self._thread = threading.Thread(target=self._run, name="penstock-session", daemon=True)
+        self._open_session()
+        self._thread = threading.Thread(target=self._renew_forever, name="penstock-session", daemon=True)
         self._thread.start()
 
-    def add(self, claim: Claim) -> None:
+    def add_claim(self, claim: Claim) -> None:
         """Tell what happens to this claim from now on."""
         with self._lock:
             self._claims.add(claim)
 
-    def drop(self, claim: Claim) -> None:
+    def remove_claim(self, claim: Claim) -> None:
         """Forget a claim: it ended, was handed off, released or lost."""
         with self._lock:
             self._claims.discard(claim)
 
-    def news(self) -> list[tuple[Claim, News]]:
+    def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
         """Claims that are `LOST`, each once, or `CANCELLED`, for as long as they are kept.
 
         Raises what made it impossible to keep the session, if that was no outage.
@@ -93,32 +93,32 @@ class Session:
             lost, self._lost = self._lost, []
             cancelled = [claim for claim in self._claims if claim.id in self._cancelled] if self._cancelled else []
             self._cancelled = {claim.id for claim in cancelled}
-        return [(claim, News.LOST) for claim in lost] + [(claim, News.CANCELLED) for claim in cancelled]
+        return [(claim, ClaimEvent.LOST) for claim in lost] + [(claim, ClaimEvent.CANCELLED) for claim in cancelled]
 
     def stop(self) -> None:
         """Renew no more: the session runs out."""
         self._stop.set()
-        self._thread.join(LEAVE_S)
+        self._thread.join(STOP_TIMEOUT_S)
 
-    def disown(self) -> None:
+    def disown_partitions(self) -> None:
         """Read nothing any more, as this worker leaves its group. Raises `redis.RedisError`."""
         with self._naming:
             named, self._parts, self._adopts = list(self._named), list, False
-            self._named, self.adopted = {}, []
-            self._record.disown(self._stage, self.id, named)
+            self._named, self.adopted_partitions = {}, []
+            self._record.disown_partitions(self._stage, self.id, named)
 
     def close(self) -> None:
         """End the session: what it still holds is free at once."""
         self.stop()
         with contextlib.suppress(redis.RedisError):  # else it runs out
-            self.disown()
-            self._record.reap(self._stage, 0, self.id)
+            self.disown_partitions()
+            self._record.end_expired_sessions(self._stage, 0, self.id)
 
-    def _run(self) -> None:
+    def _renew_forever(self) -> None:
         while not self._stop.wait(self._record.lease_s / 3):
             try:
                 with self._naming:
-                    self._renew()
+                    self._renew_session()
             except redis.RedisError as error:  # an outage: the next round tries again
                 if not is_away(error):
                     self._failure = error
@@ -127,32 +127,36 @@ class Session:
                 self._failure = error
                 return
 
-    def _open(self) -> None:
+    def _open_session(self) -> None:
         session = f"{self._name}/{secrets.token_hex(4)}"
-        renewed = self._record.renew(self._stage, session)
+        renewed = self._record.renew_session(self._stage, session)
         assert renewed is not None, "a new session has nothing to be compared with"
         with self._lock:
             self._lost += self._claims
             self._claims, self.id = set(), session
         self._last, self._renewed_s = renewed, time.monotonic()
-        self._grace_s, self._grace_until_s = FOREVER_S, self._renewed_s + self._record.lease_s
+        self._grace_s, self._grace_until_s = UNLIMITED_GRACE_S, self._renewed_s + self._record.lease_s
 
-    def _renew(self) -> None:
-        parts, left = self._name_parts()
-        renewed = self._record.renew(self._stage, self.id, self._last.until_ms, parts, left)
+    def _renew_session(self) -> None:
+        parts, left = self._list_read_partitions()
+        renewed = self._record.renew_session(self._stage, self.id, self._last.until_ms, parts, left)
         if renewed is None:
             before = self.id
-            self._open()
-            self._record.reap(self._stage, 0, before)  # a server that forgot the last renewal believes that it lives
+            self._open_session()
+            self._record.end_expired_sessions(
+                self._stage, 0, before
+            )  # a server that forgot the last renewal believes that it lives
             return
-        self._note(renewed)
+        self._note_renewal(renewed)
         as_of_s = renewed.now_ms / 1000 - (self._grace_s if time.monotonic() < self._grace_until_s else 0.0)
-        self.num_free = self._record.reap(self._stage, round(as_of_s * 1000))
+        self.num_free = self._record.end_expired_sessions(self._stage, round(as_of_s * 1000))
         if self._adopts:
             mine = set(parts)
-            self.adopted = [part for part in self._record.adopt(self._stage, self.id) if part not in mine]
+            self.adopted_partitions = [
+                part for part in self._record.adopt_partitions(self._stage, self.id) if part not in mine
+            ]
 
-    def _note(self, renewed: Renewed) -> None:
+    def _note_renewal(self, renewed: Renewed) -> None:
         """Note what a renewal brought. If it came late, this worker was held up, or the clock was put forward. Others
         were too, perhaps: their sessions have that much more time, until they have had time to renew.
         """
@@ -165,7 +169,7 @@ class Session:
             with self._lock:
                 self._cancelled |= set(renewed.cancelled)
 
-    def _name_parts(self) -> tuple[list[str], list[str]]:
+    def _list_read_partitions(self) -> tuple[list[str], list[str]]:
         """Return the parts that this worker reads now, and those that it has not read for a lease. Where the group
         gives a part to another member, that is long enough for that one to say so.
         """

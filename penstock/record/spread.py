@@ -21,9 +21,9 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.messages import EndEvent, TokenEvent
 from penstock.names import Pipeline, Stage
-from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, Conflict, News, TakenOver
-from penstock.record.log import Status
-from penstock.record.record import Record, Waiting
+from penstock.record.claim import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, TakenOver
+from penstock.record.log import RequestStatus
+from penstock.record.record import Record, UnclaimedMessage
 from penstock.record.session import Session
 from penstock.redis.client import is_outage, redis_client
 from penstock.redis.servers import ByServer, choose_server, store_server_list
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-ANSWER_S = 0.5
+SERVER_TIMEOUT_S = 0.5
 """One of several servers that does not answer within this time counts as away: the loop waits for it, and with it the
 requests of the others. What was computed stays in the pool, so it costs little where the server was only slow."""
-AWAY_S = 1.0
+AWAY_RETRY_S = 1.0
 """A request of a server that is away is looked at again so much later."""
-BETWEEN = "\n"
+ID_SEPARATOR = "\n"
 """Between the ids of a worker's sessions, one for each server."""
 
 
@@ -48,22 +48,22 @@ class _Server:
 
     def __init__(self, name: str, record: Record, keep: Callable[[], None]) -> None:
         """`keep` has the server keep the list of all servers, see `penstock.redis.servers.keep_list`."""
-        self.name, self.record, self.keep = name, record, keep
+        self.name, self.record, self.store_list = name, record, keep
         self.is_away = False
         self.reason = ""
         self._num_sent = 0
 
-    def ask(self, call: Callable[[], T], otherwise: T) -> T:
+    def call_or_default(self, call: Callable[[], T], otherwise: T) -> T:
         """What the server says; `otherwise` where it is away, or is found to be. Raises what is no outage."""
         if self.is_away:
             return otherwise
         try:
             return call()
         except redis.RedisError as error:
-            self.leave(error)
+            self.mark_away(error)
             return otherwise
 
-    def leave(self, error: redis.RedisError) -> None:
+    def mark_away(self, error: redis.RedisError) -> None:
         """Note that the server is away. Raises the error if it is no outage."""
         if not is_outage(error):
             raise error
@@ -71,34 +71,34 @@ class _Server:
             log.warning("Redis %s is away, and its requests wait: %s", self.name, error)
         self.is_away, self.reason = True, str(error)
 
-    def come_back(self) -> None:
+    def mark_back(self) -> None:
         """Note that it answers."""
         if self.is_away:
             log.info("Redis %s answers again", self.name)
         self.is_away, self.reason = False, ""
 
-    def send(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
+    def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
         """Send tokens on their way."""
         self._num_sent += len(entries)
-        self.ask(partial(self.record.send_append, entries), None)
+        self.call_or_default(partial(self.record.send_tokens, entries), None)
 
-    def collect(self) -> list[AppendOutcome]:
+    def collect_outcomes(self) -> list[AppendOutcome]:
         """The outcomes of what was sent since the last call. They are all `FENCED` if the server was away meanwhile: of
         some it may be unknown whether they were written, and whoever claims the requests next finds that out.
         """
         if not self._num_sent:
             return []
         num_sent, self._num_sent = self._num_sent, 0
-        outcomes: list[AppendOutcome] = self.ask(self._collect_soon, [])
+        outcomes: list[AppendOutcome] = self.call_or_default(self._collect_soon, [])
         if len(outcomes) == num_sent:
             return outcomes
-        self.record.forget_appends()
+        self.record.forget_sent_tokens()
         return [AppendOutcome.FENCED] * num_sent
 
     def _collect_soon(self) -> list[AppendOutcome]:
-        if not self.record.wait_for_outcome(ANSWER_S):
+        if not self.record.wait_for_outcome(SERVER_TIMEOUT_S):
             raise redis.TimeoutError("no answer to tokens that were sent")
-        return self.record.collect()
+        return self.record.collect_outcomes()
 
 
 class _SpreadRecord(Record):
@@ -119,84 +119,86 @@ class _SpreadRecord(Record):
         self._turn = 0
 
     @property
-    def trouble(self) -> str:
+    def current_problem(self) -> str:
         return "; ".join(f"Redis {one.name} is away: {one.reason}" for one in self.servers.parts if one.is_away)
 
     # Requests.
 
     def claim_all(
-        self, stage: Stage, session: str, waiting: Sequence[Waiting]
+        self, stage: Stage, session: str, waiting: Sequence[UnclaimedMessage]
     ) -> list[Claim | Busy | Bound | Conflict]:
-        sessions = dict(zip(self.servers.names, session.split(BETWEEN), strict=True))
+        sessions = dict(zip(self.servers.names, session.split(ID_SEPARATOR), strict=True))
 
-        def claim(server: _Server, mine: list[Waiting]) -> list[Claim | Busy | Bound | Conflict]:
-            busy: list[Claim | Busy | Bound | Conflict] = [Busy(AWAY_S) for _ in mine]
+        def claim(server: _Server, mine: list[UnclaimedMessage]) -> list[Claim | Busy | Bound | Conflict]:
+            busy: list[Claim | Busy | Bound | Conflict] = [Busy(AWAY_RETRY_S) for _ in mine]
             if not sessions[server.name]:  # it was away when the caller asked for the sessions, and is back since
                 return busy
-            return server.ask(partial(server.record.claim_all, stage, sessions[server.name], mine), busy)
+            return server.call_or_default(partial(server.record.claim_all, stage, sessions[server.name], mine), busy)
 
-        return self._each(waiting, lambda one: one.id, claim)
+        return self._ask_servers(waiting, lambda one: one.id, claim)
 
-    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> list[Waiting]:
-        left: list[Waiting] = []
-        for server, mine in self._dealt(waiting, lambda one: one.id):
-            left += server.ask(partial(server.record.put_down, stage, mine), mine)
+    def put_down(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
+        left: list[UnclaimedMessage] = []
+        for server, mine in self._group_by_server(waiting, lambda one: one.id):
+            left += server.call_or_default(partial(server.record.put_down, stage, mine), mine)
         return left
 
-    def take(self, stage: Stage, session: str, most: int) -> list[TakenOver]:
+    def take_over_free(self, stage: Stage, session: str, most: int) -> list[TakenOver]:
         """As `Record.take`. Each call begins with another server."""
         taken: list[TakenOver] = []
-        servers = list(zip(self.servers.parts, session.split(BETWEEN), strict=True))
+        servers = list(zip(self.servers.parts, session.split(ID_SEPARATOR), strict=True))
         self._turn = (self._turn + 1) % len(servers)
         for server, own in servers[self._turn :] + servers[: self._turn]:
             if len(taken) < most:
-                taken += server.ask(partial(server.record.take, stage, own, most - len(taken)), [])
+                taken += server.call_or_default(
+                    partial(server.record.take_over_free, stage, own, most - len(taken)), []
+                )
         return taken
 
-    def send_append(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
-        for server, mine in self._dealt(entries, lambda entry: entry[0].id):
-            server.send(mine)
+    def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
+        for server, mine in self._group_by_server(entries, lambda entry: entry[0].id):
+            server.send_tokens(mine)
         self._sent_to += [self.servers[claim.id] for claim, _ in entries]
 
-    def collect(self) -> list[AppendOutcome]:
+    def collect_outcomes(self) -> list[AppendOutcome]:
         """As `Record.collect`, but never raises for an outage."""
         sent_to, self._sent_to = self._sent_to, []
-        outcomes = {server.name: iter(server.collect()) for server in self.servers.parts}
+        outcomes = {server.name: iter(server.collect_outcomes()) for server in self.servers.parts}
         return [next(outcomes[server.name]) for server in sent_to]
 
     def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
-        return self._note_each(ends, lambda end: end[0].id, Record.finish_all)
+        return self._note_on_servers(ends, lambda end: end[0].id, Record.finish_all)
 
-    def handed_all(self, claims: Sequence[Claim]) -> list[bool]:
-        return self._note_each(claims, lambda claim: claim.id, Record.handed_all)
+    def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
+        return self._note_on_servers(claims, lambda claim: claim.id, Record.note_all_handed_off)
 
     def release_all(self, claims: Sequence[tuple[Claim, bool]]) -> list[bool]:
-        return self._note_each(claims, lambda one: one[0].id, Record.release_all)
+        return self._note_on_servers(claims, lambda one: one[0].id, Record.release_all)
 
-    def release(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
+    def release_claim(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
         server = self.servers[claim.id]
-        give_back = partial(server.record.release, claim, failed=failed, delivered=delivered, wait_s=wait_s)
-        return server.ask(give_back, False)
+        give_back = partial(server.record.release_claim, claim, failed=failed, delivered=delivered, wait_s=wait_s)
+        return server.call_or_default(give_back, False)
 
-    def num_free(self, stage: Stage) -> int:
-        return sum(server.ask(partial(server.record.num_free, stage), 0) for server in self.servers.parts)
+    def count_free(self, stage: Stage) -> int:
+        return sum(server.call_or_default(partial(server.record.count_free, stage), 0) for server in self.servers.parts)
 
     # Reading: raises where the request's server is away.
 
-    def cancel(self, request_id: str) -> bool:
-        return self.servers[request_id].record.cancel(request_id)
+    def cancel_request(self, request_id: str) -> bool:
+        return self.servers[request_id].record.cancel_request(request_id)
 
     def read_log(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
         return self.servers[request_id].record.read_log(request_id, after_position)
 
-    def status(self, request_id: str) -> Status | None:
-        return self.servers[request_id].record.status(request_id)
+    def read_status(self, request_id: str) -> RequestStatus | None:
+        return self.servers[request_id].record.read_status(request_id)
 
     def close(self) -> None:
         for server in self.servers.parts:
             server.record.close()
 
-    def _dealt(self, items: Sequence[T], id_of: Callable[[T], str]) -> Iterator[tuple[_Server, list[T]]]:
+    def _group_by_server(self, items: Sequence[T], id_of: Callable[[T], str]) -> Iterator[tuple[_Server, list[T]]]:
         """The servers that have to do with any of the items, each with its own."""
         dealt: dict[int, list[T]] = {}
         for item in items:
@@ -204,19 +206,21 @@ class _SpreadRecord(Record):
         for index, mine in dealt.items():
             yield self.servers.parts[index], mine
 
-    def _note_each(
+    def _note_on_servers(
         self, items: Sequence[T], id_of: Callable[[T], str], note: Callable[[Record, Sequence[T]], list[bool]]
     ) -> list[bool]:
         """Whether the servers noted the items, in their order; one that is away has not."""
-        return self._each(
-            items, id_of, lambda server, mine: server.ask(partial(note, server.record, mine), [False] * len(mine))
+        return self._ask_servers(
+            items,
+            id_of,
+            lambda server, mine: server.call_or_default(partial(note, server.record, mine), [False] * len(mine)),
         )
 
-    def _each(
+    def _ask_servers(
         self, items: Sequence[T], id_of: Callable[[T], str], ask: Callable[[_Server, list[T]], list[R]]
     ) -> list[R]:
         """What the servers say of the items, in their order."""
-        answers = {server.name: iter(ask(server, mine)) for server, mine in self._dealt(items, id_of)}
+        answers = {server.name: iter(ask(server, mine)) for server, mine in self._group_by_server(items, id_of)}
         return [next(answers[self.servers[id_of(item)].name]) for item in items]
 
 
@@ -229,45 +233,45 @@ class _ServerSession(Session):
         self._server = server
         super().__init__(server.record, stage, name, parts, adopts=adopts)
 
-    def news(self) -> list[tuple[Claim, News]]:
+    def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
         if self._server.is_away:
             with self._lock:
                 self._lost += self._claims
                 self._claims = set()
-        return super().news()
+        return super().collect_events()
 
-    def disown(self) -> None:
+    def disown_partitions(self) -> None:
         if not self._server.is_away:
-            super().disown()
+            super().disown_partitions()
 
     def close(self) -> None:
         self.stop()
         if not self._server.is_away:
             super().close()
 
-    def _open(self) -> None:
+    def _open_session(self) -> None:
         try:
-            self._server.keep()
-            super()._open()
+            self._server.store_list()
+            super()._open_session()
         except redis.RedisError as error:
-            self._server.leave(error)
+            self._server.mark_away(error)
 
-    def _renew(self) -> None:
+    def _renew_session(self) -> None:
         try:
             if self._server.is_away:
                 self._begin_anew()
             else:
-                super()._renew()
+                super()._renew_session()
         except redis.RedisError as error:
-            self._server.leave(error)
+            self._server.mark_away(error)
 
     def _begin_anew(self) -> None:
         before = self.id
-        self._server.keep()
-        super()._open()
+        self._server.store_list()
+        super()._open_session()
         if before:
-            self._record.reap(self._stage, 0, before)
-        self._server.come_back()
+            self._record.end_expired_sessions(self._stage, 0, before)
+        self._server.mark_back()
 
 
 class Sessions:
@@ -294,7 +298,7 @@ class Sessions:
     @property
     def id(self) -> str:
         """Of each server's session, in the order of the servers."""
-        return BETWEEN.join(session.id for session in self._sessions.parts)
+        return ID_SEPARATOR.join(session.id for session in self._sessions.parts)
 
     @property
     def num_free(self) -> int:
@@ -310,30 +314,30 @@ class Sessions:
             num_taken -= here
 
     @property
-    def adopted(self) -> list[str]:
+    def adopted_partitions(self) -> list[str]:
         """Parts of topics that nobody reads as a member, and this worker has to."""
-        return self._sessions.parts[0].adopted
+        return self._sessions.parts[0].adopted_partitions
 
-    def add(self, claim: Claim) -> None:
+    def add_claim(self, claim: Claim) -> None:
         """Tell what happens to this claim from now on."""
-        self._sessions[claim.id].add(claim)
+        self._sessions[claim.id].add_claim(claim)
 
-    def drop(self, claim: Claim) -> None:
+    def remove_claim(self, claim: Claim) -> None:
         """Forget a claim: it ended, was handed off, released or lost."""
-        self._sessions[claim.id].drop(claim)
+        self._sessions[claim.id].remove_claim(claim)
 
-    def news(self) -> list[tuple[Claim, News]]:
+    def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
         """As `Session.news`, of all servers; claims of one that is away are lost."""
-        return [one for session in self._sessions.parts for one in session.news()]
+        return [one for session in self._sessions.parts for one in session.collect_events()]
 
     def stop(self) -> None:
         """Renew no more: the sessions run out."""
         for session in self._sessions.parts:
             session.stop()
 
-    def disown(self) -> None:
+    def disown_partitions(self) -> None:
         """Read nothing any more. Raises `redis.RedisError`."""
-        self._sessions.parts[0].disown()
+        self._sessions.parts[0].disown_partitions()
 
     def close(self) -> None:
         """End the sessions: what they still hold is free at once."""
@@ -343,11 +347,11 @@ class Sessions:
 
 def connect_servers(text: str) -> ByServer["redis.Redis"]:
     """A worker's clients of all servers of an address list."""
-    answer_s = {"answer_s": ANSWER_S} if len(split_urls(text)) > 1 else {}
+    answer_s = {"answer_s": SERVER_TIMEOUT_S} if len(split_urls(text)) > 1 else {}
     return ByServer.from_urls(text, lambda url: redis_client(url, **answer_s))
 
 
-def record_on(clients: ByServer["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> Record:
+def open_record(clients: ByServer["redis.Redis"], pipeline: Pipeline, settings: RecordSettings) -> Record:
     """The records of a pipeline on its servers."""
     if len(clients.parts) == 1:
         return Record(clients.parts[0], pipeline, settings)

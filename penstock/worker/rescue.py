@@ -24,7 +24,7 @@ import redis
 from penstock.bus.contract import Delivery, Member, OrphanReader
 from penstock.errors import BusError
 from penstock.names import Stage
-from penstock.record import Record, Session, Sessions, Waiting
+from penstock.record import Record, Session, Sessions, UnclaimedMessage
 from penstock.redis.client import is_away
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Rescuer:
         session: Session | Sessions,
         member: Member,
         reader: OrphanReader | None,
-        read: Callable[[Delivery], Waiting | None],
+        read: Callable[[Delivery], UnclaimedMessage | None],
     ) -> None:
         self._record, self._stage, self._session, self._member, self._read = record, stage, session, member, read
         self._reader = reader
@@ -95,7 +95,7 @@ class Rescuer:
     def put_down_waiting(self) -> None:
         """Put down messages that were not begun here in time (1). Raises `redis.RedisError`."""
         known, now_s = self._since, time.monotonic()
-        waiting = [delivery for delivery in self._member.waiting() if delivery.klass == "interactive"]
+        waiting = [delivery for delivery in self._member.list_prefetched() if delivery.klass == "interactive"]
         sums = accumulate(len(delivery.value) for delivery in waiting)
         near = waiting[: sum(1 for _ in takewhile(lambda num_bytes: num_bytes <= MAX_WAITING_BYTES, sums))]
         self._since = {_offset_of(delivery): known.get(_offset_of(delivery), now_s) for delivery in near}
@@ -113,18 +113,18 @@ class Rescuer:
         """
         if self._reader is None:
             return False
-        parts = list(self._session.adopted)
+        parts = list(self._session.adopted_partitions)
         self._put_down_found()
         if parts:
-            found = self._reader.read(
-                parts, max(0, MAX_FREE_REQUESTS - self._record.num_free(self._stage) - len(self._found))
+            found = self._reader.read_orphans(
+                parts, max(0, MAX_FREE_REQUESTS - self._record.count_free(self._stage) - len(self._found))
             )
             if found:
                 log.info("%d messages that no other %s worker reads", len(found), self._stage)
             self._found += found
             self._put_down_found()
         else:
-            self._reader.read([], 0)
+            self._reader.read_orphans([], 0)
         return bool(parts)
 
     def _put_down_found(self) -> None:
@@ -143,7 +143,7 @@ class Rescuer:
         left = {one.id for one in self._record.put_down(self._stage, [one for _, one in whose])}
         return [delivery for delivery, one in whose if one.id in left]
 
-    def _read_waiting(self, delivery: Delivery) -> Waiting | None:
+    def _read_waiting(self, delivery: Delivery) -> UnclaimedMessage | None:
         try:
             return self._read(delivery)
         except Exception:  # who claims it finds that out, and ends it

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import redis
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.bus.letters import dead_message
+from penstock.bus.letters import build_dead_letter
 from penstock.errors import (
     POISONOUS,
     AttemptsExhausted,
@@ -54,11 +54,11 @@ class RetryPolicy:
 
     def retry_later(self, delivery: Delivery, claim: Claim, error: RequestError) -> bool:
         """Release a request for a later attempt. Returns False if its attempts are used up, so that it must end."""
-        tries = claim.tries
+        tries = claim.attempts_without_token
         if tries >= self._record.settings.fail_attempts:
             return False
         delay_s = self._delay_s(tries)
-        self._record.release(claim, failed=True, delivered=delivery.is_held, wait_s=delay_s)  # 1
+        self._record.release_claim(claim, failed=True, delivered=delivery.is_held, wait_s=delay_s)  # 1
         self._queue.defer(delivery, delay_s)  # 2
         self._retried(error.code)
         return True
@@ -72,18 +72,18 @@ class RetryPolicy:
 
         The attempt does not count. Returns whether the request waits.
         """
-        if not has_to_wait or claim.exhausted or claim.cancelled:
+        if not has_to_wait or claim.is_exhausted or claim.is_cancelled:
             return False
-        self._record.release(claim, delivered=delivery.is_held, wait_s=SUSPECT_DEFERRAL_S)
+        self._record.release_claim(claim, delivered=delivery.is_held, wait_s=SUSPECT_DEFERRAL_S)
         self._queue.defer(delivery, SUSPECT_DEFERRAL_S)
         return True
 
 
 def reason_to_end(claim: Claim, deadline: float | None) -> RequestError | None:
     """Return the error of a request that is cancelled, tried too often or too late; None when there is work to do."""
-    if claim.cancelled:
+    if claim.is_cancelled:
         return Cancelled("cancelled")
-    if claim.exhausted:
+    if claim.is_exhausted:
         return AttemptsExhausted(f"worker lost: {claim.attempts - 1} in a row, without a new token of this request")
     return deadline_error(deadline)
 
@@ -119,5 +119,5 @@ def make_dead_letters(
     """Return the dead letter of a request that ends with `error`, if that error calls for one."""
     if error is None or error.code not in POISONOUS:
         return []
-    tries = 1 if claim is None else max(1, claim.tries - isinstance(error, AttemptsExhausted))
-    return [dead_message(pipeline, delivery, f"{error.code}: {error}", error.stack, tries)]
+    tries = 1 if claim is None else max(1, claim.attempts_without_token - isinstance(error, AttemptsExhausted))
+    return [build_dead_letter(pipeline, delivery, f"{error.code}: {error}", error.stack, tries)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Member, Outgoing, Settlement
-from penstock.bus.letters import dead_message
+from penstock.bus.letters import build_dead_letter
 from penstock.errors import BusUnavailable, DeliveryLost, InternalError, RequestTooLarge
 from penstock.failpoints import failpoint
 from penstock.messages import ErrorInfo, Result
@@ -139,7 +139,7 @@ class Settler:
 
     def close(self) -> None:
         """Settle what is pending as far as that is possible now, and end the thread."""
-        self.wait_settled(ABANDON_TIMEOUT_S if self._member.trouble else CLOSE_TIMEOUT_S)
+        self.wait_settled(ABANDON_TIMEOUT_S if self._member.current_problem else CLOSE_TIMEOUT_S)
         self.abandon()
 
     def abandon(self) -> None:
@@ -201,7 +201,9 @@ class Settler:
                     return
             except BusUnavailable as error:
                 now_s = time.monotonic()
-                if self._member.trouble or not troubled_s:  # a first failure may have taken longer than `ALONE_S`
+                if (
+                    self._member.current_problem or not troubled_s
+                ):  # a first failure may have taken longer than `ALONE_S`
                     troubled_s = now_s
                 if not is_away(error) or now_s > min(begun_s + MAX_RETRY_S, troubled_s + MAX_RETRY_ALONE_S):
                     raise
@@ -259,5 +261,5 @@ def replace_oversized(pipeline: Pipeline, settlement: Settlement, why: RequestTo
                 error=ErrorInfo.from_error(cause),
             )
             outputs.append(Outgoing(output.topic, result.encode(), output.key, headers))
-    letter = dead_message(pipeline, settlement.delivery, f"{cause.code}: {cause}")
+    letter = build_dead_letter(pipeline, settlement.delivery, f"{cause.code}: {cause}")
     return replace(settlement, outputs=[*outputs, letter])

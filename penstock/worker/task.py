@@ -16,7 +16,7 @@ from penstock.errors import RequestError, RequestTooLarge
 from penstock.kvstore.connector import KVConnector, SequenceBlocks
 from penstock.messages import EndEvent, FinishReason, Job, Request, TokenEvent, now_s
 from penstock.names import PriorityClass, Stage
-from penstock.record import Claim, Waiting
+from penstock.record import Claim, UnclaimedMessage
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import Operation
 from penstock.worker.delivery_queue import serialize_delivery
@@ -88,13 +88,15 @@ class Task:
         """The request's tenant."""
         return "default" if self.message is None else self.message.tenant
 
-    def to_claim_request(self) -> Waiting:
+    def to_claim_request(self) -> UnclaimedMessage:
         """Return what a claim needs to know of the request.
 
         The message is left out where it is too large to keep. Then only its delivery can bring the request back.
         """
         is_kept = not isinstance(self.error, RequestTooLarge)
-        return Waiting(self.id, self.body_hash, self.job_name, serialize_delivery(self.delivery) if is_kept else b"")
+        return UnclaimedMessage(
+            self.id, self.body_hash, self.job_name, serialize_delivery(self.delivery) if is_kept else b""
+        )
 
     def start_span(self, name: str) -> None:
         """Start the span of the work on the request."""

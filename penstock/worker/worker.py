@@ -36,7 +36,7 @@ from functools import partial
 import redis
 
 from penstock.bus.contract import Delivery, Member, Settlement
-from penstock.bus.letters import dead_message
+from penstock.bus.letters import build_dead_letter
 from penstock.engine.engine import Sampled
 from penstock.engine.sequence import State
 from penstock.engine.token_text import get_token_texts
@@ -46,7 +46,7 @@ from penstock.kvstore.connector import KVConnector, Loaded, Stored
 from penstock.kvstore.store import KVStore
 from penstock.messages import DEFAULT_MAX_TOKENS, TokenEvent, now_s
 from penstock.names import CLASSES, Pipeline, PriorityClass
-from penstock.record import AppendOutcome, Bound, Busy, Claim, Conflict, News, Record, Sessions, Waiting
+from penstock.record import AppendOutcome, Bound, Busy, Claim, ClaimEvent, Conflict, Record, Sessions, UnclaimedMessage
 from penstock.telemetry import tracing
 from penstock.telemetry.genai import build_request_attributes, build_usage_attributes
 from penstock.telemetry.meters import Meters
@@ -102,8 +102,8 @@ class Worker:
         self.role, self.stage, self.pipeline, self.name = role, role.stage, pipeline, name
         self.engine, self.store, self.record, self.member = role.engine, store, record, member
         self.metrics = metrics or StageMetrics(Meters(is_on=False), pipeline.name, self.stage, name, "")
-        reader = member.orphan_reader()
-        self.session = Sessions(record, self.stage, name, member.parts, adopts=reader is not None)
+        reader = member.create_orphan_reader()
+        self.session = Sessions(record, self.stage, name, member.list_partitions, adopts=reader is not None)
         self.kv = KVConnector(store, self.engine, self.engine.pool.num_blocks)
         self.settler, self.queue, self.load = (
             Settler(member, pipeline, self.kv.wake_waiter),
@@ -148,11 +148,11 @@ class Worker:
         """Drop requests whose claims were lost, and end those that were cancelled."""
         self.settler.raise_failure()
         self.rescuer.raise_failure()
-        for claim, news in self.session.news():
+        for claim, news in self.session.collect_events():
             task = self.running.get(claim.id)
             if task is None or task.claim is not claim:
                 continue
-            if news is News.LOST:
+            if news is ClaimEvent.LOST:
                 self._drop_lost_task(task)
             elif not task.is_in_flight:  # else its token is refused
                 task.error = Cancelled(f"cancelled in {self.stage}")
@@ -229,7 +229,7 @@ class Worker:
             self.metrics.record_preprocess(task.read_s - task.started_s)
         return task
 
-    def make_claim_request(self, delivery: Delivery) -> Waiting | None:
+    def make_claim_request(self, delivery: Delivery) -> UnclaimedMessage | None:
         """Return what a claim needs to know of a message that no worker has begun; None where it cannot be put down.
 
         Any thread may call this.
@@ -265,7 +265,7 @@ class Worker:
         if self.settler.is_settling(delivery):
             self.queue.defer(delivery, SETTLING_DEFERRAL_S)
             return False
-        return self.member.holds(delivery)
+        return self.member.is_holding(delivery)
 
     def _find_undelivered_task(self, task: Task) -> Task | None:
         """Return the running request of this message if it was taken over, and so has no delivery of its own."""
@@ -281,14 +281,14 @@ class Worker:
         room = max(self.load.capacities.values()) if accept and self.session.num_free else 0
         if room <= 0:
             return
-        taken = self.record.take(self.stage, self.session.id, room)
+        taken = self.record.take_over_free(self.stage, self.session.id, room)
         self.session.num_free = self.session.num_free - room if len(taken) == room else 0
         for one in taken:
             self.metrics.count_take_over()
             try:
                 delivery = deserialize_delivery(one.message)
                 if len(delivery.value) > self.role.max_inline_bytes:
-                    self.session.add(one.claim)
+                    self.session.add_claim(one.claim)
                     self.reader.submit(delivery, one.claim)
                 else:
                     self._resume_request(delivery, self.role.read_message(delivery), one.claim)
@@ -314,18 +314,18 @@ class Worker:
         """
         to_request_error(error)
         log.error("request %s cannot be gone on with", claim.id, exc_info=error)
-        self.session.drop(claim)
+        self.session.remove_claim(claim)
         task = self.running.get(claim.id)
         if task is not None and task.claim is claim:
             self._remove_task(task)
-        self.record.release(claim, failed=True, delivered=False, wait_s=self.record.settings.retry_cap_s)
+        self.record.release_claim(claim, failed=True, delivered=False, wait_s=self.record.settings.retry_cap_s)
 
     def _open_task(self, task: Task, claim: Claim) -> None:
         """Begin the work on a claimed request. A request that cannot be answered ends here."""
         task.claim, task.log_events = claim, [event for event in claim.log if isinstance(event, TokenEvent)]
         self._record_queue_wait(task)
         self._replace_older_task(task)
-        if claim.ended:
+        if claim.is_ended:
             self._complete_task(task, now_s())
             return
         cause = reason_to_end(claim, task.deadline)
@@ -335,13 +335,13 @@ class Worker:
         if task.error is None and self.retry_policy.defer_suspect(
             task.delivery, claim, has_to_wait=self._has_to_run_apart(claim)
         ):
-            self.session.drop(claim)
+            self.session.remove_claim(claim)
             return
         task.start_span(self.stage)
         task.span.set_attributes(build_request_attributes(task.operation, self.engine.model.name))
         stage_failpoint(self.stage, "decode.6.read")
         self.running[task.id] = task
-        self.session.add(claim)
+        self.session.add_claim(claim)
         if task.failure is not None and task.error is None:
             self._retry_or_end(task, task.failure)
             return
@@ -364,7 +364,7 @@ class Worker:
         """
         num_tries = 2 if is_suspect(claim) else TRUSTED_ATTEMPTS + 1
         here = [*self.running.values(), *self._handing_off]
-        return claim.attempts > 1 and any(task.claim.tries >= num_tries for task in here)
+        return claim.attempts > 1 and any(task.claim.attempts_without_token >= num_tries for task in here)
 
     def _record_queue_wait(self, task: Task) -> None:
         """Record how long a message waited.
@@ -470,7 +470,7 @@ class Worker:
         entries = [(task.claim, self._make_token_event(task, item)) for task, item in fresh]
         self._tasks_in_flight, self._sent_s = [task for task, _ in fresh], now_s()
         if entries:
-            self.record.send_append(entries)
+            self.record.send_tokens(entries)
             stage_failpoint(self.stage, "decode.7.sent")
         for task, item in mine:
             assert task.blocks is not None
@@ -506,7 +506,7 @@ class Worker:
         """Read whether the tokens sent last were appended, and act on the answers."""
         if not self._tasks_in_flight:
             return
-        outcomes, written_s, ended = self.record.collect(), time.monotonic(), []
+        outcomes, written_s, ended = self.record.collect_outcomes(), time.monotonic(), []
         sent, self._tasks_in_flight = self._tasks_in_flight, []
         for task, outcome in zip(sent, outcomes, strict=True):
             stage_failpoint(self.stage, "prefill.4.appended", "decode.7.confirmed")
@@ -597,7 +597,7 @@ class Worker:
             return
         if self.role.hands_off:
             self._handing_off.add(task)
-            self.session.add(task.claim)
+            self.session.add_claim(task.claim)
         if self.role.hands_off or task.delivery.is_held:
             settlement = Settlement(task.delivery, through.outputs + through.dead_letters)
             settling = Settling(len(through.dead_letters), task, begun_s, through.span_attributes)
@@ -619,7 +619,7 @@ class Worker:
 
     def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
-        self.settler.settle(Settlement(delivery, [dead_message(self.pipeline, delivery, reason)]), Settling(1))
+        self.settler.settle(Settlement(delivery, [build_dead_letter(self.pipeline, delivery, reason)]), Settling(1))
 
     def _finish_settled(self, outcomes: Iterable[tuple[Settling | None, bool]]) -> None:
         """Count settled deliveries. Claims of settled hand-offs are given up, the others are released."""
@@ -637,14 +637,14 @@ class Worker:
                 continue
             failpoint("prefill.5.settled")
             self._handing_off.discard(task)
-            self.session.drop(task.claim)
+            self.session.remove_claim(task.claim)
             if not settled:
                 left.append((task.claim, task.delivery.is_held))
                 continue
             handed.append(task.claim)
-            if task.end_event is None and not task.claim.ended:
+            if task.end_event is None and not task.claim.is_ended:
                 self.metrics.count_hand_off(task.klass)
-        self.record.handed_all(handed)
+        self.record.note_all_handed_off(handed)
         if handed:
             failpoint("prefill.5.handed")
         self.record.release_all(left)
@@ -670,7 +670,7 @@ class Worker:
         """Remove a request with all that it has in the engine."""
         task.span.end()
         del self.running[task.id]
-        self.session.drop(task.claim)
+        self.session.remove_claim(task.claim)
         if task.seq is not None:
             self.engine.remove_sequence(task.seq)
 
@@ -690,10 +690,10 @@ class Worker:
         self.rescuer.close()
         # Else others read what was read here, until the bus has given it away.
         with contextlib.suppress(redis.RedisError):
-            self.session.disown()
-        self.member.retire()
+            self.session.disown_partitions()
+        self.member.stop_consuming()
         for task in self.running.values():
-            if not self.member.holds(task.delivery):
+            if not self.member.is_holding(task.delivery):
                 task.delivery = replace(task.delivery, is_held=False)
 
     def is_settled(self) -> bool:
@@ -726,7 +726,7 @@ class Worker:
             self._remove_task(task)
         read = self.reader.close()
         for claim in read:
-            self.session.drop(claim)
+            self.session.remove_claim(claim)
         self.record.release_all(
             [*((one.claim, one.delivery.is_held) for one in tasks), *((one, False) for one in read)]
         )

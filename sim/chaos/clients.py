@@ -13,7 +13,7 @@ from typing import Self
 
 import redis
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.client.core import prepare_message
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
@@ -148,7 +148,7 @@ class Clients:
 
     def _publish_requests(self, work: list[Request]) -> None:
         pipeline = Pipeline(self._addresses.pipeline)
-        with contextlib.closing(connect(self._addresses, BusSettings()).publisher()) as publisher:
+        with contextlib.closing(connect_bus(self._addresses, BusSettings()).create_publisher()) as publisher:
             publisher.publish([prepare_message(pipeline, request)[1] for request in work])
 
     def _run_tasks(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import redis
 from confluent_kafka.admin import AdminClient
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
 from penstock.messages import extract_request_id
@@ -42,11 +42,11 @@ def _read_pending(client: "redis.Redis", key: str, group: str, name: str) -> set
 
 
 def _read_partitions(addresses: Addresses, topic: str, numbers: set[int]) -> set[str]:
-    follower = connect(addresses, BusSettings()).follow(topic, {})
+    follower = connect_bus(addresses, BusSettings()).follow_topic(topic, {})
     values: list[bytes] = []
     try:
-        while found := follower.read(READ_TIMEOUT_S):
-            values += [one.message.value for one in found if one.message is not None and int(one.part) in numbers]
+        while found := follower.read_messages(READ_TIMEOUT_S):
+            values += [one.message.value for one in found if one.message is not None and int(one.partition) in numbers]
     finally:
         follower.close()
     return _extract_ids(values)

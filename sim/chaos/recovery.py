@@ -25,7 +25,7 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.messages import Request
 from penstock.names import Pipeline, Stage, parse_event_id
-from penstock.record.log import Log, Status
+from penstock.record.log import RequestStatus, TokenLog
 from penstock.waiting import wait_until
 from sim.chaos.checker import Finding, check_history
 from sim.chaos.clients import Clients, ClientTask
@@ -172,7 +172,7 @@ class _Wave:
     ) -> None:  # fmt: skip
         self._number, self._plan, self._stack, self._clients = number, plan, stack, clients
         self._client, self._history, self._found = client, history, found
-        self._log = Log(client, Pipeline(stack.addresses.pipeline), RecordSettings())
+        self._log = TokenLog(client, Pipeline(stack.addresses.pipeline), RecordSettings())
         self._ids = [f"w{number}-{one}" for one in range(plan.streams)]
 
     def kill_workers(self, progress: Progress) -> None:
@@ -186,9 +186,9 @@ class _Wave:
             progress(f"wave {self._number + 1}, {len(before)} requests of {name} go on", self._found.kills)
             wait_until(partial(self._have_progressed, before), MAX_WAIT_S, f"what {name} had goes on", every_s=0.02)
 
-    def _read_states(self) -> dict[str, Status]:
+    def _read_states(self) -> dict[str, RequestStatus]:
         self._stack.restart_dead()
-        seen = {request_id: self._log.status(request_id) for request_id in self._ids}
+        seen = {request_id: self._log.read_status(request_id) for request_id in self._ids}
         return {request_id: status for request_id, status in seen.items() if status is not None}
 
     def _all_decoding(self) -> bool:
@@ -202,7 +202,7 @@ class _Wave:
         """
         while True:
             now = self._read_states()
-            held = Counter(one.owner for one in now.values() if one.stage == self._plan.stage and one.owner)
+            held = Counter(one.worker_name for one in now.values() if one.stage == self._plan.stage and one.worker_name)
             name, count = max(held.items(), key=lambda item: item[1], default=("", 0))
             if count >= MIN_REQUESTS_TO_KILL[self._plan.stage]:
                 return name
@@ -219,12 +219,12 @@ class _Wave:
         child.kill()
         now = self._read_states()
         if self._plan.stage == "decode":
-            before = {one: status.num_tokens for one, status in now.items() if status.owner == name}
+            before = {one: status.num_tokens for one, status in now.items() if status.worker_name == name}
         else:
             # What others took over meanwhile is seen here already: the lease of a second is what this has time for.
             belongs = read_owned_requests(self._stack.addresses, self._client, "prefill", name)
             handed_off = {one for one, status in now.items() if status.stage in HANDED_OFF_STAGES}
-            own = {one for one, status in now.items() if status.owner == name} | (belongs & accepted)
+            own = {one for one, status in now.items() if status.worker_name == name} | (belongs & accepted)
             before = {one: now[one].num_tokens if one in now else 0 for one in own - handed_off}
         self._history.add_entry("killed", at_s=at, worker=name, streams=before)
         self._found.kills += 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
 from penstock.local.kafka import SHORT_TIMEOUTS
@@ -148,7 +148,7 @@ def _inject_faults(
 
 def wait_until_calm(stack: Stack, clients: Clients, patience_s: float, progress: WriteLine) -> None:
     """Wait until all accepted requests have results and all clients are idle, or `patience_s` is over."""
-    bus, results = connect(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline).results_topic
+    bus, results = connect_bus(stack.addresses, BusSettings()), Pipeline(stack.addresses.pipeline).results_topic
     until, look_at, answered = time.monotonic() + patience_s, 0.0, False
     while time.monotonic() < until and not (answered and clients.is_idle):
         stack.restart_dead()
@@ -166,7 +166,7 @@ def record_topics(stack: Stack, history: History) -> None:
     """Stop the workers and record what the results and dead-letter topics hold."""
     stack.stop_workers()
     pipeline = Pipeline(stack.addresses.pipeline)
-    bus = connect(stack.addresses, BusSettings())
+    bus = connect_bus(stack.addresses, BusSettings())
     for message in bus.read_all(pipeline.results_topic):
         result = decode_message(Result, message.value)
         error = result.error.code if result.error else None

@@ -14,7 +14,7 @@ from typing import Self
 
 import redis
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
 from penstock.local.kafka import KafkaServer
 from penstock.local.processes import Child, find_free_port
@@ -225,7 +225,7 @@ class ChaosStack(Stack):
         """Start the proxies and clocks, then the stack."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self._servers.is_replicated:
-            connect(self.addresses, BusSettings(replication=3)).create_topics()
+            connect_bus(self.addresses, BusSettings(replication=3)).create_topics()
         for path in self.clocks.values():
             clock.set_clock(path, 0.0)
         for proxy in self.proxies.values():

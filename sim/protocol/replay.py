@@ -7,7 +7,7 @@ import redis
 
 from penstock.messages import EndEvent, TokenEvent, Usage
 from penstock.names import STAGES, START_HASH, Pipeline, Stage, event_id, roll_hash
-from penstock.record import Bound, Busy, Claim, Conflict, Record, Waiting
+from penstock.record import Bound, Busy, Claim, Conflict, Record, UnclaimedMessage
 from sim.protocol.script import DUE, GHOST, LATER, NEVER, NOBODY, PLACES, Message, Rec, Reply
 
 LEASE_S = 600.0
@@ -57,12 +57,12 @@ class Replay:
         args: Any = call[1:]
         match kind:
             case "handed":
-                assert self.record.handed(self.claims[args[0]]) == reply
+                assert self.record.note_handed_off(self.claims[args[0]]) == reply
             case "renew":
                 stage, session = _stage_of(args[0]), self.sessions[args[0]]
                 # The server forgot the last renewal, if it knows the session at all.
                 known_ms = int(self.client.zscore(self.pipeline.sessions_key(stage), session) or 0) + 1
-                assert self.record.renew(stage, session, known_ms) is None
+                assert self.record.renew_session(stage, session, known_ms) is None
                 self._open(args[0])
             case "crash":
                 self.ghosts.add(self.sessions[args[0]])
@@ -70,7 +70,7 @@ class Replay:
             case "reap":
                 self._reap(args[0])
             case "cancel":
-                assert self.record.cancel(self.id) == reply
+                assert self.record.cancel_request(self.id) == reply
             case "sync":
                 self._sync()
             case "lose":
@@ -97,7 +97,7 @@ class Replay:
                 epoch, failed, waits, delivered = args
                 wait_s = LEASE_S if waits else 0.0
                 claim = self.claims[epoch]
-                assert self.record.release(claim, failed=failed, delivered=delivered, wait_s=wait_s) == reply
+                assert self.record.release_claim(claim, failed=failed, delivered=delivered, wait_s=wait_s) == reply
 
     def _claim(self, args: Any, reply: Any) -> None:
         stage, index, message, lives = args
@@ -111,7 +111,7 @@ class Replay:
     def _put_down(self, args: Any, after: Rec) -> None:
         stage, message = args
         body, job = ("", str(message.job)) if message.job else (str(message.body), "")
-        self.record.put_down(stage, [Waiting(self.id, body, job, _pack(message))])
+        self.record.put_down(stage, [UnclaimedMessage(self.id, body, job, _pack(message))])
         if after.epoch not in self.epochs:
             epoch = int(self.client.hget(self.keys[0], "epoch") or 0)
             assert epoch > max(self.epochs.values())
@@ -131,14 +131,14 @@ class Replay:
                 known = self.epochs.get(epoch)
                 assert kind == "claim"
                 assert outcome.epoch > max(self.epochs.values()) if known is None else outcome.epoch == known
-                found = outcome.num_tokens, outcome.ended, outcome.cancelled, outcome.attempts
+                found = outcome.num_tokens, outcome.is_ended, outcome.is_cancelled, outcome.attempts
                 assert found == (tokens, ended, cancelled, attempts)
                 self.epochs[epoch] = outcome.epoch
                 self.claims[epoch] = outcome
 
     def _take(self, args: Any, reply: Any, before: Rec) -> None:
         stage, index, lives = args
-        taken = self.record.take(stage, self._session(index, lives), 1)
+        taken = self.record.take_over_free(stage, self._session(index, lives), 1)
         assert bool(taken) == (reply[0] == "claim")
         for one in taken:
             assert one.message == _pack(before.message)
@@ -149,19 +149,19 @@ class Replay:
         claim = self.claims[epoch]
         rolled = roll_hash(hash_of(before.tokens[:position]), token := token_of(epoch, position))
         event = TokenEvent.at_position(position, rolled, token, f"<{token}>")
-        assert self.record.append([(claim, event)]) == [reply]
+        assert self.record.append_tokens([(claim, event)]) == [reply]
 
     def _finish(self, args: Any, reply: Any) -> None:
         epoch, end = args
         claim = self.claims[epoch]
         claim.num_tokens = end.tokens
-        assert self.record.finish(claim, EndEvent(finish_reason="error", text=end.error)) == reply
+        assert self.record.finish_request(claim, EndEvent(finish_reason="error", text=end.error)) == reply
 
     def _open(self, index: int) -> None:
         """A session for the worker, in the stage that it is of."""
         self.num_sessions += 1
         self.sessions[index] = f"{self.id}-w{index}/{self.num_sessions}"
-        assert self.record.renew(_stage_of(index), self.sessions[index]) is not None
+        assert self.record.renew_session(_stage_of(index), self.sessions[index]) is not None
 
     def _session(self, index: int, lives: bool) -> str:
         """The worker's; one with nothing to lose has opened another by now, where the server lost it."""
@@ -176,7 +176,7 @@ class Replay:
         for session in over:
             stage = _stage_of(_index_of(session))
             if self.client.zadd(self.pipeline.sessions_key(stage), {session: 1}, xx=True, ch=True):
-                self.record.reap(stage, 2)
+                self.record.end_expired_sessions(stage, 2)
             assert not self.client.exists(self.pipeline.held_key(session))
         self.ghosts -= over
 

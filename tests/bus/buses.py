@@ -38,7 +38,7 @@ def take(
 
 
 def publish(bus: Bus, messages: list[Outgoing]) -> None:
-    publisher = bus.publisher()
+    publisher = bus.create_publisher()
     publisher.publish(messages)
     publisher.close()
 

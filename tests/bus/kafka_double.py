@@ -51,16 +51,16 @@ class DoubleBus(KafkaBus):
         self.lock = threading.Condition()
         self.reader: DoubleConsumer | None = None
 
-    def consumer(self, settings: Mapping[str, Any]) -> Any:
+    def create_consumer(self, settings: Mapping[str, Any]) -> Any:
         consumer = DoubleConsumer(self, settings.get("on_commit"))
         if "client.id" in settings:
             self.reader = consumer
         return consumer
 
-    def transactions(self, transactional_id: str) -> Any:
+    def create_transactions(self, transactional_id: str) -> Any:
         return DoubleTransactions(self)
 
-    def outputs(self) -> Any:
+    def create_output_writer(self) -> Any:
         return DoubleOutputs(self)
 
     def publish(self, partition: Partition, *values: bytes | None) -> None:
@@ -221,7 +221,7 @@ class DoubleOutputs:
     def __init__(self, bus: DoubleBus) -> None:
         self.bus = bus
 
-    def write(self, outputs: Sequence[Outgoing]) -> None:
+    def write_outputs(self, outputs: Sequence[Outgoing]) -> None:
         assert self.bus.goes_on.wait(PATIENCE_S)
         if self.bus.is_away:
             raise failure(KafkaError._TRANSPORT)
@@ -236,7 +236,7 @@ class DoubleTransactions:
     def clear_doubt(self, timeout_s: float = 0.0) -> bool:
         return False
 
-    def run(self, outputs: Sequence[Outgoing], offsets: list[TopicPartition], membership: object) -> None:
+    def run_transaction(self, outputs: Sequence[Outgoing], offsets: list[TopicPartition], membership: object) -> None:
         assert self.bus.goes_on.wait(PATIENCE_S)
         if self.bus.is_away:
             raise failure(KafkaError._TRANSPORT)

@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 from confluent_kafka.cimpl import NewTopic
 
 from penstock.bus.contract import Delivery, Outgoing
-from penstock.bus.kafka.ask import offsets_of, partitions_of
+from penstock.bus.kafka.ask import list_partitions, read_log_offsets
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
@@ -52,12 +52,12 @@ def test_what_is_accepted_is_kept_whatever_its_timestamp(cluster: KafkaCluster, 
     assert producer.flush(15) == 0
 
     def first_offsets(*topics: str) -> set[int]:
-        places, earliest = partitions_of(admin, topics), OffsetSpec.earliest()  # type: ignore[no-untyped-call]
-        return set(offsets_of(admin, places, earliest, IsolationLevel.READ_UNCOMMITTED).values())
+        places, earliest = list_partitions(admin, topics), OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+        return set(read_log_offsets(admin, places, earliest, IsolationLevel.READ_UNCOMMITTED).values())
 
     wait_until(lambda: first_offsets(control) == {2}, 60, "what is as old is deleted", every_s=0.1)
     assert first_offsets(topic) == {0}
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         assert len(take(member, 2)) == 2
 
 
@@ -71,7 +71,7 @@ def settle_until(bus: KafkaBus, done: Callable[[], bool]) -> None:
     """As a worker does it: try again while brokers are away, by a new member when the old one is of no more use."""
     while not done():
         held: list[Delivery] = []
-        with contextlib.suppress(BusUnavailable, MemberFenced), bus.member("prefill", "a") as member:
+        with contextlib.suppress(BusUnavailable, MemberFenced), bus.join_group("prefill", "a") as member:
             tries = 0
             while tries < 5 and not done():
                 held += member.poll(0.1, ROOM)
@@ -93,7 +93,7 @@ def test_one_broker_is_killed_while_requests_flow(cluster: KafkaCluster, pipelin
     over = threading.Event()
 
     def request_forever() -> None:
-        publisher = bus.publisher()
+        publisher = bus.create_publisher()
         with contextlib.closing(publisher):
             while not over.wait(0.02):
                 name = str(len(accepted))

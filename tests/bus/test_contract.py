@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Bus, Delivery, Member, Outgoing, Settlement
-from penstock.bus.kafka.buffer import BUFFER_MESSAGES
+from penstock.bus.kafka.buffer import MAX_BUFFERED_MESSAGES
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.member import KafkaMember
-from penstock.bus.letters import dead_message
+from penstock.bus.letters import build_dead_letter
 from penstock.bus.streams.bus import StreamsBus
 from penstock.bus.streams.member import StreamsMember
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced, RequestTooLarge
@@ -64,7 +64,7 @@ def address_of(bus: Bus) -> str:
 
 def test_check_and_create_again(bus: Bus) -> None:
     assert bus.create_topics() == []
-    assert "at" in bus.check()
+    assert "at" in bus.check_connection()
 
 
 def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipeline) -> None:
@@ -74,7 +74,7 @@ def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipel
         Outgoing(topic, b"\x00\xff", None, {}),
     ]
     publish(bus, sent)
-    with bus.member("decode", "a") as member:
+    with bus.join_group("decode", "a") as member:
         taken = take(member, 2)
         assert {(d.value, d.key, tuple(d.headers.items())) for d in taken} == {
             (m.value, m.key, tuple(m.headers.items())) for m in sent
@@ -82,9 +82,9 @@ def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipel
         assert all(d.topic == topic and d.klass == "interactive" for d in taken)
         assert all(abs(d.timestamp_s - time.time()) < 60 for d in taken)
         assert len({d.position for d in taken}) == 2
-        assert member.held() == 2
+        assert member.count_held() == 2
         member.settle([answered(pipeline, d) for d in taken])
-        assert member.held() == 0
+        assert member.count_held() == 0
         assert member.poll(0.0, ROOM) == []
     found = bus.read_all(pipeline.results_topic)
     assert {(m.value, m.key) for m in found} == {(m.value, m.key) for m in sent}
@@ -92,14 +92,14 @@ def test_publish_poll_settle_with_key_headers_and_time(bus: Bus, pipeline: Pipel
 
 def test_lost_delivery_is_refused_and_nothing_is_published(bus: Bus, pipeline: Pipeline) -> None:
     publish(bus, numbered(pipeline.job_topic("interactive"), 2))
-    with bus.member("decode", "a") as member:
+    with bus.join_group("decode", "a") as member:
         done, fresh = take(member, 2)
         member.settle([Settlement(done)])
         with pytest.raises(DeliveryLost) as lost:
             member.settle([answered(pipeline, done), answered(pipeline, fresh)])
         assert lost.value.deliveries == [done]
         assert bus.read_all(pipeline.results_topic) == []
-        assert member.held() == 1
+        assert member.count_held() == 1
         member.settle([answered(pipeline, fresh)])
     assert values(bus.read_all(pipeline.results_topic)) == [fresh.value]
 
@@ -110,20 +110,20 @@ def test_size_limits(bus: Bus, pipeline: Pipeline) -> None:
     publish(bus, [Outgoing(topic, b"x" * 10_000_000), Outgoing(topic, b"y" * largest, "k")])
     with pytest.raises(RequestTooLarge):
         publish(bus, [Outgoing(topic, b"small"), Outgoing(topic, b"z" * (largest + 1), "k")])
-    with bus.member("decode", "a") as member:
+    with bus.join_group("decode", "a") as member:
         taken = take(member, 2)
         assert sorted(len(d.value) for d in taken) == [10_000_000, largest]
         with pytest.raises(RequestTooLarge):
             member.settle([Settlement(taken[0], [Outgoing(pipeline.results_topic, b"z" * (largest + 2))])])
-        assert member.held() == 2
+        assert member.count_held() == 2
         member.settle([answered(pipeline, d) for d in taken])
     assert sorted(len(m.value) for m in bus.read_all(pipeline.results_topic)) == [10_000_000, largest]
 
 
 def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus, pipeline: Pipeline) -> None:
     topic = pipeline.job_topic("batch")
-    with contextlib.closing(bus.publisher()) as publisher:
-        first, large, last = publisher.send(
+    with contextlib.closing(bus.create_publisher()) as publisher:
+        first, large, last = publisher.send_messages(
             [Outgoing(topic, b"first"), Outgoing(topic, b"z" * (MAX_MESSAGE_BYTES + 1)), Outgoing(topic, b"last")]
         )
         assert (first.result(30), last.result(30)) == (None, None)
@@ -134,12 +134,12 @@ def test_of_messages_that_are_sent_together_only_the_refused_one_fails(bus: Bus,
 
 def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: Pipeline) -> None:
     publish(bus, numbered(pipeline.job_topic("interactive"), 30))
-    with bus.member("decode", "a") as member:
+    with bus.join_group("decode", "a") as member:
         taken = sorted(take(member, 30), key=lambda d: int(d.value))
         for d in taken[::-3]:
             member.settle([answered(pipeline, d)])
         unfinished = {d.value for d in taken} - {d.value for d in taken[::-3]}
-    with bus.member("decode", "b") as member:
+    with bus.join_group("decode", "b") as member:
         again = take(member, len(unfinished))
         assert {d.value for d in again} == unfinished
         member.settle([answered(pipeline, d) for d in again])
@@ -149,7 +149,7 @@ def test_out_of_order_then_restart_repeats_no_finished_work(bus: Bus, pipeline: 
 
 def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeline) -> None:
     publish(bus, numbered(pipeline.job_topic("batch"), 200))
-    with bus.member("decode", "a") as member:
+    with bus.join_group("decode", "a") as member:
         held = take(member, 2, {"interactive": 5, "batch": 2})
         # Longer than the session timeout without room for batch: the member stays, and interactive passes.
         assert member.poll(1.5, {"interactive": 5, "batch": 0}) == []
@@ -166,23 +166,23 @@ def test_interactive_first_and_a_full_class_is_paused(bus: Bus, pipeline: Pipeli
 def test_a_member_that_was_away_asks_what_it_still_holds(redis_url: str, pipeline: Pipeline) -> None:
     bus = make_bus("streams", pipeline, redis_url)
     publish(bus, numbered(pipeline.job_topic("interactive"), 1))
-    with bus.member("decode", "a") as away, bus.member("decode", "b") as other:
+    with bus.join_group("decode", "a") as away, bus.join_group("decode", "b") as other:
         assert isinstance(away, StreamsMember)
         (delivery,) = take(away, 1)
         away._client.delete(away._key)  # as it runs out while a process stands still
         (same,) = take(other, 1)
         away._beat_at = time.monotonic() - 60
         away._note_beat(time.monotonic())
-        assert not away.holds(delivery)
-        assert away.held() == 0
-        assert other.holds(same)
+        assert not away.is_holding(delivery)
+        assert away.count_held() == 0
+        assert other.is_holding(same)
 
 
 def test_dead_letter_has_reason_origin_and_outputs(bus: Bus, pipeline: Pipeline) -> None:
     publish(bus, [Outgoing(pipeline.job_topic("batch"), b"bad", "k", {"penstock-tenant": "t"})])
-    with bus.member("decode", "a") as member:
+    with bus.join_group("decode", "a") as member:
         (d,) = take(member, 1)
-        letter = dead_message(pipeline, d, "cannot be read")
+        letter = build_dead_letter(pipeline, d, "cannot be read")
         member.settle([Settlement(d, [letter, Outgoing(pipeline.results_topic, b"error")])])
     (dead,) = bus.read_all(pipeline.dead_letter_topic)
     assert (dead.value, dead.key) == (b"bad", "k")
@@ -201,16 +201,16 @@ def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipelin
     """At once, while it finishes what it has; of that nothing is done twice."""
     topic = pipeline.job_topic("interactive")
     publish(bus, numbered(topic, 12))
-    with bus.member("decode", "a") as leaver:
+    with bus.join_group("decode", "a") as leaver:
         (held,) = take(leaver, 1, {"interactive": 1})
-        leaver.retire()
-        with bus.member("decode", "b") as stayer:
+        leaver.stop_consuming()
+        with bus.join_group("decode", "b") as stayer:
             rest: list[Delivery] = []
             while len({delivery.value for delivery in rest} - {held.value}) < 11:  # what is held may come among them
                 rest += take(stayer, 1)
             stayer.settle([answered(pipeline, delivery) for delivery in rest if delivery.value != held.value])
             leaver.settle([Settlement(replace(held, is_held=False), [Outgoing(pipeline.results_topic, b"more", "m")])])
-            if leaver.holds(held):
+            if leaver.is_holding(held):
                 leaver.settle([answered(pipeline, held)])
             else:
                 with pytest.raises(DeliveryLost):
@@ -224,9 +224,9 @@ def test_who_retires_hands_over_what_it_did_not_take(bus: Bus, pipeline: Pipelin
 
 def test_same_name_restart_fences_the_older(bus: Bus, pipeline: Pipeline) -> None:
     publish(bus, numbered(pipeline.job_topic("interactive"), 2))
-    with bus.member("decode", "a") as old:
+    with bus.join_group("decode", "a") as old:
         taken = take(old, 2)
-        with bus.member("decode", "a") as new:
+        with bus.join_group("decode", "a") as new:
             with pytest.raises((MemberFenced, DeliveryLost)):
                 old.settle([answered(pipeline, d) for d in taken])
             assert bus.read_all(pipeline.results_topic) == []
@@ -242,7 +242,7 @@ def test_redelivery_after_a_crash(
     publish(bus, numbered(pipeline.job_topic("interactive"), 1))
     victim = spawn("victim", "hold")
     wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {victim.read_log_tail()}")
-    with bus.member("decode", "b") as member:
+    with bus.join_group("decode", "b") as member:
         assert member.poll(0.0, ROOM) == []
         victim.kill()
         (d,) = take(member, 1)
@@ -257,7 +257,7 @@ def test_who_slept_too_long_cannot_settle(
     sleeper = spawn("sleeper", "hold")
     wait_until((tmp_path / "held").exists, 30.0, f"the worker holds it: {sleeper.read_log_tail()}")
     sleeper.send_signal(signal.SIGSTOP)
-    with bus.member("decode", "b") as member:
+    with bus.join_group("decode", "b") as member:
         (d,) = take(member, 1)
         (tmp_path / "go").touch()
         sleeper.send_signal(signal.SIGCONT)
@@ -271,14 +271,18 @@ def test_what_was_paused_when_it_went_is_read_when_it_comes_back(kafka: str, pip
     """librdkafka keeps a partition's pause for as long as the process lives."""
     bus = make_bus("kafka", pipeline, kafka)
     bus.create_topics()
-    topic, total = pipeline.job_topic("interactive"), 4 * BUFFER_MESSAGES
+    topic, total = pipeline.job_topic("interactive"), 4 * MAX_BUFFERED_MESSAGES
     publish(bus, numbered(topic, total))
     found: list[bytes] = []
-    with bus.member("decode", "a") as stayer:
+    with bus.join_group("decode", "a") as stayer:
         assert isinstance(stayer, KafkaMember)
-        wait_until(lambda: len(stayer.waiting()) >= BUFFER_MESSAGES, 30, "its class is full: it pauses both partitions")
-        with bus.member("decode", "b") as leaver:
-            wait_until(lambda: len(leaver.parts()) == len(stayer.parts()) == 1, 30, "each has one")
+        wait_until(
+            lambda: len(stayer.list_prefetched()) >= MAX_BUFFERED_MESSAGES,
+            30,
+            "its class is full: it pauses both partitions",
+        )
+        with bus.join_group("decode", "b") as leaver:
+            wait_until(lambda: len(leaver.list_partitions()) == len(stayer.list_partitions()) == 1, 30, "each has one")
             wait_until(lambda: not work_off(stayer, found), 30, "what it kept is worked off, and the other is not full")
         wait_until(lambda: work_off(stayer, found) and len(found) == total, 30, "what came back is read")
     assert sorted(map(int, found)) == list(range(total))
@@ -304,7 +308,7 @@ def test_rebalances_and_kills_while_working_answer_each_exactly_once(
 
     def work(name: str, until: Callable[[], bool]) -> None:
         try:
-            with bus.member("decode", name) as member:
+            with bus.join_group("decode", name) as member:
                 while not until():
                     try:
                         work_until(bus, pipeline, member, until)
@@ -343,12 +347,12 @@ def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> 
     bus = make_bus("kafka", pipeline, kafka, HASTY)
     bus.create_topics()
     publish(bus, numbered(pipeline.job_topic("interactive"), 1))
-    with bus.member("decode", "a") as member:
+    with bus.join_group("decode", "a") as member:
         (d,) = take(member, 1)
         with pytest.raises(BusUnavailable):
             member.settle([Settlement(d, [Outgoing(pipeline.results_topic, b"seen"), Outgoing("no-such-topic", b"")])])
         assert bus.read_all(pipeline.results_topic) == []
-        assert member.held() == 1
+        assert member.count_held() == 1
         member.settle([answered(pipeline, d)])
     assert values(bus.read_all(pipeline.results_topic)) == [b"0"]
 
@@ -356,9 +360,9 @@ def test_a_failed_transaction_leaves_nothing(kafka: str, pipeline: Pipeline) -> 
 def test_no_server_at_the_address(pipeline: Pipeline) -> None:
     bus = make_bus("streams", pipeline, "redis://127.0.0.1:1/0")
     with pytest.raises(BusUnavailable):
-        bus.check()
+        bus.check_connection()
     with pytest.raises(BusUnavailable):
-        bus.member("decode", "a")
+        bus.join_group("decode", "a")
 
 
 @pytest.mark.server
@@ -367,7 +371,7 @@ def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: P
     bus = make_bus("streams", pipeline, server.url)
     bus.create_topics()
     publish(bus, numbered(pipeline.job_topic("interactive"), 2))
-    with server, bus.member("decode", "a") as member:
+    with server, bus.join_group("decode", "a") as member:
         held = take(member, 1, {"interactive": 1})
         server.kill()
         with pytest.raises(BusUnavailable):
@@ -383,7 +387,7 @@ def test_streams_member_survives_a_killed_server(pipeline: Pipeline, tmp_path: P
 def test_a_lost_reply_is_recovered(redis_url: str, pipeline: Pipeline) -> None:
     bus = make_bus("streams", pipeline, redis_url)
     publish(bus, numbered(pipeline.job_topic("interactive"), 3))
-    with bus.member("decode", "a") as member:
+    with bus.join_group("decode", "a") as member:
         assert isinstance(member, StreamsMember)
         (held,) = take(member, 1, {"interactive": 1})
         # What the server counts as delivered while the reply did not reach us.
@@ -402,7 +406,7 @@ def test_kafka_member_survives_a_killed_broker(pipeline: Pipeline, tmp_path: Pat
     bus = make_bus("kafka", pipeline, server.bootstrap, HASTY)
     bus.create_topics()
     publish(bus, numbered(pipeline.job_topic("interactive"), 3))
-    with server, bus.member("decode", "a") as member:
+    with server, bus.join_group("decode", "a") as member:
         held = take(member, 3)
         member.settle([answered(pipeline, held[0])])
         server.kill()
@@ -435,45 +439,45 @@ def test_prefill_hands_off_out_of_order_and_a_restart_repeats_nothing(
     bus: Bus, pipeline: Pipeline, requests: list[Outgoing]
 ) -> None:
     """What was finished is committed before the partitions are given up, beyond what is not finished too."""
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         taken = sorted(take(member, 30), key=lambda d: int(d.value))
         for d in taken[::-3]:
             member.settle([handed_off(pipeline, d)])
-            assert not member.holds(d)
+            assert not member.is_holding(d)
         unfinished = {d.value for d in taken} - {d.value for d in taken[::-3]}
-        assert member.held() == len(unfinished)
-    with bus.member("prefill", "b") as member:
+        assert member.count_held() == len(unfinished)
+    with bus.join_group("prefill", "b") as member:
         again = take(member, len(unfinished))
         assert {d.value for d in again} == unfinished
         member.settle([handed_off(pipeline, d) for d in again])
         assert member.poll(0.3, ROOM) == []
     assert len(bus.read_all(pipeline.job_topic("interactive"))) == 30
-    wait_until(lambda: not bus.unsettled()[pipeline.request_topic("interactive")], 30, "all of it is committed")
+    wait_until(lambda: not bus.count_unsettled()[pipeline.request_topic("interactive")], 30, "all of it is committed")
 
 
 def test_prefill_publishes_nothing_for_a_lost_delivery(bus: Bus, pipeline: Pipeline, requests: list[Outgoing]) -> None:
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         done, fresh = take(member, 30)[:2]
         member.settle([Settlement(done)])
         with pytest.raises(DeliveryLost) as lost:
             member.settle([handed_off(pipeline, done), handed_off(pipeline, fresh)])
         assert lost.value.deliveries == [done]
         assert bus.read_all(pipeline.job_topic("interactive")) == []
-        assert member.holds(fresh)
+        assert member.is_holding(fresh)
 
 
 def test_prefill_finishes_nothing_whose_outputs_are_not_out(
     bus: Bus, pipeline: Pipeline, requests: list[Outgoing]
 ) -> None:
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         (d, *_) = take(member, 30)
         with pytest.raises(RequestTooLarge):
             member.settle([Settlement(d, [Outgoing(pipeline.job_topic("batch"), b"z" * (MAX_MESSAGE_BYTES + 1))])])
-        assert member.holds(d)
+        assert member.is_holding(d)
         if isinstance(bus, KafkaBus):
             with pytest.raises(BusUnavailable):
                 member.settle([Settlement(d, [Outgoing("no-such-topic", b"")])])
-            assert member.holds(d)
+            assert member.is_holding(d)
 
 
 def handed_off(pipeline: Pipeline, delivery: Delivery) -> Settlement:

@@ -11,8 +11,8 @@ from confluent_kafka import Consumer, Producer
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, Settlement
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.kafka.orphans import KafkaOrphans
-from penstock.bus.letters import dead_message
+from penstock.bus.kafka.orphans import KafkaOrphanReader
+from penstock.bus.letters import build_dead_letter
 from penstock.bus.streams.bus import StreamsBus
 from penstock.config.settings import BusSettings
 from penstock.names import ORIGIN_HEADER, REASON_HEADER, Pipeline
@@ -72,17 +72,17 @@ def test_header_names_that_are_no_text_stop_nobody(bus: KafkaBus, raw: RawProduc
     topic = pipeline.request_topic("interactive")
     publish(bus, [Outgoing(topic, b"good", "k", {"a": "b"})] * NUM_GOOD)
     raw.produce(topic, b"bad", [b"\xff\xfe", b"good", b"\xff"])
-    orphans = KafkaOrphans(pipeline, "prefill", bus.clients)
+    orphans = KafkaOrphanReader(pipeline, "prefill", bus.clients)
     found: list[Delivery] = []
     while len(found) <= NUM_GOOD:
-        found += orphans.read([f"{topic}:0"], 10)
+        found += orphans.read_orphans([f"{topic}:0"], 10)
     orphans.close()
-    follower = bus.follow(topic, {})
+    follower = bus.follow_topic(topic, {})
     followed: list[Outgoing] = []
     while len(followed) <= NUM_GOOD:
-        followed += [one.message for one in follower.read(1.0) if one.message is not None]
+        followed += [one.message for one in follower.read_messages(1.0) if one.message is not None]
     follower.close()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         taken = take(member, NUM_GOOD + 1)
         member.settle([answered(pipeline, delivery) for delivery in taken])
     for messages in (found, taken, followed, bus.read_all(topic)):
@@ -104,11 +104,11 @@ def test_bytes_in_key_and_headers_come_back_as_they_were(
         pipeline.request_topic("batch"), b"", BYTES.decode(errors="surrogateescape"), {"h": "\udcff\udcfe1"}
     )
     publish(made, [sent])
-    with made.member("prefill", "a") as member:
+    with made.join_group("prefill", "a") as member:
         (taken,) = take(member, 1)
         kept = deserialize_delivery(serialize_delivery(taken))
         assert (kept.key, kept.headers) == (taken.key, taken.headers)
-        member.settle([Settlement(taken, [dead_message(pipeline, taken, "unreadable")])])
+        member.settle([Settlement(taken, [build_dead_letter(pipeline, taken, "unreadable")])])
     (letter,) = made.read_all(pipeline.dead_letter_topic)
     assert letter.key == sent.key
     assert letter.headers["h"] == sent.headers["h"]
@@ -156,7 +156,7 @@ def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(bus: KafkaBus, pip
         producer.produce(topic, value)
     assert producer.flush(30) == 0
     publish(bus, [Outgoing(topic, b"behind")])
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         taken = take(member, 2)
         assert [delivery.value for delivery in taken] == [b"before", b"behind"]
         member.poll(0.0, ROOM)
@@ -165,8 +165,8 @@ def test_a_batch_that_cannot_be_unpacked_is_buried_and_passed(bus: KafkaBus, pip
         reasons = [letter.headers[REASON_HEADER] for letter in letters]
         assert all(f"partition 0, offset {number}, cannot be" in why for number, why in enumerate(reasons, 1))
         member.settle([answered(pipeline, delivery) for delivery in taken])
-    wait_until(lambda: not bus.unsettled()[topic], 10, "the group is behind them")
-    with bus.member("prefill", "b") as member:
+    wait_until(lambda: not bus.count_unsettled()[topic], 10, "the group is behind them")
+    with bus.join_group("prefill", "b") as member:
         assert member.poll(0.5, ROOM) == []
     assert len(bus.read_all(pipeline.dead_letter_topic)) == 3
 
@@ -176,6 +176,6 @@ def test_of_what_a_compression_hid_no_more_is_kept_than_a_message_may_have(bus: 
     producer = Producer(bus.clients | {"compression.codec": "gzip", "message.max.bytes": 10**8})
     producer.produce(topic, b"a" * 40_000_000)
     assert producer.flush(30) == 0
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         (delivery,) = take(member, 1)
         assert len(delivery.value) == MAX_MESSAGE_BYTES

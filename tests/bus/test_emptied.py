@@ -22,7 +22,7 @@ def test_a_member_outlives_the_loss_of_everything(tmp_path: Path, pipeline: Pipe
     with ValkeyServer(tmp_path) as server, redis_client(server.url) as redis:
         bus = StreamsBus(pipeline, server.url, BusSettings())
         bus.create_topics()
-        with bus.member("prefill", "a") as member, closing(bus.publisher()) as publisher:
+        with bus.join_group("prefill", "a") as member, closing(bus.create_publisher()) as publisher:
             assert member.poll(0, {"interactive": 1}) == []
             member._reclaim_at = 0.0 if is_reclaiming else time.monotonic() + 60
             redis.flushall()
@@ -37,7 +37,7 @@ def test_a_member_that_leaves_does_not_wait_for_a_beat_under_way(
     bus = StreamsBus(pipeline, redis_url, BusSettings(session_timeout_s=0.5))
     bus.create_topics()
     begun, go_on, is_over = threading.Event(), threading.Event(), threading.Event()
-    member = bus.member("prefill", "a")
+    member = bus.join_group("prefill", "a")
 
     def beat(keys: object, args: object) -> int:
         begun.set()

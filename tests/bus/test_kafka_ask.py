@@ -5,7 +5,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
 from penstock.bus.kafka import ask as kafka_ask
-from penstock.bus.kafka.ask import partitions_of, patiently
+from penstock.bus.kafka.ask import list_partitions, retry_during_election
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import client_settings
 from penstock.config.settings import BusSettings
@@ -27,21 +27,21 @@ class Brokers:
 
 def test_while_leaders_are_agreed_on_it_asks_again() -> None:
     brokers = Brokers(KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.UNKNOWN_LEADER_EPOCH)
-    assert patiently(brokers.ask) == "an answer"
+    assert retry_during_election(brokers.ask) == "an answer"
 
 
 def test_another_error_is_told_at_once() -> None:
     brokers = Brokers(KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.NOT_LEADER_FOR_PARTITION)
     with pytest.raises(KafkaException):
-        patiently(brokers.ask)
+        retry_during_election(brokers.ask)
     assert len(brokers.errors) == 1
 
 
 def test_it_does_not_ask_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_ask, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(kafka_ask, "ELECTION_PATIENCE_S", 0.0)
     brokers = Brokers(*[KafkaError.NOT_LEADER_FOR_PARTITION] * 5)
     with pytest.raises(KafkaException):
-        patiently(brokers.ask)
+        retry_during_election(brokers.ask)
 
 
 def test_only_the_topics_asked_about_are_asked_for(
@@ -55,7 +55,7 @@ def test_only_the_topics_asked_about_are_asked_for(
 
     monkeypatch.setattr(AdminClient, "list_topics", never)
     admin, topic = AdminClient(client_settings(kafka)), pipeline.request_topic("batch")
-    assert partitions_of(admin, [topic, f"{topic}-no-such"]) == [(topic, 0), (topic, 1)]
-    assert set(bus.unsettled()) == {
+    assert list_partitions(admin, [topic, f"{topic}-no-such"]) == [(topic, 0), (topic, 1)]
+    assert set(bus.count_unsettled()) == {
         *pipeline.input_topics("prefill").values(), *pipeline.input_topics("decode").values()
     }  # fmt: skip

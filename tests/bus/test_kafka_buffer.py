@@ -1,7 +1,7 @@
 """What a Kafka member commits, when its partitions move on while it does."""
 
 from penstock.bus.contract import Delivery
-from penstock.bus.kafka.buffer import Holdings
+from penstock.bus.kafka.buffer import PrefetchBuffer
 from penstock.names import Pipeline
 
 
@@ -9,17 +9,17 @@ def test_what_is_passed_over_during_a_commit_is_in_the_next() -> None:
     """Else the marker behind the last message would look like work that nobody does."""
     pipeline = Pipeline("p")
     topic = pipeline.job_topic("interactive")
-    holdings = Holdings(pipeline, "decode")
-    holdings.assign((topic, 0), 0, "")
-    holdings.arrive(Delivery(topic, "0:0", b"job", None, {}, "interactive", 0.0))
+    holdings = PrefetchBuffer(pipeline, "decode")
+    holdings.assign_partition((topic, 0), 0, "")
+    holdings.add_message(Delivery(topic, "0:0", b"job", None, {}, "interactive", 0.0))
     found = holdings.hand_out({"interactive": 1})
-    commits = holdings.to_commit(found)
+    commits = holdings.build_commits(found)
     assert commits == [((topic, 0), 1, "")]
     holdings.reach_end((topic, 0), 2)
-    holdings.finish(found)
-    holdings.committed(commits)
-    again = holdings.to_commit()
+    holdings.finish_deliveries(found)
+    holdings.note_committed(commits)
+    again = holdings.build_commits()
     assert again == [((topic, 0), 2, "")]
-    holdings.committed(again)
-    assert holdings.to_commit() == []
+    holdings.note_committed(again)
+    assert holdings.build_commits() == []
     holdings.check_integrity()

@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from penstock.bus.contract import Delivery, Settlement
 from penstock.bus.kafka import member as kafka_member
 from penstock.bus.kafka import progress as kafka_progress
-from penstock.bus.kafka.commits import OffsetCommits
+from penstock.bus.kafka.commits import OffsetCommitter
 from penstock.bus.kafka.member import KafkaMember
 from penstock.bus.kafka.offsets import PartitionOffsets
-from penstock.bus.kafka.questions import Partition, Questions
+from penstock.bus.kafka.questions import Partition, PositionLookup
 from penstock.errors import BusUnavailable, DeliveryLost
 from penstock.names import ORIGIN_HEADER, Pipeline, Stage
 from penstock.waiting import wait_until
@@ -125,7 +125,7 @@ class MemberMachine(RuleBasedStateMachine):
         reader = self.bus.reader
         assert reader is not None
         assert reader.paused & set(reader.positions) == self.member._paused
-        assert self.member.trouble == ""
+        assert self.member.current_problem == ""
         with self.member._state:
             self.member._holdings.check_integrity()
 
@@ -138,7 +138,7 @@ class MemberMachine(RuleBasedStateMachine):
             done = {offset for one, offset in self.settled if one == partition}
             place = self.bus.commits.get(partition, TopicPartition(*partition, 0))
             begun = PartitionOffsets(place.offset, place.metadata or "")
-            assert not any(begun.deliver(offset) for offset in sorted(done))
+            assert not any(begun.note_delivered(offset) for offset in sorted(done))
 
 
 class DecodeMachine(MemberMachine):
@@ -175,10 +175,10 @@ def test_one_partition_whose_commits_are_not_stable_holds_up_neither_the_others_
         bus.give(OTHER)
         bus.publish(ONE, b"2")
         bus.turn_until(lambda: member.poll(0.0, ROOM), "it is read on")
-        assert member.parts() == [f"{ONE[0]}:0"]
+        assert member.list_partitions() == [f"{ONE[0]}:0"]
         assert bus.reader is not None
         bus.reader.free()
-        member.retire()
+        member.stop_consuming()
         assert not member._poller.is_alive()
 
 
@@ -186,22 +186,22 @@ def test_an_answer_counts_for_the_question_it_was_asked_for() -> None:
     """A partition that went and came back is begun where the member between stopped."""
     bus = DoubleBus()
     bus.commits[ONE] = TopicPartition(*ONE, 10)
-    questions = Questions(bus.consumer({}))
+    questions = PositionLookup(bus.create_consumer({}))
 
     def answer_late(places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         found = [bus.commits[ONE]]
         if bus.commits[ONE].offset == 10:
-            questions.forget([ONE])
+            questions.cancel_requests([ONE])
             bus.commits[ONE] = TopicPartition(*ONE, 50)
-            questions.want_starts([ONE])
+            questions.request_starts([ONE])
         return found
 
     questions._consumer.committed = answer_late  # type: ignore[method-assign, assignment]
-    questions.want_starts([ONE])
-    questions.ask(0.0)
-    assert questions.starts() == {}
-    questions.ask(0.0)
-    assert questions.starts()[ONE].offset == 50
+    questions.request_starts([ONE])
+    questions.answer_requests(0.0)
+    assert questions.take_starts() == {}
+    questions.answer_requests(0.0)
+    assert questions.take_starts()[ONE].offset == 50
 
 
 def test_commits_that_are_refused_are_not_asked_for_for_ever() -> None:
@@ -219,7 +219,7 @@ def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
     bus.publish(ONE, b"1")
     with joined(bus) as member:
         bus.give(ONE)
-        bus.turn_until(member.waiting, "it is read")
+        bus.turn_until(member.list_prefetched, "it is read")
         (delivery,) = member.poll(0.0, ROOM)
         bus.goes_on.clear()
         thread = threading.Thread(target=member.settle, args=([Settlement(delivery)],))
@@ -228,7 +228,7 @@ def test_a_partition_goes_while_a_job_is_written_and_the_job_counts() -> None:
         member._on_lost(None, [TopicPartition(*ONE)])  # type: ignore[arg-type]
         bus.goes_on.set()
         thread.join()
-        assert (member.held(), bus.commits) == (0, {})
+        assert (member.count_held(), bus.commits) == (0, {})
         with pytest.raises(DeliveryLost):
             member.settle([Settlement(delivery)])
 
@@ -238,7 +238,7 @@ def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None
     bus.publish(ONE, b"1", b"2", b"3")
     with joined(bus) as member:
         bus.give(ONE)
-        bus.turn_until(lambda: len(member.waiting()) == 3, "all is read")
+        bus.turn_until(lambda: len(member.list_prefetched()) == 3, "all is read")
         first, second, third = member.poll(0.0, ROOM)
         bus.commit_refusal = KafkaError.STALE_MEMBER_EPOCH
         member.settle([Settlement(third)])
@@ -246,36 +246,36 @@ def test_a_commit_that_is_refused_says_the_next_time_what_is_true_then() -> None
         member.settle([Settlement(first)])
         bus.commit_refusal = None
         bus.turn_until(lambda: ONE in bus.commits, "it is committed")
-        assert (bus.commits[ONE].offset, member.holds(second)) == (1, True)
-        assert PartitionOffsets(1, bus.commits[ONE].metadata or "").deliver(1)
+        assert (bus.commits[ONE].offset, member.is_holding(second)) == (1, True)
+        assert PartitionOffsets(1, bus.commits[ONE].metadata or "").note_delivered(1)
         assert not member._holdings.has_uncommitted
 
 
 @contextmanager
 def refused_commit(code: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[DoubleBus, KafkaMember]]:
     """A bus that refuses the commit of what its member has finished, once the member has noticed."""
-    monkeypatch.setattr(kafka_member, "SETTLED_S", 0.0)
+    monkeypatch.setattr(kafka_member, "MAX_SETTLEMENT_S", 0.0)
     bus = DoubleBus()
     bus.commit_refusal = code
     bus.publish(ONE, b"1")
     with joined(bus) as member:
         bus.give(ONE)
-        bus.turn_until(member.waiting, "it is read")
+        bus.turn_until(member.list_prefetched, "it is read")
         member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
-        bus.turn_until(lambda: "were not committed" in member.trouble, "it is noticed")
+        bus.turn_until(lambda: "were not committed" in member.current_problem, "it is noticed")
         yield bus, member
 
 
 def test_finished_work_that_cannot_be_committed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused_commit(KafkaError.GROUP_AUTHORIZATION_FAILED, monkeypatch) as (bus, member):
         bus.commit_refusal = None
-        bus.turn_until(lambda: member.trouble == "", "it is committed")
+        bus.turn_until(lambda: member.current_problem == "", "it is committed")
 
 
 def test_a_commit_that_is_refused_is_no_trouble_once_its_partition_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused_commit(KafkaError.STALE_MEMBER_EPOCH, monkeypatch) as (bus, member):
         bus.take_away(ONE)
-        bus.turn_until(lambda: member.trouble == "", "nothing is left to commit")
+        bus.turn_until(lambda: member.current_problem == "", "nothing is left to commit")
 
 
 def test_a_commit_that_cannot_be_sent_is_not_taken_for_the_one_under_way() -> None:
@@ -287,22 +287,22 @@ def test_a_commit_that_cannot_be_sent_is_not_taken_for_the_one_under_way() -> No
             if self.num_sent == 2:
                 raise KafkaException(KafkaError(KafkaError._STATE))
 
-    commits, consumer = OffsetCommits(), cast("Consumer", Refusing())
+    commits, consumer = OffsetCommitter(), cast("Consumer", Refusing())
     first, second = [(ONE, 1, "")], [(OTHER, 2, "")]
-    commits.send(consumer, first, {})
-    commits.send(consumer, second, {})
-    assert commits.answered(None, []) == first
+    commits.send_commits(consumer, first, {})
+    commits.send_commits(consumer, second, {})
+    assert commits.note_answer(None, []) == first
     commits.note_nothing_to_commit()
-    assert commits.trouble(time.monotonic() + 1, 0.0) == ""
+    assert commits.describe_problem(time.monotonic() + 1, 0.0) == ""
 
 
 def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_member, "REVOKE_S", 0.05)
+    monkeypatch.setattr(kafka_member, "REVOKE_TIMEOUT_S", 0.05)
     bus = DoubleBus()
     bus.publish(JOBS, b"1")
     with joined(bus, "decode") as member:
         bus.give(JOBS)
-        bus.turn_until(member.waiting, "it is read")
+        bus.turn_until(member.list_prefetched, "it is read")
         (delivery,) = member.poll(0.0, ROOM)
         bus.goes_on.clear()
         outcomes: list[BaseException] = []
@@ -310,7 +310,7 @@ def test_a_settlement_without_end_keeps_no_partition(monkeypatch: pytest.MonkeyP
         thread.start()
         wait_until(lambda: member._settling_since is not None, PATIENCE_S, "it is being settled")
         member._on_revoke(None, [TopicPartition(*JOBS)])  # type: ignore[arg-type]
-        assert not member.holds(delivery)
+        assert not member.is_holding(delivery)
         with pytest.raises(BusUnavailable, match="does not end"):
             member.poll(0.0, ROOM)
         bus.goes_on.set()
@@ -326,25 +326,25 @@ def settle(member: KafkaMember, delivery: Delivery, outcomes: list[BaseException
 
 
 def test_a_poller_that_hangs_names_no_partitions_and_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_member, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(kafka_member, "STALL_PATIENCE_S", 0.05)
     bus = DoubleBus()
     with joined(bus) as member:
         bus.give(ONE)
-        bus.turn_until(member.parts, "it is read")
-        monkeypatch.setattr(kafka_member, "TURN_S", 0.1)
+        bus.turn_until(member.list_partitions, "it is read")
+        monkeypatch.setattr(kafka_member, "MAX_POLLER_PAUSE_S", 0.1)
         bus.goes_on.clear()  # the next poll does not come back
-        wait_until(lambda: "nothing was read" in member.trouble, PATIENCE_S, "it is noticed")
-        assert member.parts() == []
+        wait_until(lambda: "nothing was read" in member.current_problem, PATIENCE_S, "it is noticed")
+        assert member.list_partitions() == []
         with pytest.raises(BusUnavailable, match="made anew"):
             wait_until(lambda: member.poll(0.0, ROOM), PATIENCE_S, "whoever polls is told")
 
 
 def test_a_settlement_without_end_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_member, "SETTLED_S", 0.0)
+    monkeypatch.setattr(kafka_member, "MAX_SETTLEMENT_S", 0.0)
     with joined(DoubleBus()) as member:
-        with member._timed():
-            wait_until(lambda: "a settlement takes" in member.trouble, PATIENCE_S, "it is noticed")
-        assert member.trouble == ""
+        with member._time_settlement():
+            wait_until(lambda: "a settlement takes" in member.current_problem, PATIENCE_S, "it is noticed")
+        assert member.current_problem == ""
 
 
 @pytest.mark.parametrize("has_leader", [True, False])
@@ -352,8 +352,8 @@ def test_a_partition_that_is_not_read_though_it_has_more_shows(
     monkeypatch: pytest.MonkeyPatch, has_leader: bool
 ) -> None:
     """Not one that has no leader: that is an outage."""
-    monkeypatch.setattr(kafka_progress, "QUIET_S", 0.01)
-    monkeypatch.setattr(kafka_progress, "STILL_S", 0.03)
+    monkeypatch.setattr(kafka_progress, "QUIET_PARTITION_S", 0.01)
+    monkeypatch.setattr(kafka_progress, "STALLED_PARTITION_S", 0.03)
     bus = DoubleBus()
     bus.deaf.add(ONE)
     bus.leaderless |= set() if has_leader else {ONE}
@@ -362,15 +362,15 @@ def test_a_partition_that_is_not_read_though_it_has_more_shows(
         bus.give(ONE)
         bus.turn_until(lambda: ONE in member._holdings.partitions, "it is begun")
         if has_leader:
-            bus.turn_until(lambda: "is not read beyond 0" in member.trouble, "it is noticed")
-            assert member.parts() == []
+            bus.turn_until(lambda: "is not read beyond 0" in member.current_problem, "it is noticed")
+            assert member.list_partitions() == []
         else:
             asked = member._progress._asked_s
             bus.turn_until(lambda: asked.get(ONE, 0.0) - member._progress._moved_s[ONE] > 0.1, "it is asked for long")
-            assert member.trouble == ""
+            assert member.current_problem == ""
         bus.deaf.clear()
         bus.turn_until(lambda: member.poll(0.0, ROOM), "it moves again")
-        assert member.trouble == ""
+        assert member.current_problem == ""
 
 
 def test_a_commit_beyond_the_end_begins_the_partition_anew() -> None:
@@ -380,7 +380,7 @@ def test_a_commit_beyond_the_end_begins_the_partition_anew() -> None:
     bus.publish(ONE, b"1", b"2")
     with joined(bus) as member:
         bus.give(ONE)
-        bus.turn_until(lambda: len(member.waiting()) == 2, "all is read")
+        bus.turn_until(lambda: len(member.list_prefetched()) == 2, "all is read")
         member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
     assert bus.commits[ONE].offset == 2
 
@@ -392,7 +392,7 @@ def test_a_commit_has_the_epoch_of_what_it_stands_behind_or_none(ends_in_a_marke
     bus.publish(ONE, b"1", *([None] if ends_in_a_marker else []))
     with joined(bus) as member:
         bus.give(ONE)
-        bus.turn_until(lambda: len(member.waiting()) == 1, "all is read")
+        bus.turn_until(lambda: len(member.list_prefetched()) == 1, "all is read")
         for _ in range(3):
             bus.turn()  # the end of the partition is told, too
         member.settle([Settlement(delivery) for delivery in member.poll(0.0, ROOM)])
@@ -407,7 +407,7 @@ def test_a_log_that_loses_its_tail_makes_the_member_anew() -> None:
     bus.publish(ONE, b"1", b"2", b"3")
     with joined(bus) as member:
         bus.give(ONE)
-        bus.turn_until(lambda: len(member.waiting()) == 3, "all is read")
+        bus.turn_until(lambda: len(member.list_prefetched()) == 3, "all is read")
         del bus.logs[ONE][1:]
         assert bus.reader is not None
         bus.reader.free()
@@ -420,26 +420,26 @@ def test_a_topic_that_may_not_be_read_shows() -> None:
     bus = DoubleBus()
     with joined(bus) as member:
         bus.give(ONE)
-        bus.turn_until(member.parts, "it is read")
+        bus.turn_until(member.list_partitions, "it is read")
         assert bus.reader is not None
         bus.reader.errors.append(refusal(ONE, KafkaError.TOPIC_AUTHORIZATION_FAILED))
         bus.turn()
-        assert "does not let this worker read" in member.trouble
-        assert member.parts() == []
+        assert "does not let this worker read" in member.current_problem
+        assert member.list_partitions() == []
         bus.publish(ONE, b"1")
         bus.turn_until(lambda: member.poll(0.0, ROOM), "it is read again")
-        assert member.trouble == ""
+        assert member.current_problem == ""
 
 
 def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_member, "DAMAGED_TRIES", 1)
+    monkeypatch.setattr(kafka_member, "MAX_UNPACK_ATTEMPTS", 1)
     bus = DoubleBus()
     with joined(bus) as member:
         bus.give(ONE)
-        bus.turn_until(member.parts, "it is begun")
+        bus.turn_until(member.list_partitions, "it is begun")
         assert bus.reader is not None
         bus.reader.errors.append(refusal(ONE, KafkaError._BAD_COMPRESSION))
-        bus.turn_until(member.held, "it is read")
+        bus.turn_until(member.count_held, "it is read")
         bus.is_away = True
         with pytest.raises(BusUnavailable):
             member.poll(0.0, ROOM)
@@ -447,4 +447,4 @@ def test_a_message_of_nobody_is_buried_after_an_outage(monkeypatch: pytest.Monke
         member.poll(0.0, ROOM)
         assert [message.topic for message in bus.written] == [NAMES.dead_letter_topic]
         assert ORIGIN_HEADER in bus.written[0].headers
-        assert member.held() == 0
+        assert member.count_held() == 0

@@ -31,43 +31,45 @@ def narrow(kafka: str, pipeline: Pipeline) -> KafkaBus:
 
 def lags(bus: Bus, topic: str, count: int) -> None:
     """What a transaction has committed is seen by all a moment later."""
-    wait_until(lambda: bus.unsettled()[topic] == count, 30, f"{count} in {topic}, not {bus.unsettled()[topic]}")
+    wait_until(
+        lambda: bus.count_unsettled()[topic] == count, 30, f"{count} in {topic}, not {bus.count_unsettled()[topic]}"
+    )
 
 
 def test_what_is_not_settled_counts_whoever_has_it(bus: Bus, pipeline: Pipeline) -> None:
     requests, jobs = pipeline.request_topic("batch"), pipeline.job_topic("batch")
-    assert set(bus.unsettled().values()) == {0}
+    assert set(bus.count_unsettled().values()) == {0}
     publish(bus, numbered(requests, 30))
     lags(bus, requests, 30)
-    with bus.member("prefill", "p") as prefill, bus.member("decode", "d") as decode:
+    with bus.join_group("prefill", "p") as prefill, bus.join_group("decode", "d") as decode:
         taken = sorted(take(prefill, 30), key=lambda delivery: int(delivery.value))
         lags(bus, requests, 30)
         for done in taken[5:]:  # out of order, each in a settlement of its own
             prefill.settle([Settlement(done, [Outgoing(jobs, done.value)])])
         lags(bus, requests, 5)
         given = take(decode, 25)
-        assert bus.unsettled()[jobs] >= 25
+        assert bus.count_unsettled()[jobs] >= 25
         decode.settle([answered(pipeline, delivery) for delivery in given])
         prefill.settle([Settlement(delivery) for delivery in taken[:5]])
 
         def is_empty() -> bool:
             """Behind the last job of a Kafka partition there is a marker: it does not count once that is read on."""
             assert decode.poll(0.0, {"interactive": 1, "batch": 1}) == []
-            return set(bus.unsettled().values()) == {0}
+            return set(bus.count_unsettled().values()) == {0}
 
-        wait_until(is_empty, 30, f"nothing is left: {bus.unsettled()}")
+        wait_until(is_empty, 30, f"nothing is left: {bus.count_unsettled()}")
 
 
 def test_topics_that_are_not_there_yet_are_empty(request: pytest.FixtureRequest, redis_url: str, kafka: str) -> None:
     for kind, address in (("streams", redis_url), ("kafka", kafka)):
-        assert set(make_bus(kind, Pipeline("not-made"), address).unsettled().values()) == {0}
+        assert set(make_bus(kind, Pipeline("not-made"), address).count_unsettled().values()) == {0}
 
 
 def test_a_bus_that_is_away_is_said_to_be(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.bus.kafka.ask.ANSWER_S", 0.3)
+    monkeypatch.setattr("penstock.bus.kafka.ask.BROKER_TIMEOUT_S", 0.3)
     for kind, address in (("streams", "redis://127.0.0.1:1/0"), ("kafka", "127.0.0.1:1")):
         with pytest.raises(BusUnavailable):
-            make_bus(kind, pipeline, address).unsettled()
+            make_bus(kind, pipeline, address).count_unsettled()
 
 
 def answer(member: Member, pipeline: Pipeline, count: int) -> None:
@@ -83,11 +85,11 @@ def test_a_request_that_never_finishes_holds_up_nobody(narrow: KafkaBus, pipelin
     """Thousands finish behind it; they do not lag, and a restart repeats none of them."""
     topic, count = pipeline.request_topic("interactive"), 3000
     publish(narrow, numbered(topic, count))
-    with narrow.member("prefill", "a") as member:
+    with narrow.join_group("prefill", "a") as member:
         (slow,) = take(member, 1, {"interactive": 1})
         answer(member, pipeline, count - 1)
         lags(narrow, topic, 1)
-    with narrow.member("prefill", "b") as member:
+    with narrow.join_group("prefill", "b") as member:
         (again,) = take(member, 1)
         assert again.value == slow.value
         assert member.poll(1.0, ROOM) == []
@@ -105,12 +107,12 @@ def test_a_partition_that_is_far_ahead_of_a_request_waits_for_it(
     narrow: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only that one: the other class goes on, and so does this one once the request is done. Two lives of a worker."""
-    monkeypatch.setattr(offsets, "MAX_AHEAD", 1000)
+    monkeypatch.setattr(offsets, "MAX_OFFSETS_AHEAD", 1000)
     topic, count = pipeline.request_topic("interactive"), 2500
     publish(narrow, numbered(topic, count))
     seen: set[bytes] = set()
     for life in range(2):
-        with narrow.member("prefill", f"life-{life}") as member:
+        with narrow.join_group("prefill", f"life-{life}") as member:
             assert isinstance(member, KafkaMember)
             (slow,) = take(member, 1, {"interactive": 1})
             seen.add(slow.value)
@@ -120,7 +122,7 @@ def test_a_partition_that_is_far_ahead_of_a_request_waits_for_it(
             publish(narrow, numbered(pipeline.request_topic("batch"), 1))
             member.settle([Settlement(delivery) for delivery in take(member, 1)])
     assert len(seen) == 1
-    with narrow.member("prefill", "last") as member:
+    with narrow.join_group("prefill", "last") as member:
         answer(member, pipeline, count - 999)
         lags(narrow, topic, 0)
     assert sorted(int(message.value) for message in narrow.read_all(pipeline.results_topic)) == list(range(count))

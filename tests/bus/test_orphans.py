@@ -6,7 +6,7 @@ import pytest
 
 from penstock.bus.contract import Delivery, OrphanReader
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.kafka.orphans import KafkaOrphans
+from penstock.bus.kafka.orphans import KafkaOrphanReader
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from penstock.waiting import wait_until
@@ -22,7 +22,7 @@ def bus(kafka: str, pipeline: Pipeline) -> KafkaBus:
 
 @pytest.fixture
 def reader(bus: KafkaBus) -> Iterator[OrphanReader]:
-    made = KafkaOrphans(bus.pipeline, "prefill", bus.clients)
+    made = KafkaOrphanReader(bus.pipeline, "prefill", bus.clients)
     yield made
     made.close()
 
@@ -35,30 +35,34 @@ def read(reader: OrphanReader, parts: list[str], count: int, most: int = 100) ->
     """As many as that, however many looks it takes."""
     found: list[Delivery] = []
     while len(found) < count:
-        found += reader.read(parts, most)
+        found += reader.read_orphans(parts, most)
     return found
 
 
 def test_a_member_says_what_it_reads_of_what_is_interactive(bus: KafkaBus, pipeline: Pipeline) -> None:
     publish(bus, numbered(pipeline.request_topic("interactive"), 1))
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         take(member, 1)
-        assert member.parts() == [f"{pipeline.request_topic('interactive')}:0"]
+        assert member.list_partitions() == [f"{pipeline.request_topic('interactive')}:0"]
         member._away = "cut off"
-        assert member.parts() == []
+        assert member.list_partitions() == []
         member._away = ""
-        member.retire()
-        assert member.parts() == []
+        member.stop_consuming()
+        assert member.list_partitions() == []
 
 
 def test_each_topic_is_dealt_out_to_all_members(kafka: str, pipeline: Pipeline) -> None:
     """Not one all that is interactive, and the other all batch work."""
     bus = KafkaBus(pipeline, kafka, BusSettings(partitions=4))
     bus.create_topics()
-    with bus.member("prefill", "a") as one, bus.member("prefill", "b") as other:
+    with bus.join_group("prefill", "a") as one, bus.join_group("prefill", "b") as other:
         topic = pipeline.request_topic("interactive")
         halves = [[f"{topic}:0", f"{topic}:1"], [f"{topic}:2", f"{topic}:3"]]
-        wait_until(lambda: sorted([sorted(one.parts()), sorted(other.parts())]) == halves, 30, "each has half")
+        wait_until(
+            lambda: sorted([sorted(one.list_partitions()), sorted(other.list_partitions())]) == halves,
+            30,
+            "each has half",
+        )
 
 
 def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
@@ -68,20 +72,20 @@ def test_what_is_not_finished_is_read_once_while_it_is_asked_for(
     topic = pipeline.request_topic("interactive")
     part = [f"{topic}:0"]
     publish(bus, numbered(topic, 10))
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         taken = take(member, 10)
         member.settle([answered(pipeline, taken[number]) for number in (0, 1, 4, 5)])
-        wait_until(lambda: bus.unsettled()[topic] == 6, 30, "that is committed")
+        wait_until(lambda: bus.count_unsettled()[topic] == 6, 30, "that is committed")
         first = read(reader, part, 3, most=3)
         assert seen(first) == [2, 3, 6]
         assert seen(read(reader, part, 3)) == [7, 8, 9]
         assert not any(delivery.is_held for delivery in first)
         assert (first[0].key, first[0].topic, first[0].klass) == (taken[2].key, topic, "interactive")
         assert first[0].timestamp_s == taken[2].timestamp_s
-        assert reader.read(part, 100) == []
+        assert reader.read_orphans(part, 100) == []
         publish(bus, [*numbered(topic, 12)[10:]])
         assert seen(read(reader, part, 2)) == [10, 11]
-        assert reader.read([], 100) == []
+        assert reader.read_orphans([], 100) == []
         assert seen(read(reader, part, 8)) == [2, 3, 6, 7, 8, 9, 10, 11]
         member.settle([answered(pipeline, delivery) for delivery in taken[2:4]])  # nothing was taken from its owner
 
@@ -101,12 +105,12 @@ def test_parts_that_are_not_there_or_of_another_topic_are_passed_over(
     publish(bus, numbered(topic, 1))
     parts = [f"{topic}:0", f"{topic}:7", "penstock.elsewhere.requests.interactive:0"]
     assert seen(read(reader, parts, 1)) == [0]
-    assert reader.read(parts, 100) == []
+    assert reader.read_orphans(parts, 100) == []
 
 
 def test_where_members_share_nobody_reads_for_another(redis_url: str, pipeline: Pipeline) -> None:
     bus = make_bus("streams", pipeline, redis_url)
     bus.create_topics()
-    with bus.member("prefill", "a") as member:
-        assert member.orphan_reader() is None
-        assert member.parts() == []
+    with bus.join_group("prefill", "a") as member:
+        assert member.create_orphan_reader() is None
+        assert member.list_partitions() == []

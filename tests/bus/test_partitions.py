@@ -10,12 +10,12 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
 
-from penstock.bus.affinity import affinity_of, ranking
+from penstock.bus.affinity import compute_affinity, rank_partitions
 from penstock.bus.contract import Delivery, Outgoing, Settlement
 from penstock.bus.kafka import partitions as kafka_partitions
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import client_settings
-from penstock.bus.kafka.partitions import ANY, Partitions
+from penstock.bus.kafka.partitions import ANY_PARTITION, Partitioner
 from penstock.client.core import prepare_message
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
@@ -41,7 +41,7 @@ def partition(delivery: Delivery) -> int:
 
 
 def home(session: str, tenant: str) -> int:
-    return ranking(affinity_of(Request(id="r", prompt="x", session=session, tenant=tenant)), NUM)[0]
+    return rank_partitions(compute_affinity(Request(id="r", prompt="x", session=session, tenant=tenant)), NUM)[0]
 
 
 def test_a_session_is_in_one_partition_and_many_are_in_all(
@@ -54,7 +54,7 @@ def test_a_session_is_in_one_partition_and_many_are_in_all(
                 for session in range(12):
                     client.submit(f"turn {turn} of {session}", session=f"s{session}", tenant=f"t{session % 2}")
     found: defaultdict[str, set[int]] = defaultdict(set)
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         taken = take(member, 72)
         for delivery in taken:
             request = decode_message(Request, delivery.value)
@@ -70,12 +70,12 @@ def test_a_session_is_in_one_partition_and_many_are_in_all(
 def test_outputs_of_a_settlement_keep_together_too(bus: KafkaBus, pipeline: Pipeline) -> None:
     publish(bus, numbered(pipeline.request_topic("batch"), 12))
     topic = pipeline.job_topic("batch")
-    with bus.member("prefill", "a") as member, bus.member("decode", "b") as after:
+    with bus.join_group("prefill", "a") as member, bus.join_group("decode", "b") as after:
         taken = take(member, 12)
         outputs = [Outgoing(topic, d.value, d.key, {}, f"a{number % 3}") for number, d in enumerate(taken)]
         member.settle([Settlement(d, [o]) for d, o in zip(taken, outputs, strict=True)])
         where = {d.value: partition(d) for d in take(after, 12)}
-    assert where == {o.value: ranking(o.affinity or "", NUM)[0] for o in outputs}
+    assert where == {o.value: rank_partitions(o.affinity or "", NUM)[0] for o in outputs}
 
 
 def test_a_plain_producer_goes_anywhere(bus: KafkaBus, kafka: str, pipeline: Pipeline) -> None:
@@ -86,11 +86,11 @@ def test_a_plain_producer_goes_anywhere(bus: KafkaBus, kafka: str, pipeline: Pip
     producer.produce(topic, b"put there", key="k", partition=3)
     assert producer.flush(15) == 0
     publish(bus, [Outgoing(topic, b"with", "k0", {}, "a"), Outgoing(topic, b"without", "k0")])
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         taken = {d.value: d for d in take(member, 43)}
         assert {partition(d) for d in taken.values()} == set(range(NUM))
         assert partition(taken[b"put there"]) == 3
-        assert partition(taken[b"with"]) == ranking("a", NUM)[0]
+        assert partition(taken[b"with"]) == rank_partitions("a", NUM)[0]
 
 
 def test_a_hot_session_is_spread(bus: KafkaBus, pipeline: Pipeline) -> None:
@@ -100,7 +100,7 @@ def test_a_hot_session_is_spread(bus: KafkaBus, pipeline: Pipeline) -> None:
         span.end()
         messages.append(message)
     publish(bus, messages)
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         taken = take(member, 120, {"interactive": 120})
         counts = [sum(partition(d) == number for d in taken) for number in range(NUM)]
     assert min(counts) >= 20
@@ -109,12 +109,12 @@ def test_a_hot_session_is_spread(bus: KafkaBus, pipeline: Pipeline) -> None:
 def test_partitions_that_are_added_are_used(
     bus: KafkaBus, kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_partitions, "REFRESH_S", 0.0)
+    monkeypatch.setattr(kafka_partitions, "LEADERS_REFRESH_S", 0.0)
     topic = pipeline.request_topic("interactive")
-    moves = next(key for key in map(str, range(1000)) if ranking(key, NUM + 1)[0] == NUM)
-    with closing(bus.publisher()) as publisher, bus.member("prefill", "a") as member:
+    moves = next(key for key in map(str, range(1000)) if rank_partitions(key, NUM + 1)[0] == NUM)
+    with closing(bus.create_publisher()) as publisher, bus.join_group("prefill", "a") as member:
         publisher.publish([Outgoing(topic, b"before", "k", {}, moves)])
-        assert partition(take(member, 1)[0]) == ranking(moves, NUM)[0]
+        assert partition(take(member, 1)[0]) == rank_partitions(moves, NUM)[0]
         admin = AdminClient(client_settings(kafka))
         admin.create_partitions([NewPartitions(topic, NUM + 1)])[topic].result(15)
         seen: set[int] = set()
@@ -128,31 +128,35 @@ def test_partitions_that_are_added_are_used(
 
 
 def test_a_topic_that_is_not_there_is_left_to_the_producer(kafka: str) -> None:
-    partitions = Partitions(Producer(client_settings(kafka)))
-    assert partitions.choose(Outgoing("no-such-topic", b"", "k", {}, "a")) == ANY
+    partitions = Partitioner(Producer(client_settings(kafka)))
+    assert partitions.choose_partition(Outgoing("no-such-topic", b"", "k", {}, "a")) == ANY_PARTITION
 
 
 def test_a_topic_that_is_made_later_is_found_soon(
     kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_partitions, "RETRY_S", 0.05)
-    partitions = Partitions(Producer(client_settings(kafka)))
+    monkeypatch.setattr(kafka_partitions, "LEADERS_RETRY_S", 0.05)
+    partitions = Partitioner(Producer(client_settings(kafka)))
     message = Outgoing(pipeline.request_topic("batch"), b"", "k", {}, "a")
-    assert partitions.choose(message) == ANY
+    assert partitions.choose_partition(message) == ANY_PARTITION
     KafkaBus(pipeline, kafka, BusSettings(partitions=NUM)).create_topics()
-    wait_until(lambda: partitions.choose(message) == ranking("a", NUM)[0], 30, "its partitions are known")
+    wait_until(
+        lambda: partitions.choose_partition(message) == rank_partitions("a", NUM)[0], 30, "its partitions are known"
+    )
 
 
 def test_brokers_that_did_not_answer_in_time_are_asked_again_soon(
     bus: KafkaBus, kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka_partitions, "RETRY_S", 0.05)
-    partitions = Partitions(Producer(client_settings(kafka)))
+    monkeypatch.setattr(kafka_partitions, "LEADERS_RETRY_S", 0.05)
+    partitions = Partitioner(Producer(client_settings(kafka)))
     message = Outgoing(pipeline.request_topic("batch"), b"", "k", {}, "a")
     with monkeypatch.context() as patch:
-        patch.setattr(kafka_partitions, "ANSWER_S", 0.0)
-        assert partitions.choose(message) == ANY
-    wait_until(lambda: partitions.choose(message) == ranking("a", NUM)[0], 30, "its partitions are known")
+        patch.setattr(kafka_partitions, "LEADERS_TIMEOUT_S", 0.0)
+        assert partitions.choose_partition(message) == ANY_PARTITION
+    wait_until(
+        lambda: partitions.choose_partition(message) == rank_partitions("a", NUM)[0], 30, "its partitions are known"
+    )
 
 
 class Brokers:
@@ -166,32 +170,32 @@ class Brokers:
         return SimpleNamespace(topics={topic: SimpleNamespace(partitions=partitions)})
 
 
-def among(leaders: list[int]) -> tuple[Partitions, Brokers]:
+def among(leaders: list[int]) -> tuple[Partitioner, Brokers]:
     brokers = Brokers(leaders)
-    return Partitions(brokers), brokers  # type: ignore[arg-type]
+    return Partitioner(brokers), brokers  # type: ignore[arg-type]
 
 
 def test_no_message_is_put_in_a_partition_without_leader() -> None:
     partitions, _ = among([1, -1, 2, -1])
     messages = [Outgoing("requests", b"", f"k{n}", {}, f"a{n}" if n % 2 else None) for n in range(100)]
-    assert {partitions.choose(message) for message in messages} == {0, 2}
-    kept = next(m for m in messages if m.affinity and ranking(m.affinity, NUM)[0] == 2)
-    assert partitions.choose(kept) == 2, "the others stay where they are"
+    assert {partitions.choose_partition(message) for message in messages} == {0, 2}
+    kept = next(m for m in messages if m.affinity and rank_partitions(m.affinity, NUM)[0] == 2)
+    assert partitions.choose_partition(kept) == 2, "the others stay where they are"
 
 
 def test_while_no_partition_has_a_leader_each_message_waits_in_its_own() -> None:
     partitions, _ = among([-1] * NUM)
-    assert partitions.choose(Outgoing("requests", b"", "k", {}, "a")) == ranking("a", NUM)[0]
-    assert partitions.choose(Outgoing("requests", b"", "k")) == ANY
+    assert partitions.choose_partition(Outgoing("requests", b"", "k", {}, "a")) == rank_partitions("a", NUM)[0]
+    assert partitions.choose_partition(Outgoing("requests", b"", "k")) == ANY_PARTITION
 
 
 def test_a_leader_that_is_lost_or_comes_back_is_noticed_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_partitions, "REFRESH_S", 0.0)
+    monkeypatch.setattr(kafka_partitions, "LEADERS_REFRESH_S", 0.0)
     partitions, brokers = among([1] * NUM)
-    of_two = (key for key in map(str, itertools.count()) if ranking(key, NUM)[0] == 2)  # none of them gets hot
+    of_two = (key for key in map(str, itertools.count()) if rank_partitions(key, NUM)[0] == 2)  # none of them gets hot
 
     def used() -> int:
-        return partitions.choose(Outgoing("requests", b"", "k", {}, next(of_two)))
+        return partitions.choose_partition(Outgoing("requests", b"", "k", {}, next(of_two)))
 
     assert used() == 2
     brokers.leaders[2] = -1
@@ -203,16 +207,18 @@ def test_a_leader_that_is_lost_or_comes_back_is_noticed_beside_the_work(monkeypa
 def test_a_message_that_the_brokers_refuse_fails_alone(
     bus: KafkaBus, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = Partitions.choose
+    choose = Partitioner.choose_partition
 
-    def nowhere(partitions: Partitions, message: Outgoing) -> int:
+    def nowhere(partitions: Partitioner, message: Outgoing) -> int:
         return NUM + 7 if message.value == b"bad" else choose(partitions, message)
 
-    monkeypatch.setattr(Partitions, "choose", nowhere)
+    monkeypatch.setattr(Partitioner, "choose_partition", nowhere)
     topic = pipeline.request_topic("interactive")
-    with closing(bus.publisher()) as publisher:
+    with closing(bus.create_publisher()) as publisher:
         publisher.publish([Outgoing(topic, b"0")])  # now the number of partitions is known
-        good, bad, after = publisher.send([Outgoing(topic, b"1"), Outgoing(topic, b"bad"), Outgoing(topic, b"2")])
+        good, bad, after = publisher.send_messages(
+            [Outgoing(topic, b"1"), Outgoing(topic, b"bad"), Outgoing(topic, b"2")]
+        )
         assert (good.result(30), after.result(30)) == (None, None)
         with pytest.raises(BusUnavailable):
             bad.result(30)

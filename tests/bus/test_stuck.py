@@ -4,7 +4,7 @@ import pytest
 from confluent_kafka import Producer
 
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.kafka.stuck import Stuck, find_stuck
+from penstock.bus.kafka.stuck import StuckPartition, find_stuck_partitions
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 from tests.commands import Terminal
@@ -31,7 +31,7 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
     for value in ("one", "two"):
         producer.produce(topic, value, partition=2)
     assert producer.flush(30) == 0
-    assert find_stuck(bus.clients, pipeline.all_topics(), 1.0) == [Stuck(topic, 2, 0, 2)]
+    assert find_stuck_partitions(bus.clients, pipeline.all_topics(), 1.0) == [StuckPartition(topic, 2, 0, 2)]
 
     servers = {"PENSTOCK_PIPELINE": pipeline.name, "PENSTOCK_KAFKA": kafka, "PENSTOCK_STREAM_URL": redis_url}
     said = terminal("doctor", **servers, PENSTOCK_BUS_TRANSACTION_TIMEOUT_S="1")
@@ -40,5 +40,5 @@ def test_an_open_transaction_is_found_by_partition_and_gone_when_it_ends(
     assert said.returncode == 1
 
     producer.commit_transaction(30)
-    assert find_stuck(bus.clients, pipeline.all_topics(), 1.0) == []
+    assert find_stuck_partitions(bus.clients, pipeline.all_topics(), 1.0) == []
     assert "ok    transactions        none holds up a partition" in terminal("doctor", **servers).stdout

@@ -44,7 +44,7 @@ def test_a_message_has_the_time_at_which_it_was_accepted(kafka: str, pipeline: P
     for timestamp_ms in (1, round(sent * 1000) - 15 * DAY_MS, round(sent * 1000) + 2 * DAY_MS):
         producer.produce(pipeline.request_topic("interactive"), b"x", timestamp=timestamp_ms)
     assert producer.flush(15) == 0
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         taken = take(member, 3)
         # The broker's clock is this machine's; it counts in milliseconds.
         assert all(sent - 0.002 <= delivery.timestamp_s <= time.time() for delivery in taken)

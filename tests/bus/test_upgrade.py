@@ -10,8 +10,8 @@ from confluent_kafka.cimpl import NewTopic
 
 from penstock.bus.contract import Bus, Outgoing
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.kafka.offsets import encode
-from penstock.bus.kafka.upgrade import _read
+from penstock.bus.kafka.offsets import encode_ranges
+from penstock.bus.kafka.upgrade import _read_batches
 from penstock.bus.upgrade import NOT_BEFORE, check_upgraded
 from penstock.config.settings import BusSettings
 from penstock.errors import UpgradeNeeded
@@ -76,7 +76,7 @@ def test_what_waits_goes_back_once_and_no_worker_starts_before(bus: Bus, pipelin
 def test_nothing_is_moved_beside_a_worker_that_runs(bus: Bus, pipeline: Pipeline, stage: Stage) -> None:
     publish(bus, [put_off(b"x", pipeline.input_topics(stage)["batch"], pipeline.old_retry_topics()[1])])
     wait_until(bus.count_old_retries, 30, "it is counted")
-    with bus.member(stage, "a") as member:
+    with bus.join_group(stage, "a") as member:
         publish(bus, numbered(pipeline.input_topics(stage)["interactive"], 1))
         take(member, 1)
         with pytest.raises(UpgradeNeeded, match="stop all workers"):
@@ -94,7 +94,7 @@ def test_what_the_groups_had_settled_is_left(kafka: str, pipeline: Pipeline) -> 
     make_old_topics(bus)
     requests, jobs = pipeline.request_topic("interactive"), pipeline.job_topic("interactive")
     publish(bus, [put_off(str(n).encode(), requests if n % 2 else jobs, topic) for n in range(6)])
-    for stage, offset, metadata in (("prefill", 1, encode([(2, 4)], 1)), ("decode", 6, "")):
+    for stage, offset, metadata in (("prefill", 1, encode_ranges([(2, 4)], 1)), ("decode", 6, "")):
         consumer = Consumer({**bus.clients, "group.id": f"penstock.{pipeline.name}.{stage}"})
         consumer.commit(offsets=[TopicPartition(topic, 0, offset, metadata)], asynchronous=False)
         consumer.close()
@@ -117,4 +117,4 @@ def test_nothing_is_read_where_the_committed_offset_is_not_known(pipeline: Pipel
 
     bus, consumer = KafkaBus(pipeline, "", BusSettings()), cast("Consumer", Unstable())
     with pytest.raises(KafkaException, match="UNSTABLE"):
-        next(_read(bus, "decode", consumer, [(pipeline.old_retry_topics()[0], 0)]))
+        next(_read_batches(bus, "decode", consumer, [(pipeline.old_retry_topics()[0], 0)]))

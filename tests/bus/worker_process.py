@@ -45,7 +45,7 @@ def main(kind: str, address: str, name: str, member_name: str, mode: str, folder
     """Run one member of the pipeline `name`, on the bus of the kind `kafka` or `streams`."""
     pipeline = Pipeline(name)
     bus = make_bus(kind, pipeline, address, HASTY)  # killed in the middle: others wait for this timeout
-    with bus.member("decode", member_name) as member:
+    with bus.join_group("decode", member_name) as member:
         if mode == "work":
             work(bus, pipeline, member)
         else:

@@ -8,13 +8,13 @@ import pytest
 import redis
 
 from penstock import AsyncClient
-from penstock.bus.contract import Outgoing, promised, wait_for
+from penstock.bus.contract import Outgoing, create_started_future, wait_until_acknowledged
 from penstock.bus.streams.bus import StreamsBus
 from penstock.errors import BusUnavailable, StreamTimeout
 from penstock.messages import TokenEvent
 from penstock.names import Pipeline
 from penstock.record import Record
-from penstock.record.log import Status
+from penstock.record.log import RequestStatus
 from tests.record.play import decode, end, prefill, say
 
 
@@ -29,10 +29,10 @@ async def test_many_streams_share_one_connection(
             await asyncio.sleep(0)
         claims = [decode(worker, request_id) for request_id in ids[:10]]
         for token in range(5):
-            worker.append([(claim, claim.next_event(token, "x")) for claim in claims])
+            worker.append_tokens([(claim, claim.next_event(token, "x")) for claim in claims])
             await asyncio.sleep(0)
         for claim in claims:
-            worker.finish(claim, end())
+            worker.finish_request(claim, end())
         assert [(await reading).token_ids for reading in readings] == [[0, 1, 2, 3, 4]] * 20
 
 
@@ -54,7 +54,7 @@ async def test_a_cancelled_reader_disturbs_no_other(
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
         say(worker, claim, [2])
-        worker.finish(claim, end())
+        worker.finish_request(claim, end())
         assert (await stays).token_ids == [1, 2]
 
 
@@ -63,7 +63,7 @@ class Unlucky(AsyncClient):
 
     has_failed = False
 
-    async def status(self, request_id: str) -> Status | None:
+    async def status(self, request_id: str) -> RequestStatus | None:
         if not self.has_failed:
             self.has_failed = True
             raise BusUnavailable("away")
@@ -75,7 +75,7 @@ async def test_news_wait_out_an_outage_in_which_nobody_tells_whose_they_are(
 ) -> None:
     claim = prefill(worker, "r1", body="b")
     say(worker, claim, [1, 2])
-    worker.finish(claim, end())
+    worker.finish_request(claim, end())
     async with Unlucky(redis=redis_url, pipeline=pipeline.name) as client:
         batches = [batch async for batch in client.news("r1", body="b")]
         assert client.has_failed
@@ -94,8 +94,8 @@ class Slow:
     def __init__(self) -> None:
         self.open: list[Future[None]] = []
 
-    def send(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
-        sent = [promised() for _ in messages]
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+        sent = [create_started_future() for _ in messages]
         for message, future in zip(messages, sent, strict=True):
             if b"stuck" in message.value:
                 self.open.append(future)
@@ -104,7 +104,7 @@ class Slow:
         return sent
 
     def publish(self, messages: Sequence[Outgoing]) -> None:
-        wait_for(self.send(messages), 30)
+        wait_until_acknowledged(self.send_messages(messages), 30)
 
     def close(self) -> None:
         pass

@@ -18,8 +18,8 @@ from penstock.errors import (
 )
 from penstock.messages import EndEvent, ErrorInfo, TokenEvent
 from penstock.names import Pipeline, event_id
-from penstock.record import AsyncLog, Busy, Claim, Log, Record
-from penstock.record.live import MAX_WAITING
+from penstock.record import AsyncTokenLog, Busy, Claim, Record, TokenLog
+from penstock.record.live import MAX_MAILBOX_EVENTS
 from tests.record.play import decode, end, prefill, say, wait_for
 
 WORDS = [11, 22, 33, 44, 55]
@@ -36,7 +36,7 @@ def write(worker: Record, tokens: list[int], request_id: str = "r1") -> Claim:
 
 
 def whole(worker: Record, request_id: str = "r1") -> list[Event]:
-    worker.finish(write(worker, WORDS, request_id), end())
+    worker.finish_request(write(worker, WORDS, request_id), end())
     return worker.read_log(request_id)
 
 
@@ -96,7 +96,7 @@ def test_a_reader_may_come_before_the_first_token(
     for count, token in enumerate(WORDS, 1):  # each is seen before the next is written
         say(worker, claim, [token])
         reading.wait(lambda events, n=count: len(events) == n)  # type: ignore[misc]
-    worker.finish(claim, end())
+    worker.finish_request(claim, end())
     assert reading.join() == worker.read_log("r1")
     wait_for_readers(server, pipeline, 0)
 
@@ -122,7 +122,7 @@ def test_a_gap_is_filled_from_the_log(
     log_unpublished(server, pipeline, claim, WORDS[1])
     again = decode_again(worker, claim)
     say(worker, again, WORDS[2:])
-    worker.finish(again, end())
+    worker.finish_request(again, end())
     assert tokens_of(reading.join()) == WORDS
 
 
@@ -135,7 +135,7 @@ def log_unpublished(server: "redis.Redis", pipeline: Pipeline, claim: Claim, tok
 
 
 def decode_again(worker: Record, claim: Claim) -> Claim:
-    worker.release(claim)
+    worker.release_claim(claim)
     return decode(worker, claim.id)
 
 
@@ -144,28 +144,28 @@ def test_a_live_event_before_the_first_log_reading_is_not_dropped(
 ) -> None:
     """The log cannot be read when the subscription begins; the first token then comes live."""
     failed = threading.Event()
-    read, read_async = Log.read, AsyncLog.read
+    read, read_async = TokenLog.read_events, AsyncTokenLog.read_events
 
     def fail_once() -> None:
         if not failed.is_set():
             failed.set()
             raise redis.ConnectionError("not now")
 
-    def fragile(self: Log, request_id: str, after_position: int = -1, limit: int | None = None) -> list[Event]:
+    def fragile(self: TokenLog, request_id: str, after_position: int = -1, limit: int | None = None) -> list[Event]:
         fail_once()
         return read(self, request_id, after_position, limit)
 
     async def fragile_async(
-        self: AsyncLog, request_id: str, after_position: int = -1, limit: int | None = None
+        self: AsyncTokenLog, request_id: str, after_position: int = -1, limit: int | None = None
     ) -> list[Event]:
         fail_once()
         return await read_async(self, request_id, after_position, limit)
 
-    monkeypatch.setattr(Log, "read", fragile)
-    monkeypatch.setattr(AsyncLog, "read", fragile_async)
+    monkeypatch.setattr(TokenLog, "read_events", fragile)
+    monkeypatch.setattr(AsyncTokenLog, "read_events", fragile_async)
     reading = Reading(client.stream("r1"))
     wait_for(lambda: "failed" if failed.is_set() else Busy(1))
-    worker.finish(write(worker, WORDS), end())
+    worker.finish_request(write(worker, WORDS), end())
     assert tokens_of(reading.join()) == WORDS
 
 
@@ -180,21 +180,21 @@ def test_a_killed_connection_loses_nothing(
             server.client_kill_filter(_type=kind, skipme=True)
         say(worker, claim, [token])
         reading.wait(lambda events, n=count: len(events) == n)  # type: ignore[misc]
-    worker.finish(claim, end())
+    worker.finish_request(claim, end())
     assert tokens_of(reading.join()) == WORDS
 
 
 def test_a_reader_that_takes_nothing_for_long_gets_it_all_from_the_log(
     client: Client, worker: Record, server: "redis.Redis", pipeline: Pipeline
 ) -> None:
-    count = 3 * MAX_WAITING
+    count = 3 * MAX_MAILBOX_EVENTS
     claim = write(worker, [0])
     stream = client.stream("r1")
     first = next(stream)
     for token in range(1, count):
-        worker.send_append([(claim, claim.next_event(token, ""))])
-    assert all(worker.collect())
-    worker.finish(claim, end())
+        worker.send_tokens([(claim, claim.next_event(token, ""))])
+    assert all(worker.collect_outcomes())
+    worker.finish_request(claim, end())
     assert tokens_of([first, *stream]) == list(range(count))
 
 
@@ -207,7 +207,7 @@ def test_a_silence_is_looked_up_in_the_log(
     reading.wait(lambda events: len(events) == 1)
     log_unpublished(server, pipeline, claim, WORDS[1])
     reading.wait(lambda events: len(events) == 2)
-    worker.finish(decode_again(worker, claim), end())
+    worker.finish_request(decode_again(worker, claim), end())
     assert tokens_of(reading.join()) == WORDS[:2]
 
 
@@ -262,14 +262,14 @@ def test_a_log_begun_again_with_the_same_tokens_is_waited_for(
     reading = Reading(client.stream("r1", after=third.id))
     wait_for_readers(server, pipeline, 1)
     say(worker, claim, WORDS[1:])
-    worker.finish(claim, end())
+    worker.finish_request(claim, end())
     assert tokens_of(reading.join()) == WORDS[3:]
 
 
 def test_an_end_with_an_error_raises_it_after_the_tokens(client: Client, worker: Record) -> None:
     claim = write(worker, WORDS[:2])
     error = ErrorInfo.from_error(PromptTooLong("too long by far"))
-    worker.finish(claim, EndEvent(finish_reason="error", error=error))
+    worker.finish_request(claim, EndEvent(finish_reason="error", error=error))
     stream = client.stream("r1")
     assert tokens_of([next(stream), next(stream)]) == WORDS[:2]
     with pytest.raises(PromptTooLong, match="too long by far"):
@@ -281,8 +281,8 @@ def test_an_end_with_an_error_raises_it_after_the_tokens(client: Client, worker:
 def test_cancelling_is_seen_by_the_worker_and_then_by_the_reader(client: Client, worker: Record) -> None:
     assert client.cancel("r1")
     claim = prefill(worker)
-    assert claim.cancelled
-    worker.finish(claim, EndEvent(finish_reason="cancelled", error=ErrorInfo.from_error(Cancelled("as asked"))))
+    assert claim.is_cancelled
+    worker.finish_request(claim, EndEvent(finish_reason="cancelled", error=ErrorInfo.from_error(Cancelled("as asked"))))
     with pytest.raises(Cancelled):
         client.result("r1")
     assert not client.cancel("r1")
@@ -298,8 +298,8 @@ def test_two_readers_of_one_stream_and_one_of_another(
         for token in WORDS:
             say(worker, first, [token])
             say(worker, second, [token + 1])
-        worker.finish(first, end())
-        worker.finish(second, end())
+        worker.finish_request(first, end())
+        worker.finish_request(second, end())
         seen = [tokens_of(reading.join()) for reading in readings]
     assert seen == [WORDS, WORDS, [token + 1 for token in WORDS]]
 

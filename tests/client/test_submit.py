@@ -11,7 +11,7 @@ from penstock.bus.streams.bus import StreamsBus
 from penstock.errors import IdConflict, InvalidRequest, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES, Request, decode_message
 from penstock.names import CLASS_HEADER, DEADLINE_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
-from penstock.record import Record, body_hash
+from penstock.record import Record, compute_body_hash
 from tests.record.play import end, prefill, say
 
 
@@ -75,7 +75,7 @@ def test_an_id_that_is_known_for_another_body_is_refused(
 ) -> None:
     client.submit("one", id="r1")
     (message,) = bus.read_all(pipeline.request_topic("interactive"))
-    prefill(worker, "r1", body=body_hash(decode_message(Request, message.value)))
+    prefill(worker, "r1", body=compute_body_hash(decode_message(Request, message.value)))
     assert client.submit("one", id="r1", deadline=time.time() + 5) == "r1"
     with pytest.raises(IdConflict):
         client.submit("two", id="r1")
@@ -84,7 +84,7 @@ def test_an_id_that_is_known_for_another_body_is_refused(
 def test_generating_is_submitting_and_streaming(client: Client, bus: StreamsBus, worker: Record) -> None:
     claim = prefill(worker, "r1", body="")
     say(worker, claim, [1, 2])
-    worker.finish(claim, end())
+    worker.finish_request(claim, end())
     assert "".join(event.text for event in client.generate("hello", id="r1")) == "<1><2>"
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.settings import BusSettings
 from penstock.local.stack import Stack
 from penstock.messages import Result, decode_message
@@ -54,5 +54,5 @@ def run_of(output: Path) -> str:
 
 def result_ids(stack: Stack, beginning: str) -> list[str]:
     """The ids of all results in the topic that begin so."""
-    found = connect(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results_topic)
+    found = connect_bus(stack.addresses, BusSettings()).read_all(Pipeline(stack.addresses.pipeline).results_topic)
     return [one for message in found if (one := decode_message(Result, message.value).id).startswith(beginning)]

@@ -71,7 +71,7 @@ class Place:
         """Play the workers, for a request with that body."""
         claim = prefill(self.record, card.id, body=body)
         say(self.record, claim, [1, 2])
-        self.record.finish(claim, end())
+        self.record.finish_request(claim, end())
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ async def test_a_card_is_renewed_until_its_requests_on_all_servers_have_ended(
         assert await is_renewed()
         with redis_client(url) as server:
             record = Record(server, place.pipeline, RecordSettings(lease_s=30))
-            record.finish(prefill(record, request_id), end())
+            record.finish_request(prefill(record, request_id), end())
             record.close()
     assert await is_renewed(), "kept as long as its records"
     assert not await is_renewed()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
@@ -61,7 +61,7 @@ class Door:
 
     def __init__(self, pipeline: Pipeline, redis_url: str, folder: Path) -> None:
         self.pipeline, addresses = pipeline, Addresses(kafka="", stream_url=redis_url, pipeline=pipeline.name)
-        self.bus = connect(addresses, BusSettings())
+        self.bus = connect_bus(addresses, BusSettings())
         self.bus.create_topics()
         self.acme, acme_id, acme = make_key("acme")
         self.other, other_id, other = make_key("other")
@@ -390,7 +390,7 @@ def test_anothers_ids_are_as_unknown_ones(door: Door) -> None:
 
 
 def test_usage_is_ones_own(door: Door) -> None:
-    publisher = door.bus.publisher()
+    publisher = door.bus.create_publisher()
     for number, (tenant, tokens) in enumerate([("acme", 5), ("other", 700), ("acme", 6)]):
         usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=tokens)
         result = Result(id=f"u-{number}", tenant=tenant, finish_reason="stop", usage=usage)

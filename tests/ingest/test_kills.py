@@ -12,7 +12,7 @@ from penstock.client.sync import Client
 from penstock.config.settings import RecordSettings
 from penstock.local.stack import Stack
 from penstock.names import Pipeline
-from penstock.record import Log
+from penstock.record import TokenLog
 from penstock.redis.client import redis_client
 from tests.ingest.conftest import EventSource, Sent
 from tests.ingest.gateways import GatewayProcess
@@ -70,11 +70,11 @@ def test_a_stream_goes_on_after_its_decode_worker_was_killed(line: Stack, expect
     source, events = posted(line.gateway_url.removeprefix("http://"))
     told = [next(events) for _ in range(20)]
     with redis_client(line.addresses.stream_url) as server:
-        log = Log(server, Pipeline(line.addresses.pipeline), RecordSettings())
-        status = log.status(json.loads(told[0].data)["id"])
+        log = TokenLog(server, Pipeline(line.addresses.pipeline), RecordSettings())
+        status = log.read_status(json.loads(told[0].data)["id"])
         assert status is not None
         assert status.stage == "decode"
-    (holder,) = (worker for worker in line.workers if worker.name == status.owner)
+    (holder,) = (worker for worker in line.workers if worker.name == status.worker_name)
     assert holder.child is not None
     holder.child.kill()
     told += events

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Bus, Outgoing
 from penstock.cli.main import app
 from penstock.config.addresses import Addresses
@@ -36,10 +36,10 @@ class Place:
     def __init__(self, pipeline: Pipeline, kafka: str, redis_url: str) -> None:
         self.pipeline, self.random = pipeline, random.Random(7)
         self.addresses = Addresses(kafka=kafka, stream_url=redis_url, pipeline=pipeline.name)
-        self.bus: Bus = connect(self.addresses, BusSettings(partitions=2))
+        self.bus: Bus = connect_bus(self.addresses, BusSettings(partitions=2))
         self.bus.create_topics()
         self.client: redis.Redis = redis_client(redis_url)
-        self.publisher = self.bus.publisher()
+        self.publisher = self.bus.create_publisher()
         self.used: dict[str, UsageSums] = {}
         self.sent: list[bytes] = []
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import redis
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.settings import AdmissionSettings, BusSettings
 from penstock.ingest.admission import Admission
 from penstock.ingest.keys import KeyBook, write_book_file
@@ -40,7 +40,7 @@ class Bucket:
 
     def __init__(self, server: "redis.Redis", line: Stack) -> None:
         self.server, self.pipeline = server, Pipeline(line.addresses.pipeline)
-        self._bus = connect(line.addresses, BusSettings())
+        self._bus = connect_bus(line.addresses, BusSettings())
         self._num_before = len(self._usages())
         seconds, micros = server.time()
         self._begun_at = seconds + micros / 1e6

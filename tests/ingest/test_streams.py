@@ -12,7 +12,7 @@ import httpx
 import pytest
 import redis
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
 from penstock.messages import Request, decode_message
@@ -35,7 +35,7 @@ class Stage:
         self.addresses = Addresses(stream_url=url, pipeline=pipeline.name)
         self.server = redis.Redis.from_url(url)
         self.record = Record(self.server, pipeline, RecordSettings(lease_s=600))
-        self.bus, self.pipeline, self.folder = connect(self.addresses, BusSettings()), pipeline, folder
+        self.bus, self.pipeline, self.folder = connect_bus(self.addresses, BusSettings()), pipeline, folder
         self.bus.create_topics()
         self.gateway = self.start()
         self.address = self.gateway.address
@@ -88,7 +88,7 @@ def stage(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def test_a_browser_reads_it_to_its_end_and_then_stops(stage: Stage) -> None:
     stream_id = stage.post()
-    stage.record.finish(stage.says(stream_id, 5), end())
+    stage.record.finish_request(stage.says(stream_id, 5), end())
     source = stage.source(stream_id)
     events = list(source.connect())
     assert source.answer_headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -102,7 +102,7 @@ def test_a_browser_reads_it_to_its_end_and_then_stops(stage: Stage) -> None:
 def test_every_event_can_be_resumed_from(stage: Stage) -> None:
     stream_id = stage.post(n=2, stream_options={"include_usage": True})
     for choice in (1, 0):
-        stage.record.finish(stage.says(f"{stream_id}.{choice}", 3), end())
+        stage.record.finish_request(stage.says(f"{stream_id}.{choice}", 3), end())
     events = list(stage.source(stream_id).connect())
     assert not events[-2].id, "the usage has none"
     for place, sent in enumerate(events[:-2]):
@@ -133,7 +133,7 @@ def test_what_cannot_be_read_is_said_before_the_stream(
 
 def test_another_answer_than_was_seen_ends_the_stream_for_good(stage: Stage) -> None:
     stream_id = stage.post()
-    stage.record.finish(stage.says(stream_id, 3), end())
+    stage.record.finish_request(stage.says(stream_id, 3), end())
     source = stage.source(stream_id, "1-0123456789abcdef")
     (only,) = source.connect()
     assert (only.event, only.body["error"]["code"]) == ("error", "stream_diverged")
@@ -150,7 +150,7 @@ def test_slow_readers_slow_nobody_and_get_all_of_it(stage: Stage) -> None:
         assert next(quick).text == "<0>"
         for first in range(1, count, 500):
             _say_together(stage, claim, range(first, min(first + 500, count)))
-        stage.record.finish(claim, end())
+        stage.record.finish_request(claim, end())
         assert "".join(sent.text for sent in quick) == "".join(f"<{token}>" for token in range(1, count))
         lines = exits.enter_context(slow[0].makefile("rb"))
         data = [line for line in _until_done(lines) if line.startswith(b"data: ")]
@@ -169,8 +169,8 @@ def _asks_and_reads_nothing(stage: Stage, stream_id: str, exits: ExitStack) -> s
 
 def _say_together(stage: Stage, claim: Claim, tokens: range) -> None:
     for token in tokens:
-        stage.record.send_append([(claim, claim.next_event(token, f"<{token}>"))])
-    assert all(stage.record.collect())
+        stage.record.send_tokens([(claim, claim.next_event(token, f"<{token}>"))])
+    assert all(stage.record.collect_outcomes())
 
 
 def _until_done(lines: Any) -> Iterator[bytes]:
@@ -181,7 +181,7 @@ def _until_done(lines: Any) -> Iterator[bytes]:
 
 
 def _cancelled(stage: Stage, request_id: str) -> bool:
-    status = stage.record.status(request_id)
+    status = stage.record.read_status(request_id)
     return status is not None and status.cancelled
 
 
@@ -191,7 +191,7 @@ def test_a_response_is_read_again_until_it_is_deleted(stage: Stage) -> None:
         url = f"http://{stage.address}/v1/responses/{posted.headers['x-request-id']}"
     found = httpx.get(url).json()
     assert (found["status"], found["output"]) == ("in_progress", [])
-    stage.record.finish(stage.says(found["id"], 3), end())
+    stage.record.finish_request(stage.says(found["id"], 3), end())
     found = httpx.get(url).json()
     assert found["status"] in ("completed", "incomplete")
     assert found["output"][0]["content"][0]["text"] == "<0><1><2>"
@@ -216,7 +216,7 @@ def test_a_stream_is_cancelled(stage: Stage, how: str) -> None:
     assert _cancelled(stage, f"{stream_id}.0")
     assert _cancelled(stage, f"{stream_id}.1")
     for choice in (0, 1):
-        stage.record.finish(stage.says(f"{stream_id}.{choice}", 0), end())
+        stage.record.finish_request(stage.says(f"{stream_id}.{choice}", 0), end())
     assert CANCELS[how](url).json()["cancelled"] is False, "it has ended"
     assert CANCELS[how](f"{url}x").status_code == 404
 
@@ -279,6 +279,6 @@ def test_a_gateway_that_stops_sends_its_readers_elsewhere(stage: Stage) -> None:
     assert source.last_event_id == first.id, "the place in the stream stays"
     assert leaving.process.wait(20) == 0
     say(stage.record, claim, [1])
-    stage.record.finish(claim, end())
+    stage.record.finish_request(claim, end())
     rest = list(stage.source(stream_id, source.last_event_id).connect())
     assert "".join(sent.text for sent in [first, *rest]) == "<0><1>"

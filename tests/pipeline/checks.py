@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
@@ -45,7 +45,7 @@ class Streams:
 
 def results_of(addresses: Addresses) -> list[Result]:
     """All results now visible in the pipeline's results topic."""
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     return [
         decode_message(Result, message.value) for message in bus.read_all(Pipeline(addresses.pipeline).results_topic)
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock import names
-from penstock.bus.connect import connect
+from penstock.bus.connect import connect_bus
 from penstock.bus.contract import Delivery, Outgoing
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings, RecordSettings
@@ -20,7 +20,7 @@ from penstock.kvstore.block import BlockHasher
 from penstock.local.processes import Child
 from penstock.messages import EndEvent, Job, Request, Result, Sampling, decode_message
 from penstock.names import Pipeline, Stage
-from penstock.record import Busy, Claim, body_hash
+from penstock.record import Busy, Claim, compute_body_hash
 from penstock.waiting import wait_until
 from penstock.worker.delivery_queue import serialize_delivery
 from penstock.worker.loop import run_until_idle
@@ -183,7 +183,7 @@ def test_what_was_taken_over_waits_before_it_is_tried_again(redis_url: str, pipe
 
         wait_until(is_left_alone, 20, "it failed, and is given back", 0)
         assert float(line.client.zscore(free, "poison") or 0) / 1000 > time.time() + 500
-        assert line.prefill.record.take("prefill", line.prefill.session.id, 9) == []
+        assert line.prefill.record.take_over_free("prefill", line.prefill.session.id, 9) == []
         silent.close()
 
 
@@ -249,7 +249,7 @@ def test_a_tokenizer_that_fails_once_is_asked_again_of_what_was_taken_over(
     monkeypatch.setattr(line.prompt_tokenizer, "tokenize_prompt", read_later)
     delivery = Delivery(topic, "0:0", GOOD.encode(), GOOD.id, {}, "interactive", time.time())
     who_died = alive(line.prefill.record, "prefill", "who died")
-    line.prefill.record.claim_prefill(GOOD.id, who_died, body_hash(GOOD), serialize_delivery(delivery))
+    line.prefill.record.claim_prefill(GOOD.id, who_died, compute_body_hash(GOOD), serialize_delivery(delivery))
 
     def is_handed_off() -> bool:
         line.prefill.run_once()
@@ -269,16 +269,18 @@ def test_waiting_times_grow_up_to_the_cap(redis_url: str, pipeline: Pipeline) ->
         for number in range(3):
             request = poison(f"poison-{number}")
             for _ in range(number):
-                claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
+                claim = line.prefill.record.claim_prefill(
+                    request.id, line.prefill.session.id, compute_body_hash(request)
+                )
                 assert isinstance(claim, Claim)
-                line.prefill.record.release(claim, failed=True)
+                line.prefill.record.release_claim(claim, failed=True)
             line.send_requests(request)
             wait_until(partial(keeps, line, number + 1), 30, "it is kept", 0)
-            busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
+            busy = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
             assert isinstance(busy, Busy)
             waits.append(busy.wait_s)
         assert waits == pytest.approx([2, 6, 10], abs=1.5)
-        assert line.prefill.member.held() == 3
+        assert line.prefill.member.count_held() == 3
         line.send_requests(GOOD)
         wait_until(partial(hands_off, line, GOOD.id), 30, "what is kept holds up nobody", 0)
 
@@ -319,12 +321,12 @@ def test_a_worker_has_one_at_a_time_that_may_kill_it(line: InProcessPipeline, st
     for request in work:
         for _ in range(2):
             if stage == "prefill":
-                claim = record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
+                claim = record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
             else:
                 job = decode_message(Job, jobs[request.id].value).job
                 claim = record.claim_decode(request.id, line.decode.session.id, job)
             assert isinstance(claim, Claim)
-            record.release(claim, failed=True)
+            record.release_claim(claim, failed=True)
     if stage == "prefill":
         line.send_requests(*work)
     worker = line.prefill if stage == "prefill" else line.decode
@@ -374,11 +376,11 @@ def test_who_kills_its_workers_ends_and_its_neighbours_are_answered(
 ) -> None:
     """One poison for each stage: it takes its worker with it, as a fault in native code does, until it is given up."""
     addresses = Addresses(pipeline=pipeline.name, stream_url=redis_url)
-    bus = connect(addresses, BusSettings())
+    bus = connect_bus(addresses, BusSettings())
     bus.create_topics()
     work = make_requests(12, pipeline.name)
     everything = [*work[:5], poison("kills-prefill", max_tokens=1), *work[5:9], poison("kills-decode"), *work[9:]]
-    with contextlib.closing(bus.publisher()) as publisher:
+    with contextlib.closing(bus.create_publisher()) as publisher:
         publisher.publish([Outgoing(pipeline.request_topic("interactive"), one.encode(), one.id) for one in everything])
     with deadly_workers(addresses, tmp_path) as logs:
         wait_until(

@@ -53,10 +53,10 @@ def test_a_member_that_was_cut_off_while_it_settled_is_not_stuck(on_kafka: Site,
     assert on_kafka.kafka is not None
     bus = KafkaBus(pipeline, on_kafka.kafka.bootstrap, BusSettings(transaction_timeout_s=1.0))
     bus.create_topics()
-    publisher = bus.publisher()
+    publisher = bus.create_publisher()
     publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(2)])
     publisher.close()
-    with bus.member("prefill", "a") as member:
+    with bus.join_group("prefill", "a") as member:
         found: list[Delivery] = []
         while len(found) < 2:
             found += member.poll(1.0, {"interactive": 2})
@@ -80,7 +80,7 @@ def test_a_member_that_was_cut_off_while_it_settled_is_not_stuck(on_kafka: Site,
             wait_until(is_decided, 10, "it is settled or refused", every_s=0.1)
         except TimeoutError:  # the broker named no broker for a moment: its worker makes a new member then
             member.close()
-            with bus.member("prefill", "a") as anew:
+            with bus.join_group("prefill", "a") as anew:
                 anew.settle([Settlement(delivery) for delivery in anew.poll(15.0, {"interactive": 2})])
 
 

@@ -216,7 +216,7 @@ def test_cancelled_while_its_blocks_are_fetched(
         line.send_requests(request.model_copy(update={"id": "second"}))
     while not begun.is_set():
         worker.run_once()
-    line.prefill.record.cancel("second")
+    line.prefill.record.cancel_request("second")
     go_on.set()
     results = line.run_until_results(2)
     assert {result.id: result.finish_reason for result in results}["second"] == "cancelled"

@@ -13,7 +13,7 @@ from penstock.config.settings import RecordSettings
 from penstock.errors import Cancelled
 from penstock.messages import Request, Sampling, Usage, now_s
 from penstock.names import Pipeline
-from penstock.record import body_hash
+from penstock.record import compute_body_hash
 from penstock.waiting import wait_until
 from penstock.worker.loop import StopSignal, run_until_idle, run_until_stopped
 from sim.line import InProcessPipeline
@@ -33,7 +33,7 @@ def ask(name: str, max_tokens: int = 6, **changes: object) -> Request:
 
 
 def test_cancelled_before_it_began(line: InProcessPipeline) -> None:
-    line.decode.record.cancel("gone")
+    line.decode.record.cancel_request("gone")
     line.send_requests(ask("gone"), ask("stays"))
     results = {result.id: result for result in line.run_until_results(2)}
     assert results["gone"].finish_reason == "cancelled"
@@ -56,7 +56,7 @@ def test_refused_or_too_late_it_has_used_nothing(line: InProcessPipeline) -> Non
 def test_cancelled_while_it_waits_for_decode_it_has_used_its_prompt(line: InProcessPipeline) -> None:
     line.send_requests(ask("gone"))
     line.run_prefill(1)
-    assert line.decode.record.cancel("gone")
+    assert line.decode.record.cancel_request("gone")
     (result,) = line.run_until_results(1)
     assert result.finish_reason == "cancelled"
     assert result.usage.prompt_tokens > 0
@@ -68,7 +68,7 @@ def test_cancelled_in_the_middle(line: InProcessPipeline) -> None:
     line.run_prefill(1)
     while not (line.decode.running and line.decode.running["cut"].claim.num_tokens > 5):
         line.decode.run_once()
-    assert line.decode.record.cancel("cut")
+    assert line.decode.record.cancel_request("cut")
     (result,) = line.run_until_results(1)
     assert result.finish_reason == "cancelled"
     assert 5 < len(result.token_ids) < 20
@@ -104,7 +104,7 @@ def test_sent_many_times_is_prefilled_once_and_not_given_up(line: InProcessPipel
 
 def unsettled(line: InProcessPipeline) -> int:
     run_until_idle(line.prefill)
-    return line.bus.unsettled()[line.pipeline.request_topic("interactive")]
+    return line.bus.count_unsettled()[line.pipeline.request_topic("interactive")]
 
 
 def test_one_token_ends_in_prefill_and_has_its_result(line: InProcessPipeline) -> None:
@@ -117,8 +117,8 @@ def test_too_many_attempts_end_it_with_an_error_and_a_dead_letter(line: InProces
     """Claims that came to nothing count; the next one gives up."""
     request = ask("poison")
     for _ in range(2):
-        claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, body_hash(request))
-        line.prefill.record.release(claim, failed=True)  # type: ignore[arg-type]
+        claim = line.prefill.record.claim_prefill(request.id, line.prefill.session.id, compute_body_hash(request))
+        line.prefill.record.release_claim(claim, failed=True)  # type: ignore[arg-type]
     line.send_requests(request)
     (result,) = line.run_until_results(1)
     assert result.error is not None
@@ -209,7 +209,7 @@ def test_ended_while_its_prompt_is_computed(line: InProcessPipeline, how: str) -
     task = prefill.running["stopped"]
     assert task.message is not None
     if how == "cancelled":
-        assert prefill.record.cancel("stopped")
+        assert prefill.record.cancel_request("stopped")
     else:
         task.message = task.message.model_copy(update={"deadline": now_s()})
 

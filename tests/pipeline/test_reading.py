@@ -84,7 +84,7 @@ def test_neighbours_go_on_while_a_long_message_is_read(line: InProcessPipeline, 
         return len(line.bus.read_all(line.pipeline.job_topic("interactive"))) == 3
 
     wait_until(are_handed_off, 30, "the neighbours' jobs", 0)
-    assert line.prefill.record.status("long") is None, "it is claimed once it is read"
+    assert line.prefill.record.read_status("long") is None, "it is claimed once it is read"
     reader.is_let.set()
     expected = compute_answers(work)
     assert {one.id: one.token_ids for one in line.run_until_results(4)} == {
@@ -143,7 +143,7 @@ def test_a_request_that_is_taken_over_stays_held_while_it_is_read(line: InProces
     begun_ms = lasts_until_ms()
     wait_until(lambda: lasts_until_ms() > begun_ms + 2 * lease_ms, 30, "more than a lease")
     with Session(line.prefill.record, "prefill", "a-third") as third:
-        assert line.prefill.record.take("prefill", third.id, 10) == []
+        assert line.prefill.record.take_over_free("prefill", third.id, 10) == []
     reader.is_let.set()
     line.run_prefill(1)
     run_until_idle(line.decode)
@@ -159,7 +159,7 @@ def test_a_worker_that_leaves_gives_back_what_it_took_over_and_reads(
     silent, reader = taking_over(line, work[-1])
     line.prefill.close()
     with Session(silent.record, "prefill", "a-third") as third:
-        (taken,) = silent.record.take("prefill", third.id, 10)
+        (taken,) = silent.record.take_over_free("prefill", third.id, 10)
         assert taken.claim.id == "long", "at once, though a lease has not passed"
     reader.is_let.set()
     silent.close()

@@ -112,7 +112,7 @@ def test_another_prefill_worker_goes_on(line: InProcessPipeline) -> None:
     run_until_idle(zombie)
     run_until_idle(line.decode)
     assert len(line.read_results()) == 1
-    assert zombie.member.held() == 0
+    assert zombie.member.count_held() == 0
     zombie.close()
 
 
@@ -142,7 +142,7 @@ def test_a_delivery_that_comes_to_who_took_over_settles_there(line: InProcessPip
     silent.member.close()  # now its group knows
     (result,) = line.run_until_results(1)
     assert result.token_ids == compute_answers([request])["long"].token_ids
-    assert line.decode.member.held() == 0
+    assert line.decode.member.count_held() == 0
 
 
 def test_a_worker_whose_deliveries_all_run_elsewhere_begins_new_requests(redis_url: str, pipeline: Pipeline) -> None:
@@ -203,8 +203,10 @@ def test_what_waited_in_a_killed_worker_goes_on(
         victim = fork_process("victim", log, run_penstock, "worker", stage, environment=environment)
 
         def waiting() -> list[str]:
-            found = {request.id: line.prefill.record.status(request.id) for request in work}
-            return [name for name, status in found.items() if status and status.stage == stage and not status.owner]
+            found = {request.id: line.prefill.record.read_status(request.id) for request in work}
+            return [
+                name for name, status in found.items() if status and status.stage == stage and not status.worker_name
+            ]
 
         wait_until(lambda: len(waiting()) > 2, 60, "some are put down")
         victim.kill()
@@ -216,7 +218,7 @@ def test_what_waited_in_a_killed_worker_goes_on(
             both = line.prefill, line.decode
             for worker in [one for one in both if one.running] or both:  # who has nothing to do waits for messages
                 worker.run_once()
-            found = {name: line.prefill.record.status(name) for name in left if name not in ended}
+            found = {name: line.prefill.record.read_status(name) for name in left if name not in ended}
             ended.update(name for name, status in found.items() if status and status.stage == "end")
             return len(ended) == len(left)
 

@@ -96,7 +96,7 @@ def test_the_memory_of_a_stream_is_what_a_real_server_takes(
         record = Record(client, pipeline, RecordSettings(lease_s=30))
         claim = play.decode(record)
         play.say(record, claim, range(num_tokens))
-        assert record.finish(claim, play.end())
+        assert record.finish_request(claim, play.end())
         keys = (pipeline.log_key("r1"), pipeline.record_key("r1"))
         taken = sum(client.memory_usage(key, samples=0) or 0 for key in keys)
         record.close()

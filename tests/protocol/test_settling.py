@@ -57,7 +57,7 @@ def test_no_job_goes_out_twice_under_one_name_though_the_reply_is_lost(
     """Where its delivery says that it is out, it does not go out again; else under another name."""
     bus: Bus = request.getfixturevalue(kind)
     publish(bus, [Outgoing(pipeline.request_topic("interactive"), b"request", key="r1")])
-    with bus.member("prefill", "p1") as member:
+    with bus.join_group("prefill", "p1") as member:
         (delivery,) = take(member, 1)
         settler = Settler(Forgetful(member), pipeline)  # type: ignore[arg-type]
         mine, jobs = replace(delivery, is_held=is_held), pipeline.job_topic("interactive")
@@ -100,11 +100,11 @@ def test_a_delivery_that_is_being_settled_is_not_claimed_again(redis_url: str, p
         (delivery,) = take(line.prefill.member, 1)
         line.prefill.settler._open[delivery.topic, delivery.position] += 1
         line.prefill._claim_messages(line.prefill._read_messages([delivery]))
-        assert line.prefill.record.status("r1") is None
+        assert line.prefill.record.read_status("r1") is None
         assert len(line.prefill.queue) == 1
         line.prefill.settler._open.clear()
         assert len(line.run_until_results(1)) == 1
-        assert not line.prefill.member.holds(delivery)
+        assert not line.prefill.member.is_holding(delivery)
 
 
 def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(redis_url: str, pipeline: Pipeline) -> None:
@@ -124,5 +124,5 @@ def test_a_delivery_is_not_forgotten_when_redis_lost_the_binding(redis_url: str,
         (result,) = line.run_until_results(1)
         run_until_idle(line.decode)
         assert len(result.token_ids) == 40
-        assert line.decode.member.held() == 0
+        assert line.decode.member.count_held() == 0
         assert len(line.read_results()) == 1

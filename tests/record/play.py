@@ -14,13 +14,13 @@ T = TypeVar("T")
 def alive(record: Record, stage: Stage, owner: str) -> str:
     """The id of the session of a worker that lives, for a lease from now on."""
     session = f"{owner}/1"
-    assert record.renew(stage, session) is not None
+    assert record.renew_session(stage, session) is not None
     return session
 
 
 def die(record: Record, stage: Stage, owner: str) -> None:
     """The session of a worker is over."""
-    record.reap(stage, 0, f"{owner}/1")
+    record.end_expired_sessions(stage, 0, f"{owner}/1")
 
 
 def prefill(record: Record, request_id: str = "r1", owner: str = "p1", body: str = "b") -> Claim:
@@ -37,7 +37,7 @@ def decode(record: Record, request_id: str = "r1", owner: str = "d1", job: str =
 
 def say(record: Record, claim: Claim, tokens: Sequence[int]) -> list[AppendOutcome]:
     """Append tokens one call each, so that each builds on the one before."""
-    return [record.append([(claim, claim.next_event(token, f"<{token}>"))])[0] for token in tokens]
+    return [record.append_tokens([(claim, claim.next_event(token, f"<{token}>"))])[0] for token in tokens]
 
 
 def end(finish_reason: str = "stop") -> EndEvent:

@@ -14,9 +14,9 @@ from penstock.record import (
     Claim,
     Conflict,
     Record,
-    Status,
-    Waiting,
-    body_hash,
+    RequestStatus,
+    UnclaimedMessage,
+    compute_body_hash,
 )
 from penstock.waiting import wait_until
 from tests.record.play import alive, decode, die, end, prefill, say
@@ -24,9 +24,9 @@ from tests.record.play import alive, decode, die, end, prefill, say
 
 def test_a_first_claim_starts_a_fresh_record(record: Record) -> None:
     claim = prefill(record)
-    assert (claim.num_tokens, claim.hash, claim.attempts) == (0, START_HASH, 1)
-    assert (claim.ended, claim.cancelled, claim.exhausted) == (False, False, False)
-    assert record.status("r1") == Status(
+    assert (claim.num_tokens, claim.rolling_hash, claim.attempts) == (0, START_HASH, 1)
+    assert (claim.is_ended, claim.is_cancelled, claim.is_exhausted) == (False, False, False)
+    assert record.read_status("r1") == RequestStatus(
         epoch=claim.epoch,
         session="p1/1",
         stage="prefill",
@@ -36,20 +36,24 @@ def test_a_first_claim_starts_a_fresh_record(record: Record) -> None:
         attempts=1,
         cancelled=False,
     )
-    assert record.status("r2") is None
+    assert record.read_status("r2") is None
 
 
 def test_requests_that_are_claimed_together_have_each_their_outcome(record: Record) -> None:
     """In their order; in decode each with its log."""
     prefill(record)
-    asked = [Waiting("r2", "b", "", b"m"), Waiting("r1", "b", "", b"m"), Waiting("r1", "other", "", b"m")]
+    asked = [
+        UnclaimedMessage("r2", "b", "", b"m"),
+        UnclaimedMessage("r1", "b", "", b"m"),
+        UnclaimedMessage("r1", "other", "", b"m"),
+    ]
     found = record.claim_all("prefill", alive(record, "prefill", "p2"), asked)
     assert [type(one) for one in found] == [Claim, Busy, Conflict]
     claim = found[0]
     assert isinstance(claim, Claim)
     say(record, claim, [7])
-    assert record.handed_all([claim]) == [True]
-    jobs = [Waiting("r2", "", "j1", b"m"), Waiting("r3", "", "j3", b"m")]
+    assert record.note_all_handed_off([claim]) == [True]
+    jobs = [UnclaimedMessage("r2", "", "j1", b"m"), UnclaimedMessage("r3", "", "j3", b"m")]
     with_log, fresh = record.claim_all("decode", alive(record, "decode", "d1"), jobs)
     assert isinstance(with_log, Claim)
     assert isinstance(fresh, Claim)
@@ -61,7 +65,7 @@ def test_requests_that_are_claimed_together_have_each_their_outcome(record: Reco
 def test_a_job_that_is_out_ends_prefills_attempts_before_the_record_says_so(record: Record) -> None:
     """Decode may be faster than the worker that handed off."""
     for _ in range(2):
-        record.release(prefill(record), failed=True)
+        record.release_claim(prefill(record), failed=True)
     assert prefill(record).attempts == 3
     assert decode(record).attempts == 1
 
@@ -78,9 +82,9 @@ def test_a_held_request_is_busy_for_a_lease_at_most(record: Record) -> None:
 
 def test_only_a_session_that_lives_claims(record: Record) -> None:
     assert isinstance(record.claim_prefill("r1", "nobody/1", "b"), Busy)
-    record.put_down("prefill", [Waiting("r1", "b", "", b"message")])
-    assert record.take("prefill", "nobody/1", 9) == []
-    assert record.num_free("prefill") == 1
+    record.put_down("prefill", [UnclaimedMessage("r1", "b", "", b"message")])
+    assert record.take_over_free("prefill", "nobody/1", 9) == []
+    assert record.count_free("prefill") == 1
 
 
 def test_who_died_holds_nothing_and_attempts_are_counted(hasty: Record) -> None:
@@ -90,7 +94,7 @@ def test_who_died_holds_nothing_and_attempts_are_counted(hasty: Record) -> None:
     assert second.epoch > first.epoch
     assert second.attempts == 2
     die(hasty, "prefill", "p2")
-    assert prefill(hasty, owner="p3").exhausted
+    assert prefill(hasty, owner="p3").is_exhausted
 
 
 def test_a_new_token_clears_the_attempts(hasty: Record) -> None:
@@ -128,12 +132,12 @@ def test_what_a_dead_worker_held_is_taken_over_with_its_message(record: Record) 
     dead = message_of(record, "decode")
     say(record, dead, [7, 8])
     other = alive(record, "decode", "w2")
-    assert record.take("decode", other, 9) == []  # it lives
+    assert record.take_over_free("decode", other, 9) == []  # it lives
     die(record, "decode", "w1")
-    (taken,) = record.take("decode", other, 9)
-    assert record.take("decode", other, 9) == []
+    (taken,) = record.take_over_free("decode", other, 9)
+    assert record.take_over_free("decode", other, 9) == []
     assert taken.message == b"message"
-    assert (taken.claim.num_tokens, taken.claim.hash, taken.claim.attempts) == (2, dead.hash, 1)
+    assert (taken.claim.num_tokens, taken.claim.rolling_hash, taken.claim.attempts) == (2, dead.rolling_hash, 1)
     assert len(taken.claim.log) == 2
     assert taken.claim.epoch > dead.epoch
     assert say(record, dead, [9]) == [0]
@@ -147,9 +151,9 @@ def test_all_that_a_session_held_is_free_at_once_and_shared(record: Record) -> N
     for number in range(5):
         message_of(record, "decode", f"r{number}")
     die(record, "decode", "w1")
-    assert record.num_free("decode") == 5
+    assert record.count_free("decode") == 5
     one, other = alive(record, "decode", "w2"), alive(record, "decode", "w3")
-    taken = [taken.claim.id for session in (one, other) for taken in record.take("decode", session, 3)]
+    taken = [taken.claim.id for session in (one, other) for taken in record.take_over_free("decode", session, 3)]
     assert sorted(taken) == [f"r{number}" for number in range(5)]
 
 
@@ -158,66 +162,70 @@ def test_there_is_nothing_to_take_over(record: Record, over: str) -> None:
     claim = message_of(record, "prefill", message=b"" if over == "without a message" else b"message")
     match over:
         case "ended":
-            record.finish(claim, end())
+            record.finish_request(claim, end())
         case "handed off":
-            record.handed(claim)
+            record.note_handed_off(claim)
         case "of the other stage":
             decode(record)
     die(record, "prefill", "w1")
-    assert record.take("prefill", alive(record, "prefill", "w2"), 9) == []
-    assert record.num_free("prefill") == 0
+    assert record.take_over_free("prefill", alive(record, "prefill", "w2"), 9) == []
+    assert record.count_free("prefill") == 0
 
 
 def test_what_was_taken_over_and_is_given_back_can_be_taken_over_at_once(record: Record) -> None:
     message_of(record, "prefill")
     die(record, "prefill", "w1")
     session = alive(record, "prefill", "w2")
-    (first,) = record.take("prefill", session, 9)
-    assert record.release(first.claim, delivered=False)
-    (second,) = record.take("prefill", session, 9)
+    (first,) = record.take_over_free("prefill", session, 9)
+    assert record.release_claim(first.claim, delivered=False)
+    (second,) = record.take_over_free("prefill", session, 9)
     assert (second.claim.attempts, second.message) == (first.claim.attempts, b"message")
 
 
 def test_what_is_given_back_is_taken_over_if_nobody_claims_it(hasty: Record) -> None:
     """Whoever gets the delivery has a lease's time for that, and may die in it."""
-    assert hasty.release(message_of(hasty, "prefill"))
-    wait_until(lambda: hasty.num_free("prefill") == 1, 10, "a lease is over", 0.01)
-    (taken,) = hasty.take("prefill", alive(hasty, "prefill", "w2"), 9)
+    assert hasty.release_claim(message_of(hasty, "prefill"))
+    wait_until(lambda: hasty.count_free("prefill") == 1, 10, "a lease is over", 0.01)
+    (taken,) = hasty.take_over_free("prefill", alive(hasty, "prefill", "w2"), 9)
     assert (taken.claim.attempts, taken.message) == (1, b"message")
 
 
 @pytest.mark.parametrize("delivered", [True, False])
 def test_what_is_to_be_tried_later_is_left_alone(record: Record, delivered: bool) -> None:
     claim = message_of(record, "prefill")
-    assert record.release(claim, failed=True, delivered=delivered, wait_s=25)
+    assert record.release_claim(claim, failed=True, delivered=delivered, wait_s=25)
     outcome = record.claim_prefill("r1", alive(record, "prefill", "w2"), "b", b"message")
     assert isinstance(outcome, Busy)
     assert 20 < outcome.wait_s <= 25
-    assert record.take("prefill", alive(record, "prefill", "w2"), 9) == []
+    assert record.take_over_free("prefill", alive(record, "prefill", "w2"), 9) == []
 
 
 def test_what_is_put_down_is_anybodys(record: Record) -> None:
-    waits = Waiting("r1", "b", "", b"message")
+    waits = UnclaimedMessage("r1", "b", "", b"message")
     record.put_down("prefill", [waits])
     record.put_down("prefill", [waits])  # by somebody else who read it
     session = alive(record, "prefill", "w2")
     assert isinstance(record.claim_prefill("r1", session, "another"), Conflict)
-    (taken,) = record.take("prefill", session, 9)
+    (taken,) = record.take_over_free("prefill", session, 9)
     assert (taken.claim.attempts, taken.claim.num_tokens, taken.message) == (1, 0, b"message")
     assert isinstance(record.claim_prefill("r1", alive(record, "prefill", "w1"), "b"), Busy)  # who has its delivery
     record.put_down("prefill", [waits])
-    assert record.num_free("prefill") == 0
-    record.handed(taken.claim)
+    assert record.count_free("prefill") == 0
+    record.note_handed_off(taken.claim)
     record.put_down("prefill", [waits])
-    assert record.num_free("prefill") == 0
+    assert record.count_free("prefill") == 0
 
 
 def test_who_has_the_delivery_claims_what_is_put_down(record: Record) -> None:
-    record.put_down("decode", [Waiting("r1", "", "j1", b"message"), Waiting("r2", "", "j2", b"message")])
+    record.put_down(
+        "decode", [UnclaimedMessage("r1", "", "j1", b"message"), UnclaimedMessage("r2", "", "j2", b"message")]
+    )
     assert decode(record).attempts == 1
-    assert record.num_free("decode") == 1
+    assert record.count_free("decode") == 1
     assert isinstance(record.claim_decode("r1", "d2/1", "j2"), Bound)
-    record.put_down("decode", [Waiting("r1", "", "j2", b"another"), Waiting("r1", "", "j1", b"message")])
+    record.put_down(
+        "decode", [UnclaimedMessage("r1", "", "j2", b"another"), UnclaimedMessage("r1", "", "j1", b"message")]
+    )
     assert isinstance(record.claim_decode("r1", alive(record, "decode", "d2"), "j1"), Busy)
 
 
@@ -226,8 +234,8 @@ def test_a_clock_that_went_back_keeps_nothing_from_anybody(
 ) -> None:
     """An hour ago it was an hour later: by those times a dead worker lives, and what waits has to wait."""
     message_of(record, "decode", "r1")
-    record.release(message_of(record, "prefill", "r2"), wait_s=1)
-    record.release(message_of(record, "prefill", "r3"), wait_s=1)
+    record.release_claim(message_of(record, "prefill", "r2"), wait_s=1)
+    record.release_claim(message_of(record, "prefill", "r3"), wait_s=1)
     for key in (pipeline.sessions_key("decode"), pipeline.free_key("prefill")):
         for name in client.zrange(key, 0, -1):
             client.zincrby(key, 3_600_000, str(name, "utf-8"))  # type: ignore[arg-type]
@@ -236,16 +244,16 @@ def test_a_clock_that_went_back_keeps_nothing_from_anybody(
     assert isinstance(outcome, Busy)
     assert outcome.wait_s <= record.lease_s
     assert prefill(record, "r2").attempts == 1
-    assert [taken.claim.id for taken in record.take("prefill", alive(record, "prefill", "w2"), 9)] == ["r3"]
-    record.reap("decode", 0)  # it has a lease from now on
+    assert [taken.claim.id for taken in record.take_over_free("prefill", alive(record, "prefill", "w2"), 9)] == ["r3"]
+    record.end_expired_sessions("decode", 0)  # it has a lease from now on
     lasts_ms = float(client.zscore(pipeline.sessions_key("decode"), "w1/1") or 0)
-    record.reap("decode", int(lasts_ms) + 1)
-    assert record.num_free("decode") == 1
+    record.end_expired_sessions("decode", int(lasts_ms) + 1)
+    assert record.count_free("decode") == 1
 
 
 def test_what_is_handed_off_is_not_prefilled_again(record: Record) -> None:
     """Its job is durable, and waits for decode; its request comes again, as the worker left or died."""
-    assert record.handed(prefill(record))
+    assert record.note_handed_off(prefill(record))
     assert isinstance(record.claim_prefill("r1", alive(record, "prefill", "p2"), "b"), Bound)
     assert isinstance(record.claim_prefill("r1", alive(record, "prefill", "p2"), "another"), Conflict)
     assert decode(record).attempts == 1
@@ -253,25 +261,25 @@ def test_what_is_handed_off_is_not_prefilled_again(record: Record) -> None:
 
 def test_a_hand_off_is_noted_once(record: Record) -> None:
     claim = prefill(record)
-    assert record.handed(claim)
-    assert not record.handed(claim)
+    assert record.note_handed_off(claim)
+    assert not record.note_handed_off(claim)
 
 
 def test_decode_does_not_wait_for_a_prefill_that_is_done(record: Record) -> None:
     first = prefill(record)
     held = decode(record)
-    assert not record.handed(first)
+    assert not record.note_handed_off(first)
     assert isinstance(record.claim_prefill("r1", "p2", "b"), Bound)
     assert say(record, held, [1]) == [1]
 
 
 def test_a_released_request_is_free_at_once_and_the_attempt_does_not_count(record: Record) -> None:
     claim = decode(record)
-    assert record.release(claim)
+    assert record.release_claim(claim)
     again = decode(record, owner="d2")
     assert again.attempts == 1
-    assert not record.release(claim)
-    assert record.release(again, failed=True)
+    assert not record.release_claim(claim)
+    assert record.release_claim(again, failed=True)
     assert decode(record, owner="d3").attempts == 2
 
 
@@ -279,24 +287,24 @@ def test_the_first_job_is_bound_and_stays_bound(record: Record) -> None:
     claim = decode(record, job="j1")
     assert isinstance(record.claim_decode("r1", "d2", "j2"), Bound)
     assert isinstance(record.claim_prefill("r1", "p1", "b"), Bound)
-    record.release(claim)
+    record.release_claim(claim)
     assert isinstance(record.claim_decode("r1", "d2", "j2"), Bound)
     claim = decode(record, job="j1")
-    record.finish(claim, end())
+    record.finish_request(claim, end())
     assert isinstance(record.claim_decode("r1", "d2", "j2"), Bound)
-    assert decode(record, job="j1").ended
+    assert decode(record, job="j1").is_ended
 
 
 def test_what_ended_in_prefill_is_handed_off_again_and_settled_by_one_job(record: Record) -> None:
     claim = prefill(record)
     say(record, claim, [5])
-    assert record.finish(claim, end())
-    assert not record.handed(claim)
+    assert record.finish_request(claim, end())
+    assert not record.note_handed_off(claim)
     again = prefill(record, owner="p2")
-    assert again.ended
+    assert again.is_ended
     assert again.epoch > claim.epoch
     assert again.num_tokens == 1
-    assert decode(record, job="j2").ended
+    assert decode(record, job="j2").is_ended
     assert isinstance(record.claim_decode("r1", "d1", "j1"), Bound)
     assert isinstance(record.claim_prefill("r1", "p1", "b"), Bound)
 
@@ -312,9 +320,11 @@ def test_the_same_id_with_another_body_is_a_conflict(record: Record) -> None:
 
 def test_a_body_is_what_is_asked_and_not_how_soon_or_where() -> None:
     one = Request(id="r1", prompt="hello")
-    assert body_hash(one) == body_hash(Request(id="r1", prompt="hello", klass="batch", deadline=9e9, session="s1"))
-    assert body_hash(one) != body_hash(Request(id="r1", prompt="hello!"))
-    assert body_hash(one) != body_hash(Request(id="r1", prompt="hello", tenant="other"))
+    assert compute_body_hash(one) == compute_body_hash(
+        Request(id="r1", prompt="hello", klass="batch", deadline=9e9, session="s1")
+    )
+    assert compute_body_hash(one) != compute_body_hash(Request(id="r1", prompt="hello!"))
+    assert compute_body_hash(one) != compute_body_hash(Request(id="r1", prompt="hello", tenant="other"))
 
 
 def test_a_lost_record_starts_afresh_and_old_claims_stay_fenced(
@@ -331,15 +341,15 @@ def test_a_lost_record_starts_afresh_and_old_claims_stay_fenced(
 
 
 def test_cancelling_reaches_whoever_claims_later(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
-    assert record.cancel("r1")
-    status = record.status("r1")
+    assert record.cancel_request("r1")
+    status = record.read_status("r1")
     assert status is not None
     assert (status.stage, status.cancelled) == ("new", True)
     assert client.ttl(pipeline.record_key("r1")) > 0
     claim = prefill(record)
-    assert claim.cancelled
-    assert record.finish(claim, end("cancelled"))
-    assert not record.cancel("r1")
+    assert claim.is_cancelled
+    assert record.finish_request(claim, end("cancelled"))
+    assert not record.cancel_request("r1")
 
 
 def test_an_id_is_remembered_as_long_again_as_its_request_took(
@@ -354,7 +364,7 @@ def test_an_id_is_remembered_as_long_again_as_its_request_took(
         ("new", now + 9, 0),
     ):
         timings = Timings(published=published, finished=now)
-        assert record.finish(prefill(record, name), EndEvent(finish_reason="stop", timings=timings))
+        assert record.finish_request(prefill(record, name), EndEvent(finish_reason="stop", timings=timings))
         assert keep_s + more_s - 60 < client.ttl(pipeline.record_key(name)) <= keep_s + more_s
 
 
@@ -364,8 +374,8 @@ def test_expiry_is_long_while_pending_and_short_after_the_end(client: "redis.Red
     claim = prefill(record)
     say(record, claim, [1])
     assert all(60 < client.ttl(key) <= 600 for key in keys)
-    record.finish(claim, end())
+    record.finish_request(claim, end())
     assert all(0 < client.ttl(key) <= 60 for key in keys)
-    assert prefill(record).ended
+    assert prefill(record).is_ended
     assert all(0 < client.ttl(key) <= 60 for key in keys)
     record.close()

@@ -24,7 +24,7 @@ def test_entries_are_named_by_position_and_chained_by_hash(
 ) -> None:
     claim = prefill(record)
     assert say(record, claim, [5, 6]) == [OK, OK]
-    assert record.finish(claim, EndEvent(finish_reason="length", usage=Usage(prompt_tokens=3)))
+    assert record.finish_request(claim, EndEvent(finish_reason="length", usage=Usage(prompt_tokens=3)))
     names = [name for name, _ in client.xrange(pipeline.log_key("r1")) or ()]
     assert names == [b"0-1", b"1-1", b"2-2"]
     first, second = roll_hash(START_HASH, 5), roll_hash(roll_hash(START_HASH, 5), 6)
@@ -40,14 +40,14 @@ def test_entries_are_named_by_position_and_chained_by_hash(
 
 def test_a_stream_may_end_before_its_first_token(record: Record) -> None:
     claim = prefill(record)
-    assert record.finish(claim, end("error"))
+    assert record.finish_request(claim, end("error"))
     assert record.read_log("r1") == [end("error")]
 
 
 def test_a_later_claim_goes_on_where_the_log_is(record: Record) -> None:
     say(record, prefill(record), [5])
     claim = decode(record)
-    assert (claim.num_tokens, claim.hash) == (1, roll_hash(START_HASH, 5))
+    assert (claim.num_tokens, claim.rolling_hash) == (1, roll_hash(START_HASH, 5))
     assert say(record, claim, [6]) == [OK]
     assert tokens_of(record) == [5, 6]
 
@@ -55,62 +55,62 @@ def test_a_later_claim_goes_on_where_the_log_is(record: Record) -> None:
 def test_a_batch_is_one_append_with_an_outcome_for_each(record: Record) -> None:
     claims = [prefill(record, f"r{i}") for i in range(4)]
     decode(record, "r1")
-    record.cancel("r2")
-    outcomes = record.append([(claim, claim.next_event(9, "x")) for claim in claims])
+    record.cancel_request("r2")
+    outcomes = record.append_tokens([(claim, claim.next_event(9, "x")) for claim in claims])
     assert outcomes == [OK, FENCED, CANCELLED, OK]
     assert [tokens_of(record, f"r{i}") for i in range(4)] == [[9], [], [], [9]]
-    assert record.append([]) == []
+    assert record.append_tokens([]) == []
 
 
 def test_an_old_epoch_can_change_nothing(record: Record) -> None:
     old = prefill(record)
     decode(record)
     assert say(record, old, [5]) == [FENCED]
-    assert not record.finish(old, end())
-    assert not record.handed(old)
-    assert not record.release(old)
+    assert not record.finish_request(old, end())
+    assert not record.note_handed_off(old)
+    assert not record.release_claim(old)
     assert record.read_log("r1") == []
-    status = record.status("r1")
+    status = record.read_status("r1")
     assert status is not None
-    assert (status.stage, status.session, status.owner) == ("decode", "d1/1", "d1")
+    assert (status.stage, status.session, status.worker_name) == ("decode", "d1/1", "d1")
 
 
 def test_a_position_that_is_not_the_next_is_refused(record: Record) -> None:
     claim = decode(record)
     say(record, claim, [5])
-    assert record.append([(claim, TokenEvent.at_position(2, "a" * 16, 7, ""))]) == [FENCED]
-    assert record.append([(claim, TokenEvent.at_position(0, "a" * 16, 7, ""))]) == [FENCED]
+    assert record.append_tokens([(claim, TokenEvent.at_position(2, "a" * 16, 7, ""))]) == [FENCED]
+    assert record.append_tokens([(claim, TokenEvent.at_position(0, "a" * 16, 7, ""))]) == [FENCED]
     assert tokens_of(record) == [5]
 
 
 def test_nothing_follows_the_end(record: Record) -> None:
     claim = decode(record)
     say(record, claim, [5])
-    assert record.finish(claim, end())
-    assert record.finish(claim, end())
+    assert record.finish_request(claim, end())
+    assert record.finish_request(claim, end())
     assert say(record, claim, [6]) == [FENCED]
-    assert not record.finish(claim, end())  # its count of tokens is not the log's
+    assert not record.finish_request(claim, end())  # its count of tokens is not the log's
     assert record.read_log("r1", 0) == [end().model_copy(update={"usage": Usage(completion_tokens=1)})]
 
 
 def test_cancelling_stops_the_tokens_and_leaves_the_claim(record: Record) -> None:
     claim = decode(record)
     say(record, claim, [5])
-    assert record.cancel("r1")
-    record.send_append([(claim, claim.next_event(6, ""))])
-    record.send_append([(claim, claim.next_event(7, ""))])
-    assert record.collect() == [CANCELLED, CANCELLED]
-    assert (claim.num_tokens, claim.hash) == (1, roll_hash(START_HASH, 5))
-    assert record.finish(claim, end("cancelled"))
+    assert record.cancel_request("r1")
+    record.send_tokens([(claim, claim.next_event(6, ""))])
+    record.send_tokens([(claim, claim.next_event(7, ""))])
+    assert record.collect_outcomes() == [CANCELLED, CANCELLED]
+    assert (claim.num_tokens, claim.rolling_hash) == (1, roll_hash(START_HASH, 5))
+    assert record.finish_request(claim, end("cancelled"))
     assert tokens_of(record) == [5]
 
 
 def test_batches_may_overlap(record: Record) -> None:
     claim = decode(record)
     for token in range(20):
-        record.send_append([(claim, claim.next_event(token, ""))])
-    assert record.collect() == [OK] * 20
-    assert record.collect() == []
+        record.send_tokens([(claim, claim.next_event(token, ""))])
+    assert record.collect_outcomes() == [OK] * 20
+    assert record.collect_outcomes() == []
     assert tokens_of(record) == list(range(20))
 
 
@@ -122,12 +122,12 @@ def test_a_connection_lost_between_send_and_collect_repeats_no_token(
     say(record, claim, [1])
     if not written:
         client.client_kill_filter(_type="normal", skipme=True)
-    record.send_append([(claim, claim.next_event(2, ""))])
-    record.send_append([(claim, claim.next_event(3, ""))])
+    record.send_tokens([(claim, claim.next_event(2, ""))])
+    record.send_tokens([(claim, claim.next_event(3, ""))])
     if written:
         wait_for(lambda: Busy(1) if len(record.read_log("r1")) < 3 else "written")
         client.client_kill_filter(_type="normal", skipme=True)
-    assert record.collect() == [OK, OK]
+    assert record.collect_outcomes() == [OK, OK]
     assert say(record, claim, [4]) == [OK]
     assert tokens_of(record) == [1, 2, 3, 4]
 
@@ -140,7 +140,7 @@ def test_the_live_channel_says_what_the_log_says(record: Record, client: "redis.
         say(record, claim, [5, 6])
         decode(record, "r2")
         say(record, prefill(record, "r3"), [1])
-        record.finish(claim, end())
+        record.finish_request(claim, end())
         heard: list[TokenEvent | EndEvent] = []
         while len(heard) < 3:
             message = live.get_message(timeout=5)
@@ -156,15 +156,15 @@ def write_all(record: Record, owner: str, length: int) -> bool:
     """
     claim = record.claim_decode("r1", alive(record, "decode", owner), "j1")
     if isinstance(claim, Busy):
-        status = record.status("r1")
+        status = record.read_status("r1")
         assert status is not None
-        record.release(Claim("r1", "decode", status.epoch, 0, "", False, False, 0, False))
+        record.release_claim(Claim("r1", "decode", status.epoch, 0, "", False, False, 0, False))
         return False
     assert isinstance(claim, Claim)
-    while not claim.ended and claim.num_tokens < length:
-        if record.append([(claim, claim.next_event(claim.num_tokens * 7, owner))]) != [OK]:
+    while not claim.is_ended and claim.num_tokens < length:
+        if record.append_tokens([(claim, claim.next_event(claim.num_tokens * 7, owner))]) != [OK]:
             return False
-    return claim.ended or record.finish(claim, end())
+    return claim.is_ended or record.finish_request(claim, end())
 
 
 def test_two_writers_that_take_each_others_claim_write_each_token_once(

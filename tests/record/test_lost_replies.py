@@ -8,7 +8,7 @@ import redis
 
 from penstock.config.settings import RecordSettings
 from penstock.names import Pipeline, Stage
-from penstock.record import Claim, Record, Waiting
+from penstock.record import Claim, Record, UnclaimedMessage
 from penstock.redis.client import redis_client
 from sim.chaos.proxy import Proxy
 from tests.record.play import alive, decode, die
@@ -24,7 +24,7 @@ def proxy(redis_url: str) -> Iterator[Proxy]:
 def distant(proxy: Proxy, record: Record, pipeline: Pipeline) -> Iterator[Record]:
     """The same records, over connections that break. The server knows the scripts, and one connection is open."""
     decode(record, "other", "warm")
-    record.take("decode", alive(record, "decode", "warm"), 1)
+    record.take_over_free("decode", alive(record, "decode", "warm"), 1)
     with redis_client(f"redis://127.0.0.1:{proxy.port}/0") as client:
         client.ping()
         made = Record(client, pipeline, RecordSettings(lease_s=30))
@@ -40,32 +40,32 @@ def test_a_claim_is_not_made_twice(stage: Stage, proxy: Proxy, distant: Record, 
     claim = distant.claim_prefill if stage == "prefill" else distant.claim_decode
     with pytest.raises(redis.ConnectionError):
         claim("r1", session, "b", b"message")
-    status = record.status("r1")
+    status = record.read_status("r1")
     assert status is not None
     assert (status.session, status.attempts) == (session, 1)
 
 
 def test_requests_are_not_taken_twice(proxy: Proxy, distant: Record, record: Record) -> None:
     """The second time would bring another request, and nobody would know of the first one."""
-    record.put_down("decode", [Waiting(name, "", "j1", b"message") for name in ("r1", "r2")])
+    record.put_down("decode", [UnclaimedMessage(name, "", "j1", b"message") for name in ("r1", "r2")])
     session = alive(record, "decode", "d1")
     proxy.lose_reply()
     with pytest.raises(redis.ConnectionError):
-        distant.take("decode", session, 1)
-    assert record.num_free("decode") == 1
+        distant.take_over_free("decode", session, 1)
+    assert record.count_free("decode") == 1
     die(record, "decode", "d1")
-    assert record.num_free("decode") == 2
-    assert len(distant.take("decode", alive(record, "decode", "d2"), 9)) == 2
+    assert record.count_free("decode") == 2
+    assert len(distant.take_over_free("decode", alive(record, "decode", "d2"), 9)) == 2
 
 
 def test_what_is_given_back_twice_counts_once(proxy: Proxy, distant: Record, record: Record) -> None:
     claim = record.claim_decode("r1", alive(record, "decode", "d1"), "j1", b"message")
     assert isinstance(claim, Claim)
-    distant.release(claim, failed=True, delivered=False)
-    (again,) = record.take("decode", alive(record, "decode", "d1"), 1)
+    distant.release_claim(claim, failed=True, delivered=False)
+    (again,) = record.take_over_free("decode", alive(record, "decode", "d1"), 1)
     proxy.lose_reply()
-    distant.release(again.claim, delivered=False)
-    status = record.status("r1")
+    distant.release_claim(again.claim, delivered=False)
+    status = record.read_status("r1")
     assert status is not None
     assert status.attempts == 1
-    assert record.num_free("decode") == 1
+    assert record.count_free("decode") == 1

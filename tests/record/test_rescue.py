@@ -7,7 +7,7 @@ import redis
 
 from penstock.bus.contract import Delivery
 from penstock.names import Pipeline, Stage
-from penstock.record import Record, Session, Waiting
+from penstock.record import Record, Session, UnclaimedMessage
 from penstock.waiting import wait_until
 from penstock.worker.rescue import MAX_BATCH_BYTES, Rescuer
 
@@ -16,8 +16,8 @@ def delivery(name: str, value: bytes = b"message", klass: str = "interactive") -
     return Delivery("topic", name, value, name, {}, klass, 0.0)  # type: ignore[arg-type]
 
 
-def whose(found: Delivery) -> Waiting:
-    return Waiting(found.key or "", "body", "", found.value)
+def whose(found: Delivery) -> UnclaimedMessage:
+    return UnclaimedMessage(found.key or "", "body", "", found.value)
 
 
 class Member:
@@ -27,14 +27,14 @@ class Member:
         self._waiting, self._others = list(waiting), {part: list(found) for part, found in others.items()}
         self.error: Exception | None = None
 
-    def waiting(self) -> list[Delivery]:
+    def list_prefetched(self) -> list[Delivery]:
         if self.error is not None:
             raise self.error
         return list(self._waiting)
 
-    def read(self, parts: Sequence[str], most: int) -> list[Delivery]:
-        found = [one for part in parts for one in self._others.get(part, [])][:most]
-        for part in parts:
+    def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
+        found = [one for part in partitions for one in self._others.get(part, [])][:max_messages]
+        for part in partitions:
             self._others[part] = [one for one in self._others.get(part, []) if one not in found]
         return found
 
@@ -51,11 +51,11 @@ def session(hasty: Record) -> Iterator[Session]:
 def test_what_waits_is_put_down_once_and_batch_work_is_not(hasty: Record, session: Session) -> None:
     member = Member([delivery("r1"), delivery("b1", klass="batch"), delivery("r2")], {})
     rescue = Rescuer(hasty, "prefill", session, member, member, whose)  # type: ignore[arg-type]
-    wait_until(lambda: hasty.num_free("prefill") == 2, 20, "both are free")
-    assert hasty.status("b1") is None
-    assert {taken.claim.id for taken in hasty.take("prefill", session.id, 9)} == {"r1", "r2"}
+    wait_until(lambda: hasty.count_free("prefill") == 2, 20, "both are free")
+    assert hasty.read_status("b1") is None
+    assert {taken.claim.id for taken in hasty.take_over_free("prefill", session.id, 9)} == {"r1", "r2"}
     rescue.put_down_waiting()
-    assert hasty.num_free("prefill") == 0
+    assert hasty.count_free("prefill") == 0
     rescue.close()
 
 
@@ -64,7 +64,7 @@ class Full(Record):
 
     failures = 1
 
-    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> list[Waiting]:
+    def put_down(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         if waiting and self.failures:
             self.failures -= 1
             raise redis.TimeoutError("slow")
@@ -78,7 +78,7 @@ class Half(Record):
 
     is_away = True
 
-    def put_down(self, stage: Stage, waiting: Sequence[Waiting]) -> list[Waiting]:
+    def put_down(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
         left = [one for one in waiting if self.is_away and one.id in ("r1", "r3")]
         return left + super().put_down(stage, [one for one in waiting if one not in left])
 
@@ -87,16 +87,16 @@ def test_what_is_a_server_s_that_is_away_is_put_down_when_it_answers(
     client: "redis.Redis", pipeline: Pipeline, hasty: Record
 ) -> None:
     """Both what waits here and what was read for others; what is another server's does not wait for it."""
-    hasty.renew("prefill", "dead/1", 0, ["topic:0"])
-    hasty.reap("prefill", 0, "dead/1")
+    hasty.renew_session("prefill", "dead/1", 0, ["topic:0"])
+    hasty.end_expired_sessions("prefill", 0, "dead/1")
     record = Half(client, pipeline, hasty.settings)
     with Session(record, "prefill", "p1", adopts=True) as session:
         member = Member([delivery("r1"), delivery("r2")], {"topic:0": [delivery("r3"), delivery("r4")]})
         rescue = Rescuer(record, "prefill", session, member, member, whose)  # type: ignore[arg-type]
-        wait_until(lambda: record.num_free("prefill") == 2, 20, "those of the other server are free")
-        assert {taken.claim.id for taken in record.take("prefill", session.id, 9)} == {"r2", "r4"}
+        wait_until(lambda: record.count_free("prefill") == 2, 20, "those of the other server are free")
+        assert {taken.claim.id for taken in record.take_over_free("prefill", session.id, 9)} == {"r2", "r4"}
         record.is_away = False
-        wait_until(lambda: record.num_free("prefill") == 2, 20, "these are free, too")
+        wait_until(lambda: record.count_free("prefill") == 2, 20, "these are free, too")
         rescue.close()
 
 
@@ -105,13 +105,13 @@ def test_what_was_read_for_others_is_not_lost_when_putting_down_fails(
 ) -> None:
     large = bytes(MAX_BATCH_BYTES * 2 // 3)
     others = [delivery(f"r{number}", large) for number in range(3)] + [delivery("r3", large * 2)]
-    hasty.renew("prefill", "dead/1", 0, ["topic:0"])
-    hasty.reap("prefill", 0, "dead/1")
+    hasty.renew_session("prefill", "dead/1", 0, ["topic:0"])
+    hasty.end_expired_sessions("prefill", 0, "dead/1")
     record = Full(client, pipeline, hasty.settings)
     with Session(record, "prefill", "p1", adopts=True) as session:
         member = Member([], {"topic:0": others})
         rescue = Rescuer(record, "prefill", session, member, member, whose)  # type: ignore[arg-type]
-        wait_until(lambda: record.num_free("prefill") == 4, 20, "all are free")
+        wait_until(lambda: record.count_free("prefill") == 4, 20, "all are free")
         assert not record.failures
         rescue.close()
     record.close()
@@ -128,13 +128,13 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record, session: Session) -> 
 
 
 def test_a_message_that_cannot_be_read_stops_nobody(hasty: Record, session: Session) -> None:
-    def read(found: Delivery) -> Waiting:
+    def read(found: Delivery) -> UnclaimedMessage:
         if found.key == "r1":
             raise ZeroDivisionError("a bug")
         return whose(found)
 
     member = Member([delivery("r1"), delivery("r2")], {})
     rescue = Rescuer(hasty, "prefill", session, member, member, read)  # type: ignore[arg-type]
-    wait_until(lambda: hasty.num_free("prefill") == 1, 20, "the other is free")
+    wait_until(lambda: hasty.count_free("prefill") == 1, 20, "the other is free")
     rescue.raise_failure()
     rescue.close()

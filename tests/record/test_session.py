@@ -14,7 +14,7 @@ import redis
 from penstock.config.settings import RecordSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.names import Pipeline
-from penstock.record import Claim, News, Record, Session
+from penstock.record import Claim, ClaimEvent, Record, Session
 from penstock.redis.client import redis_client
 from penstock.waiting import wait_until
 from tests.record.play import alive, die, end, say
@@ -31,7 +31,7 @@ def session(hasty: Record) -> Iterator[Session]:
 def held_by(session: Session, record: Record, request_id: str = "r1") -> Claim:
     claim = record.claim_decode(request_id, session.id, "j1", b"message")
     assert isinstance(claim, Claim), claim
-    session.add(claim)
+    session.add_claim(claim)
     return claim
 
 
@@ -50,37 +50,37 @@ def test_a_session_outlasts_many_leases(session: Session, hasty: Record) -> None
         silent = Session(hasty, "decode", "silent")
         held_by(silent, hasty, f"s{number}")
         silent.stop()
-        seen(lambda number=number: hasty.num_free("decode") > number, "the other's is over")  # type: ignore[misc]
-    assert session.news() == []
-    status = hasty.status("r1")
+        seen(lambda number=number: hasty.count_free("decode") > number, "the other's is over")  # type: ignore[misc]
+    assert session.collect_events() == []
+    status = hasty.read_status("r1")
     assert status is not None
     assert (status.session, status.epoch) == (session.id, kept.epoch)
 
 
 def test_what_it_holds_and_is_to_end_is_told_while_it_is_held(session: Session, hasty: Record) -> None:
     one, other = held_by(session, hasty, "r1"), held_by(session, hasty, "r2")
-    assert hasty.cancel("r1")
-    seen(lambda: session.news() == [(one, News.CANCELLED)], "it hears")
-    assert session.news() == [(one, News.CANCELLED)]
-    session.drop(one)
-    assert session.news() == []
-    session.drop(other)
+    assert hasty.cancel_request("r1")
+    seen(lambda: session.collect_events() == [(one, ClaimEvent.CANCELLED)], "it hears")
+    assert session.collect_events() == [(one, ClaimEvent.CANCELLED)]
+    session.remove_claim(one)
+    assert session.collect_events() == []
+    session.remove_claim(other)
 
 
 def test_who_is_late_hears_that_all_is_lost_and_begins_anew(session: Session, hasty: Record) -> None:
     claims = {held_by(session, hasty, name) for name in ("r1", "r2")}
     before = session.id
-    hasty.reap("decode", 0, before)
-    found: set[tuple[Claim, News]] = set()
+    hasty.end_expired_sessions("decode", 0, before)
+    found: set[tuple[Claim, ClaimEvent]] = set()
 
     def has_heard() -> bool:
-        found.update(session.news())
+        found.update(session.collect_events())
         return len(found) == 2
 
     seen(has_heard, "both are lost")
-    assert found == {(claim, News.LOST) for claim in claims}
+    assert found == {(claim, ClaimEvent.LOST) for claim in claims}
     assert session.id != before
-    (taken,) = hasty.take("decode", session.id, 1)
+    (taken,) = hasty.take_over_free("decode", session.id, 1)
     assert taken.claim.id in ("r1", "r2")
 
 
@@ -91,20 +91,20 @@ def test_a_server_that_fell_back_frees_what_it_believes_to_be_held(
     claim = held_by(session, hasty)
     keys = [pipeline.record_key("r1"), pipeline.held_key(session.id), pipeline.sessions_key("decode")]
     written = {key: client.dump(key) or b"" for key in keys}
-    session.drop(claim)
+    session.remove_claim(claim)
     before = session._last.until_ms
     seen(lambda: session._last.until_ms > before, "it renews")
-    assert hasty.finish(claim, end())
+    assert hasty.finish_request(claim, end())
     for key, value in written.items():
         client.restore(key, 0, value, replace=True)
-    seen(lambda: hasty.num_free("decode") == 1, "it is free")
+    seen(lambda: hasty.count_free("decode") == 1, "it is free")
 
 
 def test_who_leaves_frees_what_is_left_at_once(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:
     with Session(record, "decode", "d1") as session:
         held_by(session, record)
-        assert record.num_free("decode") == 0
-    assert record.num_free("decode") == 1
+        assert record.count_free("decode") == 0
+    assert record.count_free("decode") == 1
     left = [key.decode() for key in client.scan_iter(f"penstock:{pipeline.name}:*")]
     assert sorted(left) == sorted([pipeline.free_key("decode"), pipeline.record_key("r1")])
 
@@ -116,7 +116,7 @@ def test_a_fault_of_its_thread_is_the_loops(hasty: Record) -> None:
     session = Session(hasty, "decode", "d1", parts)
     seen(lambda: session._failure is not None, "it fails")
     with pytest.raises(ZeroDivisionError):
-        session.news()
+        session.collect_events()
     session.stop()
 
 
@@ -134,8 +134,8 @@ def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, st
         claims = [held_by(session, record, f"r{number}") for number, session in enumerate(sessions)]
         seen(lambda: all(time.monotonic() > one._grace_until_s for one in sessions), "each may end others")
         before = [session.id for session in sessions]
-        slow = record.renew("decode", "slow/1")
-        record.renew("decode", "dead/1")
+        slow = record.renew_session("decode", "slow/1")
+        record.renew_session("decode", "dead/1")
         assert slow is not None
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)
@@ -145,10 +145,10 @@ def test_what_lives_changes_no_hands_though_redis_stood_still(tmp_path: Path, st
         for _ in range(2):
             now_ms = sessions[0]._last.now_ms
             seen(lambda now_ms=now_ms: sessions[0]._last.now_ms > now_ms, "a round")  # type: ignore[misc]
-        assert record.renew("decode", "slow/1", slow.until_ms) is not None
+        assert record.renew_session("decode", "slow/1", slow.until_ms) is not None
         seen(lambda: "dead/1" not in living(client, pipeline), "who died is found out")
         assert [session.id for session in sessions] == before
-        assert [session.news() for session in sessions] == [[]] * 3
+        assert [session.collect_events() for session in sessions] == [[]] * 3
         assert say(record, claims[0], [1]) == [1]
 
 
@@ -162,7 +162,7 @@ def test_a_clock_that_is_put_forward_ends_nobodys_session(
         seen(lambda: time.monotonic() > session._grace_until_s, "it may end others")
         now_ms = session._last.now_ms
         client.zadd(key, {"other/1": now_ms + 50})
-        hasty.reap("decode", now_ms)
+        hasty.end_expired_sessions("decode", now_ms)
         assert client.zscore(key, "other/1") is not None
         seen(lambda: client.zscore(key, "other/1") is None, "its time is over by then")
 
@@ -173,13 +173,13 @@ def test_a_clock_that_went_back_ends_nobodys_session(
 ) -> None:
     """Whoever looks first finds times that lie too far ahead. Here these are put forward instead."""
     key = pipeline.sessions_key("decode")
-    one, dead = record.renew("decode", "one/1"), record.renew("decode", "dead/1")
+    one, dead = record.renew_session("decode", "one/1"), record.renew_session("decode", "dead/1")
     assert one is not None
     assert dead is not None
     until_ms = one.until_ms + step_ms
     client.zadd(key, {"one/1": until_ms, "dead/1": until_ms})
-    record.reap("decode", one.now_ms)
-    renewed = record.renew("decode", "one/1", until_ms)
+    record.end_expired_sessions("decode", one.now_ms)
+    renewed = record.renew_session("decode", "one/1", until_ms)
     assert renewed is not None
     lease_ms = record.lease_s * 1000
     assert renewed.until_ms == renewed.now_ms + lease_ms
@@ -193,28 +193,28 @@ def test_a_clock_that_went_back_ends_nobodys_session(
 
 def test_what_a_dead_worker_read_is_adopted_by_one(record: Record) -> None:
     session = alive(record, "decode", "dead")
-    record.renew("decode", session, 1, ["topic:0", "topic:1"])
+    record.renew_session("decode", session, 1, ["topic:0", "topic:1"])
     one, other = alive(record, "decode", "one"), alive(record, "decode", "other")
-    assert record.adopt("decode", one) == []
+    assert record.adopt_partitions("decode", one) == []
     die(record, "decode", "dead")
-    assert sorted(record.adopt("decode", one)) == ["topic:0", "topic:1"]
-    assert record.adopt("decode", other) == []
+    assert sorted(record.adopt_partitions("decode", one)) == ["topic:0", "topic:1"]
+    assert record.adopt_partitions("decode", other) == []
     die(record, "decode", "one")
-    assert sorted(record.adopt("decode", other)) == ["topic:0", "topic:1"]
-    assert record.adopt("decode", one) == []  # it does not live
-    record.renew("decode", alive(record, "decode", "heir"), 1, ["topic:0"])
-    assert record.adopt("decode", other) == ["topic:1"]
+    assert sorted(record.adopt_partitions("decode", other)) == ["topic:0", "topic:1"]
+    assert record.adopt_partitions("decode", one) == []  # it does not live
+    record.renew_session("decode", alive(record, "decode", "heir"), 1, ["topic:0"])
+    assert record.adopt_partitions("decode", other) == ["topic:1"]
 
 
 def test_what_is_left_is_adopted_and_what_goes_to_others_is_not(
     record: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
     one, other = alive(record, "decode", "one"), alive(record, "decode", "other")
-    record.renew("decode", one, 1, ["topic:0", "topic:1", "topic:2"])
-    record.renew("decode", other, 1, ["topic:0"])
-    record.renew("decode", one, 1, ["topic:2"], ["topic:0", "topic:1"])  # it does not progress with these
-    assert record.adopt("decode", other) == ["topic:0", "topic:1"]
-    record.disown("decode", other, ["topic:0"])
+    record.renew_session("decode", one, 1, ["topic:0", "topic:1", "topic:2"])
+    record.renew_session("decode", other, 1, ["topic:0"])
+    record.renew_session("decode", one, 1, ["topic:2"], ["topic:0", "topic:1"])  # it does not progress with these
+    assert record.adopt_partitions("decode", other) == ["topic:0", "topic:1"]
+    record.disown_partitions("decode", other, ["topic:0"])
     assert client.hgetall(pipeline.readers_key("decode")) == {b"topic:1": b"", b"topic:2": one.encode()}
 
 
@@ -230,7 +230,7 @@ def test_what_is_disowned_is_not_named_again_by_a_renewal_under_way(
 
     with Session(hasty, "decode", "d1", parts) as session:
         assert is_asked.wait(20)
-        leaving = threading.Thread(target=session.disown)
+        leaving = threading.Thread(target=session.disown_partitions)
         leaving.start()
         leaving.join(MOMENT_S)  # it is through by then if it waits for nothing
         goes_on.set()
@@ -250,6 +250,6 @@ def test_a_reader_that_does_not_progress_says_so_after_a_lease(
     ):
         seen(lambda: client.hlen(pipeline.readers_key("decode")) == 2, "it reads both")
         parts.pop()
-        seen(lambda: other.adopted == ["topic:1"], "another reads it")
+        seen(lambda: other.adopted_partitions == ["topic:1"], "another reads it")
         parts.append("topic:1")
-        seen(lambda: other.adopted == [], "it reads again")
+        seen(lambda: other.adopted_partitions == [], "it reads again")

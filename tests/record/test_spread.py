@@ -9,7 +9,17 @@ from penstock.config.settings import RecordSettings
 from penstock.local.valkey import ValkeyServer
 from penstock.messages import EndEvent
 from penstock.names import Pipeline
-from penstock.record import AppendOutcome, Busy, Claim, News, Record, Sessions, Waiting, connect_servers, record_on
+from penstock.record import (
+    AppendOutcome,
+    Busy,
+    Claim,
+    ClaimEvent,
+    Record,
+    Sessions,
+    UnclaimedMessage,
+    connect_servers,
+    open_record,
+)
 from penstock.redis.servers import choose_server
 from penstock.waiting import wait_until
 from tests.pipeline.site import hanging
@@ -30,7 +40,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ValkeySe
 @pytest.fixture
 def spread(servers: tuple[ValkeyServer, ValkeyServer], pipeline: Pipeline) -> Iterator[Record]:
     urls = ",".join(f"{server.url}#{name}" for server, name in zip(servers, NAMES, strict=True))
-    record = record_on(connect_servers(urls), pipeline, RecordSettings(lease_s=0.3))
+    record = open_record(connect_servers(urls), pipeline, RecordSettings(lease_s=0.3))
     yield record
     record.close()
 
@@ -45,7 +55,7 @@ def sessions(spread: Record) -> Iterator[Sessions]:
 def claimed(record: Record, sessions: Sessions, request_id: str) -> Claim:
     claim = record.claim_decode(request_id, sessions.id, "j1", b"message")
     assert isinstance(claim, Claim), claim
-    sessions.add(claim)
+    sessions.add_claim(claim)
     return claim
 
 
@@ -54,26 +64,26 @@ def test_a_request_is_on_the_server_of_its_id(
 ) -> None:
     claims = [claimed(spread, sessions, name) for name in (LEFT[0], RIGHT[0], LEFT[1], RIGHT[1])]
     events = [(claim, claim.next_event(number, "x")) for number, claim in enumerate(claims)]
-    assert spread.append(events) == [AppendOutcome.OK] * 4
+    assert spread.append_tokens(events) == [AppendOutcome.OK] * 4
     assert spread.finish_all([(claim, end()) for claim in claims]) == [True] * 4
     for (claim, event), name in zip(events, (0, 1, 0, 1), strict=True):
         assert spread.read_log(claim.id)[0] == event
         assert isinstance(spread.read_log(claim.id)[1], EndEvent)
         for index, server in enumerate(servers):
-            alone = record_on(connect_servers(server.url), pipeline, spread.settings)
-            assert (alone.status(claim.id) is not None) == (index == name)
+            alone = open_record(connect_servers(server.url), pipeline, spread.settings)
+            assert (alone.read_status(claim.id) is not None) == (index == name)
             alone.close()
 
 
 def test_what_is_free_is_taken_from_all(spread: Record, sessions: Sessions) -> None:
-    waiting = [Waiting(name, "", "j1", b"message") for name in LEFT[2:5] + RIGHT[2:5]]
+    waiting = [UnclaimedMessage(name, "", "j1", b"message") for name in LEFT[2:5] + RIGHT[2:5]]
     assert spread.put_down("decode", waiting) == []
-    assert spread.num_free("decode") == 6
+    assert spread.count_free("decode") == 6
     wait_until(lambda: sessions.num_free == 6, 20, "the sessions hear of them")
-    taken = spread.take("decode", sessions.id, 4)
+    taken = spread.take_over_free("decode", sessions.id, 4)
     sessions.num_free -= 4
     assert sessions.num_free == 2
-    taken += spread.take("decode", sessions.id, 9)
+    taken += spread.take_over_free("decode", sessions.id, 9)
     assert sorted(one.claim.id for one in taken) == sorted(one.id for one in waiting)
 
 
@@ -91,16 +101,16 @@ def test_one_that_is_away_is_an_outage_of_its_own_requests(
 
     def use_both() -> None:
         events = [(claim, claim.next_event(3, "x")) for claim in (others, mine)]
-        assert spread.append(events) == [AppendOutcome.FENCED, AppendOutcome.OK]
-        assert "right" in spread.trouble
-        assert (others, News.LOST) in sessions.news()
-        assert sessions.news() == []
+        assert spread.append_tokens(events) == [AppendOutcome.FENCED, AppendOutcome.OK]
+        assert "right" in spread.current_problem
+        assert (others, ClaimEvent.LOST) in sessions.collect_events()
+        assert sessions.collect_events() == []
         assert isinstance(spread.claim_decode(RIGHT[6], sessions.id, "j1"), Busy)
-        assert not spread.release(others)
+        assert not spread.release_claim(others)
         assert spread.finish_all([(others, end())]) == [False]
-        kept = [Waiting(name, "", "j1", b"message") for name in (LEFT[7], RIGHT[7])]
+        kept = [UnclaimedMessage(name, "", "j1", b"message") for name in (LEFT[7], RIGHT[7])]
         assert spread.put_down("decode", kept) == kept[1:]
-        assert [one.claim.id for one in spread.take("decode", sessions.id, 9)] == [LEFT[7]]
+        assert [one.claim.id for one in spread.take_over_free("decode", sessions.id, 9)] == [LEFT[7]]
 
     if how == "hangs":
         with hanging(server.pid):
@@ -109,7 +119,7 @@ def test_one_that_is_away_is_an_outage_of_its_own_requests(
         server.kill()
         use_both()
         server.start()
-    wait_until(lambda: not spread.trouble, 20, "it answers again")
+    wait_until(lambda: not spread.current_problem, 20, "it answers again")
     again = claimed(spread, sessions, RIGHT[6])
     assert (again.num_tokens, again.epoch > others.epoch) == (2, True) or how == "hangs"
     assert again.num_tokens >= 2
@@ -127,7 +137,7 @@ def test_a_worker_begins_while_one_is_away(servers: tuple[ValkeyServer, ValkeySe
     assert isinstance(spread.claim_decode(RIGHT[8], sessions.id, "j1"), Busy)
     before = sessions.id
     servers[1].start()
-    wait_until(lambda: not spread.trouble, 20, "it answers")
+    wait_until(lambda: not spread.current_problem, 20, "it answers")
     assert isinstance(spread.claim_decode(RIGHT[8], before, "j1"), Busy)
     assert isinstance(spread.claim_prefill(RIGHT[9], before, "b"), Busy)
     claimed(spread, sessions, RIGHT[8])

@@ -107,7 +107,7 @@ def test_a_client_cancels_what_a_worker_holds(site: Site, monkeypatch: pytest.Mo
             assert asker.cancel(claim.id)
             assert admin.lrange(pipeline.news_key("cancels/1"), 0, -1) == ["c:held"]
         finally:
-            record.finish(claim, end("cancelled"))
+            record.finish_request(claim, end("cancelled"))
             die(record, "prefill", "cancels")
             record.close()
 

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from penstock.bus.kafka.client import ANSWER_S
+from penstock.bus.kafka.client import BROKER_TIMEOUT_S
 
 T = TypeVar("T")
 Partition = tuple[str, int]
 
-PATIENCE_S = 3.0
+ELECTION_PATIENCE_S = 3.0
 """How long brokers may need to agree who leads a partition."""
-PASSING = (
+ELECTION_ERRORS = (
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.UNKNOWN_LEADER_EPOCH,
@@ -27,32 +27,32 @@ PASSING = (
 )
 
 
-def patiently(ask: Callable[[], T]) -> T:
+def retry_during_election(ask: Callable[[], T]) -> T:
     """The answer, asked for again while the brokers agree who leads. Raises `KafkaException` or `TimeoutError`."""
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + ELECTION_PATIENCE_S
     while True:
         try:
             return ask()
         except KafkaException as raised:
-            if raised.args[0].code() not in PASSING or time.monotonic() > until:
+            if raised.args[0].code() not in ELECTION_ERRORS or time.monotonic() > until:
                 raise
         time.sleep(0.05)
 
 
-def partitions_of(admin: AdminClient, topics: Iterable[str]) -> list[Partition]:
+def list_partitions(admin: AdminClient, topics: Iterable[str]) -> list[Partition]:
     """Return the partitions of those of the topics that exist, and ask about no others. Raises `KafkaException`."""
     found = list[Partition]()
-    asked = admin.describe_topics(TopicCollection(list(topics)), request_timeout=ANSWER_S)
+    asked = admin.describe_topics(TopicCollection(list(topics)), request_timeout=BROKER_TIMEOUT_S)
     for topic, future in asked.items():
         try:
-            found += [(topic, partition.id) for partition in future.result(ANSWER_S).partitions]
+            found += [(topic, partition.id) for partition in future.result(BROKER_TIMEOUT_S).partitions]
         except KafkaException as raised:
             if raised.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise
     return found
 
 
-def offsets_of(
+def read_log_offsets(
     admin: AdminClient, partitions: Iterable[Partition], what: OffsetSpec, level: IsolationLevel
 ) -> dict[Partition, int]:
     """Where the logs begin or end, for readers of that level."""
@@ -60,12 +60,12 @@ def offsets_of(
     if not wanted:
         return {}
     asked: dict[TopicPartition, Future[Any]] = admin.list_offsets(
-        wanted, isolation_level=level, request_timeout=ANSWER_S
+        wanted, isolation_level=level, request_timeout=BROKER_TIMEOUT_S
     )
-    return {(place.topic, place.partition): future.result(ANSWER_S).offset for place, future in asked.items()}
+    return {(place.topic, place.partition): future.result(BROKER_TIMEOUT_S).offset for place, future in asked.items()}
 
 
-class Commits:
+class CommittedOffsets:
     """What one group committed, asked over a connection of its own. Thread-safe.
 
     A consumer asks that is no member of the group, and not the admin client: in librdkafka 2.16 that one brings the
@@ -78,13 +78,13 @@ class Commits:
         self._consumer = Consumer({**clients, **settings})
         self._lock = threading.Lock()
 
-    def of(self, partitions: Iterable[Partition]) -> dict[Partition, tuple[int, str | None]]:
+    def read_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, tuple[int, str | None]]:
         """Offset and metadata of the last commit, the offset negative where there is none. Raises `KafkaException`."""
         wanted = [TopicPartition(*partition) for partition in partitions]
         if not wanted:
             return {}
         with self._lock:
-            places = self._consumer.committed(wanted, timeout=ANSWER_S)
+            places = self._consumer.committed(wanted, timeout=BROKER_TIMEOUT_S)
         for place in places:
             if place.error:
                 raise KafkaException(place.error)

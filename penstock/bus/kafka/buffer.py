@@ -12,20 +12,20 @@ from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
 
 log = logging.getLogger(__name__)
 
-BUFFER_MESSAGES = 64
-BUFFER_BYTES = 32 * 2**20
+MAX_BUFFERED_MESSAGES = 64
+MAX_BUFFERED_BYTES = 32 * 2**20
 """A class with as much in its buffer is paused; it goes on when half of that is left."""
 
-MOST_ORPHANS = 100
+MAX_DAMAGED_AT_ONCE = 100
 """How many go to the dead letters at a time."""
 
 Partition = tuple[str, int]
-Place = tuple[Partition, int]
+MessagePosition = tuple[Partition, int]
 Commit = tuple[Partition, int, str]
 """Partition, offset, metadata."""
 
 
-class Holdings:
+class PrefetchBuffer:
     """The partitions assigned to a member and all its messages from them.
 
     A message is buffered, then handed out, then finished. Taking a partition away forgets all of its messages; they
@@ -37,7 +37,7 @@ class Holdings:
         self._offsets: dict[Partition, PartitionOffsets] = {}
         self._buffers: dict[PriorityClass, deque[Delivery]] = {klass: deque() for klass in CLASSES}
         self._num_bytes: dict[PriorityClass, int] = dict.fromkeys(CLASSES, 0)
-        self._handed_out: set[Place] = set()
+        self._handed_out: set[MessagePosition] = set()
         self._uncommitted: set[Partition] = set()
         self._full: set[str] = set()
         self._stretched: set[Partition] = set()
@@ -59,18 +59,20 @@ class Holdings:
         """Deliveries fetched and not given to the worker."""
         return sum(len(buffer) for buffer in self._buffers.values())
 
-    def assign(self, partition: Partition, committed: int, metadata: str | None, epoch: int = NO_EPOCH) -> None:
+    def assign_partition(
+        self, partition: Partition, committed: int, metadata: str | None, epoch: int = NO_EPOCH
+    ) -> None:
         """Begin a partition at its committed offset, which was committed with a leader epoch. What the metadata says is
         finished is passed over, unless the epochs show that the log was cut since.
         """
         self._offsets[partition] = PartitionOffsets(committed, metadata or "", epoch)
         self._fresh.add(partition)
 
-    def next_of(self, partition: Partition) -> int:
+    def next_offset(self, partition: Partition) -> int:
         """Where a partition is read on."""
-        return self._offsets[partition].next
+        return self._offsets[partition].next_offset
 
-    def revoke(self, partitions: Iterable[Partition]) -> None:
+    def revoke_partitions(self, partitions: Iterable[Partition]) -> None:
         """Forget partitions and all their messages."""
         gone = set(partitions)
         for partition in gone:
@@ -78,29 +80,29 @@ class Holdings:
         self._uncommitted -= gone
         self._stretched -= gone
         self._fresh -= gone
-        self._orphans = [orphan for orphan in self._orphans if self.place(orphan[0])[0] not in gone]
+        self._orphans = [orphan for orphan in self._orphans if self.parse_position(orphan[0])[0] not in gone]
         self._handed_out = {held for held in self._handed_out if held[0] not in gone}
         for klass, buffer in self._buffers.items():
-            kept = [delivery for delivery in buffer if self.place(delivery)[0] not in gone]
+            kept = [delivery for delivery in buffer if self.parse_position(delivery)[0] not in gone]
             self._buffers[klass] = deque(kept)
             self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
 
-    def arrive(self, delivery: Delivery, epoch: int = NO_EPOCH) -> None:
+    def add_message(self, delivery: Delivery, epoch: int = NO_EPOCH) -> None:
         """Take in a fetched message, with the leader epoch it was written under. Raises as `_read_from` does."""
-        partition, offset = self.place(delivery)
+        partition, offset = self.parse_position(delivery)
         offsets = self._read_from(partition, offset)
-        if offsets is None or not offsets.deliver(offset, epoch):
+        if offsets is None or not offsets.note_delivered(offset, epoch):
             return
         self._buffers[delivery.klass].append(delivery)
         self._num_bytes[delivery.klass] += len(delivery.value)
 
-    def arrive_damaged(self, partition: Partition, batch: int, klass: PriorityClass, why: str) -> int:
+    def add_damaged_message(self, partition: Partition, batch: int, klass: PriorityClass, why: str) -> int:
         """Take in that the next message of a partition, in the batch that begins at the offset `batch`, cannot be
         unpacked: it is nobody's. Return where the partition goes on.
         """
         topic, number = partition
-        offset = max(batch, self._offsets[partition].next)
-        if self._offsets[partition].deliver(offset):
+        offset = max(batch, self._offsets[partition].next_offset)
+        if self._offsets[partition].note_delivered(offset):
             reason = f"partition {number}, offset {offset}, cannot be unpacked: {why}"
             self._handed_out.add((partition, offset))
             self._orphans.append((Delivery(topic, f"{number}:{offset}", b"", None, {}, klass, time.time()), reason))
@@ -112,7 +114,7 @@ class Holdings:
         Raises `BusUnavailable` as `_read_from` does.
         """
         offsets = self._read_from(partition, end)
-        has_passed = offsets is not None and offsets.reach(end)
+        has_passed = offsets is not None and offsets.skip_to(end)
         if has_passed:
             self._uncommitted.add(partition)
         return has_passed
@@ -126,10 +128,9 @@ class Holdings:
         mean something else now: `BusUnavailable` is raised, and whoever makes the member anew begins anew with it.
         """
         offsets = self._offsets.get(partition)
-        if offsets is not None and offset < offsets.next:
-            lost = (
-                f"{partition[0]} partition {partition[1]} lost its tail: {offsets.next} was reached, now it is {offset}"
-            )
+        if offsets is not None and offset < offsets.next_offset:
+            topic, number = partition
+            lost = f"{topic} partition {number} lost its tail: {offsets.next_offset} was reached, now it is {offset}"
             if partition not in self._fresh:
                 raise BusUnavailable(f"Kafka: {lost}; it is begun anew")
             log.warning("%s; it is begun anew there, and what follows is answered again if it is forgotten", lost)
@@ -137,12 +138,12 @@ class Holdings:
         self._fresh.discard(partition)
         return offsets
 
-    def orphans(self) -> list[tuple[Delivery, str]]:
+    def list_damaged(self) -> list[tuple[Delivery, str]]:
         """Return some of the messages that are nobody's, and why: they belong to the dead letters.
 
         They are returned again until they are settled, or their partition is taken away.
         """
-        return self._orphans[:MOST_ORPHANS]
+        return self._orphans[:MAX_DAMAGED_AT_ONCE]
 
     def hand_out(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """At most `room` deliveries of each class, interactive first."""
@@ -155,39 +156,41 @@ class Holdings:
                 taken.append(buffer.popleft())
                 self._num_bytes[klass] -= len(taken[-1].value)
             found += taken
-        self._handed_out.update(self.place(delivery) for delivery in found)
+        self._handed_out.update(self.parse_position(delivery) for delivery in found)
         return found
 
-    def waiting(self) -> list[Delivery]:
+    def list_buffered(self) -> list[Delivery]:
         """What is buffered, interactive first."""
         return [delivery for klass in CLASSES for delivery in self._buffers[klass]]
 
-    def lost(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+    def find_lost(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Which of the deliveries are not this member's to settle."""
-        return [delivery for delivery in deliveries if self.place(delivery) not in self._handed_out]
+        return [delivery for delivery in deliveries if self.parse_position(delivery) not in self._handed_out]
 
-    def finish(self, deliveries: Sequence[Delivery]) -> None:
+    def finish_deliveries(self, deliveries: Sequence[Delivery]) -> None:
         """Note that these are done, as far as they are this member's; that is still to be committed."""
-        for partition, offset in {self.place(delivery) for delivery in deliveries}.intersection(self._handed_out):
-            self._offsets[partition].finish([offset])
+        for partition, offset in {self.parse_position(delivery) for delivery in deliveries}.intersection(
+            self._handed_out
+        ):
+            self._offsets[partition].finish_offsets([offset])
             self._handed_out.discard((partition, offset))
             self._uncommitted.add(partition)
-        self._orphans = [orphan for orphan in self._orphans if self.place(orphan[0]) in self._handed_out]
+        self._orphans = [orphan for orphan in self._orphans if self.parse_position(orphan[0]) in self._handed_out]
 
-    def to_commit(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
+    def build_commits(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
         """What to commit when these are finished too. Changes nothing.
 
         It includes partitions where something was finished, or markers were passed over, since the last commit.
         """
         also: dict[Partition, set[int]] = {partition: set() for partition in self._uncommitted}
-        for partition, offset in map(self.place, deliveries):
+        for partition, offset in map(self.parse_position, deliveries):
             also.setdefault(partition, set()).add(offset)
-        return [(partition, *self._offsets[partition].commit(done)) for partition, done in also.items()]
+        return [(partition, *self._offsets[partition].build_commit(done)) for partition, done in also.items()]
 
-    def committed(self, commits: Iterable[Commit]) -> None:
+    def note_committed(self, commits: Iterable[Commit]) -> None:
         """Note that this, which `to_commit` said, is committed. What was finished since waits for the next."""
         for partition, *said in commits:
-            if partition in self._uncommitted and self._offsets[partition].commit() == tuple(said):
+            if partition in self._uncommitted and self._offsets[partition].build_commit() == tuple(said):
                 self._uncommitted.discard(partition)
 
     @property
@@ -195,27 +198,27 @@ class Holdings:
         """Whether anything was finished, or markers were passed over, since the last commit."""
         return bool(self._uncommitted)
 
-    def to_pause(self) -> set[Partition]:
+    def find_partitions_to_pause(self) -> set[Partition]:
         """The partitions to pause now: of classes with a full buffer, and those read far beyond a slow request."""
         for partition, offsets in self._offsets.items():
-            share = offsets.stretch
+            share = offsets.window_usage
             if share >= 1:
                 self._stretched.add(partition)
             elif share <= 0.5:
                 self._stretched.discard(partition)
-        full = self._full_topics()
+        full = self._find_full_topics()
         return {one for one in self._offsets if one[0] in full or one in self._stretched}
 
-    def _full_topics(self) -> set[str]:
+    def _find_full_topics(self) -> set[str]:
         for klass, topic in self._topics.items():
-            share = max(len(self._buffers[klass]) / BUFFER_MESSAGES, self._num_bytes[klass] / BUFFER_BYTES)
+            share = max(len(self._buffers[klass]) / MAX_BUFFERED_MESSAGES, self._num_bytes[klass] / MAX_BUFFERED_BYTES)
             if share >= 1:
                 self._full.add(topic)
             elif share <= 0.5:
                 self._full.discard(topic)
         return self._full
 
-    def place(self, delivery: Delivery) -> Place:
+    def parse_position(self, delivery: Delivery) -> MessagePosition:
         """Partition and offset of a delivery."""
         number, _, offset = delivery.position.partition(":")
         return (delivery.topic, int(number)), int(offset)
@@ -224,7 +227,7 @@ class Holdings:
         """Raise `AssertionError` if the parts contradict each other."""
         for offsets in self._offsets.values():
             offsets.check_integrity()
-        buffered = [self.place(d) for d in (*self._buffers["interactive"], *self._buffers["batch"])]
+        buffered = [self.parse_position(d) for d in (*self._buffers["interactive"], *self._buffers["batch"])]
         known = [*buffered, *self._handed_out]
         assert len(set(known)) == len(known), "a message is in two places"
         assert all(self._offsets[partition].is_unfinished(offset) for partition, offset in known)

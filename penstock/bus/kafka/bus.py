@@ -22,24 +22,24 @@ from confluent_kafka.cimpl import NewTopic
 from penstock.bus.contract import (
     Outgoing,
     check_size,
-    promised,
-    too_large,
-    wait_for,
+    create_started_future,
+    find_size_error,
+    wait_until_acknowledged,
 )
-from penstock.bus.kafka.backlog import Backlog
+from penstock.bus.kafka.backlog import GroupLag
 from penstock.bus.kafka.client import (
-    ANSWER_S,
+    BROKER_TIMEOUT_S,
     MAX_BATCH_BYTES,
     bus_errors,
-    produce,
+    parse_headers,
+    parse_key,
+    produce_message,
     producer_settings,
-    read_headers,
-    read_key,
 )
-from penstock.bus.kafka.clients import KafkaClients
+from penstock.bus.kafka.clients import KafkaClientFactory
 from penstock.bus.kafka.follower import KafkaFollower
 from penstock.bus.kafka.member import KafkaMember
-from penstock.bus.kafka.partitions import Partitions
+from penstock.bus.kafka.partitions import Partitioner
 from penstock.bus.kafka.upgrade import count_old_retries, move_old_retries
 from penstock.config.settings import BusSettings
 from penstock.errors import BusUnavailable
@@ -48,48 +48,48 @@ from penstock.waiting import wait_until
 
 log = logging.getLogger(__name__)
 
-ACKNOWLEDGE_S = 20.0
+ACKNOWLEDGE_TIMEOUT_S = 20.0
 """How long a published message may wait to be acknowledged."""
-CHECK_S = 5.0
-STABLE_S = 3.0
+CHECK_TIMEOUT_S = 5.0
+OPEN_TRANSACTION_WAIT_S = 3.0
 """How long who reads a whole topic waits for transactions that are open there."""
 
-WORK_KEPT_MS = 14 * 86400 * 1000
-RESULTS_KEPT_MS = 7 * 86400 * 1000
+WORK_RETENTION_MS = 14 * 86400 * 1000
+RESULTS_RETENTION_MS = 7 * 86400 * 1000
 
 
-class KafkaBus(KafkaClients):
+class KafkaBus(KafkaClientFactory):
     """Kafka as the bus of one pipeline."""
 
     def __init__(
         self, pipeline: Pipeline, bootstrap: str, settings: BusSettings, access: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(pipeline, bootstrap, settings, access)
-        self._backlog: Backlog | None = None
+        self._backlog: GroupLag | None = None
         self._lock = threading.Lock()
 
     def create_topics(self) -> list[str]:
         """Make the topics that are missing, and wait until the brokers know them. Without any no right is needed."""
-        missing = self.missing_topics()
+        missing = self.find_missing_topics()
         if not missing:
             return []
         admin = AdminClient(self.clients)
         made: list[str] = []
         with bus_errors():
-            for topic, future in admin.create_topics([self._new(topic) for topic in missing]).items():
+            for topic, future in admin.create_topics([self._define_topic(topic) for topic in missing]).items():
                 try:
-                    future.result(ANSWER_S)
+                    future.result(BROKER_TIMEOUT_S)
                     made.append(topic)
                 except KafkaException as error:
                     if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                         raise
-            wait_until(lambda: self._all_led(admin), ANSWER_S, "every partition has a leader")
+            wait_until(lambda: self._have_all_leaders(admin), BROKER_TIMEOUT_S, "every partition has a leader")
         return made
 
-    def missing_topics(self) -> list[str]:
+    def find_missing_topics(self) -> list[str]:
         """Those of the pipeline's topics that the brokers do not know."""
         with bus_errors():
-            known = AdminClient(self.clients).list_topics(timeout=ANSWER_S).topics
+            known = AdminClient(self.clients).list_topics(timeout=BROKER_TIMEOUT_S).topics
         return [topic for topic in self.pipeline.all_topics() if topic not in known]
 
     def count_old_retries(self) -> int:
@@ -102,22 +102,22 @@ class KafkaBus(KafkaClients):
         with bus_errors():
             return move_old_retries(self)
 
-    def publisher(self) -> "KafkaPublisher":
+    def create_publisher(self) -> "KafkaPublisher":
         """A producing side of its own."""
         return KafkaPublisher(self)
 
-    def member(self, stage: Stage, name: str) -> KafkaMember:
+    def join_group(self, stage: Stage, name: str) -> KafkaMember:
         """Join a stage's group; in decode an older member of the same name is fenced."""
         return KafkaMember(self, stage, name)
 
-    def unsettled(self) -> dict[str, int]:
+    def count_unsettled(self) -> dict[str, int]:
         """How far each stage's group is behind, see `kafka_backlog`."""
         with self._lock:
-            self._backlog = self._backlog or Backlog(self.pipeline, self.clients)
+            self._backlog = self._backlog or GroupLag(self.pipeline, self.clients)
         with bus_errors():
-            return self._backlog.unsettled()
+            return self._backlog.count_unsettled()
 
-    def follow(self, topic: str, after: Mapping[str, str]) -> KafkaFollower:
+    def follow_topic(self, topic: str, after: Mapping[str, str]) -> KafkaFollower:
         """Read a topic's committed messages; a part is a partition, a place an offset."""
         return KafkaFollower(self.clients, topic, after)
 
@@ -140,13 +140,13 @@ class KafkaBus(KafkaClients):
         )
         try:
             with bus_errors():
-                partitions = reader.list_topics(topic, ANSWER_S).topics[topic].partitions
+                partitions = reader.list_topics(topic, BROKER_TIMEOUT_S).topics[topic].partitions
                 reader.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in partitions])
                 return _read_to_end(reader, topic, set(partitions))
         finally:
             reader.close()
 
-    def check(self, timeout_s: float = CHECK_S) -> str:
+    def check_connection(self, timeout_s: float = CHECK_TIMEOUT_S) -> str:
         """One line about the brokers reached; raises `BusUnavailable`."""
         with bus_errors():
             metadata = AdminClient(self.clients).list_topics(timeout=timeout_s)
@@ -156,7 +156,7 @@ class KafkaBus(KafkaClients):
         """What a topic is made with, whatever the cluster's defaults are."""
         return {
             "max.message.bytes": str(MAX_BATCH_BYTES),
-            "retention.ms": str(RESULTS_KEPT_MS if topic == self.pipeline.results_topic else WORK_KEPT_MS),
+            "retention.ms": str(RESULTS_RETENTION_MS if topic == self.pipeline.results_topic else WORK_RETENTION_MS),
             "min.insync.replicas": "2" if self.settings.replication > 2 else "1",
             # Compaction would keep one of several messages of a key; a limit of bytes would delete unread ones.
             "cleanup.policy": "delete",
@@ -167,11 +167,11 @@ class KafkaBus(KafkaClients):
             "message.timestamp.type": "LogAppendTime",
         }
 
-    def _new(self, topic: str) -> NewTopic:
+    def _define_topic(self, topic: str) -> NewTopic:
         return NewTopic(topic, self.settings.partitions, self.settings.replication, config=self.topic_settings(topic))
 
-    def _all_led(self, admin: AdminClient) -> bool:
-        known = admin.list_topics(timeout=ANSWER_S).topics
+    def _have_all_leaders(self, admin: AdminClient) -> bool:
+        known = admin.list_topics(timeout=BROKER_TIMEOUT_S).topics
         return all(
             topic in known and known[topic].partitions and all(p.leader >= 0 for p in known[topic].partitions.values())
             for topic in self.pipeline.all_topics()
@@ -182,7 +182,7 @@ def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoin
     """Read these partitions to where they ended when their end was reached first; see `KafkaBus.read_all`."""
     found: list[Outgoing] = []
     ends: dict[int, int] = {}  # of partitions with a transaction that is open
-    until = time.monotonic() + ANSWER_S
+    until = time.monotonic() + BROKER_TIMEOUT_S
     while unread or (ends and time.monotonic() < until):
         message = reader.poll(0.1 if ends else 1.0)
         if message is None:
@@ -191,7 +191,7 @@ def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoin
             continue
         error, number, offset, had_more = message.error(), message.partition() or 0, message.offset() or 0, bool(unread)
         if error is None:
-            found.append(Outgoing(topic, message.value() or b"", read_key(message), read_headers(message)))
+            found.append(Outgoing(topic, message.value() or b"", parse_key(message), parse_headers(message)))
         elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
             if number in unread:
                 unread.discard(number)
@@ -201,7 +201,7 @@ def _read_to_end(reader: Consumer, topic: str, unread: set[int]) -> list[Outgoin
         if ends.get(number, offset + 1) <= offset:
             del ends[number]
         if had_more:
-            until = time.monotonic() + (ANSWER_S if unread else STABLE_S)
+            until = time.monotonic() + (BROKER_TIMEOUT_S if unread else OPEN_TRANSACTION_WAIT_S)
     return found
 
 
@@ -215,49 +215,49 @@ class KafkaPublisher:
     def __init__(self, bus: KafkaBus) -> None:
         settings = producer_settings(bus.clients) | {
             # Longer than a new leader takes to be chosen where brokers have Kafka's defaults: 13 s.
-            "message.timeout.ms": int(ACKNOWLEDGE_S * 1000),
+            "message.timeout.ms": int(ACKNOWLEDGE_TIMEOUT_S * 1000),
             # Else the first question for a topic's partitions waits 50 ms for a connection.
             "enable.sparse.connections": False,
         }
         self._producer = Producer(settings)
-        self._partitions = Partitions(self._producer)
+        self._partitions = Partitioner(self._producer)
         self._closing = threading.Event()
         self._reports = threading.Thread(target=self._serve_reports, name="kafka-publisher", daemon=True)
         self._reports.start()
 
-    def send(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
         """Hand the messages to the producer; see `contract.Publisher.send`."""
-        return [self._send(message) for message in messages]
+        return [self._send_message(message) for message in messages]
 
     def publish(self, messages: Sequence[Outgoing]) -> None:
         """Write the messages, all acknowledged; raises `BusUnavailable`, or `RequestTooLarge`."""
         check_size(messages)
-        wait_for(self.send(messages), ACKNOWLEDGE_S + ANSWER_S)
+        wait_until_acknowledged(self.send_messages(messages), ACKNOWLEDGE_TIMEOUT_S + BROKER_TIMEOUT_S)
 
     def close(self) -> None:
         """Send what is left and end. What is not acknowledged in time raises `BusUnavailable` to whoever waits."""
         if not self._closing.is_set():
-            if self._producer.flush(ANSWER_S):
+            if self._producer.flush(BROKER_TIMEOUT_S):
                 self._producer.purge()
-                self._producer.flush(ANSWER_S)
+                self._producer.flush(BROKER_TIMEOUT_S)
             self._closing.set()
             self._reports.join()
 
-    def _send(self, message: Outgoing) -> Future[None]:
-        sent = promised()
+    def _send_message(self, message: Outgoing) -> Future[None]:
+        sent = create_started_future()
 
         def report(error: KafkaError | None, _: Message | None = None) -> None:
             if error is None:
                 sent.set_result(None)
             else:
-                self._partitions.forget()
+                self._partitions.forget_leaders()
                 sent.set_exception(BusUnavailable(f"Kafka: {error.str()}"))
 
-        if (refused := too_large(message)) is not None:
+        if (refused := find_size_error(message)) is not None:
             sent.set_exception(refused)
             return sent
         try:
-            produce(self._producer, message, self._partitions, report)
+            produce_message(self._producer, message, self._partitions, report)
         except KafkaException as raised:
             report(raised.args[0])
         return sent

@@ -9,17 +9,17 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from penstock.bus.contract import MAX_MESSAGE_BYTES, Delivery, Outgoing, as_bytes, as_text
-from penstock.bus.kafka.partitions import Partitions
+from penstock.bus.kafka.partitions import Partitioner
 from penstock.errors import BusUnavailable, MemberFenced
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import PriorityClass
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 15.0
+BROKER_TIMEOUT_S = 15.0
 """How long the servers may take to answer before they count as not reachable."""
 MAX_BATCH_BYTES = 2 * MAX_REQUEST_BYTES
-FENCED = (
+FENCED_ERRORS = (
     KafkaError._FENCED,  # noqa: SLF001 - that is its name
     KafkaError.PRODUCER_FENCED,
     KafkaError.INVALID_PRODUCER_EPOCH,
@@ -49,9 +49,9 @@ def producer_settings(clients: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def produce(producer: Producer, message: Outgoing, partitions: Partitions, report: Any) -> None:
+def produce_message(producer: Producer, message: Outgoing, partitions: Partitioner, report: Any) -> None:
     """Hand a message to the producer; when its queue is full, wait for room."""
-    partition = partitions.choose(message)
+    partition = partitions.choose_partition(message)
     while True:
         try:
             producer.produce(
@@ -74,14 +74,14 @@ def bus_errors() -> Iterator[None]:
         yield
     except KafkaException as raised:
         error: KafkaError = raised.args[0]
-        if error.code() in FENCED:
+        if error.code() in FENCED_ERRORS:
             raise MemberFenced(f"a newer member has this one's place ({error.str()})") from raised
         raise BusUnavailable(f"Kafka: {error.str()}") from raised
     except TimeoutError as raised:
         raise BusUnavailable(f"Kafka: {raised}") from raised
 
 
-def read_delivery(message: Message, klass: PriorityClass) -> Delivery:
+def parse_delivery(message: Message, klass: PriorityClass) -> Delivery:
     """A message as its partition's owner holds it; its position is partition and offset.
 
     Of a value that a compression made to fit into its topic, only as much is kept as a message may have.
@@ -90,14 +90,14 @@ def read_delivery(message: Message, klass: PriorityClass) -> Delivery:
         message.topic() or "",
         f"{message.partition()}:{message.offset()}",
         (message.value() or b"")[:MAX_MESSAGE_BYTES],
-        read_key(message),
-        read_headers(message),
+        parse_key(message),
+        parse_headers(message),
         klass,
         message.timestamp()[1] / 1000,
     )
 
 
-def read_key(message: Message) -> str | None:
+def parse_key(message: Message) -> str | None:
     """A message's key as text."""
     key = message.key()
     return as_text(key) if isinstance(key, bytes) else key
@@ -108,7 +108,7 @@ def read_key(message: Message) -> str | None:
 _ask_headers = operator.methodcaller("headers")
 
 
-def read_headers(message: Message) -> Mapping[str, str]:
+def parse_headers(message: Message) -> Mapping[str, str]:
     """Return a message's headers as text; of several with one name, the last. None if one of the names is not UTF-8.
 
     To be called once for a message: the client keeps the list with the hole, and whoever touches that ends the process.

@@ -6,13 +6,13 @@ from typing import Any
 from confluent_kafka import Consumer
 
 from penstock.bus.kafka.client import client_settings
-from penstock.bus.kafka.outputs import Outputs
+from penstock.bus.kafka.outputs import OutputWriter
 from penstock.bus.kafka.transactions import Transactions
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
 
 
-class KafkaClients:
+class KafkaClientFactory:
     """Makes the clients that a pipeline's members are made of."""
 
     def __init__(
@@ -25,14 +25,14 @@ class KafkaClients:
         self.clients = client_settings(bootstrap, access)
         """What all clients of this bus share."""
 
-    def consumer(self, settings: Mapping[str, Any]) -> Consumer:
+    def create_consumer(self, settings: Mapping[str, Any]) -> Consumer:
         """Return a consumer of a member, with these settings beside what all clients share."""
         return Consumer({**self.clients, **settings})
 
-    def transactions(self, transactional_id: str) -> Transactions:
+    def create_transactions(self, transactional_id: str) -> Transactions:
         """Return what a member settles with; an older one of the same id is fenced."""
         return Transactions(self.clients, transactional_id, self.settings.transaction_timeout_s)
 
-    def outputs(self) -> Outputs:
+    def create_output_writer(self) -> OutputWriter:
         """Return what a member writes with that settles without transactions."""
-        return Outputs(self.clients)
+        return OutputWriter(self.clients)

@@ -7,12 +7,12 @@ from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
-from penstock.bus.contract import Followed, Outgoing
-from penstock.bus.kafka.client import ANSWER_S, bus_errors, read_headers, read_key
+from penstock.bus.contract import FollowedMessage, Outgoing
+from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors, parse_headers, parse_key
 
 log = logging.getLogger(__name__)
 
-PARTITIONS_EVERY_S = 5.0
+PARTITION_REFRESH_S = 5.0
 """How often partitions that were added are looked for."""
 
 
@@ -44,22 +44,22 @@ class KafkaFollower:
             self._consumer.close()
             raise
 
-    def read(self, timeout_s: float, most: int = 500) -> list[Followed]:
+    def read_messages(self, timeout_s: float, most: int = 500) -> list[FollowedMessage]:
         """The next messages; see `contract.Follower.read`."""
-        found: list[Followed] = []
+        found: list[FollowedMessage] = []
         with bus_errors():
-            if time.monotonic() > self._looked_at + PARTITIONS_EVERY_S:
+            if time.monotonic() > self._looked_at + PARTITION_REFRESH_S:
                 self._assign_new()
             first = self._consumer.poll(timeout_s)
             for message in () if first is None else (first, *self._consumer.consume(most - 1, 0)):
                 error, number, offset = message.error(), message.partition() or 0, message.offset() or 0
                 if error is None:
-                    outgoing = Outgoing(self._topic, message.value() or b"", read_key(message), read_headers(message))
-                    found.append(Followed(str(number), str(offset), outgoing))
+                    outgoing = Outgoing(self._topic, message.value() or b"", parse_key(message), parse_headers(message))
+                    found.append(FollowedMessage(str(number), str(offset), outgoing))
                     self._after[number] = offset
                 elif error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - that is its name
-                    if self._place_in_log(number):
-                        found.append(Followed(str(number), str(self._after[number]), None))
+                    if self._move_into_log(number):
+                        found.append(FollowedMessage(str(number), str(self._after[number]), None))
                 elif not error.retriable():
                     raise KafkaException(error)
         return found
@@ -70,32 +70,32 @@ class KafkaFollower:
 
     def _assign_new(self) -> None:
         """Begin with the partitions that the topic has and that are not read yet."""
-        known = self._consumer.list_topics(self._topic, ANSWER_S).topics[self._topic]
+        known = self._consumer.list_topics(self._topic, BROKER_TIMEOUT_S).topics[self._topic]
         if known.error is not None:
             raise KafkaException(known.error)
         self._looked_at = time.monotonic()
         fresh = sorted(known.partitions.keys() - self._assigned)
         if fresh:
-            self._consumer.incremental_assign([self._next(number) for number in fresh])
+            self._consumer.incremental_assign([self._next_offset(number) for number in fresh])
             self._assigned.update(fresh)
 
-    def _next(self, number: int) -> TopicPartition:
+    def _next_offset(self, number: int) -> TopicPartition:
         offset = self._after[number] + 1 if number in self._after else OFFSET_BEGINNING
         return TopicPartition(self._topic, number, offset)
 
-    def _place_in_log(self, number: int) -> bool:
+    def _move_into_log(self, number: int) -> bool:
         """Go on with a partition whose log does not have the next offset; whether it ends before that.
 
         A log that ends before lost its tail, and what it has left was read. A log that begins after it has dropped what
         is too old, and all that it has left is unread.
         """
-        low, high = self._consumer.get_watermark_offsets(TopicPartition(self._topic, number), ANSWER_S)
-        wanted = self._next(number).offset
+        low, high = self._consumer.get_watermark_offsets(TopicPartition(self._topic, number), BROKER_TIMEOUT_S)
+        wanted = self._next_offset(number).offset
         is_shorter = wanted > high
         if is_shorter:
             log.warning("%s, partition %d: the log ends at %d, before %d: its end was lost, and what was written since "
                         "may be passed over", self._topic, number, high, wanted)  # fmt: skip
         self._after[number] = min(max(wanted, low), high) - 1
         self._consumer.incremental_unassign([TopicPartition(self._topic, number)])
-        self._consumer.incremental_assign([self._next(number)])
+        self._consumer.incremental_assign([self._next_offset(number)])
         return is_shorter

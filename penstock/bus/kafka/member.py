@@ -17,42 +17,42 @@ from confluent_kafka import (
 )
 
 from penstock.bus.contract import Delivery, Outgoing, Settlement, check_size
-from penstock.bus.kafka.buffer import Commit, Holdings, Partition
-from penstock.bus.kafka.client import ANSWER_S, MAX_BATCH_BYTES, bus_errors, read_delivery
-from penstock.bus.kafka.clients import KafkaClients
-from penstock.bus.kafka.commits import OffsetCommits, places_of
+from penstock.bus.kafka.buffer import Commit, Partition, PrefetchBuffer
+from penstock.bus.kafka.client import BROKER_TIMEOUT_S, MAX_BATCH_BYTES, bus_errors, parse_delivery
+from penstock.bus.kafka.clients import KafkaClientFactory
+from penstock.bus.kafka.commits import OffsetCommitter, to_topic_partitions
 from penstock.bus.kafka.offsets import NO_EPOCH
-from penstock.bus.kafka.orphans import KafkaOrphans, part_of
-from penstock.bus.kafka.outputs import Outputs
-from penstock.bus.kafka.progress import Progress
-from penstock.bus.kafka.questions import Questions
-from penstock.bus.kafka.transactions import GroupMoved, Transactions
-from penstock.bus.letters import dead_message
+from penstock.bus.kafka.orphans import KafkaOrphanReader, format_partition
+from penstock.bus.kafka.outputs import OutputWriter
+from penstock.bus.kafka.progress import ReadProgress
+from penstock.bus.kafka.questions import PositionLookup
+from penstock.bus.kafka.transactions import GroupRebalanced, Transactions
+from penstock.bus.letters import build_dead_letter
 from penstock.errors import BusUnavailable, DeliveryLost, MemberFenced
 from penstock.failpoints import failpoint
 from penstock.names import PriorityClass, Stage
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05
-MEMBERSHIP_S = 0.02
-PROBE_S, PROBE_AGAIN_S = 2.0, 1.0
+POLL_INTERVAL_S = 0.05
+MEMBERSHIP_REFRESH_S = 0.02
+PROBE_INTERVAL_S, PROBE_RETRY_S = 2.0, 1.0
 """How often the brokers are asked whether they are there; and while they are not."""
-LEAVE_S = 2.0
+LEAVE_TIMEOUT_S = 2.0
 """How long leaving may take. Brokers that do not answer find out by the session's timeout."""
-REVOKE_S = 30.0
+REVOKE_TIMEOUT_S = 30.0
 """How long a settlement under way holds up that its partitions go to another member."""
-TURN_S = 2.0
+MAX_POLLER_PAUSE_S = 2.0
 """A poller that does not come round in this time does not read its partitions."""
-SETTLED_S = 45.0
+MAX_SETTLEMENT_S = 45.0
 """A settlement takes no longer where the brokers answer: every step of it has a limit that adds up to less."""
-PATIENCE_S = 5.0
+STALL_PATIENCE_S = 5.0
 """How long a member may stand still before it is made anew. All of a process stands still when it is paused."""
-ASK_S = 0.25
-DAMAGED = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)  # noqa: SLF001 - that is their name
+LOOKUP_TIMEOUT_S = 0.25
+DAMAGED_BATCH_ERRORS = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)  # noqa: SLF001 - that is their name
 """A batch that cannot be unpacked: damaged, or so large that the client does not."""
-DAMAGED_TRIES = 3
-PASSED_COMMIT_S = 1.0
+MAX_UNPACK_ATTEMPTS = 3
+MARKER_COMMIT_INTERVAL_S = 1.0
 """How often the offsets of what is passed over are committed when nothing is settled."""
 
 
@@ -78,7 +78,7 @@ class KafkaMember:
     A crash between any of them costs nothing: the next owner does the same.
     """
 
-    def __init__(self, bus: KafkaClients, stage: Stage, name: str) -> None:
+    def __init__(self, bus: KafkaClientFactory, stage: Stage, name: str) -> None:
         self._pipeline, self._stage, self._clients = bus.pipeline, stage, bus.clients
         self._group = bus.pipeline.consumer_group(stage)
         self._topics = bus.pipeline.input_topics(stage)
@@ -86,7 +86,7 @@ class KafkaMember:
         self._settling = threading.Lock()
         self._settling_since: float | None = None
         self._state = threading.Condition()
-        self._holdings = Holdings(bus.pipeline, stage)
+        self._holdings = PrefetchBuffer(bus.pipeline, stage)
         self._damaged: dict[Partition, tuple[int, int]] = {}
         """The last batch of a partition that could not be unpacked: where it begins, and how often it was tried."""
         self._failure: Exception | None = None
@@ -96,38 +96,38 @@ class KafkaMember:
         # The poller's.
         self._starting: set[Partition] = set()
         self._paused: set[Partition] = set()
-        self._progress = Progress()
+        self._progress = ReadProgress()
         self._refresh_at = 0.0
         self._turned_at = time.monotonic()
-        self._probe_at = self._turned_at + PROBE_S
+        self._probe_at = self._turned_at + PROBE_INTERVAL_S
         # What is wrong, each kind for itself; see `trouble`.
         self._away = ""
         self._refused: dict[str, str] = {}
         self._stalled_at: float | None = None
         self._membership: object = None
-        self._transactions = bus.transactions(f"{self._group}.{name}") if stage == "decode" else None
-        self._outputs = bus.outputs() if self._transactions is None else None
-        self._commits = OffsetCommits()
-        self._questions = Questions(bus.consumer(_asking_settings(self._group)))
-        self._consumer = bus.consumer(_consumer_settings(self._group, name) | {"on_commit": self._on_commit})
+        self._transactions = bus.create_transactions(f"{self._group}.{name}") if stage == "decode" else None
+        self._outputs = bus.create_output_writer() if self._transactions is None else None
+        self._commits = OffsetCommitter()
+        self._questions = PositionLookup(bus.create_consumer(_asking_settings(self._group)))
+        self._consumer = bus.create_consumer(_consumer_settings(self._group, name) | {"on_commit": self._on_commit})
         self._asker = threading.Thread(target=self._ask_forever, name=f"kafka-asker-{name}", daemon=True)
         self._asker.start()
         self._poller = threading.Thread(target=self._poll_forever, name=f"kafka-{name}", daemon=True)
         self._poller.start()
 
     @property
-    def trouble(self) -> str:
+    def current_problem(self) -> str:
         """Why this member does not do its part now; see `contract.Member.trouble`."""
-        return self._away or self._stalled() or next(iter(self._refused.values()), "")
+        return self._away or self._describe_stall() or next(iter(self._refused.values()), "")
 
     def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Deliveries of the classes with room, interactive first; see `contract.Member.poll`."""
         end = time.monotonic() + timeout_s
         self._check_alive()
-        self._bury_orphans()
+        self._bury_damaged()
         with self._state:
             while True:
-                self._check()
+                self._raise_failure()
                 found = self._holdings.hand_out(room)
                 left_s = end - time.monotonic()
                 if found or left_s <= 0 or self._closing.is_set():
@@ -146,7 +146,7 @@ class KafkaMember:
         elif self._transactions is not None and settlements:
             self._settle_together(self._transactions, deliveries, outputs)
 
-    def _publish_then_finish(self, writer: Outputs, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
+    def _publish_then_finish(self, writer: OutputWriter, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
         """One settlement of the prefill stage, in this order.
 
         1. The deliveries are still ours; if not, nothing is published. 2. The outputs are written, all acknowledged.
@@ -158,15 +158,15 @@ class KafkaMember:
         goes to another member meanwhile: it waits for nobody.
         """
         with self._state:  # 1
-            self._check()
-            lost = self._holdings.lost(deliveries)
+            self._raise_failure()
+            lost = self._holdings.find_lost(deliveries)
         if lost:
             raise DeliveryLost(lost)
-        with self._timed(), bus_errors():
-            writer.write(outputs)  # 2
+        with self._time_settlement(), bus_errors():
+            writer.write_outputs(outputs)  # 2
         failpoint("kafka.2.acknowledged")
         with self._state:  # 3
-            self._holdings.finish(deliveries)
+            self._holdings.finish_deliveries(deliveries)
         failpoint("kafka.3.finished")
 
     def _settle_together(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
@@ -174,52 +174,52 @@ class KafkaMember:
 
         When the group moves meanwhile (another member joined or left), what is still ours is settled anew.
         """
-        end = time.monotonic() + ANSWER_S
+        end = time.monotonic() + BROKER_TIMEOUT_S
         while True:
-            with self._settling, self._timed(), bus_errors():
+            with self._settling, self._time_settlement(), bus_errors():
                 try:
-                    self._transact(writer, deliveries, outputs)
+                    self._run_transaction(writer, deliveries, outputs)
                     return
                 except MemberFenced as fenced:
-                    self._fail(fenced)
+                    self._note_failure(fenced)
                     raise
-                except GroupMoved as moved:
+                except GroupRebalanced as moved:
                     if time.monotonic() > end:
                         raise BusUnavailable(f"Kafka: the group does not come to rest: {moved}") from None
             self._closing.wait(0.02)  # lets the callbacks run
 
-    def held(self) -> int:
+    def count_held(self) -> int:
         """How many deliveries this member holds unsettled."""
         with self._state:
             return self._holdings.num_handed_out
 
-    def holds(self, delivery: Delivery) -> bool:
+    def is_holding(self, delivery: Delivery) -> bool:
         """Whether its partition is still assigned, as of the last time the brokers said so."""
         with self._state:
-            return not self._holdings.lost([delivery])
+            return not self._holdings.find_lost([delivery])
 
-    def waiting(self) -> list[Delivery]:
+    def list_prefetched(self) -> list[Delivery]:
         """Fetched, and not handed out for want of room."""
         with self._state:
-            return self._holdings.waiting()
+            return self._holdings.list_buffered()
 
-    def parts(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         """The interactive topic's partitions that are read here: none while the brokers are away, or we stand still."""
         topic = self._topics["interactive"]
-        if self._away or self._stalled() or topic in self._refused:
+        if self._away or self._describe_stall() or topic in self._refused:
             return []
         with self._state:
             partitions = self._holdings.partitions
-        return [part_of(partition) for partition in partitions if partition[0] == topic]
+        return [format_partition(partition) for partition in partitions if partition[0] == topic]
 
-    def orphan_reader(self) -> KafkaOrphans:
+    def create_orphan_reader(self) -> KafkaOrphanReader:
         """For partitions of members that the brokers still believe alive."""
-        return KafkaOrphans(self._pipeline, self._stage, self._clients)
+        return KafkaOrphanReader(self._pipeline, self._stage, self._clients)
 
-    def retire(self) -> None:
+    def stop_consuming(self) -> None:
         """Give the partitions up, and with them all deliveries."""
         self._leaving.set()
-        self._poller.join(LEAVE_S)
+        self._poller.join(LEAVE_TIMEOUT_S)
 
     def close(self) -> None:
         """Leave the group: other members get the partitions, and with them the unsettled deliveries.
@@ -228,16 +228,21 @@ class KafkaMember:
         """
         self._leaving.set()
         writer = self._transactions
-        if writer and not self.trouble and not self._closing.is_set() and self._settling.acquire(timeout=LEAVE_S):
+        if (
+            writer
+            and not self.current_problem
+            and not self._closing.is_set()
+            and self._settling.acquire(timeout=LEAVE_TIMEOUT_S)
+        ):
             try:
-                with contextlib.suppress(KafkaException, MemberFenced, GroupMoved):
-                    self._clear_doubt(writer, LEAVE_S)
+                with contextlib.suppress(KafkaException, MemberFenced, GroupRebalanced):
+                    self._clear_doubt(writer, LEAVE_TIMEOUT_S)
             finally:
                 self._settling.release()
         self._closing.set()
         with self._state:
             self._state.notify_all()
-        self._poller.join(LEAVE_S)
+        self._poller.join(LEAVE_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -245,10 +250,12 @@ class KafkaMember:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bury_orphans(self) -> None:
+    def _bury_damaged(self) -> None:
         with self._state:
-            orphans = self._holdings.orphans()
-        letters = [Settlement(orphan, [dead_message(self._pipeline, orphan, reason)]) for orphan, reason in orphans]
+            orphans = self._holdings.list_damaged()
+        letters = [
+            Settlement(orphan, [build_dead_letter(self._pipeline, orphan, reason)]) for orphan, reason in orphans
+        ]
         while letters:
             try:
                 self.settle(letters)
@@ -258,7 +265,7 @@ class KafkaMember:
 
     # Settling in transactions: with `_settling` held.
 
-    def _transact(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
+    def _run_transaction(self, writer: Transactions, deliveries: list[Delivery], outputs: list[Outgoing]) -> None:
         """One settlement, in this order.
 
         1. What an earlier settlement left unclear is cleared: its commit repeated, or its transaction
@@ -274,27 +281,27 @@ class KafkaMember:
             raise BusUnavailable("Kafka: this member has left its group")
         self._clear_doubt(writer)  # 1
         with self._state:  # 2
-            self._check()
-            lost = self._holdings.lost(deliveries)
-            commits = [] if lost else self._holdings.to_commit(deliveries)
+            self._raise_failure()
+            lost = self._holdings.find_lost(deliveries)
+            commits = [] if lost else self._holdings.build_commits(deliveries)
         if lost:
             raise DeliveryLost(lost)
         self._doubtful = commits, deliveries
-        writer.run(outputs, places_of(commits, self._epochs), self._membership)  # 3, 4, 5
+        writer.run_transaction(outputs, to_topic_partitions(commits, self._epochs), self._membership)  # 3, 4, 5
         with self._state:  # 6
-            self._check()  # partitions are taken without waiting for us where a step does not end
-            self._holdings.finish(deliveries)
-            self._holdings.committed(commits)
+            self._raise_failure()  # partitions are taken without waiting for us where a step does not end
+            self._holdings.finish_deliveries(deliveries)
+            self._holdings.note_committed(commits)
 
-    def _clear_doubt(self, writer: Transactions, timeout_s: float = ANSWER_S) -> None:
+    def _clear_doubt(self, writer: Transactions, timeout_s: float = BROKER_TIMEOUT_S) -> None:
         if writer.clear_doubt(timeout_s):
             with self._state:
                 commits, deliveries = self._doubtful
-                self._holdings.finish(deliveries)
-                self._holdings.committed(commits)
+                self._holdings.finish_deliveries(deliveries)
+                self._holdings.note_committed(commits)
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _time_settlement(self) -> Iterator[None]:
         self._settling_since = time.monotonic()
         try:
             yield
@@ -312,29 +319,29 @@ class KafkaMember:
                 on_lost=self._on_lost,
             )
             while not self._leaving.is_set():
-                message = self._consumer.poll(POLL_S)
+                message = self._consumer.poll(POLL_INTERVAL_S)
                 self._turned_at = time.monotonic()
                 if message is not None:
-                    self._note(message)
-                    self._arrived(message)
-                self._begin()
+                    self._note_message(message)
+                    self._buffer_message(message)
+                self._begin_partitions()
                 self._commit_finished()
                 self._pause_full()
                 self._refresh_membership()
-                self._watch()
-                self._probe()
+                self._watch_progress()
+                self._probe_brokers()
         except Exception as error:  # the member cannot go on: whoever calls is told
-            self._fail(BusUnavailable(f"Kafka: {error}") if isinstance(error, KafkaException) else error)
+            self._note_failure(BusUnavailable(f"Kafka: {error}") if isinstance(error, KafkaException) else error)
         finally:
             with contextlib.suppress(KafkaException, RuntimeError):
                 self._consumer.close()
             # Its callbacks are this member's: without this only the garbage collector frees both, on any thread.
             del self._consumer
 
-    def _note(self, message: Message) -> None:
+    def _note_message(self, message: Message) -> None:
         """What a message, or an error in its place, says of its partition; the message itself is for `_arrived`."""
         partition = message.topic() or "", message.partition() or 0
-        self._progress.move(partition, self._turned_at)
+        self._progress.note_message(partition, self._turned_at)
         error = message.error()
         if error is not None and error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
             self._refused[partition[0]] = f"Kafka does not let this worker read {partition[0]}: {error.str()}"
@@ -343,7 +350,7 @@ class KafkaMember:
             if error is None:  # librdkafka gives the epoch 0 with the end of a partition, whatever it really is
                 self._epochs[partition] = _epoch_of(message)
 
-    def _arrived(self, message: Message) -> None:
+    def _buffer_message(self, message: Message) -> None:
         error = message.error()
         if error is not None:
             if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - that is its name
@@ -357,13 +364,13 @@ class KafkaMember:
             if error.fatal():
                 raise KafkaException(error)
             log.warning("Kafka: %s", error.str())
-            if error.code() in DAMAGED:
+            if error.code() in DAMAGED_BATCH_ERRORS:
                 partition = message.topic() or "", message.partition() or 0
                 self._pass_damaged(partition, message.offset() or 0, error.str())
             return
-        delivery = read_delivery(message, self._classes[message.topic() or ""])
+        delivery = parse_delivery(message, self._classes[message.topic() or ""])
         with self._state:
-            self._holdings.arrive(delivery, _epoch_of(message))
+            self._holdings.add_message(delivery, _epoch_of(message))
             self._state.notify()
 
     def _pass_damaged(self, partition: Partition, batch: int, why: str) -> None:
@@ -375,12 +382,12 @@ class KafkaMember:
         known, tries = self._damaged.get(partition, (batch, 0))
         tries = tries + 1 if known == batch else 1
         self._damaged[partition] = batch, tries
-        if tries < DAMAGED_TRIES:
+        if tries < MAX_UNPACK_ATTEMPTS:
             return
         with self._state:
             if partition not in self._holdings.partitions:
                 return
-            offset = self._holdings.arrive_damaged(partition, batch, self._classes[partition[0]], why)
+            offset = self._holdings.add_damaged_message(partition, batch, self._classes[partition[0]], why)
             self._state.notify()
         self._consumer.seek(TopicPartition(*partition, offset))
 
@@ -391,11 +398,11 @@ class KafkaMember:
         consumer.pause([TopicPartition(*partition) for partition in came])
         self._paused.update(came)
         self._starting.update(came)
-        self._questions.want_starts(came)
+        self._questions.request_starts(came)
 
-    def _begin(self) -> None:
+    def _begin_partitions(self) -> None:
         """Steps 3 and 4 of beginning partitions."""
-        for partition, start in self._questions.starts().items():
+        for partition, start in self._questions.take_starts().items():
             epoch = NO_EPOCH if start.leader_epoch is None else start.leader_epoch
             place = start.offset if start.offset >= 0 else OFFSET_BEGINNING
             try:
@@ -403,11 +410,11 @@ class KafkaMember:
                 self._consumer.seek(TopicPartition(*partition, place, "", epoch))
             except KafkaException as error:  # librdkafka has not begun with it, or not ended with its last time here
                 log.debug("%s is begun later: %s", partition, error)
-                self._questions.want_starts([partition])
+                self._questions.request_starts([partition])
                 continue
             with self._state:
                 self._epochs[partition] = epoch
-                self._holdings.assign(partition, max(0, start.offset), start.metadata, epoch)
+                self._holdings.assign_partition(partition, max(0, start.offset), start.metadata, epoch)
             self._starting.discard(partition)
 
     def _commit_finished(self) -> None:
@@ -416,23 +423,23 @@ class KafkaMember:
             self._commits.note_nothing_to_commit()
         elif self._outputs is not None and self._commits.is_due(self._turned_at):
             with self._state:
-                commits = self._holdings.to_commit()
-            self._commits.send(self._consumer, commits, self._epochs)
+                commits = self._holdings.build_commits()
+            self._commits.send_commits(self._consumer, commits, self._epochs)
 
     def _on_commit(self, error: KafkaError | None, places: list[TopicPartition]) -> None:
         """What was refused because the group moved is sent again if it is still ours. If not, its next owner settles it
         from the record.
         """
         with self._state:
-            self._holdings.committed(self._commits.answered(error, places))
+            self._holdings.note_committed(self._commits.note_answer(error, places))
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Commit what is finished of partitions, and forget them. librdkafka gives them up when that is answered."""
         if self._outputs is not None:
             gone = {(old.topic, old.partition) for old in partitions}
             with self._state:
-                commits = [commit for commit in self._holdings.to_commit() if commit[0] in gone]
-            self._commits.send(consumer, commits, self._epochs)
+                commits = [commit for commit in self._holdings.build_commits() if commit[0] in gone]
+            self._commits.send_commits(consumer, commits, self._epochs)
         self._on_lost(consumer, partitions)
 
     def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
@@ -442,15 +449,17 @@ class KafkaMember:
         is in the group no more.
         """
         gone = {(old.topic, old.partition) for old in partitions}
-        self._questions.forget(gone)
+        self._questions.cancel_requests(gone)
         self._starting -= gone
         self._paused -= gone
-        is_over = self._settling.acquire(timeout=REVOKE_S)
+        is_over = self._settling.acquire(timeout=REVOKE_TIMEOUT_S)
         if not is_over:
-            self._fail(BusUnavailable(f"Kafka: a settlement does not end, its partitions go after {REVOKE_S:g} s"))
+            self._note_failure(
+                BusUnavailable(f"Kafka: a settlement does not end, its partitions go after {REVOKE_TIMEOUT_S:g} s")
+            )
         try:
             with self._state:
-                self._holdings.revoke(gone)
+                self._holdings.revoke_partitions(gone)
                 for partition in gone:
                     self._epochs.pop(partition, None)
         finally:
@@ -459,7 +468,7 @@ class KafkaMember:
 
     def _pause_full(self) -> None:
         with self._state:
-            wanted = self._holdings.to_pause() | self._starting
+            wanted = self._holdings.find_partitions_to_pause() | self._starting
             assigned = self._starting.union(self._holdings.partitions)
         for changed, change in (
             (wanted - self._paused, self._consumer.pause),
@@ -468,7 +477,7 @@ class KafkaMember:
             if changed:
                 change([TopicPartition(*partition) for partition in changed])
         self._paused = wanted
-        self._progress.follow(assigned - wanted, self._turned_at)
+        self._progress.track_partitions(assigned - wanted, self._turned_at)
 
     def _refresh_membership(self) -> None:
         """Fetch the member's epoch for transactions; here, as librdkafka hangs if two threads use a consumer.
@@ -478,28 +487,28 @@ class KafkaMember:
         now = time.monotonic()
         if self._transactions is not None and now >= self._refresh_at:
             self._membership = self._consumer.consumer_group_metadata()
-            self._refresh_at = now + MEMBERSHIP_S
+            self._refresh_at = now + MEMBERSHIP_REFRESH_S
 
-    def _watch(self) -> None:
+    def _watch_progress(self) -> None:
         """Have it asked where partitions end that bring nothing, and compare."""
         with self._state:
-            for partition, end in self._questions.ends().items():
+            for partition, end in self._questions.take_ends().items():
                 if partition in self._holdings.partitions:
-                    self._progress.compare(partition, self._holdings.next_of(partition), end, self._turned_at)
-        quiet = [one for one in self._progress.quiet(self._turned_at) if one[0] not in self._refused]
+                    self._progress.compare_end(partition, self._holdings.next_offset(partition), end, self._turned_at)
+        quiet = [one for one in self._progress.take_quiet(self._turned_at) if one[0] not in self._refused]
         if quiet:
-            self._questions.want_ends(quiet)
+            self._questions.request_ends(quiet)
 
-    def _probe(self) -> None:
+    def _probe_brokers(self) -> None:
         """Look whether the brokers are there: librdkafka says nothing of those that hang, nor when they are back."""
         if time.monotonic() < self._probe_at:
             return
         try:
-            self._consumer.list_topics(self._pipeline.results_topic, PROBE_AGAIN_S)
+            self._consumer.list_topics(self._pipeline.results_topic, PROBE_RETRY_S)
             self._away = ""
         except KafkaException as error:
             self._away = f"Kafka: {error.args[0].str()}"
-        self._probe_at = time.monotonic() + (PROBE_AGAIN_S if self._away else PROBE_S)
+        self._probe_at = time.monotonic() + (PROBE_RETRY_S if self._away else PROBE_INTERVAL_S)
 
     # The asking thread.
 
@@ -507,13 +516,13 @@ class KafkaMember:
         commit_at = 0.0
         try:
             while not self._closing.is_set():
-                self._questions.ask(ASK_S)
+                self._questions.answer_requests(LOOKUP_TIMEOUT_S)
                 writer = self._transactions
                 if writer and self._holdings.has_uncommitted and time.monotonic() >= commit_at:
-                    commit_at = time.monotonic() + PASSED_COMMIT_S
+                    commit_at = time.monotonic() + MARKER_COMMIT_INTERVAL_S
                     self._commit_passed(writer)
         except Exception as error:
-            self._fail(error)
+            self._note_failure(error)
         finally:
             with contextlib.suppress(KafkaException, RuntimeError):
                 self._questions.close()
@@ -529,43 +538,43 @@ class KafkaMember:
         if not self._settling.acquire(blocking=False):
             return
         try:
-            with self._timed(), bus_errors():  # in a transaction: the consumer's own commit waits without end
-                self._transact(writer, [], [])
-        except (BusUnavailable, GroupMoved) as error:
+            with self._time_settlement(), bus_errors():  # in a transaction: the consumer's own commit waits without end
+                self._run_transaction(writer, [], [])
+        except (BusUnavailable, GroupRebalanced) as error:
             log.debug("offsets are committed later: %s", error)
         finally:
             self._settling.release()
 
     # How it goes. Any thread.
 
-    def _stalled(self) -> str:
+    def _describe_stall(self) -> str:
         """Why this member does not do its part though the brokers answer; empty if it does."""
         if self._failure is not None:
             return str(self._failure)
         if self._leaving.is_set():
             return ""
         now, since = time.monotonic(), self._settling_since
-        if now - self._turned_at > TURN_S:
+        if now - self._turned_at > MAX_POLLER_PAUSE_S:
             return f"Kafka: nothing was read for {now - self._turned_at:.0f} s"
-        if since is not None and now - since > SETTLED_S:
+        if since is not None and now - since > MAX_SETTLEMENT_S:
             return f"Kafka: a settlement takes {now - since:.0f} s"
-        return self._progress.trouble or self._commits.trouble(now, SETTLED_S)
+        return self._progress.current_problem or self._commits.describe_problem(now, MAX_SETTLEMENT_S)
 
     def _check_alive(self) -> None:
         """Raise `BusUnavailable` if the member stands still. A process that was paused has a moment to go on."""
-        said, now = self._stalled(), time.monotonic()
+        said, now = self._describe_stall(), time.monotonic()
         if not said:
             self._stalled_at = None
         elif self._stalled_at is None:
             self._stalled_at = now
-        elif now - self._stalled_at > PATIENCE_S:
-            self._fail(BusUnavailable(f"{said}: this member is to be made anew"))
+        elif now - self._stalled_at > STALL_PATIENCE_S:
+            self._note_failure(BusUnavailable(f"{said}: this member is to be made anew"))
 
-    def _check(self) -> None:
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _fail(self, failure: Exception) -> None:
+    def _note_failure(self, failure: Exception) -> None:
         with self._state:
             self._failure = self._failure or failure
             self._state.notify_all()

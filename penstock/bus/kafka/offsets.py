@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable
 MAX_METADATA_BYTES = 4000
 """A broker takes 4,096 by default."""
 
-MAX_AHEAD = 100_000
+MAX_OFFSETS_AHEAD = 100_000
 """How far beyond its first unfinished offset a partition is read: after a restart so much may be read again, and passed
 over."""
 
@@ -42,10 +42,10 @@ class PartitionOffsets:
         self._epoch = epoch
         self._next = committed  # the offset after the last delivered
         self._unfinished: dict[int, None] = {}  # in delivery order, so ascending
-        self._finished: list[Range] = [run for run in decode(metadata, committed) if run[0] >= committed]
+        self._finished: list[Range] = [run for run in decode_ranges(metadata, committed) if run[0] >= committed]
 
     @property
-    def next(self) -> int:
+    def next_offset(self) -> int:
         """Where to read on."""
         return self._next
 
@@ -55,24 +55,24 @@ class PartitionOffsets:
         return len(self._unfinished)
 
     @property
-    def stretch(self) -> float:
+    def window_usage(self) -> float:
         """How far it is read beyond its first unfinished offset, as a share of what is allowed. At 1 it has to wait.
 
         The metadata has at most one run more than there are unfinished offsets, of two numbers each. A number takes a
         byte, and one more for each 127 offsets that it spans, at most.
         """
         ahead = self._next - next(iter(self._unfinished), self._next)
-        return max(ahead / MAX_AHEAD, (2 * (len(self._unfinished) + 1) + ahead // 127) / _ALLOWED_BYTES)
+        return max(ahead / MAX_OFFSETS_AHEAD, (2 * (len(self._unfinished) + 1) + ahead // 127) / _ALLOWED_BYTES)
 
-    def reach(self, end: int) -> bool:
+    def skip_to(self, end: int) -> bool:
         """Note that the log has nothing more before `end`; whether that is news."""
         if end <= self._next:
             return False
-        self._finished = _union([*self._finished, (self._next, end - 1)])
+        self._finished = _merge_ranges([*self._finished, (self._next, end - 1)])
         self._next = end
         return True
 
-    def deliver(self, offset: int, epoch: int = NO_EPOCH) -> bool:
+    def note_delivered(self, offset: int, epoch: int = NO_EPOCH) -> bool:
         """Note the next offset of the log; False if its work was finished before a restart.
 
         `epoch`: the leader epoch under which the message was written, if it is known.
@@ -83,9 +83,9 @@ class PartitionOffsets:
             # What the commit calls finished was written before this message. So the log was cut below it since, and has
             # grown again: from here on these offsets are other messages'.
             self._finished = [(low, min(high, offset - 1)) for low, high in self._finished if low < offset]
-        self.reach(offset)
+        self.skip_to(offset)
         self._next = offset + 1
-        if _contains(self._finished, offset):
+        if _is_in_ranges(self._finished, offset):
             return False
         self._unfinished[offset] = None
         return True
@@ -94,19 +94,19 @@ class PartitionOffsets:
         """Whether the offset was delivered and is not finished."""
         return offset in self._unfinished
 
-    def commit(self, also: Collection[int] = ()) -> tuple[int, str]:
+    def build_commit(self, also: Collection[int] = ()) -> tuple[int, str]:
         """Offset and metadata to commit, as if the offsets in `also` were finished too; changes nothing."""
         first = next((offset for offset in self._unfinished if offset not in also), self._next)
-        beyond = _union([*self._finished, *((offset, offset) for offset in also)])
-        return first, encode([(max(low, first), high) for low, high in beyond if high >= first], first)
+        beyond = _merge_ranges([*self._finished, *((offset, offset) for offset in also)])
+        return first, encode_ranges([(max(low, first), high) for low, high in beyond if high >= first], first)
 
-    def finish(self, offsets: Iterable[int]) -> None:
+    def finish_offsets(self, offsets: Iterable[int]) -> None:
         """Note that the work of these delivered offsets is done, and committed or about to be."""
         done = list(offsets)
         for offset in done:
             del self._unfinished[offset]
         first = next(iter(self._unfinished), self._next)
-        runs = _union([*self._finished, *((offset, offset) for offset in done)])
+        runs = _merge_ranges([*self._finished, *((offset, offset) for offset in done)])
         self._finished = [run for run in runs if run[1] >= first]
 
     def check_integrity(self) -> None:
@@ -115,10 +115,10 @@ class PartitionOffsets:
         assert all(offset < self._next for offset in self._unfinished)
         assert all(low <= high for low, high in self._finished)
         assert all(a[1] + 1 < b[0] for a, b in zip(self._finished, self._finished[1:], strict=False))
-        assert not any(_contains(self._finished, offset) for offset in self._unfinished)
+        assert not any(_is_in_ranges(self._finished, offset) for offset in self._unfinished)
 
 
-def encode(runs: Iterable[Range], base: int) -> str:
+def encode_ranges(runs: Iterable[Range], base: int) -> str:
     """Ascending, separate runs at or after `base` as text of at most `MAX_METADATA_BYTES`.
 
     What does not fit is left out, from the far end: that work may be done twice.
@@ -126,7 +126,7 @@ def encode(runs: Iterable[Range], base: int) -> str:
     packed = bytearray()
     end = base
     for low, high in runs:
-        step = _varint(low - end) + _varint(high - low)
+        step = _encode_varint(low - end) + _encode_varint(high - low)
         if len(_PREFIX) + (len(packed) + len(step) + 2) // 3 * 4 > MAX_METADATA_BYTES:
             break
         packed += step
@@ -134,7 +134,7 @@ def encode(runs: Iterable[Range], base: int) -> str:
     return _PREFIX + base64.b64encode(packed).decode() if packed else ""
 
 
-def decode(text: str | None, base: int) -> list[Range]:
+def decode_ranges(text: str | None, base: int) -> list[Range]:
     """The runs in a commit's metadata. Of text that is not ours, or damaged, none: work is repeated."""
     if not text or not text.startswith(_PREFIX):
         return []
@@ -142,7 +142,7 @@ def decode(text: str | None, base: int) -> list[Range]:
         packed = base64.b64decode(text[len(_PREFIX) :], validate=True)
     except (binascii.Error, ValueError):
         return []
-    numbers = _read_varints(packed)
+    numbers = _decode_varints(packed)
     if numbers is None or len(numbers) % 2:
         return []
     runs: list[Range] = []
@@ -151,10 +151,10 @@ def decode(text: str | None, base: int) -> list[Range]:
         low = end + skip
         end = low + length
         runs.append((low, end))
-    return _union(runs)
+    return _merge_ranges(runs)
 
 
-def _varint(number: int) -> bytes:
+def _encode_varint(number: int) -> bytes:
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -163,7 +163,7 @@ def _varint(number: int) -> bytes:
     return bytes(out)
 
 
-def _read_varints(packed: bytes) -> list[int] | None:
+def _decode_varints(packed: bytes) -> list[int] | None:
     numbers: list[int] = []
     number = shift = 0
     for byte in packed:
@@ -177,7 +177,7 @@ def _read_varints(packed: bytes) -> list[int] | None:
     return numbers if shift == 0 else None
 
 
-def _union(runs: list[Range]) -> list[Range]:
+def _merge_ranges(runs: list[Range]) -> list[Range]:
     """The same offsets as ascending runs that neither overlap nor touch."""
     merged: list[Range] = []
     for low, high in sorted(runs):
@@ -188,6 +188,6 @@ def _union(runs: list[Range]) -> list[Range]:
     return merged
 
 
-def _contains(runs: list[Range], offset: int) -> bool:
+def _is_in_ranges(runs: list[Range], offset: int) -> bool:
     at = bisect_right(runs, (offset, float("inf"))) - 1
     return at >= 0 and runs[at][0] <= offset <= runs[at][1]

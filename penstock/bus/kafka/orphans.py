@@ -10,28 +10,28 @@ from typing import Any
 from confluent_kafka import Consumer, TopicPartition
 
 from penstock.bus.contract import Delivery
-from penstock.bus.kafka.ask import Commits, Partition, patiently
-from penstock.bus.kafka.client import bus_errors, read_delivery
+from penstock.bus.kafka.ask import CommittedOffsets, Partition, retry_during_election
+from penstock.bus.kafka.client import bus_errors, parse_delivery
 from penstock.bus.kafka.offsets import PartitionOffsets
 from penstock.names import Pipeline, PriorityClass, Stage
 
 log = logging.getLogger(__name__)
 
-FETCH_S = 0.3
+FIRST_MESSAGE_WAIT_S = 0.3
 """How long a look waits for a first message."""
 
 
-def part_of(partition: Partition) -> str:
+def format_partition(partition: Partition) -> str:
     """A partition's name among workers."""
     return f"{partition[0]}:{partition[1]}"
 
 
-def _partition_of(part: str) -> Partition:
+def _parse_partition(part: str) -> Partition:
     topic, _, number = part.rpartition(":")
     return topic, int(number)
 
 
-class KafkaOrphans:
+class KafkaOrphanReader:
     """See `contract.OrphanReader`. Connects at the first orphan."""
 
     def __init__(self, pipeline: Pipeline, stage: Stage, clients: Mapping[str, Any]) -> None:
@@ -42,17 +42,17 @@ class KafkaOrphans:
         self._consumer: Consumer | None = None
         self._offsets: dict[Partition, PartitionOffsets] = {}
 
-    def read(self, parts: Sequence[str], most: int) -> list[Delivery]:
+    def read_orphans(self, parts: Sequence[str], most: int) -> list[Delivery]:
         """See `contract.OrphanReader.read`."""
-        partitions = {partition for partition in map(_partition_of, parts) if partition[0] in self._classes}
+        partitions = {partition for partition in map(_parse_partition, parts) if partition[0] in self._classes}
         if not partitions:
             self.close()
             return []
         with bus_errors():
-            consumer = self._consumer = self._consumer or Consumer(_settings(self._clients, self._group))
+            consumer = self._consumer = self._consumer or Consumer(_consumer_settings(self._clients, self._group))
             if partitions != self._offsets.keys():
-                self._assign(consumer, partitions)
-            return self._fetch(consumer, most)
+                self._assign_partitions(consumer, partitions)
+            return self._fetch_messages(consumer, most)
 
     def close(self) -> None:
         """Free the connection. What is read next is read from where the group stopped."""
@@ -61,20 +61,22 @@ class KafkaOrphans:
             self._consumer.close()
             self._consumer = None
 
-    def _assign(self, consumer: Consumer, partitions: set[Partition]) -> None:
+    def _assign_partitions(self, consumer: Consumer, partitions: set[Partition]) -> None:
         fresh = partitions - self._offsets.keys()
-        asked = Commits(self._clients, self._group)
+        asked = CommittedOffsets(self._clients, self._group)
         try:
-            commits = patiently(partial(asked.of, fresh))
+            commits = retry_during_election(partial(asked.read_offsets, fresh))
         finally:
             asked.close()
         begun = {one: PartitionOffsets(max(0, offset), metadata or "") for one, (offset, metadata) in commits.items()}
         self._offsets = {one: begun.get(one) or self._offsets[one] for one in partitions}
-        consumer.assign([TopicPartition(*partition, offsets.next) for partition, offsets in self._offsets.items()])
+        consumer.assign(
+            [TopicPartition(*partition, offsets.next_offset) for partition, offsets in self._offsets.items()]
+        )
 
-    def _fetch(self, consumer: Consumer, most: int) -> list[Delivery]:
+    def _fetch_messages(self, consumer: Consumer, most: int) -> list[Delivery]:
         found: list[Delivery] = []
-        until = time.monotonic() + FETCH_S
+        until = time.monotonic() + FIRST_MESSAGE_WAIT_S
         while len(found) < most:
             message = consumer.poll(0.0 if found else max(0.0, until - time.monotonic()))
             if message is None:
@@ -84,12 +86,12 @@ class KafkaOrphans:
                 log.debug("Kafka: %s", error.str())
                 continue
             offsets = self._offsets.get((topic, message.partition() or 0))  # None: it was fetched before another assign
-            if offsets is not None and offsets.deliver(offset):
-                found.append(replace(read_delivery(message, self._classes[topic]), position="", is_held=False))
+            if offsets is not None and offsets.note_delivered(offset):
+                found.append(replace(parse_delivery(message, self._classes[topic]), position="", is_held=False))
         return found
 
 
-def _settings(clients: Mapping[str, Any], group: str) -> dict[str, Any]:
+def _consumer_settings(clients: Mapping[str, Any], group: str) -> dict[str, Any]:
     return {
         **clients,
         "group.id": group,  # it must have one, and has the right to this; it does not join, and commits nothing

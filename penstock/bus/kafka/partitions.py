@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 
 from confluent_kafka import KafkaException, Producer
 
-from penstock.bus.affinity import Spread, ranking
+from penstock.bus.affinity import AffinityPartitioner, rank_partitions
 from penstock.bus.contract import Outgoing
 
-ANY = -1
+ANY_PARTITION = -1
 """librdkafka chooses, by the message's key."""
-REFRESH_S = 2.0
+LEADERS_REFRESH_S = 2.0
 """How old the answer about a topic may be that is written to: a lost leader, or an added partition, is known this soon.
 The question names one topic, and is asked beside the work."""
-RETRY_S = 1.0
+LEADERS_RETRY_S = 1.0
 """After this long brokers are asked again that did not say it, or do not know the topic."""
-ANSWER_S = 1.0
+LEADERS_TIMEOUT_S = 1.0
 """How long they may take. Without an answer the last one holds; without any, the message goes by its key."""
 
 
 @dataclass
-class _Topic:
-    spread: Spread = field(default_factory=Spread)
+class _TopicLeaders:
+    spread: AffinityPartitioner = field(default_factory=AffinityPartitioner)
     num_partitions: int = 0
     """0: not known."""
     led: tuple[int, ...] = ()
@@ -33,15 +33,15 @@ class _Topic:
     """Whether a thread asks about it now."""
 
 
-class Partitions:
+class Partitioner:
     """Chooses partitions for one producer. Thread-safe."""
 
     def __init__(self, producer: Producer) -> None:
         self._producer = producer
         self._lock = threading.Lock()
-        self._topics: dict[str, _Topic] = {}
+        self._topics: dict[str, _TopicLeaders] = {}
 
-    def choose(self, message: Outgoing) -> int:
+    def choose_partition(self, message: Outgoing) -> int:
         """Return the partition for a message, or `ANY`.
 
         A message without affinity goes by its key as long as all partitions of its topic have a leader. librdkafka puts
@@ -49,45 +49,49 @@ class Partitions:
         """
         now_s = time.monotonic()
         with self._lock:
-            topic = self._topics.setdefault(message.topic, _Topic())
+            topic = self._topics.setdefault(message.topic, _TopicLeaders())
             if now_s >= topic.refresh_at_s and not topic.is_asked:
                 topic.is_asked = True
                 if topic.num_partitions:
-                    threading.Thread(target=self._refresh, args=(message.topic, topic), daemon=True).start()
+                    threading.Thread(target=self._refresh_topic, args=(message.topic, topic), daemon=True).start()
                 else:
-                    self._note(topic, self._ask(message.topic))
+                    self._note_leaders(topic, self._fetch_leaders(message.topic))
             num_partitions, led = topic.num_partitions, topic.led
         if not num_partitions:
-            return ANY
+            return ANY_PARTITION
         if message.affinity is None:
-            return ANY if len(led) in (0, num_partitions) else led[zlib.crc32((message.key or "").encode()) % len(led)]
-        wanted = topic.spread.partition(message.affinity, num_partitions, now_s)
+            return (
+                ANY_PARTITION
+                if len(led) in (0, num_partitions)
+                else led[zlib.crc32((message.key or "").encode()) % len(led)]
+            )
+        wanted = topic.spread.choose_partition(message.affinity, num_partitions, now_s)
         if wanted in led or not led:
             return wanted
-        return next(partition for partition in ranking(message.affinity, num_partitions) if partition in led)
+        return next(partition for partition in rank_partitions(message.affinity, num_partitions) if partition in led)
 
-    def forget(self) -> None:
+    def forget_leaders(self) -> None:
         """Ask again before the next message: one was refused, and its topic may have been made anew with fewer."""
         with self._lock:
             for name in self._topics:
-                self._topics[name] = _Topic(self._topics[name].spread)
+                self._topics[name] = _TopicLeaders(self._topics[name].spread)
 
-    def _refresh(self, name: str, topic: _Topic) -> None:
-        found = self._ask(name)
+    def _refresh_topic(self, name: str, topic: _TopicLeaders) -> None:
+        found = self._fetch_leaders(name)
         with self._lock:
-            self._note(topic, found)
+            self._note_leaders(topic, found)
 
     @staticmethod
-    def _note(topic: _Topic, found: dict[int, bool]) -> None:
+    def _note_leaders(topic: _TopicLeaders, found: dict[int, bool]) -> None:
         topic.is_asked = False
-        topic.refresh_at_s = time.monotonic() + (REFRESH_S if found else RETRY_S)
+        topic.refresh_at_s = time.monotonic() + (LEADERS_REFRESH_S if found else LEADERS_RETRY_S)
         if found:
             topic.num_partitions, topic.led = len(found), tuple(sorted(number for number in found if found[number]))
 
-    def _ask(self, topic: str) -> dict[int, bool]:
+    def _fetch_leaders(self, topic: str) -> dict[int, bool]:
         """Return whether each partition has a leader; nothing if the brokers do not say, or do not know the topic."""
         try:
-            known = self._producer.list_topics(topic, ANSWER_S).topics[topic].partitions
+            known = self._producer.list_topics(topic, LEADERS_TIMEOUT_S).topics[topic].partitions
         except (KafkaException, KeyError):
             return {}
         return {number: partition.leader >= 0 for number, partition in known.items()}

@@ -7,9 +7,9 @@ from typing import Any
 from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType  # type: ignore[attr-defined]
 
 from penstock.bus.kafka.bus import KafkaBus
-from penstock.bus.kafka.client import ANSWER_S, bus_errors
+from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors
 
-AT_LEAST = ("max.message.bytes", "retention.ms", "min.insync.replicas")
+MINIMUM_SETTINGS = ("max.message.bytes", "retention.ms", "min.insync.replicas")
 """Settings that may be larger than what a topic is made with; all others have to be equal."""
 UNLIMITED = -1
 
@@ -24,13 +24,13 @@ def find_wrong_settings(bus: KafkaBus) -> dict[str, dict[str, str]]:
     admin = AdminClient(bus.clients)
     with bus_errors():
         asked: Mapping[ConfigResource, Future[Any]] = admin.describe_configs(
-            list(resources.values()), request_timeout=ANSWER_S
+            list(resources.values()), request_timeout=BROKER_TIMEOUT_S
         )
         for topic, resource in resources.items():
-            entries = asked[resource].result(ANSWER_S)
+            entries = asked[resource].result(BROKER_TIMEOUT_S)
             wanted = bus.topic_settings(topic)
             settings = {name: entries[name].value for name in wanted}
-            wrong = {name: value for name, value in settings.items() if not _keeps(name, value, wanted[name])}
+            wrong = {name: value for name, value in settings.items() if not _is_sufficient(name, value, wanted[name])}
             if wrong:
                 found[topic] = wrong
     return found
@@ -46,7 +46,7 @@ def alter_command(bus: KafkaBus, topic: str, names: Mapping[str, str]) -> str:
     )
 
 
-def _keeps(name: str, value: str, wanted: str) -> bool:
-    if name in AT_LEAST:
+def _is_sufficient(name: str, value: str, wanted: str) -> bool:
+    if name in MINIMUM_SETTINGS:
         return int(value) == UNLIMITED or int(value) >= int(wanted)
     return value == wanted

@@ -14,10 +14,24 @@ from typing import Any, cast
 
 import redis
 
-from penstock.bus.contract import Delivery, Followed, Outgoing, check_size, promised, too_large
-from penstock.bus.streams.client import bus_errors, connect, create_groups, decode, encode, unavailable
+from penstock.bus.contract import (
+    Delivery,
+    FollowedMessage,
+    Outgoing,
+    check_size,
+    create_started_future,
+    find_size_error,
+)
+from penstock.bus.streams.client import (
+    bus_errors,
+    connect_client,
+    create_groups,
+    decode_entry,
+    encode_entry,
+    to_bus_unavailable,
+)
 from penstock.bus.streams.member import StreamsMember
-from penstock.bus.upgrade import moved, still_running
+from penstock.bus.upgrade import build_moved_message, old_workers_error
 from penstock.config.settings import BusSettings
 from penstock.names import CLASSES, STAGES, Pipeline, PriorityClass, Stage
 from penstock.redis.client import REDIS_TIMEOUT_S, execute_pipeline
@@ -26,10 +40,10 @@ from penstock.redis.urls import hide_password
 
 MOVE = load_script("penstock.bus.streams", "move")
 
-PART = "all"
+STREAM_PARTITION = "all"
 """What a stream's only part is called."""
-READ_ALL_PAGE = 1000
-PUBLISH_S = 5.0
+MAX_PAGE_ENTRIES = 1000
+PUBLISH_TIMEOUT_S = 5.0
 """How long a large message may take."""
 
 
@@ -43,88 +57,98 @@ class StreamsBus:
 
     def create_topics(self) -> list[str]:
         """Make the streams and both stages' groups; a group sees what was published before it was made."""
-        missing = self.missing_topics()
-        with contextlib.closing(connect(self.url)) as client, bus_errors():
+        missing = self.find_missing_topics()
+        with contextlib.closing(connect_client(self.url)) as client, bus_errors():
             for stage in STAGES:
                 create_groups(client, self.pipeline, stage)
             for topic in {self.pipeline.results_topic, self.pipeline.dead_letter_topic}.intersection(missing):
-                client.xgroup_create(self._key(topic), "maker", id="0", mkstream=True)  # how to make an empty one
-                client.xgroup_destroy(self._key(topic), "maker")
+                client.xgroup_create(
+                    self._stream_key(topic), "maker", id="0", mkstream=True
+                )  # how to make an empty one
+                client.xgroup_destroy(self._stream_key(topic), "maker")
         return missing
 
-    def missing_topics(self) -> list[str]:
+    def find_missing_topics(self) -> list[str]:
         """Those of the pipeline's topics that have no stream."""
-        with contextlib.closing(connect(self.url)) as client, bus_errors():
-            return [topic for topic in self.pipeline.all_topics() if not client.exists(self._key(topic))]
+        with contextlib.closing(connect_client(self.url)) as client, bus_errors():
+            return [topic for topic in self.pipeline.all_topics() if not client.exists(self._stream_key(topic))]
 
     def count_old_retries(self) -> int:
         """The length of an older version's retry streams: what was settled is deleted there too."""
-        with contextlib.closing(connect(self.url)) as client, bus_errors():
-            return sum(client.xlen(self._key(topic)) for topic in self.pipeline.old_retry_topics())
+        with contextlib.closing(connect_client(self.url)) as client, bus_errors():
+            return sum(client.xlen(self._stream_key(topic)) for topic in self.pipeline.old_retry_topics())
 
     def move_old_retries(self) -> int:
         """Move what is there, entry by entry, and drop the streams. No member may hold any of it."""
         if not self.count_old_retries():
             return 0
-        with contextlib.closing(connect(self.url)) as client, bus_errors():
+        with contextlib.closing(connect_client(self.url)) as client, bus_errors():
             for stage in STAGES:
                 if any(
                     client.scan_iter(self.pipeline.member_key(self.pipeline.consumer_group(stage), "*"), count=1000)
                 ):
-                    raise still_running(stage)
+                    raise old_workers_error(stage)
             return sum(self._move_all(client, klass) for klass in CLASSES)
 
     def _move_all(self, client: "redis.Redis", klass: PriorityClass) -> int:
         topic, num_moved = dict(zip(CLASSES, self.pipeline.old_retry_topics(), strict=True))[klass], 0
-        while page := cast("list[Any]", client.xrange(self._key(topic), count=READ_ALL_PAGE)):
+        while page := cast("list[Any]", client.xrange(self._stream_key(topic), count=MAX_PAGE_ENTRIES)):
             for entry_id, fields in page:
-                message = moved(self.pipeline, Delivery(topic, entry_id.decode(), *decode(fields), klass, 0.0))
-                words = [word for pair in encode(message).items() for word in pair]
-                num_moved += MOVE.run(client, [self._key(topic), self._key(message.topic)], [entry_id, *words])
-        client.delete(self._key(topic))
+                message = build_moved_message(
+                    self.pipeline, Delivery(topic, entry_id.decode(), *decode_entry(fields), klass, 0.0)
+                )
+                words = [word for pair in encode_entry(message).items() for word in pair]
+                num_moved += MOVE.run(
+                    client, [self._stream_key(topic), self._stream_key(message.topic)], [entry_id, *words]
+                )
+        client.delete(self._stream_key(topic))
         return num_moved
 
-    def publisher(self) -> "StreamsPublisher":
+    def create_publisher(self) -> "StreamsPublisher":
         """A producing side of its own."""
         return StreamsPublisher(self)
 
-    def member(self, stage: Stage, name: str) -> StreamsMember:
+    def join_group(self, stage: Stage, name: str) -> StreamsMember:
         """Join a stage's group; an older member of the same name is fenced."""
         return StreamsMember(self.pipeline, self.url, self.settings, stage, name)
 
-    def unsettled(self) -> dict[str, int]:
+    def count_unsettled(self) -> dict[str, int]:
         """The length of each work stream: what is settled is deleted, and one group reads it."""
         topics = [topic for stage in STAGES for topic in self.pipeline.input_topics(stage).values()]
-        with contextlib.closing(connect(self.url)) as client, bus_errors(), client.pipeline(transaction=False) as batch:
+        with (
+            contextlib.closing(connect_client(self.url)) as client,
+            bus_errors(),
+            client.pipeline(transaction=False) as batch,
+        ):
             for topic in topics:
-                batch.xlen(self._key(topic))
+                batch.xlen(self._stream_key(topic))
             return dict(zip(topics, execute_pipeline(batch), strict=True))
 
-    def follow(self, topic: str, after: Mapping[str, str]) -> "StreamsFollower":
+    def follow_topic(self, topic: str, after: Mapping[str, str]) -> "StreamsFollower":
         """Read a topic's stream; it has one part, and a place is an entry's id."""
-        return StreamsFollower(self, topic, after.get(PART, "0"))
+        return StreamsFollower(self, topic, after.get(STREAM_PARTITION, "0"))
 
     def read_all(self, topic: str) -> list[Outgoing]:
         """Every message now in a topic; work that is settled is not there any more."""
         found: list[Outgoing] = []
         start = "-"
-        with contextlib.closing(connect(self.url)) as client, bus_errors():
+        with contextlib.closing(connect_client(self.url)) as client, bus_errors():
             while True:
-                page: Any = client.xrange(self._key(topic), start, "+", count=READ_ALL_PAGE)
+                page: Any = client.xrange(self._stream_key(topic), start, "+", count=MAX_PAGE_ENTRIES)
                 if not page:
                     return found
-                found += [Outgoing(topic, *decode(fields)) for _, fields in page]
+                found += [Outgoing(topic, *decode_entry(fields)) for _, fields in page]
                 start = f"({page[-1][0].decode()}"
 
-    def check(self, timeout_s: float = 5.0) -> str:
+    def check_connection(self, timeout_s: float = 5.0) -> str:
         """One line about the server reached; raises `BusUnavailable`."""
-        with contextlib.closing(connect(self.url, timeout_s)) as client, bus_errors():
+        with contextlib.closing(connect_client(self.url, timeout_s)) as client, bus_errors():
             info = client.info("server")
         name = info.get("server_name", "redis")
         version = info.get("valkey_version") or info.get("redis_version")
         return f"Redis Streams on {name} {version} at {hide_password(self.url)}"
 
-    def _key(self, topic: str) -> str:
+    def _stream_key(self, topic: str) -> str:
         return self.pipeline.stream_key(topic)
 
 
@@ -134,11 +158,11 @@ class StreamsFollower:
     def __init__(self, bus: StreamsBus, topic: str, after: str) -> None:
         self._topic, self._after = topic, after
         self._key = bus.pipeline.stream_key(topic)
-        self._client = connect(bus.url)
+        self._client = connect_client(bus.url)
 
-    def read(self, timeout_s: float, most: int = 500) -> list[Followed]:
+    def read_messages(self, timeout_s: float, most: int = 500) -> list[FollowedMessage]:
         """The next messages; see `contract.Follower.read`."""
-        found: list[Followed] = []
+        found: list[FollowedMessage] = []
         end = time.monotonic() + timeout_s
         while not found:
             left_s = min(end - time.monotonic(), REDIS_TIMEOUT_S / 2)
@@ -148,11 +172,14 @@ class StreamsFollower:
                     {self._key: self._after}, count=most, block=block if left_s > 0 else None
                 )
             for _, entries in reply or ():
-                found += [Followed(PART, id_.decode(), Outgoing(self._topic, *decode(raw))) for id_, raw in entries]
+                found += [
+                    FollowedMessage(STREAM_PARTITION, id_.decode(), Outgoing(self._topic, *decode_entry(raw)))
+                    for id_, raw in entries
+                ]
             if left_s <= 0:
                 break
         if found:
-            self._after = found[-1].place
+            self._after = found[-1].offset
         return found
 
     def close(self) -> None:
@@ -165,24 +192,24 @@ class StreamsPublisher:
 
     def __init__(self, bus: StreamsBus) -> None:
         self._bus = bus
-        self._client = connect(bus.url, PUBLISH_S)
+        self._client = connect_client(bus.url, PUBLISH_TIMEOUT_S)
 
-    def send(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
+    def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
         """Add the messages in one round trip; see `contract.Publisher.send`."""
-        sent = [promised() for _ in messages]
+        sent = [create_started_future() for _ in messages]
         replies: Iterator[Any]
         try:
             with self._client.pipeline(transaction=False) as batch:
                 for message in messages:
-                    if too_large(message) is None:
-                        self._add(batch, message)
+                    if find_size_error(message) is None:
+                        self._add_entry(batch, message)
                 replies = iter(batch.execute(raise_on_error=False))
         except redis.RedisError as error:
             replies = itertools.repeat(error)
         for message, future in zip(messages, sent, strict=True):
-            found = too_large(message) or next(replies)
+            found = find_size_error(message) or next(replies)
             if isinstance(found, Exception):
-                future.set_exception(unavailable(found) if isinstance(found, redis.RedisError) else found)
+                future.set_exception(to_bus_unavailable(found) if isinstance(found, redis.RedisError) else found)
             else:
                 future.set_result(None)
         return sent
@@ -192,13 +219,13 @@ class StreamsPublisher:
         check_size(messages)
         with bus_errors(), self._client.pipeline(transaction=len(messages) > 1) as batch:
             for message in messages:
-                self._add(batch, message)
+                self._add_entry(batch, message)
             execute_pipeline(batch)
 
     def close(self) -> None:
         """Free the connection."""
         self._client.close()
 
-    def _add(self, batch: "redis.client.Pipeline", message: Outgoing) -> None:
-        fields: dict[Any, Any] = encode(message)
+    def _add_entry(self, batch: "redis.client.Pipeline", message: Outgoing) -> None:
+        fields: dict[Any, Any] = encode_entry(message)
         batch.xadd(self._bus.pipeline.stream_key(message.topic), fields)

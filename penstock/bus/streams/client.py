@@ -14,11 +14,11 @@ from penstock.errors import BusUnavailable
 from penstock.names import Pipeline, Stage
 from penstock.redis.client import REDIS_TIMEOUT_S, connection_pool
 
-KEPT_ENTRIES = 50_000
+MAX_KEPT_ENTRIES = 50_000
 """About how many results and dead letters are kept."""
 
 
-def connect(url: str, timeout_s: float = REDIS_TIMEOUT_S) -> "redis.Redis":
+def connect_client(url: str, timeout_s: float = REDIS_TIMEOUT_S) -> "redis.Redis":
     """A client that never repeats a command by itself: whoever calls knows what a repetition means."""
     limits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     return redis.Redis.from_pool(connection_pool(url, protocol=2, retry=Retry(NoBackoff(), 0), **limits))
@@ -30,14 +30,14 @@ def bus_errors() -> Iterator[None]:
     try:
         yield
     except redis.RedisError as error:
-        raise unavailable(error) from error
+        raise to_bus_unavailable(error) from error
 
 
-def unavailable(error: redis.RedisError) -> BusUnavailable:
+def to_bus_unavailable(error: redis.RedisError) -> BusUnavailable:
     """Return what an error of the client means to whoever uses the bus."""
-    unavailable = BusUnavailable(f"Redis: {error}")
-    unavailable.__cause__ = error
-    return unavailable
+    to_bus_unavailable = BusUnavailable(f"Redis: {error}")
+    to_bus_unavailable.__cause__ = error
+    return to_bus_unavailable
 
 
 def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> None:
@@ -50,12 +50,12 @@ def create_groups(client: "redis.Redis", pipeline: Pipeline, stage: Stage) -> No
                 raise
 
 
-def kept(pipeline: Pipeline, topic: str) -> int:
+def max_stream_entries(pipeline: Pipeline, topic: str) -> int:
     """To how many entries a topic is trimmed; 0 for work, which is never trimmed."""
-    return KEPT_ENTRIES if topic in {pipeline.results_topic, pipeline.dead_letter_topic} else 0
+    return MAX_KEPT_ENTRIES if topic in {pipeline.results_topic, pipeline.dead_letter_topic} else 0
 
 
-def encode(message: Outgoing) -> dict[str, str | bytes]:
+def encode_entry(message: Outgoing) -> dict[str, str | bytes]:
     """A stream entry: `value`, and where there are any `key` and `headers` (a JSON object)."""
     fields: dict[str, str | bytes] = {"value": message.value}
     if message.key is not None:
@@ -65,7 +65,7 @@ def encode(message: Outgoing) -> dict[str, str | bytes]:
     return fields
 
 
-def _utf8(text: str) -> str:
+def _replace_half_characters(text: str) -> str:
     """Text that can be sent on: JSON may hold half a character. Halves that stand for bytes (`as_text`) stay."""
     try:
         return as_text(as_bytes(text))
@@ -73,12 +73,16 @@ def _utf8(text: str) -> str:
         return text.encode(errors="replace").decode()
 
 
-def decode(fields: dict[bytes, bytes]) -> tuple[bytes, str | None, dict[str, str]]:
+def decode_entry(fields: dict[bytes, bytes]) -> tuple[bytes, str | None, dict[str, str]]:
     """Value, key and headers of a stream entry. Headers that are no JSON object of strings are left out."""
     key = fields.get(b"key")
     headers: dict[str, str] = {}
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(fields.get(b"headers", b"{}"))
         if isinstance(found, dict):
-            headers = {_utf8(name): _utf8(text) for name, text in found.items() if isinstance(text, str)}
+            headers = {
+                _replace_half_characters(name): _replace_half_characters(text)
+                for name, text in found.items()
+                if isinstance(text, str)
+            }
     return fields.get(b"value", b""), None if key is None else as_text(key), headers

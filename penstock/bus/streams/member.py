@@ -11,7 +11,14 @@ from typing import Any, Self
 import redis
 
 from penstock.bus.contract import Delivery, Settlement, check_size
-from penstock.bus.streams.client import bus_errors, connect, create_groups, decode, encode, kept
+from penstock.bus.streams.client import (
+    bus_errors,
+    connect_client,
+    create_groups,
+    decode_entry,
+    encode_entry,
+    max_stream_entries,
+)
 from penstock.config.settings import BusSettings
 from penstock.errors import DeliveryLost, MemberFenced
 from penstock.names import CLASSES, Pipeline, PriorityClass, Stage
@@ -23,12 +30,12 @@ log = logging.getLogger(__name__)
 RECLAIM = load_script("penstock.bus.streams", "reclaim")
 SETTLE = load_script("penstock.bus.streams", "settle")
 
-LONGEST_BLOCK_S = 0.25
+MAX_BLOCK_S = 0.25
 """A waiting member looks this often for deliveries of members that left."""
-LEAVE_S = 0.5
+LEAVE_TIMEOUT_S = 0.5
 """A member that leaves waits no longer for a beat under way: Redis may hang."""
 
-PAGE = 500
+MAX_PAGE_ENTRIES = 500
 Entry = tuple[bytes, "dict[bytes, bytes] | None"]
 
 
@@ -51,7 +58,7 @@ class StreamsMember:
         self._timeout_s = settings.session_timeout_s
         self._timeout_ms = int(self._timeout_s * 1000)
         self._topics: dict[PriorityClass, str] = pipeline.input_topics(stage)
-        self._client = connect(url)
+        self._client = connect_client(url)
         self._held: dict[tuple[str, str], Delivery] = {}
         self._doubtful: set[tuple[str, str]] = set()  # others may have taken these
         self._lock = threading.Lock()  # guards `_held` and `_doubtful`
@@ -59,9 +66,9 @@ class StreamsMember:
         self._beat_at = time.monotonic()
         self._recovering = False  # a reply was lost: there may be deliveries of ours that we do not know
         self._fenced = False
-        self.trouble = ""  # whoever polls is told
+        self.current_problem = ""  # whoever polls is told
         self._closing = threading.Event()
-        self._join()
+        self._join_group()
         self._heart = threading.Thread(target=self._beat_forever, name=f"member-{name}", daemon=True)
         self._heart.start()
 
@@ -69,7 +76,7 @@ class StreamsMember:
         """Deliveries of the classes with room, interactive first; see `contract.Member.poll`."""
         end = time.monotonic() + timeout_s
         while True:
-            self._check()
+            self._raise_if_fenced()
             with bus_errors():
                 found = self._poll_once(room, end)
             if found or self._closing.is_set() or time.monotonic() >= end:
@@ -77,9 +84,9 @@ class StreamsMember:
 
     def _poll_once(self, room: Mapping[PriorityClass, int], end: float) -> list[Delivery]:
         try:
-            found = self._gather(room)
-            wait_s = min(LONGEST_BLOCK_S, end - time.monotonic())
-            return found if found or wait_s <= 0 else self._wait(wait_s, room)
+            found = self._fetch_available(room)
+            wait_s = min(MAX_BLOCK_S, end - time.monotonic())
+            return found if found or wait_s <= 0 else self._wait_for_message(wait_s, room)
         except redis.RedisError as error:
             self._recovering = True
             if not str(error).startswith(("NOGROUP", "UNBLOCKED", "no such key")):
@@ -89,13 +96,13 @@ class StreamsMember:
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Publish and finish in one script: a crash finds all of it done, or none."""
-        self._check()
+        self._raise_if_fenced()
         if not settlements:
             return
         outputs = [output for settlement in settlements for output in settlement.outputs]
         check_size(outputs)
         deliveries = [settlement.delivery for settlement in settlements if settlement.delivery.is_held]
-        places = [_place_of(delivery) for delivery in deliveries]
+        places = [_position_of(delivery) for delivery in deliveries]
         stream_key = self._pipeline.stream_key
         keys = [
             self._key,
@@ -112,31 +119,31 @@ class StreamsMember:
         ]
         words += [position for _, position in places]
         for output in outputs:
-            entry = [word for pair in encode(output).items() for word in pair]
+            entry = [word for pair in encode_entry(output).items() for word in pair]
             is_counted = int(output.topic == self._pipeline.results_topic)
-            words += [kept(self._pipeline, output.topic), is_counted, len(entry), *entry]
+            words += [max_stream_entries(self._pipeline, output.topic), is_counted, len(entry), *entry]
         with bus_errors():
             refused = SETTLE.run(self._client, keys, words)
         if refused == [-1]:
             self._fenced = True
-            self._check()
+            self._raise_if_fenced()
         lost = [deliveries[index] for index in refused]
         with self._lock:
             for gone in lost or deliveries:
-                self._held.pop(_place_of(gone), None)
+                self._held.pop(_position_of(gone), None)
         if lost:
             raise DeliveryLost(lost)
 
-    def held(self) -> int:
+    def count_held(self) -> int:
         """How many deliveries this member holds unsettled."""
         with self._lock:
             return len(self._held)
 
-    def holds(self, delivery: Delivery) -> bool:
+    def is_holding(self, delivery: Delivery) -> bool:
         """Whether it is still this member's. As long as it beats in time nobody takes its deliveries; of those that it
         had when it was late, the server is asked.
         """
-        where = _place_of(delivery)
+        where = _position_of(delivery)
         with self._lock:
             is_held, is_sure = where in self._held, where not in self._doubtful
         if not is_held or (is_sure and time.monotonic() - self._beat_at < self._timeout_s):
@@ -151,18 +158,18 @@ class StreamsMember:
                 self._held.pop(where, None)
         return is_held
 
-    def waiting(self) -> list[Delivery]:
+    def list_prefetched(self) -> list[Delivery]:
         """Nothing: only what there is room for is fetched."""
         return []
 
-    def parts(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         """None: members share the streams."""
         return []
 
-    def orphan_reader(self) -> None:
+    def create_orphan_reader(self) -> None:
         """None: what nobody has polled is everybody's."""
 
-    def retire(self) -> None:
+    def stop_consuming(self) -> None:
         """Nothing to do: what nobody has polled is everybody's."""
 
     def close(self) -> None:
@@ -170,7 +177,7 @@ class StreamsMember:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._heart.join(LEAVE_S)
+        self._heart.join(LEAVE_TIMEOUT_S)
         with contextlib.suppress(redis.RedisError):  # without it they wait for the session timeout
             RELEASE_LEASE.run(self._client, [self._key], [self._token])
         self._client.close()
@@ -181,7 +188,7 @@ class StreamsMember:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _join(self) -> None:
+    def _join_group(self) -> None:
         with bus_errors():
             create_groups(self._client, self._pipeline, self._stage)
             self._client.set(self._key, self._token, px=self._timeout_ms)
@@ -203,11 +210,11 @@ class StreamsMember:
                 self._doubtful = set(self._held)
             self._beat_at = now
 
-    def _check(self) -> None:
+    def _raise_if_fenced(self) -> None:
         if self._fenced:
             raise MemberFenced(f"a newer member has the place of {self._consumer}")
 
-    def _gather(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+    def _fetch_available(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """What can be had without waiting, in the order in which it has a claim to the room.
 
         1. Deliveries of ours whose reply was lost. 2. Those of members that are gone. 3. New messages.
@@ -215,75 +222,77 @@ class StreamsMember:
         left = {klass: max(0, room.get(klass, 0)) for klass in CLASSES}
         found: list[Delivery] = []
         if self._recovering:  # 1
-            found += self._recover(left)
+            found += self._recover_lost_replies(left)
         if time.monotonic() >= self._reclaim_at:  # 2
-            found += self._reclaim(left)
-            self._reclaim_at = time.monotonic() + min(LONGEST_BLOCK_S, self._timeout_s / 3)
+            found += self._reclaim_dead_members(left)
+            self._reclaim_at = time.monotonic() + min(MAX_BLOCK_S, self._timeout_s / 3)
         found += self._read_new(left)  # 3
         return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
 
-    def _wait(self, wait_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+    def _wait_for_message(self, wait_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Wait for the first new message."""
         wait_ms = max(1, int(1000 * wait_s))
         left = dict(room)
-        topics = {self._pipeline.stream_key(topic).encode(): topic for topic, count in self._streams(left) if count > 0}
+        topics = {
+            self._pipeline.stream_key(topic).encode(): topic for topic, count in self._list_streams(left) if count > 0
+        }
         if not topics:
             self._closing.wait(wait_ms / 1000)
             return []
         streams: dict[Any, Any] = dict.fromkeys(topics, ">")
         reply: Any = self._client.xreadgroup(self._group, self._consumer, streams, count=1, block=wait_ms)
-        return [found for key, entries in reply or () for found in self._accept(topics[key], entries, left)]
+        return [found for key, entries in reply or () for found in self._accept_entries(topics[key], entries, left)]
 
     def _read_new(self, left: dict[PriorityClass, int]) -> list[Delivery]:
-        wanted = [(topic, count) for topic, count in self._streams(left) if count > 0]
+        wanted = [(topic, count) for topic, count in self._list_streams(left) if count > 0]
         ask, key_of = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT"), self._pipeline.stream_key
         # A busy worker asks at each turn, and redis-py's own ways to ask take half as long again.
         replies = execute_once(self._client, [[*ask, count, "STREAMS", key_of(topic), ">"] for topic, count in wanted])
         found: list[Delivery] = []
         for (topic, _), reply in zip(wanted, replies, strict=True):
             for _, entries in reply or ():
-                found += self._accept(topic, entries, left)
+                found += self._accept_entries(topic, entries, left)
         return found
 
-    def _recover(self, left: dict[PriorityClass, int]) -> list[Delivery]:
+    def _recover_lost_replies(self, left: dict[PriorityClass, int]) -> list[Delivery]:
         """Deliveries that are ours by the server's account and not by our own."""
         with self._lock:
             known = set(self._held)
         found: list[Delivery] = []
         complete = True
-        for topic, count in self._streams(left):
+        for topic, count in self._list_streams(left):
             cursor: bytes = b"0"
             unknown: list[Entry] = []
             while page := self._own_entries(topic, cursor):
                 unknown += [entry for entry in page if (topic, entry[0].decode()) not in known]
                 cursor = page[-1][0]
             complete = complete and len(unknown) <= count
-            found += self._accept(topic, unknown[:count], left)
+            found += self._accept_entries(topic, unknown[:count], left)
         self._recovering = not complete
         return found
 
     def _own_entries(self, topic: str, after: bytes) -> "list[Entry]":
         streams: dict[Any, Any] = {self._pipeline.stream_key(topic): after}
-        reply: Any = self._client.xreadgroup(self._group, self._consumer, streams, count=PAGE)
+        reply: Any = self._client.xreadgroup(self._group, self._consumer, streams, count=MAX_PAGE_ENTRIES)
         return [entry for _, entries in reply or () for entry in entries]
 
-    def _reclaim(self, left: dict[PriorityClass, int]) -> list[Delivery]:
+    def _reclaim_dead_members(self, left: dict[PriorityClass, int]) -> list[Delivery]:
         """Take over what members hold that are gone."""
-        wanted = self._streams(left)
+        wanted = self._list_streams(left)
         keys = [self._pipeline.stream_key(topic) for topic, _ in wanted]
-        rooms = [min(count, PAGE) for _, count in wanted]
+        rooms = [min(count, MAX_PAGE_ENTRIES) for _, count in wanted]
         taken = RECLAIM.run(self._client, keys, [self._group, self._consumer, self._key_prefix, *rooms])
         found: list[Delivery] = []
         for (topic, _), entries in zip(wanted, taken, strict=True):
             pairs = [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]
-            found += self._accept(topic, pairs, left)
+            found += self._accept_entries(topic, pairs, left)
         return found
 
-    def _streams(self, left: Mapping[PriorityClass, int]) -> list[tuple[str, int]]:
+    def _list_streams(self, left: Mapping[PriorityClass, int]) -> list[tuple[str, int]]:
         """The topics of this stage, and how many messages of each may be taken now."""
         return [(self._topics[klass], left.get(klass, 0)) for klass in CLASSES]
 
-    def _accept(self, topic: str, entries: "Sequence[Entry]", left: dict[PriorityClass, int]) -> list[Delivery]:
+    def _accept_entries(self, topic: str, entries: "Sequence[Entry]", left: dict[PriorityClass, int]) -> list[Delivery]:
         """Make deliveries of entries that are now ours."""
         passed: list[bytes] = []
         found: list[Delivery] = []
@@ -293,20 +302,20 @@ class StreamsMember:
                 continue
             position = entry_id.decode()
             klass = next(klass for klass in CLASSES if topic == self._topics[klass])
-            value, key, headers = decode(fields)
+            value, key, headers = decode_entry(fields)
             published_s = int(position.partition("-")[0]) / 1000
             found.append(Delivery(topic, position, value, key, headers, klass, published_s))
         if passed:
             self._client.xack(self._pipeline.stream_key(topic), self._group, *passed)
-        self._hold(found, left)
+        self._note_held(found, left)
         return found
 
-    def _hold(self, found: Sequence[Delivery], left: dict[PriorityClass, int]) -> None:
+    def _note_held(self, found: Sequence[Delivery], left: dict[PriorityClass, int]) -> None:
         with self._lock:
             for delivery in found:
-                self._held[_place_of(delivery)] = delivery
+                self._held[_position_of(delivery)] = delivery
                 left[delivery.klass] -= 1
 
 
-def _place_of(delivery: Delivery) -> tuple[str, str]:
+def _position_of(delivery: Delivery) -> tuple[str, str]:
     return delivery.topic, delivery.position

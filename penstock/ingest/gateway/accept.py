@@ -33,7 +33,7 @@ from penstock.ingest.tenant_shares import FULL_WAIT_S
 from penstock.ingest.tenants import Caller
 from penstock.messages import MAX_REQUEST_BYTES, ChatMessage, Request, RequestId, Usage, now_s
 from penstock.names import Pipeline
-from penstock.record.claim import body_hash
+from penstock.record.claim import compute_body_hash
 
 MAX_WAIT_S = 86400.0
 REPUBLISH_AFTER_S = 60.0
@@ -142,7 +142,7 @@ def _make_requests_here(submit_args: Sequence[SubmitArgs]) -> tuple[list[Request
         fields = args.copy()
         prompt = fields.pop("prompt", None)
         requests.append(make_request(prompt, fields))
-    return requests, list(map(body_hash, requests))
+    return requests, list(map(compute_body_hash, requests))
 
 
 async def _admit_request(
