@@ -1,10 +1,10 @@
-"""An arena: memory for blocks that all processes of a host share, and that survives the death of any of them.
+"""An arena: memory for blocks that all processes of a host share, and that survives a crash of any of them.
 
-The tables are read and changed under one lock, which the kernel gives back when its holder dies; if that was in the
-middle of a change, the next one makes again what follows from the slot table (guard.py). So a death between any two
-instructions costs at most the blocks that were being written. Payload is copied outside the lock.
+The tables are read and changed under one lock, which the kernel releases when its holder dies. If that was in the
+middle of a change, the next holder rebuilds what follows from the slot table (`guard.py`). So a crash between any two
+instructions costs at most the blocks that were being written. Payloads are copied outside the lock.
 
-Each opening owns a byte that it keeps locked while it lives. Slots of owners whose byte is not locked are taken back.
+Each opening keeps a byte of its own locked while it lives. Slots of owners whose byte is not locked are reclaimed.
 """
 
 import mmap
@@ -45,14 +45,14 @@ from penstock.kvstore.block import BlockFormat
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """A slot, as long as it holds the same block: its generation changes when it is given to another one."""
+    """A slot that holds a certain block. The slot's generation changes when it is given to another block."""
 
     slot: int
     generation: int
 
 
 ALREADY_STORED = SlotRef(-1, 0)
-"""What `take` answers for a block that is in the arena already."""
+"""Returned by `Arena.allocate_slots` for a block that is stored already."""
 
 
 class Arena:
@@ -61,7 +61,7 @@ class Arena:
     def __init__(self, path: Path, fd: int, geometry: Geometry, form: BlockFormat) -> None:
         self.path, self.geometry, self.form = path, geometry, form
         self.num_evicted = 0
-        """Blocks that this process put out to make room."""
+        """Blocks that this process evicted."""
         self._fd, self._locks = fd, ByteLocks(fd)
         self.tables = Tables(mmap.mmap(fd, geometry.total_bytes), geometry)
         self._slots = SlotTable(self.tables)
@@ -72,7 +72,7 @@ class Arena:
 
     @classmethod
     def open(cls, form: BlockFormat, pipeline: str, budget_bytes: int, directory: str = "") -> "Arena":
-        """The host's arena for this pipeline and form: the steps in file.py. Raises `KVStoreError`."""
+        """Open or make the host's arena for a pipeline and format, in the steps of `file.py`. Raise `KVStoreError`."""
         geometry = Geometry.fit_budget(form.payload_bytes, budget_bytes)
         if not geometry.num_slots:
             raise KVStoreError(f"{SETTING}: {budget_bytes} bytes hold no block of {geometry.slot_bytes} bytes")
@@ -88,7 +88,7 @@ class Arena:
 
     @classmethod
     def attach(cls, path: Path) -> "Arena":
-        """An arena that is there already, whatever its form. Raises `KVStoreError`."""
+        """Open an existing arena of any format. Raise `KVStoreError`."""
         fd = open_in_use(path, create=False)
         with closing_on_error(fd, path):
             described = read_file_superblock(fd)
@@ -98,26 +98,26 @@ class Arena:
 
     @property
     def num_usable_slots(self) -> int:
-        """Slots that have memory, or will."""
+        """Slots that have memory, or will get it."""
         return self.tables.words[W_ALLOCATED] if self.allocator.is_finished else self.geometry.num_slots
 
     def find_slots(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
-        """Where blocks are that can be read. Those were used now."""
+        """Return the slots of blocks that can be read. It counts as a use."""
         with self._guard as is_open:
             if not is_open:
                 return [None] * len(keys)
             return [self._touch_slot(slot) if slot >= 0 else None for slot in self._look_up(keys)]
 
     def peek_slot(self, key: bytes) -> SlotRef | None:
-        """Where a block is; it was not used by that."""
+        """Return the slot of a block, without counting it as a use."""
         with self._guard as is_open:
             (slot,) = self._look_up([key]) if is_open else (-1,)
             return SlotRef(slot, self.tables.generation[slot]) if slot >= 0 else None
 
     def allocate_slots(self, keys: Sequence[bytes]) -> list[SlotRef | None]:
-        """Slots to write these blocks in; `HERE` for those that are here, None where all room is taken.
+        """Return slots to write these blocks to: `ALREADY_STORED` for those that are here, None if no slot is free.
 
-        They are this process's alone until it publishes them.
+        The slots belong to this process until it publishes them.
         """
         self.allocator.ensure_free_slots(len(keys))
         with self._changing as is_open:
@@ -125,32 +125,32 @@ class Arena:
                 return [None] * len(keys)
             if self.tables.words[W_NUM_FREE] < len(keys):
                 self._reclaim_stale()
-            places = [self._allocate_slot(key) for key in keys]
-            self._guard.num_writing += sum(place is not None and place is not ALREADY_STORED for place in places)
-            return places
+            refs = [self._allocate_slot(key) for key in keys]
+            self._guard.num_writing += sum(ref is not None and ref is not ALREADY_STORED for ref in refs)
+            return refs
 
-    def publish_slots(self, places: Sequence[tuple[SlotRef, bytes, bool]]) -> list[bool]:
-        """Each slot taken, with its key and whether the block is whole there: now it is found, or the slot is free."""
+    def publish_slots(self, refs: Sequence[tuple[SlotRef, bytes, bool]]) -> list[bool]:
+        """Publish each allocated slot whose block is whole, and free the others. Return which blocks are stored now."""
         with self._changing:
-            self._guard.finish_writes(len(places))
-            return [self._publish_slot(*one) for one in places]
+            self._guard.finish_writes(len(refs))
+            return [self._publish_slot(*written) for written in refs]
 
-    def is_current(self, place: SlotRef) -> bool:
-        """Whether the slot was not given to another block meanwhile. Without the lock."""
-        return self.tables.generation[place.slot] == place.generation
+    def is_current(self, ref: SlotRef) -> bool:
+        """Return whether the slot still holds the same block. Takes no lock."""
+        return self.tables.generation[ref.slot] == ref.generation
 
-    def drop_slots(self, places: Sequence[SlotRef]) -> int:
-        """Forget the blocks that lie there still, leased or not; how many did."""
+    def drop_slots(self, refs: Sequence[SlotRef]) -> int:
+        """Remove the blocks that are still in these slots, leased or not. Return how many were."""
         with self._changing as is_open:
             num_dropped = 0
-            for place in places if is_open else ():
-                if self.tables.state[place.slot] == READY and self.is_current(place):
-                    self._slots.forget_slot(place.slot)
+            for ref in refs if is_open else ():
+                if self.tables.state[ref.slot] == READY and self.is_current(ref):
+                    self._slots.forget_slot(ref.slot)
                     num_dropped += 1
             return num_dropped
 
     def remove_blocks(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks; how many were here."""
+        """Remove blocks, leased or not. Return how many were here."""
         with self._changing as is_open:
             num_removed = 0
             for key in keys if is_open else ():
@@ -160,20 +160,20 @@ class Arena:
             return num_removed
 
     def lease_blocks(self, owner: str, keys: Sequence[bytes], seconds: float) -> None:
-        """Keep these blocks from eviction."""
+        """Lease those of these blocks that are here."""
         with self._changing as is_open:
             if is_open:
                 self._expire_leases()
                 self._slots.leases.lease_slots(owner, [slot for slot in self._look_up(keys) if slot >= 0], seconds)
 
     def release_leases(self, owner: str, keys: Sequence[bytes]) -> None:
-        """End leases."""
+        """End the owner's leases on these blocks."""
         with self._changing as is_open:
             if is_open:
                 self._slots.leases.release_slots(owner, [slot for slot in self._look_up(keys) if slot >= 0])
 
     def count_blocks(self) -> tuple[int, int]:
-        """How many blocks there are, and how many of them are leased."""
+        """Return how many blocks there are, and how many of them are leased."""
         with self._changing as is_open:
             if not is_open:
                 return 0, 0
@@ -181,7 +181,7 @@ class Arena:
             return self.tables.words[W_NUM_READY], int((self.tables.lease_count_array > 0).sum())
 
     def list_blocks(self) -> list[tuple[bytes, int, int]]:
-        """Key, time of last use (ns, monotonic) and leases of every block."""
+        """Return key, time of last use (monotonic, ns) and number of leases of every block."""
         with self._changing as is_open:
             if not is_open:
                 return []
@@ -191,19 +191,19 @@ class Arena:
             return [(tables.slot_key(slot), tables.used[slot], tables.lease_count[slot]) for slot in ready]
 
     def reclaim_stale(self) -> None:
-        """Free what dead owners were writing and end leases whose time is over, as is done when room is wanted."""
+        """Free slots that dead owners were writing, and remove expired leases, as is done when space is needed."""
         with self._changing as is_open:
             if is_open:
                 self._reclaim_stale()
 
     @contextmanager
     def hold_tables(self) -> Iterator[ByteLocks]:
-        """Nothing changes meanwhile: for who looks at the tables."""
+        """Hold the lock, so that the tables can be checked."""
         with self._guard:
             yield self._locks
 
     def close(self) -> None:
-        """Let go, once what is being written is published. The blocks stay."""
+        """Close the arena once all blocks being written are published. The blocks stay."""
         self.allocator.stop()
         if self._guard.close():
             self._locks.unlock_all()
@@ -214,7 +214,7 @@ class Arena:
         return [find(key) for key in keys]
 
     def _touch_slot(self, slot: int) -> SlotRef:
-        """The block there was used now."""
+        """Record that the block in this slot was used now."""
         tables = self.tables
         now = tables.words[W_CLOCK] = max(tables.words[W_CLOCK] + 1, time.monotonic_ns())
         tables.used[slot] = now
@@ -229,9 +229,9 @@ class Arena:
         slot = self._slots.allocate_slot(key, self.owner)
         return SlotRef(slot, self.tables.generation[slot]) if slot >= 0 else None
 
-    def _publish_slot(self, place: SlotRef, key: bytes, is_whole: bool) -> bool:
-        tables, slot = self.tables, place.slot
-        if tables.state[slot] != WRITING or tables.owner[slot] != self.owner or not self.is_current(place):
+    def _publish_slot(self, ref: SlotRef, key: bytes, is_whole: bool) -> bool:
+        tables, slot = self.tables, ref.slot
+        if tables.state[slot] != WRITING or tables.owner[slot] != self.owner or not self.is_current(ref):
             return False
         before = self._slots.index.find_slot(key)
         if is_whole and before < 0:
@@ -254,7 +254,7 @@ class Arena:
             self._slots.leases.remove_expired()
 
     def _become_owner(self) -> int:
-        """Lock a byte of one's own, and free what its former owner and other dead ones were writing."""
+        """Lock a byte of our own, and free the slots that its former owner and other dead owners were writing."""
         with self._changing:
             mine = next((owner for owner in range(MAX_OWNERS) if self._locks.try_lock(FIRST_OWNER_BYTE + owner)), None)
             if mine is None:

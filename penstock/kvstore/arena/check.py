@@ -1,4 +1,4 @@
-"""Whether all that an arena says of itself agrees: for tests, and for who looks for leaks."""
+"""Consistency checks of an arena, for tests and for finding leaks."""
 
 import time
 
@@ -22,7 +22,7 @@ from penstock.kvstore.arena.locks import FIRST_OWNER_BYTE, ByteLocks
 
 
 def check_integrity(arena: Arena) -> list[str]:
-    """What is wrong, in words; nothing, once dead owners' slots and leases that ran out were cleared (`tidy`)."""
+    """Return what is wrong, in words. Call `Arena.reclaim_stale` before, as slots of dead owners count as wrong."""
     with arena.hold_tables() as locks:
         tables = arena.tables
         return (
@@ -34,7 +34,7 @@ def check_integrity(arena: Arena) -> list[str]:
 
 
 def _check_free_list(tables: Tables) -> list[str]:
-    """Each slot is in one place: on the free list, or being written, or ready, or without memory yet."""
+    """Check that each slot is on the free list, being written, ready, or without memory yet."""
     words, wrong = tables.words, []
     listed: list[int] = []
     slot = words[W_FREE_HEAD]
@@ -52,7 +52,7 @@ def _check_free_list(tables: Tables) -> list[str]:
 
 
 def _check_index(tables: Tables) -> list[str]:
-    """It holds the ready slots, each once, where they are found; no key has two."""
+    """Check that the index has each ready slot once, where it is found, and that no key has two slots."""
     wrong = []
     ready = np.flatnonzero(tables.state_array == READY).tolist()
     held = sorted(place - 1 for place in tables.index.tolist() if place)
@@ -74,7 +74,7 @@ def _check_index(tables: Tables) -> list[str]:
 
 
 def _check_leases(tables: Tables) -> list[str]:
-    """They are on blocks that are there, are counted, and none is behind the table's end or over its time."""
+    """Check that leases are on stored blocks, are counted, and none is beyond the table's end or expired."""
     wrong = []
     rows = np.flatnonzero(tables.lease_end_array)
     slots = tables.lease_slot_array[rows]
@@ -97,7 +97,7 @@ def _check_leases(tables: Tables) -> list[str]:
 
 
 def _check_writers(tables: Tables, locks: ByteLocks, mine: int) -> list[str]:
-    """Who writes a slot lives."""
+    """Check that the owners of slots being written are alive."""
     owners = np.unique(tables.owner_array[tables.state_array == WRITING]).tolist()
     dead = [owner for owner in owners if owner != mine and not locks.is_held_elsewhere(FIRST_OWNER_BYTE + owner)]
     return [f"owner {owner} is dead and has slots" for owner in dead]

@@ -1,12 +1,12 @@
 """Arenas as files: their names, opening them, listing them, removing them.
 
-A name says whose the arena is, for which form, size, version and boot of the host, and which pipeline. Opening:
+The name contains the user, a hash over format, size, version and boot of the host, and the pipeline. Opening:
 
-1. The file is opened, or made, and held in use by a lock; if it was removed before that, once more.
-2. Under the metadata lock, if it is no arena yet: it gets its size, and memory for the tables and the first slot.
-   Dead here: the next one begins again.
-3. The superblock is written. Dead here: the version is missing, and the next one begins again.
-4. The version is written: it is an arena.
+1. The file is opened, or made, and locked as in use; if it was removed before that, this is repeated.
+2. Under the metadata lock, a file that is no arena yet gets its size, and memory for the tables and the first slot.
+   After a crash here, the next process begins again.
+3. The superblock is written. After a crash here the version is missing, and the next process begins again.
+4. The version is written: the file is an arena.
 """
 
 import fcntl
@@ -33,17 +33,17 @@ _PREFIX = "penstock-kv"
 
 @dataclass(frozen=True)
 class ArenaFile:
-    """An arena that lies in a directory."""
+    """The file of an arena."""
 
     path: Path
     pipeline: str
     bytes: int
     is_in_use: bool
-    """Whether a process has it open."""
+    """Whether a process has the arena open."""
 
 
 def arena_directory(directory: str = "") -> Path:
-    """Where arenas are: the directory given, shared memory, or the directory for temporary files."""
+    """Return where arenas are: the directory given, else shared memory, else the directory for temporary files."""
     shared = Path("/dev/shm")
     return Path(directory) if directory else shared if shared.is_dir() else Path(tempfile.gettempdir())
 
@@ -56,7 +56,7 @@ def arena_path(directory: str, pipeline: str, form: BlockFormat, geometry: Geome
 
 
 def find_arenas(directory: str = "") -> list[ArenaFile]:
-    """The arenas there that are this user's."""
+    """Return this user's arenas."""
     found = []
     for path in sorted(arena_directory(directory).glob(f"{_PREFIX}-{os.geteuid()}-*")):
         with suppress(OSError):
@@ -71,7 +71,7 @@ def find_arenas(directory: str = "") -> list[ArenaFile]:
 
 
 def remove_arena(path: Path) -> bool:
-    """Remove an arena that no process has open; whether it is gone."""
+    """Remove an arena unless a process has it open. Return whether it is gone."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -89,14 +89,14 @@ def remove_arena(path: Path) -> bool:
 
 
 def remove_stale_arenas(directory: str, pipeline: str, keep: Path) -> None:
-    """Remove the pipeline's arenas of other forms that nobody uses: memory of former models."""
+    """Remove the pipeline's arenas of other formats that no process has open: the memory of former models."""
     for arena in find_arenas(directory):
         if arena.pipeline == pipeline and arena.path != keep and not arena.is_in_use:
             remove_arena(arena.path)
 
 
 def open_in_use(path: Path, *, create: bool) -> int:
-    """Step 1: open an arena's file and hold it in use; the descriptor. Raises `KVStoreError`."""
+    """Do step 1: open an arena's file and lock it as in use. Return the descriptor. Raise `KVStoreError`."""
     if not hasattr(fcntl, "F_OFD_SETLK"):
         raise KVStoreError(f"shared memory: this system lacks locks of open files; {SETTING}=0 does without")
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
@@ -119,7 +119,7 @@ def open_in_use(path: Path, *, create: bool) -> int:
 
 
 def initialize_arena(fd: int, path: Path, geometry: Geometry, form: BlockFormat, pipeline: str) -> None:
-    """Steps 2 to 4, where nobody has done them. Raises `KVStoreError`."""
+    """Do steps 2 to 4, if no process has done them. Raise `KVStoreError`."""
     locks = ByteLocks(fd)
     locks.lock_metadata()
     if read_file_superblock(fd) is None:
@@ -132,14 +132,14 @@ def initialize_arena(fd: int, path: Path, geometry: Geometry, form: BlockFormat,
 
 
 def read_file_superblock(fd: int) -> tuple[Geometry, BlockFormat] | None:
-    """What the file says it is; None if it is no arena (yet)."""
+    """Return geometry and format of the arena in a file; None if it is no arena, or not one yet."""
     described = read_superblock(os.pread(fd, PAGE_BYTES, 0))
     return described if described and os.fstat(fd).st_size >= described[0].total_bytes else None
 
 
 @contextmanager
 def closing_on_error(fd: int, path: Path) -> Iterator[None]:
-    """Close the file if opening the arena fails; what the system refuses is a `KVStoreError`."""
+    """Close the file if opening the arena fails, and turn `OSError` into `KVStoreError`."""
     try:
         yield
     except BaseException as error:
@@ -154,7 +154,7 @@ def closing_on_error(fd: int, path: Path) -> Iterator[None]:
 
 
 def _reserve_file(fd: int, path: Path, geometry: Geometry, first_bytes: int) -> None:
-    """Step 2: an empty file of the arena's size, its first bytes with memory. Raises `KVStoreError`."""
+    """Do step 2: give the file the arena's size, and memory for its first bytes. Raise `KVStoreError`."""
     os.ftruncate(fd, 0)
     system = os.fstatvfs(fd)
     free = system.f_bavail * system.f_frsize
@@ -169,12 +169,12 @@ def _reserve_file(fd: int, path: Path, geometry: Geometry, first_bytes: int) -> 
 
 
 def _no_space_message(path: Path, geometry: Geometry, why: str) -> str:
-    """What to say where an arena does not fit."""
+    """Return the error message for an arena that does not fit."""
     return f"shared memory: no room for {geometry.total_bytes // 2**20} MB in {path.parent} ({why}): lower {SETTING}"
 
 
 def _is_same_file(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one of that name."""
+    """Return whether the open file is still the one at that path."""
     try:
         named = path.lstat()
     except FileNotFoundError:
@@ -184,7 +184,7 @@ def _is_same_file(fd: int, path: Path) -> bool:
 
 
 def _read_boot_id() -> str:
-    """Which boot of the host this is: clocks begin again with each."""
+    """Return the id of the host's boot, as the monotonic clock starts anew with each boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

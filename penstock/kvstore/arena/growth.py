@@ -1,13 +1,14 @@
-"""An arena's memory, piece by piece: the first touch of a page is slow, and nobody should wait for all of them.
+"""Allocation of an arena's memory, a piece at a time: touching all its pages takes too long to wait for.
 
-Every process that has the arena open runs a thread that maps what is allocated into this process, and allocates the
-next piece where nobody else does. So if the process that allocates dies, another goes on.
+Every process that has the arena open runs a thread that maps the allocated memory into the process, and allocates the
+next piece if no other process does. So if the allocating process crashes, another one goes on.
 
-1. The allocation lock is taken: one process at a time.
-2. The next piece is allocated; where it does not fit, a part that does. Dead here: the next process allocates it again,
-   which costs nothing.
-3. Under the metadata lock its slots are put on the free list, then counted. Dead between: rebuilt, and allocated again.
-4. The lock is given back.
+1. The allocation lock is taken, which one process can hold at a time.
+2. The next piece is allocated; if it does not fit, a part that does. After a crash here the next process allocates it
+   again, which costs nothing.
+3. Under the metadata lock its slots are put on the free list, then counted. After a crash in between, the free list is
+   rebuilt, and the piece is allocated again.
+4. The lock is released.
 """
 
 import ctypes
@@ -28,11 +29,11 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 4 * 2**20
 _POPULATE_WRITE = 23
 _ALLOCATION_POLL_S = 0.02
-"""How long a thread waits before it looks again whether another process has allocated something."""
+"""How often a thread checks whether another process has allocated memory."""
 
 
 class ArenaAllocator:
-    """Allocates an arena's slots until all of them have memory."""
+    """Allocates and maps memory until all slots of an arena have it."""
 
     def __init__(
         self,
@@ -46,17 +47,17 @@ class ArenaAllocator:
         self._one_at_a_time = threading.Lock()
         self._stopped = threading.Event()
         self._failed = False
-        """No more can be allocated here: there is no room, or this opening is closed."""
+        """No more can be allocated here: memory is full, or this opening is closed."""
         self._thread = threading.Thread(target=self._map_and_allocate, name="kv arena", daemon=True)
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is no more memory to come."""
+        """Whether no more memory will be allocated."""
         return self._failed or self._tables.words[W_ALLOCATED] >= self._tables.geometry.num_slots
 
     def start(self) -> None:
-        """Go on in the background."""
+        """Start the background thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -68,12 +69,12 @@ class ArenaAllocator:
             self._failed = True
 
     def wait_until_mapped(self, timeout_s: float) -> bool:
-        """Wait until all slots have memory that is mapped here; whether they do."""
+        """Wait until all slots have memory that is mapped here. Return whether they have."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def ensure_free_slots(self, count: int) -> None:
-        """Allocate until so many slots are free, or all have memory: nothing is evicted before that."""
+        """Allocate until `count` slots are free, or all have memory, so that blocks are not evicted before that."""
         while self._tables.words[W_NUM_FREE] < count and not self.is_finished:
             self._try_allocate_piece(wait=True)
 
@@ -93,7 +94,7 @@ class ArenaAllocator:
         return max(1, PIECE_BYTES // self._tables.geometry.slot_bytes)
 
     def _try_allocate_piece(self, *, wait: bool) -> bool:
-        """Allocate the next piece; False if another one is at it."""
+        """Allocate the next piece. Return False if another thread or process is allocating."""
         if not self._one_at_a_time.acquire(blocking=wait):
             return False
         try:
@@ -135,7 +136,7 @@ class ArenaAllocator:
             )  # fmt: skip
 
     def _map_slots(self, first: int, count: int) -> None:
-        """Map slots that have memory, for writing, so that no copy stops at each page."""
+        """Map slots that have memory, so that copies do not stop at page faults."""
         geometry = self._tables.geometry
         start = geometry.metadata_bytes + first * geometry.slot_bytes
         pages = np.frombuffer(self._tables.memory, np.uint8)[start : start + count * geometry.slot_bytes]

@@ -1,6 +1,6 @@
-"""The one lock over an arena's tables: first that of this process's threads, then that of all processes.
+"""The lock over an arena's tables: first among this process's threads, then among all processes.
 
-Around a change a flag is set. Who takes the lock and finds it set makes again what follows from the slot table.
+A flag is set during a change. A holder of the lock that finds it set rebuilds what follows from the slot table.
 """
 
 import threading
@@ -13,19 +13,19 @@ from penstock.kvstore.arena.slots import SlotTable
 
 
 class TablesLock:
-    """`with guard as is_open:` holds tables that agree with each other, unless this opening is closed."""
+    """`with lock as is_open:` holds the lock over consistent tables; `is_open` is False once this opening is closed."""
 
     def __init__(self, slots: SlotTable, locks: ByteLocks) -> None:
         self.words = slots.words
         self.num_writing = 0
-        """Slots that threads of this process are writing; none can be closed over that."""
+        """Slots that threads of this process are writing. Closing waits for them."""
         self._slots, self._locks = slots, locks
         self._threads = threading.Condition(threading.Lock())
         self._is_closed = self._is_held = False
 
     @property
     def is_held(self) -> bool:
-        """Whether the tables may be touched: not after the arena was closed."""
+        """Whether the tables may be used. They may not after the arena was closed."""
         return self._is_held
 
     def __enter__(self) -> bool:
@@ -52,12 +52,12 @@ class TablesLock:
         self._threads.release()
 
     def finish_writes(self, count: int) -> None:
-        """So many slots are not being written any more. Under the guard."""
+        """Record that `count` slots were written. Called under the lock."""
         self.num_writing -= count
         self._threads.notify_all()
 
     def close(self) -> bool:
-        """Let nobody begin anything, and wait for what is being written; False if it was closed before."""
+        """Refuse further use, and wait for slots being written. Return False if it was closed before."""
         with self._threads:
             if self._is_closed:
                 return False
@@ -67,7 +67,7 @@ class TablesLock:
 
 
 class TablesChange:
-    """`with changing as is_open:` is the guard for changes. What raises in it leaves tables that are made again."""
+    """`with change as is_open:` holds the lock for a change. If the change raises, the tables are rebuilt."""
 
     def __init__(self, guard: TablesLock) -> None:
         self._guard = guard

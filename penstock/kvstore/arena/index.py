@@ -1,7 +1,7 @@
 """From a key to its slot: open addressing with linear probing, in shared memory. All of it under the metadata lock.
 
-A place holds a slot's number + 1, or 0. Keys are SHA-256 digests, so their first bytes are as good as a hash of them.
-Deleting moves later entries of a run back, so there are no tombstones and runs stay short.
+An entry holds a slot's number + 1, or 0. Keys are SHA-256 digests, so their first bytes serve as their hash. Deleting
+moves later entries of a run back, so there are no tombstones and runs stay short.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from penstock.kvstore.arena.layout import READY, Tables
 
 
 class SlotIndex:
-    """The READY slots by key."""
+    """Index of the READY slots by key."""
 
     def __init__(self, tables: Tables) -> None:
         self._places, self._keys = tables.index, tables.key
@@ -18,7 +18,7 @@ class SlotIndex:
         self._mask = tables.geometry.index_size - 1
 
     def find_slot(self, key: bytes) -> int:
-        """The slot of a key, -1 where there is none."""
+        """Return the slot of a key, or -1."""
         places, keys, mask = self._places, self._keys, self._mask
         at = int.from_bytes(key[:8], "little") & mask
         while place := places[at]:
@@ -29,14 +29,14 @@ class SlotIndex:
         return -1
 
     def insert_slot(self, slot: int) -> None:
-        """Add a slot whose key is not in it."""
+        """Add a slot whose key is not in the index."""
         at = self._home_position(slot)
         while self._places[at]:
             at = (at + 1) & self._mask
         self._places[at] = slot + 1
 
     def delete_slot(self, slot: int) -> None:
-        """Take a slot out."""
+        """Remove a slot."""
         places, mask = self._places, self._mask
         hole = self._home_position(slot)
         while places[hole] != slot + 1:
@@ -50,7 +50,7 @@ class SlotIndex:
         places[hole] = 0
 
     def rebuild_index(self) -> None:
-        """Make it again from the slot table."""
+        """Rebuild the index from the slot table."""
         self._tables.index_array[:] = 0
         for slot in np.flatnonzero(self._tables.state_array == READY).tolist():
             self.insert_slot(slot)

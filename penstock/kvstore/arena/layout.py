@@ -1,8 +1,8 @@
-"""Where what lies in an arena's file: the superblock, the tables, the slots.
+"""Layout of an arena's file: the superblock, the tables, the slots.
 
-The superblock is 64-bit words (their numbers below), then the form and the pipeline's name. Of the tables `state`,
-`key`, `generation`, `owner` and the leases are the truth; `next_free`, `lease_count` and `index` follow from them and
-can be made again.
+The superblock has 64-bit words (`W_…` are their numbers), then the format and the pipeline's name. The tables `state`,
+`key`, `generation`, `owner` and the leases are authoritative; `next_free`, `lease_count` and `index` follow from them
+and can be rebuilt.
 """
 
 import mmap
@@ -18,46 +18,46 @@ VERSION = 1
 PAGE_BYTES = 4096
 LEASES_PER_SLOT = 4
 NO_SLOT = 0xFFFFFFFF
-"""No slot: the end of the free list."""
+"""Marks the end of the free list."""
 FREE, WRITING, READY = 0, 1, 2
-"""What a slot is; each change of it is the writing of one byte."""
+"""States of a slot. A state is changed by writing one byte."""
 
 W_MAGIC, W_VERSION, W_NUM_SLOTS, W_PAYLOAD_BYTES = 0, 1, 2, 3
 W_DIRTY = 8
-"""1 while the tables are being changed: who finds it so makes again what follows from the others."""
+"""1 while the tables are being changed. A process that takes the lock and finds 1 rebuilds the tables."""
 W_ALLOCATED = 9
-"""The slots from 0 on that have memory."""
+"""Number of slots that have memory, counted from slot 0."""
 W_FREE_HEAD, W_NUM_FREE, W_NUM_READY = 10, 11, 12
 W_CLOCK = 13
-"""The last time of use given out: nanoseconds of the host's monotonic clock, each one once."""
+"""The latest time of use: nanoseconds of the host's monotonic clock, made unique."""
 W_NUM_UNLEASED = 14
-"""How often blocks lost their last lease: whoever has chosen what to evict before that chooses again."""
+"""Counts blocks that lost their last lease. When it changes, processes choose anew what to evict."""
 W_NEXT_LEASE_END, W_LEASE_TOP = 15, 16
-"""No lease ends before the first; none lies at or behind the second in the table."""
+"""Time before which no lease ends; row from which on the lease table is free."""
 _FORM_AT, _PIPELINE_AT, _SUPERBLOCK = 1024, 1088, 4096
 NEVER = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of an arena."""
+    """Sizes of an arena."""
 
     payload_bytes: int
     num_slots: int
 
     @property
     def slot_bytes(self) -> int:
-        """Header and payload, in whole pages."""
+        """Bytes of header and payload, in whole pages."""
         return _round_up(HEADER_BYTES + self.payload_bytes, PAGE_BYTES)
 
     @property
     def num_leases(self) -> int:
-        """Places in the lease table."""
+        """Rows of the lease table."""
         return LEASES_PER_SLOT * self.num_slots
 
     @property
     def index_size(self) -> int:
-        """Places in the index: a power of two, at least twice the slots."""
+        """Entries of the index: a power of two, at least twice the slots."""
         return 1 << (2 * self.num_slots - 1).bit_length()
 
     @property
@@ -73,18 +73,18 @@ class Geometry:
 
     @property
     def metadata_bytes(self) -> int:
-        """Superblock and tables; the slots begin here."""
+        """Bytes of superblock and tables. The slots begin after them."""
         sizes = (_round_up(count * np.dtype(kind).itemsize, 64) for _, kind, count in self.table_specs)
         return _round_up(_SUPERBLOCK + sum(sizes), PAGE_BYTES)
 
     @property
     def total_bytes(self) -> int:
-        """The whole file."""
+        """Bytes of the whole file."""
         return self.metadata_bytes + self.num_slots * self.slot_bytes
 
     @classmethod
     def fit_budget(cls, payload_bytes: int, budget_bytes: int) -> "Geometry":
-        """The largest arena that a budget holds; it may have no slots."""
+        """Return the geometry of the largest arena within a budget. It may have no slots."""
         few, many = 0, budget_bytes // _round_up(HEADER_BYTES + payload_bytes, PAGE_BYTES) + 1
         while many - few > 1:
             middle = (few + many) // 2
@@ -93,7 +93,7 @@ class Geometry:
 
 
 class Tables:
-    """Views of an arena's memory: plain ones for single elements, arrays (`…_array`) for all at once."""
+    """Views of an arena's memory: memoryviews for single elements, arrays (`…_array`) for whole tables."""
 
     def __init__(self, memory: mmap.mmap, geometry: Geometry) -> None:
         whole = memoryview(memory)
@@ -122,17 +122,17 @@ class Tables:
         self.lease_end_array, self.lease_slot_array = _as_array(self.lease_end), _as_array(self.lease_slot)
 
     def slot_memory(self, number: int) -> memoryview:
-        """A slot's header and payload."""
+        """Return the memory of a slot's header and payload."""
         at = self._slots_at + number * self._slot_bytes
         return self.memory[at : at + self._stored_bytes]
 
     def slot_key(self, slot: int) -> bytes:
-        """The key in a slot's row."""
+        """Return the key of a slot."""
         return bytes(self.key[32 * slot : 32 * slot + 32])
 
 
 def write_superblock(memory: mmap.mmap, geometry: Geometry, form: BlockFormat, pipeline: str) -> None:
-    """Make an arena of a file of zeros. The version is written last: without it, it is none."""
+    """Turn a file of zeros into an arena. The version is written last; without it the file is no arena."""
     words = memoryview(memory)[:1024].cast("Q")
     memory[_FORM_AT : _FORM_AT + 48] = form.fingerprint + form.layout
     name = pipeline.encode()[: _SUPERBLOCK - _PIPELINE_AT]
@@ -144,7 +144,7 @@ def write_superblock(memory: mmap.mmap, geometry: Geometry, form: BlockFormat, p
 
 
 def read_superblock(start: bytes) -> tuple[Geometry, BlockFormat] | None:
-    """What an arena that begins with these bytes is; None if it is none, of another version, or not ready."""
+    """Return geometry and format from a superblock; None if it is none, of another version, or incomplete."""
     if len(start) < _SUPERBLOCK:
         return None
     words = memoryview(start)[:1024].cast("Q")

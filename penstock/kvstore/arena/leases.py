@@ -1,7 +1,7 @@
-"""Who may rely on which blocks, and until when. All of it under the metadata lock.
+"""The lease table of an arena: which blocks are kept for whom, and until when. Used under the metadata lock.
 
 A lease is one row: owner (a hash of its name), slot, generation, end (nanoseconds of the host's monotonic clock; 0: the
-row is free). How many leases a slot has follows from that. The table is bounded: who finds no row gets no lease.
+row is free). The number of leases of a slot follows from the rows. The table is bounded: without a free row, no lease.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class LeaseTable:
         self._warned = False
 
     def lease_slots(self, owner: str, slots: Sequence[int], seconds: float) -> None:
-        """Lease READY slots; where the owner has a lease already its end moves."""
+        """Lease READY slots. If the owner has a lease already, its end moves."""
         tables, now = self._tables, time.monotonic_ns()
         end = min(now + int(seconds * 1e9), NEVER - 1)
         hashed, rows, holes = _hash_owner(owner), self._find_rows(owner), self._free_rows()
@@ -61,7 +61,7 @@ class LeaseTable:
                 failpoint("shared.release.2")
 
     def clear_slot(self, slot: int) -> None:
-        """The block in this slot goes, and all leases on it."""
+        """Remove all leases on the block in this slot."""
         tables = self._tables
         if tables.lease_count[slot]:
             top = self._words[W_LEASE_TOP]
@@ -69,11 +69,11 @@ class LeaseTable:
             tables.lease_count[slot] = 0
 
     def has_expired(self) -> bool:
-        """Whether the time of some may be over."""
+        """Return whether some lease may have expired."""
         return time.monotonic_ns() >= self._words[W_NEXT_LEASE_END]
 
     def remove_expired(self) -> None:
-        """End those whose time is over."""
+        """Remove expired leases."""
         tables, top = self._tables, self._words[W_LEASE_TOP]
         ends = tables.lease_end_array[:top]
         over = np.flatnonzero((ends > 0) & (ends <= time.monotonic_ns()))
@@ -84,7 +84,7 @@ class LeaseTable:
         self._update_bounds()
 
     def rebuild_counts(self) -> None:
-        """Drop leases of what is not there any more, and count again."""
+        """Remove leases of blocks that are gone, and count the leases of each slot anew."""
         tables = self._tables
         ends, slots = tables.lease_end_array, tables.lease_slot_array
         rows = np.flatnonzero(ends)
@@ -99,7 +99,7 @@ class LeaseTable:
         self._update_bounds()
 
     def _update_bounds(self) -> None:
-        """Look how far the table is in use, and when the next lease ends."""
+        """Update how far the table is in use, and when the next lease ends."""
         ends = self._tables.lease_end_array[: self._words[W_LEASE_TOP]]
         rows = np.flatnonzero(ends)
         self._words[W_LEASE_TOP] = int(rows[-1]) + 1 if len(rows) else 0
@@ -111,14 +111,14 @@ class LeaseTable:
             self._words[W_NUM_UNLEASED] += 1
 
     def _find_rows(self, owner: str) -> dict[int, int]:
-        """The owner's leases: slot → row."""
+        """Return the owner's leases: slot → row."""
         tables, top = self._tables, self._words[W_LEASE_TOP]
         mine = (tables.lease_owner_array[:top] == _hash_owner(owner)) & (tables.lease_end_array[:top] > 0)
         rows = np.flatnonzero(mine)
         return dict(zip(tables.lease_slot_array[rows].tolist(), rows.tolist(), strict=True))
 
     def _free_rows(self) -> Iterator[int]:
-        """The free rows: first those between others, then those behind all."""
+        """Yield the free rows: first those between others, then those after all."""
         tables, top = self._tables, self._words[W_LEASE_TOP]
         between = np.flatnonzero(tables.lease_end_array[:top] == 0).tolist()
         return chain(between, range(top, tables.geometry.num_leases))

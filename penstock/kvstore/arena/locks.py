@@ -1,7 +1,7 @@
-"""Locks on single bytes of a file, which the kernel gives back when their holder dies, however it dies.
+"""Locks on single bytes of a file, which the kernel releases when their holder dies, however it dies.
 
-They belong to the open file (Linux: open file description locks): two openings of one file exclude each other, in one
-process too; threads that share an opening do not. Nothing is read or written at the bytes; they need not even exist.
+They belong to the open file (Linux: open file description locks): two openings of one file exclude each other, also in
+one process; threads that share an opening do not. Nothing is read or written at these bytes, which need not exist.
 """
 
 import errno
@@ -9,13 +9,13 @@ import fcntl
 import struct
 
 METADATA_BYTE = 0
-"""Held for every change of the tables."""
+"""Locked while the tables are used."""
 ALLOCATION_BYTE = 1
-"""Held while a piece of memory is allocated."""
+"""Locked while a piece of memory is allocated."""
 IN_USE_BYTE = 2
-"""Shared by all who have the arena open; who removes it holds it alone."""
+"""Locked shared by all processes that have the arena open, and exclusively by one that removes it."""
 FIRST_OWNER_BYTE = 1024
-"""The first of the owners' bytes: each opening holds one of its own, which shows that it lives."""
+"""First of the owners' bytes. Each opening locks a byte of its own, which shows that it is alive."""
 MAX_OWNERS = 1024
 
 _FLOCK = struct.Struct("hhqqi4x")
@@ -29,19 +29,19 @@ class ByteLocks:
         self._metadata = (_pack_flock(fcntl.F_WRLCK, METADATA_BYTE), _pack_flock(fcntl.F_UNLCK, METADATA_BYTE))
 
     def lock_metadata(self) -> None:
-        """`lock(METADATA)`, faster."""
+        """Do `lock_byte(METADATA_BYTE)`, faster."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, self._metadata[0])
 
     def unlock_metadata(self) -> None:
-        """`unlock(METADATA)`, faster."""
+        """Do `unlock_byte(METADATA_BYTE)`, faster."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._metadata[1])
 
     def lock_byte(self, byte: int, *, shared: bool = False) -> None:
-        """Wait for the lock, alone or shared with others."""
+        """Wait for the lock of a byte, exclusive or shared."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _pack_flock(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte))
 
     def try_lock(self, byte: int) -> bool:
-        """Take the lock, alone, if nobody else holds it."""
+        """Take the exclusive lock of a byte if it is free. Return whether it was."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _pack_flock(fcntl.F_WRLCK, byte))
         except OSError as error:
@@ -51,15 +51,15 @@ class ByteLocks:
         return True
 
     def unlock_byte(self, byte: int) -> None:
-        """Give it back."""
+        """Release the lock of a byte."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _pack_flock(fcntl.F_UNLCK, byte))
 
     def unlock_all(self) -> None:
-        """Give back all of them; closing the file is not enough while it is mapped."""
+        """Release all locks. Closing the file is not enough while it is mapped."""
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _pack_flock(fcntl.F_UNLCK, 0, length=0))
 
     def is_held_elsewhere(self, byte: int) -> bool:
-        """Whether another opening holds it, shared or alone."""
+        """Return whether another opening holds a lock of a byte."""
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _pack_flock(fcntl.F_WRLCK, byte))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 

@@ -1,4 +1,4 @@
-"""What each slot is, which are free, and which goes next. All of it under the metadata lock."""
+"""The slot table of an arena, its free list and eviction. Used under the metadata lock."""
 
 import numpy as np
 
@@ -26,11 +26,11 @@ class SlotTable:
         self._tables, self.words = tables, tables.words
         self.index, self.leases = SlotIndex(tables), LeaseTable(tables)
         self._victims: list[tuple[int, int]] = []
-        """Slots and the time of their last use: what is to go next, the last one first."""
+        """Slots to evict next and the time of their last use; the last one goes first."""
         self._chosen_at = 0
 
     def allocate_slot(self, key: bytes, owner: int) -> int:
-        """A free slot to write this block in; -1 if there is none."""
+        """Return a free slot to write this block to, or -1."""
         tables = self._tables
         slot = self._pop_free()
         if slot < 0:
@@ -45,7 +45,7 @@ class SlotTable:
         return slot
 
     def publish_slot(self, slot: int) -> None:
-        """What was written can be found from now on."""
+        """Make a written block findable."""
         self._tables.state[slot] = READY
         failpoint("shared.put.5.1")
         self.index.insert_slot(slot)
@@ -53,18 +53,18 @@ class SlotTable:
         failpoint("shared.put.5.2")
 
     def free_slot(self, slot: int) -> None:
-        """A slot that was written in vain."""
+        """Free a slot whose block is not published."""
         self._tables.state[slot] = FREE
         self._push_free(slot)
 
     def forget_slot(self, slot: int) -> None:
-        """A READY block goes, leased or not."""
+        """Remove a READY block, leased or not."""
         self._clear_slot(slot)
         self._push_free(slot)
         failpoint("shared.forget.3")
 
     def evict_oldest(self) -> bool:
-        """Forget the block that was used longest ago among those without a lease, if there is one."""
+        """Evict the least recently used block without a lease. Return False if there is none."""
         tables, words = self._tables, self.words
         if self._chosen_at != words[W_NUM_UNLEASED]:
             self._victims.clear()
@@ -76,20 +76,20 @@ class SlotTable:
         return False
 
     def add_slots(self, first: int, count: int) -> None:
-        """Slots that have memory now."""
+        """Add slots that have memory now to the free list."""
         for slot in range(first + count - 1, first - 1, -1):
             self._push_free(slot)
         failpoint("shared.allocate.3")
         self.words[W_ALLOCATED] = first + count
 
     def reclaim_slots(self, owner: int) -> None:
-        """Free what this owner, who is dead, was writing."""
+        """Free the slots that a dead owner was writing."""
         tables = self._tables
         for slot in np.flatnonzero((tables.state_array == WRITING) & (tables.owner_array == owner)).tolist():
             self.free_slot(slot)
 
     def find_writers(self) -> list[int]:
-        """The owners of slots that are being written."""
+        """Return the owners of slots that are being written."""
         tables, words = self._tables, self.words
         if words[W_ALLOCATED] == words[W_NUM_FREE] + words[W_NUM_READY]:
             return []
@@ -97,7 +97,7 @@ class SlotTable:
         return owners
 
     def rebuild_tables(self) -> None:
-        """Make free list, leases and index again from the slot table, as somebody died while they were changed."""
+        """Rebuild free list, leases and index from the slot table, after a process crashed while changing them."""
         tables, words = self._tables, self.words
         self.leases.rebuild_counts()
         failpoint("shared.rebuild.1")
@@ -119,7 +119,7 @@ class SlotTable:
         failpoint("shared.forget.2")
 
     def _choose_victims(self) -> bool:
-        """Choose a few blocks to go next, so that not every eviction looks at all slots."""
+        """Choose a few blocks to evict next, so that not every eviction scans all slots."""
         tables = self._tables
         slots = np.flatnonzero((tables.state_array == READY) & (tables.lease_count_array == 0))
         used = tables.used_array[slots]

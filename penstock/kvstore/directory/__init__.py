@@ -1,1 +1,1 @@
-"""A directory of blocks on disk: who may have how much of it (`ledger.py`), what is in it, and what keeps it there."""
+"""A directory of blocks on disk: its lock and usage (`ledger.py`), its files, leases, writers and eviction."""

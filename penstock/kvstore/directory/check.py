@@ -1,4 +1,4 @@
-"""Whether a directory is as it should be: for tests, and for those who let it run for long."""
+"""Consistency checks of a directory, for tests and long runs."""
 
 from penstock.kvstore.directory import leases, writers
 from penstock.kvstore.directory.directory import Directory
@@ -6,7 +6,7 @@ from penstock.kvstore.directory.layout import list_entries, parse_key, round_to_
 
 
 def check_directory(directory: Directory) -> list[str]:
-    """What is wrong, in words. The lock is held meanwhile."""
+    """Return what is wrong, in words. Holds the lock meanwhile."""
     layout = directory.layout
     with directory.ledger.hold_lock() as record:
         sizes = [round_to_pages(stat.st_size) for _, stat in layout.list_blocks()]

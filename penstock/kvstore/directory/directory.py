@@ -1,4 +1,4 @@
-"""What changes in the directory, each in one holding of its lock; the steps are those of the tier."""
+"""Changes of a directory of blocks, each under its lock. The steps are those of `tiers/disk.py`."""
 
 import contextlib
 import errno
@@ -20,26 +20,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says where there is less room than the budget."""
+"""Errors of a file system that is full."""
 FOLDER_BYTES = 4 * PAGE_BYTES
-"""What folders and a small file take."""
+"""Space that folders and a small file take."""
 
 
 class Draft(NamedTuple):
-    """A file that has room and is not found yet."""
+    """A file that has space reserved and is not published yet."""
 
     path: str
     size: int
-    """What is reserved for it."""
+    """Bytes that are reserved for it."""
 
 
 class Directory:
-    """A directory of blocks within a budget. Raises `OSError` where the file system fails."""
+    """A directory of blocks within a budget. Methods raise `OSError` if the file system fails."""
 
     def __init__(self, root: Path, budget: int, *, writes: bool) -> None:
         self.layout, self.budget = DirectoryLayout(root), budget
         self.is_writable = writes
-        """Whether blocks can be put; not by tools, and not after closing."""
+        """Whether blocks can be written. Tools cannot, and after closing nothing can."""
         self.ledger = Ledger(self.layout, makes=writes)
         self._eviction = Eviction(self.layout, self.ledger, budget)
         self._writer: writers.Writer | None = None
@@ -55,11 +55,11 @@ class Directory:
 
     @property
     def num_evicted(self) -> int:
-        """Blocks put out by this object."""
+        """Blocks evicted by this object."""
         return self._eviction.num_evicted
 
     def _start_writing(self) -> None:
-        """1. A folder of our own, so that it is known what is ours; 2. the dead ones' go; 3. the budget is kept."""
+        """Open for writing: 1. make a folder of our own; 2. remove dead processes' folders; 3. evict to the budget."""
         with self.ledger.hold_lock() as record:
             if self._writer is not None or not self.is_writable:
                 return
@@ -74,7 +74,7 @@ class Directory:
             failpoint("disk.open.3")
 
     def reserve_drafts(self, lengths: Sequence[int]) -> list[Draft | None]:
-        """Step 1 of a put: where to write files of these lengths, None for one that there is no room for."""
+        """Do step 1 of a put: return drafts for files of these lengths, None for one that does not fit."""
         drafts = list[Draft | None]()
         if self._writer is None:
             self._start_writing()
@@ -92,9 +92,9 @@ class Directory:
         return drafts
 
     def publish_drafts(self, drafts: Mapping[Draft, bytes | None]) -> int:
-        """Step 4 of a put: drafts get the name of a key, or go; how many blocks are new.
+        """Do step 4 of a put: rename each draft to its key's path, or remove it. Return how many blocks are new.
 
-        Raises `OSError` after all of them if one could not get its name.
+        Raise `OSError` after all of them if one could not be renamed.
         """
         num_new, failure = 0, None
         with self._lock_for_drafts(drafts) as (writer, record):
@@ -122,14 +122,14 @@ class Directory:
         return num_new
 
     def free_disk_space(self, draft: Draft, num_bytes: int) -> bool:
-        """The disk is full, so a draft could not be written: it goes, and blocks of so many bytes; whether any did."""
+        """Remove a draft that the full disk did not take, and evict `num_bytes` of blocks. Return whether any were evicted."""
         with self.ledger.hold_lock():
             remove_file(draft.path)
             return self._eviction.evict_bytes(num_bytes)
 
     @contextlib.contextmanager
     def _lock_for_drafts(self, drafts: Iterable[Draft | None]) -> Iterator[tuple[writers.Writer, UsageRecord]]:
-        """The lock, for a change of our drafts. If that fails as a whole they are given up."""
+        """Hold the lock for a change of our drafts. If the change fails as a whole, give the drafts up."""
         writer = self._writer
         try:
             with self.ledger.hold_lock() as record:
@@ -141,15 +141,15 @@ class Directory:
                 except BaseException:
                     writer.give_up_drafts(draft.path for draft in drafts if draft is not None)
                     with contextlib.suppress(OSError):
-                        writer.update_reservation()  # and the next holder counts anew
+                        writer.update_reservation()  # the next holder of the lock counts anew
                     raise
-        except BaseException:  # the lock, or the record: what is given up goes with the next put
+        except BaseException:  # the lock or the record failed: the drafts are removed at the next put
             if writer is not None:
                 writer.give_up_drafts(draft.path for draft in drafts if draft is not None)
             raise
 
     def _call_with_room(self, call: Callable[[], T]) -> T:
-        """Make folders and links; where the disk is full, once more when blocks have gone. Under the lock."""
+        """Call `call`, and once more after evicting blocks if the disk is full. Called under the lock."""
         try:
             return call()
         except OSError as error:
@@ -158,7 +158,7 @@ class Directory:
         return call()
 
     def _name_draft(self, draft: Draft, key: bytes) -> bool:
-        """Give it its name, unless somebody else wrote the same block meanwhile."""
+        """Rename a draft to its block's path. Return False if another process wrote the same block meanwhile."""
         path = self.layout.block_path(key)
         if os.path.exists(path):
             return False
@@ -183,7 +183,7 @@ class Directory:
             failpoint("disk.release.2")
 
     def drop_blocks(self, keys: Mapping[bytes, int | None]) -> int:
-        """Remove blocks, leased or not; with a file's number, only if it is still that file. How many."""
+        """Remove blocks, leased or not, and return how many. With an inode number, only if it is still that file."""
         with self.ledger.hold_lock() as record:
             mine = {}
             for key, number in keys.items():
@@ -209,7 +209,7 @@ class Directory:
             return len(mine)
 
     def close(self) -> None:
-        """Give up the folder and what is reserved. Twice is harmless."""
+        """Remove our folder and reservation. Calling it twice is harmless."""
         writer, self._writer, self.is_writable = self._writer, None, False
         try:
             if writer is not None:

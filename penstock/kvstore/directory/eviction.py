@@ -1,7 +1,7 @@
-"""Making room: what was used longest ago goes first, except what is leased.
+"""Eviction: the least recently used block goes first, unless it is leased.
 
-The directory is not listed for every put: a listing gives the oldest blocks in their order. Who is used later has a
-later time than the listing, so as long as some of them are as they were, they are the oldest there are.
+The directory is not listed for every put: one listing gives many of the oldest blocks in order. A block that is used
+later has a later time than the listing, so listed blocks that are unchanged are still the oldest.
 """
 
 import os
@@ -18,7 +18,7 @@ MIN_VICTIMS = 64
 
 
 class Victim(NamedTuple):
-    """A block as it was listed."""
+    """A block to evict, as it was listed."""
 
     used_ns: int
     key: bytes
@@ -26,17 +26,17 @@ class Victim(NamedTuple):
 
 
 class Eviction:
-    """Makes room under the directory's lock."""
+    """Evicts blocks, under the directory's lock."""
 
     def __init__(self, layout: DirectoryLayout, ledger: Ledger, budget: int) -> None:
         self._layout, self._ledger, self._budget = layout, ledger, budget
         self._victims: deque[Victim] = deque()
         self._empty_listing: tuple[int, int] | None = None
-        """When a listing found nothing: the count of changes then, and when the next lease ends."""
+        """After a listing that found nothing: the count of changes then, and when the next lease ends."""
         self.num_evicted = 0
 
     def make_space(self, size: int) -> bool:
-        """Evict until `size` bytes more are within the budget; False if that cannot be."""
+        """Evict until `size` more bytes are within the budget. Return False if that is impossible."""
         record = self._ledger.record
         if size > self._budget:
             return False
@@ -50,7 +50,7 @@ class Eviction:
         return True
 
     def evict_bytes(self, num_bytes: int) -> bool:
-        """Evict so many bytes, or all there are, though they are within the budget; whether any went."""
+        """Evict `num_bytes`, or all there are, although they are within the budget. Return whether any were evicted."""
         self._ledger.mark_uncertain()
         num_freed = 0
         while num_freed < num_bytes and (self._victims or self._list_victims()):
@@ -58,7 +58,7 @@ class Eviction:
         return num_freed > 0
 
     def _evict_victim(self, victim: Victim) -> int:
-        """How many bytes that gave; 0 where it was used or leased since it was listed."""
+        """Evict a block. Return its bytes, or 0 if it was used or leased since it was listed."""
         path = self._layout.block_path(victim.key)
         try:
             now = os.stat(path)
@@ -75,7 +75,7 @@ class Eviction:
         return victim.size
 
     def _list_victims(self) -> bool:
-        """List the oldest blocks without a lease; whether there are any. What is used is counted on the way."""
+        """List the oldest blocks without a lease, and count the usage on the way. Return whether there are any."""
         record = self._ledger.record
         if self._empty_listing is not None:
             changes, next_end = self._empty_listing

@@ -1,8 +1,8 @@
-"""The files of blocks: written elsewhere and renamed, read whole and checked.
+"""Writing and reading the files of blocks.
 
-Files are read with `preadv`, not mapped: a file that somebody cuts off under a mapping kills the reader (SIGBUS), and
-no cache may do that. What is read goes, in pieces, into one buffer that stays in the processor's caches, and from there
-to where it is wanted with the checksum taken on the way: faster than reading it there, and looking at it again.
+Files are read with `preadv`, not mapped: a file that is truncated under a mapping kills the reader (SIGBUS). They are
+read in pieces into one buffer that stays in the processor's caches, and copied from there to the target with the
+checksum computed on the way. This is faster than reading into the target and hashing it afterwards.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 PIECE_BYTES = 2**20
-"""So much is read at a time: measured, half of a processor's own cache."""
+"""Bytes that are read at a time; half of a core's own cache measured best."""
 
 
 class Found(Enum):
-    """What a reader found."""
+    """What a read found."""
 
     WHOLE = "whole"
     NOTHING = "nothing"
@@ -35,7 +35,7 @@ class Found(Enum):
 
 
 class _ThreadBuffers(threading.local):
-    """Those of each thread that reads."""
+    """Read buffers of one thread."""
 
     def __init__(self) -> None:
         self.header = memoryview(bytearray(HEADER_BYTES))
@@ -43,19 +43,19 @@ class _ThreadBuffers(threading.local):
 
 
 class BlockFiles:
-    """Reads and writes the blocks of one form."""
+    """Reads and writes the blocks of one format."""
 
     def __init__(self, form: BlockFormat, codec: "TierCodecs | None") -> None:
         self._form, self._codec = form, codec
         self._buffers = _ThreadBuffers()
 
     def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
-        """What is stored for a payload, and the number of its codec."""
+        """Return the number of a codec, and the content that it makes of a payload."""
         return (RAW, payload) if self._codec is None else self._codec.encode_payload(payload)
 
     def write_block(self, path: str, header: bytes, content: memoryview) -> None:
-        """Make a file of a block. Raises `OSError`, also where not all of it could be written."""
-        begun = time.perf_counter()
+        """Write a block to a new file. Raise `OSError` if not all of it could be written."""
+        started_s = time.perf_counter()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             left = [memoryview(header), content.cast("B")]
@@ -67,13 +67,13 @@ class BlockFiles:
                 if left:
                     left[0] = left[0][written:]
             now = time.time_ns()
-            os.utime(fd, ns=(now, now))  # finer than the clock that the kernel sets it by
+            os.utime(fd, ns=(now, now))  # finer than the kernel's own time stamps
         finally:
             os.close(fd)
-        self._record_transfer(len(content), begun)
+        self._record_transfer(len(content), started_s)
 
     def read_block(self, path: str, wanted: ReadRequest) -> tuple[Found, int]:
-        """Steps 1 to 3 of a get; what was found, and the number of the file that was read. Raises `OSError`."""
+        """Do steps 1 to 3 of a get. Return what was found, and the inode number of the file. Raise `OSError`."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -86,10 +86,10 @@ class BlockFiles:
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
-                is_whole = False  # the disk has lost it: it would never be read again
+                is_whole = False  # the disk has lost the file: it can never be read again
             if not is_whole:
                 return Found.DAMAGED, stat.st_ino
-            with contextlib.suppress(OSError):  # a disk that can only be read is still good for that
+            with contextlib.suppress(OSError):  # blocks on a read-only disk can still be read
                 now = time.time_ns()
                 os.utime(fd, ns=(now, now))
             failpoint("disk.get.3")
@@ -98,11 +98,11 @@ class BlockFiles:
             os.close(fd)
 
     def _read_content(self, fd: int, size: int, wanted: ReadRequest) -> bool:
-        """Steps 2 and 3 of a get, of a file of `size` bytes, which may change meanwhile."""
+        """Do steps 2 and 3 of a get for a file of `size` bytes, which may change meanwhile. Return whether it is whole."""
         length = size - HEADER_BYTES
         if not 0 <= length <= 2 * self._form.payload_bytes:
             return False
-        begun = time.perf_counter()
+        started_s = time.perf_counter()
         piece = self._buffers.piece[:length]
         header = self._read_header(fd, piece)
         if header is None or not self._form.is_header_of(header, wanted.key) or header.content_bytes != length:
@@ -110,17 +110,17 @@ class BlockFiles:
         failpoint("disk.get.2")
         if header.codec == RAW:
             checksum = _copy_content(fd, piece, wanted.target) if length == len(wanted.target) else None
-            self._record_transfer(size, begun)
+            self._record_transfer(size, started_s)
             return checksum == header.checksum
         if self._codec is None or not self._codec.has_decoder(header.codec):
             return False
         content = memoryview(bytearray(length))
         checksum = _copy_content(fd, piece, content)
-        self._record_transfer(size, begun)
+        self._record_transfer(size, started_s)
         return checksum == header.checksum and self._codec.decode_payload(header.codec, content, wanted.target)
 
     def _read_header(self, fd: int, piece: memoryview) -> Header | None:
-        """The header, and after it the first piece of the content; None if they are not there."""
+        """Read the header and the first piece of the content. Return the header, or None if they are not there."""
         start = self._buffers.header
         try:
             is_there = os.preadv(fd, [start, piece], 0) == HEADER_BYTES + len(piece)
@@ -128,13 +128,13 @@ class BlockFiles:
         except DamagedBlock:
             return None
 
-    def _record_transfer(self, num_bytes: int, begun: float) -> None:
+    def _record_transfer(self, num_bytes: int, started_s: float) -> None:
         if self._codec is not None:
-            self._codec.record_transfer(num_bytes, time.perf_counter() - begun)
+            self._codec.record_transfer(num_bytes, time.perf_counter() - started_s)
 
 
 def _copy_content(fd: int, piece: memoryview, into: memoryview) -> int | None:
-    """Step 3 of a get: `piece`, and what follows it in the file, to `into`; its checksum, or None if there is less."""
+    """Copy `piece` and the rest of the file to `into`. Return the checksum, or None if the file is too short."""
     pieces, start = HashingCopy(into), 0
     while start < len(into):
         if start:

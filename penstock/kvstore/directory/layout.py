@@ -1,9 +1,9 @@
-"""Where things are in the directory.
+"""Layout of the directory.
 
-lock                        the lock, and in it the usage
-<2 hex>/<64 hex>.kv         a block: header and content; its time of change is when it was last used
-leases/<owner>/<64 hex>.<end>   a second link to a block, which keeps it; <end> in milliseconds since the epoch
-writers/<name>/             of a process that has the directory open: its reservation, and the files it is writing
+lock                            the lock file, which contains the usage
+<2 hex>/<64 hex>.kv             a block: header and content; its modification time is the time of its last use
+leases/<owner>/<64 hex>.<end>   a lease: a second link to a block; <end> in milliseconds since the epoch
+writers/<name>/                 of a process that has the directory open: its reservation, and the files it is writing
 """
 
 import contextlib
@@ -18,28 +18,28 @@ NUM_KEY_DIGITS = 64
 
 
 def round_to_pages(num_bytes: int) -> int:
-    """What a file of so many bytes takes: whole pages."""
+    """Return the space that a file takes: whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class DirectoryLayout:
-    """Paths in a directory, as strings: they are made for every block that is touched."""
+    """Paths in a directory. They are strings, as they are built for every block that is used."""
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
         self.lock, self.leases, self.writers = (f"{self.root}/{name}" for name in ("lock", "leases", "writers"))
 
     def block_path(self, key: bytes) -> str:
-        """The file of a block."""
+        """Return the path of a block's file."""
         name = key.hex()
         return f"{self.root}/{name[:2]}/{name}.kv"
 
     def owner_folder(self, owner: str) -> str:
-        """The folder of an owner's leases; any text may be an owner."""
+        """Return the folder of an owner's leases. Any text may be an owner."""
         return f"{self.leases}/{hashlib.sha256(owner.encode()).hexdigest()[:32]}"
 
     def list_blocks(self) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Keys and files of all blocks. What goes meanwhile is left out."""
+        """Yield key and stat of all blocks. Blocks that are removed meanwhile are left out."""
         for folder in list_folders(self.root):
             if len(folder.name) == 2 and set(folder.name) <= HEX_DIGITS:
                 for entry in list_entries(folder.path):
@@ -50,7 +50,7 @@ class DirectoryLayout:
 
 
 def list_entries(folder: str) -> list[os.DirEntry[str]]:
-    """What is in a folder, nothing if it is not there."""
+    """Return the entries of a folder; none if it does not exist."""
     try:
         with os.scandir(folder) as found:
             return list(found)
@@ -59,12 +59,12 @@ def list_entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def list_folders(folder: str) -> list[os.DirEntry[str]]:
-    """The folders in a folder; what else may be there is not ours."""
+    """Return the folders in a folder. Other entries are not ours."""
     return [entry for entry in list_entries(folder) if entry.is_dir(follow_symlinks=False)]
 
 
 def make_folder(path: str) -> None:
-    """Make a folder that may be there already, and those that it is in, for this user alone."""
+    """Make a folder and its parents where they do not exist, for this user alone."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -75,7 +75,7 @@ def make_folder(path: str) -> None:
 
 
 def parse_key(name: str, ending: str) -> bytes | None:
-    """The key that a file's name says, if it is one of ours."""
+    """Return the key in a file's name, or None if the name is not one of ours."""
     digits = name.removesuffix(ending)
     if len(digits) != NUM_KEY_DIGITS or digits + ending != name or not set(digits) <= HEX_DIGITS:
         return None
@@ -83,7 +83,7 @@ def parse_key(name: str, ending: str) -> bytes | None:
 
 
 def remove_file(path: str) -> bool:
-    """Remove a file; whether it was there."""
+    """Remove a file. Return whether it existed."""
     try:
         os.unlink(path)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Leases are second links to a block's file: the number of its links says that it is leased.
+"""Leases are second links to a block's file: a block with more than one link is leased.
 
-The end of a lease stands in the link's name, so that renewing is one rename. All this happens under the directory's
-lock.
+The end of a lease is part of the link's name, so that renewing is one rename. All functions are called under the
+directory's lock.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from penstock.kvstore.directory.layout import (
 
 
 def now_ms() -> int:
-    """The time that leases end at."""
+    """Return the time by which leases end, in milliseconds since the epoch."""
     return time.time_ns() // 1_000_000
 
 
 def create_leases(layout: DirectoryLayout, owner: str, keys: Sequence[bytes], seconds: float) -> None:
-    """Link those that are here; an older link of the same owner is renamed, unless it is of a file that is gone."""
+    """Lease those of these blocks that are here. An older link of the same owner to the same file is renamed."""
     folder = layout.owner_folder(owner)
     make_folder(folder)
     older = {key: path for key, _, path in _list_owner_leases(folder)}
@@ -42,11 +42,11 @@ def create_leases(layout: DirectoryLayout, owner: str, keys: Sequence[bytes], se
                 os.link(layout.block_path(key), path)
             failpoint("disk.lease.1")
     with contextlib.suppress(OSError):
-        os.rmdir(folder)  # if nothing is in it
+        os.rmdir(folder)  # if it is empty
 
 
 def remove_leases(layout: DirectoryLayout, owner: str, keys: Sequence[bytes]) -> None:
-    """Remove the owner's links to these blocks."""
+    """Remove the owner's leases on these blocks."""
     folder, wanted = layout.owner_folder(owner), set(keys)
     for key, _, path in _list_owner_leases(folder):
         if key in wanted:
@@ -57,22 +57,22 @@ def remove_leases(layout: DirectoryLayout, owner: str, keys: Sequence[bytes]) ->
 
 
 def list_leases(layout: DirectoryLayout) -> Iterator[tuple[bytes, int, str]]:
-    """(Key, end, path) of every lease, ended or not."""
+    """Yield (key, end, path) of every lease, expired or not."""
     for folder in list_folders(layout.leases):
         yield from _list_owner_leases(folder.path)
 
 
 def remove_leases_of_all_owners(layout: DirectoryLayout, keys: set[bytes]) -> None:
-    """Remove all links to these blocks, whoever's they are."""
+    """Remove all leases on these blocks, of any owner."""
     for key, _, path in list_leases(layout):
         if key in keys:
             remove_file(path)
 
 
 def remove_expired_leases(layout: DirectoryLayout, *, everything: bool = False) -> int:
-    """Remove leases that ended, and empty folders; the end of the next one to end, or 0.
+    """Remove expired leases and empty folders. Return when the next lease ends, or 0.
 
-    With `everything` also those whose block is gone, and what is none.
+    With `everything`, also remove leases whose block is gone, and other files.
     """
     now, ends = now_ms(), list[int]()
     for folder in list_folders(layout.leases):
@@ -88,7 +88,7 @@ def remove_expired_leases(layout: DirectoryLayout, *, everything: bool = False) 
 
 
 def find_stray_leases(layout: DirectoryLayout) -> list[str]:
-    """What is no lease of a block that is here, for checks."""
+    """Return the files that are no lease of a block that is here, for checks."""
     found = []
     for folder in list_folders(layout.leases):
         for entry in list_entries(folder.path):
@@ -99,7 +99,7 @@ def find_stray_leases(layout: DirectoryLayout) -> list[str]:
 
 
 def list_leased_keys(layout: DirectoryLayout) -> list[bytes]:
-    """The key of each lease that has not ended."""
+    """Return the key of each lease that has not expired."""
     now = now_ms()
     return [key for key, end, _ in list_leases(layout) if end > now]
 
@@ -112,14 +112,14 @@ def _list_owner_leases(folder: str) -> Iterator[tuple[bytes, int, str]]:
 
 
 def _parse_lease_name(name: str) -> tuple[bytes | None, int]:
-    """The key and the end that a lease's name says."""
+    """Return key and end from a lease's name; key None for another file."""
     digits, _, end = name.partition(".")
     key = parse_key(digits, "")
     return (key, int(end)) if key is not None and end.isascii() and end.isdigit() else (None, 0)
 
 
 def _is_link_to_block(layout: DirectoryLayout, key: bytes, path: str) -> bool:
-    """Whether it is a link to the block that is here now."""
+    """Return whether a lease is a link to the block that is here now."""
     try:
         return os.stat(layout.block_path(key)).st_ino == os.lstat(path).st_ino
     except FileNotFoundError:

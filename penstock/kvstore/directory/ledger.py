@@ -1,12 +1,12 @@
-"""The directory's lock and usage: how many bytes and blocks there are, exact while the lock is held.
+"""The directory's lock and usage: the number of bytes and blocks, exact while the lock is held.
 
-1. Who changes something takes the lock, and before the first change the record says that it is uncertain.
+1. A process that changes something takes the lock, and marks the record as uncertain before the first change.
 2. Files are linked, renamed, removed.
-3. The new usage is written, certain again; the lock is given up.
+3. The new usage is written and marked as certain; the lock is released.
 
-Dead between 1 and 3: the lock ends with the process, and the next holder counts all files, and removes leases without a
-block and what dead writers left. A record of another boot is uncertain as well: the machine may have lost what was not
-yet on the disk.
+After a crash between 1 and 3 the lock is free, and its next holder counts all files, and removes leases without a block
+and files of dead writers. A record of another boot is uncertain as well: the machine may have lost changes that were not
+on the disk yet.
 """
 
 import contextlib
@@ -31,22 +31,22 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass
 class UsageRecord:
-    """What the directory holds."""
+    """The usage of the directory."""
 
     used_bytes: int = 0
-    """Bytes that count against the budget: blocks, in whole pages, and what is reserved for those being written."""
+    """Bytes that count against the budget: blocks in whole pages, and space reserved for blocks being written."""
     num_blocks: int = 0
     budget_bytes: int = 0
-    """Of who opened it last, for people who look."""
+    """Budget of the process that opened the directory last, for tools."""
     num_changes: int = 0
-    """Counts what may have given somebody a block to evict: blocks written, leases released, blocks removed."""
+    """Counts changes after which there may be a block to evict: blocks written or removed, leases changed."""
 
 
 class Ledger:
-    """The lock of a directory, and the usage under it. Raises `OSError` if the directory fails."""
+    """The lock of a directory, and its usage. Methods raise `OSError` if the directory fails."""
 
     def __init__(self, layout: DirectoryLayout, *, makes: bool) -> None:
-        """With `makes` the directory and the lock's file are made where they are not there, when they are needed."""
+        """With `makes`, the directory and the lock file are made when they are needed and do not exist."""
         self._layout, self._makes = layout, makes
         self._threads = threading.Lock()
         self._fd, self._is_closed = -1 if makes else self._open_lock_file(), False
@@ -56,7 +56,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def hold_lock(self) -> Iterator[UsageRecord]:
-        """The lock, and the usage. Call `change` before the first change."""
+        """Hold the lock. Yields the usage; call `mark_uncertain` before the first change."""
         with self._threads:
             self._acquire_lock()
             try:
@@ -74,7 +74,7 @@ class Ledger:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _acquire_lock(self) -> None:
-        """Wait for the lock; if its file was deleted meanwhile, it is another file's: all must wait for the same."""
+        """Wait for the lock. If its file was deleted meanwhile, lock the new one, so that all processes use the same."""
         if self._is_closed:
             raise OSError(errno.EBADF, "closed")
         while True:
@@ -94,13 +94,13 @@ class Ledger:
                 return
 
     def mark_uncertain(self) -> None:
-        """Something is about to change: the record is uncertain until the lock is given up."""
+        """Mark the record as uncertain until the lock is released, before a change."""
         if not self._is_changing:
             self._is_changing = True
             self._write_record(is_certain=False)
 
     def recount_usage(self) -> None:
-        """Count all there is, and remove what nobody needs."""
+        """Count all files, and remove what dead writers and expired leases left."""
         writers.remove_dead_writers(self._layout)
         leases.remove_expired_leases(self._layout, everything=True)
         sizes = [round_to_pages(stat.st_size) for _, stat in self._layout.list_blocks()]
@@ -108,21 +108,21 @@ class Ledger:
         self.record.num_blocks = len(sizes)
 
     def read_usage(self) -> UsageRecord:
-        """The usage; after closing what it was."""
+        """Return the usage; after closing, the last one known."""
         if self._is_closed:
             return self.record
         with self.hold_lock() as record:
             return record
 
     def close(self) -> None:
-        """Let go of the lock's file."""
+        """Close the lock file."""
         with self._threads:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd, self._is_closed = -1, True
 
     def _open_lock_file(self) -> int:
-        """The lock's file. Who only looks makes none: it may be another user, and the workers could not open it."""
+        """Open the lock file. Tools do not make it: they may run as another user, and workers could not open it."""
         if self._makes:
             make_folder(self._layout.root)
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if self._makes else 0)
@@ -137,7 +137,7 @@ class Ledger:
         if _CHECKSUM.unpack_from(stored, _RECORD.size)[0] != compute_checksum(fields) or magic != MAGIC:
             return None
         if not is_certain or boot != self._boot:
-            # The count is made anew, the rest is still good.
+            # The files are counted anew, the rest is still right.
             self.record.budget_bytes, self.record.num_changes = budget, changes + 1
             return None
         return UsageRecord(used, blocks, budget, changes)
@@ -150,7 +150,7 @@ class Ledger:
 
 
 def _read_boot_id() -> bytes:
-    """Stands for the time since the machine was started."""
+    """Return an id of the machine's boot."""
     try:
         return hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).digest()[:16]
     except OSError:

@@ -1,7 +1,7 @@
-"""The processes that write: each has a folder with the files it is writing and a lock that ends when it does.
+"""The processes that write: each has a folder with the files that it is writing, and a lock that ends with the process.
 
-The lock's file says how many bytes of the budget are reserved for what it is writing. A folder whose lock can be taken
-belongs to a dead process, however young it is, and goes. All this happens under the directory's lock.
+The lock file contains how many bytes of the budget are reserved for these files. A folder whose lock is free belongs to
+a dead process, however new it is, and is removed. All this happens under the directory's lock.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ _COUNT = struct.Struct("<Q")
 
 
 class Writer:
-    """The folder of a tier that is open. Its methods are called under the directory's lock, except `give_up`.
+    """The folder of an open tier. Its methods are called under the directory's lock, except `give_up_drafts`.
 
-    What is reserved is what its drafts, files that have room and no name yet, are to take. `settle` brings the record
-    in the folder to that, and says by how much it changed: so the directory's usage always has what the record says,
-    also where a file could not be removed or the record not be written.
+    The reservation is the size of all drafts, files with reserved space that are not published yet. `update_reservation`
+    writes it to the folder's lock file and returns by how much it changed. So the directory's usage always agrees with
+    that file, also if a draft could not be removed or the file not be written.
     """
 
     def __init__(self, layout: DirectoryLayout) -> None:
@@ -40,29 +40,29 @@ class Writer:
             raise
 
     def new_draft(self, size: int) -> str:
-        """A path that nobody else uses, for a file of so many bytes."""
+        """Return a new path for a file of `size` bytes."""
         path = f"{self._folder}/{secrets.token_hex(8)}"
         self._drafts[path] = size
         return path
 
     def remove_published(self, path: str) -> None:
-        """It is a block now."""
+        """Forget a draft that is a block now."""
         del self._drafts[path]
 
     def give_up_drafts(self, paths: Iterable[str]) -> None:
-        """No more is done with these files: they go when it is settled."""
+        """Give these files up: they are removed by the next `update_reservation`."""
         self._given_up.extend(paths)
 
     def update_reservation(self) -> int:
-        """Remove what was given up and record what is reserved; how many bytes more than before."""
-        if not os.path.exists(f"{self._folder}/{RESERVATION_NAME}"):  # somebody deleted it
+        """Remove files that were given up, and record the reservation. Return how many bytes it grew."""
+        if not os.path.exists(f"{self._folder}/{RESERVATION_NAME}"):  # the folder was deleted
             self._create_folder()
         for _ in range(len(self._given_up)):
             path = self._given_up.popleft()
             try:
                 remove_file(path)
                 self._drafts.pop(path, None)
-            except OSError:  # as long as it is there, it counts
+            except OSError:  # as long as the file exists, it counts
                 self._given_up.append(path)
         num_reserved = sum(self._drafts.values())
         more = num_reserved - self._num_recorded
@@ -72,13 +72,13 @@ class Writer:
         return more
 
     def close(self) -> int:
-        """Give it up; how many bytes were still recorded."""
+        """Remove the folder. Return how many bytes were still reserved."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._close_lock()
         return self._num_recorded
 
     def _create_folder(self) -> None:
-        """The folder, its lock in our hands, and the record."""
+        """Make the folder, take its lock, and write the reservation."""
         self._close_lock()
         make_folder(self._folder)
         self._fd = os.open(f"{self._folder}/{RESERVATION_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -92,7 +92,7 @@ class Writer:
 
 
 def remove_dead_writers(layout: DirectoryLayout) -> int:
-    """Remove the folders of dead processes; how many bytes they had reserved."""
+    """Remove the folders of dead processes. Return how many bytes they had reserved."""
     total = 0
     for folder in list_folders(layout.writers):
         with _lock_if_dead(folder.path) as reserved_bytes:
@@ -103,12 +103,12 @@ def remove_dead_writers(layout: DirectoryLayout) -> int:
 
 
 def count_reserved_bytes(layout: DirectoryLayout) -> int:
-    """How many bytes all writers have reserved, dead or alive."""
+    """Return how many bytes all writers have reserved, dead or alive."""
     return sum(_read_reservation(f"{folder.path}/{RESERVATION_NAME}") for folder in list_folders(layout.writers))
 
 
 def find_dead_writers(layout: DirectoryLayout) -> list[str]:
-    """The folders of dead processes, for checks."""
+    """Return the folders of dead processes, for checks."""
     found = []
     for folder in list_folders(layout.writers):
         with _lock_if_dead(folder.path) as reserved_bytes:
@@ -118,7 +118,7 @@ def find_dead_writers(layout: DirectoryLayout) -> list[str]:
 
 
 class _lock_if_dead(contextlib.AbstractContextManager["int | None"]):  # noqa: N801 (used as a function)
-    """A writer's lock, if nobody has it: what it had reserved, or None for one that lives."""
+    """Takes a dead writer's lock. Yields what it had reserved, or None if the writer is alive."""
 
     def __init__(self, folder: str) -> None:
         self._path, self._fd = f"{folder}/{RESERVATION_NAME}", -1
@@ -128,7 +128,7 @@ class _lock_if_dead(contextlib.AbstractContextManager["int | None"]):  # noqa: N
             self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
-            return 0  # it died while it was made
+            return 0  # its process died while making it
         except BlockingIOError:
             return None
         return _read_reservation(self._path)
