@@ -1,1 +1,1 @@
-"""KV blocks: their keys, their stored form, the tiers they are in."""
+"""KV blocks: their keys, their stored format, and the tiers that store them."""

@@ -1,7 +1,7 @@
-"""Copying and checking in one go: the checksum is of the bytes that were stored, as they were stored.
+"""Copying memory and computing its checksum in one pass: the checksum is over the bytes that were stored.
 
-Natively each byte is loaded once, stored and added to the checksum; where the library was not built, pieces are copied
-and then hashed in the copy while they are in the caches. Both give XXH3 (64 bits, seed 0), and both release the
+The native library loads each byte once, stores it and adds it to the checksum. Where it was not built, pieces are
+copied and then hashed while they are in the caches. Both compute XXH3 (64 bits, seed 0), and both release the
 interpreter's lock.
 """
 
@@ -11,20 +11,20 @@ from penstock.kvstore.native import library
 
 PIECE_BYTES = 512 * 2**10
 HASH_UNIT_BYTES = 1024
-"""Bytes that are hashed together."""
+"""Pieces of a copy are multiples of this size, but for the last."""
 
 
 def copy_and_hash(into: memoryview, source: memoryview) -> int:
-    """Copy `source` over `into`, of the same number of bytes; the xxh3 (64 bits) of what `into` holds then.
+    """Copy `source` to `into`, and return the xxh3 (64 bits) of the bytes in `into`.
 
-    Others may write into `source` meanwhile. Raises `ValueError` if the lengths differ.
+    Other threads may write to `source` meanwhile. Raise `ValueError` if the lengths differ.
     """
     native = library.load_library()
     return native.copy_and_hash(into, source) if native is not None else copy_and_hash_in_pieces(into, source)
 
 
 def copy_and_hash_in_pieces(into: memoryview, source: memoryview) -> int:
-    """The same without the library."""
+    """Do what `copy_and_hash` does, without the native library."""
     into, source = into.cast("B"), source.cast("B")
     if len(into) != len(source):
         raise ValueError(f"{len(source)} bytes do not fit over {len(into)}")
@@ -37,7 +37,7 @@ def copy_and_hash_in_pieces(into: memoryview, source: memoryview) -> int:
 
 
 class HashingCopy:
-    """A copy whose source comes in pieces: `into` is filled from its start, and hashed on the way."""
+    """A copy whose source comes in pieces. `into` is filled from its start, and hashed on the way."""
 
     def __init__(self, into: memoryview) -> None:
         self._into = into.cast("B")
@@ -45,9 +45,9 @@ class HashingCopy:
         self._start, self._checksum = 0, compute_checksum(b"")
 
     def add_piece(self, piece: memoryview) -> None:
-        """The next bytes: a multiple of `UNIT` of them, or all that are left. Raises `ValueError` for other numbers.
+        """Add the next bytes: a multiple of `HASH_UNIT_BYTES`, or all that are left. Raise `ValueError` otherwise.
 
-        An empty piece, also after the last one, changes nothing.
+        An empty piece changes nothing.
         """
         end = self._start + len(piece)
         if end > len(self._into) or (end < len(self._into) and len(piece) % HASH_UNIT_BYTES):
@@ -62,12 +62,12 @@ class HashingCopy:
         self._start = end
 
     def finish_checksum(self) -> int:
-        """The xxh3 (64 bits) of `into`. Raises `ValueError` before all pieces are there."""
+        """Return the xxh3 (64 bits) of `into`. Raise `ValueError` before all pieces were added."""
         if self._start < len(self._into):
             raise ValueError(f"only {self._start} of {len(self._into)} bytes were copied")
         return self._digest.intdigest() if self._native is None else self._checksum
 
 
 def compute_checksum(content: bytes | memoryview) -> int:
-    """The xxh3 (64 bits) of the content."""
+    """Return the xxh3 (64 bits) of a content."""
     return xxhash.xxh3_64_intdigest(content)

@@ -1,6 +1,6 @@
-"""The tiers of this host for people who look: without a model, and without what only a worker needs.
+"""The tiers of this host for `penstock kv`: without a model, and without packages that only a worker needs.
 
-A tier is opened as it lies there, so blocks of all models and pipelines that share it are seen.
+An existing tier is opened as it is, so blocks of all models and pipelines that share it are seen.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +17,14 @@ from penstock.redis.urls import hide_password
 
 T = TypeVar("T")
 CODEC_NAMES = {RAW: "raw", 1: "lossless", 2: "int8"}
-"""Named here, as the codecs themselves need packages that a look does not."""
+"""Names of codecs by number. They stand here, as the codecs' modules need packages that these tools do not."""
 REMOVE_BATCH = 256
-"""Blocks that are removed at a time."""
+"""Blocks that are removed in one call."""
 
 
 @dataclass(frozen=True)
 class TierLocation:
-    """A tier and where it is."""
+    """A tier and its location."""
 
     tier: Tier
     location: str
@@ -35,23 +35,23 @@ class TierLocation:
         return self.tier.name
 
     def read_usage(self) -> TierUsage:
-        """What is there. Raises `KVStoreError` if that cannot be asked."""
+        """Return the tier's usage. Raise `KVStoreError` if the tier fails."""
         return self._ask_tier(self.tier.read_usage)
 
     def list_entries(self) -> list[TierEntry]:
-        """All blocks, the least recently used first. Raises `KVStoreError` if they cannot be listed."""
+        """Return all blocks, the least recently used first. Raise `KVStoreError` if the tier fails."""
         return self._ask_tier(lambda: sorted(self.tier.list_entries(), key=lambda entry: (entry.used_s, entry.key)))
 
     def read_stored(self, key: bytes) -> bytes | None:
-        """A block as it lies there. Raises `KVStoreError` if that cannot be asked."""
+        """Return a block as it is stored. Raise `KVStoreError` if the tier fails."""
         return self._ask_tier(lambda: self.tier.read_stored(key))
 
     def remove_blocks(self, keys: list[bytes]) -> int:
-        """Forget these blocks; how many were there. Raises `KVStoreError` if that cannot be asked."""
+        """Remove blocks. Return how many were there. Raise `KVStoreError` if the tier fails."""
         return self._ask_tier(lambda: self.tier.remove_blocks(keys))
 
     def _ask_tier(self, ask: Callable[[], T]) -> T:
-        """A tier raises nothing; a person wants to know that what it says is not all there is."""
+        """Return the tier's answer. Raise `KVStoreError` if it counted an error, as tiers themselves raise nothing."""
         errors = self.tier.counters.errors
         answer = ask()
         if self.tier.counters.errors > errors:
@@ -61,24 +61,24 @@ class TierLocation:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """What a look at one stored block showed."""
+    """What a check of one stored block showed."""
 
     key: bytes
     bytes: int
     header: Header | None
-    """None if it cannot be read."""
+    """None if the header cannot be read."""
     header_problem: str
-    """Empty: nothing is wrong with it."""
+    """Empty if the header is right."""
     content_problem: str
 
     @property
     def problem(self) -> str:
-        """What is wrong with the block; empty: nothing."""
+        """What is wrong with the block; empty if nothing is."""
         return self.header_problem or self.content_problem
 
 
 def examine_block(key: bytes, stored: bytes) -> BlockReport:
-    """Check a stored block all through: header, key, length and checksum of the content."""
+    """Check a stored block: header, key, length and checksum of the content."""
     try:
         header = Header.unpack(stored)
     except DamagedBlock as damage:
@@ -94,14 +94,14 @@ def examine_block(key: bytes, stored: bytes) -> BlockReport:
 
 
 def codec_name(number: int) -> str:
-    """What the codec of that number in headers is called."""
+    """Return the name of a codec number."""
     return CODEC_NAMES.get(number, f"unknown, number {number}")
 
 
 def inspect_block(place: TierLocation, key: bytes) -> BlockReport | None:
-    """Examine a block where it lies; None if it is not there.
+    """Check a block in its tier. Return None if it is not there.
 
-    Workers go on meanwhile: one that seems damaged is read again, as it may just have been replaced.
+    Workers go on meanwhile: a block that seems damaged is read again, as it may just have been replaced.
     """
     for _ in range(2):
         stored = place.read_stored(key)
@@ -114,7 +114,7 @@ def inspect_block(place: TierLocation, key: bytes) -> BlockReport | None:
 
 
 def remove_in_batches(place: TierLocation, entries: Sequence[TierEntry]) -> Iterator[tuple[int, int]]:
-    """Remove blocks, a batch at a time: how many of each batch were there, and its bytes as they were listed."""
+    """Remove blocks in batches. Yield for each batch how many were there, and its bytes as they were listed."""
     for start in range(0, len(entries), REMOVE_BATCH):
         batch = entries[start : start + REMOVE_BATCH]
         yield place.remove_blocks([entry.key for entry in batch]), sum(entry.bytes for entry in batch)
@@ -123,11 +123,11 @@ def remove_in_batches(place: TierLocation, entries: Sequence[TierEntry]) -> Iter
 def open_tiers(
     settings: KVSettings, urls: Sequence[str], stack: ExitStack, only: str | None, tell: Callable[[str], None]
 ) -> list[TierLocation]:
-    """Every tier there is (or the `only` one), in the order in which workers read them; the stack closes them.
+    """Open every tier there is (or the `only` one), in the order in which workers read them; the stack closes them.
 
-    Shared memory and disk count if they are there, whoever made them; Redis if the settings give it a budget. What is
-    there and cannot be opened is left out, and the reason told. With `only` it is raised: `KVStoreError`, or
-    `DependencyMissing`; but one arena among several is told in any case.
+    Shared memory and disk are opened if they exist, and Redis if the settings give it a budget. A tier that cannot be
+    opened is left out, and the reason is passed to `tell`. With `only` it is raised: `KVStoreError`, or
+    `DependencyMissing`; but for one arena among several the reason is passed to `tell` in any case.
     """
     openers: dict[str, Callable[[], Iterator[TierLocation]]] = {
         "shared": lambda: _open_shared_tiers(settings.shared_dir, tell),
@@ -158,7 +158,7 @@ def _open_shared_tiers(directory: str, tell: Callable[[str], None]) -> Iterator[
     for arena in find_arenas(directory):
         try:
             tier = SharedTier.attach(arena.path)
-        except KVStoreError as error:  # half made, as its maker died, or of another version
+        except KVStoreError as error:  # incomplete, as its maker died, or of another version
             tell(f"left out: {error}")
             continue
         used = "" if arena.is_in_use else ", in no process"

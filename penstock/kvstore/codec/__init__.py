@@ -1,7 +1,7 @@
-"""Codecs: how a payload is written below the pool.
+"""Codecs: how payloads are encoded in the tiers.
 
-A tier has one object of `Codecs`, which writes one way and reads all that its setting allows; the header says which it
-was.
+A tier has one `TierCodecs`, which writes with one codec and reads with all that its setting allows. A block's header
+has the number of its codec.
 """
 
 from penstock.config.settings import CodecChoice
@@ -15,34 +15,34 @@ __all__ = ["INT8", "LOSSLESS", "Codec", "Codecs", "Element", "PayloadShape", "co
 
 
 class TierCodecs:
-    """What one tier writes with, and all it reads. Any thread may call it."""
+    """The codecs of one tier: one that writes, and all that read. Any thread may call it."""
 
     def __init__(self, readers: dict[int, Codec], writer: Codec | AdaptiveCodec | None) -> None:
         self._readers, self._writer = readers, writer
 
     def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
-        """What to store for the payload, and the number of the codec that reads it (`RAW`: it is the payload)."""
+        """Return the number of a codec, and the content to store (`RAW`: the payload itself)."""
         return (RAW, payload) if self._writer is None else self._writer.encode_payload(payload)
 
     def has_decoder(self, number: int) -> bool:
-        """Whether contents of that number, which is not `RAW`, can be read."""
+        """Return whether contents of that codec, other than `RAW`, can be read."""
         return number in self._readers
 
     def decode_payload(self, number: int, content: memoryview, into: memoryview) -> bool:
-        """Write the payload to `into`, which has its length; False if that cannot be read."""
+        """Decode a content to `into`, which has the payload's length. Return False if it cannot be decoded."""
         codec = self._readers.get(number)
         return codec is not None and codec.decode_payload(content, into)
 
     def record_transfer(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes went to or came from where the tier keeps its blocks."""
+        """Record how long a transfer to or from the tier's storage took."""
         if isinstance(self._writer, AdaptiveCodec):
             self._writer.record_transfer(num_bytes, seconds)
 
 
 def make_codecs(choice: CodecChoice, shape: PayloadShape) -> TierCodecs:
-    """The codecs of a tier for payloads of that shape.
+    """Return the codecs of a tier for payloads of that shape.
 
-    8-bit blocks are read only where they are written: without that setting a model's blocks are exact.
+    8-bit blocks are read only with the setting that writes them: without it a model's blocks are exact.
     """
     lossless = LosslessCodec(shape.element)
     if choice == "int8":

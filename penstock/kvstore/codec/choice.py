@@ -1,4 +1,4 @@
-"""Raw or compressed: decided by what was measured, for a tier whose link may be a bus, a disk or a long wire."""
+"""Compress a block or store it raw: decided by measured times, as a tier's storage may be near or far."""
 
 import threading
 import time
@@ -8,18 +8,19 @@ from penstock.kvstore.codec.contract import Codec
 from penstock.running_mean import RunningMean
 
 NUM_FIRST_PROBES = 4
-"""The first blocks are all tried with the codec."""
+"""The first blocks are all encoded, to measure the codec."""
 PROBE_INTERVAL_BLOCKS = 256
-"""After them, one block in so many is tried."""
+"""After them, one block in so many is encoded to measure the codec."""
 MIN_SAMPLE_BYTES = 64 * 2**10
-"""Shorter transfers say more of the latency than of the link."""
+"""Shorter transfers are not measured, as they show latency rather than bandwidth."""
 DECAY = 0.9
-"""What is left of what was measured before, with each new measurement."""
+"""Weight that earlier measurements keep at each new one."""
 
 
 class AdaptiveCodec:
-    """Says for each block whether it pays to compress it: what the link is spared, there and back, against the time to
-    encode and to decode. Until the link has been seen at work nothing is compressed.
+    """Compresses a block if the transfer time saved, there and back, exceeds the time to encode and decode it.
+
+    Nothing is compressed until transfers were measured.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -30,14 +31,14 @@ class AdaptiveCodec:
         self._num_blocks = 0
 
     def record_transfer(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes went over the link, one way or the other."""
+        """Record the time of a transfer in either direction."""
         if num_bytes >= MIN_SAMPLE_BYTES:
             with self._lock:
                 self._link_s_per_byte.add(seconds, num_bytes, kept=DECAY)
 
     @property
     def is_worthwhile(self) -> bool:
-        """Whether a compressed block is written and read in less time."""
+        """Whether a compressed block takes less time to write and read."""
         with self._lock:
             link_s, content_bytes = self._link_s_per_byte.value, self._content_bytes_per_byte.value
             if link_s is None or content_bytes is None:
@@ -46,7 +47,7 @@ class AdaptiveCodec:
             return spared_s > (self._encode_s_per_byte.value or 0.0) + (self._decode_s_per_byte.value or 0.0)
 
     def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
-        """What to store for the payload, and the number of the codec that reads it."""
+        """Return the number of a codec, and the content to store."""
         with self._lock:
             is_probe = self._num_blocks < NUM_FIRST_PROBES or self._num_blocks % PROBE_INTERVAL_BLOCKS == 0
             self._num_blocks += 1
@@ -55,14 +56,14 @@ class AdaptiveCodec:
         return self._codec.encode_payload(payload) if self.is_worthwhile else (RAW, payload)
 
     def _probe_codec(self, payload: memoryview) -> tuple[int, memoryview]:
-        begun = time.perf_counter()
+        started_s = time.perf_counter()
         number, content = self._codec.encode_payload(payload)
-        encoded = time.perf_counter()
+        encoded_s = time.perf_counter()
         if number != RAW:
             self._codec.decode_payload(content, memoryview(bytearray(len(payload))))
-        decoded = time.perf_counter()
+        decoded_s = time.perf_counter()
         with self._lock:
             self._content_bytes_per_byte.add(len(content), len(payload), kept=DECAY)
-            self._encode_s_per_byte.add(encoded - begun, len(payload), kept=DECAY)
-            self._decode_s_per_byte.add(decoded - encoded, len(payload), kept=DECAY)
+            self._encode_s_per_byte.add(encoded_s - started_s, len(payload), kept=DECAY)
+            self._decode_s_per_byte.add(decoded_s - encoded_s, len(payload), kept=DECAY)
         return (number, content) if self.is_worthwhile else (RAW, payload)

@@ -1,4 +1,4 @@
-"""What a codec is, and what it may know of the bytes it is given."""
+"""The contract of a codec, and the shape of the payloads that it is given."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -7,12 +7,12 @@ Element = Literal["float32", "bfloat16", "float16"]
 ELEMENT_BYTES: dict[Element, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 LOSSLESS, INT8 = 1, 2
-"""Numbers in headers, beside `RAW`."""
+"""Codec numbers in headers, beside `RAW`."""
 
 
 @dataclass(frozen=True)
 class PayloadShape:
-    """What the numbers of a payload are, and the rows they come in: one row is what one head caches of one token."""
+    """Type and rows of a payload's numbers. One row is what one head caches of one token."""
 
     element: Element
     rows: tuple[tuple[int, int], ...]
@@ -25,16 +25,15 @@ class PayloadShape:
 
 
 class Codec(Protocol):
-    """One way to write a payload."""
+    """One way to encode a payload."""
 
     name: str
 
     def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
-        """What to store for the payload, and the number of the codec that reads it: `RAW`, and the payload itself, if
-        it cannot be written this way.
-        """
+        """Return the number of the codec and the content to store: `RAW` and the payload, if it cannot be encoded."""
 
     def decode_payload(self, content: memoryview, into: memoryview) -> bool:
-        """Write the payload to `into`, which has its length; False, and anything in it, if `content` is none that
-        `encode` made. Never raises for that.
+        """Decode a content to `into`, which has the payload's length.
+
+        Return False, with anything in `into`, if `encode_payload` did not make the content; never raise for that.
         """

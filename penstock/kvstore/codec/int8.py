@@ -1,7 +1,7 @@
-"""The codec that is not exact: each row as integers of 8 bits and one scale (its largest magnitude is 127).
+"""The lossy codec: each row as 8-bit integers and one scale (its largest magnitude becomes 127).
 
-The content: the scales of all rows (float32), then the integers, in the payload's order. Tokens may change, so blocks
-that were written this way are another model's. A block with an infinity or a NaN is stored raw.
+The content is the scales of all rows (float32), then the integers, in the payload's order. Tokens may change, so blocks
+that were written this way count as another model's. A block with an infinity or a NaN is stored raw.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ _MAX_FINITE: dict[Element, float] = {
 
 
 class Int8Codec:
-    """8 bits a number, symmetric, one scale for each token and head."""
+    """8 bits a number, symmetric, with one scale for each token and head."""
 
     name = "int8"
 
@@ -31,7 +31,7 @@ class Int8Codec:
         self._content_bytes = 4 * self._num_rows + sum(count * size for count, size in shape.rows)
 
     def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
-        """See `Codec.encode`."""
+        """Implement `Codec.encode_payload`."""
         if len(payload) != self._shape.payload_bytes:
             return RAW, payload
         values = to_float32(payload, self._shape.element)
@@ -42,7 +42,7 @@ class Int8Codec:
         row = start = 0
         for count, size in self._shape.rows:
             part = values[start : start + count * size].reshape(count, size)
-            # What is too small for a scale of its own has scale 0 and becomes 0.
+            # Rows too small for a scale have scale 0 and become 0.
             scale = np.abs(part).max(axis=1, initial=0) / np.float32(_MAX_INT8)
             whole = np.rint(part / np.where(scale > 0, scale, np.float32(1))[:, None])
             integers[start : start + count * size] = np.clip(whole, -_MAX_INT8, _MAX_INT8).astype(np.int8).reshape(-1)
@@ -51,7 +51,7 @@ class Int8Codec:
         return INT8, memoryview(content)
 
     def decode_payload(self, content: memoryview, into: memoryview) -> bool:
-        """See `Codec.decode_into`."""
+        """Implement `Codec.decode_payload`."""
         if len(content) != self._content_bytes or len(into) != self._shape.payload_bytes:
             return False
         scales, integers = self._split_content(content)
@@ -64,25 +64,25 @@ class Int8Codec:
             with np.errstate(over="ignore"):
                 values[start : start + count * size] = (part * scales[row : row + count, None]).reshape(-1)
             row, start = row + count, start + count * size
-        largest = _MAX_FINITE[self._shape.element]  # rounding may have gone over it
+        largest = _MAX_FINITE[self._shape.element]  # rounding may exceed it
         _write_rounded(np.clip(values, -largest, largest), self._shape.element, into)
         return True
 
     def _split_content(self, content: memoryview) -> tuple[Floats, NDArray[np.int8]]:
-        """Scales and integers, as they lie in the content."""
+        """Return views of the scales and the integers in a content."""
         end = 4 * self._num_rows
         return np.frombuffer(content[:end], "<f4"), np.frombuffer(content[end:], np.int8)
 
 
 def to_float32(payload: memoryview, element: Element) -> Floats:
-    """The payload's numbers."""
+    """Return the payload's numbers as float32."""
     if element == "bfloat16":
         return (np.frombuffer(payload, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
     return np.frombuffer(payload, "<f4" if element == "float32" else "<f2").astype(np.float32, copy=False)
 
 
 def _write_rounded(values: Floats, element: Element, into: memoryview) -> None:
-    """Write numbers, all of them finite, as the payload has them; to the nearest, even ones at a tie."""
+    """Write finite numbers in the payload's type, rounded to nearest, ties to even."""
     if element == "bfloat16":
         bits = values.view(np.uint32)
         rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))

@@ -1,8 +1,8 @@
-"""The codec that changes nothing: the bytes of numbers sorted by their place in the number, then zstd.
+"""The lossless codec: the bytes of all numbers grouped into planes by their position in the number, then zstd.
 
-The high bytes of K and V (sign and exponent) are few different ones and compress to about a third; the low ones hardly.
-The content: the length of each plane as it is stored (u32), the planes, and what was left of a number at the end. A
-plane that zstd does not make shorter is stored as it is, which its length says.
+The high bytes of K and V (sign and exponent) have few values and compress to about a third; the low bytes hardly do.
+The content is the stored length of each plane (u32), the planes, and the bytes of an incomplete number at the end. A
+plane that zstd does not make shorter is stored as it is, which its length shows.
 """
 
 import struct
@@ -15,11 +15,11 @@ from penstock.kvstore.block import RAW
 from penstock.kvstore.codec.contract import ELEMENT_BYTES, LOSSLESS, Element
 
 ZSTD_LEVEL = 1
-"""Beyond it exponents get no shorter, only slower."""
+"""Higher levels are slower and do not make exponents shorter."""
 
 
 class _PerThread(threading.local):
-    """zstd's contexts may be used by one thread at a time."""
+    """zstd contexts of one thread, as a context may be used by one thread at a time."""
 
     def __init__(self) -> None:
         self.encoder = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False, write_content_size=True)
@@ -27,7 +27,7 @@ class _PerThread(threading.local):
 
 
 class LosslessCodec:
-    """Byte planes and zstd for numbers of one kind."""
+    """Byte planes and zstd for numbers of one type."""
 
     name = "lossless"
 
@@ -37,7 +37,7 @@ class LosslessCodec:
         self._zstd = _PerThread()
 
     def encode_payload(self, payload: memoryview) -> tuple[int, memoryview]:
-        """See `Codec.encode`. Raw if it would get no shorter."""
+        """Implement `Codec.encode_payload`. A payload that would not get shorter stays raw."""
         taken = np.frombuffer(payload, np.uint8)
         num_whole = taken.size - taken.size % self._planes
         planes = np.ascontiguousarray(taken[:num_whole].reshape(-1, self._planes).T)
@@ -47,7 +47,7 @@ class LosslessCodec:
         return (LOSSLESS, memoryview(content)) if len(content) < taken.size else (RAW, payload)
 
     def decode_payload(self, content: memoryview, into: memoryview) -> bool:
-        """See `Codec.decode_into`."""
+        """Implement `Codec.decode_payload`."""
         if len(content) < self._lengths.size:
             return False
         lengths = self._lengths.unpack(content[: self._lengths.size])
@@ -70,7 +70,7 @@ class LosslessCodec:
         return packed if len(packed) < len(plane) else plane
 
     def _decompress_plane(self, part: memoryview, size: int) -> memoryview | bytes | None:
-        """The plane's `size` bytes, never more; None if that is not what is there."""
+        """Return the `size` bytes of a plane; None if the stored part is not such a plane."""
         if len(part) == size:
             return part
         try:

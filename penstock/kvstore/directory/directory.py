@@ -122,7 +122,7 @@ class Directory:
         return num_new
 
     def free_disk_space(self, draft: Draft, num_bytes: int) -> bool:
-        """Remove a draft that the full disk did not take, and evict `num_bytes` of blocks. Return whether any were evicted."""
+        """Remove a draft that did not fit on the full disk, and evict `num_bytes`. Return whether any were evicted."""
         with self.ledger.hold_lock():
             remove_file(draft.path)
             return self._eviction.evict_bytes(num_bytes)

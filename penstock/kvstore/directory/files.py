@@ -98,7 +98,7 @@ class BlockFiles:
             os.close(fd)
 
     def _read_content(self, fd: int, size: int, wanted: ReadRequest) -> bool:
-        """Do steps 2 and 3 of a get for a file of `size` bytes, which may change meanwhile. Return whether it is whole."""
+        """Do steps 2 and 3 of a get for a file of `size` bytes, which may change. Return whether it is whole."""
         length = size - HEADER_BYTES
         if not 0 <= length <= 2 * self._form.payload_bytes:
             return False

@@ -5,8 +5,8 @@
 3. The new usage is written and marked as certain; the lock is released.
 
 After a crash between 1 and 3 the lock is free, and its next holder counts all files, and removes leases without a block
-and files of dead writers. A record of another boot is uncertain as well: the machine may have lost changes that were not
-on the disk yet.
+and files of dead writers. A record of another boot is uncertain as well: the machine may have lost changes that were
+not on the disk yet.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class Ledger:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _acquire_lock(self) -> None:
-        """Wait for the lock. If its file was deleted meanwhile, lock the new one, so that all processes use the same."""
+        """Wait for the lock. If its file was deleted meanwhile, lock the new one, as other processes do."""
         if self._is_closed:
             raise OSError(errno.EBADF, "closed")
         while True:

@@ -22,9 +22,9 @@ _COUNT = struct.Struct("<Q")
 class Writer:
     """The folder of an open tier. Its methods are called under the directory's lock, except `give_up_drafts`.
 
-    The reservation is the size of all drafts, files with reserved space that are not published yet. `update_reservation`
-    writes it to the folder's lock file and returns by how much it changed. So the directory's usage always agrees with
-    that file, also if a draft could not be removed or the file not be written.
+    The reservation is the size of all drafts: files with reserved space that are not published yet.
+    `update_reservation` writes it to the folder's lock file and returns by how much it changed. So the directory's
+    usage always agrees with that file, also if a draft could not be removed or the file not be written.
     """
 
     def __init__(self, layout: DirectoryLayout) -> None:

@@ -1,4 +1,4 @@
-"""The compiled library, or None where it was not built (no compiler at install)."""
+"""The binding of the compiled library, where it was built."""
 
 import contextlib
 import ctypes
@@ -12,14 +12,14 @@ from penstock.kvstore.native.build import LIBRARY
 log = logging.getLogger("penstock.kv")
 
 HashState = c_uint64 * 8
-"""What is kept of a copy between its pieces."""
+"""State of the hash between the pieces of a copy."""
 
 _READ = 0
 _WRITE = 1
 
 
 class _PyBuffer(Structure):
-    """Python's `Py_buffer`: memory that stays where it is until it is released."""
+    """Python's `Py_buffer`: memory that is pinned until it is released."""
 
     _fields_: ClassVar = [
         ("start", c_void_p), ("owner", c_void_p), ("bytes", c_ssize_t), ("item_bytes", c_ssize_t),
@@ -35,7 +35,7 @@ _release_buffer.argtypes, _release_buffer.restype = [c_void_p], None
 
 
 class Library:
-    """The functions. Calls release the interpreter's lock."""
+    """Functions of the library. Calls release the interpreter's lock."""
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         self._copy_hashed = handle.penstock_copy_hashed
@@ -49,7 +49,7 @@ class Library:
         self.select_isa("")
 
     def select_isa(self, isa: str) -> bool:
-        """Work on the named instruction set from now on, or on the best one for ""; whether this processor has it."""
+        """Use the named instruction set, or the best one for "". Return whether this processor has it."""
         name = self._select(isa.encode())
         if name is not None:
             self.isa = name.decode()
@@ -63,7 +63,7 @@ class Library:
             return int(self._copy_hashed(target.start, origin.start, target.bytes))
 
     def copy_piece(self, sums: "ctypes.Array[c_uint64]", into: memoryview, source: memoryview, start: int) -> int:
-        """See `kvstore.copying.Pieces`: `source` to `into[start:]`; the checksum after the last piece, or 0."""
+        """Copy `source` to `into[start:]`. Return the checksum after the last piece, else 0."""
         with _pinned_buffer(into, _WRITE) as target, _pinned_buffer(source, _READ) as origin:
             if start + origin.bytes > target.bytes:
                 raise ValueError(f"{origin.bytes} bytes do not fit over the last {target.bytes - start}")
@@ -71,7 +71,7 @@ class Library:
 
 
 class _pinned_buffer(contextlib.AbstractContextManager[_PyBuffer]):  # noqa: N801 (used as a function)
-    """The memory of an object, which stays where it is meanwhile."""
+    """Pins the memory of an object."""
 
     def __init__(self, found: memoryview, flags: int) -> None:
         self._view = _PyBuffer()
@@ -86,7 +86,7 @@ class _pinned_buffer(contextlib.AbstractContextManager[_PyBuffer]):  # noqa: N80
 
 @functools.cache
 def load_library() -> Library | None:
-    """The library of this process, or None where it was not built, or for another kind of machine or version."""
+    """Return the library, or None if it was not built, or was built for another machine or version."""
     if not LIBRARY.is_file():
         return None
     try:
