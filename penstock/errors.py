@@ -1,7 +1,7 @@
-"""Every error Penstock raises on purpose.
+"""The errors that Penstock raises.
 
 PenstockError
-├── RequestError             a request cannot be answered; becomes its one result (`code` goes on the wire)
+├── RequestError             a request cannot be answered; becomes its result (`code` goes on the wire)
 │   ├── InvalidRequest         not JSON, not UTF-8, unknown field, bad value, empty prompt
 │   ├── UnsupportedVersion     a message version this build does not know
 │   ├── UnknownModel           the pipeline does not serve that model
@@ -9,31 +9,31 @@ PenstockError
 │   ├── RequestTooLarge        the message has more bytes than a request may have
 │   ├── IdConflict             the id was used before with another body
 │   ├── DeadlineExceeded       its deadline passed
-│   ├── Cancelled              somebody asked for it to stop
+│   ├── Cancelled              a client cancelled it
 │   ├── AttemptsExhausted      its workers were lost too often, without progress
 │   ├── OutOfMemory            computing it takes more memory than there is
-│   ├── StoreUnreachable       what is stored of it cannot be read or written
+│   ├── StoreUnreachable       its stored data cannot be read or written
 │   ├── ModelError             computing it fails
 │   └── InternalError          a bug or a fault of the machine; the message says what is known
 ├── StreamError              reading a token stream
-│   ├── StreamDiverged         the log says something else than the reader saw
+│   ├── StreamDiverged         the log has other tokens than the reader saw
 │   ├── StreamExpired          the log is gone: its time was over, or the id was never used
-│   └── StreamTimeout          nothing came within the reader's patience
+│   └── StreamTimeout          nothing came within the reader's timeout
 ├── BusError                 Kafka or Redis Streams
-│   ├── BusUnavailable         not reachable now; trying again may help
+│   ├── BusUnavailable         not reachable now; another attempt may succeed
 │   ├── DeliveryLost           the delivery belongs to another member now; `deliveries` says which
-│   ├── UpgradeNeeded          an older version left something that has to be moved first
-│   └── MemberFenced           this member was replaced by a newer one of its name; it must end
+│   ├── UpgradeNeeded          an older version left messages that have to be moved first
+│   └── MemberFenced           a newer member with this one's name replaced it; it must end
 ├── ModelLoadError           a model cannot be loaded; the message says why
 │   └── EngineCheckFailed      it loads, but gives other tokens than `generate()`
 ├── KVStoreError             a tier of the KV store cannot work as it is set up, or does not answer a tool
-│   └── DamagedBlock           a stored block is not whole, or not of this version
-├── SequenceFailed           a step of the engine fails because of one sequence; `error` is its request's
+│   └── DamagedBlock           a stored block is incomplete, or of another version
+├── SequenceFailed           a step of the engine failed because of one sequence; `error` is for its request
 ├── PlanError                a trace that cannot be read, or a load that no number of workers can carry
 ├── DeadLetterError          a dead letter that does not exist, or that cannot be put back
 ├── SettingsError            an unknown or bad setting
 ├── ServersDiffer            this process's list of Redis servers is not the pipeline's
-├── AccessRefused            a server does not let us in; the message says why, and which setting to look at
+├── AccessRefused            a server refuses this client; the message says why, and which setting to check
 ├── InvalidName              a pipeline, request or event id that cannot be one
 └── DependencyMissing        a program or package that is not installed; the message says what to install
 """
@@ -47,11 +47,11 @@ class PenstockError(Exception):
 
 
 class RequestError(PenstockError):
-    """A request that cannot be answered. The class's `code` is what clients see."""
+    """A request that cannot be answered. Clients see the class's `code`."""
 
     code: ClassVar[str] = "request_error"
     stack: str = ""
-    """Where it failed, for its dead letter."""
+    """The traceback of the failure, for the dead letter."""
 
 
 class InvalidRequest(RequestError):
@@ -103,7 +103,7 @@ class Cancelled(RequestError):
 
 
 class AttemptsExhausted(RequestError):
-    """The request was tried too often without progress, and none of its workers lived to say why."""
+    """The request was tried too often without progress, and all of its workers died."""
 
     code = "attempts_exhausted"
 
@@ -115,7 +115,7 @@ class OutOfMemory(RequestError):
 
 
 class StoreUnreachable(RequestError):
-    """What is stored of the request cannot be read or written."""
+    """The request's stored data cannot be read or written."""
 
     code = "store_unreachable"
 
@@ -133,7 +133,7 @@ class InternalError(RequestError):
 
 
 POISONOUS = tuple(kind.code for kind in (AttemptsExhausted, OutOfMemory, StoreUnreachable, ModelError, InternalError))
-"""Ends that somebody should look at: the message goes to the dead-letter topic as well."""
+"""Codes of errors that an operator should examine: the message also goes to the dead-letter topic."""
 
 REQUEST_ERRORS: dict[str, type[RequestError]] = {cls.code: cls for cls in RequestError.__subclasses__()}
 
@@ -151,11 +151,11 @@ class StreamExpired(StreamError):
 
 
 class StreamTimeout(StreamError):
-    """Nothing came within the reader's patience."""
+    """Nothing came within the reader's timeout."""
 
 
 class BusError(PenstockError):
-    """The bus could not do what was asked."""
+    """An operation of the bus failed."""
 
 
 class BusUnavailable(BusError):
@@ -163,7 +163,7 @@ class BusUnavailable(BusError):
 
 
 class DeliveryLost(BusError):
-    """Some deliveries were given to another member; nothing of the settlement was done."""
+    """Some deliveries belong to another member now. Nothing was settled."""
 
     def __init__(self, deliveries: Sequence[Any]) -> None:
         super().__init__(f"{len(deliveries)} deliveries belong to another member now")
@@ -171,7 +171,7 @@ class DeliveryLost(BusError):
 
 
 class UpgradeNeeded(BusError):
-    """An older version left something in the bus that has to be moved first."""
+    """An older version left messages in the bus that have to be moved first."""
 
 
 class MemberFenced(BusError):
@@ -191,11 +191,11 @@ class KVStoreError(PenstockError):
 
 
 class DamagedBlock(KVStoreError):
-    """A stored KV block is not whole, or not of this version. Readers take it for a miss; only tools see this."""
+    """A stored KV block is incomplete, or of another version. Readers treat it as a miss; only tools raise this."""
 
 
 class SequenceFailed(PenstockError):
-    """A step of the engine failed because of one sequence. The step is undone; the sequence is still there."""
+    """A step of the engine failed because of one sequence. The step is undone, and the sequence is still scheduled."""
 
     def __init__(self, seq: Any, error: RequestError) -> None:
         super().__init__(f"{seq.id}: {error}")
@@ -204,7 +204,7 @@ class SequenceFailed(PenstockError):
 
 
 class PlanError(PenstockError):
-    """A trace cannot be read, rates are not known, or no number of workers would do."""
+    """A trace cannot be read, rates are not known, or no number of workers can carry the load."""
 
 
 class DeadLetterError(PenstockError):
@@ -220,7 +220,7 @@ class ServersDiffer(PenstockError):
 
 
 class AccessRefused(PenstockError):
-    """A server does not let us in, or we do not trust it."""
+    """A server refuses this client, or the client does not trust the server."""
 
 
 class InvalidName(PenstockError):

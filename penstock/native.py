@@ -1,7 +1,7 @@
-"""What is written in C++: the engine's kernels, and the KV store's copying. Both are compiled by this, in place.
+"""Compiles the C++ parts, the engine's kernels and the KV store's copying, in place.
 
-Needs a C++20 compiler (`CXX`, or c++) and nothing else. The wheel's build runs it before anything is installed, so it
-imports the standard library alone.
+This needs a C++20 compiler (`CXX`, or c++) and nothing else. The wheel's build runs it before anything is installed, so
+it imports only the standard library.
 """
 
 import os
@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 COMPILE_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
-# GCC 12 warns of these in its own headers.
+# GCC 12 gives these warnings for its own headers.
 SILENCED_WARNINGS = ("-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 
 
 def run_compiler(arguments: Sequence[str]) -> None:
-    """Raises `OSError` without a compiler and `CalledProcessError` where it fails."""
+    """Run the compiler. Raises `OSError` if there is none and `CalledProcessError` if it fails."""
     command = [*shlex.split(os.environ.get("CXX", "c++")), *arguments]
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 def link_library(library: Path, arguments: Sequence[str]) -> None:
-    """Make `library`; a process that has the old one mapped keeps it."""
+    """Link `library`. It replaces the old file, so that processes which have mapped that one keep it."""
     scratch = library.with_suffix(f".{os.getpid()}")
     try:
         run_compiler([*arguments, "-shared", "-pthread", "-o", str(scratch)])
@@ -32,12 +32,12 @@ def link_library(library: Path, arguments: Sequence[str]) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def build_in_place(build: Callable[[], None], what: str, without: str) -> int:
-    """Build in place, for the command line; 1 and the compiler's words if that fails."""
+def build_in_place(build: Callable[[], None], what: str, consequence: str) -> int:
+    """Run `build` for the command line. Returns 0, or prints the reason and `consequence` and returns 1."""
     try:
         build()
     except OSError as error:
-        sys.stderr.write(f"penstock: no C++ compiler, {without}: {error}\n")
+        sys.stderr.write(f"penstock: no C++ compiler, {consequence}: {error}\n")
         return 1
     except subprocess.CalledProcessError as error:
         sys.stderr.write(f"penstock: {what} does not compile:\n{error.stderr[-4000:]}\n")

@@ -1,11 +1,11 @@
-"""Waiting for what others do."""
+"""Waiting for a condition."""
 
 import time
 from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str, every_s: float = 0.01) -> None:
-    """Wait until `condition()` is true; raises `TimeoutError` that says `what` did not happen."""
+    """Wait until `condition()` is true. Raises a `TimeoutError` that says that `what` did not happen."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
