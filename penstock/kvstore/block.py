@@ -19,6 +19,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import xxhash
 
@@ -99,6 +100,14 @@ class ReadRequest:
 
     key: BlockKey
     target: memoryview
+
+
+class ReadOutcome(Enum):
+    """What a tier found where it read a block."""
+
+    WHOLE = "whole"
+    MISSING = "missing"
+    DAMAGED = "damaged"
 
 
 @dataclass(frozen=True, slots=True)

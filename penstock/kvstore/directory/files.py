@@ -10,12 +10,11 @@ import errno
 import os
 import threading
 import time
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from penstock.errors import DamagedBlock
 from penstock.failpoints import failpoint
-from penstock.kvstore.block import HEADER_BYTES, RAW, BlockFormat, Header, ReadRequest
+from penstock.kvstore.block import HEADER_BYTES, RAW, BlockFormat, Header, ReadOutcome, ReadRequest
 from penstock.kvstore.copying import HashingCopy
 
 if TYPE_CHECKING:
@@ -24,14 +23,6 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 2**20
 """Bytes that are read at a time; half of a core's own cache measured best."""
-
-
-class Found(Enum):
-    """What a read found."""
-
-    WHOLE = "whole"
-    NOTHING = "nothing"
-    DAMAGED = "damaged"
 
 
 class _ThreadBuffers(threading.local):
@@ -72,12 +63,12 @@ class BlockFiles:
             os.close(fd)
         self._record_transfer(len(content), started_s)
 
-    def read_block(self, path: str, wanted: ReadRequest) -> tuple[Found, int]:
+    def read_block(self, path: str, wanted: ReadRequest) -> tuple[ReadOutcome, int]:
         """Do steps 1 to 3 of a get. Return what was found, and the inode number of the file. Raise `OSError`."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return Found.NOTHING, 0
+            return ReadOutcome.MISSING, 0
         try:
             failpoint("disk.get.1")
             stat = os.fstat(fd)
@@ -88,12 +79,12 @@ class BlockFiles:
                     raise
                 is_whole = False  # the disk has lost the file: it can never be read again
             if not is_whole:
-                return Found.DAMAGED, stat.st_ino
+                return ReadOutcome.DAMAGED, stat.st_ino
             with contextlib.suppress(OSError):  # blocks on a read-only disk can still be read
                 now = time.time_ns()
                 os.utime(fd, ns=(now, now))
             failpoint("disk.get.3")
-            return Found.WHOLE, stat.st_ino
+            return ReadOutcome.WHOLE, stat.st_ino
         finally:
             os.close(fd)
 

@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.kvstore.block import HEADER_BYTES, RAW, Block, BlockFormat, ReadRequest
+from penstock.kvstore.block import HEADER_BYTES, RAW, Block, BlockFormat, ReadOutcome, ReadRequest
 from penstock.kvstore.copying import compute_checksum
 from penstock.kvstore.tiers.contract import TierCounters
 from penstock.kvstore.tiers.index import MAX_SCRIPT_KEYS, BlockUses, RedisIndex
-from penstock.kvstore.tiers.receive import Found, receive_block
+from penstock.kvstore.tiers.receive import receive_block
 from penstock.kvstore.tiers.server import KVServer
 from penstock.kvstore.tiers.wire import Buffer, ErrorReply, RespConnection, UnexpectedReply, encode_command
 from penstock.names import kv_key
@@ -96,7 +96,7 @@ class RedisNode:
         counters: TierCounters,
     ) -> None:
         """Read the blocks over n connections in turn, a piece at a time; each reads every n-th block."""
-        results: dict[int, tuple[Found, int]] = {}
+        results: dict[int, tuple[ReadOutcome, int]] = {}
         lanes = [
             self._read_lane(wire, requests, range(start, len(requests), len(wires)), found, results)
             for start, wire in enumerate(wires)
@@ -106,17 +106,17 @@ class RedisNode:
             while lanes:
                 lanes = [lane for lane in lanes if next(lane, self) is None]
         finally:
-            counters.damaged += sum(kind is Found.DAMAGED for kind, _ in results.values())
-        lengths = [length for kind, length in results.values() if kind is Found.WHOLE]
+            counters.damaged += sum(outcome is ReadOutcome.DAMAGED for outcome, _ in results.values())
+        lengths = [length for outcome, length in results.values() if outcome is ReadOutcome.WHOLE]
         if all(length == HEADER_BYTES + self._form.payload_bytes for length in lengths):  # else decoding took time, too
             self._record_transfer(sum(lengths), started_s)
         uses = BlockUses()
         for index, request in enumerate(requests):
-            kind, length = results[index]
-            if kind is Found.WHOLE:
+            outcome, length = results[index]
+            if outcome is ReadOutcome.WHOLE:
                 uses.sizes[request.key.hash] = length
             else:
-                (uses.absent if kind is Found.NOTHING else uses.damaged).append(request.key.hash)
+                (uses.absent if outcome is ReadOutcome.MISSING else uses.damaged).append(request.key.hash)
         self._index.record_uses(wires[0], uses, counters)
 
     def _read_lane(
@@ -125,7 +125,7 @@ class RedisNode:
         requests: Sequence[ReadRequest],
         indices: Sequence[int],
         found: list[bool],
-        results: dict[int, tuple[Found, int]],
+        results: dict[int, tuple[ReadOutcome, int]],
     ) -> Iterator[None]:
         """Read the blocks `indices` over one connection, with a pause after each piece."""
         asked = 0
@@ -135,7 +135,7 @@ class RedisNode:
                 wire.send([b"".join(encode_command("GET", kv_key(requests[i].key.hash)) for i in part)])
                 asked = done + self._max_pipelined_reads
             results[index] = yield from receive_block(wire, self._form, requests[index], self._codec)
-            found[index] = results[index][0] is Found.WHOLE
+            found[index] = results[index][0] is ReadOutcome.WHOLE
 
     def _write_blocks(
         self, wire: RespConnection, blocks: Sequence[Block], stored: set[bytes], counters: TierCounters

@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from penstock.errors import KVStoreError
 from penstock.failpoints import failpoint
-from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, ReadRequest
+from penstock.kvstore.block import HEADER_BYTES, Block, BlockFormat, ReadOutcome, ReadRequest
 from penstock.kvstore.copying import compute_checksum
 from penstock.kvstore.directory import leases
 from penstock.kvstore.directory.check import check_directory
 from penstock.kvstore.directory.directory import DISK_FULL_ERRORS, Directory, Draft
-from penstock.kvstore.directory.files import BlockFiles, Found
+from penstock.kvstore.directory.files import BlockFiles
 from penstock.kvstore.directory.layout import round_to_pages
 from penstock.kvstore.tiers.contract import TierCounters, TierEntry, TierUsage
 
@@ -95,25 +95,25 @@ class DiskTier:
 
     def get(self, requests: Sequence[ReadRequest]) -> list[bool]:
         """Implement `Tier.get`, in the steps of the module docstring."""
-        found, suspects, failed = list[Found](), dict[bytes, int | None](), False
+        found, suspects, failed = list[ReadOutcome](), dict[bytes, int | None](), False
         for request in requests:
             try:
-                kind, number = self._files.read_block(self._block_path(request.key.hash), request)
+                outcome, number = self._files.read_block(self._block_path(request.key.hash), request)
             except OSError:
-                kind, number, failed = Found.NOTHING, 0, True
-            found.append(kind)
-            if kind is Found.DAMAGED:
+                outcome, number, failed = ReadOutcome.MISSING, 0, True
+            found.append(outcome)
+            if outcome is ReadOutcome.DAMAGED:
                 suspects[request.key.hash] = number
         if suspects:
             self._try_call(lambda: self._directory.drop_blocks(suspects), 0)
         with self._counting:
-            hits = found.count(Found.WHOLE)
+            hits = found.count(ReadOutcome.WHOLE)
             self.counters.hits += hits
             self.counters.misses += len(found) - hits
-            self.counters.damaged += found.count(Found.DAMAGED)
+            self.counters.damaged += found.count(ReadOutcome.DAMAGED)
             self.counters.errors += failed
             self.counters.bytes_read += hits * self._form.payload_bytes
-        return [kind is Found.WHOLE for kind in found]
+        return [outcome is ReadOutcome.WHOLE for outcome in found]
 
     def put(self, blocks: Sequence[Block]) -> list[bool]:
         """Implement `Tier.put`, in the steps of the module docstring."""

@@ -1,13 +1,12 @@
 """Receive one stored block from a connection into its target, and check it on the way."""
 
 from collections.abc import Generator
-from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
 from penstock.errors import DamagedBlock
-from penstock.kvstore.block import HEADER_BYTES, RAW, BlockFormat, Header, ReadRequest
+from penstock.kvstore.block import HEADER_BYTES, RAW, BlockFormat, Header, ReadOutcome, ReadRequest
 from penstock.kvstore.tiers.wire import ErrorReply, RespConnection
 
 if TYPE_CHECKING:
@@ -18,35 +17,27 @@ Receiving = Generator[None, None, T]
 """A computation that pauses, so that other blocks can be received meanwhile."""
 
 
-class Found(Enum):
-    """What a server had under a block's key."""
-
-    WHOLE = "whole"
-    NOTHING = "nothing"
-    DAMAGED = "damaged"
-
-
 def receive_block(
     wire: RespConnection, form: BlockFormat, request: ReadRequest, codecs: "TierCodecs | None"
-) -> Receiving[tuple[Found, int]]:
+) -> Receiving[tuple[ReadOutcome, int]]:
     """Read the reply to a GET in pieces. Return what was found, and its bytes."""
     try:
         length = wire.read_length()
     except ErrorReply as refused:
         if str(refused).startswith("WRONGTYPE"):
-            return Found.DAMAGED, 0
+            return ReadOutcome.DAMAGED, 0
         raise
     if length is None:
-        return Found.NOTHING, 0
+        return ReadOutcome.MISSING, 0
     if length < HEADER_BYTES:
         wire.skip_bytes(length)
         wire.read_value_end()
-        return Found.DAMAGED, length
+        return ReadOutcome.DAMAGED, length
     start = bytearray(HEADER_BYTES)
     wire.read_into(memoryview(start))
     whole = yield from _receive_content(wire, form, request, memoryview(start), length - HEADER_BYTES, codecs)
     wire.read_value_end()
-    return Found.WHOLE if whole else Found.DAMAGED, length
+    return ReadOutcome.WHOLE if whole else ReadOutcome.DAMAGED, length
 
 
 def _receive_content(
