@@ -54,7 +54,7 @@ SHORT_TIMEOUTS = {
     "group.consumer.min.heartbeat.interval.ms": "100",
     "group.consumer.heartbeat.interval.ms": "300",
 }
-"""Of groups: for development. Without them the broker has its defaults."""
+"""Timeouts of consumer groups for development. Without them the broker has its defaults."""
 
 QUICK_RESTART = {
     "broker.heartbeat.interval.ms": "500",
@@ -84,29 +84,29 @@ BROKER_SETTINGS = {
     "num.io.threads": "4",
     "controlled.shutdown.enable": "false",
 }
-"""What both the broker from the jars and the one in a container are given."""
+"""The settings of the broker from the jars and of the one in a container."""
 
 _JVM_OPTIONS = ("-Xms64m", "-Xmx320m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """The controllers of a cluster. Each broker is one of them."""
+    """The controllers of a cluster. Each broker is also a controller."""
 
     cluster_id: str
     ports: Mapping[int, int]
-    """Where each listens, by the number of its node."""
+    """The port of each controller, by the number of its node."""
     directory_ids: Mapping[int, str]
-    """Each directory's name in the quorum."""
+    """The id of each node's data directory in the quorum."""
 
     @classmethod
     def create_new(cls, num_nodes: int) -> Self:
-        """Return a new cluster's quorum; its nodes are numbered from 1."""
+        """Return the quorum of a new cluster. Its nodes are numbered from 1."""
         nodes = range(1, num_nodes + 1)
         return cls(_random_id(), {node: find_free_port() for node in nodes}, {node: _random_id() for node in nodes})
 
     def broker_settings(self) -> dict[str, str]:
-        """What all its brokers are given: with three of them one may be lost."""
+        """Return the settings of all brokers of the cluster. Of three brokers one may be lost."""
         addresses = [f"127.0.0.1:{port}" for port in self.ports.values()]
         copies = min(3, len(self.ports))
         return {
@@ -120,20 +120,20 @@ class Quorum:
         }
 
     def format_voters(self) -> str:
-        """As the tool that formats a directory wants to be told."""
+        """Return the controllers in the form that the tool for formatting a directory expects."""
         return ",".join(f"{node}@127.0.0.1:{port}:{self.directory_ids[node]}" for node, port in self.ports.items())
 
 
 def _random_id() -> str:
-    """A UUID as Kafka writes it; the zero in front keeps it from beginning with a hyphen."""
+    """Return a UUID as Kafka writes it. The zero byte in front keeps it from beginning with a hyphen."""
     return base64.urlsafe_b64encode(b"\0" + os.urandom(15)).decode().rstrip("=")
 
 
 class KafkaServer:
-    """One broker with its data in `directory`; started again, it has the data it had.
+    """One broker with its data in `directory`, which it finds again when it is restarted.
 
-    Clients are told to connect to the port `advertised`, where that is given. `timeouts`: those of groups.
-    Without a `quorum` it is a cluster of its own.
+    It advertises the port `advertised` to clients, by default its own. `timeouts` are those of consumer groups. Without
+    a `quorum` it is a cluster of its own.
     """
 
     def __init__(
@@ -155,22 +155,22 @@ class KafkaServer:
 
     @property
     def bootstrap(self) -> str:
-        """Where clients connect."""
+        """The address for clients."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Its process id while it runs."""
+        """The process id while the broker runs."""
         return self._child.pid if self._child else None
 
     def start(self) -> Self:
-        """Format the storage if it is new, start, and wait until it answers; raises `DependencyMissing`."""
+        """Format the storage if it is new, start, and wait until the broker answers. Raises `DependencyMissing`."""
         self.start_process()
         self.wait_until_serving()
         return self
 
     def start_process(self) -> None:
-        """Start without waiting: a node of several answers only when most of them run. Raises `DependencyMissing`."""
+        """Start without waiting: a node of several answers only once most of them run. Raises `DependencyMissing`."""
         if self._child is not None and self._child.is_alive():
             return
         java, jars = find_java(), find_jars()
@@ -184,18 +184,18 @@ class KafkaServer:
         self._child = start_child(command, name="Kafka", log=log, directory=self.directory)
 
     def wait_until_serving(self) -> None:
-        """Wait until clients are answered; raises `DependencyMissing`."""
+        """Wait until the broker answers clients. Raises `DependencyMissing`."""
         assert self._child is not None, "it was launched"
         wait_until_serving(self._child, lambda: is_serving(self.bootstrap), 60.0)
 
     def stop(self) -> None:
-        """End in order."""
+        """Stop the broker in an orderly way."""
         if self._child is not None:
             self._child.stop(20.0)
             self._child = None
 
     def kill(self) -> None:
-        """End as a crash would."""
+        """Kill the broker, as a crash would."""
         if self._child is not None:
             self._child.kill()
             self._child = None
@@ -228,7 +228,7 @@ class KafkaServer:
 
 
 class KafkaCluster:
-    """Several brokers that copy from each other, with their data below `directory`."""
+    """Several brokers that replicate each other, with their data below `directory`."""
 
     def __init__(self, directory: Path, num_brokers: int = 3, *, timeouts: Mapping[str, str] = SHORT_TIMEOUTS) -> None:
         quorum = Quorum.create_new(num_brokers)
@@ -236,15 +236,15 @@ class KafkaCluster:
             node: KafkaServer(directory / f"broker-{node}", timeouts=timeouts, node=node, quorum=quorum)
             for node in quorum.ports
         }
-        """By the number of their node."""
+        """The brokers, by the number of their node."""
 
     @property
     def bootstrap(self) -> str:
-        """Where clients connect first."""
+        """The addresses of all brokers."""
         return ",".join(server.bootstrap for server in self.servers.values())
 
     def start(self) -> Self:
-        """Start all, and wait until each is in the cluster; raises `DependencyMissing`."""
+        """Start all brokers, and wait until each is in the cluster. Raises `DependencyMissing`."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
             for launched in [pool.submit(server.start_process) for server in self.servers.values()]:
                 launched.result()
@@ -254,7 +254,7 @@ class KafkaCluster:
         return self
 
     def stop(self) -> None:
-        """End all at once, as a crash would: nobody is left to hand anything over to."""
+        """Kill all brokers, as a crash would: an orderly stop would hand partitions over to brokers that stop too."""
         for server in self.servers.values():
             server.kill()
 
@@ -266,7 +266,7 @@ class KafkaCluster:
 
 
 def is_serving(bootstrap: str, timeout_s: float = 1.0, num_brokers: int = 1) -> bool:
-    """Whether a broker answers there that knows so many which can hold topics."""
+    """Return whether a broker answers there and knows at least `num_brokers` brokers."""
     try:
         admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0, "socket.timeout.ms": 2000})
         return len(admin.list_topics(timeout=timeout_s).brokers) >= num_brokers
@@ -275,19 +275,19 @@ def is_serving(bootstrap: str, timeout_s: float = 1.0, num_brokers: int = 1) -> 
 
 
 def find_java() -> str:
-    """A Java of at least version 17; raises `DependencyMissing`."""
+    """Return the path of a Java of at least version 17. Raises `DependencyMissing`."""
     home = os.environ.get("JAVA_HOME", "")
     for candidate in (f"{home}/bin/java" if home else "", shutil.which("java") or ""):
         if candidate and Path(candidate).exists():
-            told = subprocess.run([candidate, "-version"], capture_output=True, text=True, check=False).stderr
-            match = re.search(r'version "(\d+)', told)
+            version = subprocess.run([candidate, "-version"], capture_output=True, text=True, check=False).stderr
+            match = re.search(r'version "(\d+)', version)
             if match and int(match[1]) >= MIN_JAVA_VERSION:
                 return candidate
     raise DependencyMissing(_MISSING_ADVICE)
 
 
 def find_jars() -> Path:
-    """The folder of the broker's jars, fetched through Maven the first time; raises `DependencyMissing`."""
+    """Return the folder of the broker's jars, which Maven fetches the first time. Raises `DependencyMissing`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
     jars = cache / f"kafka-{KAFKA_VERSION}"
     if jars.is_dir():
@@ -302,7 +302,7 @@ def find_jars() -> Path:
         out = Path(scratch, "jars")
         goal = ["-q", "-B", "dependency:copy-dependencies", f"-DoutputDirectory={out}"]
         _run_command([maven, *goal, "-f", f"{scratch}/pom.xml"], timeout_s=900)
-        # Whoever comes second finds the folder there: the same jars.
+        # Another process may have created the folder meanwhile, with the same jars.
         with contextlib.suppress(OSError):
             out.rename(jars)
     return jars
@@ -324,7 +324,7 @@ def _java_logging_options(level: str) -> list[str]:
 
 @contextlib.contextmanager
 def find_or_start_kafka(directory: Path, address: str | None = None) -> Iterator[str]:
-    """A Kafka's address: the one given (or `PENSTOCK_KAFKA`), else a container, else our own broker.
+    """Yield a Kafka's address: the one given (or `PENSTOCK_KAFKA`), else of a container, else of a `KafkaServer`.
 
     Raises `DependencyMissing` with one line that says what to install.
     """

@@ -1,7 +1,7 @@
-"""Shared memory of one stack's own: a directory that goes with it, at the latest when the next stack starts.
+"""Shared memory of one stack: a directory that is removed with it, or when the next stack starts.
 
-Whoever owns a directory holds a lock on it. The kernel gives the lock back however the owner dies, and then the
-directory is anybody's of this user to remove.
+The owner of a directory holds a lock on it. The kernel releases the lock however the owner dies, and then any stack of
+the same user may remove the directory.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ class StackMemory:
         self.path, self._fd = _create_locked_directory(base)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Remove the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._fd)
 
 
 def _create_locked_directory(base: Path) -> tuple[Path, int]:
-    """A directory, and the descriptor that holds its lock."""
+    """Return a new directory, and the descriptor that holds its lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=base))
         with contextlib.suppress(FileNotFoundError):
@@ -39,7 +39,7 @@ def _create_locked_directory(base: Path) -> tuple[Path, int]:
             if path.exists():
                 return path, fd
             os.close(fd)
-        # Before it was locked another stack took it for a dead one's.
+        # Another stack removed it as abandoned before it was locked.
 
 
 def _remove_abandoned(base: Path) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from penstock.errors import DependencyMissing
 from penstock.waiting import wait_until
 
-# Runs in the child before the program: asks for the signal, and looks whether the parent died meanwhile.
+# Runs in the child before the program: requests the signal, and checks whether the parent died meanwhile.
 _LAUNCHER = """
 import ctypes, os, sys
 parent, death_signal = int(sys.argv[1]), int(sys.argv[2])
@@ -43,7 +43,7 @@ _children: "set[Child]" = set()
 
 
 class Child:
-    """A process we started, by its pid; its output is in `log`."""
+    """A process that was started here. Its output is in `log`."""
 
     def __init__(self, name: str, process: "subprocess.Popen[bytes]", log: Path | None) -> None:
         self.name = name
@@ -58,18 +58,18 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, minus the signal's number for a signal, None while it runs."""
+        """The exit status, or minus the number of the signal that ended the process; None while it runs."""
         return self._process.poll()
 
     def is_alive(self) -> bool:
-        """Whether it still runs."""
+        """Return whether the process still runs."""
         if self._process.poll() is None:
             return True
         _children.discard(self)
         return False
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for the end; raises `TimeoutError`."""
+        """Wait for the process to end and return its exit status. Raises `TimeoutError`."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -78,7 +78,7 @@ class Child:
         return code
 
     def stop(self, timeout_s: float = 10.0) -> int:
-        """Ask it to end, wait, and kill it if it does not; returns the exit status."""
+        """Ask the process to end, wait, and kill it if it does not. Returns the exit status."""
         self._send_signal(signal.SIGTERM)
         try:
             return self.wait(timeout_s)
@@ -86,7 +86,7 @@ class Child:
             return self.kill()
 
     def kill(self) -> int:
-        """End it at once, as a crash would."""
+        """Kill the process, as a crash would. Returns the exit status."""
         self._send_signal(signal.SIGKILL)
         return self.wait(30.0)
 
@@ -95,7 +95,7 @@ class Child:
         self._send_signal(number)
 
     def read_log_tail(self, num_lines: int = 20) -> str:
-        """The last lines of its log, for an error message."""
+        """Return the last lines of the log, for an error message."""
         if self.log is None or not self.log.exists():
             return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
@@ -171,9 +171,9 @@ _reserved_ports: set[int] = set()
 
 
 def find_free_port() -> int:
-    """A TCP port that is free on this machine now, and was not given out here before.
+    """Return a TCP port that is free on this machine now, and was not returned before.
 
-    It lies below those that systems give to outgoing connections: none of these takes it before the server has it.
+    It is below the range for outgoing connections, so none of these takes it before the server binds it.
     """
     while True:
         port = 15_000 + secrets.randbelow(17_000)
@@ -185,7 +185,7 @@ def find_free_port() -> int:
 
 
 def wait_until_serving(child: Child, condition: Callable[[], object], timeout_s: float) -> None:
-    """Wait until a server we started answers; raises `DependencyMissing` if it cannot run here."""
+    """Wait until a server that was started here answers. Raises `DependencyMissing` if it cannot run here."""
     with contextlib.suppress(TimeoutError):
         wait_until(lambda: not child.is_alive() or condition(), timeout_s, child.name, every_s=0.02)
         if child.is_alive():
@@ -197,7 +197,7 @@ def wait_until_serving(child: Child, condition: Callable[[], object], timeout_s:
 
 
 def is_container_engine_running() -> bool:
-    """Whether containers can be started here: `testcontainers` is installed and an engine answers a ping."""
+    """Return whether containers can be started here: `testcontainers` is installed and an engine answers a ping."""
     if find_spec("testcontainers") is None:
         return False
     kind, _, where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").partition("://")

