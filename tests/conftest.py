@@ -33,8 +33,8 @@ SERVER_FOLDERS = {"pipeline", "page"}
 SLOW_FILES = {
     "test_arena_deaths.py", "test_attention_kernel.py", "test_check.py", "test_compatibility.py", "test_copying.py",
     "test_disk_faults.py", "test_disk_full.py", "test_disk_machine.py", "test_equality.py", "test_fingerprint.py",
-    "test_gpu.py", "test_kernels.py", "test_landing.py", "test_loading.py", "test_model.py", "test_native.py",
-    "test_preemption.py",
+    "test_gpu.py", "test_kernels.py", "test_loading.py", "test_model.py", "test_native.py", "test_preemption.py",
+    "test_staging.py",
 }  # fmt: skip
 """Files whose tests load and build models, explore, or kill processes at every step: minutes together."""
 

@@ -16,7 +16,6 @@ from penstock.bus.kafka import partitions as kafka_partitions
 from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.client import client_settings
 from penstock.bus.kafka.partitions import ANY_PARTITION, Partitioner
-from penstock.client.core import prepare_message
 from penstock.client.sync import Client
 from penstock.config.addresses import Addresses
 from penstock.config.settings import BusSettings
@@ -93,19 +92,6 @@ def test_a_plain_producer_goes_anywhere(bus: KafkaBus, kafka: str, pipeline: Pip
         assert partition(taken[b"with"]) == rank_partitions("a", NUM)[0]
 
 
-def test_a_hot_session_is_spread(bus: KafkaBus, pipeline: Pipeline) -> None:
-    messages = []
-    for number in range(120):
-        span, message = prepare_message(pipeline, Request(id=f"r{number}", prompt="x", session="hot"))
-        span.end()
-        messages.append(message)
-    publish(bus, messages)
-    with bus.join_group("prefill", "a") as member:
-        taken = take(member, 120, {"interactive": 120})
-        counts = [sum(partition(d) == number for d in taken) for number in range(NUM)]
-    assert min(counts) >= 20
-
-
 def test_partitions_that_are_added_are_used(
     bus: KafkaBus, kafka: str, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,11 +111,6 @@ def test_partitions_that_are_added_are_used(
             return NUM in seen
 
         wait_until(arrived, 30, "the new partition is used")
-
-
-def test_a_topic_that_is_not_there_is_left_to_the_producer(kafka: str) -> None:
-    partitions = Partitioner(Producer(client_settings(kafka)))
-    assert partitions.choose_partition(Outgoing("no-such-topic", b"", "k", {}, "a")) == ANY_PARTITION
 
 
 def test_a_topic_that_is_made_later_is_found_soon(

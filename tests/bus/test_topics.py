@@ -1,9 +1,6 @@
 """The settings of topics, on a real Kafka: what was accepted is not deleted before it is read."""
 
-import time
-
 import pytest
-from confluent_kafka import Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
     AlterConfigOpType,
@@ -16,7 +13,6 @@ from penstock.bus.kafka.bus import KafkaBus
 from penstock.bus.kafka.topics import find_wrong_settings
 from penstock.config.settings import BusSettings
 from penstock.names import Pipeline
-from tests.bus.buses import take
 from tests.commands import Terminal
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,21 +29,6 @@ def change(bus: KafkaBus, topic: str, settings: dict[str, str]) -> None:
     admin = AdminClient(bus.clients)
     for future in admin.incremental_alter_configs([resource]).values():
         future.result(15)
-
-
-def test_a_message_has_the_time_at_which_it_was_accepted(kafka: str, pipeline: Pipeline) -> None:
-    """Retention counts from there: a producer whose clock is wrong loses nothing by it."""
-    bus = KafkaBus(pipeline, kafka, BusSettings())
-    bus.create_topics()
-    sent = time.time()
-    producer = Producer({"bootstrap.servers": kafka})
-    for timestamp_ms in (1, round(sent * 1000) - 15 * DAY_MS, round(sent * 1000) + 2 * DAY_MS):
-        producer.produce(pipeline.request_topic("interactive"), b"x", timestamp=timestamp_ms)
-    assert producer.flush(15) == 0
-    with bus.join_group("prefill", "a") as member:
-        taken = take(member, 3)
-        # The broker's clock is this machine's; it counts in milliseconds.
-        assert all(sent - 0.002 <= delivery.timestamp_s <= time.time() for delivery in taken)
 
 
 def test_doctor_says_how_to_mend_topics_that_may_lose_requests(

@@ -52,15 +52,6 @@ def test_a_long_batch_prompt_does_not_hold_up_an_interactive_one() -> None:
     assert dummy.step() == [(short, 10), (long, 6)]
 
 
-def test_no_more_than_max_batch_run() -> None:
-    dummy = Dummy(max_batch=2)
-    seqs = [seq_of(4) for _ in range(3)]
-    dummy.add(*seqs)
-    assert len(dummy.step()) == 2
-    dummy.remove(seqs[0])
-    assert _names(dummy.step()) == seqs[1:]
-
-
 def test_a_budget_smaller_than_the_batch_serves_the_first() -> None:
     dummy = Dummy(budget=2)
     seqs = [seq_of(1, 8, first=10 * i) for i in range(4)]
@@ -86,18 +77,6 @@ def test_blocks_are_taken_as_a_sequence_grows() -> None:
         dummy.step()
         held.append(len(seq.block_table))
     assert held == [2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 0]
-
-
-def test_a_shared_block_is_never_the_one_written() -> None:
-    dummy = Dummy()
-    first, again = seq_of(8), seq_of(8)
-    dummy.add(first)
-    dummy.step()
-    dummy.add(again)
-    dummy.step()
-    assert again.block_table[0] == first.block_table[0]
-    assert not set(again.block_table[1:]) & set(first.block_table)
-    assert again.num_cached_tokens == SIZE
 
 
 def test_who_comes_in_leaves_a_block_for_each_that_grows() -> None:
@@ -206,26 +185,6 @@ def test_only_preemption_leads_back() -> None:
         seq.move_to(State.WAITING)
     seq.preempt()
     assert seq.state is State.WAITING
-
-
-@pytest.mark.parametrize("state", ["waiting", "running", "preempted", "done"])
-def test_removed_in_any_state(state: str) -> None:
-    dummy = Dummy(num_blocks=7)
-    first, second, third = seq_of(8, 16), seq_of(8, 8, first=50), seq_of(8, 8, first=90)
-    dummy.add(first, second, third)
-    dummy.step()
-    if state == "preempted":
-        dummy.run(until=lambda: second.num_preemptions > 0)
-    seq = third if state == "waiting" else second
-    if state == "done":
-        dummy.run(until=lambda: second.state is State.DONE)
-        dummy.scheduler.remove_sequence(seq)
-    else:
-        dummy.remove(seq)
-        dummy.scheduler.remove_sequence(seq)
-    assert seq.block_table == []
-    dummy.run()
-    assert dummy.pool.num_free_blocks == 7
 
 
 # The same prompt twice

@@ -410,20 +410,3 @@ def test_keys_of_tokens_that_are_not_known_are_refused(demo: LoadedModel) -> Non
     seq = sequence(_prompts()[3], NUM_NEW)
     with pytest.raises(AssertionError, match="too many keys"):
         engine.add_block_keys(seq, [b"x"])
-
-
-def test_blocks_are_named_in_any_state(demo: LoadedModel) -> None:
-    engine = Engine(demo, SMALL)
-    seq = sequence(_prompts()[3], NUM_NEW, block_keys=[])
-    engine.add_sequence(seq)
-    keys = keys_of(seq.token_ids)
-    engine.add_block_keys(seq, keys[:1])  # it waits
-    engine.step()
-    assert engine.count_cached_blocks(keys) == 1
-    run(engine, [], remove=False)
-    engine.add_block_keys(seq, keys[1:])  # it is done
-    assert engine.count_cached_blocks(keys) == 2
-    engine.remove_sequence(seq)
-    engine.add_block_keys(seq, keys_of(seq.token_ids)[2:])  # it is gone
-    engine.scheduler.check_integrity()
-    assert engine.count_cached_blocks(keys_of(seq.token_ids)) == 2

@@ -62,14 +62,6 @@ def test_requests_that_are_claimed_together_have_each_their_outcome(record: Reco
     assert record.claim_all("prefill", "nobody/1", []) == []
 
 
-def test_a_job_that_is_out_ends_prefills_attempts_before_the_record_says_so(record: Record) -> None:
-    """Decode may be faster than the worker that handed off."""
-    for _ in range(2):
-        record.release_claim(prefill(record), failed=True)
-    assert prefill(record).attempts == 3
-    assert decode(record).attempts == 1
-
-
 def test_a_held_request_is_busy_for_a_lease_at_most(record: Record) -> None:
     prefill(record)
     outcome = record.claim_prefill("r1", alive(record, "prefill", "p2"), "b")
@@ -85,24 +77,6 @@ def test_only_a_session_that_lives_claims(record: Record) -> None:
     record.put_down("prefill", [UnclaimedMessage("r1", "b", "", b"message")])
     assert record.take_over_free("prefill", "nobody/1", 9) == []
     assert record.count_free("prefill") == 1
-
-
-def test_who_died_holds_nothing_and_attempts_are_counted(hasty: Record) -> None:
-    first = prefill(hasty)
-    die(hasty, "prefill", "p1")
-    second = prefill(hasty, owner="p2")
-    assert second.epoch > first.epoch
-    assert second.attempts == 2
-    die(hasty, "prefill", "p2")
-    assert prefill(hasty, owner="p3").is_exhausted
-
-
-def test_a_new_token_clears_the_attempts(hasty: Record) -> None:
-    for _ in range(4):
-        claim = decode(hasty)
-        assert claim.attempts == 1
-        say(hasty, claim, [7])
-        die(hasty, "decode", "d1")
 
 
 def test_a_server_that_forgot_the_scripts_learns_them_again(record: Record, client: "redis.Redis") -> None:
@@ -157,21 +131,6 @@ def test_all_that_a_session_held_is_free_at_once_and_shared(record: Record) -> N
     assert sorted(taken) == [f"r{number}" for number in range(5)]
 
 
-@pytest.mark.parametrize("over", ["ended", "handed off", "of the other stage", "without a message"])
-def test_there_is_nothing_to_take_over(record: Record, over: str) -> None:
-    claim = message_of(record, "prefill", message=b"" if over == "without a message" else b"message")
-    match over:
-        case "ended":
-            record.finish_request(claim, end())
-        case "handed off":
-            record.note_handed_off(claim)
-        case "of the other stage":
-            decode(record)
-    die(record, "prefill", "w1")
-    assert record.take_over_free("prefill", alive(record, "prefill", "w2"), 9) == []
-    assert record.count_free("prefill") == 0
-
-
 def test_what_was_taken_over_and_is_given_back_can_be_taken_over_at_once(record: Record) -> None:
     message_of(record, "prefill")
     die(record, "prefill", "w1")
@@ -200,35 +159,6 @@ def test_what_is_to_be_tried_later_is_left_alone(record: Record, delivered: bool
     assert record.take_over_free("prefill", alive(record, "prefill", "w2"), 9) == []
 
 
-def test_what_is_put_down_is_anybodys(record: Record) -> None:
-    waits = UnclaimedMessage("r1", "b", "", b"message")
-    record.put_down("prefill", [waits])
-    record.put_down("prefill", [waits])  # by somebody else who read it
-    session = alive(record, "prefill", "w2")
-    assert isinstance(record.claim_prefill("r1", session, "another"), Conflict)
-    (taken,) = record.take_over_free("prefill", session, 9)
-    assert (taken.claim.attempts, taken.claim.num_tokens, taken.message) == (1, 0, b"message")
-    assert isinstance(record.claim_prefill("r1", alive(record, "prefill", "w1"), "b"), Busy)  # who has its delivery
-    record.put_down("prefill", [waits])
-    assert record.count_free("prefill") == 0
-    record.note_handed_off(taken.claim)
-    record.put_down("prefill", [waits])
-    assert record.count_free("prefill") == 0
-
-
-def test_who_has_the_delivery_claims_what_is_put_down(record: Record) -> None:
-    record.put_down(
-        "decode", [UnclaimedMessage("r1", "", "j1", b"message"), UnclaimedMessage("r2", "", "j2", b"message")]
-    )
-    assert decode(record).attempts == 1
-    assert record.count_free("decode") == 1
-    assert isinstance(record.claim_decode("r1", "d2/1", "j2"), Bound)
-    record.put_down(
-        "decode", [UnclaimedMessage("r1", "", "j2", b"another"), UnclaimedMessage("r1", "", "j1", b"message")]
-    )
-    assert isinstance(record.claim_decode("r1", alive(record, "decode", "d2"), "j1"), Busy)
-
-
 def test_a_clock_that_went_back_keeps_nothing_from_anybody(
     record: Record, client: "redis.Redis", pipeline: Pipeline
 ) -> None:
@@ -251,73 +181,6 @@ def test_a_clock_that_went_back_keeps_nothing_from_anybody(
     assert record.count_free("decode") == 1
 
 
-def test_what_is_handed_off_is_not_prefilled_again(record: Record) -> None:
-    """Its job is durable, and waits for decode; its request comes again, as the worker left or died."""
-    assert record.note_handed_off(prefill(record))
-    assert isinstance(record.claim_prefill("r1", alive(record, "prefill", "p2"), "b"), Bound)
-    assert isinstance(record.claim_prefill("r1", alive(record, "prefill", "p2"), "another"), Conflict)
-    assert decode(record).attempts == 1
-
-
-def test_a_hand_off_is_noted_once(record: Record) -> None:
-    claim = prefill(record)
-    assert record.note_handed_off(claim)
-    assert not record.note_handed_off(claim)
-
-
-def test_decode_does_not_wait_for_a_prefill_that_is_done(record: Record) -> None:
-    first = prefill(record)
-    held = decode(record)
-    assert not record.note_handed_off(first)
-    assert isinstance(record.claim_prefill("r1", "p2", "b"), Bound)
-    assert say(record, held, [1]) == [1]
-
-
-def test_a_released_request_is_free_at_once_and_the_attempt_does_not_count(record: Record) -> None:
-    claim = decode(record)
-    assert record.release_claim(claim)
-    again = decode(record, owner="d2")
-    assert again.attempts == 1
-    assert not record.release_claim(claim)
-    assert record.release_claim(again, failed=True)
-    assert decode(record, owner="d3").attempts == 2
-
-
-def test_the_first_job_is_bound_and_stays_bound(record: Record) -> None:
-    claim = decode(record, job="j1")
-    assert isinstance(record.claim_decode("r1", "d2", "j2"), Bound)
-    assert isinstance(record.claim_prefill("r1", "p1", "b"), Bound)
-    record.release_claim(claim)
-    assert isinstance(record.claim_decode("r1", "d2", "j2"), Bound)
-    claim = decode(record, job="j1")
-    record.finish_request(claim, end())
-    assert isinstance(record.claim_decode("r1", "d2", "j2"), Bound)
-    assert decode(record, job="j1").is_ended
-
-
-def test_what_ended_in_prefill_is_handed_off_again_and_settled_by_one_job(record: Record) -> None:
-    claim = prefill(record)
-    say(record, claim, [5])
-    assert record.finish_request(claim, end())
-    assert not record.note_handed_off(claim)
-    again = prefill(record, owner="p2")
-    assert again.is_ended
-    assert again.epoch > claim.epoch
-    assert again.num_tokens == 1
-    assert decode(record, job="j2").is_ended
-    assert isinstance(record.claim_decode("r1", "d1", "j1"), Bound)
-    assert isinstance(record.claim_prefill("r1", "p1", "b"), Bound)
-
-
-def test_the_same_id_with_another_body_is_a_conflict(record: Record) -> None:
-    claim = prefill(record, body="one")
-    assert isinstance(record.claim_prefill("r1", "p1", "two"), Conflict)
-    decode(record)
-    assert isinstance(record.claim_prefill("r1", "p1", "two"), Conflict)
-    assert isinstance(record.claim_prefill("r1", "p1", "one"), Bound)
-    assert say(record, claim, [1]) == [0]
-
-
 def test_a_body_is_what_is_asked_and_not_how_soon_or_where() -> None:
     one = Request(id="r1", prompt="hello")
     assert compute_body_hash(one) == compute_body_hash(
@@ -325,19 +188,6 @@ def test_a_body_is_what_is_asked_and_not_how_soon_or_where() -> None:
     )
     assert compute_body_hash(one) != compute_body_hash(Request(id="r1", prompt="hello!"))
     assert compute_body_hash(one) != compute_body_hash(Request(id="r1", prompt="hello", tenant="other"))
-
-
-def test_a_lost_record_starts_afresh_and_old_claims_stay_fenced(
-    record: Record, client: "redis.Redis", pipeline: Pipeline
-) -> None:
-    old = decode(record)
-    say(record, old, [1, 2])
-    client.delete(pipeline.record_key("r1"), pipeline.log_key("r1"))
-    assert say(record, old, [3]) == [0]
-    new = decode(record, job="j1")
-    assert (new.num_tokens, new.attempts) == (0, 1)
-    assert new.epoch > old.epoch
-    assert say(record, old, [3]) == [0]
 
 
 def test_cancelling_reaches_whoever_claims_later(record: Record, client: "redis.Redis", pipeline: Pipeline) -> None:

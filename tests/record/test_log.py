@@ -62,37 +62,6 @@ def test_a_batch_is_one_append_with_an_outcome_for_each(record: Record) -> None:
     assert record.append_tokens([]) == []
 
 
-def test_an_old_epoch_can_change_nothing(record: Record) -> None:
-    old = prefill(record)
-    decode(record)
-    assert say(record, old, [5]) == [FENCED]
-    assert not record.finish_request(old, end())
-    assert not record.note_handed_off(old)
-    assert not record.release_claim(old)
-    assert record.read_log("r1") == []
-    status = record.read_status("r1")
-    assert status is not None
-    assert (status.stage, status.session, status.worker_name) == ("decode", "d1/1", "d1")
-
-
-def test_a_position_that_is_not_the_next_is_refused(record: Record) -> None:
-    claim = decode(record)
-    say(record, claim, [5])
-    assert record.append_tokens([(claim, TokenEvent.at_position(2, "a" * 16, 7, ""))]) == [FENCED]
-    assert record.append_tokens([(claim, TokenEvent.at_position(0, "a" * 16, 7, ""))]) == [FENCED]
-    assert tokens_of(record) == [5]
-
-
-def test_nothing_follows_the_end(record: Record) -> None:
-    claim = decode(record)
-    say(record, claim, [5])
-    assert record.finish_request(claim, end())
-    assert record.finish_request(claim, end())
-    assert say(record, claim, [6]) == [FENCED]
-    assert not record.finish_request(claim, end())  # its count of tokens is not the log's
-    assert record.read_log("r1", 0) == [end().model_copy(update={"usage": Usage(completion_tokens=1)})]
-
-
 def test_cancelling_stops_the_tokens_and_leaves_the_claim(record: Record) -> None:
     claim = decode(record)
     say(record, claim, [5])

@@ -19,53 +19,6 @@ test('a chat, streamed and not, says the same', async () => {
   assert.equal(new Set(chunks.map(chunk => chunk.id)).size, 1)
 })
 
-test('the helper that gathers a stream has the whole answer', async () => {
-  const whole = await sdk.chat.completions.create({ ...greedy, n: 2, seed: 7, messages })
-  const gathered = await sdk.chat.completions.stream({ ...greedy, n: 2, seed: 7, messages }).finalChatCompletion()
-  const texts = answer => answer.choices.map(choice => choice.message.content)
-  assert.deepEqual(texts(gathered), texts(whole))
-})
-
-test('log probabilities are as many as tokens', async () => {
-  const { choices } = await sdk.chat.completions.create({ ...greedy, messages, logprobs: true, top_logprobs: 2 })
-  const entries = choices[0].logprobs.content
-  assert.equal(entries.length, 24)
-  assert.equal(Buffer.from(entries.flatMap(entry => entry.bytes)).toString(), choices[0].message.content)
-  assert.ok(entries.every(entry => entry.top_logprobs[0].token === entry.token))
-})
-
-test('completions, streamed and not, say the same, up to a stop', async () => {
-  const asked = { ...greedy, prompt: ['In the beginning', 'And God said'] }
-  const whole = await sdk.completions.create(asked)
-  const texts = ['', '']
-  for (const { choices } of await all(await sdk.completions.create({ ...asked, stream: true }))) {
-    for (const choice of choices) texts[choice.index] += choice.text
-  }
-  assert.deepEqual(texts, whole.choices.map(choice => choice.text))
-  assert.equal(whole.usage.completion_tokens, 48)
-  const stop = texts[0].trim().split(' ')[2]
-  const cut = await sdk.completions.create({ ...greedy, prompt: asked.prompt[0], stop })
-  assert.equal(cut.choices[0].text, texts[0].slice(0, texts[0].indexOf(stop)))
-  assert.equal(cut.choices[0].finish_reason, 'stop')
-})
-
-test('responses, streamed and not, say the same', async () => {
-  const asked = { model, input: 'In the beginning', temperature: 0, max_output_tokens: 12 }
-  const whole = await sdk.responses.create(asked)
-  assert.equal(whole.incomplete_details.reason, 'max_output_tokens')
-  const events = await all(await sdk.responses.create({ ...asked, stream: true }))
-  const deltas = events.filter(event => event.type === 'response.output_text.delta').map(event => event.delta)
-  assert.equal(deltas.join(''), whole.output_text)
-  assert.ok(whole.output_text.length > 0)
-  assert.equal(events.at(-1).response.usage.output_tokens, 12)
-})
-
-test('models are listed', async () => {
-  const models = await all(sdk.models.list())
-  assert.deepEqual(models.map(one => one.id), [model])
-  assert.equal((await sdk.models.retrieve(model)).owned_by, 'penstock')
-})
-
 test('errors are of the kinds that the SDK knows', async () => {
   const raised = async (work, kind, expected) => {
     await assert.rejects(work, error => {
