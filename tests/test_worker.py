@@ -230,12 +230,12 @@ def test_what_was_put_back_comes_again_when_it_is_due(addresses: Addresses, pipe
     bus.create_topics()
     with bus.join_group("prefill", "a") as member:
         late, soon = deliveries(member, pipeline, addresses, 2)
-        inbox = DeliveryQueue(member)
-        inbox.defer(late, 60.0)
-        inbox.defer(soon)
-        assert inbox.poll(10, idle=True) == [soon]
-        assert inbox.poll(10, idle=False) == []
-        assert len(inbox) == 1
+        queue = DeliveryQueue(member)
+        queue.defer(late, 60.0)
+        queue.defer(soon)
+        assert queue.poll(10, is_idle=True) == [soon]
+        assert queue.poll(10, is_idle=False) == []
+        assert len(queue) == 1
 
 
 def test_batch_leaves_a_place_unless_nothing_runs(addresses: Addresses, pipeline: Pipeline) -> None:
@@ -245,11 +245,11 @@ def test_batch_leaves_a_place_unless_nothing_runs(addresses: Addresses, pipeline
     publisher.publish([Outgoing(pipeline.request_topic("batch"), b"x", str(n)) for n in range(3)])
     publisher.close()
     with bus.join_group("prefill", "a") as member:
-        inbox = DeliveryQueue(member)
-        assert inbox.poll(1, idle=False) == []
-        assert len(inbox.poll(1, idle=True)) == 1
-        assert len(inbox.poll(2, idle=True)) == 1
-        assert len(inbox.poll(2, idle=False)) == 1
+        queue = DeliveryQueue(member)
+        assert queue.poll(1, is_idle=False) == []
+        assert len(queue.poll(1, is_idle=True)) == 1
+        assert len(queue.poll(2, is_idle=True)) == 1
+        assert len(queue.poll(2, is_idle=False)) == 1
 
 
 class Asked:
@@ -263,44 +263,44 @@ class Asked:
         return []
 
 
-def waiting_inbox(count: int, wait_s: float) -> tuple[DeliveryQueue, Asked]:
-    """An inbox with so many interactive deliveries that were put back."""
+def make_deferred_queue(count: int, wait_s: float) -> tuple[DeliveryQueue, Asked]:
+    """An queue with so many interactive deliveries that were put back."""
     asked = Asked()
-    inbox = DeliveryQueue(cast("Member", asked))
+    queue = DeliveryQueue(cast("Member", asked))
     for n in range(count):
-        inbox.defer(Delivery("t", f"0:{n}", b"", None, {}, "interactive", 0.0), wait_s)
-    return inbox, asked
+        queue.defer(Delivery("t", f"0:{n}", b"", None, {}, "interactive", 0.0), wait_s)
+    return queue, asked
 
 
 def test_what_waits_for_the_lease_of_another_worker_takes_up_no_room() -> None:
-    inbox, asked = waiting_inbox(32, 60.0)
-    assert inbox.poll(32, 32, idle=False) == []
+    queue, asked = make_deferred_queue(32, 60.0)
+    assert queue.poll(32, 32, is_idle=False) == []
     assert asked.rooms == [{"interactive": 32, "batch": 31}]
-    assert inbox.num_deferred("interactive") == len(inbox) == 32
+    assert queue.num_deferred("interactive") == len(queue) == 32
 
 
 def test_a_class_of_which_very_many_wait_is_not_asked_for() -> None:
-    inbox, asked = waiting_inbox(MAX_DEFERRED, 60.0)
-    inbox.poll(32, 32, idle=False)
+    queue, asked = make_deferred_queue(MAX_DEFERRED, 60.0)
+    queue.poll(32, 32, is_idle=False)
     assert asked.rooms == [{"interactive": 0, "batch": 31}]
 
 
 def test_what_is_due_is_counted_where_it_may_be_begun() -> None:
-    inbox, asked = waiting_inbox(40, 0.0)
-    assert len(inbox.poll(32, 32, idle=False)) == 32
+    queue, asked = make_deferred_queue(40, 0.0)
+    assert len(queue.poll(32, 32, is_idle=False)) == 32
     assert asked.rooms == [{"interactive": 1, "batch": 31}]
-    assert inbox.num_deferred("interactive") == 8
+    assert queue.num_deferred("interactive") == 8
 
 
 def test_without_room_a_delivery_is_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox, _ = waiting_inbox(3, 0.0)
-    assert inbox.poll(0, 0, idle=False) == []
-    assert len(inbox) == 3
+    queue, _ = make_deferred_queue(3, 0.0)
+    assert queue.poll(0, 0, is_idle=False) == []
+    assert len(queue) == 3
     now_s = time.monotonic()
     monkeypatch.setattr("penstock.worker.delivery_queue.time.monotonic", lambda: now_s + POSTPONE_S)
     for num_left in (2, 1, 0):
-        assert len(inbox.poll(0, 0, idle=False)) == 1, "perhaps its request is over, and it is to be settled"
-        assert len(inbox) == inbox.num_deferred("interactive") == num_left
+        assert len(queue.poll(0, 0, is_idle=False)) == 1, "perhaps its request is over, and it is to be settled"
+        assert len(queue) == queue.num_deferred("interactive") == num_left
 
 
 def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses, pipeline: Pipeline) -> None:
@@ -311,12 +311,12 @@ def test_where_only_interactive_work_fits_no_batch_is_taken(addresses: Addresses
     publisher.publish([Outgoing(pipeline.request_topic("interactive"), b"x", str(n)) for n in range(3)])
     publisher.close()
     with bus.join_group("prefill", "a") as member:
-        inbox = DeliveryQueue(member)
+        queue = DeliveryQueue(member)
         taken: list[Delivery] = []
         while len(taken) < 3:
-            taken += inbox.poll(0, 1, idle=False)
+            taken += queue.poll(0, 1, is_idle=False)
         assert [delivery.klass for delivery in taken] == ["interactive"] * 3
-        assert inbox.poll(0, 1, idle=False) == []
+        assert queue.poll(0, 1, is_idle=False) == []
 
 
 def test_the_heartbeat_says_what_a_worker_does_and_ends_with_it(addresses: Addresses, pipeline: Pipeline) -> None:

@@ -91,7 +91,7 @@ class DecodeRole:
     def build_sequence(self, task: Task, kv: KVConnector) -> Sequence | None:
         """Return a sequence of all tokens so far; None where the log's last token ends the answer."""
         job, model = _job_of(task), self.engine.model
-        # Prefill has cut it to its own room already; a pool that is smaller here cuts it once more.
+        # Prefill has cut it to its own capacity already. A smaller pool here cuts it once more.
         sampling = self.engine.cut_max_tokens(job.sampling, len(job.token_ids))
         task.message = job.model_copy(update={"sampling": sampling})
         task.output = OutputText(model.tokenizer, sampling, model.eos_token_ids, sampling.max_tokens)
@@ -120,17 +120,19 @@ class DecodeRole:
 
         Few batch jobs are taken at once beside interactive requests, whose next tokens wait meanwhile.
         """
-        each, most = load.estimate_admission(klass, self.engine.settings.max_batch - len(tasks) - num_read)
+        mean_tokens, max_requests = load.estimate_admission(
+            klass, self.engine.settings.max_batch - len(tasks) - num_read
+        )
         if klass == "batch" and any(task.klass == "interactive" for task in tasks):
-            most = min(most, MAX_BATCH_ADMISSIONS)
-        return min(most, self.engine.free_capacity(klass, each)) if most > 0 else 0
+            max_requests = min(max_requests, MAX_BATCH_ADMISSIONS)
+        return min(max_requests, self.engine.free_capacity(klass, mean_tokens)) if max_requests > 0 else 0
 
     # 8. End.
 
     def build_end_event(self, task: Task) -> EndEvent:
         """Return the end of the log, stamped now."""
         job, num_tokens = _job_of(task), task.claim.num_tokens
-        # A job that carries an error was given up in prefill, and its end there, which Redis lost, said what was used.
+        # A job with an error was given up in prefill. Its end there, which Redis lost, had the usage.
         is_prefilled = job.error is None or num_tokens > 0
         usage = Usage(
             prompt_tokens=len(job.token_ids) if is_prefilled else 0,
@@ -181,7 +183,8 @@ class DecodeRole:
 
 def _readable_part(delivery: Delivery, request_id: str) -> Job:
     """Return what can be read of a job that is invalid as a whole."""
-    # Its own name, as who can read it binds the request by that. Without one, the same whoever tries.
+    # The job's own name, as a worker that can read the job binds the request by it. Without one, a hash, which is
+    # the same in every attempt.
     name = extract_job_name(delivery.value) or hashlib.sha256(delivery.value).hexdigest()
     job = Job(id=request_id, job=name, klass=delivery.klass)
     with contextlib.suppress(ValidationError):

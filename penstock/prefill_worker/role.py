@@ -133,13 +133,13 @@ class PrefillRole:
         if klass == "batch" and self.backpressure is not None and self.backpressure.is_active:
             return 0
         settings = self.engine.settings
-        each, most = load.estimate_admission(klass, settings.max_batch - len(tasks) - num_read)
+        mean_tokens, max_requests = load.estimate_admission(klass, settings.max_batch - len(tasks) - num_read)
         waiting = [task.seq for task in tasks if task.seq is not None and task.seq.state is State.WAITING]
-        num_waiting = sum(seq.num_prompt_tokens for seq in waiting) + num_read * each
-        num_behind = (MAX_WAITING_STEPS * settings.max_step_tokens - num_waiting) // each
-        if num_behind == 0 and not num_waiting:
-            num_behind = 1
-        return min(most, self.engine.free_capacity(klass, each) - num_read, num_behind)
+        num_waiting_tokens = sum(seq.num_prompt_tokens for seq in waiting) + num_read * mean_tokens
+        num_ahead = (MAX_WAITING_STEPS * settings.max_step_tokens - num_waiting_tokens) // mean_tokens
+        if num_ahead == 0 and not num_waiting_tokens:
+            num_ahead = 1
+        return min(max_requests, self.engine.free_capacity(klass, mean_tokens) - num_read, num_ahead)
 
     # 5. Settle.
 

@@ -35,13 +35,13 @@ class DeliveryQueue:
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._waiting: list[_Deferred] = []
-        self._num_waiting: Counter[PriorityClass] = Counter()
-        self._count = 0
+        self._deferred: list[_Deferred] = []
+        self._num_deferred: Counter[PriorityClass] = Counter()
+        self._num_pushed = 0
 
     def __len__(self) -> int:
         """Return the number of deferred deliveries."""
-        return len(self._waiting)
+        return len(self._deferred)
 
     def defer(self, delivery: Delivery, wait_s: float = 0.0) -> None:
         """Return a delivery again from `poll` after `wait_s` seconds: another session holds its request, and may end.
@@ -53,70 +53,70 @@ class DeliveryQueue:
 
     def num_deferred(self, klass: PriorityClass) -> int:
         """Return the number of deferred deliveries of a class. Any thread may call this."""
-        return self._num_waiting[klass]
+        return self._num_deferred[klass]
 
     def poll(
-        self, room: int, interactive_room: int | None = None, *, idle: bool, wait_s: float = IDLE_POLL_S
+        self, capacity: int, interactive_capacity: int | None = None, *, is_idle: bool, wait_s: float = IDLE_POLL_S
     ) -> list[Delivery]:
-        """Return due deferred deliveries and at most `room` new ones. Only an idle worker waits for the first.
+        """Return due deferred deliveries and at most `capacity` new ones. Only an idle worker waits for the first.
 
         Interactive deliveries have a capacity of their own, which may be larger, as they displace batch work. One slot
         stays reserved for interactive work, unless there is only one slot and the worker is idle. Deferred deliveries
         use no capacity, as their requests run elsewhere; where some are due, fewer new ones are taken, as their
         requests may be free by now.
         """
-        rooms: dict[PriorityClass, int] = {
-            "interactive": room if interactive_room is None else interactive_room,
-            "batch": room,
+        capacities: dict[PriorityClass, int] = {
+            "interactive": capacity if interactive_capacity is None else interactive_capacity,
+            "batch": capacity,
         }
-        due = self._pop_due(rooms)
-        if max(rooms.values()) <= 0 and not idle:
+        due = self._pop_due(capacities)
+        if max(capacities.values()) <= 0 and not is_idle:
             return due
-        found = Counter(delivery.klass for delivery in due)
-        fresh = {klass: self._fresh_capacity(klass, number, found[klass]) for klass, number in rooms.items()}
-        fresh["batch"] = fresh["batch"] - 1 if fresh["batch"] > 1 else fresh["batch"] * idle
-        timeout_s = self._seconds_to_next(wait_s) if idle and not due else 0.0
+        num_due = Counter(delivery.klass for delivery in due)
+        fresh = {klass: self._fresh_capacity(klass, number, num_due[klass]) for klass, number in capacities.items()}
+        fresh["batch"] = fresh["batch"] - 1 if fresh["batch"] > 1 else fresh["batch"] * is_idle
+        timeout_s = self._seconds_to_next(wait_s) if is_idle and not due else 0.0
         return due + self._member.poll(timeout_s, fresh)
 
-    def _fresh_capacity(self, klass: PriorityClass, room: int, num_due: int) -> int:
+    def _fresh_capacity(self, klass: PriorityClass, capacity: int, num_due: int) -> int:
         """Return how many new deliveries to poll: at least one if there is capacity, as some deferred ones are always
         due.
         """
-        return 0 if self._num_waiting[klass] >= MAX_DEFERRED else max(min(1, room), room - num_due)
+        return 0 if self._num_deferred[klass] >= MAX_DEFERRED else max(min(1, capacity), capacity - num_due)
 
-    def _pop_due(self, rooms: Mapping[PriorityClass, int]) -> list[Delivery]:
+    def _pop_due(self, capacities: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Return due deliveries as far as there is capacity; without it, one postponed delivery of each class.
 
         A postponed delivery is claimed beyond the capacity if its request is not over, so there is only one a turn.
         """
         ready: list[Delivery] = []
-        left, now_s = dict(rooms), time.monotonic()
+        left, now_s = dict(capacities), time.monotonic()
         postponed: list[_Deferred] = []
-        while self._waiting and self._waiting[0].due_s <= now_s:
-            one = heapq.heappop(self._waiting)
+        while self._deferred and self._deferred[0].due_s <= now_s:
+            one = heapq.heappop(self._deferred)
             klass = one.delivery.klass
             if left[klass] > 0 or (one.is_postponed and left[klass] == 0):
                 left[klass] -= 1
-                self._num_waiting[klass] -= 1
+                self._num_deferred[klass] -= 1
                 ready.append(one.delivery)
             elif one.is_postponed:
                 postponed.append(one)
             else:
-                self._num_waiting[klass] -= 1
+                self._num_deferred[klass] -= 1
                 self._push_deferred(one.delivery, POSTPONE_S, is_postponed=True)
         for one in postponed:
-            heapq.heappush(self._waiting, one)
+            heapq.heappush(self._deferred, one)
         return ready
 
     def _push_deferred(self, delivery: Delivery, wait_s: float, *, is_postponed: bool = False) -> None:
-        self._count += 1
-        self._num_waiting[delivery.klass] += 1
-        heapq.heappush(self._waiting, _Deferred(time.monotonic() + wait_s, self._count, delivery, is_postponed))
+        self._num_pushed += 1
+        self._num_deferred[delivery.klass] += 1
+        heapq.heappush(self._deferred, _Deferred(time.monotonic() + wait_s, self._num_pushed, delivery, is_postponed))
 
     def _seconds_to_next(self, most_s: float) -> float:
-        if not self._waiting:
+        if not self._deferred:
             return most_s
-        return max(0.0, min(most_s, self._waiting[0].due_s - time.monotonic()))
+        return max(0.0, min(most_s, self._deferred[0].due_s - time.monotonic()))
 
 
 def serialize_delivery(delivery: Delivery) -> bytes:

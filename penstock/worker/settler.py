@@ -41,7 +41,7 @@ class _PendingSettlement:
     again: Callable[[], Settlement] | None
 
     @property
-    def place(self) -> tuple[str, str] | int:
+    def offset(self) -> tuple[str, str] | int:
         """The delivery's topic and position, or the object's id where no delivery is settled."""
         delivery = self.settlement.delivery
         return _offset_of(delivery) if delivery.is_held else id(self)
@@ -67,7 +67,7 @@ class Settler:
         self._called_s: float | None = None
         """When the settlement call under way began; None while there is none."""
         self._is_over = threading.Event()
-        self._orders: queue.SimpleQueue[_PendingSettlement | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[_PendingSettlement | None] = queue.SimpleQueue()
         self._open: Counter[tuple[str, str] | int] = Counter()
         self._outcomes: list[tuple[Any, bool]] = []
         self._lock = threading.Condition()
@@ -97,17 +97,17 @@ class Settler:
         `again` makes the settlement anew, on the settler's thread, where it is not known whether its outputs are
         published: a job must not be published twice under one name, as both would settle the result.
         """
-        order = _PendingSettlement(settlement, ticket, again)
+        pending = _PendingSettlement(settlement, ticket, again)
         with self._lock:
-            self._open[order.place] += 1
+            self._open[pending.offset] += 1
         if after is None:
-            self._orders.put(order)
+            self._pending.put(pending)
         else:
-            after.add_done_callback(lambda _: self._enqueue_awaited(order))
+            after.add_done_callback(lambda _: self._enqueue_awaited(pending))
 
-    def _enqueue_awaited(self, order: _PendingSettlement) -> None:
+    def _enqueue_awaited(self, pending: _PendingSettlement) -> None:
         failpoint("prefill.4.written")
-        self._orders.put(order)
+        self._pending.put(pending)
 
     def collect(self) -> list[tuple[Any, bool]]:
         """Return the tickets and outcomes since the last call: True if settled, False if another member will."""
@@ -145,15 +145,15 @@ class Settler:
     def abandon(self) -> None:
         """Settle nothing more. A call that the bus does not answer is left to itself."""
         self._is_over.set()
-        self._orders.put(None)
+        self._pending.put(None)
         self._thread.join(ABANDON_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
-            while (first := self._orders.get()) is not None:
+            while (first := self._pending.get()) is not None:
                 batch, more = [first], True
-                while more and not self._orders.empty():
-                    following = self._orders.get()
+                while more and not self._pending.empty():
+                    following = self._pending.get()
                     if following is None:
                         more = False
                     else:
@@ -168,22 +168,22 @@ class Settler:
 
     def _settle_batch(self, batch: list[_PendingSettlement]) -> None:
         """Settle a batch. A delivery that came a second time during its first settlement is settled once."""
-        unique = {order.place: order for order in reversed(batch)}
-        self._settle_all([order for order in batch if unique[order.place] is order])
-        self._finish_orders([order for order in batch if unique[order.place] is not order], settled=False)
+        unique = {pending.offset: pending for pending in reversed(batch)}
+        self._settle_all([pending for pending in batch if unique[pending.offset] is pending])
+        self._record_outcomes([pending for pending in batch if unique[pending.offset] is not pending], settled=False)
 
     def _settle_all(self, batch: list[_PendingSettlement]) -> None:
         waits, begun_s, troubled_s = backoff_pauses(), time.monotonic(), 0.0
         while batch and not self._is_over.is_set():
             try:
                 failpoint("settle.begun")
-                self._settle_on_bus([order.settlement for order in batch])
+                self._settle_on_bus([pending.settlement for pending in batch])
             except DeliveryLost as error:
                 lost = {_offset_of(delivery) for delivery in error.deliveries}
-                rest = [order for order in batch if order.place not in lost]
+                rest = [pending for pending in batch if pending.offset not in lost]
                 assert len(rest) < len(batch), "lost deliveries are of those that were to be settled"
                 self._set_trouble("")
-                self._finish_orders([order for order in batch if order.place in lost], settled=False)
+                self._record_outcomes([pending for pending in batch if pending.offset in lost], settled=False)
                 batch = rest
             except RequestTooLarge as error:  # nothing was done: whose it is shows when each is settled alone
                 if len(batch) == 1:
@@ -196,8 +196,8 @@ class Settler:
                         )
                     ]
                 else:
-                    for order in batch:
-                        self._settle_all([order])
+                    for pending in batch:
+                        self._settle_all([pending])
                     return
             except BusUnavailable as error:
                 now_s = time.monotonic()
@@ -207,14 +207,16 @@ class Settler:
                     troubled_s = now_s
                 if not is_away(error) or now_s > min(begun_s + MAX_RETRY_S, troubled_s + MAX_RETRY_ALONE_S):
                     raise
-                batch = [replace(order, settlement=order.again()) if order.again else order for order in batch]
+                batch = [
+                    replace(pending, settlement=pending.again()) if pending.again else pending for pending in batch
+                ]
                 log.warning("settling failed, trying again: %s", error)
                 self._set_trouble(str(error))
                 self._is_over.wait(next(waits))
             else:
                 failpoint("settle.done")
                 self._set_trouble("")
-                self._finish_orders(batch, settled=True)
+                self._record_outcomes(batch, settled=True)
                 return
 
     def _settle_on_bus(self, settlements: list[Settlement]) -> None:
@@ -229,10 +231,10 @@ class Settler:
             self._trouble = trouble
             self._lock.notify_all()
 
-    def _finish_orders(self, orders: list[_PendingSettlement], *, settled: bool) -> None:
+    def _record_outcomes(self, settlements: list[_PendingSettlement], *, settled: bool) -> None:
         with self._lock:
-            self._outcomes += [(order.ticket, settled) for order in orders]
-            self._open -= Counter(order.place for order in orders)
+            self._outcomes += [(pending.ticket, settled) for pending in settlements]
+            self._open -= Counter(pending.offset for pending in settlements)
             self._lock.notify_all()
         self._wake()
 

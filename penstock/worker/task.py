@@ -100,8 +100,8 @@ class Task:
 
     def start_span(self, name: str) -> None:
         """Start the span of the work on the request."""
-        told = {"prompt_tokens": len(self.token_ids), "attempt": self.claim.attempts}
-        self.span = tracing.start_span(name, self.parent_context, self.read_s or self.started_s, **told)
+        attributes = {"prompt_tokens": len(self.token_ids), "attempt": self.claim.attempts}
+        self.span = tracing.start_span(name, self.parent_context, self.read_s or self.started_s, **attributes)
         self.context = tracing.with_span(self.span, self.parent_context)
 
     @property

@@ -7,7 +7,7 @@ events that the loop collects: it alone touches tasks, record, session and metri
 
 The steps of a turn, numbered as in the life of a request (docs/structure.md), prefill's and decode's:
 
-    1, 6  claim     take messages while there is room; those that are read are claimed in one round trip: epoch + 1 in
+    1, 6  claim     poll messages while there is capacity; those that are read are claimed in one round trip: epoch+1 in
                     Redis, and in decode the job is bound if none is, and the log is read. What cannot be answered ends
                     here, and goes on at 5
     3, 6  load      what the KV store has of its blocks is fetched while others are computed
@@ -181,12 +181,12 @@ class Worker:
 
     def _poll_messages(self) -> list[Delivery]:
         """Return the deliveries to begin. An idle worker waits for the first one."""
-        rooms = self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
+        capacities = self.load.capacities = {klass: self.free_capacity(klass) for klass in CLASSES}
         is_waited_for = len(self.settler) > 0 or len(self.kv) > 0
         deliveries = self.queue.poll(
-            rooms["batch"],
-            rooms["interactive"],
-            idle=self._is_idle(),
+            capacities["batch"],
+            capacities["interactive"],
+            is_idle=self._is_idle(),
             wait_s=BUSY_POLL_S if is_waited_for else IDLE_POLL_S,
         )
         for _ in deliveries:
@@ -278,22 +278,22 @@ class Worker:
 
     def _take_over(self, *, accept: bool) -> None:
         """Take over requests that no worker holds. Their deliveries are with other workers, or come later."""
-        room = max(self.load.capacities.values()) if accept and self.session.num_free else 0
-        if room <= 0:
+        capacity = max(self.load.capacities.values()) if accept and self.session.num_free else 0
+        if capacity <= 0:
             return
-        taken = self.record.take_over_free(self.stage, self.session.id, room)
-        self.session.num_free = self.session.num_free - room if len(taken) == room else 0
-        for one in taken:
+        taken = self.record.take_over_free(self.stage, self.session.id, capacity)
+        self.session.num_free = self.session.num_free - capacity if len(taken) == capacity else 0
+        for claimed in taken:
             self.metrics.count_take_over()
             try:
-                delivery = deserialize_delivery(one.message)
+                delivery = deserialize_delivery(claimed.message)
                 if len(delivery.value) > self.role.max_inline_bytes:
-                    self.session.add_claim(one.claim)
-                    self.reader.submit(delivery, one.claim)
+                    self.session.add_claim(claimed.claim)
+                    self.reader.submit(delivery, claimed.claim)
                 else:
-                    self._resume_request(delivery, self.role.read_message(delivery), one.claim)
+                    self._resume_request(delivery, self.role.read_message(delivery), claimed.claim)
             except Exception as error:  # a message that cannot be read, or a bug: this request's
-                self._release_failed_claim(one.claim, error)
+                self._release_failed_claim(claimed.claim, error)
 
     def _resume_request(self, delivery: Delivery, task: Task | None, claim: Claim) -> None:
         """Go on with a request that was taken over."""
@@ -591,16 +591,16 @@ class Worker:
 
         `begun_s`: when its last span ended, or before. The settlement's span begins there, so that a trace has no gaps.
         """
-        through = self.role.build_completion(task)
-        if through is None:
+        completion = self.role.build_completion(task)
+        if completion is None:
             self.queue.defer(task.delivery)
             return
         if self.role.hands_off:
             self._handing_off.add(task)
             self.session.add_claim(task.claim)
         if self.role.hands_off or task.delivery.is_held:
-            settlement = Settlement(task.delivery, through.outputs + through.dead_letters)
-            settling = Settling(len(through.dead_letters), task, begun_s, through.span_attributes)
+            settlement = Settlement(task.delivery, completion.outputs + completion.dead_letters)
+            settling = Settling(len(completion.dead_letters), task, begun_s, completion.span_attributes)
             again = partial(self._make_settlement_anew, task) if self.role.hands_off else None
             self.settler.settle(settlement, settling, again, task.blocks_stored)
             stage_failpoint(self.stage, "decode.9.asked")
@@ -613,9 +613,9 @@ class Worker:
 
         The settler's thread calls this; no other thread changes the task any more.
         """
-        through = self.role.build_completion(task)
-        assert through is not None, "a job can always be made"
-        return Settlement(task.delivery, through.outputs + through.dead_letters)
+        completion = self.role.build_completion(task)
+        assert completion is not None, "a job can always be made"
+        return Settlement(task.delivery, completion.outputs + completion.dead_letters)
 
     def _send_dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Settle a delivery with a dead letter. If the delivery was lost, its new holder does so."""
@@ -676,10 +676,10 @@ class Worker:
 
     def report_load(self) -> dict[str, object]:
         """Return what the worker holds and how fast it is, for the heartbeat. Any thread may call this."""
-        held = [self.role.measure_task_load(task) for task in list(self.running.values())]
+        task_loads = [self.role.measure_task_load(task) for task in list(self.running.values())]
         read = [delivery.klass for delivery in self.reader.pending_deliveries()]
-        waiting = {klass: self.queue.num_deferred(klass) + read.count(klass) for klass in CLASSES}
-        return self.load.summarize_load(held, waiting) | self.role.report_rates(self.load)
+        num_waiting = {klass: self.queue.num_deferred(klass) + read.count(klass) for klass in CLASSES}
+        return self.load.summarize_load(task_loads, num_waiting) | self.role.report_rates(self.load)
 
     def stop_accepting(self) -> None:
         """Take no new requests. Running ones go on under their claims.
