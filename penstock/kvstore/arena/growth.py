@@ -131,7 +131,7 @@ class ArenaAllocator:
         elif problem:
             self._failed = True
             log.warning(
-                "no room for all of the shared memory (%s): %d of %d blocks; PENSTOCK_KV_STORE_SHARED_MB says how much",
+                "no room for all of the shared memory (%s): %d of %d blocks; PENSTOCK_KV_STORE_SHARED_MB sets its size",
                 problem, first, geometry.num_slots,
             )  # fmt: skip
 

@@ -1,7 +1,6 @@
-"""What is known of the blocks of one Redis server: order of use, sizes, leases. Changed by scripts alone.
+"""The index of one Redis server's blocks: order of use, sizes, leases. It is changed by scripts alone.
 
-Every command but the scripts has one key, and the scripts' keys share a hash tag, so all of it fits a cluster. Methods
-work on a connection and raise what it raises.
+Methods work on a connection, and raise what the connection raises.
 """
 
 from collections.abc import Iterable, Sequence
@@ -83,7 +82,7 @@ class RedisIndex:
     def reserve_blocks(
         self, wire: RespConnection, pairs: Sequence[tuple[bytes, int]], counters: TierCounters
     ) -> Reservation:
-        """Room for at most `AT_ONCE` blocks (key, bytes): which may be written. What goes for them is deleted."""
+        """Reserve space for at most `MAX_SCRIPT_KEYS` blocks (key, bytes). Blocks evicted for them are deleted."""
         wire.send([self._take_command(pairs, [])])
         reservation = self._read_reservation(wire, counters)
         self._unlink_blocks(wire, reservation.deleted)
@@ -129,7 +128,7 @@ class RedisIndex:
         wire.send([self._script_command(USAGE)])
         (reply,) = read_replies(wire, 1)
         if not isinstance(reply, list) or len(reply) != 4:
-            raise UnexpectedReply(f"not what the script says: {reply!r}")
+            raise UnexpectedReply(f"not a reply of the script: {reply!r}")
         return TierUsage(*parse_numbers(reply))
 
     def check_integrity(self, wire: RespConnection) -> list[str]:
@@ -166,7 +165,7 @@ class RedisIndex:
                 counters.evictions += len(evicted)
                 gone = {key for key in (*evicted, *expired) if isinstance(key, bytes)}
                 return Reservation([ok == 1 for ok in parse_numbers(taken)], gone, clock)
-        raise UnexpectedReply(f"not what the script says: {reply!r}")
+        raise UnexpectedReply(f"not a reply of the script: {reply!r}")
 
     @staticmethod
     def _unlink_blocks(wire: RespConnection, keys: Iterable[bytes]) -> None:

@@ -1,8 +1,8 @@
--- Whether the parts of the index agree; reads all of it, so it is for tests and people, not for a server at work.
+-- Check whether the parts of the index agree. Reads all of it, so it is for tests and people, not for a busy server.
 --
 -- ARGV     budget, keep
 --
--- Replies  what is wrong, one line each
+-- Replies  the problems found, one line each
 
 local wrong = {}
 local function say(...) wrong[#wrong + 1] = string.format(...) end

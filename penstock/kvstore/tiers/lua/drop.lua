@@ -1,10 +1,11 @@
--- Blocks are out of the index. The caller has deleted them before, or has not written them.
+-- Remove blocks from the index. The caller has deleted them before, or has not written them.
 --
--- ARGV     budget, keep, 0: leased or not, else a time of the index's clock: if not leased or used since; then keys
+-- ARGV     budget, keep, t, then keys. t = 0: also leased blocks. Else t is a time of the index's clock, and blocks that
+--          are leased or were used since then stay.
 --
 -- Replies  how many were in the index
 --
--- Crash    before: the entries are forgotten by the first who does not find their blocks.
+-- Crash    before: the entries are removed by the first process that does not find their blocks.
 
 local count, clock_then = 0, tonumber(ARGV[3])
 for i = 4, #ARGV do

@@ -1,20 +1,20 @@
 #!lua flags=allow-oom
--- A server without memory still lets go of what is in it.
+-- allow-oom: blocks can be removed from a server that is out of memory, too.
 --
--- What all scripts of the index begin with. The index is what the tier knows of the blocks of one server; the blocks
--- themselves are keys of their own, which no script touches.
+-- The beginning of all scripts of the index. The index has the blocks of one server; the blocks themselves are keys of
+-- their own, which no script uses.
 --
--- KEYS[1]  used    zset   blocks that may be put out, by last use (the index's clock, microseconds)
--- KEYS[2]  held    zset   the same of the leased ones, which may not
+-- KEYS[1]  used    zset   blocks that may be evicted, by last use (the index's clock, microseconds)
+-- KEYS[2]  held    zset   leased blocks, which may not be evicted, by last use
 -- KEYS[3]  sizes   hash   bytes of each block of both
--- KEYS[4]  leases  hash   of each leased block: its owners and when each one's lease ends (ms), as JSON
+-- KEYS[4]  leases  hash   for each leased block: its owners and when each one's lease ends (ms), as JSON
 -- KEYS[5]  ends    zset   leased blocks by when the last of their leases ends (ms)
--- KEYS[6]  state   hash   sum: bytes of all; held: of the leased; clock: the last use given; budget, keep: as last set
--- ARGV[1]  budget in bytes, 0: as last set
--- ARGV[2]  keep in ms, 0: as last set
+-- KEYS[6]  state   hash   sum: bytes of all blocks; held: of the leased ones; clock: the latest use; budget, keep: as set
+-- ARGV[1]  budget in bytes, 0: as set last
+-- ARGV[2]  keep in ms, 0: as set last
 --
--- An index that lost a part (a server that evicts, expires, or was tampered with) is begun anew: its blocks are taken in
--- again as they are used, the others' time runs out.
+-- An index that lost a part (by eviction, expiry or tampering) is deleted and built anew: blocks are added again as they
+-- are used, and the others expire.
 
 local USED, HELD, SIZES, LEASES, ENDS, STATE = unpack(KEYS)
 local AT_ONCE = 64  -- of what is swept in one call

@@ -1,4 +1,4 @@
--- Blocks that are in the index are not put out before the owner's lease is over.
+-- Lease the blocks that are in the index: they are not evicted before the owner's lease ends.
 --
 -- ARGV     budget, keep, owner, lease in ms, then keys
 --

@@ -1,10 +1,10 @@
--- An owner's leases on blocks are over.
+-- End an owner's leases on blocks.
 --
 -- ARGV     budget, keep, owner, then keys
 --
--- Replies  how many of them there were
+-- Replies  how many leases there were
 --
--- Crash    before: they run out.
+-- Crash    before: the leases run out.
 
 local count = 0
 for i = 4, #ARGV do

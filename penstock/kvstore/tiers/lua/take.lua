@@ -1,17 +1,18 @@
--- Room for blocks: those that are in the index were used now, the others are taken in, and the ones used longest ago
--- go for them. Leased blocks do not go, nor those of the same call. (One that is going and not yet deleted may be taken
--- in again and leased: then it is deleted all the same, and its entry is one without a block.)
+-- Reserve space for blocks: those that are in the index are marked as used now, the others are added, and the least
+-- recently used blocks are evicted for them. Leased blocks are not evicted, nor blocks of the same call. (A block that
+-- was evicted and is not deleted yet may be added again and leased: it is deleted all the same, and leaves an entry
+-- without a block.)
 --
 -- ARGV     budget, keep, grace in ms, n, then n times key and bytes, then keys that the caller did not find
 --
--- Replies  {{1 taken or 0 refused, …}, {keys put out to make room}, {keys whose time was over}, the index's clock}. The
---          caller deletes the blocks of both lists. A leased block that became larger (it was lost, and comes anew, or
---          two stored it in two ways) is refused, and out of the index, where there is no room for the rest of it. A key
---          that was not found is forgotten if its entry is older than the grace: a younger one may be of a writer that
---          has its room and still writes.
+-- Replies  {{1 accepted or 0 refused, …}, {keys evicted}, {keys expired}, the index's clock}. The caller deletes the
+--          blocks of both lists. A leased block that became larger (it was lost and is written again, or was written in
+--          two ways) is refused and removed from the index if there is no space for the difference. The entry of a key
+--          that was not found is removed if it is older than the grace: a younger one may belong to a process that is
+--          still writing the block.
 --
--- Crash    after: what was put out stays until its time is over, or until it is used, and then is taken in again or
---          deleted. What was taken in and never written is forgotten by the first who does not find it.
+-- Crash    after: an evicted block stays until it expires, or until a use adds it again or deletes it. An entry whose
+--          block is never written is removed by the first process that does not find the block.
 
 local first = clock
 settle()

@@ -1,4 +1,4 @@
--- What the index says of its server.
+-- Return what the index has of its server.
 --
 -- ARGV     budget, keep
 --
