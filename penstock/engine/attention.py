@@ -1,4 +1,4 @@
-"""Attention in torch over the rows gathered from the pool: where no native kernel runs."""
+"""Attention in torch over rows gathered from the pool, for layers that no kernel computes."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ScoreParams:
-    """How scores are made of queries and keys."""
+    """How attention scores follow from queries and keys."""
 
     scale: float
     softcap: float | None
@@ -23,19 +23,19 @@ class ScoreParams:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attended."""
+    """The parameters of a layer's attention, as its model passed them."""
 
     num_heads: int
-    """Of its queries."""
+    """Number of query heads."""
     scores: ScoreParams
     rule: object
-    """Its mask, as the model gave it."""
+    """The mask that the model passed."""
     window: int | None
-    """A sliding window that it has beside that."""
+    """A sliding window besides the mask."""
 
 
 def attend_gathered(gathered: GatheredRows, qkv: QKV, masks: Masks, how: ScoreParams) -> Tensor:
-    """Query [1, heads, T, size], K and V [1, kv heads, rows, size]; returns [1, T, heads, size of V]."""
+    """Compute attention: query [1, heads, T, size], K and V [1, kv heads, rows, size] to [1, T, heads, size of V]."""
     query, key, value = qkv
     outputs = []
     if gathered.num_single:
@@ -47,7 +47,7 @@ def attend_gathered(gathered: GatheredRows, qkv: QKV, masks: Masks, how: ScorePa
 
 
 def _attend_single_tokens(gathered: GatheredRows, qkv: QKV, mask: Mask, how: ScoreParams) -> Tensor:
-    """All sequences with one new token at once; returns [num_single, heads, size].
+    """Compute attention of all sequences with one new token at once; returns [num_single, heads, size].
 
     The query heads that share a KV head take the place of the query's length, so that no K or V is repeated.
     """
@@ -60,14 +60,14 @@ def _attend_single_tokens(gathered: GatheredRows, qkv: QKV, mask: Mask, how: Sco
 
 
 def _split_by_sequence(gathered: GatheredRows, rows: Tensor) -> Tensor:
-    """The single-token sequences' part of [1, heads, rows, size] as [num_single, heads, single_len, size]."""
+    """Return the rows [1, heads, rows, size] of sequences with one new token as [num_single, heads, length, size]."""
     num, padded = gathered.num_single, gathered.rows_per_single
     part = rows[0, :, : num * padded]
     return part.view(len(part), num, padded, -1)[:, :, : gathered.max_single_length].transpose(0, 1)
 
 
 def _compute_attention(qkv: QKV, mask: Mask, how: ScoreParams) -> Tensor:
-    """Query [B, heads, T, size], K and V [B, kv heads, L, size]; returns [B, heads, T, size of V]."""
+    """Compute attention: query [B, heads, T, size], K and V [B, kv heads, L, size] to [B, heads, T, size of V]."""
     q, k, v = qkv
     added, is_causal = (mask, False) if isinstance(mask, Tensor) else (None, mask is Causal.PLAIN)
     if not how.softcap and how.sinks is None:

@@ -1,5 +1,6 @@
-"""A whole model of the common form without the way through its own forward passes: for small models and small batches
-that way takes longer than the arithmetic.
+"""A whole model of the common form, computed without its own forward passes.
+
+With small models and small batches those take longer than the arithmetic.
 """
 
 from typing import Any, NamedTuple
@@ -14,13 +15,13 @@ _INNER_CHILDREN = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
 
 class Output(NamedTuple):
-    """As much of transformers' output as the engine reads."""
+    """The part of transformers' model output that the engine reads."""
 
     logits: Tensor
 
 
 class NativeBody(nn.Module):
-    """Embedding, native layers that see all that came before, norm, head."""
+    """Embedding, native layers without windows, norm and head."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class NativeBody(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | None = None, **kwargs: Any
     ) -> Output:
-        """Token ids [1, T] to logits [1, T or rows to keep, vocabulary]; K and V are in the pool afterwards."""
+        """Write K and V to the pool, and map token ids [1, T] to logits [1, T or rows to keep, vocabulary]."""
         paged = current_batch.get().paged
         assert paged is not None
         x = self._embed(input_ids)
@@ -46,9 +47,9 @@ class NativeBody(nn.Module):
 
 
 def make_native_body(module: Any) -> NativeBody | None:
-    """The model as one body if it is built as Llama is and all its layers are native; else None.
+    """Return the model as one body if it is built like Llama and all its layers are native; otherwise None.
 
-    As with layers, whether it computes the same is seen by comparing.
+    As with layers, the caller compares what it computes with the original.
     """
     if {name for name, _ in module.named_children()} != _MODEL_CHILDREN:
         return None

@@ -5,10 +5,10 @@
 2. `paged_attention`, registered with `AttentionInterface`, runs over the flat batch of all sequences of the
    step.
 
-The model itself sees one sequence of T tokens, shape [1, T]; who belongs to whom is in the `Batch`.
+The model itself sees one sequence of T tokens, shape [1, T]; the `Batch` knows which tokens belong to which sequence.
 
-Where the native kernels run, or a GPU's, and K and V go from the one place to the other untouched, nothing is
-gathered: `update()` returns what it was given, and attention reads the pool.
+If the native kernels or a GPU's kernels run, and the model passes K and V from the first place to the second unchanged,
+nothing is gathered: `update()` returns its arguments, and attention reads the pool.
 """
 
 from collections.abc import Iterator
@@ -30,12 +30,12 @@ ATTENTION_NAME = "penstock"
 """The attention implementation's name in transformers."""
 
 current_batch: ContextVar[Batch] = ContextVar("current_batch")
-"""Not every architecture passes extra arguments down to its attention, so the step's batch is ambient."""
+"""The batch of the current step. Not every architecture passes extra arguments on to its attention."""
 
 
 @contextmanager
 def run_with_batch(module: Any, batch: Batch) -> Iterator[None]:
-    """Let the module's forward pass within run over this batch."""
+    """Let the module's forward passes within the context run over this batch."""
     stock = module.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
     if stock != ATTENTION_NAME:
         module.set_attn_implementation(ATTENTION_NAME)
@@ -49,16 +49,16 @@ def run_with_batch(module: Any, batch: Batch) -> Iterator[None]:
 
 
 class _NoLayers(list[Any]):
-    """What transformers' own caches keep by layer is not there."""
+    """Refuses access to the layers of transformers' own caches."""
 
     def __getitem__(self, index: Any) -> Any:
         raise Unsupported("its layers keep more than keys and values in the cache")
 
 
 class _PositionedCache(Cache):  # type: ignore[misc, unused-ignore]
-    """A cache of which the model can learn nothing: positions are always given to it.
+    """A cache that looks empty to the model, because positions are always passed to it.
 
-    What it would keep beside keys and values is refused.
+    State besides keys and values is refused.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class _PositionedCache(Cache):  # type: ignore[misc, unused-ignore]
 
 
 class ProbeCache(_PositionedCache):
-    """Stores nothing and learns the shapes of what each layer would have cached."""
+    """Records the shapes of what each layer would cache, and stores nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class ProbeCache(_PositionedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Note the shapes of K and V, both [1, heads, T, size]."""
+        """Record the shapes of K and V, both [1, heads, T, size]."""
         k_shape, v_shape = ((x.shape[1], x.shape[3]) for x in (key_states, value_states))
         self.shapes[layer_idx] = LayerShape(layer_idx, k_shape, v_shape)
         return key_states, value_states
@@ -106,10 +106,10 @@ class PagedCache(_PositionedCache):
         super().__init__()
         self.storage = storage
         self.direct = direct
-        """Layers whose attention gets K and V just as `update()` returns them."""
+        """Layers whose attention gets K and V exactly as `update()` returns them."""
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """What a layer that asks for itself adds to 0, 1, … to get its tokens' positions: [T]. Otherwise 0."""
+        """Return 0, or for a layer the offsets [T] that it adds to 0, 1, … to get its tokens' positions."""
         if layer_idx is None:
             return 0
         positions = current_batch.get().position_ids[0]
@@ -118,7 +118,7 @@ class PagedCache(_PositionedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store K and V, [1, heads, T, size]; return those of all gathered rows, [1, heads, rows, size]."""
+        """Store K and V, [1, heads, T, size]; return K and V of all gathered rows, [1, heads, rows, size]."""
         batch = current_batch.get()
         step = batch.paged or batch.varlen
         if step is not None and layer_idx in self.direct:
@@ -134,7 +134,7 @@ class PagedCache(_PositionedCache):
 
 
 def gather_rows(pool: Tensor, table: Tensor) -> Tensor:
-    """The rows of those blocks, of K or V of a layer: [1, heads, rows, size]."""
+    """Return the rows of the blocks in `table`, of a layer's K or V: [1, heads, rows, size]."""
     return pool.index_select(0, table).flatten(0, 1).transpose(0, 1)[None]
 
 
@@ -152,9 +152,9 @@ def paged_attention(
     position_bias: object = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the current batch: query [1, heads, T, size], key and value [1, kv heads, rows, size].
+    """Compute attention over the current batch: query [1, heads, T, size], key and value [1, kv heads, rows, size].
 
-    Returns [1, T, heads, size]. `softcap` bounds the scores; `s_aux` is a learned extra score a head, a sink.
+    Returns [1, T, heads, size]. `softcap` bounds the scores; `s_aux` is a learned extra score per head (a sink).
     """
     batch = current_batch.get()
     batch.num_attention_calls += 1

@@ -23,7 +23,7 @@ _MLP_CHILDREN = {"gate_proj", "up_proj", "down_proj"}
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Which layer it is, and how it attends."""
+    """A layer's index and the parameters of its attention."""
 
     index: int
     heads: int
@@ -33,24 +33,24 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The modules of a decoder layer that may be computed as one."""
+    """The modules of a decoder layer that may be computed by one native call."""
 
     attention: AttentionParams
     projections: list[nn.Module]
-    """q, k, v."""
+    """Projections of q, k and v."""
     output_projection: nn.Module
     gate_up: list[nn.Module]
     down_projection: nn.Module
     norms: list[nn.Module]
-    """Before attention, before the MLP."""
+    """The norm before attention and the norm before the MLP."""
     head_norms: list[nn.Module]
-    """Of q and of k; or none."""
+    """The norms of q and k heads; may be empty."""
 
 
 def find_layer_parts(layer: nn.Module, is_linear: Callable[[nn.Module], bool]) -> LayerParts | None:
-    """The parts of the layer if it is built as Llama's is, with or without norms of the heads; else None.
+    """Return the parts of a layer that is built like Llama's, with or without head norms; otherwise None.
 
-    Names are only a guess. Whether the layer computes the same is seen by comparing.
+    Names are only a hint: the caller compares what the native layer computes with the original.
     """
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
@@ -64,34 +64,34 @@ def find_layer_parts(layer: nn.Module, is_linear: Callable[[nn.Module], bool]) -
     size = getattr(attention, "head_dim", None)
     if not all(map(is_linear, linears)) or not isinstance(size, int) or linears[0].out_features % size:
         return None
-    place = AttentionParams(
+    params = AttentionParams(
         attention.layer_idx, heads=linears[0].out_features // size,
         scale=float(getattr(attention, "scaling", size**-0.5)), window=getattr(attention, "sliding_window", None),
     )  # fmt: skip
     return LayerParts(
-        place, projections=linears[:3], output_projection=linears[3], gate_up=linears[4:6], down_projection=linears[6],
+        params, projections=linears[:3], output_projection=linears[3], gate_up=linears[4:6], down_projection=linears[6],
         norms=[layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm")],
         head_norms=[attention.q_norm, attention.k_norm] if head_norms else [],
     )  # fmt: skip
 
 
 def _child_names(module: nn.Module) -> set[str]:
-    """Children that have parameters."""
+    """Return the names of the children that have parameters."""
     return {name for name, child in module.named_children() if any(True for _ in child.parameters())}
 
 
 class NativeLayer(nn.Module):
-    """Stands where the decoder layer was. `norms` and `head_norms` are native already."""
+    """Replaces a decoder layer. `norms` includes the head norms; all are native already."""
 
     def __init__(
         self,
-        place: AttentionParams,
+        params: AttentionParams,
         groups: tuple[PackedLinears, PackedLinears, PackedLinears, PackedLinears],
         norms: list[NativeNorm],
         activation: Activation,
     ) -> None:
         super().__init__()
-        self.attention = place
+        self.attention = params
         self._groups, self._norms = groups, norms
         qkv, output, gate_up, down = (ctypes.pointer(group.packed) for group in groups)
         weights = [norm.weight.data_ptr() for norm in norms] + [None] * (4 - len(norms))
@@ -108,7 +108,7 @@ class NativeLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """[1, T, hidden] to the same."""
+        """Compute the layer: [1, T, hidden] to the same shape."""
         batch = current_batch.get()
         assert batch.paged is not None
         assert position_embeddings is not None
@@ -122,12 +122,12 @@ class NativeLayer(nn.Module):
     def compute(
         self, paged: PagedStep, x: Tensor, position_embeddings: tuple[Tensor, Tensor], first_key: Tensor | None
     ) -> Tensor:
-        """The same, contiguous, for tokens that see what came after `first_key` (`PagedStep.aim`)."""
+        """Compute the layer for contiguous `x` [1, T, hidden]. `first_key`: see `PagedStep.select_layer`."""
         cos, sin = position_embeddings
         cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
-        place, step = self.attention, paged.step
-        paged.select_layer(place.index, place.scale, first_key)
-        paged.args.heads, paged.args.sinks, paged.args.softcap = place.heads, None, 0.0
+        params, step = self.attention, paged.step
+        paged.select_layer(params.index, params.scale, first_key)
+        paged.args.heads, paged.args.sinks, paged.args.softcap = params.heads, None, 0.0
         step.x, step.out, step.cos, step.sin = x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
         step.hidden = x.shape[-1]
         paged.native.layer(self._address, ctypes.addressof(step), ctypes.addressof(paged.args))

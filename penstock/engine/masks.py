@@ -1,4 +1,4 @@
-"""What a layer lets a token see: the model's own rule, kept until it is known which rows there are."""
+"""Which keys a layer lets a token see: the model's own mask rule, applied once the rows of a step are known."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,14 @@ class Unsupported(Exception):
 
 
 class MaskRule:
-    """Stands where the model expects its mask: keeps the rule, and the masks made of it for the current step.
+    """Replaces the model's mask tensor: holds the rule, and the masks made from it for the current step.
 
-    Made anew by each forward pass, once for each kind of layer.
+    Each forward pass makes new ones, one for each kind of layer.
     """
 
     def __init__(self, rule: Callable[..., Any]) -> None:
         self.visibility: Visibility | None = None
-        """None: all that came before."""
+        """None: a token sees all tokens before it."""
         if rule is not causal_mask_function:
             zero = torch.zeros((), dtype=torch.long)
             self.visibility = lambda query, key: rule(zero.to(query.device), zero.to(query.device), query, key)
@@ -43,24 +43,24 @@ class MaskRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every token sees all that came before."""
+        """Whether every token sees all tokens before it."""
         return self.visibility is None
 
     def get_masks(self, gathered: GatheredRows, dtype: torch.dtype) -> Masks:
-        """The masks of this kind of layer, made at its first layer."""
+        """Return the masks of this kind of layer, made at its first layer."""
         if self._masks is None:
             self._masks = gathered.make_masks(self.visibility, dtype)
         return self._masks
 
     def get_first_keys(self, batch: Batch) -> Tensor | None:
-        """For each row the first position it sees, int32 [T], made at the first layer; None if that is 0 for all."""
+        """Return the first position that each row sees, int32 [T]; None if that is 0 for all rows."""
         if self._first_keys is None and self.visibility is not None:
             self._first_keys = _find_first_visible(self.visibility, batch.position_ids[0])
         return self._first_keys
 
 
 def _check_rule(rule: Callable[..., Any], zero: Tensor) -> None:
-    """Refuse a rule that lets a token see a later one, or asks for more than positions."""
+    """Raise `Unsupported` for a rule that lets a token see a later one, or depends on more than positions."""
     try:
         sees_later = bool(rule(zero, zero, zero, zero + 1))
     except Exception as error:
@@ -70,12 +70,12 @@ def _check_rule(rule: Callable[..., Any], zero: Tensor) -> None:
 
 
 def make_mask_rule(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> MaskRule:
-    """What transformers calls for the mask of one kind of layer."""
+    """Make the mask of one kind of layer; transformers calls this."""
     return MaskRule(mask_function)
 
 
 def make_masks(gathered: GatheredRows, rule: object, window: int | None, dtype: torch.dtype) -> Masks:
-    """The masks of a layer with this rule, or with a sliding window of its own."""
+    """Return the masks of a layer with this rule, or with a sliding window of its own."""
     if isinstance(rule, MaskRule):
         return rule.get_masks(gathered, dtype)
     if rule is not None:
@@ -84,7 +84,7 @@ def make_masks(gathered: GatheredRows, rule: object, window: int | None, dtype: 
 
 
 def find_first_keys(batch: Batch, rule: object, window: int | None) -> Tensor | None:
-    """For each row the first position it sees, int32 [T]; None if that is 0 for all."""
+    """Return the first position that each row sees, int32 [T]; None if that is 0 for all rows."""
     if isinstance(rule, MaskRule):
         return rule.get_first_keys(batch)
     if rule is not None:
@@ -94,12 +94,12 @@ def find_first_keys(batch: Batch, rule: object, window: int | None) -> Tensor | 
 
 
 def get_visibility(rule: object, window: int | None) -> Visibility | None:
-    """What a layer lets a token see; None: all that came before."""
+    """Return the visibility of a layer; None: a token sees all tokens before it."""
     return rule.visibility if isinstance(rule, MaskRule) else _make_window_rule(window)
 
 
 def find_window(visible: Visibility | None, length: int) -> int | None:
-    """How many tokens each sees back, itself included, among `length` tokens: 0 for all; None if that varies."""
+    """Return how many tokens each token sees, itself included, among `length` tokens; 0: all; None if that varies."""
     if visible is None:
         return 0
     positions = torch.arange(length)
@@ -115,7 +115,7 @@ def _make_window_rule(window: int | None) -> Visibility | None:
 
 
 def sees_interval(visible: Visibility | None) -> bool:
-    """Whether what a token sees reaches from some position up to its own without a gap, as far as 128 tokens show."""
+    """Return whether each token sees an interval of positions up to its own, tested with 128 tokens."""
     if visible is None:
         return True
     key = torch.arange(_NUM_CHECKED_POSITIONS)
@@ -125,7 +125,7 @@ def sees_interval(visible: Visibility | None) -> bool:
 
 
 def _find_first_visible(visible: Visibility, positions: Tensor) -> Tensor:
-    """By bisection: what a token sees reaches from some position up to its own, without a gap."""
+    """Find the first visible position of each token by bisection: it sees an interval up to its own position."""
     low, high = torch.zeros_like(positions), positions.clone()
     while bool((low < high).any()):
         middle = (low + high) // 2

@@ -1,5 +1,4 @@
-"""The KV blocks themselves: one tensor, a row a block, so that a block's bytes of all layers lie side by
-side.
+"""The memory of the KV blocks: one tensor with a row per block, so that a block's bytes of all layers are contiguous.
 
 Within a row the layers follow each other, K before V; within K and V the heads, and within a head the block's tokens.
 Each layer sees its part through a strided view, so nothing is copied between the form the model writes and the form
@@ -21,7 +20,7 @@ from penstock.engine.sequence import Payload
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches of one token: `k_shape` and `v_shape` are (heads, size of a head)."""
+    """What one layer caches for one token: `k_shape` and `v_shape` are (heads, head size)."""
 
     layer: int
     k_shape: tuple[int, int]
@@ -30,7 +29,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The form of a block: it follows from the model, the dtype and the block size."""
+    """The layout of a block, which follows from the model, the dtype and the block size."""
 
     layers: tuple[LayerShape, ...]
     block_size: int
@@ -43,15 +42,16 @@ class KVLayout:
 
     @property
     def vector_shapes(self) -> tuple[tuple[int, int], ...]:
-        """For each K and V, in the order of a block's bytes: how many vectors it has (heads * block size), and of how
-        many numbers each (size of a head).
+        """(Number of vectors, numbers per vector) of each K and V, in the order of a block's bytes.
+
+        There are heads * block size vectors of the size of a head.
         """
         shapes = (part for shape in self.layers for part in (shape.k_shape, shape.v_shape))
         return tuple((heads * self.block_size, size) for heads, size in shapes)
 
     @property
     def element_type(self) -> Literal["float32", "bfloat16", "float16"]:
-        """The form of a number: "float32", "bfloat16" or "float16"."""
+        """The name of the dtype."""
         names: dict[torch.dtype, Literal["float32", "bfloat16", "float16"]] = {
             torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
         }  # fmt: skip
@@ -59,13 +59,13 @@ class KVLayout:
 
     @property
     def block_elements(self) -> int:
-        """Numbers in a block."""
+        """How many numbers a block has."""
         per_token = sum(h * d for shape in self.layers for h, d in (shape.k_shape, shape.v_shape))
         return per_token * self.block_size
 
     @property
     def block_bytes(self) -> int:
-        """Bytes in a block."""
+        """How many bytes a block has."""
         return self.block_elements * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class KVLayout:
 
 
 class KVStorage:
-    """`num_blocks` blocks of the given layout, zero at first."""
+    """`num_blocks` blocks of one layout, zero at first."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
@@ -98,10 +98,10 @@ class KVStorage:
                 self._parts.append((offset, heads, size))
                 offset += heads * size * layout.block_size
         self.addresses = {layer: (k.data_ptr(), self.values[layer].data_ptr()) for layer, k in self.keys.items()}
-        """By layer: where its K and its V begin in memory, in block 0."""
+        """By layer: the addresses of its K and its V in block 0."""
 
     def zero_blocks(self, blocks: list[int]) -> None:
-        """Zero the blocks, so that what a previous owner left cannot be met, not even behind a mask."""
+        """Zero the blocks, so that no values of a previous owner are read, not even behind a mask."""
         self.data.index_fill_(0, to_device(blocks, self.data.device, torch.int64), 0)
 
     def write_block(self, block: int, payload: Payload) -> None:
@@ -112,9 +112,9 @@ class KVStorage:
             self._bytes[block][:] = np.frombuffer(payload, dtype=np.uint8)
 
     def allocate_views(self, blocks: list[int]) -> tuple[list[memoryview], Tensor | None]:
-        """Writable bytes for each block, and the tensor they are part of, [len(blocks), block elements].
+        """Return a writable view of each block, and the tensor they are part of: [len(blocks), block elements].
 
-        Without a GPU they are the blocks themselves, and there is no such tensor.
+        Without a GPU the views are the blocks themselves, and the tensor is None.
         """
         if self._copier is None:
             return [memoryview(self._bytes[block]) for block in blocks], None
@@ -122,17 +122,17 @@ class KVStorage:
         return [memoryview(row) for row in staged.view(torch.uint8).numpy()], staged
 
     def commit_views(self, blocks: list[int], staged: Tensor | None) -> None:
-        """What was written to the first of `room` is the content of these blocks, from the next step on."""
+        """Make what was written to the first views the content of these blocks, from the next step on."""
         if self._copier is not None and staged is not None:
             for block, row in zip(blocks, staged, strict=False):
                 self._copier.upload_row(self.data[block], row)
 
     def view_block(self, block: int) -> memoryview | None:
-        """A block's own bytes, to read only; None if they are on a GPU."""
+        """Return a read-only view of a block's own bytes, or None if they are on a GPU."""
         return memoryview(self._bytes[block]).toreadonly() if self._copier is None else None
 
     def copy_block(self, block: int, num_rows: int) -> memoryview:
-        """A copy of a block's bytes; rows (tokens) from `num_rows` on are zero."""
+        """Return a copy of a block's bytes in which the rows (tokens) from `num_rows` on are zero."""
         copy = self.data[block].clone() if self._copier is None else self._copier.read_block(self.data[block])
         if num_rows < self.layout.block_size:
             for offset, heads, size in self._parts:

@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: what a step launches is recorded once for each number of sequences, and replayed.
 
 A graph reads its inputs where it read them when it was recorded, so they are copied there. Numbers of sequences are
-padded to powers of two; the rows that pad compute on a spare block, which is nobody's.
+padded to powers of two; padding rows compute on a spare block that belongs to no sequence.
 
-There are two sets of pinned inputs in turn: while the GPU runs a step, the host fills in what it knows of the next.
+Two sets of pinned inputs are used in turn: while the GPU runs a step, the host writes what it knows of the next one.
 """
 
 import logging
@@ -27,28 +27,28 @@ Compute = Callable[[Batch], Tensor]
 """The model's forward pass: logits of all rows, [T, vocabulary]."""
 
 MAX_RELATIVE_ERROR = 0.01
-"""How far a replayed step's logits may be off: root mean square, as a share of theirs."""
+"""Root mean square of the error of a replayed step's logits, relative to theirs."""
 
 
 class HostInputs:
-    """The inputs of a decode step on the host, a row a sequence. A row is written only as far as it changed."""
+    """The inputs of a decode step on the host, a row per sequence. Only what changed in a row is written."""
 
     def __init__(self, capacity: int, width: int, block_size: int, spare: int, *, pinned: bool) -> None:
         self.numbers = torch.zeros(4, capacity, dtype=torch.int64, pin_memory=pinned)
-        """Token id, position, block and row in it of the new token of each sequence."""
+        """For each sequence's new token: token id, position, block, and row in the block."""
         self.lengths = torch.ones(capacity, dtype=torch.int32, pin_memory=pinned)
         self.tables = torch.full((capacity, width), spare, dtype=torch.int32, pin_memory=pinned)
         self._block_size, self._spare = block_size, spare
         self._blocks: list[list[int]] = [[] for _ in range(capacity)]
-        """Whose table a row has: the list itself, which only grows while its sequence has it."""
+        """By row: the block table that it was written from. The list only grows while its sequence has it."""
         self._num_blocks = [0] * capacity
-        """How much of it the row has."""
+        """By row: how many blocks of this table were written."""
         self._positions = [-1] * capacity
         self._arrays = self.numbers.numpy(), self.lengths.numpy(), self.tables.numpy()
         self._arrays[0][2] = spare
 
     def write_step(self, seqs: list[Sequence], size: int) -> int:
-        """Write the next token's row for each sequence, and padding up to `size`; how many rows had to be written."""
+        """Write each sequence's row, and padding rows up to `size`. Returns how many rows had to be written."""
         num_written = self.write_known_rows(seqs)
         assert self._positions[: len(seqs)] == [seq.num_computed_tokens for seq in seqs], "a row without its block"
         self._arrays[0][0, : len(seqs)] = [seq.token_ids[seq.num_computed_tokens] for seq in seqs]
@@ -57,7 +57,7 @@ class HostInputs:
         return num_written
 
     def write_known_rows(self, seqs: list[Sequence]) -> int:
-        """The same without the tokens; a sequence whose next block is not there yet is left out."""
+        """Write the rows without token ids, except for sequences whose next block is not allocated yet."""
         return sum(
             self._write_row(row, seq.block_table, seq.num_computed_tokens)
             for row, seq in enumerate(seqs)
@@ -85,20 +85,20 @@ class HostInputs:
 
 
 class Recorder(Protocol):
-    """Records work on the device."""
+    """Records device work for replay."""
 
     def record_graph(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What does the same work again on the same tensors, and returns its result in the same place.
+        """Return a function that does the same work on the same tensors, with its result in the same tensor.
 
         Raises `RuntimeError` for work that cannot be recorded: if it waits for the device, or copies from it.
         """
 
     def record_event(self) -> CopyEvent:
-        """The end of what is queued now."""
+        """Return an event at the end of the work that is queued now."""
 
 
 class CudaRecorder:
-    """Recorded work is a CUDA graph. All graphs share one pool of memory, as one runs at a time."""
+    """Records CUDA graphs. They share one memory pool, because only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -106,7 +106,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record_graph(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Recorder`."""
+        """Record work as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = work()
@@ -118,7 +118,7 @@ class CudaRecorder:
         return replay
 
     def record_event(self) -> CopyEvent:
-        """See `Recorder`."""
+        """Return an event at the end of the current stream's work."""
         mark: CopyEvent = torch.cuda.current_stream(self._device).record_event()
         return mark
 
@@ -146,7 +146,7 @@ class DecodeGraphs:
         rows = partial(HostInputs, capacity, max_blocks, storage.layout.block_size, spare)
         self._host_inputs = [rows(pinned=self._device.type == "cuda") for _ in range(2)]
         self._copy_events: list[CopyEvent | None] = [None, None]
-        """The ends of the last copies from them."""
+        """By set of inputs: the end of the last copy from it."""
         self._turn = 0
         self._numbers, self._lengths, self._tables = (
             tensor.to(self._device, copy=True)
@@ -157,7 +157,7 @@ class DecodeGraphs:
         self._is_enabled = True
 
     def can_run(self, plan: Plan) -> bool:
-        """Whether every sequence computes its last token, and only that."""
+        """Return whether every sequence decodes."""
         return self._is_enabled and all(seq.num_pending_tokens == 1 for seq, _ in plan)
 
     def run_step(self, seqs: list[Sequence], compute: Compute) -> Tensor:
@@ -186,7 +186,7 @@ class DecodeGraphs:
         self._is_enabled = False
 
     def prepare_next_step(self, seqs: list[Sequence]) -> None:
-        """Fill in what is known of the step after this one, if the same sequences go on."""
+        """Write what is known of the next step, in case the same sequences go on."""
         self._wait_for_inputs().write_known_rows(seqs)
 
     def _upload_inputs(self, seqs: list[Sequence], size: int) -> None:
@@ -199,7 +199,7 @@ class DecodeGraphs:
         self._turn ^= 1
 
     def _wait_for_inputs(self) -> HostInputs:
-        """The inputs that nothing is copied from any more."""
+        """Return the next set of inputs, once no copy from it is under way."""
         mark = self._copy_events[self._turn]
         if mark is not None:
             mark.synchronize()

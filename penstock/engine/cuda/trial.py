@@ -1,7 +1,7 @@
-"""Which layers `varlen_attn` computes: those for which it gives what the torch path gives, tried out on this GPU.
+"""Find the layers that `varlen_attn` computes: those for which it gives the same as torch on this GPU.
 
-What its kernels can do depends on the GPU, its libraries, the dtype, the sizes of heads and of blocks. So nothing of
-that is written down here: a layer is tried, and one that is refused or comes out otherwise stays on the torch path.
+What its kernels support depends on the GPU, its libraries, the dtype, and the sizes of heads and blocks. So each layer
+is tried, and one that is refused or gives other results stays on the torch path.
 """
 
 import random
@@ -20,16 +20,16 @@ from penstock.messages import Sampling
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_RELATIVE_ERROR = 0.02
-"""How far results may be off: root mean square, as a share of theirs."""
+"""Root mean square of the error of the results, relative to theirs."""
 NUM_PROBE_TOKENS = 6
-"""Tokens that the model reads to show how its layers attend."""
+"""Length of the prompt with which the model's layers show the parameters of their attention."""
 MAX_TRIAL_TOKENS = 2048
-"""Tokens of the longest sequence of a trial. Windows longer than that are tried as far as it goes."""
+"""Tokens of the longest sequence of a trial. Longer windows are tried up to this length only."""
 
 
 @torch.inference_mode()
 def enable_varlen(model: LoadedModel) -> None:
-    """Let `varlen_attn` compute the attention of the layers that it can."""
+    """Let `varlen_attn` compute the layers for which it gives the right results."""
     if model.dtype not in DTYPES:
         return
     tried: dict[tuple[object, ...], int | None] = {}
@@ -54,12 +54,12 @@ def enable_varlen(model: LoadedModel) -> None:
 
 
 def has_plain_scores(how: LayerAttention) -> bool:
-    """Whether scores are scaled products, and nothing else."""
+    """Return whether scores are scaled products without softcap and sinks."""
     return not how.scores.softcap and how.scores.sinks is None
 
 
 def _watch_layers(model: LoadedModel) -> dict[int, LayerAttention]:
-    """How each layer attends whose K and V come to attention as the cache gave them."""
+    """Return the attention parameters of the layers that get K and V exactly as the cache returned them."""
     num_tokens = min(NUM_PROBE_TOKENS, model.context_length - 1)
     seq = _make_sequence("look", num_tokens, 0)
     seq.block_table = list(range(-(-num_tokens // model.layout.block_size)))
@@ -72,7 +72,7 @@ def _watch_layers(model: LoadedModel) -> dict[int, LayerAttention]:
 
 
 def try_layer(model: LoadedModel, shape: LayerShape, how: LayerAttention) -> int | None:
-    """The layer's window if `varlen_attn` gives its attention over random K and V, otherwise None."""
+    """Return the layer's window if `varlen_attn` computes its attention over random K and V right, otherwise None."""
     visible = get_visibility(how.rule, how.window)
     window = find_window(visible, model.context_length)
     if window is None or not has_plain_scores(how):
@@ -102,7 +102,7 @@ def try_layer(model: LoadedModel, shape: LayerShape, how: LayerAttention) -> int
 
 
 def _make_trial_batch(length: int, block_size: int, device: torch.device) -> Batch:
-    """Three that decode, a chunk from the start and one further on; up to `length` tokens, blocks in no order."""
+    """Make a batch of three decodes and two chunks, of up to `length` tokens, with blocks in random order."""
     plan = []
     for number, (end, num) in enumerate(((1, 1), (length // 2 + 1, 1), (length, 1), (length // 3 + 2, 0), (length, 7))):
         num_new = num or end

@@ -22,33 +22,33 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.storage import KVStorage
 
 Windows = dict[int, int]
-"""Layers that `varlen_attn` computes, and how many tokens each sees back from one, that one included; 0: all."""
+"""By layer that `varlen_attn` computes: its window in tokens, the token itself included; 0: no window."""
 
 
 def pad_to_power_of_two(count: int) -> int:
-    """The power of two that `count` is padded to."""
+    """Return the smallest power of two that is not below `count`."""
     return 1 << (count - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class VarlenCall:
-    """Sequences whose attention is one call: N of them, those that only pad included."""
+    """The arguments of one call of `varlen_attn` for N sequences, padding ones included."""
 
     rows: slice
-    """Their tokens in the flat batch."""
+    """The tokens of the sequences in the flat batch."""
     num_queries: int
-    """Rows that the call gets: `rows` and what pads them."""
+    """Rows that the call gets: `rows` and padding."""
     starts: Tensor
-    """Where each sequence's rows begin, and where the last one's end: int32 [N + 1]."""
+    """Where each sequence's rows begin, and where the last ones end: int32 [N + 1]."""
     max_rows: int
-    """At least the rows of the longest."""
+    """An upper bound of a sequence's rows."""
     tables: Tensor
     """Block tables, padded with blocks that exist: int32 [N, blocks]."""
     lengths: Tensor
     """Tokens to attend to, the new ones included: int32 [N]."""
 
     def compute_attention(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
-        """Query [T, heads, size], K and V [blocks, block size, kv heads, size]: [rows, heads, size of V]."""
+        """Return attention [rows, heads, size] of query [T, heads, size], K and V [blocks, rows, kv heads, size]."""
         mine = query[self.rows]
         num_padding = self.num_queries - len(mine)
         # Of two offsets the last tokens of queries and keys are aligned, so a single query sees all keys by itself.
@@ -86,7 +86,7 @@ class VarlenStep:
         self.storage.values[layer].index_put_(self._slots, value[0].transpose(0, 1))
 
     def compute_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        """Query [1, heads, T, size] over the pool: [1, T, heads, size of V]."""
+        """Compute a layer's attention over the pool: query [1, heads, T, size] to [1, T, heads, size of V]."""
         keys, values, window = self.storage.keys[layer], self.storage.values[layer], self.windows[layer]
         rows = query[0].transpose(0, 1).contiguous()
         outputs = [part.compute_attention(rows, keys, values, scale, window) for part in self._parts]
@@ -94,7 +94,7 @@ class VarlenStep:
 
 
 def make_calls(plan: Plan, block_size: int, device: torch.device) -> list[VarlenCall]:
-    """The sequences with one new token, then the chunks; the plan is in the batch's order."""
+    """Return a call for the sequences with one new token and one for the chunks. The plan is in the batch's order."""
     singles = [seq for seq, num in plan if num == 1]
     chunks = [(seq, num) for seq, num in plan if num > 1]
     parts = []
@@ -107,7 +107,7 @@ def make_calls(plan: Plan, block_size: int, device: torch.device) -> list[Varlen
                 num_queries=padded,
                 starts=to_device(range(padded + 1), device, torch.int32),
                 max_rows=1,
-                # What pads reads the first token of the first sequence, and nobody looks at what comes of it.
+                # Padding rows read the first token of the first sequence; their results are not used.
                 tables=_pad_block_tables(singles + singles[:1] * (padded - len(singles)), lengths, block_size, device),
                 lengths=to_device(lengths, device, torch.int32),
             )
@@ -130,7 +130,7 @@ def make_calls(plan: Plan, block_size: int, device: torch.device) -> list[Varlen
 
 
 def _pad_block_tables(seqs: list[Sequence], lengths: list[int], block_size: int, device: torch.device) -> Tensor:
-    """Padded with the sequence's own first block: what is behind a mask is still its own."""
+    """Return the block tables, padded with the sequence's own first block, so that masked rows are its own, too."""
     held = [seq.block_table[: -(-length // block_size)] for seq, length in zip(seqs, lengths, strict=True)]
     width = pad_to_power_of_two(max(map(len, held)))
     return to_device([blocks + blocks[:1] * (width - len(blocks)) for blocks in held], device, torch.int32)

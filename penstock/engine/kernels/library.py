@@ -1,6 +1,6 @@
 """The compiled library: its structures and functions as `src/kernels.h` has them.
 
-`load()` is None where it was not built (no compiler at install); the engine then runs on torch alone.
+`load_library()` returns None if it was not built (no compiler at install); the engine then runs on torch alone.
 """
 
 import ctypes
@@ -136,7 +136,7 @@ class StepArgs(Structure):
 
 
 class Library:
-    """The functions, and the instruction set they run on. Calls release the interpreter's lock."""
+    """The functions and the instruction set they run on. Calls release the interpreter's lock."""
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         handle.penstock_select.argtypes, handle.penstock_select.restype = [c_char_p], c_char_p
@@ -175,7 +175,7 @@ class Library:
 
 @functools.cache
 def load_library() -> Library | None:
-    """The library of this process, or None where it was not built, or for another kind of machine."""
+    """Return the library of this process, or None if it was not built or is for another kind of machine."""
     if not LIBRARY.is_file():
         return None
     try:

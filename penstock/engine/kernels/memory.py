@@ -1,4 +1,4 @@
-"""Memory for what is read all the time: weights and KV blocks."""
+"""Memory on huge pages for weights and KV blocks, which every step reads."""
 
 import mmap
 import threading
@@ -24,7 +24,7 @@ class Arena:
         self._lock = threading.Lock()
 
     def allocate_zeros(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros at the beginning of a cache line."""
+        """Return a flat tensor of zeros that starts at a cache line."""
         num_bytes = num_elements * dtype.itemsize
         taken = -(-num_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
         if taken > _MAPPING_BYTES // 2:
@@ -37,13 +37,13 @@ class Arena:
 
 
 def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor of zeros in a mapping of its own, on huge pages where the system has them."""
+    """Return a flat tensor of zeros in its own mapping, on huge pages if the system has them."""
     num_bytes = num_elements * dtype.itemsize
     return _map_memory(num_bytes + _CACHE_LINE_BYTES)[:num_bytes].view(dtype)  # kernels may load the rest of a line
 
 
 def _map_memory(num_bytes: int) -> Tensor:
-    """Zeros, at least `num_bytes` bytes; where that fills huge pages, from the beginning of one on."""
+    """Return at least `num_bytes` zero bytes, starting at a huge page if they fill one."""
     huge = num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     memory = mmap.mmap(-1, max(1, num_bytes) + huge * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:

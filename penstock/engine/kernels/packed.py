@@ -1,4 +1,4 @@
-"""Linear layers and embeddings whose weights lie as the native kernels read them."""
+"""Linear layers and embeddings whose weights are packed for the native kernels."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -13,19 +13,19 @@ from penstock.engine.kernels.library import Library
 from penstock.engine.kernels.memory import Arena
 
 PANEL_COLUMNS = 32
-"""Output columns of a panel."""
+"""Number of output columns in a panel."""
 DTYPES = (torch.float32, torch.bfloat16)
-"""What the kernels compute in."""
+"""The dtypes that the kernels support."""
 
 _ARENA = Arena()
 _PACKED_ROWS_PER_RELEASE = 128 * PANEL_COLUMNS  # rows of a weight that are packed before their memory is let go
 
 Release = Callable[[Tensor], None]
-"""Told of each original weight after it was packed, so that its memory can go."""
+"""Called with each original weight after it was packed, so that its memory can be freed."""
 
 
 class Activation(IntEnum):
-    """What is done with the gate before it is multiplied."""
+    """The activation of the gate before it is multiplied."""
 
     NONE = 0
     SILU = 1
@@ -83,7 +83,7 @@ class PackedLinears:
         self._native.pack(ctypes.addressof(args))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """One tensor [.., outputs] for each layer, or the one product."""
+        """Return a tensor [.., outputs] for each layer, or with an activation the one product."""
         rows = x.reshape(-1, self.inputs)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -98,7 +98,7 @@ class PackedLinears:
 
 
 def native_argmax(native: Library, scores: Tensor) -> Tensor:
-    """The column of each row's highest value, the first of equal ones: [rows, columns] to int64 [rows]."""
+    """Return the column of each row's highest value, the first of equal ones: [rows, columns] to int64 [rows]."""
     found = torch.empty(len(scores), dtype=torch.int64)
     args = library.BestArgs(
         scores.data_ptr(), *scores.shape, scores.stride(0), found.data_ptr(), scores.element_size()
@@ -108,14 +108,14 @@ def native_argmax(native: Library, scores: Tensor) -> Tensor:
 
 
 def weight_of(linear: nn.Module) -> Tensor:
-    """The weight as [outputs, inputs]."""
+    """Return a linear layer's weight as [outputs, inputs]."""
     weight = linear.weight
     assert isinstance(weight, Tensor)
     return weight.detach().t() if isinstance(linear, Conv1D) else weight.detach()
 
 
 def _pack_bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_panels: int) -> Tensor | None:
-    """float32 [num_panels * 32], a number for each column of each panel; None if no layer has a bias."""
+    """Return the biases by panel column, float32 [num_panels * 32]; None if no layer has a bias."""
     biases = [getattr(linear, "bias", None) for linear in linears]
     if all(bias is None for bias in biases):
         return None
@@ -131,14 +131,14 @@ def _pack_bias(linears: Sequence[nn.Module], firsts: list[int], width: int, num_
 
 
 class PackedLinear(nn.Module):
-    """Stands where a linear layer was, and computes all layers that get the same input; they fetch theirs from it."""
+    """Replaces a linear layer, and computes all layers of the group; the others take their outputs from it."""
 
     def __init__(self, group: PackedLinears) -> None:
         super().__init__()
         self.group = group
         self.in_features, self.out_features = group.inputs, group.outputs[0]
         self.weight = torch.empty(0, dtype=group.dtype)
-        """Empty: some models ask it for its dtype."""
+        """Empty; some models read its dtype."""
         self._x: Tensor | None = None
         self._outs: list[Tensor] = []
 
@@ -150,7 +150,7 @@ class PackedLinear(nn.Module):
         return outs[0]
 
     def take_output(self, index: int, x: Tensor) -> Tensor:
-        """The result of the group's layer `index` for the input that the first layer has just had."""
+        """Return the output of the group's layer `index` for the input that the first layer has just had."""
         if self._x is not x:
             raise NotImplementedError("linear layers that had one input when they were grouped now have several")
         if index == len(self._outs) - 1:
@@ -160,7 +160,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedFollower(nn.Module):
-    """Stands where a further linear layer of a group was."""
+    """Replaces a further linear layer of a group."""
 
     def __init__(self, first: PackedLinear, index: int) -> None:
         super().__init__()

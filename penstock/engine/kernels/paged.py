@@ -42,7 +42,7 @@ class PagedStep:
         )  # fmt: skip
 
     def select_layer(self, layer: int, scale: float, first_key: Tensor | None) -> None:
-        """Let `args` mean this layer. `first_key`: for each row the first position it sees, int32 [T]; None: 0."""
+        """Set `args` for a layer. `first_key`: the first position that each row sees, int32 [T]; None: 0."""
         shape = self.storage.layout.by_layer[layer]
         (kv_heads, k_size), (_, v_size) = shape.k_shape, shape.v_shape
         args = self.args
@@ -52,7 +52,7 @@ class PagedStep:
         self._first_key = first_key  # until the kernel has read it
 
     def key_size(self, layer: int) -> int:
-        """Elements of a key's head."""
+        """Return the size of a key head."""
         return self.storage.layout.by_layer[layer].k_shape[1]
 
     def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -67,7 +67,7 @@ class PagedStep:
             self.native.write(ctypes.addressof(args))
 
     def compute_attention(self, query: Tensor, sinks: Tensor | None, softcap: float | None) -> Tensor:
-        """Query [1, heads, T, size] over the pool, for the layer aimed at: [1, T, heads, size of V]."""
+        """Compute the selected layer's attention: query [1, heads, T, size] to [1, T, heads, size of V]."""
         query = query if query.stride(3) == 1 else query.contiguous()
         heads, args = query.shape[1], self.args
         out = torch.empty(1, self.num_rows, heads, args.v_size, dtype=query.dtype)

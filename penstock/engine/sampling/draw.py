@@ -14,22 +14,22 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one row's token is chosen. `position` counts output tokens from 0."""
+    """How the token of one row is chosen. `position` counts output tokens from 0."""
 
     sampling: Sampling
     seed: int
     position: int
     token_ids: Sequence[int] = ()
-    """The sequence so far, prompt and output. Only penalties read it."""
+    """The prompt and the output so far. Only penalties read it."""
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """The output so far."""
+        """The output tokens so far."""
         return self.token_ids[len(self.token_ids) - self.position :]
 
 
 def draw_uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that `seed` and `position` alone decide: 53 bits of SplitMix64's mixing."""
+    """Return a number in [0, 1) that depends on `seed` and `position` only: 53 bits of SplitMix64's mixing."""
     start = _mix_bits((seed + _GOLDEN) & _MASK)
     return (_mix_bits((start + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 

@@ -15,13 +15,13 @@ from penstock.engine.sampling.ranking import MAX_BLOCKWISE_TOKENS, top_tokens
 from penstock.engine.sampling.shares import pick_index, pick_token, select_rows, sum_block_weights, to_weights
 
 _CANDIDATE_COUNTS = (MAX_BLOCKWISE_TOKENS, 4096, 2**31)
-"""How many first tokens are looked at before more are, for the rows whose filters leave more than those."""
+"""How many top tokens are considered at first, and how many for rows whose filters leave more than that."""
 _MIN_TEMPERATURE = 1e-30
-"""float32 can divide by it; any temperature near it gives the best token."""
+"""The lowest divisor in float32. Any temperature near it gives the best token."""
 
 
 def draw_at_random(scores: Tensor, draws: Sequence[SamplingParams]) -> list[int]:
-    """A token for each row of `scores` [rows, vocabulary], float32."""
+    """Draw a token for each row of `scores` [rows, vocabulary], float32."""
     whole = [row for row, draw in enumerate(draws) if not _has_filters(draw)]
     nucleus = [row for row, draw in enumerate(draws) if draw.sampling.top_p < 1 and not _has_top_k(draw, scores)]
     filtered = [row for row, draw in enumerate(draws) if _has_filters(draw)]
@@ -53,7 +53,7 @@ def draw_at_random(scores: Tensor, draws: Sequence[SamplingParams]) -> list[int]
 
 
 def scatter_rows(values: list[int], rows: list[int], found: list[int]) -> None:
-    """The values of those rows."""
+    """Set `values` at the given rows."""
     for row, value in zip(rows, found, strict=True):
         values[row] = value
 
@@ -68,9 +68,9 @@ def _has_top_k(draw: SamplingParams, scores: Tensor) -> bool:
 
 
 def _draw_filtered(scores: Tensor, draws: Sequence[SamplingParams], totals: list[int], width: int) -> list[int]:
-    """A token for each row, or -1 where its filters leave more than the first `width` tokens.
+    """Draw a token for each row; -1 if its filters leave more than the first `width` tokens.
 
-    `totals` is what whole rows weigh, for those with top-p and no top-k.
+    `totals` are the weights of whole rows, for those with top-p and no top-k.
     """
     settings = _RowSettings(draws, scores)
     values, ids = top_tokens(scores, min(width, scores.shape[1]))
@@ -94,7 +94,7 @@ def _draw_filtered(scores: Tensor, draws: Sequence[SamplingParams], totals: list
 
 
 class _RowSettings:
-    """The settings of some rows, each [rows, 1]."""
+    """The sampling settings of some rows, each a tensor [rows, 1]."""
 
     def __init__(self, draws: Sequence[SamplingParams], scores: Tensor) -> None:
         self._device = scores.device

@@ -1,4 +1,4 @@
-"""Log probabilities: of the model's own distribution, so before bias, penalties, temperature and filters."""
+"""Log probabilities of the model's own distribution: before bias, penalties, temperature and filters."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from penstock.messages import MIN_LOGPROB, Logprobs, TokenLogprob
 
 
 def compute_logprobs(logits: Tensor, draws: Sequence[SamplingParams], tokens: Sequence[int]) -> list[Logprobs | None]:
-    """What each row of `logits` [rows, vocabulary] that asks for it says of its chosen token and of its likeliest ones.
+    """Return log probabilities of the chosen and the likeliest tokens, for each row of `logits` that asks for them.
 
-    Natural logarithms, to six decimals; in order, of equal ones the lowest id first.
+    Natural logarithms with six decimals, likeliest first, of equal ones the lowest id. `logits`: [rows, vocabulary].
     """
     found: list[Logprobs | None] = [None] * len(draws)
     counts = [(row, draw.sampling.logprobs) for row, draw in enumerate(draws)]
@@ -38,5 +38,5 @@ def compute_logprobs(logits: Tensor, draws: Sequence[SamplingParams], tokens: Se
 
 
 def _round_logprob(logprob: float) -> float:
-    """As it goes on the wire, which has no infinity."""
+    """Round a log probability for the wire format, which has no infinity."""
     return min(0.0, max(MIN_LOGPROB, round(logprob, 6)))

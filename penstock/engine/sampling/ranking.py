@@ -1,4 +1,4 @@
-"""The first tokens of a row of scores, in order: falling score, and of equal ones the lowest id first.
+"""The top tokens of a row of scores, in order: falling score, and of equal ones the lowest id first.
 
 A vocabulary of 150,000 is not sorted for its first hundred. A row is cut in blocks of neighbouring ids; the first k
 tokens lie in the k blocks with the highest maxima, and only those are looked at.
@@ -16,7 +16,7 @@ BLOCK_TOKENS = 64
 MAX_BLOCKWISE_TOKENS = 128
 """More tokens than this are ranked by looking at the whole row."""
 _CHUNK_SCORES = 2**18
-"""Tokens ranked at once otherwise: what comes between stays in the processor's cache."""
+"""Scores ranked at once, so that intermediate results stay in the processor's cache."""
 
 
 def reduce_blocks(scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -29,7 +29,7 @@ def reduce_blocks(scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def gather_blocks(scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and ids of all tokens in `blocks` [rows, n]: two of [rows, n * BLOCK].
+    """Return scores and ids of all tokens in `blocks` [rows, n]: two tensors [rows, n * BLOCK_TOKENS].
 
     Where the last block is short, the ids beyond the vocabulary have a score of minus infinity.
     """
@@ -40,7 +40,7 @@ def gather_blocks(scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def argmax_lowest_id(scores: Tensor) -> Tensor:
-    """Id of each row's highest score, the lowest of equal ones: [rows]. Scores may be of any floating dtype."""
+    """Return the id of each row's highest score, the lowest of equal ones: [rows]. Any floating dtype."""
     native = library.load_library()
     if native is not None and scores.device.type == "cpu" and scores.dtype in DTYPES and scores.stride(1) == 1:
         return native_argmax(native, scores)
@@ -51,7 +51,7 @@ def argmax_lowest_id(scores: Tensor) -> Tensor:
 
 
 def top_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Scores and ids of each row's first `count` tokens, in order: two of [rows, count]. Scores are float32."""
+    """Return scores and ids of each row's top `count` tokens, in order: two of [rows, count]. Scores are float32."""
     size = scores.shape[1]
     ids = torch.arange(size, device=scores.device)[None]
     if count <= MAX_BLOCKWISE_TOKENS and size > MAX_BLOCKWISE_TOKENS * BLOCK_TOKENS:
@@ -73,7 +73,7 @@ def _top_of(scores: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _top_indices(scores: Tensor, ids: Tensor, count: int) -> Tensor:
-    """Where the first `count` of the given tokens are, in order. No two tokens have the same key."""
+    """Return the indices of the top `count` tokens, in order. No two tokens have the same key."""
     bits = (scores + 0.0).view(torch.int32)  # a zero has no sign any more
     rising = bits ^ (bits >> 31 & 0x7FFFFFFF)  # as integers these compare as the floats do
     keys = ids - (rising.long() << 32)

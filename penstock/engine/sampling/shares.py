@@ -8,11 +8,11 @@ from penstock.engine.sampling.ranking import gather_blocks, reduce_blocks
 WEIGHT_SCALE = 2.0**40
 """The weight of a row's best token; a token 10^12 times less likely has none. 2^22 tokens can be added up."""
 _CHUNK_SCORES = 2**18
-"""Scores weighed at once: what comes between stays in the processor's cache."""
+"""Scores weighed at once, so that intermediate results stay in the processor's cache."""
 
 
 def select_rows(scores: Tensor, rows: list[int]) -> Tensor:
-    """Those rows, in that order; no copy if they are all as they are."""
+    """Return the given rows, in that order; without a copy if these are all rows in their order."""
     return scores if _is_every_row(rows, scores) else scores[rows]
 
 
@@ -21,12 +21,12 @@ def _is_every_row(rows: list[int], scores: Tensor) -> bool:
 
 
 def to_weights(scores: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-    """Weights (int64) of float32 scores [rows, n]. `top`, the row's best score, and `temperature` are [rows, 1]."""
+    """Return the weights (int64) of float32 scores [rows, n]. `top` (the best score) and `temperature`: [rows, 1]."""
     return (scores - top).div_(temperature).exp_().mul_(WEIGHT_SCALE).long()
 
 
 def sum_block_weights(scores: Tensor, rows: list[int], top: Tensor, temperature: Tensor) -> Tensor:
-    """What the tokens of each block of `scores[rows]` weigh together: [rows, blocks]."""
+    """Return the sum of weights in each block of `scores[rows]`: [rows, blocks]."""
     step = max(1, _CHUNK_SCORES // scores.shape[1])
     found, is_whole = [], _is_every_row(rows, scores)
     for begin in range(0, len(rows), step):
@@ -37,7 +37,7 @@ def sum_block_weights(scores: Tensor, rows: list[int], top: Tensor, temperature:
 
 
 def pick_index(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Where in each row the share `uniform` (float64, [0, 1), [rows, 1]) of its weight is reached: [rows, 1]."""
+    """Return the index at which each row reaches the share `uniform` (float64 in [0, 1), [rows, 1]) of its weight."""
     return _index_reaching(weights, _target_weight(weights, uniform))
 
 
@@ -57,5 +57,5 @@ def _target_weight(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _index_reaching(weights: Tensor, wanted: Tensor) -> Tensor:
-    """Where the running sum first exceeds `wanted`: never at a weight of zero."""
+    """Return the index at which the running sum first exceeds `wanted`, which is never at a weight of zero."""
     return (weights.cumsum(-1) <= wanted).sum(-1, keepdim=True).clamp_(max=weights.shape[1] - 1)
