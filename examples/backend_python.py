@@ -1,12 +1,12 @@
-"""A backend that asks a pipeline through Kafka alone: a producer, a consumer of results, and a table of its own.
+"""A backend that uses a pipeline through Kafka alone: a producer, a consumer of results, and a table of its own.
 
     pip install confluent-kafka
     KAFKA=localhost:9092 PIPELINE=demo python backend_python.py questions.db
 
-1  A question is a row of the backend's own table, with the id that it keeps for good.
-2  What has no answer is produced. Acknowledged by Kafka, it ends in exactly one result.
-3  Results are read. The first of an id becomes the answer of its row; other backends' ids have no row here.
-4  The consumer's place is committed.
+1  A question is a row of the backend's own table, with an id that never changes.
+2  Questions without an answer are produced. Each that Kafka acknowledges ends in exactly one result.
+3  Results are read. The first one of an id becomes the answer of its row; ids of other backends have no row here.
+4  The consumer's offset is committed.
 
 A crash after 1 or 2: the next start produces the question again, the same id with the same body, and it is answered
 once. After 3: the result is read again, and its row has an answer already.
@@ -23,14 +23,14 @@ from collections.abc import Iterator
 from confluent_kafka import Consumer, Producer
 
 KAFKA, PIPELINE = os.environ["KAFKA"], os.environ.get("PIPELINE", "demo")
-PATIENCE_S = 120
-ASKED_AGAIN = {"deadline_exceeded", "store_unreachable"}
-"""Errors after which the same question, with a new id, may have an answer."""
+TIMEOUT_S = 120
+RETRYABLE_ERRORS = {"deadline_exceeded", "store_unreachable"}
+"""Errors after which the same question may succeed with a new id."""
 
 
-def questions(tenant: str = "shop") -> list[dict]:
-    """One that somebody waits for, one that has time, and one that nobody can answer."""
-    common = {"v": 1, "tenant": tenant, "deadline": time.time() + PATIENCE_S}
+def make_questions(tenant: str = "shop") -> list[dict]:
+    """Return an interactive request, a batch request, and one that names an unknown model."""
+    common = {"v": 1, "tenant": tenant, "deadline": time.time() + TIMEOUT_S}
     greedy = {"temperature": 0, "max_tokens": 16}
     return [
         common
@@ -40,8 +40,8 @@ def questions(tenant: str = "shop") -> list[dict]:
     ]
 
 
-def produce(requests: list[dict]) -> None:
-    """Returns when all are accepted. Raises when that is not known of one: produce the same again."""
+def produce_requests(requests: list[dict]) -> None:
+    """Produce requests and return once all are accepted. After an error, produce the same requests again."""
     producer = Producer(
         {"bootstrap.servers": KAFKA, "acks": "all", "enable.idempotence": True, "message.max.bytes": 16777216}
     )
@@ -63,47 +63,47 @@ def produce(requests: list[dict]) -> None:
         raise RuntimeError(f"not acknowledged: {failed or 'no answer'}")
 
 
-def results(group: str) -> Iterator[dict]:
-    """The results of a pipeline, from where the group was before; a place is committed when the next is asked for."""
+def read_results(group: str) -> Iterator[dict]:
+    """Yield the results after the group's last offset, which is committed when the next result is requested."""
     consumer = Consumer(
         {
             "bootstrap.servers": KAFKA,
             "group.id": group,
-            "isolation.level": "read_committed",  # what an aborted transaction wrote is no result
+            "isolation.level": "read_committed",  # messages of aborted transactions are not results
             "enable.auto.commit": False,
             "auto.offset.reset": "earliest",
         }
     )
     consumer.subscribe([f"penstock.{PIPELINE}.results"])
-    heard = time.monotonic()
+    last_result_at = time.monotonic()
     try:
-        while time.monotonic() - heard < PATIENCE_S:
+        while time.monotonic() - last_result_at < TIMEOUT_S:
             message = consumer.poll(1.0)
             if message and not message.error():
                 yield json.loads(message.value())
                 consumer.commit(message, asynchronous=False)
-                heard = time.monotonic()
+                last_result_at = time.monotonic()
     finally:
         consumer.close()
-    raise TimeoutError(f"no result within {PATIENCE_S} s")
+    raise TimeoutError(f"no result within {TIMEOUT_S} s")
 
 
-def told(result: dict) -> str:
-    """A result in a line for people."""
+def describe_result(result: dict) -> str:
+    """Return a result as one line for people."""
     if result["finish_reason"] != "error":
         tokens = result["usage"]["completion_tokens"]
         return f"{result['finish_reason']} after {tokens} tokens: {result['text']!r}"
     error = result["error"]
-    again = "ask again" if error["code"] in ASKED_AGAIN else "asking again does not help"
+    again = "ask again" if error["code"] in RETRYABLE_ERRORS else "asking again does not help"
     return f"{error['code']} ({again}): {error['message']}"
 
 
 def main() -> None:
-    """Ask what has no answer, and wait for the answers."""
+    """Produce the questions without an answer, and wait for their answers."""
     table = sqlite3.connect(sys.argv[1])
     table.execute("CREATE TABLE IF NOT EXISTS questions (id TEXT PRIMARY KEY, request TEXT, answer TEXT)")
     if table.execute("SELECT count(*) FROM questions").fetchone() == (0,):
-        rows = [(request["id"], json.dumps(request)) for request in questions()]
+        rows = [(request["id"], json.dumps(request)) for request in make_questions()]
         with table:
             table.executemany("INSERT INTO questions (id, request) VALUES (?, ?)", rows)
 
@@ -112,13 +112,13 @@ def main() -> None:
 
     if not unanswered():
         return
-    produce(unanswered())
-    for result in results("questions"):
+    produce_requests(unanswered())
+    for result in read_results("questions"):
         row = (json.dumps(result), result["id"])
         with table:
             written = table.execute("UPDATE questions SET answer = ? WHERE id = ? AND answer IS NULL", row)
         if written.rowcount:
-            print(result["class"], result["id"], told(result), flush=True)
+            print(result["class"], result["id"], describe_result(result), flush=True)
         if not unanswered():
             return
 

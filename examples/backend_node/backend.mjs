@@ -1,12 +1,12 @@
-// A backend that asks a pipeline through Kafka alone: a producer, a consumer of results, and a table of its own.
+// A backend that uses a pipeline through Kafka alone: a producer, a consumer of results, and a table of its own.
 //
 //     npm install
 //     KAFKA=localhost:9092 PIPELINE=demo node backend.mjs questions.db
 //
-// 1  A question is a row of the backend's own table, with the id that it keeps for good.
-// 2  What has no answer is produced. Acknowledged by Kafka, it ends in exactly one result.
-// 3  Results are read. The first of an id becomes the answer of its row; other backends' ids have no row here.
-// 4  The consumer's place is committed.
+// 1  A question is a row of the backend's own table, with an id that never changes.
+// 2  Questions without an answer are produced. Each that Kafka acknowledges ends in exactly one result.
+// 3  Results are read. The first one of an id becomes the answer of its row; ids of other backends have no row here.
+// 4  The consumer's offset is committed.
 //
 // A crash after 1 or 2: the next start produces the question again, the same id with the same body, and it is answered
 // once. After 3: the result is read again, and its row has an answer already.
@@ -16,14 +16,14 @@ import { DatabaseSync } from 'node:sqlite'
 import { Kafka, logLevel } from 'kafkajs'
 
 const PIPELINE = process.env.PIPELINE ?? 'demo'
-const PATIENCE_S = 120
-const ASKED_AGAIN = new Set(['deadline_exceeded', 'store_unreachable']) // with a new id these may have an answer
+const TIMEOUT_S = 120
+const RETRYABLE_ERRORS = new Set(['deadline_exceeded', 'store_unreachable']) // the same question may succeed with a new id
 
 const kafka = new Kafka({ brokers: [process.env.KAFKA], clientId: 'questions', logLevel: logLevel.ERROR })
 
-/** One that somebody waits for, one that has time, and one that nobody can answer. */
-function questions(tenant = 'shop') {
-  const common = { v: 1, tenant, deadline: Date.now() / 1000 + PATIENCE_S }
+/** Return an interactive request, a batch request, and one that names an unknown model. */
+function makeQuestions(tenant = 'shop') {
+  const common = { v: 1, tenant, deadline: Date.now() / 1000 + TIMEOUT_S }
   const sampling = { temperature: 0, max_tokens: 16 }
   return [
     { ...common, id: `ask-${randomUUID()}`, class: 'interactive', prompt: 'In the beginning', sampling },
@@ -32,8 +32,8 @@ function questions(tenant = 'shop') {
   ]
 }
 
-/** Returns when all are accepted. Throws when that is not known of one: produce the same again. */
-async function produce(requests) {
+/** Produce requests and return once all are accepted. After an error, produce the same requests again. */
+async function produceRequests(requests) {
   const producer = kafka.producer({ idempotent: true })
   await producer.connect()
   try {
@@ -56,14 +56,14 @@ async function produce(requests) {
   }
 }
 
-/** Gives each result to `take`, from where the group was before, until it returns true. */
-async function results(groupId, take) {
-  const consumer = kafka.consumer({ groupId, readUncommitted: false }) // what an aborted transaction wrote is no result
+/** Pass each result after the group's last offset to `take`, until `take` returns true. */
+async function readResults(groupId, take) {
+  const consumer = kafka.consumer({ groupId, readUncommitted: false }) // messages of aborted transactions are not results
   await consumer.connect()
   try {
     await consumer.subscribe({ topic: `penstock.${PIPELINE}.results`, fromBeginning: true })
     await new Promise((resolve, reject) => {
-      const silence = setTimeout(() => reject(new Error(`no result within ${PATIENCE_S} s`)), PATIENCE_S * 1000)
+      const silence = setTimeout(() => reject(new Error(`no result within ${TIMEOUT_S} s`)), TIMEOUT_S * 1000)
       consumer.on(consumer.events.CRASH, event => reject(event.payload.error))
       consumer.run({
         autoCommit: false,
@@ -83,12 +83,12 @@ async function results(groupId, take) {
   }
 }
 
-/** A result in a line for people. */
-function told(result) {
+/** Return a result as one line for people. */
+function describeResult(result) {
   if (result.finish_reason !== 'error') {
     return `${result.finish_reason} after ${result.usage.completion_tokens} tokens: ${JSON.stringify(result.text)}`
   }
-  const again = ASKED_AGAIN.has(result.error.code) ? 'ask again' : 'asking again does not help'
+  const again = RETRYABLE_ERRORS.has(result.error.code) ? 'ask again' : 'asking again does not help'
   return `${result.error.code} (${again}): ${result.error.message}`
 }
 
@@ -97,17 +97,17 @@ table.exec('CREATE TABLE IF NOT EXISTS questions (id TEXT PRIMARY KEY, request T
 if (table.prepare('SELECT count(*) AS count FROM questions').get().count === 0) {
   const insert = table.prepare('INSERT INTO questions (id, request) VALUES (?, ?)')
   table.exec('BEGIN IMMEDIATE')
-  for (const request of questions()) insert.run(request.id, JSON.stringify(request))
+  for (const request of makeQuestions()) insert.run(request.id, JSON.stringify(request))
   table.exec('COMMIT')
 }
 const open = table.prepare('SELECT request FROM questions WHERE answer IS NULL')
 const answer = table.prepare('UPDATE questions SET answer = ? WHERE id = ? AND answer IS NULL')
 
 if (open.all().length > 0) {
-  await produce(open.all().map(row => JSON.parse(row.request)))
-  await results('questions', result => {
+  await produceRequests(open.all().map(row => JSON.parse(row.request)))
+  await readResults('questions', result => {
     if (answer.run(JSON.stringify(result), result.id).changes > 0) {
-      console.log(result.class, result.id, told(result))
+      console.log(result.class, result.id, describeResult(result))
     }
     return open.all().length === 0
   })

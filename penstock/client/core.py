@@ -47,7 +47,10 @@ MAX_LOG_READ_EVENTS = 128
 
 
 class RequestFields(TypedDict, total=False):
-    """The fields of `Request` and `Sampling` that a caller may give besides the prompt."""
+    """The fields of `Request` and `Sampling` that a caller may give besides the prompt.
+
+    A type checker needs them written out; a test checks that the list is complete.
+    """
 
     messages: Sequence[ChatMessage | dict[str, str]] | None
     token_ids: Sequence[int] | None

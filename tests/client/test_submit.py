@@ -8,11 +8,17 @@ from opentelemetry import trace
 
 from penstock import Client
 from penstock.bus.streams.bus import StreamsBus
+from penstock.client.core import RequestFields
 from penstock.errors import IdConflict, InvalidRequest, RequestTooLarge
-from penstock.messages import MAX_REQUEST_BYTES, Request, decode_message
+from penstock.messages import MAX_REQUEST_BYTES, Request, Sampling, decode_message
 from penstock.names import CLASS_HEADER, DEADLINE_HEADER, TENANT_HEADER, VERSION_HEADER, Pipeline
 from penstock.record import Record, compute_body_hash
 from tests.record.play import end, prefill, say
+
+
+def test_a_caller_may_give_every_field_of_a_request() -> None:
+    of_request = Request.model_fields.keys() - {"v", "prompt", "sampling"}
+    assert RequestFields.__annotations__.keys() == of_request | Sampling.model_fields.keys()
 
 
 def test_a_request_is_published_under_its_id(client: Client, bus: StreamsBus, pipeline: Pipeline) -> None:
