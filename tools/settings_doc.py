@@ -33,7 +33,7 @@ _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def read_field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring under each field of a class, as one line."""
+    """Return the docstring under each field of a class, as one line."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(definition, ast.ClassDef)
     docs = {}
@@ -44,13 +44,13 @@ def read_field_docs(model: type[BaseModel]) -> dict[str, str]:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first row is its head."""
+    """Return a Markdown table; the first row is its head."""
     head, *body = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows)
     return "\n".join(f"| {line} |" for line in (head, " | ".join("---" for _ in rows[0]), *body)) + "\n"
 
 
 def describe_values(schema: Mapping[str, Any]) -> str:
-    """What values a field takes, from its JSON schema."""
+    """Describe the values that a field takes, from its JSON schema."""
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     kind = {"integer": "whole number", "string": "text"}.get(schema["type"], schema["type"])
@@ -59,7 +59,7 @@ def describe_values(schema: Mapping[str, Any]) -> str:
 
 
 def make_section(part: type[BaseSettings]) -> str:
-    """One class of settings: what it is about, and its table."""
+    """Return the section of one settings class: its description and its table."""
     docs, properties = read_field_docs(part), part.model_json_schema()["properties"]
     rows = [("Variable", "Default", "Values", "Meaning")]
     for name, schema in properties.items():
@@ -71,13 +71,13 @@ def make_section(part: type[BaseSettings]) -> str:
 
 
 def make_page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     secrets = ", ".join(f"`{variable}_FILE`" for variable in list_secret_variables(SETTINGS_CLASSES))
     return "\n".join([_HEAD.replace("{secrets}", secrets), *(make_section(part) for part in SETTINGS_CLASSES)])
 
 
 def write_text(text: str, arguments: Sequence[str]) -> None:
-    """Into the file named first, else to standard output."""
+    """Write text to the file that the first argument names, or to standard output."""
     if arguments:
         Path(arguments[0]).write_text(text, "utf-8")
     else:

@@ -1,4 +1,4 @@
-"""Before it serves, the engine proves that it gives the model's own tokens.
+"""Check before serving that the engine gives the model's own tokens.
 
 1. A tiny random model with the same kinds of layers is proved equal to `generate()` in every way a request can take
    (`proof.py`), in float32. That takes about a second, whatever the model's size, and its windows are so short that
@@ -33,13 +33,13 @@ from penstock.messages import Sampling
 
 NUM_SEEDS = 5
 MAX_TINY_BLOCK_SIZE = 16
-"""Tokens in a block of the tiny model, at most: its prompts must fill some."""
+"""The largest block size of the tiny model: its prompts must fill some blocks."""
 CHECK_STEP_TOKENS = 13
-"""Tokens in a step of the model itself."""
+"""Tokens per step when the model itself is checked."""
 MAX_RELATIVE_ERROR = {torch.float32: 0.01}
-"""How far the logits after a token may be off: root mean square, as a share of their spread."""
+"""Root mean square of the error of the logits after a token, relative to their standard deviation."""
 MAX_RELATIVE_ERROR_16_BIT = 0.1
-"""The same for dtypes of 16 bits, where one expert chosen differently moves all logits a little."""
+"""The limit for 16-bit dtypes, where one differently chosen expert changes all logits a little."""
 
 
 def check_engine(model: LoadedModel, settings: EngineSettings, progress: Progress | None = None) -> None:
@@ -62,7 +62,7 @@ def check_engine(model: LoadedModel, settings: EngineSettings, progress: Progres
 
 
 def _build_tiny_model(model: LoadedModel, settings: EngineSettings) -> tuple[LoadedModel, ReferenceAnswers]:
-    """A tiny model of the same kind, ready for the engine, and what `generate()` says with an untouched copy of it."""
+    """Return a tiny model of the same kind, ready for the engine, and the answers of an untouched copy of it."""
     config = shrink_config(model.module.config)
     for seed in range(NUM_SEEDS):
         reference = build_tiny_model(type(model.module), config, seed, model.device, model.stock_attention)
@@ -79,7 +79,7 @@ def _build_tiny_model(model: LoadedModel, settings: EngineSettings) -> tuple[Loa
 
 
 def replace_module(model: LoadedModel, module: Any, block_size: int) -> LoadedModel:
-    """`model` with another module of its kind, in float32. Raises `ModelLoadError` if that cannot be paged."""
+    """Return `model` with another module of its kind, in float32. Raises `ModelLoadError` if that cannot be paged."""
     return replace(
         model,
         module=module,
@@ -91,7 +91,7 @@ def replace_module(model: LoadedModel, module: Any, block_size: int) -> LoadedMo
 
 
 def _generate_with_model(model: LoadedModel) -> ReferenceAnswers:
-    """What the model itself says, however monotonous its weights are."""
+    """Return the answers of the model itself, even if they have few different tokens."""
     model.module.set_attn_implementation(model.stock_attention)
     try:
         return generate_references(model.module, model.vocab_size, model.context_length, model.device, min_distinct=1)
@@ -100,7 +100,7 @@ def _generate_with_model(model: LoadedModel) -> ReferenceAnswers:
 
 
 def _make_prompt(model: LoadedModel) -> list[int]:
-    """As many tokens as make two chunks, and one more that is computed alone."""
+    """Return tokens for two chunks, and one more that is computed alone."""
     length = max(1, min(2 * CHECK_STEP_TOKENS + 1, model.context_length - 1))
     prompt: list[int] = torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(20)).tolist()
     return prompt
@@ -108,7 +108,7 @@ def _make_prompt(model: LoadedModel) -> list[int]:
 
 @torch.inference_mode()
 def _compute_plain_logits(model: LoadedModel, tokens: list[int]) -> Tensor:
-    """The transformers model's logits after the last token: [vocabulary]."""
+    """Return the transformers model's logits after the last token: [vocabulary]."""
     model.module.set_attn_implementation(model.stock_attention)
     ids = torch.tensor([tokens], device=model.device)
     logits: Tensor = model.module(input_ids=ids, use_cache=False).logits[0, -1].float()
@@ -116,7 +116,7 @@ def _compute_plain_logits(model: LoadedModel, tokens: list[int]) -> Tensor:
 
 
 def _compare_logits(model: LoadedModel, settings: EngineSettings, tokens: list[int], plain: Tensor) -> None:
-    """Compare the engine's logits after the last token with the plain model's."""
+    """Raise `EngineCheckFailed` if the engine's logits after the last token differ from the plain model's."""
     num_blocks = -(-(len(tokens) + 1) // model.layout.block_size)
     pool_mb = -(-num_blocks * model.layout.block_bytes // 2**20)
     seq = Sequence("check", tokens, sampling=Sampling(temperature=0.0), seed=0, max_new_tokens=1)
@@ -138,7 +138,7 @@ def _compare_logits(model: LoadedModel, settings: EngineSettings, tokens: list[i
 
 @contextmanager
 def _capture_last_logits(model: LoadedModel) -> Iterator[list[Tensor]]:
-    """The logits of the last position of each forward pass, as they come."""
+    """Collect the logits of the last position of each forward pass within the context."""
     seen: list[Tensor] = []
 
     def note(module: Any, args: Any, output: Any) -> None:

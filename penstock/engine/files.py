@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory, or a name on the hub."""
+"""Find a model's files in a directory or on the hub."""
 
 import json
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from penstock.errors import ModelLoadError
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and how much of it is done, 0 to 1."""
+"""Called with the current activity and its progress from 0 to 1."""
 
 
 def find_model(name: str, report: Progress) -> Path:
-    """The model's directory, fetched from the hub if the name is not one on disk."""
+    """Return the model's directory, downloaded from the hub if there is none on disk."""
     directory = DEMO_MODEL if name == "demo" else Path(name).expanduser()
     if not directory.is_dir():
         if name == "demo" or len(Path(name).parts) > 2 or name.startswith((".", "/", "~")):
@@ -50,7 +50,7 @@ def _check_config(directory: Path) -> None:
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """The files the weights are in: those the index names, if there is one."""
+    """Return the weight files: those that the index names, if there is one."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not index.is_file():
         if not single.is_file():
@@ -70,5 +70,5 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 
 def to_one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception's text as the end of a sentence."""
+    """Return an exception's text in one line of at most `limit` characters."""
     return " ".join(str(error).split())[:limit]

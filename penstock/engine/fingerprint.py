@@ -16,7 +16,7 @@ import xxhash
 
 from penstock.engine.files import Progress
 
-_READ_BYTES = 8 * 2**20  # what of a file is in this process's memory at once
+_READ_BYTES = 8 * 2**20  # how much of a file is in this process's memory at once
 
 _IRRELEVANT_FIELDS = {"_name_or_path", "_attn_implementation", "transformers_version", "dtype", "torch_dtype"}
 """The dtype is part of the layout, and the attention the engine's own."""
@@ -25,12 +25,12 @@ FileStats = tuple[tuple[int, ...], ...]
 
 
 def stat_files(files: list[Path]) -> FileStats:
-    """What of the files changes when somebody writes to them or puts others in their place."""
+    """Return the file attributes that change when a file is written or replaced."""
     return tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in map(Path.stat, files))
 
 
 def hash_files(files: list[Path], report: Progress) -> list[str]:
-    """xxh3-128 of each file, in hex. Each is read once, from start to end."""
+    """Return the xxh3-128 of each file, in hex. Each is read once, from start to end."""
     total = sum(file.stat().st_size for file in files)
     done, found = 0, []
     for file in files:
@@ -58,7 +58,7 @@ def _hash_piece(digest: "xxhash.xxh3_128", mapped: mmap.mmap, offset: int) -> No
 
 
 def compute_fingerprint(directory: Path, files: list[Path], digests: list[str], config: Any, layout: str) -> str:
-    """Hex SHA-256 over the weights' names, sizes and digests, the configuration, and the form of KV blocks.
+    """Return the SHA-256, in hex, of the weights' names, sizes and digests, the configuration and the block layout.
 
     The configuration twice: as its file has it, and with all that transformers fills in where the file is silent, such
     as a rope base, which another version of it may do in another way.
@@ -75,12 +75,12 @@ def compute_fingerprint(directory: Path, files: list[Path], digests: list[str], 
 
 
 def add_arithmetic(name: str, arithmetic: str) -> str:
-    """The fingerprint of what is computed in 16 bits: with other arithmetic it rounds otherwise."""
+    """Return the fingerprint of a 16-bit model with this arithmetic: other arithmetic rounds differently."""
     return hashlib.sha256(f"{name} {arithmetic}".encode()).hexdigest()
 
 
 def _without_irrelevant_fields(values: Any) -> Any:
-    """A configuration without what says nothing about KV, such as where it was read from."""
+    """Return a configuration without fields that do not affect KV, such as the path it was read from."""
     if isinstance(values, dict):
         return {
             str(key): _without_irrelevant_fields(value)

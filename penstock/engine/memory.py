@@ -1,4 +1,4 @@
-"""How much memory there is for a model, so that one that does not fit is refused instead of killed later."""
+"""Available memory, so that a model that does not fit is refused instead of killed later."""
 
 import ctypes
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def check_memory(weights: int, pool_mb: int, device: torch.device) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep what is freed, as far as it has a say (glibc).
+    """Let the allocator keep freed memory, if it is glibc's.
 
     The large tensors of a step would otherwise be mapped and unmapped by each: a page fault for every 4 KB of logits.
     """
@@ -37,7 +37,7 @@ def _format_mib(size: int) -> str:
 
 
 def count_available_bytes(root: Path = Path("/")) -> int | None:
-    """What this process may still take: the least that the machine and its control groups have left.
+    """Return how many bytes this process may still allocate: the minimum over the machine and its control groups.
 
     File pages that can be dropped count as free, so weights that are only mapped are not counted twice. `None` where
     the system does not say (there is no /proc).
@@ -51,7 +51,7 @@ def count_available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _iter_group_limits(root: Path) -> Iterator[int]:
-    """What each limit on the way to this process's control group leaves, of both versions of control groups."""
+    """Yield what the limits of this process's control groups leave, for both versions of control groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -66,7 +66,7 @@ def _iter_group_limits(root: Path) -> Iterator[int]:
 
 
 def _iter_free_bytes(base: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[int]:
-    """Limit less use, for the group and those above it. A container may see only the top, which is its own."""
+    """Yield limit minus usage of the group and its parents. A container may see only the top, which is its own."""
     group = base / path.lstrip("/")
     for directory in (group, *(parent for parent in group.parents if parent.is_relative_to(base))):
         try:

@@ -45,7 +45,7 @@ def check_weight_sizes(skeleton: nn.Module, weights: MappedWeights) -> None:
 
 
 def count_bytes(module: nn.Module) -> int:
-    """Size of all parameters and buffers, shared ones counted once."""
+    """Return the bytes of all parameters and buffers; shared ones count once."""
     return sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()})
 
 
@@ -70,7 +70,7 @@ def load_module(skeleton: Any, config: Any, weights: MappedWeights, device: torc
 
 
 def load_generation_config(directory: Path) -> Any:
-    """The author's generation settings, from their own file or from config.json, as transformers finds them."""
+    """Load the author's generation settings from their own file or config.json, as transformers does."""
     plain: Any = GenerationConfig
     if (directory / "generation_config.json").is_file():
         return plain.from_pretrained(directory)
@@ -90,7 +90,7 @@ def _check_loaded_keys(module: nn.Module, info: Any) -> None:
 
 
 def _find_surplus_layers(unexpected: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Tensors left over that the model has too, under another layer's number."""
+    """Return left-over tensors that the model also has in other layers."""
     forms = {re.sub(r"\.\d+\.", ".#.", name) for name in known}
     return sorted(name for name in unexpected if re.sub(r"\.\d+\.", ".#.", name) in forms)
 

@@ -1,4 +1,4 @@
-"""The proof that the engine says what the model says: it is run every way a request can take, next to `generate()`.
+"""Prove that the engine gives the model's tokens: compare every way a request can take with `generate()`.
 
 A few prompts go through one engine together, in chunks; again, with their prefix in its pool; and through a
 second engine, from the first one's blocks. The reference is the transformers model, alone and greedy.
@@ -22,7 +22,7 @@ PROMPT_LENGTHS = (21, 1, 34, 9)
 NUM_NEW_TOKENS = 12
 MAX_STEP_TOKENS = 13
 MIN_DISTINCT_TOKENS = 12
-"""Different tokens that all the answers together must have, or they prove nothing."""
+"""How many different tokens all the answers together must have. With fewer they prove nothing."""
 
 _GREEDY = Sampling(temperature=0.0)
 

@@ -1,4 +1,4 @@
-"""From tokens to text, a token at a time: whole characters only, stop strings, and when to end.
+"""Turn tokens into text one at a time: whole characters only, stop strings, and the end of the output.
 
 The texts of a request add up to what its tokens decode to at once, and the same tokens always give the same
 texts.
@@ -18,7 +18,7 @@ _MAX_WINDOW_TOKENS = 16  # tokens that are decoded together at most before the o
 
 
 class OutputText:
-    """The text side of one request's output."""
+    """The text of one request's output."""
 
     def __init__(self, tokenizer: Any, sampling: Sampling, eos_token_ids: frozenset[int], max_new_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -30,16 +30,16 @@ class OutputText:
         self._num_tokens = 0
         self._window: list[int] = []
         self._num_old = 0
-        """Leading tokens of the window that are there only as context: their text is out."""
+        """Leading tokens of the window that serve only as context: their text was returned."""
         self._num_out = 0
-        """Characters of the window's text that have left it."""
+        """Characters of the window's text that were returned."""
         self._held = ""
         """Whole characters that may be the beginning of a stop string."""
 
     def add_token(self, token_id: int) -> tuple[str, FinishReason | None]:
-        """The text this token adds, and why the output ends with it, if it does.
+        """Add a token. Returns the text that it adds, and the finish reason if the output ends with it.
 
-        The text of the last token includes everything held back, up to a stop string if one was found.
+        The text of the last token includes everything that was held back, up to a stop string if one was found.
         """
         self._num_tokens += 1
         ends = token_id in self._eos_ids or token_id in self._stop_ids
@@ -59,13 +59,13 @@ class OutputText:
         return text, None
 
     def take_rest(self) -> str:
-        """Whatever is held back, for a stream that is cut short. Nothing may be pushed after it."""
+        """Return the text that is held back, for a stream that is cut short. No token may be added afterwards."""
         text = self._held + self._take_text(everything=True)
         self._held = ""
         return text
 
     def _take_text(self, *, everything: bool) -> str:
-        """Text of the window that is not out; without `everything`, only characters that cannot change."""
+        """Return the window's new text; without `everything`, only characters that cannot change any more."""
         if not everything and self._window and self._window[-1] in self._byte_ids:
             return ""
         text = self._decode(self._window)
@@ -89,7 +89,7 @@ class OutputText:
 
 @lru_cache(maxsize=8)
 def _find_special_ids(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """Ids of the tokens that have no text, and of those that stand for one byte each."""
+    """Return the ids of tokens without text, and of tokens that stand for one byte."""
     unseen = frozenset(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     ids = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
@@ -98,12 +98,12 @@ def _find_special_ids(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def _find_stop(text: str, stops: list[str]) -> int | None:
-    """Where the first stop string in `text` begins."""
+    """Return where the first stop string in `text` begins, or None."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return min(places, default=None)
 
 
 def _count_stop_prefix(text: str, stops: list[str]) -> int:
-    """How many last characters of `text` are the beginning of a stop string."""
+    """Return how many characters at the end of `text` are the beginning of a stop string."""
     longest = min(len(text), max(map(len, stops), default=1) - 1)
     return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)

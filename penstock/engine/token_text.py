@@ -1,4 +1,4 @@
-"""What single tokens look like: their texts beside log probabilities.
+"""The texts of single tokens, which answers have beside log probabilities.
 
 A token's text is what it is by itself, with the space it may begin with; a special token's is its name. Of tokenizers
 that spell everything in bytes a token may be a part of a character, or end with one: it has its bytes as well, and a
@@ -16,7 +16,7 @@ TextAndBytes = tuple[str | None, list[int] | None]
 
 
 class TokenTexts:
-    """The texts of one tokenizer's tokens, each found out once."""
+    """The texts of one tokenizer's tokens, cached."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -24,7 +24,7 @@ class TokenTexts:
         self._bytes = _map_byte_letters() if _is_byte_level(tokenizer) else {}
         anchors = tokenizer.encode("a", add_special_tokens=False)
         self._anchor = anchors[-1:]
-        """A token before the one in question: some tokenizers write the first token of a text differently."""
+        """A token to decode before others, because some tokenizers write the first token of a text differently."""
         self._anchor_text = self._decode_tokens(self._anchor)
         self._known: dict[int, TextAndBytes] = {}
 
@@ -36,7 +36,7 @@ class TokenTexts:
         return Logprobs(logprob=told.logprob, top=top, **self._make_fields(token_id))
 
     def get_text(self, token_id: int) -> TextAndBytes:
-        """A token's text; its bytes, where that is no whole characters. No text for an id that no token has."""
+        """Return a token's text, and its bytes if these are no whole characters. (None, None) for an unknown id."""
         if token_id not in self._known:
             self._known[token_id] = self._find_text(token_id)
         return self._known[token_id]
@@ -61,7 +61,7 @@ class TokenTexts:
         return (name, None) if len(name.encode()) <= MAX_TOKEN_BYTES else (None, None)
 
     def _find_bytes(self, name: str) -> bytes | None:
-        """The bytes that a token's name stands for, if it does."""
+        """Return the bytes that a token's name stands for, or None."""
         if self._bytes:
             letters = [self._bytes.get(letter) for letter in name]
             return None if None in letters else bytes(letter for letter in letters if letter is not None)
@@ -76,7 +76,7 @@ class TokenTexts:
 
 @lru_cache(maxsize=4)
 def get_token_texts(tokenizer: Any) -> TokenTexts:
-    """The texts of a tokenizer's tokens, shared by all requests."""
+    """Return the texts of a tokenizer's tokens, shared by all requests."""
     return TokenTexts(tokenizer)
 
 

@@ -24,9 +24,9 @@ class MappedWeights:
 
     def __init__(self, files: list[Path]) -> None:
         self.tensors: dict[str, Any] = {}
-        """By name, what safetensors calls a slice: `get_shape()`, `get_dtype()`, and `[...]` gives the view."""
+        """By name: safetensors' slices, with `get_shape()`, `get_dtype()`, and `[...]` for the view."""
         self.num_bytes = 0
-        """Size of all tensors as they are stored."""
+        """Bytes of all tensors as they are stored."""
         self._mappings: list[tuple[int, int]] = []  # (first address, address after the last)
         self._num_bytes_read = self._num_bytes_dropped = 0
         for file in files:
@@ -44,11 +44,11 @@ class MappedWeights:
         self.tensors.update(slices)
 
     def as_state_dict(self, report: Progress) -> dict[str, Any]:
-        """What `from_pretrained` takes for a state dict: it asks for one tensor after the other with `[...]`."""
+        """Return a state dict for `from_pretrained`, which reads one tensor after the other with `[...]`."""
         return {name: _LazyTensor(self, part, report) for name, part in self.tensors.items()}
 
     def map_tensor(self, part: Any, report: Progress) -> Tensor:
-        """The mapped tensor of one slice; says how much of all bytes has been asked for."""
+        """Return the mapped tensor of one slice, and report how much of all bytes was read."""
         view: Tensor = part[...]
         if self._num_bytes_read - self._num_bytes_dropped > _DROP_INTERVAL_BYTES:
             self.drop_pages()
@@ -57,7 +57,7 @@ class MappedWeights:
         return view
 
     def drop_pages(self) -> None:
-        """Let go of all pages in memory. Nobody may have written to a view: a page comes back from the file."""
+        """Drop all pages from memory. Views must be unwritten, because dropped pages are read from the file again."""
         for first, end in self._mappings:
             _drop_pages(first, end)
         self._num_bytes_dropped = self._num_bytes_read
@@ -74,7 +74,7 @@ class MappedWeights:
 
 
 class _LazyTensor:
-    """One tensor of a file, in the form `from_pretrained` expects."""
+    """One tensor of a file, in the form that `from_pretrained` expects."""
 
     def __init__(self, weights: MappedWeights, part: Any, report: Progress) -> None:
         self._weights, self._part, self._report = weights, part, report
