@@ -56,7 +56,7 @@ class Library:
         return name is not None
 
     def copy_and_hash(self, into: memoryview, source: memoryview) -> int:
-        """See `penstock.kvstore.copying.copy_hashed`."""
+        """Implement `penstock.kvstore.copying.copy_and_hash`."""
         with _pinned_buffer(into, _WRITE) as target, _pinned_buffer(source, _READ) as origin:
             if target.bytes != origin.bytes:
                 raise ValueError(f"{origin.bytes} bytes do not fit over {target.bytes}")
