@@ -30,60 +30,60 @@ def style_state(state: str, text: str = "") -> Text:
     return Text(text or state, STATE_STYLES.get(state, "bold red"))
 
 
-def build_header(found: Snapshot | None, trouble: str, *, is_paused: bool) -> Text:
+def build_header(snapshot: Snapshot | None, error_text: str, *, is_paused: bool) -> Text:
     """Return the first line: the pipeline, its health, and why there is no newer snapshot."""
     line = Text.assemble(("penstock top", "bold"), "  ")
-    if found is not None:
-        line.append(f"{found['pipeline']}  ", "bold cyan")
+    if snapshot is not None:
+        line.append(f"{snapshot['pipeline']}  ", "bold cyan")
     if is_paused:
         line.append("paused  ", "reverse")
-    if trouble:
-        line.append(f"trying again: {trouble}", "bold red")
-    elif found is None:
+    if error_text:
+        line.append(f"trying again: {error_text}", "bold red")
+    elif snapshot is None:
         line.append("looking …", "dim")
     else:
-        line.append_text(style_state(found["health"]["state"]))
-        line.append("".join(f"  {reason}" for reason in found["health"]["reasons"]))
+        line.append_text(style_state(snapshot["health"]["state"]))
+        line.append("".join(f"  {reason}" for reason in snapshot["health"]["reasons"]))
     return line
 
 
-def build_rates(found: Snapshot | None, history: Mapping[str, Sequence[float]]) -> Table:
+def build_rates(snapshot: Snapshot | None, history: Mapping[str, Sequence[float]]) -> Table:
     """Return the rates, each with a sparkline of the last snapshots."""
     table = _make_table(("per second", "left"), ("", "right"), ("", "left"))
     for name, title in RATE_TITLES.items():
-        now = None if found is None else found["rates"][name]
+        now = None if snapshot is None else snapshot["rates"][name]
         table.add_row(title, format_count(now), Text(draw_sparkline(history[name], SPARKLINE_WIDTH), "cyan"))
     return table
 
 
-def build_latencies(found: Snapshot | None) -> Table:
+def build_latencies(snapshot: Snapshot | None) -> Table:
     """Return the latencies of the last minute."""
     table = _make_table(("", "left"), *((name, "right") for name in ("p50", "p90", "p99")))
     for name, title in (("ttft_s", "TTFT"), ("itl_s", "ITL")):
-        of = {} if found is None else found[name]
+        of = {} if snapshot is None else snapshot[name]
         table.add_row(title, *(format_seconds(of.get(part)) for part in ("p50", "p90", "p99")))
     return table
 
 
-def build_lag(found: Snapshot | None) -> Table:
+def build_lag(snapshot: Snapshot | None) -> Table:
     """Return what waits in each stage."""
     names = ("class", "stage", "waiting", "prompt", "output", "wait")
     table = _make_table(*((name, "left" if at < 2 else "right") for at, name in enumerate(names)))
     for klass in CLASSES:
         for stage in STAGES:
-            if found is None:
+            if snapshot is None:
                 table.add_row(klass, stage, *[UNKNOWN] * 4)
                 continue
-            one, wait = found["lag"][klass][stage], found["lag"][klass]["estimated_wait_s"]
+            one, wait = snapshot["lag"][klass][stage], snapshot["lag"][klass]["estimated_wait_s"]
             tokens = (format_count(one[kind]) for kind in ("messages", "prompt_tokens", "output_tokens"))
             table.add_row(klass, stage, *tokens, format_seconds(wait) if stage == STAGES[0] else "")
     return table
 
 
-def build_tiers(found: Snapshot | None) -> Table:
+def build_tiers(snapshot: Snapshot | None) -> Table:
     """Return the share of the KV blocks read lately that each tier had."""
     table = _make_table(("tier", "left"), ("hit share", "left"), ("", "right"), ("hits", "right"))
-    for name, of in {} if found is None else found["tiers"].items():
+    for name, of in {} if snapshot is None else snapshot["tiers"].items():
         table.add_row(
             name, Text(draw_bar(of["share"], BAR_WIDTH), "green"), format_share(of["share"]), format_count(of["hits"])
         )
@@ -106,13 +106,13 @@ SORT_KEYS: Mapping[str, Callable[[Snapshot], Any]] = {
 """What workers are sorted by, before stage and name. The key `s` goes through these in order."""
 
 
-def build_worker_rows(found: Snapshot | None, sort: str) -> list[tuple[Text, ...]]:
+def build_worker_rows(snapshot: Snapshot | None, sort: str) -> list[tuple[Text, ...]]:
     """Return a row for each worker, lost ones included, with the columns of `WORKER_COLUMNS`."""
-    if found is None:
+    if snapshot is None:
         return []
-    lost = [_make_lost_worker(one) for one in found["lost"]]
+    lost = [_make_lost_worker(one) for one in snapshot["lost"]]
     listed = sorted(
-        [*lost, *found["workers"]], key=lambda one: (SORT_KEYS[sort](one), one["stage"] != STAGES[0], one["name"])
+        [*lost, *snapshot["workers"]], key=lambda one: (SORT_KEYS[sort](one), one["stage"] != STAGES[0], one["name"])
     )
     return [_build_worker_row(worker) for worker in listed]
 
