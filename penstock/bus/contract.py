@@ -1,6 +1,6 @@
-"""What a bus is: publish, poll, and settle.
+"""The contract of a bus: publish, poll, and settle.
 
-`KafkaBus` and `StreamsBus` keep this contract; one test suite holds both to it.
+`KafkaBus` and `StreamsBus` implement it; one test suite holds both to it.
 
 A *delivery* is a message handed to one member of a stage's group. It stays with that member until it is
 settled, or until the bus takes it away (the member died, or the group was rebalanced) and redelivers it to
@@ -20,8 +20,10 @@ from penstock.errors import BusUnavailable, RequestTooLarge
 from penstock.messages import MAX_REQUEST_BYTES
 from penstock.names import PriorityClass, Stage
 
+MAX_FOLLOWED_MESSAGES = 500
+"""The most messages that a follower returns at once."""
 MAX_MESSAGE_BYTES = 2 * MAX_REQUEST_BYTES - 4096
-"""Value, key and headers together: twice a request, less what a broker puts around a message."""
+"""The most bytes of value, key and headers together: twice a request, less what a broker adds to a message."""
 
 
 @dataclass(frozen=True)
@@ -33,49 +35,49 @@ class Outgoing:
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     affinity: str | None = None
-    """Messages of one affinity go to one worker while that can carry them (`penstock.bus.affinity`), where the bus has
-    partitions. Not part of what is read."""
+    """Messages of one affinity go to one worker while that worker can carry them (`penstock.bus.affinity`), where the
+    bus has partitions. It is not part of the written message."""
 
     @property
     def num_bytes(self) -> int:
-        """What counts against `MAX_MESSAGE_BYTES`."""
+        """The size that `MAX_MESSAGE_BYTES` limits."""
         words = (self.key or "", *self.headers, *self.headers.values())
         return len(self.value) + sum(len(as_bytes(word)) for word in words)
 
 
 def as_text(raw: bytes) -> str:
-    """A key or a header's value as text. Bytes that are not UTF-8 stay in it, for `as_bytes` to find again."""
+    """Return a key or a header's value as text. `as_bytes` restores bytes that are not UTF-8."""
     return raw.decode(errors="surrogateescape")
 
 
 def as_bytes(text: str) -> bytes:
-    """What `as_text` was made of."""
+    """Return the bytes from which `as_text` made a text."""
     return text.encode(errors="surrogateescape")
 
 
 def check_size(messages: Iterable[Outgoing]) -> None:
-    """Raise `RequestTooLarge` for a message no topic takes."""
+    """Raise `RequestTooLarge` for a message that is too large for any topic."""
     for message in messages:
         if (error := find_size_error(message)) is not None:
             raise error
 
 
 def find_size_error(message: Outgoing) -> RequestTooLarge | None:
-    """Return the error of a message no topic takes."""
+    """Return the error for a message that is too large for any topic, else None."""
     if message.num_bytes <= MAX_MESSAGE_BYTES:
         return None
     return RequestTooLarge(f"{message.num_bytes:,} bytes for {message.topic}; at most {MAX_MESSAGE_BYTES:,} fit")
 
 
 def create_started_future() -> Future[None]:
-    """Return the future of a message that is handed over: whoever waits for it cannot call it back."""
+    """Return the future of a message that was handed to the client: it cannot be cancelled any more."""
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def wait_until_acknowledged(sent: Sequence[Future[None]], timeout_s: float) -> None:
-    """Wait until all messages are acknowledged. Raises what the first one raises that is not, or `BusUnavailable`."""
+    """Wait until all messages are acknowledged. Raise the first message's error, or `BusUnavailable` after the time."""
     _, open_ = wait(sent, timeout_s)
     for future in sent:
         if future in open_:
@@ -99,13 +101,16 @@ class Delivery:
     timestamp_s: float
     """When the message was published, seconds since the epoch."""
     is_held: bool = True
-    """False: the request was taken over from a dead worker, and the message is, or will be, delivered to somebody
-    else, who finishes it. Its `position` is empty."""
+    """False where the request was taken over from a dead worker: another member has, or will get, the delivery and
+    finishes it. The `position` is empty then."""
 
 
 @dataclass(frozen=True)
 class Settlement:
-    """One delivery that is done, and what it brings forth. One that is not held brings forth, and stays."""
+    """A finished delivery and the messages to publish with it.
+
+    Where the delivery is not held by this member, only the messages are published.
+    """
 
     delivery: Delivery
     outputs: Sequence[Outgoing] = ()
@@ -115,7 +120,7 @@ class Publisher(Protocol):
     """The producing side. Thread-safe."""
 
     def send_messages(self, messages: Sequence[Outgoing]) -> list[Future[None]]:
-        """Hand messages over, and return for each a future that is done once the message is durable.
+        """Hand messages to the client, and return for each a future that is done once the message is durable.
 
         No message waits for another's acknowledgement. A future raises `RequestTooLarge` (its message was not written)
         or `BusUnavailable` (it may have been).
@@ -139,17 +144,17 @@ class Member(Protocol):
 
     @property
     def current_problem(self) -> str:
-        """Why this member cannot do its part now, as far as it knows without asking; empty: nothing is known.
+        """Why this member cannot work now, as far as it knows without asking the bus; empty where it knows no problem.
 
-        The bus cannot be reached, or refuses something; or the member stands still though the bus answers. Then `poll`
-        raises `BusUnavailable` a moment later, and a new member is to be made.
+        The bus cannot be reached or refuses something, or the member makes no progress though the bus answers. In the
+        last case `poll` raises `BusUnavailable` a moment later, and the caller has to join with a new member.
         """
 
-    def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """At most `room[klass]` deliveries of each class, interactive first; waits up to `timeout_s` for any.
+    def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Return at most `capacity[klass]` deliveries of each class, interactive first. Wait up to `timeout_s` for any.
 
-        A class without room is paused, and the assignment kept. What is kept unsettled for a while blocks nothing
-        behind it. Raises `BusUnavailable` (polling again is safe, nothing is lost) or `MemberFenced`.
+        A class without capacity is paused, and its assignment kept. A delivery that stays unsettled blocks none behind
+        it. Raise `BusUnavailable` (polling again is safe, nothing is lost) or `MemberFenced`.
         """
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
@@ -165,35 +170,36 @@ class Member(Protocol):
         """
 
     def count_held(self) -> int:
-        """How many deliveries this member holds unsettled."""
+        """Return how many deliveries this member holds unsettled."""
 
     def is_holding(self, delivery: Delivery) -> bool:
-        """Whether a delivery is still this member's, as far as it knows without being told: a pause makes it ask.
+        """Return whether a delivery is still this member's, as far as it knows. After a pause it asks the bus.
 
-        To be asked before a request is claimed with it. It may be lost a moment later, and settling then says so.
+        To be called before a request is claimed with the delivery. It may be lost a moment later; then `settle` raises.
         """
 
     def list_prefetched(self) -> list[Delivery]:
-        """What it has fetched beyond those, and would deliver if there were room; interactive first."""
+        """Return the deliveries that are fetched and not yet handed out by `poll`, interactive first."""
 
     def list_partitions(self) -> list[str]:
-        """The parts of the interactive topic that it alone reads, by name. None where members share all of it, or while
-        it does not reach the bus or stands still.
+        """Return the names of the partitions of the interactive topic that this member alone reads.
+
+        The list is empty where members share the topic, and while the member cannot reach the bus or makes no progress.
         """
 
     def create_orphan_reader(self) -> "OrphanReader | None":
-        """For parts that were a dead member's; None where members share."""
+        """Return a reader for partitions of dead members; None where members share the topics."""
 
     def stop_consuming(self) -> None:
-        """Take nothing more: what would come here goes to other members at once. Settling goes on.
+        """Consume nothing more: new messages go to other members at once. Settling goes on.
 
-        On Kafka the unsettled deliveries go with it: settling them raises `DeliveryLost`, and who has them settles.
+        On Kafka the unsettled deliveries go to other members too: settling them raises `DeliveryLost` here.
         """
 
     def close(self) -> None:
         """Leave the group: unsettled deliveries go to other members at once.
 
-        It takes no longer than a few seconds; of a bus that is away it does not wait for an answer.
+        It takes no longer than a few seconds, and does not wait for a bus that is away.
         """
 
     def __enter__(self) -> Self: ...
@@ -202,12 +208,12 @@ class Member(Protocol):
 
 
 class OrphanReader(Protocol):
-    """Reads parts of a stage's topic whose member died, until the bus has found out. For one thread."""
+    """Reads partitions of a stage's topic whose member died, until the bus assigns them anew. For one thread."""
 
-    def read_orphans(self, parts: Sequence[str], most: int) -> list[Delivery]:
-        """At most `most` messages of these parts which nobody finished, as deliveries that nobody holds.
+    def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
+        """Return at most `max_messages` unfinished messages of these partitions, as deliveries that are not held.
 
-        Each once, as long as its part is asked for again and again. Raises `BusError`.
+        Each message is returned once, as long as every call names its partition. Raise `BusError`.
         """
 
     def close(self) -> None:
@@ -219,22 +225,22 @@ class FollowedMessage:
     """A message as a follower reads it."""
 
     partition: str
-    """Of the topic: within one, messages have an order, and a place in it."""
+    """The partition of the topic. Within one, messages have an order."""
     offset: str
-    """Where the message is. Who has counted everything up to it follows `after` it."""
+    """Where the message is in its partition. A follower that is opened with it as `after` goes on behind it."""
     message: Outgoing | None
-    """None: nothing was read. The log ends before the place that was asked for, and is followed after this one."""
+    """None where the log ends before the offset that was asked for: it is followed from this offset on."""
 
 
 class Follower(Protocol):
-    """Reads a topic in order, outside any group, from places that its owner keeps. For one thread."""
+    """Reads a topic in order, outside any group, from offsets that its owner keeps. For one thread."""
 
-    def read_messages(self, timeout_s: float, most: int = 500) -> list[FollowedMessage]:
-        """The next messages that are visible, at most so many; waits up to `timeout_s` for any.
+    def read_messages(self, timeout_s: float, max_messages: int = MAX_FOLLOWED_MESSAGES) -> list[FollowedMessage]:
+        """Return the next visible messages, at most `max_messages`. Wait up to `timeout_s` for any.
 
-        Nothing is skipped, and nothing is seen that a transaction may still take back. What the topic does not keep any
-        more is passed over. Parts that are added to the topic are read within some seconds. Raises `BusUnavailable`:
-        then a new follower goes on after what was counted.
+        No message is skipped, and none is returned that a transaction may still abort. Messages that the topic does not
+        keep any more are passed over. Partitions that are added to the topic are read within some seconds. Raise
+        `BusUnavailable`: then a new follower goes on from the offsets that its owner keeps.
         """
 
     def close(self) -> None:
@@ -245,40 +251,37 @@ class Bus(Protocol):
     """A way into the topics of one pipeline."""
 
     def create_topics(self) -> list[str]:
-        """Make the pipeline's topics where they are missing; returns those made."""
+        """Create the pipeline's topics that are missing, and return those created."""
 
     def find_missing_topics(self) -> list[str]:
-        """Those of the pipeline's topics that are not there."""
+        """Return the pipeline's topics that do not exist."""
 
     def count_old_retries(self) -> int:
-        """How many messages, about, an older version put off to be tried again, and nobody settled since.
-
-        Raises `BusUnavailable`.
-        """
+        """Return about how many messages of an older version wait in its retry topics. Raise `BusUnavailable`."""
 
     def move_old_retries(self) -> int:
-        """Put those messages back where they came from, each once; return how many.
+        """Move the messages of those retry topics back to the topics they came from, each once, and return how many.
 
-        Raises `UpgradeNeeded` while workers of the older version run, or `BusUnavailable`: then it may be repeated.
+        Raise `UpgradeNeeded` while workers of the older version run, or `BusUnavailable`: then it may be repeated.
         """
 
     def create_publisher(self) -> Publisher:
-        """A producing side of its own."""
+        """Return a publisher with a connection of its own."""
 
     def join_group(self, stage: Stage, name: str) -> Member:
-        """Join a stage's group under a stable name (its transactional id, its consumer name)."""
+        """Join a stage's group under a stable name (transactional id, consumer name), and return the member."""
 
     def count_unsettled(self) -> dict[str, int]:
-        """How many messages of each topic that a stage works off are not settled: waiting, or held by a worker.
+        """Return how many messages of each input topic of the stages are not settled: waiting, or held by a worker.
 
-        Raises `BusUnavailable`. Thread-safe.
+        Raise `BusUnavailable`. Thread-safe.
         """
 
     def follow_topic(self, topic: str, after: Mapping[str, str]) -> Follower:
-        """Read a topic from these places on, by part; a part that is not named, from its beginning."""
+        """Return a follower of a topic that begins behind these offsets, by partition; others begin at their start."""
 
     def read_all(self, topic: str) -> list[Outgoing]:
-        """Every message now visible in a topic, outside any group: for tools and tests."""
+        """Return every message now visible in a topic, outside any group: for tools and tests."""
 
     def check_connection(self, timeout_s: float = 5.0) -> str:
-        """One line about the server reached; raises `BusUnavailable` when it takes longer than that."""
+        """Return one line about the server. Raise `BusUnavailable` where it does not answer within `timeout_s`."""

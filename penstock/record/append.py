@@ -1,4 +1,4 @@
-"""Tokens on their way to their logs: sent in batches, their outcomes collected later."""
+"""Appending tokens to their logs: they are sent in batches, and their outcomes collected later."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class TokenAppender:
         self._broken = False
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
-        """Write the batch and return. A connection that fails here is mended by `collect`."""
+        """Send a batch and return. `collect_outcomes` opens a connection anew that fails here."""
         batch = []
         for claim, event in entries:
             place, _, rolled = event.id.partition("-")
@@ -49,7 +49,7 @@ class TokenAppender:
                 self._broken = True
 
     def collect_outcomes(self) -> list[AppendOutcome]:
-        """The outcomes of everything sent since the last call, in that order; mends the connection once."""
+        """Return the outcomes of all tokens sent since the last call, in that order. Open a broken connection once."""
         try:
             self._read_replies()
         except _GONE:
@@ -58,11 +58,11 @@ class TokenAppender:
         return outcomes
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
-        """Whether `collect` would find something within a time. Raises `redis.ConnectionError`."""
+        """Return whether `collect_outcomes` finds a reply within a time. Raise `redis.ConnectionError`."""
         return self._broken or not self._in_flight or self._link.can_read(timeout_s)
 
     def forget_sent(self) -> None:
-        """Nobody wants to know any more what became of what was sent."""
+        """Give up the tokens that were sent, and their outcomes."""
         self._link.close()
         self._in_flight, self._outcomes, self._broken = [], [], False
 
@@ -91,6 +91,6 @@ class TokenAppender:
 
 
 def encode_append_head(keys: Sequence[str], channel: str, pending_ms: int, epoch: int) -> bytes:
-    """The wire bytes of a claim's appends, up to the arguments that differ: position, hash and event."""
+    """Return the wire bytes of a claim's appends, up to the arguments that differ: position, hash and event."""
     fixed = ["EVALSHA", scripts.APPEND.sha, len(keys), *keys, channel, pending_ms, epoch]
     return b"*%d\r\n" % (len(fixed) + 3) + encode_bulk_strings(*(str(value).encode() for value in fixed))

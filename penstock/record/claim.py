@@ -1,4 +1,4 @@
-"""What a worker gets when it asks for a request: the claim, or the reason why not."""
+"""The outcomes of claiming a request: the claim, or the reason why there is none."""
 
 import hashlib
 import json
@@ -11,9 +11,9 @@ from penstock.names import Stage, roll_hash
 
 @dataclass(eq=False)
 class Claim:
-    """A request held by this worker, until a claim with a later epoch.
+    """A request that this worker holds, until there is a claim with a later epoch.
 
-    `num_tokens` and `hash` say where the log is: as it was found, moved on by each token sent.
+    `num_tokens` and `rolling_hash` are those of the log, and move on with each token that is sent.
     """
 
     id: str
@@ -22,36 +22,36 @@ class Claim:
     num_tokens: int
     rolling_hash: str
     is_ended: bool
-    """The log has its end: prefill hands off, decode settles the result from the log. Nobody holds it."""
+    """The log has its end: prefill hands off, decode settles the result from the log. No worker holds the request."""
     is_cancelled: bool
     attempts: int
     """Claims since the last new token, this one included."""
     is_exhausted: bool
-    """Too many attempts: append the end (`attempts_exhausted`) instead of trying again."""
+    """There were too many attempts: append the end (`attempts_exhausted`) instead of trying again."""
     append_head: bytes = field(repr=False, default=b"")
-    """The part of an append's wire bytes that does not change (`Record.send_append`)."""
+    """The part of an append's wire bytes that does not change, see `encode_append_head`."""
     log: list[TokenEvent | EndEvent] = field(repr=False, default_factory=list)
-    """In decode: all that the log said when it was claimed; since then nobody else writes to it."""
+    """In decode the events in the log when the request was claimed. From then on only this worker writes to it."""
     num_found_tokens: int = field(init=False)
-    """How many tokens the log had."""
+    """How many tokens the log had when the request was claimed."""
 
     def __post_init__(self) -> None:
         self.num_found_tokens = self.num_tokens
 
     @property
     def attempts_without_token(self) -> int:
-        """Claims since the last new token, as of now: 0 if this one brought some."""
+        """How many claims there were since the last new token; 0 if this claim produced one."""
         return self.attempts if self.num_tokens == self.num_found_tokens else 0
 
     def next_event(self, token_id: int, text: str, logprobs: Logprobs | None = None) -> TokenEvent:
-        """The event of the next token: at the next position, with the hash rolled on."""
+        """Return the event of the next token, at the next position and with the next rolling hash."""
         rolled = roll_hash(self.rolling_hash, token_id)
         return TokenEvent.at_position(self.num_tokens, rolled, token_id, text, logprobs)
 
 
 @dataclass(frozen=True)
 class TakenOver:
-    """A request that nobody held, and the message that it came with. Somebody else has, or will get, the delivery."""
+    """A free request that was taken over, and its message. Another member has, or will get, the delivery."""
 
     claim: Claim
     message: bytes
@@ -59,14 +59,14 @@ class TakenOver:
 
 @dataclass(frozen=True)
 class Busy:
-    """Another session holds the request, or it is to be left alone: ask again in `wait_s`."""
+    """Another session holds the request, or it has to wait: claim it again after `wait_s`."""
 
     wait_s: float
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Another message settles the request and is durable: this delivery is settled without output."""
+    """Another, durable message settles the request: settle this delivery without output."""
 
 
 @dataclass(frozen=True)
@@ -75,30 +75,29 @@ class Conflict:
 
 
 class AppendOutcome(IntEnum):
-    """What became of one appended token. Values are the replies of `append.lua`."""
+    """The outcome of appending one token. The values are the replies of `append.lua`."""
 
     FENCED = 0
     """Not written: another worker holds the request now. Forget the claim."""
     OK = 1
     CANCELLED = 2
-    """Not written: somebody asked for the end. The claim holds; finish it."""
+    """Not written: the request was cancelled. The claim holds; append the end."""
 
 
 class ClaimEvent(Enum):
-    """What a worker hears of a request that it holds."""
+    """What happened to a request that a worker holds."""
 
     LOST = "lost"
-    """The session that it was claimed with is over."""
+    """The session with which it was claimed is over."""
     CANCELLED = "cancelled"
-    """Somebody asked for the end."""
+    """The request was cancelled."""
 
 
 def compute_body_hash(request: Request) -> str:
-    """SHA-256 (hex) of what a request asks.
+    """Return the SHA-256 (hex) of a request's body, by which a request that is sent again under its id is recognised.
 
-    Not of how soon or where: sent again under its id, it may come with a new deadline or weight, in the other class
-    or in another session. Nor of defaults: a worker that knows one more field than the last one still recognises the
-    request.
+    Deadline, class, session and weight are left out: they may differ when it is sent again. Defaults are left out too,
+    so that a worker whose version knows one more field computes the same hash.
     """
     body = request.model_dump(
         mode="json", by_alias=True, exclude={"deadline", "klass", "session", "weight"}, exclude_defaults=True

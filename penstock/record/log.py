@@ -1,4 +1,4 @@
-"""The readers' side of the record: the log, the status, the wish to cancel; also for asyncio."""
+"""The readers' side of the record: read the log and the status, and cancel. Also for asyncio."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
@@ -20,13 +20,13 @@ _EVENT: TypeAdapter[TokenEvent | EndEvent] = TypeAdapter(
 
 
 def parse_event(payload: bytes) -> TokenEvent | EndEvent:
-    """An entry of the log, or a message of the live channel: both are the event's JSON."""
+    """Return the event of a log entry or of a message of the live channel: both hold the event's JSON."""
     return _EVENT.validate_json(payload)
 
 
 @dataclass(frozen=True)
 class RequestStatus:
-    """A request's record. Empty strings: nobody holds it, no job is bound, its body was not seen."""
+    """A request's record. An empty string means: no session holds it, no job is bound, no worker saw its body."""
 
     epoch: int
     session: str
@@ -39,12 +39,12 @@ class RequestStatus:
 
     @property
     def worker_name(self) -> str:
-        """The name of the worker that holds it."""
+        """The name of the worker that holds the request, or an empty string."""
         return self.session.rpartition("/")[0]
 
 
 class TokenLog:
-    """Reading what requests have said, with a `redis.Redis` that does not decode."""
+    """Reads the token logs of requests, with a `redis.Redis` that does not decode."""
 
     def __init__(self, client: "redis.Redis", pipeline: Pipeline, settings: RecordSettings) -> None:
         self._client = client
@@ -54,22 +54,22 @@ class TokenLog:
     def read_events(
         self, request_id: str, after_position: int = -1, limit: int | None = None
     ) -> list[TokenEvent | EndEvent]:
-        """The events after the token at `after_position`, in order, at most `limit`; the end is the last."""
+        """Return the events after the token at `after_position`, at most `limit`. The end event is the last."""
         key = self._pipeline.log_key(request_id)
         return parse_entries(self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
 
     def read_status(self, request_id: str) -> RequestStatus | None:
-        """What is known about a request; None when nothing is."""
+        """Return a request's record, or None where there is none."""
         return _parse_status(self._client.hmget(self._pipeline.record_key(request_id), _FIELDS))
 
     def cancel_request(self, request_id: str) -> bool:
-        """Ask for a request's end, also before any worker saw it; False when it has ended already."""
+        """Cancel a request, also before any worker has read it. Return False if it has ended already."""
         key, news = self._pipeline.record_key(request_id), self._pipeline.news_key("%s")
         return bool(scripts.CANCEL.run(self._client, [key], [self._pending_ms, request_id, news]))
 
 
 class AsyncTokenLog:
-    """`Log` for asyncio."""
+    """`TokenLog` for asyncio."""
 
     def __init__(self, client: "redis.asyncio.Redis", pipeline: Pipeline, settings: RecordSettings) -> None:
         self._client = client
@@ -79,23 +79,23 @@ class AsyncTokenLog:
     async def read_events(
         self, request_id: str, after_position: int = -1, limit: int | None = None
     ) -> list[TokenEvent | EndEvent]:
-        """The events after the token at `after_position`, in order, at most `limit`; the end is the last."""
+        """Return the events after the token at `after_position`, at most `limit`. The end event is the last."""
         key = self._pipeline.log_key(request_id)
         return parse_entries(await self._client.xrange(key, min=f"{after_position + 1}-0", count=limit))
 
     async def read_status(self, request_id: str) -> RequestStatus | None:
-        """What is known about a request; None when nothing is."""
+        """Return a request's record, or None where there is none."""
         return _parse_status(await cast(Any, self._client.hmget(self._pipeline.record_key(request_id), _FIELDS)))
 
     async def cancel_request(self, request_id: str) -> bool:
-        """Ask for a request's end, also before any worker saw it; False when it has ended already."""
+        """Cancel a request, also before any worker has read it. Return False if it has ended already."""
         key = self._pipeline.record_key(request_id)
         args: list[str | int] = [self._pending_ms, request_id, self._pipeline.news_key("%s")]
         return bool(await scripts.CANCEL.run_async(self._client, [key], args))
 
 
 def parse_entries(entries: Any) -> list[TokenEvent | EndEvent]:
-    """The events in a range of a log's entries."""
+    """Return the events in a range of a log's entries."""
     return [parse_event(fields[b"e"]) for _, fields in entries or ()]
 
 

@@ -1,4 +1,4 @@
-"""The workers' side of the record: each method is one of its scripts, explained under `lua/`."""
+"""The workers' side of the record. Each method runs one of the scripts under `lua/`, which explain what they do."""
 
 import logging
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ Args = list[str | int | bytes]
 
 @dataclass(frozen=True)
 class UnclaimedMessage:
-    """A message that no worker has claimed yet: the request's id, its body's hash or the job's id, and the message as
-    somebody who takes it over has to know it.
+    """A message that no worker has claimed yet: the request's id, its body's hash (prefill) or the job's id (decode),
+    and the delivery as a worker needs it that takes the request over.
     """
 
     id: str
@@ -36,14 +36,14 @@ class UnclaimedMessage:
 
 @dataclass(frozen=True)
 class Renewed:
-    """A session that was renewed: until when it lasts, and what time it is, by the server's clock in ms."""
+    """A renewed session: when it expires, and the time now, both by the server's clock in ms."""
 
     until_ms: int
     now_ms: int
     num_free: int
-    """Requests of the stage that any worker may take."""
+    """How many requests of the stage any worker may take over."""
     cancelled: list[str]
-    """Requests that it holds, and that are to end."""
+    """The ids of requests that the session holds and that were cancelled."""
 
 
 class Record:
@@ -58,7 +58,7 @@ class Record:
         self._settings = settings
         self._lease_ms = round(settings.lease_s * 1000)
         self._longest_ms = round(settings.retry_cap_s * 1000) + self._lease_ms
-        """What any request waits for lies no further ahead."""
+        """No request has to wait for longer than this."""
         self._keep_ms = round(settings.keep_s * 1000)
         self._pending_ms = round(settings.pending_keep_s * 1000)
         self._held = pipeline.held_key("%s")
@@ -67,17 +67,17 @@ class Record:
 
     @property
     def settings(self) -> RecordSettings:
-        """How long things last, and how often they are tried."""
+        """The settings of records: leases, attempts, and how long records are kept."""
         return self._settings
 
     @property
     def lease_s(self) -> float:
-        """How long a session lasts without being renewed."""
+        """How long a session lasts without a renewal."""
         return self._settings.lease_s
 
     @property
     def current_problem(self) -> str:
-        """Which of several servers are away, and why; else empty."""
+        """Which of several servers are away, and why; empty where none is."""
         return ""
 
     # Requests.
@@ -85,14 +85,17 @@ class Record:
     def claim_prefill(
         self, request_id: str, session: str, body: str, message: bytes = b""
     ) -> Claim | Busy | Bound | Conflict:
-        """Claim a request for prefill. `body` is its `body_hash`, `session` the id of one that lives.
+        """Claim a request for prefill. `body` is its `compute_body_hash`, `session` the id of a live session.
 
-        `message`: what somebody who takes the request has to know of its delivery; empty: nobody can.
+        `message` is the delivery as a worker needs it that takes the request over; without it no worker can.
         """
         return self.claim_all("prefill", session, [UnclaimedMessage(request_id, body, "", message)])[0]
 
     def claim_decode(self, request_id: str, session: str, job: str, message: bytes = b"") -> Claim | Busy | Bound:
-        """Claim a request for decode with its job, which is bound to it if none is. `session`, `message`: as above."""
+        """Claim a request for decode with its job, and bind the job to the request if none is bound.
+
+        `session` and `message` are those of `claim_prefill`.
+        """
         (outcome,) = self.claim_all("decode", session, [UnclaimedMessage(request_id, "", job, message)])
         assert not isinstance(outcome, Conflict), "a job carries no body to compare"
         return outcome
@@ -100,9 +103,10 @@ class Record:
     def claim_all(
         self, stage: Stage, session: str, waiting: Sequence[UnclaimedMessage]
     ) -> list[Claim | Busy | Bound | Conflict]:
-        """Claim requests, and read their logs in decode, all in one round trip; outcomes in their order.
+        """Claim requests, and in decode read their logs, in one round trip. Return the outcomes in their order.
 
-        If this raises it is unknown what was claimed: the session has to end, so that others can go on with it.
+        If this raises it is unknown which requests were claimed: the session has to end, so that other workers can take
+        them over.
         """
         if not waiting:
             return []
@@ -133,24 +137,24 @@ class Record:
         return keys, [request_id, stage, *who, *times, START_HASH, message, self._held]
 
     def put_down(self, stage: Stage, waiting: Sequence[UnclaimedMessage]) -> list[UnclaimedMessage]:
-        """Keep the messages of requests that nobody has begun, in one round trip: any worker of the stage may take
-        them. Anybody who read them may put them down; whoever has their deliveries settles them.
+        """Put down the messages of requests that no worker has begun, in one round trip: any worker may take them over.
 
-        Returns those that cannot be put down now, as their server of several is away.
+        Any worker that read a message may put it down; the one that holds its delivery settles it. Return the messages
+        that cannot be put down now, as their server of several is away.
         """
         calls = [self._claim_call(one.id, stage, ["", one.job_id, one.body_hash], one.message) for one in waiting]
         scripts.CLAIM.run_all(self._client, calls)
         return []
 
-    def take_over_free(self, stage: Stage, session: str, most: int) -> list[TakenOver]:
-        """Go on with requests that are free, at most so many.
+    def take_over_free(self, stage: Stage, session: str, max_requests: int) -> list[TakenOver]:
+        """Take over at most `max_requests` free requests of a stage.
 
-        If this raises it is unknown what was taken: the session has to end, so that others can go on with it.
+        If this raises it is unknown which were taken: the session has to end, so that other workers can take them over.
         """
         pipeline = self._pipeline
         keys = [pipeline.free_key(stage), pipeline.sessions_key(stage), pipeline.held_key(session)]
-        looks = [pipeline.record_key("%s"), pipeline.log_key("%s")]
-        args: Args = [session, stage, most, self._longest_ms, self._pending_ms, *looks]
+        key_formats = [pipeline.record_key("%s"), pipeline.log_key("%s")]
+        args: Args = [session, stage, max_requests, self._longest_ms, self._pending_ms, *key_formats]
         (taken,) = scripts.TAKE.run_once(self._client, [scripts.TAKE.command(keys, args)])
         logs: list[Any] = [()] * len(taken)
         if stage == "decode" and taken:
@@ -181,45 +185,45 @@ class Record:
         )
 
     def append_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> list[AppendOutcome]:
-        """Append one token to each claim's log, in one round trip; outcomes in the order of the entries."""
+        """Append one token to each claim's log in one round trip. Return the outcomes in the order of the entries."""
         self.send_tokens(entries)
         return self.collect_outcomes()
 
     def send_tokens(self, entries: Sequence[tuple[Claim, TokenEvent]]) -> None:
-        """Send tokens on their way and return at once; their claims move on.
+        """Send tokens to their logs and return at once. Their claims' `num_tokens` and hash move on.
 
-        May be called again before `collect`, also for the same claims.
+        May be called again before `collect_outcomes`, also for the same claims.
         """
         self._appends.send_tokens(entries)
 
     def collect_outcomes(self) -> list[AppendOutcome]:
-        """The outcomes of everything sent since the last `collect`, in that order.
+        """Return the outcomes of all tokens sent since the last call, in that order.
 
-        A lost connection is opened again, and what has no reply is sent again: a token that was written is
-        recognised. If that fails too, raises `redis.ConnectionError` or `redis.TimeoutError`, forgetting
-        nothing: call `collect` again.
+        A lost connection is opened again, and tokens without a reply are sent again: the script recognises a token that
+        was written. If that fails too, raise `redis.ConnectionError` or `redis.TimeoutError` and keep the tokens, so
+        that this may be called again.
         """
         return self._appends.collect_outcomes()
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
-        """Whether `collect` finds an answer within a time. Raises `redis.ConnectionError`."""
+        """Return whether `collect_outcomes` finds a reply within a time. Raise `redis.ConnectionError`."""
         return self._appends.wait_for_outcome(timeout_s)
 
     def forget_sent_tokens(self) -> None:
-        """Give up what was sent: whether it was written is for the next claim to find out."""
+        """Give up the tokens that were sent: the next claim finds out whether they were written."""
         self._appends.forget_sent()
 
     def finish_request(self, claim: Claim, end: EndEvent) -> bool:
-        """Append the end; False when fenced. Collect the claim's tokens first. May be repeated.
+        """Append the end event. Return False when fenced. Collect the claim's tokens first. May be repeated.
 
-        The number of tokens in the log becomes the usage's `completion_tokens`: readers rely on it. The id is
-        remembered for as long as the settings say, and as long as the request took since it was published: what was
-        published beside it may wait as long.
+        The number of tokens in the log becomes the usage's `completion_tokens`: readers rely on it. The record is kept
+        for `keep_s` and for as long as the request took since it was published, as a second message of its id may wait
+        for as long.
         """
         return self.finish_all([(claim, end)])[0]
 
     def finish_all(self, ends: Sequence[tuple[Claim, EndEvent]]) -> list[bool]:
-        """`finish` for each, in one round trip."""
+        """Append the ends of several requests in one round trip, see `finish_request`."""
         calls = [(self._request_keys(claim.id), self._finish_args(claim, end)) for claim, end in ends]
         return [bool(reply) for reply in scripts.FINISH.run_all(self._client, calls)]
 
@@ -233,28 +237,29 @@ class Record:
         return [channel, claim.epoch, claim.num_tokens, event, keep_ms, claim.id, self._held]
 
     def note_handed_off(self, claim: Claim) -> bool:
-        """The hand-off is durable: nobody holds the request. False when it has gone on, which is fine."""
+        """Note that the job is durable, and end the claim. Return False if decode has the request already."""
         return self.note_all_handed_off([claim])[0]
 
     def note_all_handed_off(self, claims: Sequence[Claim]) -> list[bool]:
-        """`handed` for each, in one round trip."""
+        """Note several hand-offs in one round trip, see `note_handed_off`."""
         calls: list[Call] = [
             (self._request_keys(claim.id)[:1], [claim.id, claim.epoch, self._held]) for claim in claims
         ]
         return [bool(reply) for reply in scripts.HANDED.run_all(self._client, calls)]
 
     def release_claim(self, claim: Claim, *, failed: bool = False, delivered: bool = True, wait_s: float = 0.0) -> bool:
-        """Give an unfinished request back, to be claimed in `wait_s` or at once. False when it was lost, or
-        given back, before.
+        """Give an unfinished request back, to be claimed after `wait_s`. Return False if it was lost or given back
+        before.
 
-        With `failed` the attempt counts; without, the worker was merely told to stop. Where it was `delivered` it is
-        left for a lease to whoever gets the delivery next; then, and without a delivery at once, anybody may take it.
+        With `failed` the attempt counts; without, the worker only stops. Where the request was `delivered`, for a lease
+        only the next holder of the delivery may claim it. After that, or at once without a delivery, any worker may
+        take it over.
         """
         call = self._release_call(claim, failed=failed, delivered=delivered, wait_s=wait_s)
         return bool(scripts.RELEASE.run(self._client, *call))
 
     def release_all(self, claims: Sequence[tuple[Claim, bool]]) -> list[bool]:
-        """`release` for each claim at once, `delivered` or not, in one round trip."""
+        """Release several claims, each with whether it was delivered, in one round trip, see `release_claim`."""
         calls = [self._release_call(claim, delivered=delivered) for claim, delivered in claims]
         return [bool(reply) for reply in scripts.RELEASE.run_all(self._client, calls)]
 
@@ -268,9 +273,9 @@ class Record:
     def renew_session(
         self, stage: Stage, session: str, until_ms: int = 0, parts: Sequence[str] = (), left: Sequence[str] = ()
     ) -> Renewed | None:
-        """Say that a session lives, that it reads these parts, and those that it `left` no more; None when it is over.
+        """Renew a session, which reads the partitions `parts` and no longer those in `left`. Return None if it is over.
 
-        `until_ms`: until when it lasts, as far as that is known; 0: it begins.
+        `until_ms` is when it expires, as far as its worker knows; 0 for a new session.
         """
         pipeline = self._pipeline
         keys = [pipeline.sessions_key(stage), pipeline.news_key(session), pipeline.free_key(stage)]
@@ -282,45 +287,45 @@ class Record:
         return Renewed(until, now, num_free, [word.decode().removeprefix("c:") for word in news])
 
     def end_expired_sessions(self, stage: Stage, as_of_ms: int, session: str = "") -> int:
-        """End sessions whose time was over then, and this one in any case; what they held is free.
+        """End the sessions that had expired at `as_of_ms`, and `session` in any case: the requests they held are free.
 
-        Returns how many requests are free now.
+        Return how many requests of the stage are free now.
         """
         pipeline = self._pipeline
-        looks = [pipeline.held_key("%s"), pipeline.news_key("%s"), pipeline.record_key("%s")]
+        key_formats = [pipeline.held_key("%s"), pipeline.news_key("%s"), pipeline.record_key("%s")]
         keys = [pipeline.sessions_key(stage), pipeline.free_key(stage)]
-        args: Args = [as_of_ms, self._lease_ms, session, *looks]
+        args: Args = [as_of_ms, self._lease_ms, session, *key_formats]
         num_free, *ended = scripts.REAP.run(self._client, keys, args)
         for one in ended:
             log.info("the %s session %s is over", stage, one.decode())
         return int(num_free)
 
     def adopt_partitions(self, stage: Stage, session: str) -> list[str]:
-        """Read the parts of topics that nobody reads; returns all that are this session's."""
+        """Adopt the partitions that no session reads. Return all partitions that this session reads."""
         keys = [self._pipeline.readers_key(stage), self._pipeline.sessions_key(stage)]
         return [part.decode() for part in scripts.ADOPT.run(self._client, keys, [session])]
 
     def disown_partitions(self, stage: Stage, session: str, parts: Sequence[str]) -> None:
-        """Read nothing any more. These parts go to other members; what was adopted is to be adopted by others."""
+        """Give up all partitions: those in `parts` go to other members, the others are adopted by other workers."""
         scripts.DISOWN.run(self._client, [self._pipeline.readers_key(stage)], [session, *parts])
 
     def count_free(self, stage: Stage) -> int:
-        """How many requests any worker of a stage may take now."""
+        """Return how many requests of a stage any worker may take over now."""
         seconds, microseconds = self._client.time()
         return self._client.zcount(self._pipeline.free_key(stage), "-inf", seconds * 1000 + microseconds // 1000)
 
     # Reading.
 
     def cancel_request(self, request_id: str) -> bool:
-        """Ask for a request's end, also before any worker saw it; False when it has ended already."""
+        """Cancel a request, also before any worker has read it. Return False if it has ended already."""
         return self._log.cancel_request(request_id)
 
     def read_log(self, request_id: str, after_position: int = -1) -> list[TokenEvent | EndEvent]:
-        """What the log holds after the token at `after_position` (-1: from the beginning)."""
+        """Return the events in the log after the token at `after_position` (-1: from the beginning)."""
         return self._log.read_events(request_id, after_position)
 
     def read_status(self, request_id: str) -> RequestStatus | None:
-        """What is known about a request; None when nothing is."""
+        """Return a request's record, or None where there is none."""
         return self._log.read_status(request_id)
 
     def close(self) -> None:

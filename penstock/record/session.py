@@ -1,4 +1,4 @@
-"""A worker's session: one key in Redis says that it lives, for all the requests that it holds.
+"""A worker's session: one entry in Redis keeps all claims of a worker alive.
 
     1  a session is opened before anything is claimed, renewed every third of a lease, and ends when its worker leaves
     2  one that is not renewed for a lease ends as a whole: what it holds is free, and the parts of the topics that it
@@ -24,16 +24,15 @@ from penstock.record.record import Record, Renewed
 from penstock.redis.client import is_away
 
 STOP_TIMEOUT_S = 2.0
-"""A worker that leaves waits no longer for a server that does not answer."""
+"""How long a worker that leaves waits for a server that does not answer."""
 UNLIMITED_GRACE_S = 1e6
 
 
 class Session:
     """Belongs to one worker object and one server. A thread renews it, on a connection of its own.
 
-    What the thread finds out is for the worker's loop, which asks each turn: claims that were lost, claims whose end
-    somebody asked for, and how many requests are free. While Redis cannot be reached nothing is known to be lost; the
-    epoch guards the log.
+    The worker's loop asks in each turn what the thread found out: claims that were lost or cancelled, and how many
+    requests are free. While Redis cannot be reached no claim is known to be lost; the epoch guards the log.
     """
 
     def __init__(
@@ -45,47 +44,48 @@ class Session:
         *,
         adopts: bool = False,
     ) -> None:
-        """`parts` returns those parts of the topics that this worker alone reads; one that `adopts` can read those of
-        others. Raises `redis.RedisError`.
+        """Open the session. `parts` returns the partitions that this worker alone reads. With `adopts` the worker can
+        read the partitions of dead members. Raise `redis.RedisError`.
         """
         self.id = ""
-        """The worker's name and a token: that of a session that lives, as far as is known."""
+        """The worker's name and a token. The session lives, as far as is known."""
         self.num_free = 0
-        """How many requests of the stage any worker may take. The loop lowers it when it takes some."""
+        """How many requests of the stage any worker may take over. The loop lowers it when it takes some."""
         self.adopted_partitions: list[str] = []
-        """Parts of topics that nobody reads as a member, and this worker has to."""
+        """The partitions of dead members that this worker has to read."""
         self._record, self._stage, self._name, self._parts, self._adopts = record, stage, name, parts, adopts
         self._claims: set[Claim] = set()
         self._lost: list[Claim] = []
         self._cancelled: set[str] = set()
         self._named: dict[str, float] = {}
-        """The parts that this session reads, by when it last did."""
+        """The partitions that this session reads, with the time at which it last did."""
         self._renewed_s = 0.0
         self._last = Renewed(0, 0, 0, [])
         self._grace_s = self._grace_until_s = 0.0
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._naming = threading.Lock()
-        """Held while the server is told what is read: a renewal under way would name again what was disowned."""
+        """Held during a renewal and `disown_partitions`: a renewal under way would name the given up partitions
+        again."""
         self._stop = threading.Event()
         self._open_session()
         self._thread = threading.Thread(target=self._renew_forever, name="penstock-session", daemon=True)
         self._thread.start()
 
     def add_claim(self, claim: Claim) -> None:
-        """Tell what happens to this claim from now on."""
+        """Watch a claim: `collect_events` returns what happens to it."""
         with self._lock:
             self._claims.add(claim)
 
     def remove_claim(self, claim: Claim) -> None:
-        """Forget a claim: it ended, was handed off, released or lost."""
+        """Forget a claim that ended, was handed off, released or lost."""
         with self._lock:
             self._claims.discard(claim)
 
     def collect_events(self) -> list[tuple[Claim, ClaimEvent]]:
-        """Claims that are `LOST`, each once, or `CANCELLED`, for as long as they are kept.
+        """Return claims that are `LOST`, each once, and those that are `CANCELLED`, until they are removed.
 
-        Raises what made it impossible to keep the session, if that was no outage.
+        Raise the error that ended the session's thread, if there was one; an outage does not end it.
         """
         if self._failure is not None:
             raise self._failure
@@ -96,19 +96,19 @@ class Session:
         return [(claim, ClaimEvent.LOST) for claim in lost] + [(claim, ClaimEvent.CANCELLED) for claim in cancelled]
 
     def stop(self) -> None:
-        """Renew no more: the session runs out."""
+        """Stop renewing, so that the session expires."""
         self._stop.set()
         self._thread.join(STOP_TIMEOUT_S)
 
     def disown_partitions(self) -> None:
-        """Read nothing any more, as this worker leaves its group. Raises `redis.RedisError`."""
+        """Give up all partitions, as this worker leaves its group. Raise `redis.RedisError`."""
         with self._naming:
             named, self._parts, self._adopts = list(self._named), list, False
             self._named, self.adopted_partitions = {}, []
             self._record.disown_partitions(self._stage, self.id, named)
 
     def close(self) -> None:
-        """End the session: what it still holds is free at once."""
+        """End the session: the requests that it still holds are free at once."""
         self.stop()
         with contextlib.suppress(redis.RedisError):  # else it runs out
             self.disown_partitions()
@@ -157,8 +157,9 @@ class Session:
             ]
 
     def _note_renewal(self, renewed: Renewed) -> None:
-        """Note what a renewal brought. If it came late, this worker was held up, or the clock was put forward. Others
-        were too, perhaps: their sessions have that much more time, until they have had time to renew.
+        """Note a renewal's reply. A late one shows that this worker was held up, or that the clock was put forward.
+
+        Other workers may have been held up as well: for a lease their sessions get that much more time to renew.
         """
         now_s, lease_s = time.monotonic(), self._record.lease_s
         gap_s = max(now_s - self._renewed_s, (renewed.now_ms - self._last.now_ms) / 1000)
@@ -170,8 +171,9 @@ class Session:
                 self._cancelled |= set(renewed.cancelled)
 
     def _list_read_partitions(self) -> tuple[list[str], list[str]]:
-        """Return the parts that this worker reads now, and those that it has not read for a lease. Where the group
-        gives a part to another member, that is long enough for that one to say so.
+        """Return the partitions that this worker reads now, and those that it has not read for a lease.
+
+        Where the group assigns a partition to another member, a lease is long enough for that member to name it.
         """
         parts, now_s = self._parts(), time.monotonic()
         left = [

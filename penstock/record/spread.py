@@ -143,15 +143,15 @@ class _SpreadRecord(Record):
             left += server.call_or_default(partial(server.record.put_down, stage, mine), mine)
         return left
 
-    def take_over_free(self, stage: Stage, session: str, most: int) -> list[TakenOver]:
+    def take_over_free(self, stage: Stage, session: str, max_requests: int) -> list[TakenOver]:
         """As `Record.take`. Each call begins with another server."""
         taken: list[TakenOver] = []
         servers = list(zip(self.servers.parts, session.split(ID_SEPARATOR), strict=True))
         self._turn = (self._turn + 1) % len(servers)
         for server, own in servers[self._turn :] + servers[: self._turn]:
-            if len(taken) < most:
+            if len(taken) < max_requests:
                 taken += server.call_or_default(
-                    partial(server.record.take_over_free, stage, own, most - len(taken)), []
+                    partial(server.record.take_over_free, stage, own, max_requests - len(taken)), []
                 )
         return taken
 

@@ -21,7 +21,7 @@ from tests.bus.buses import make_bus, publish, take, values
 class Forgetful:
     """A member whose first settlement is done, and its reply lost."""
 
-    trouble = ""
+    current_problem = ""
 
     def __init__(self, member: Member) -> None:
         self._member, self._has_forgotten = member, False

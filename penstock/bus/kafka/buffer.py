@@ -1,4 +1,6 @@
-"""What a Kafka member has fetched, holds and has finished, by partition. Plain Python, no I/O; not locked."""
+"""The messages that a Kafka member has fetched, handed out and finished, by partition. Plain Python, no I/O,
+unlocked.
+"""
 
 import logging
 import time
@@ -14,22 +16,22 @@ log = logging.getLogger(__name__)
 
 MAX_BUFFERED_MESSAGES = 64
 MAX_BUFFERED_BYTES = 32 * 2**20
-"""A class with as much in its buffer is paused; it goes on when half of that is left."""
+"""A class that has this many messages or bytes in its buffer is paused; it goes on when half of that is left."""
 
 MAX_DAMAGED_AT_ONCE = 100
-"""How many go to the dead letters at a time."""
+"""How many damaged messages are settled as dead letters at once."""
 
 Partition = tuple[str, int]
 MessagePosition = tuple[Partition, int]
 Commit = tuple[Partition, int, str]
-"""Partition, offset, metadata."""
+"""Partition, committed offset and metadata."""
 
 
 class PrefetchBuffer:
-    """The partitions assigned to a member and all its messages from them.
+    """The partitions that are assigned to a member, and all its messages from them.
 
-    A message is buffered, then handed out, then finished. Taking a partition away forgets all of its messages; they
-    belong to another member then.
+    A message is buffered, then handed out, then finished. When a partition is revoked all of its messages are
+    forgotten: they belong to another member then.
     """
 
     def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
@@ -46,30 +48,31 @@ class PrefetchBuffer:
 
     @property
     def partitions(self) -> list[Partition]:
-        """All that are assigned."""
+        """The assigned partitions."""
         return list(self._offsets)
 
     @property
     def num_handed_out(self) -> int:
-        """Deliveries given to the worker and not settled."""
+        """How many deliveries were given to the worker and are not settled."""
         return len(self._handed_out)
 
     @property
     def num_buffered(self) -> int:
-        """Deliveries fetched and not given to the worker."""
+        """How many deliveries are fetched and were not given to the worker."""
         return sum(len(buffer) for buffer in self._buffers.values())
 
     def assign_partition(
         self, partition: Partition, committed: int, metadata: str | None, epoch: int = NO_EPOCH
     ) -> None:
-        """Begin a partition at its committed offset, which was committed with a leader epoch. What the metadata says is
-        finished is passed over, unless the epochs show that the log was cut since.
+        """Begin a partition at its committed offset. `epoch` is the leader epoch of that commit.
+
+        Messages that are finished by the metadata are passed over, unless the epochs show that the log was cut since.
         """
         self._offsets[partition] = PartitionOffsets(committed, metadata or "", epoch)
         self._fresh.add(partition)
 
     def next_offset(self, partition: Partition) -> int:
-        """Where a partition is read on."""
+        """Return the offset at which a partition is read next."""
         return self._offsets[partition].next_offset
 
     def revoke_partitions(self, partitions: Iterable[Partition]) -> None:
@@ -88,7 +91,7 @@ class PrefetchBuffer:
             self._num_bytes[klass] = sum(len(delivery.value) for delivery in kept)
 
     def add_message(self, delivery: Delivery, epoch: int = NO_EPOCH) -> None:
-        """Take in a fetched message, with the leader epoch it was written under. Raises as `_read_from` does."""
+        """Add a fetched message that was written under a leader epoch. Raise `BusUnavailable` as `_read_from` does."""
         partition, offset = self.parse_position(delivery)
         offsets = self._read_from(partition, offset)
         if offsets is None or not offsets.note_delivered(offset, epoch):
@@ -97,8 +100,10 @@ class PrefetchBuffer:
         self._num_bytes[delivery.klass] += len(delivery.value)
 
     def add_damaged_message(self, partition: Partition, batch: int, klass: PriorityClass, why: str) -> int:
-        """Take in that the next message of a partition, in the batch that begins at the offset `batch`, cannot be
-        unpacked: it is nobody's. Return where the partition goes on.
+        """Add the next message of a partition, which cannot be unpacked. Return the offset at which the partition goes
+        on.
+
+        The message is in the batch that begins at the offset `batch`. It goes to the dead letters.
         """
         topic, number = partition
         offset = max(batch, self._offsets[partition].next_offset)
@@ -109,9 +114,9 @@ class PrefetchBuffer:
         return offset + 1
 
     def reach_end(self, partition: Partition, end: int) -> bool:
-        """Note that the log has nothing more before `end`. Return whether markers of transactions are there instead.
+        """Note that the log has no more messages before `end`. Return whether it has markers of transactions instead.
 
-        Raises `BusUnavailable` as `_read_from` does.
+        Raise `BusUnavailable` as `_read_from` does.
         """
         offsets = self._read_from(partition, end)
         has_passed = offsets is not None and offsets.skip_to(end)
@@ -120,12 +125,12 @@ class PrefetchBuffer:
         return has_passed
 
     def _read_from(self, partition: Partition, offset: int) -> PartitionOffsets | None:
-        """The offsets of an assigned partition that was now read at `offset`.
+        """Return the offsets of an assigned partition from which `offset` was read now.
 
-        A log is read upwards. An offset below the next one shows that the log lost its tail, as a broker's may that was
-        not replicated, or that the commit was beyond its end: what is there now is new, whatever its offset. A
-        partition that brought nothing before is begun anew there. Else its deliveries may be in work under offsets that
-        mean something else now: `BusUnavailable` is raised, and whoever makes the member anew begins anew with it.
+        A log is read upwards. An offset below the next one shows that the log lost its tail, as may happen to a broker
+        without replicas, or that the commit was beyond the log's end. The messages there are new. A partition from
+        which nothing was read before begins again at that offset. Otherwise deliveries may be in work whose offsets now
+        belong to other messages: raise `BusUnavailable`, so that a new member begins the partition again.
         """
         offsets = self._offsets.get(partition)
         if offsets is not None and offset < offsets.next_offset:
@@ -139,17 +144,17 @@ class PrefetchBuffer:
         return offsets
 
     def list_damaged(self) -> list[tuple[Delivery, str]]:
-        """Return some of the messages that are nobody's, and why: they belong to the dead letters.
+        """Return some of the damaged messages, each with the reason for its dead letter.
 
-        They are returned again until they are settled, or their partition is taken away.
+        They are returned again until they are settled, or their partition is revoked.
         """
         return self._orphans[:MAX_DAMAGED_AT_ONCE]
 
-    def hand_out(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """At most `room` deliveries of each class, interactive first."""
+    def hand_out(self, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Return at most `capacity` deliveries of each class, interactive first."""
         found: list[Delivery] = []
         for klass in CLASSES:
-            left = max(0, room.get(klass, 0))
+            left = max(0, capacity.get(klass, 0))
             taken: list[Delivery] = []
             buffer = self._buffers[klass]
             while buffer and len(taken) < left:
@@ -160,15 +165,15 @@ class PrefetchBuffer:
         return found
 
     def list_buffered(self) -> list[Delivery]:
-        """What is buffered, interactive first."""
+        """Return the buffered deliveries, interactive first."""
         return [delivery for klass in CLASSES for delivery in self._buffers[klass]]
 
     def find_lost(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Which of the deliveries are not this member's to settle."""
+        """Return those of the deliveries that are no longer this member's."""
         return [delivery for delivery in deliveries if self.parse_position(delivery) not in self._handed_out]
 
     def finish_deliveries(self, deliveries: Sequence[Delivery]) -> None:
-        """Note that these are done, as far as they are this member's; that is still to be committed."""
+        """Note that those of the deliveries that are this member's are finished, and still to be committed."""
         for partition, offset in {self.parse_position(delivery) for delivery in deliveries}.intersection(
             self._handed_out
         ):
@@ -178,9 +183,9 @@ class PrefetchBuffer:
         self._orphans = [orphan for orphan in self._orphans if self.parse_position(orphan[0]) in self._handed_out]
 
     def build_commits(self, deliveries: Sequence[Delivery] = ()) -> list[Commit]:
-        """What to commit when these are finished too. Changes nothing.
+        """Return the commits as they are once these deliveries are finished too. Change nothing.
 
-        It includes partitions where something was finished, or markers were passed over, since the last commit.
+        They include partitions where work was finished, or markers were passed over, since the last commit.
         """
         also: dict[Partition, set[int]] = {partition: set() for partition in self._uncommitted}
         for partition, offset in map(self.parse_position, deliveries):
@@ -188,18 +193,20 @@ class PrefetchBuffer:
         return [(partition, *self._offsets[partition].build_commit(done)) for partition, done in also.items()]
 
     def note_committed(self, commits: Iterable[Commit]) -> None:
-        """Note that this, which `to_commit` said, is committed. What was finished since waits for the next."""
-        for partition, *said in commits:
-            if partition in self._uncommitted and self._offsets[partition].build_commit() == tuple(said):
+        """Note that commits of `build_commits` were made. Work that was finished since waits for the next commit."""
+        for partition, *commit in commits:
+            if partition in self._uncommitted and self._offsets[partition].build_commit() == tuple(commit):
                 self._uncommitted.discard(partition)
 
     @property
     def has_uncommitted(self) -> bool:
-        """Whether anything was finished, or markers were passed over, since the last commit."""
+        """Whether work was finished, or markers were passed over, since the last commit."""
         return bool(self._uncommitted)
 
     def find_partitions_to_pause(self) -> set[Partition]:
-        """The partitions to pause now: of classes with a full buffer, and those read far beyond a slow request."""
+        """Return the partitions to pause: those of classes with a full buffer, and those read far beyond a slow
+        request.
+        """
         for partition, offsets in self._offsets.items():
             share = offsets.window_usage
             if share >= 1:
@@ -219,7 +226,7 @@ class PrefetchBuffer:
         return self._full
 
     def parse_position(self, delivery: Delivery) -> MessagePosition:
-        """Partition and offset of a delivery."""
+        """Return partition and offset of a delivery."""
         number, _, offset = delivery.position.partition(":")
         return (delivery.topic, int(number)), int(offset)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
-from penstock.bus.contract import FollowedMessage, Outgoing
+from penstock.bus.contract import MAX_FOLLOWED_MESSAGES, FollowedMessage, Outgoing
 from penstock.bus.kafka.client import BROKER_TIMEOUT_S, bus_errors, parse_headers, parse_key
 
 log = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ class KafkaFollower:
             self._consumer.close()
             raise
 
-    def read_messages(self, timeout_s: float, most: int = 500) -> list[FollowedMessage]:
+    def read_messages(self, timeout_s: float, max_messages: int = MAX_FOLLOWED_MESSAGES) -> list[FollowedMessage]:
         """The next messages; see `contract.Follower.read`."""
         found: list[FollowedMessage] = []
         with bus_errors():
             if time.monotonic() > self._looked_at + PARTITION_REFRESH_S:
                 self._assign_new()
             first = self._consumer.poll(timeout_s)
-            for message in () if first is None else (first, *self._consumer.consume(most - 1, 0)):
+            for message in () if first is None else (first, *self._consumer.consume(max_messages - 1, 0)):
                 error, number, offset = message.error(), message.partition() or 0, message.offset() or 0
                 if error is None:
                     outgoing = Outgoing(self._topic, message.value() or b"", parse_key(message), parse_headers(message))

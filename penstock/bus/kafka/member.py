@@ -120,15 +120,15 @@ class KafkaMember:
         """Why this member does not do its part now; see `contract.Member.trouble`."""
         return self._away or self._describe_stall() or next(iter(self._refused.values()), "")
 
-    def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """Deliveries of the classes with room, interactive first; see `contract.Member.poll`."""
+    def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
         end = time.monotonic() + timeout_s
         self._check_alive()
         self._bury_damaged()
         with self._state:
             while True:
                 self._raise_failure()
-                found = self._holdings.hand_out(room)
+                found = self._holdings.hand_out(capacity)
                 left_s = end - time.monotonic()
                 if found or left_s <= 0 or self._closing.is_set():
                     return found

@@ -22,14 +22,14 @@ MAX_METADATA_BYTES = 4000
 """A broker takes 4,096 by default."""
 
 MAX_OFFSETS_AHEAD = 100_000
-"""How far beyond its first unfinished offset a partition is read: after a restart so much may be read again, and passed
-over."""
+"""How far a partition is read beyond its first unfinished offset. After a restart, up to this many messages are read
+again and passed over."""
 
 _PREFIX = "penstock1:"
 _ALLOWED_BYTES = (MAX_METADATA_BYTES - len(_PREFIX)) // 4 * 3 - 64
-"""Of metadata, before base64; less what the next message may add."""
+"""The most bytes of metadata before base64, less those that the next message may add."""
 NO_EPOCH = -1
-"""A leader epoch that is not known, as the client says it."""
+"""An unknown leader epoch, as the Kafka client returns it."""
 Range = tuple[int, int]
 """First and last offset, both included."""
 
@@ -38,7 +38,7 @@ class PartitionOffsets:
     """Delivered and finished offsets of one partition, from the committed offset on."""
 
     def __init__(self, committed: int, metadata: str = "", epoch: int = NO_EPOCH) -> None:
-        """`epoch`: the leader epoch of the commit, the highest that its member had read; `NO_EPOCH`: not known."""
+        """Begin at a committed offset. `epoch` is the leader epoch of the commit, or `NO_EPOCH`."""
         self._epoch = epoch
         self._next = committed  # the offset after the last delivered
         self._unfinished: dict[int, None] = {}  # in delivery order, so ascending
@@ -46,17 +46,17 @@ class PartitionOffsets:
 
     @property
     def next_offset(self) -> int:
-        """Where to read on."""
+        """The offset at which the partition is read next."""
         return self._next
 
     @property
     def num_unfinished(self) -> int:
-        """Delivered and not finished."""
+        """How many offsets are delivered and not finished."""
         return len(self._unfinished)
 
     @property
     def window_usage(self) -> float:
-        """How far it is read beyond its first unfinished offset, as a share of what is allowed. At 1 it has to wait.
+        """The share of the allowed distance beyond the first unfinished offset that is read. At 1 reading has to wait.
 
         The metadata has at most one run more than there are unfinished offsets, of two numbers each. A number takes a
         byte, and one more for each 127 offsets that it spans, at most.
@@ -65,7 +65,7 @@ class PartitionOffsets:
         return max(ahead / MAX_OFFSETS_AHEAD, (2 * (len(self._unfinished) + 1) + ahead // 127) / _ALLOWED_BYTES)
 
     def skip_to(self, end: int) -> bool:
-        """Note that the log has nothing more before `end`; whether that is news."""
+        """Note that the log has no more messages before `end`. Return whether that was unknown."""
         if end <= self._next:
             return False
         self._finished = _merge_ranges([*self._finished, (self._next, end - 1)])
@@ -73,9 +73,9 @@ class PartitionOffsets:
         return True
 
     def note_delivered(self, offset: int, epoch: int = NO_EPOCH) -> bool:
-        """Note the next offset of the log; False if its work was finished before a restart.
+        """Note that the message at `offset` was read. Return False if its work was finished before a restart.
 
-        `epoch`: the leader epoch under which the message was written, if it is known.
+        `epoch` is the leader epoch under which the message was written, if it is known.
         """
         if offset < self._next:
             return False
@@ -91,11 +91,11 @@ class PartitionOffsets:
         return True
 
     def is_unfinished(self, offset: int) -> bool:
-        """Whether the offset was delivered and is not finished."""
+        """Return whether the offset was delivered and is not finished."""
         return offset in self._unfinished
 
     def build_commit(self, also: Collection[int] = ()) -> tuple[int, str]:
-        """Offset and metadata to commit, as if the offsets in `also` were finished too; changes nothing."""
+        """Return offset and metadata to commit, as if the offsets in `also` were finished too. Change nothing."""
         first = next((offset for offset in self._unfinished if offset not in also), self._next)
         beyond = _merge_ranges([*self._finished, *((offset, offset) for offset in also)])
         return first, encode_ranges([(max(low, first), high) for low, high in beyond if high >= first], first)
@@ -119,9 +119,9 @@ class PartitionOffsets:
 
 
 def encode_ranges(runs: Iterable[Range], base: int) -> str:
-    """Ascending, separate runs at or after `base` as text of at most `MAX_METADATA_BYTES`.
+    """Return ascending, separate runs at or after `base` as text of at most `MAX_METADATA_BYTES`.
 
-    What does not fit is left out, from the far end: that work may be done twice.
+    Runs that do not fit are left out, from the far end: their work may be done twice.
     """
     packed = bytearray()
     end = base
@@ -135,7 +135,7 @@ def encode_ranges(runs: Iterable[Range], base: int) -> str:
 
 
 def decode_ranges(text: str | None, base: int) -> list[Range]:
-    """The runs in a commit's metadata. Of text that is not ours, or damaged, none: work is repeated."""
+    """Return the runs in a commit's metadata. Foreign or damaged text has none, so that work is repeated."""
     if not text or not text.startswith(_PREFIX):
         return []
     try:
@@ -178,7 +178,7 @@ def _decode_varints(packed: bytes) -> list[int] | None:
 
 
 def _merge_ranges(runs: list[Range]) -> list[Range]:
-    """The same offsets as ascending runs that neither overlap nor touch."""
+    """Return the offsets of the runs as ascending runs that neither overlap nor touch."""
     merged: list[Range] = []
     for low, high in sorted(runs):
         if merged and low <= merged[-1][1] + 1:

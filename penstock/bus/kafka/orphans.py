@@ -1,4 +1,4 @@
-"""Reading partitions whose member died, in no group: from where their group stopped, without moving it."""
+"""Reading partitions whose member died: outside the group, from its committed offsets, without changing them."""
 
 import logging
 import time
@@ -18,11 +18,11 @@ from penstock.names import Pipeline, PriorityClass, Stage
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_WAIT_S = 0.3
-"""How long a look waits for a first message."""
+"""How long a call waits for a first message."""
 
 
 def format_partition(partition: Partition) -> str:
-    """A partition's name among workers."""
+    """Return the name of a partition that workers use in Redis."""
     return f"{partition[0]}:{partition[1]}"
 
 
@@ -32,7 +32,7 @@ def _parse_partition(part: str) -> Partition:
 
 
 class KafkaOrphanReader:
-    """See `contract.OrphanReader`. Connects at the first orphan."""
+    """The `contract.OrphanReader` of Kafka. It connects when the first partition is asked for."""
 
     def __init__(self, pipeline: Pipeline, stage: Stage, clients: Mapping[str, Any]) -> None:
         self._clients, self._group = dict(clients), pipeline.consumer_group(stage)
@@ -42,20 +42,20 @@ class KafkaOrphanReader:
         self._consumer: Consumer | None = None
         self._offsets: dict[Partition, PartitionOffsets] = {}
 
-    def read_orphans(self, parts: Sequence[str], most: int) -> list[Delivery]:
-        """See `contract.OrphanReader.read`."""
-        partitions = {partition for partition in map(_parse_partition, parts) if partition[0] in self._classes}
-        if not partitions:
+    def read_orphans(self, partitions: Sequence[str], max_messages: int) -> list[Delivery]:
+        """Return unfinished messages of these partitions, see `contract.OrphanReader.read_orphans`."""
+        wanted = {partition for partition in map(_parse_partition, partitions) if partition[0] in self._classes}
+        if not wanted:
             self.close()
             return []
         with bus_errors():
             consumer = self._consumer = self._consumer or Consumer(_consumer_settings(self._clients, self._group))
-            if partitions != self._offsets.keys():
-                self._assign_partitions(consumer, partitions)
-            return self._fetch_messages(consumer, most)
+            if wanted != self._offsets.keys():
+                self._assign_partitions(consumer, wanted)
+            return self._fetch_messages(consumer, max_messages)
 
     def close(self) -> None:
-        """Free the connection. What is read next is read from where the group stopped."""
+        """Free the connection. The next call begins again at the group's committed offsets."""
         self._offsets = {}
         if self._consumer is not None:
             self._consumer.close()
@@ -74,10 +74,10 @@ class KafkaOrphanReader:
             [TopicPartition(*partition, offsets.next_offset) for partition, offsets in self._offsets.items()]
         )
 
-    def _fetch_messages(self, consumer: Consumer, most: int) -> list[Delivery]:
+    def _fetch_messages(self, consumer: Consumer, max_messages: int) -> list[Delivery]:
         found: list[Delivery] = []
         until = time.monotonic() + FIRST_MESSAGE_WAIT_S
-        while len(found) < most:
+        while len(found) < max_messages:
             message = consumer.poll(0.0 if found else max(0.0, until - time.monotonic()))
             if message is None:
                 break

@@ -15,6 +15,7 @@ from typing import Any, cast
 import redis
 
 from penstock.bus.contract import (
+    MAX_FOLLOWED_MESSAGES,
     Delivery,
     FollowedMessage,
     Outgoing,
@@ -160,7 +161,7 @@ class StreamsFollower:
         self._key = bus.pipeline.stream_key(topic)
         self._client = connect_client(bus.url)
 
-    def read_messages(self, timeout_s: float, most: int = 500) -> list[FollowedMessage]:
+    def read_messages(self, timeout_s: float, max_messages: int = MAX_FOLLOWED_MESSAGES) -> list[FollowedMessage]:
         """The next messages; see `contract.Follower.read`."""
         found: list[FollowedMessage] = []
         end = time.monotonic() + timeout_s
@@ -169,7 +170,7 @@ class StreamsFollower:
             with bus_errors():
                 block = max(1, int(left_s * 1000))
                 reply: Any = self._client.xread(
-                    {self._key: self._after}, count=most, block=block if left_s > 0 else None
+                    {self._key: self._after}, count=max_messages, block=block if left_s > 0 else None
                 )
             for _, entries in reply or ():
                 found += [

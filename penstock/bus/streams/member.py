@@ -72,21 +72,21 @@ class StreamsMember:
         self._heart = threading.Thread(target=self._beat_forever, name=f"member-{name}", daemon=True)
         self._heart.start()
 
-    def poll(self, timeout_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
-        """Deliveries of the classes with room, interactive first; see `contract.Member.poll`."""
+    def poll(self, timeout_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
+        """Return deliveries of the classes with capacity, interactive first; see `contract.Member.poll`."""
         end = time.monotonic() + timeout_s
         while True:
             self._raise_if_fenced()
             with bus_errors():
-                found = self._poll_once(room, end)
+                found = self._poll_once(capacity, end)
             if found or self._closing.is_set() or time.monotonic() >= end:
                 return found
 
-    def _poll_once(self, room: Mapping[PriorityClass, int], end: float) -> list[Delivery]:
+    def _poll_once(self, capacity: Mapping[PriorityClass, int], end: float) -> list[Delivery]:
         try:
-            found = self._fetch_available(room)
+            found = self._fetch_available(capacity)
             wait_s = min(MAX_BLOCK_S, end - time.monotonic())
-            return found if found or wait_s <= 0 else self._wait_for_message(wait_s, room)
+            return found if found or wait_s <= 0 else self._wait_for_message(wait_s, capacity)
         except redis.RedisError as error:
             self._recovering = True
             if not str(error).startswith(("NOGROUP", "UNBLOCKED", "no such key")):
@@ -214,12 +214,12 @@ class StreamsMember:
         if self._fenced:
             raise MemberFenced(f"a newer member has the place of {self._consumer}")
 
-    def _fetch_available(self, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+    def _fetch_available(self, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """What can be had without waiting, in the order in which it has a claim to the room.
 
         1. Deliveries of ours whose reply was lost. 2. Those of members that are gone. 3. New messages.
         """
-        left = {klass: max(0, room.get(klass, 0)) for klass in CLASSES}
+        left = {klass: max(0, capacity.get(klass, 0)) for klass in CLASSES}
         found: list[Delivery] = []
         if self._recovering:  # 1
             found += self._recover_lost_replies(left)
@@ -229,10 +229,10 @@ class StreamsMember:
         found += self._read_new(left)  # 3
         return sorted(found, key=lambda delivery: CLASSES.index(delivery.klass))
 
-    def _wait_for_message(self, wait_s: float, room: Mapping[PriorityClass, int]) -> list[Delivery]:
+    def _wait_for_message(self, wait_s: float, capacity: Mapping[PriorityClass, int]) -> list[Delivery]:
         """Wait for the first new message."""
         wait_ms = max(1, int(1000 * wait_s))
-        left = dict(room)
+        left = dict(capacity)
         topics = {
             self._pipeline.stream_key(topic).encode(): topic for topic, count in self._list_streams(left) if count > 0
         }
